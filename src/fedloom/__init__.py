@@ -1,0 +1,1 @@
+"""fedloom: graph neural networks over graphs that several parties hold and may not share."""

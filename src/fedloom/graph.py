@@ -1,0 +1,307 @@
+"""Graph: one party's data. Federation: the parties' graphs and what everybody may know about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fedloom.errors import DataError
+from fedloom.sparse import Sparse
+
+Task = Literal["node", "graph"]
+# Below this share of non-zero entries a product with sparse features beats the dense one (bag-of-words: about 1 %).
+SPARSE_FEATURES_BELOW = 0.15
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A frozen record of nodes, edges and labels: a whole dataset or one party's part of it.
+
+    An *item* is what gets predicted: a node, or (when `batch` is given) one of many small graphs kept as one disjoint union.
+    `y`, `train`, `val` and `test` have one entry per item. Undirected edges are stored in both directions; messages flow
+    from row 0 of `edge_index` (source) to row 1 (target), as in PyG.
+    """
+
+    x: Tensor  # [nodes, features] float32
+    edge_index: Tensor  # [2, edges] int64
+    y: Tensor  # [items] int64, -1 = unknown or hidden
+    num_classes: int
+    train: Tensor = None  # type: ignore[assignment]  # [items] bool
+    val: Tensor = None  # type: ignore[assignment]
+    test: Tensor = None  # type: ignore[assignment]
+    edge_weight: Tensor | None = None  # [edges] float32, None = all 1
+    node_id: Tensor = None  # type: ignore[assignment]  # [nodes] int64: the node's number in the whole graph
+    # Edges that the partition cut and this party may know, [4, cut]: own node (local number), remote node (its node_id),
+    # remote owner (client number), direction (0 = own -> remote, 1 = remote -> own).
+    cross_edges: Tensor = None  # type: ignore[assignment]
+    batch: Tensor | None = None  # [nodes] int64, ascending: which item (graph) a node belongs to; None = items are nodes
+    name: str = "graph"
+    _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        # Constructors only store: fill in what was left out, check nothing (that is `check`).
+        blank = torch.zeros(len(self.y), dtype=torch.bool)
+        defaults: dict[str, Tensor] = {
+            "train": blank, "val": blank, "test": blank,
+            "node_id": torch.arange(len(self.x)), "cross_edges": torch.zeros(4, 0, dtype=torch.int64),
+        }  # fmt: skip
+        for key, value in defaults.items():
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, value)
+
+    # ---- sizes ----
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return len(self.x)
+
+    @property
+    def num_edges(self) -> int:
+        """Number of stored (directed) edges: an undirected edge counts twice."""
+        return self.edge_index.shape[1]
+
+    @property
+    def num_features(self) -> int:
+        """Width of the node features."""
+        return self.x.shape[1]
+
+    @property
+    def num_items(self) -> int:
+        """Number of things to predict: nodes, or graphs in a graph-level task."""
+        return len(self.y)
+
+    @property
+    def task(self) -> Task:
+        """"node" or "graph": what is predicted."""
+        return "node" if self.batch is None else "graph"
+
+    # ---- what models multiply with; made once per graph ----
+    def adjacency(self, kind: str = "sym") -> Sparse:
+        """The adjacency as a matrix that multiplies node features: row = receiving node.
+
+        kind: "sym" D̃^-1/2 (A+I) D̃^-1/2 · "row" D̃^-1 (A+I) · "mean" D^-1 A · "sum" A · "sym-bare" D^-1/2 A D^-1/2 (no self-loops).
+        Self-loops of the data are replaced by the one of A+I, and dropped in the kinds without loops.
+        """
+        if ("adjacency", kind) not in self._cache:
+            self._cache["adjacency", kind] = _normalised(self, kind)
+        return self._cache["adjacency", kind]
+
+    @property
+    def sparse_x(self) -> Sparse | None:
+        """The features as a sparse matrix if they are sparse enough for that to be quicker, else None."""
+        if "features" not in self._cache:
+            filled = torch.count_nonzero(self.x).item() / max(self.x.numel(), 1)
+            self._cache["features"] = Sparse.from_dense(self.x) if filled < SPARSE_FEATURES_BELOW else None
+        return self._cache["features"]
+
+    def project(self, weight: Tensor) -> Tensor:
+        """x @ weight, the quickest way: takes a [features, width] tensor, gives [nodes, width]."""
+        sparse = self.sparse_x
+        return self.x @ weight if sparse is None else sparse @ weight
+
+    def propagate(self, h: Tensor, kind: str = "sym") -> Tensor:
+        """adjacency(kind) @ h."""
+        return self.adjacency(kind) @ h
+
+    # ---- derived graphs ----
+    def hide_labels(self) -> Graph:
+        """The same graph with every label but the training ones set to -1: what training may see."""
+        return replace(self, y=torch.where(self.train, self.y, -1), _cache=self._cache)
+
+    def subgraph(self, keep: Tensor) -> Graph:
+        """The induced subgraph of the nodes in `keep` (bool mask or index tensor [nodes]); node-level graphs only.
+
+        Edges with one end outside are dropped (a partitioner adds them to `cross_edges` if the party may know them).
+        """
+        if self.batch is not None:
+            raise DataError("subgraph: the graph holds many small graphs; use select_items")
+        index = keep.nonzero().flatten() if keep.dtype == torch.bool else keep
+        position = torch.full((self.num_nodes,), -1, dtype=torch.int64)
+        position[index] = torch.arange(len(index))
+        ends = position[self.edge_index]
+        inside = (ends >= 0).all(0)
+        own = position[self.cross_edges[0]]
+        cross = torch.cat([own[None], self.cross_edges[1:]])[:, own >= 0]
+        return replace(
+            self, x=self.x[index], edge_index=ends[:, inside], y=self.y[index],
+            train=self.train[index], val=self.val[index], test=self.test[index],
+            edge_weight=None if self.edge_weight is None else self.edge_weight[inside],
+            node_id=self.node_id[index], cross_edges=cross, _cache={},
+        )  # fmt: skip
+
+    def select_items(self, keep: Tensor) -> Graph:
+        """The items in `keep` (bool mask or index tensor): nodes with their induced edges, or whole small graphs."""
+        index = keep.nonzero().flatten() if keep.dtype == torch.bool else keep
+        if self.batch is None:
+            return self.subgraph(index)
+        place = torch.full((self.num_items,), -1, dtype=torch.int64)
+        place[index] = torch.arange(len(index))
+        # Nodes keep their order inside an item; items take the order of `index`, so that `batch` stays ascending.
+        nodes = torch.argsort(torch.where(place[self.batch] >= 0, place[self.batch], len(index)), stable=True)
+        nodes = nodes[: int((place[self.batch] >= 0).sum())]
+        flat = replace(
+            self, batch=None, y=torch.zeros(self.num_nodes, dtype=torch.int64),
+            train=None, val=None, test=None, _cache={},
+        ).subgraph(nodes)  # fmt: skip
+        return replace(
+            flat, batch=place[self.batch][nodes], y=self.y[index],
+            train=self.train[index], val=self.val[index], test=self.test[index], _cache={},
+        )  # fmt: skip
+
+    def training_view(self, inductive: bool) -> Graph:
+        """What training may see: no label outside the training set and, if inductive, no item outside it either."""
+        return (self.select_items(self.train) if inductive else self).hide_labels()
+
+    # ---- checks ----
+    def check(self) -> Graph:
+        """Gives the graph back, or raises a DataError that says which field of which graph is wrong and how."""
+        n, who = self.num_nodes, f"graph {self.name!r}"
+        if n == 0:
+            raise DataError(f"{who}: x is empty: a graph needs at least one node")
+        if self.x.dim() != 2 or self.x.dtype != torch.float32:
+            raise DataError(f"{who}: x must be [nodes, features] float32, got {list(self.x.shape)} {self.x.dtype}")
+        if not torch.isfinite(self.x).all():
+            row = int((~torch.isfinite(self.x)).any(1).nonzero()[0])
+            raise DataError(f"{who}: x has NaN or infinite values, first in node {row}")
+        if self.edge_index.dtype != torch.int64 or self.edge_index.dim() != 2 or self.edge_index.shape[0] != 2:
+            raise DataError(
+                f"{who}: edge_index must be [2, edges] int64, got {list(self.edge_index.shape)} {self.edge_index.dtype}"
+            )
+        if self.num_edges and (self.edge_index.min() < 0 or self.edge_index.max() >= n):
+            bad = self.edge_index[(self.edge_index < 0) | (self.edge_index >= n)][0]
+            raise DataError(f"{who}: edge_index holds {int(bad)}, out of range for {n} nodes (valid: 0 to {n - 1})")
+        if self.y.dtype != torch.int64 or self.y.dim() != 1:
+            raise DataError(f"{who}: y must be [items] int64, got {list(self.y.shape)} {self.y.dtype}")
+        if self.batch is None and len(self.y) != n:
+            raise DataError(f"{who}: y has {len(self.y)} labels for {n} nodes")
+        if self.num_classes < 1:
+            raise DataError(f"{who}: num_classes is {self.num_classes}, must be at least 1")
+        outside = (self.y < -1) | (self.y >= self.num_classes)
+        if outside.any():
+            where = int(outside.nonzero()[0])
+            raise DataError(
+                f"{who}: y[{where}] is {int(self.y[where])}, out of range (valid: 0 to {self.num_classes - 1}, or -1 for unknown)"
+            )
+        masks = {"train": self.train, "val": self.val, "test": self.test}
+        for key, mask in masks.items():
+            if mask.dtype != torch.bool or mask.shape != self.y.shape:
+                raise DataError(f"{who}: {key} must be [{len(self.y)}] bool, got {list(mask.shape)} {mask.dtype}")
+            if (mask & (self.y < 0)).any():
+                raise DataError(f"{who}: {key} contains item {int((mask & (self.y < 0)).nonzero()[0])}, which has no label")
+        for one, other in (("train", "val"), ("train", "test"), ("val", "test")):
+            if (masks[one] & masks[other]).any():
+                where = int((masks[one] & masks[other]).nonzero()[0])
+                raise DataError(f"{who}: {one} and {other} overlap, first at item {where}")
+        if self.batch is not None:
+            ascending = bool((self.batch[1:] >= self.batch[:-1]).all())
+            if len(self.batch) != n or not ascending or self.batch.min() < 0 or self.batch.max() >= len(self.y):
+                raise DataError(f"{who}: batch must give every node its graph, ascending, 0 to {len(self.y) - 1}")
+        if self.edge_weight is not None and len(self.edge_weight) != self.num_edges:
+            raise DataError(f"{who}: edge_weight has {len(self.edge_weight)} values for {self.num_edges} edges")
+        if len(self.node_id) != n:
+            raise DataError(f"{who}: node_id has {len(self.node_id)} values for {n} nodes")
+        return self
+
+
+def _normalised(graph: Graph, kind: str) -> Sparse:
+    source, target = graph.edge_index
+    weight = torch.ones(graph.num_edges) if graph.edge_weight is None else graph.edge_weight
+    proper = source != target
+    source, target, weight = source[proper], target[proper], weight[proper]
+    n = graph.num_nodes
+    if kind in ("sym", "row"):
+        loop = torch.arange(n)
+        source, target = torch.cat([source, loop]), torch.cat([target, loop])
+        weight = torch.cat([weight, torch.ones(n)])
+    degree = torch.zeros(n).index_add_(0, target, weight)
+    if kind in ("sym", "sym-bare"):
+        scale = degree.clamp(min=1e-12).rsqrt().where(degree > 0, 0.0)
+        weight = scale[target] * weight * scale[source]
+    elif kind in ("row", "mean"):
+        weight = weight / degree[target]
+    elif kind != "sum":
+        raise ValueError(f"adjacency kind {kind!r}: valid are sym, row, mean, sum, sym-bare")
+    return Sparse.from_edges(target, source, weight, (n, n))
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """The parties' graphs, and the facts about them that everybody may know.
+
+    graphs: one per party, in client order. names: the parties' names (random streams hang on the name, not on the position).
+    whole: the uncut graph, if there is one (only the `central` baseline looks at it).
+    inductive: training sees neither validation nor test items. about: where it came from, for the record.
+    """
+
+    graphs: tuple[Graph, ...]
+    names: tuple[str, ...] = ()
+    whole: Graph | None = None
+    inductive: bool = False
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            object.__setattr__(self, "names", tuple(str(k) for k in range(len(self.graphs))))
+
+    @property
+    def num_clients(self) -> int:
+        """Number of parties."""
+        return len(self.graphs)
+
+    @property
+    def num_features(self) -> int:
+        """Width of the node features, the same for every party."""
+        return self.graphs[0].num_features
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes over all parties."""
+        return self.graphs[0].num_classes
+
+    @property
+    def task(self) -> Task:
+        """"node" or "graph"."""
+        return self.graphs[0].task
+
+    def check(self) -> Federation:
+        """Gives the federation back, or raises a DataError that names the party and the field."""
+        if not self.graphs:
+            raise DataError("graphs is empty: a federation needs at least one party")
+        if len(set(self.names)) != len(self.graphs):
+            raise DataError(f"names must be {len(self.graphs)} different names, got {list(self.names)}")
+        first = self.graphs[0].check()
+        for name, graph in zip(self.names, self.graphs, strict=True):
+            graph.check()
+            for fact in ("num_features", "num_classes", "task"):
+                mine, theirs = getattr(graph, fact), getattr(first, fact)
+                if mine != theirs:
+                    raise DataError(f"{fact} differs between parties: {self.names[0]!r} has {theirs}, {name!r} has {mine}")
+        return self
+
+    def pooled(self) -> Federation:
+        """One party that holds everything: the uncut graph if known, else the disjoint union of the parties' graphs."""
+        graph = self.whole if self.whole is not None else disjoint_union(self.graphs)
+        return replace(self, graphs=(graph,), names=("all",), whole=None)
+
+
+def disjoint_union(graphs: Iterable[Graph]) -> Graph:
+    """One graph that holds all the given ones side by side, no edges between them."""
+    parts = list(graphs)
+    starts = torch.tensor([0, *(g.num_nodes for g in parts)]).cumsum(0)
+    weights = [torch.ones(g.num_edges) if g.edge_weight is None else g.edge_weight for g in parts]
+    batch = None
+    if parts[0].batch is not None:
+        items = torch.tensor([0, *(g.num_items for g in parts)]).cumsum(0)
+        batch = torch.cat([g.batch + items[k] for k, g in enumerate(parts) if g.batch is not None])
+    return Graph(
+        x=torch.cat([g.x for g in parts]),
+        edge_index=torch.cat([g.edge_index + starts[k] for k, g in enumerate(parts)], 1),
+        y=torch.cat([g.y for g in parts]), num_classes=parts[0].num_classes,
+        train=torch.cat([g.train for g in parts]), val=torch.cat([g.val for g in parts]), test=torch.cat([g.test for g in parts]),
+        edge_weight=torch.cat(weights) if any(g.edge_weight is not None for g in parts) else None,
+        node_id=torch.cat([g.node_id for g in parts]), batch=batch, name=parts[0].name,
+    )  # fmt: skip
