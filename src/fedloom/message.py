@@ -1,0 +1,175 @@
+"""Messages: nested dicts of tensors, the only thing that crosses between parties. Encoding, the strict decoder, schemas.
+
+On the wire a message is one safetensors blob. Nested names are joined with "/" (`model/layers.0.weight`), the header's metadata name the
+format and the phase. Nothing that executes on load, no text, no Python objects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+from torch import Tensor
+
+from fedloom.errors import MessageError
+
+Message: TypeAlias = dict[str, Any]  # a Tensor, or again a Message, under each name
+Schema: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]  # (name, dtype, shape), sorted by name
+
+FORMAT = "fedloom/1"
+DTYPES = {str(d).removeprefix("torch."): d for d in (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool
+)}  # fmt: skip
+DEFAULT_LIMIT = 2**31  # bytes; a deployment sets its own
+
+
+# ---- shape of a message ----
+def flatten(message: Message) -> dict[str, Tensor]:
+    """Takes a nested message, gives {"outer/inner": tensor} sorted by name. Anything but tensors in dicts is refused by name."""
+    return dict(sorted(_walk(message, "")))
+
+
+def _walk(message: Message, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    for key, value in message.items():
+        name = prefix + key if isinstance(key, str) else repr(key)
+        if not isinstance(key, str) or not key or "/" in key:
+            raise MessageError(f"message: {name!r} is not a valid name (a non-empty text without '/')")
+        if isinstance(value, Tensor):
+            if value.dtype not in DTYPES.values():
+                raise MessageError(f"message: {name!r} has dtype {value.dtype}; valid: {', '.join(DTYPES)}")
+            yield name, value
+        elif isinstance(value, dict):
+            if not value:
+                raise MessageError(f"message: {name!r} is an empty group: leave it out")
+            yield from _walk(value, name + "/")
+        else:
+            raise MessageError(f"message: {name!r} is a {type(value).__name__}; only tensors and dicts of tensors travel")
+
+
+def unflatten(flat: dict[str, Tensor]) -> Message:
+    """The inverse of `flatten`."""
+    message: Message = {}
+    for name in sorted(flat):
+        *outer, last = name.split("/")
+        place = message
+        for part in outer:
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise MessageError(f"message: {name!r} lies inside a tensor")
+        if not all([*outer, last]) or last in place:
+            raise MessageError(f"message: {name!r} is not a valid name here")
+        place[last] = flat[name]
+    return message
+
+
+def tree_map(function: Callable[..., Tensor], *messages: Message) -> Message:
+    """Applies `function` to the tensors at each name of messages that have the same names; gives a message of the results."""
+    first = messages[0]
+    return {
+        key: tree_map(function, *(m[key] for m in messages)) if isinstance(first[key], dict) else function(*(m[key] for m in messages))
+        for key in first
+    }
+
+
+def isolate(message: Message) -> Message:
+    """A copy that shares no memory with the sender, detached, names in the wire's order: what a receiver may keep."""
+    return unflatten({name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in flatten(message).items()})
+
+
+def schema_of(message: Message) -> Schema:
+    """Names, dtypes and shapes of a message, sorted by name."""
+    return tuple((name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in flatten(message).items())
+
+
+# ---- the wire ----
+def encode(message: Message, phase: str) -> bytes:
+    """Takes a message and the phase it belongs to, gives the bytes that travel."""
+    flat = {name: t.detach().contiguous() for name, t in flatten(message).items()}
+    return save_safetensors(flat, metadata={"format": FORMAT, "phase": phase})
+
+
+def decode(data: bytes, phase: str, limit: int = DEFAULT_LIMIT) -> Message:
+    """Takes bytes from a peer and the phase they should belong to, gives the message; MessageError for anything not to the letter.
+
+    Checked in this order: size, header, format and phase, layout, names, and that every number is finite. Which names, dtypes
+    and shapes are right depends on the phase: that is `check`, which every engine's messages pass.
+    """
+    if len(data) > limit:
+        raise MessageError(f"message for {phase!r}: {len(data)} bytes, more than the limit of {limit}")
+    header = _header(data, phase)
+    said = header.get("__metadata__")
+    if not isinstance(said, dict) or said.get("format") != FORMAT:
+        raise MessageError(f"message for {phase!r}: format is {said and said.get('format')!r}, this side speaks {FORMAT!r}")
+    if said.get("phase") != phase:
+        raise MessageError(f"message for {phase!r}: it says it belongs to {said.get('phase')!r}")
+    try:
+        flat = load_safetensors(data)
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise MessageError(f"message for {phase!r}: damaged ({error})") from error
+    for name, tensor in flat.items():
+        _require_finite(name, tensor)
+    message = unflatten(flat)
+    flatten(message)  # names and dtypes by the same rules as on the sending side
+    return message
+
+
+def _header(data: bytes, phase: str) -> dict[str, Any]:
+    if len(data) < 8:
+        raise MessageError(f"message for {phase!r}: {len(data)} bytes, too short to be one")
+    length = int.from_bytes(data[:8], "little")
+    if length > len(data) - 8:
+        raise MessageError(f"message for {phase!r}: cut off (the header claims {length} bytes, {len(data) - 8} came)")
+    try:
+        header = json.loads(data[8 : 8 + length])
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise MessageError(f"message for {phase!r}: header is not JSON ({type(error).__name__})") from error
+    if not isinstance(header, dict):
+        raise MessageError(f"message for {phase!r}: header is not a JSON object")
+    return header
+
+
+def _require_finite(name: str, tensor: Tensor) -> None:
+    if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        bad = tensor[~torch.isfinite(tensor)][0].item()
+        raise MessageError(f"message: tensor {name!r} holds {bad}: only finite numbers travel")
+
+
+@lru_cache(maxsize=4096)
+def _encoded_size(schema: Schema, phase: str) -> int:
+    return len(encode(unflatten({name: torch.zeros(shape, dtype=DTYPES[dtype]) for name, dtype, shape in schema}), phase))
+
+
+def encoded_size(schema: Schema, phase: str) -> int:
+    """How many bytes `encode` gives for a message of this schema (it depends on nothing else)."""
+    return _encoded_size(schema, phase)
+
+
+# ---- what a phase may answer ----
+def check(message: Message, expected: Schema, who: str) -> None:
+    """Raises MessageError, naming the tensor, unless `message` has exactly the expected names, dtypes, shapes, and finite numbers.
+
+    A -1 in an expected shape stands for any length.
+    """
+    flat = flatten(message)
+    wanted = {name: (dtype, shape) for name, dtype, shape in expected}
+    for name in wanted.keys() - flat.keys():
+        raise MessageError(f"{who}: tensor {name!r} is missing")
+    for name in flat.keys() - wanted.keys():
+        raise MessageError(f"{who}: tensor {name!r} is not expected here; valid: {', '.join(wanted) or 'nothing'}")
+    for name, tensor in flat.items():
+        dtype, shape = wanted[name]
+        if tensor.dtype != DTYPES[dtype]:
+            raise MessageError(f"{who}: tensor {name!r} has dtype {tensor.dtype}, expected {dtype}")
+        fits = len(tensor.shape) == len(shape) and all(want in (-1, have) for want, have in zip(shape, tensor.shape, strict=True))
+        if not fits:
+            raise MessageError(f"{who}: tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}")
+        try:
+            _require_finite(name, tensor)
+        except MessageError as error:
+            raise MessageError(f"{who}: {error}") from error

@@ -1,0 +1,230 @@
+"""Method: one paper in one file. Its settings, its phases (what runs at a client), and `run` (the algorithm, top to bottom)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+import pkgutil
+import re
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+
+from fedloom import learn, task
+from fedloom.errors import ConfigError, MessageError, unknown
+from fedloom.message import DTYPES, Message, Schema, schema_of
+
+if TYPE_CHECKING:
+    from fedloom.party import Client, Facts, Server
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+# ---- settings ----
+def setting(
+    default: Any, help: str, *, at_least: float | None = None, above: float | None = None,
+    at_most: float | None = None, below: float | None = None, choices: tuple[str, ...] | None = None,
+) -> Any:  # fmt: skip
+    """A field of a method: its default, what it is (with the paper's symbol), and the values it may take."""
+    bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
+    return field(default=default, metadata={"help": help, "bounds": bounds, "choices": choices})
+
+
+def valid_values(f: Any) -> str:
+    """What a field may be, in words, for help texts and errors."""
+    if f.metadata.get("choices"):
+        return " or ".join(f.metadata["choices"])
+    bounds = " and ".join(f"{word} {b:g}" for word, b in f.metadata.get("bounds", {}).items() if b is not None)
+    kind = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}.get(str(f.type), str(f.type))
+    return f"{kind} {bounds}".strip()
+
+
+def check_setting(f: Any, value: Any, where: str) -> Any:
+    """Gives `value` as the field's type (a whole number may stand for a float), or raises a ConfigError naming the field."""
+    ok: bool = {
+        "int": isinstance(value, int) and not isinstance(value, bool),
+        "float": isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
+        "bool": isinstance(value, bool),
+        "str": isinstance(value, str),
+    }.get(str(f.type), True)
+    choices = f.metadata.get("choices")
+    if ok and choices:
+        ok = value in choices
+    if ok:
+        tests = {"at least": lambda b: value >= b, "above": lambda b: value > b, "at most": lambda b: value <= b, "below": lambda b: value < b}
+        ok = all(tests[word](bound) for word, bound in f.metadata.get("bounds", {}).items() if bound is not None)
+    if not ok:
+        raise ConfigError(f"{where}.{f.name} is {value!r}, must be {valid_values(f)}")
+    return float(value) if str(f.type) == "float" else value
+
+
+# ---- phases ----
+def phase(**reply: str) -> Callable[[F], F]:
+    """Marks a client-side function `(self, client, **message) -> message` and declares what it answers, tensor by tensor.
+
+    A declaration is "=name" (the same names, shapes and dtypes as what was sent under `name`), "weights" (those of the client's
+    model), or "dtype[dims]" with dims from C (classes), d (features), K (clients), p (embedding width), a whole number, an int
+    field of the method, or n (any length; the method must then say in `discloses` what that tells the server).
+    Whatever does not fit is refused at the waist, in every engine.
+    """
+    for name, declared in reply.items():
+        if declared != "weights" and not declared.startswith("=") and not _TENSOR.fullmatch(declared):
+            raise ValueError(f"phase: {name}={declared!r} is neither '=name', 'weights' nor 'dtype[dims]'")
+
+    def mark(function: F) -> F:
+        function.reply = reply  # type: ignore[attr-defined]
+        signature = inspect.signature(function).parameters
+        function.takes = tuple(signature)[2:]  # type: ignore[attr-defined]
+        function.needs = frozenset(n for n in tuple(signature)[2:] if signature[n].default is inspect.Parameter.empty)  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+_TENSOR = re.compile(r"(?P<dtype>" + "|".join(DTYPES) + r")\[(?P<dims>[\w,+ ]*)\]")
+
+
+def expected_reply(method: Method, phase: Any, message: Message, model: Schema, facts: Facts) -> Schema:
+    """The schema a client's answer to `message` must have. `model` is the schema of that client's model weights."""
+    rows: list[tuple[str, str, tuple[int, ...]]] = []
+    for name, declared in phase.reply.items():
+        if declared == "weights":
+            rows += [(f"{name}/{inner}", dtype, shape) for inner, dtype, shape in model]
+        elif declared.startswith("="):
+            rows += [(name + inner[len("x") :], dtype, shape) for inner, dtype, shape in schema_of({"x": message[declared[1:]]})]
+        else:
+            match = _TENSOR.fullmatch(declared)
+            assert match is not None
+            dims = [d.strip() for d in match["dims"].split(",") if d.strip()]
+            rows.append((name, match["dtype"], tuple(_length(method, d, facts) for d in dims)))
+    return tuple(sorted(rows))
+
+
+def _length(method: Method, dim: str, facts: Facts) -> int:
+    known = {"C": facts.num_classes, "d": facts.num_features, "K": facts.num_clients, "p": facts.width, "n": -1}
+    if dim.isdigit():
+        return int(dim)
+    return known[dim] if dim in known else int(getattr(method, dim))
+
+
+def require_names(phase: Any, message: Message, who: str) -> None:
+    """A phase's parameters are its schema: raises MessageError if a name is missing or not one of them."""
+    for name in sorted(phase.needs - message.keys()):
+        raise MessageError(f"{who}: tensor {name!r} is missing in the message to {phase.__name__!r}")
+    for name in sorted(message.keys() - set(phase.takes)):
+        valid = ", ".join(phase.takes) or "nothing"
+        raise MessageError(f"{who}: {phase.__name__!r} does not take {name!r}; valid: {valid}")
+
+
+# ---- methods ----
+@dataclass(frozen=True)
+class Method:
+    """Base of all methods. Fields are the paper's hyper-parameters; constructors check and store, nothing else."""
+
+    rounds: int = setting(100, "communication rounds", at_least=1)
+
+    # How the result may be measured; the first is the default. "local": each client's own model after its local training;
+    # "global": the server's model as the client downloads it; "common": the one model that everybody shares.
+    evaluations: ClassVar[tuple[str, ...]] = ("local",)
+    one_model: ClassVar[bool] = False  # needs the same architecture at every client
+    pooled: ClassVar[bool] = False  # sees all graphs in one place: the baseline that federating tries to reach
+    tasks: ClassVar[tuple[str, ...]] = ("node", "graph")
+    discloses: ClassVar[str] = ""  # what the server learns that is as large as a client's data, if anything
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            object.__setattr__(self, f.name, check_setting(f, getattr(self, f.name), "method"))
+
+    @phase()
+    def setup(self, client: Client) -> Message:
+        """Before the first round: what the client needs to have. A phase like any other: `run` asks for it."""
+        raise NotImplementedError(f"{type(self).__name__} has no setup")
+
+    def run(self, server: Server) -> None:
+        """The algorithm."""
+        raise NotImplementedError(f"{type(self).__name__} has no run")
+
+    @phase(val="int64[C,C]", test="int64[C,C]", auc="float32[2]")
+    def evaluate(self, client: Client, model: Message | None = None) -> Message:
+        """Confusion matrices (and AUCs) of the client's model, or of `model` if one is sent, on its own held-out items."""
+        graph, classes = client.full_graph, client.facts.num_classes
+        with torch.no_grad():
+            logits = self.predict(client, model)
+        held_out = (graph.val, graph.test)
+        areas = [task.auc(logits, graph.y, mask) if client.facts.auc else task.UNDEFINED for mask in held_out]
+        val, test = (task.confusion(logits, graph.y, mask, classes) for mask in held_out)
+        return {"val": val, "test": test, "auc": torch.tensor(areas)}
+
+    def predict(self, client: Client, model: Message | None) -> torch.Tensor:
+        """Logits for all items of the client's full graph, noise off: from its own model, or from the given weights."""
+        net = client.state["model"]
+        if model is None:
+            return net(client.full_graph)
+        return torch.func.functional_call(net, model, (client.full_graph,))
+
+    def settings(self) -> dict[str, Any]:
+        """The fields as a plain dict: what a TOML file would say."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+# ---- finding methods by file name ----
+def method_names() -> dict[str, str]:
+    """{name: module} of every method file that comes with fedloom."""
+    import fedloom.methods
+
+    return {_shown(m.name): m.name for m in pkgutil.iter_modules(fedloom.methods.__path__)}
+
+
+def _shown(module: str) -> str:
+    return module.replace("_plus", "+").replace("_", "-")
+
+
+def method_class(name: str) -> type[Method]:
+    """The class of a method: by its file's name ("fedavg"), or from a user's own file ("path/to/mine.py")."""
+    if name.endswith(".py"):
+        module = _import_file(Path(name))
+    else:
+        known = method_names()
+        if name.lower() not in known:
+            raise unknown("method", name, known)
+        module = importlib.import_module(f"fedloom.methods.{known[name.lower()]}")
+    own = [c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, Method) and c.__module__ == module.__name__]
+    if len(own) != 1:
+        raise ConfigError(f"method: {name} must define exactly one subclass of Method, found {len(own)}")
+    return own[0]
+
+
+def _import_file(path: Path) -> types.ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"method: there is no file {str(path)!r}")
+    spec = importlib.util.spec_from_file_location(f"fedloom_user_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_method(name: str, settings: Mapping[str, Any]) -> Method:
+    """A method by name with the given settings; a misspelt one is an error that names the nearest and all valid ones."""
+    cls = method_class(name)
+    valid = [f.name for f in fields(cls)]
+    for key in settings:
+        if key not in valid:
+            raise unknown(f"setting of method {name!r}:", key, valid)
+    return cls(**settings)
+
+
+def default_of(f: Any) -> Any:
+    """A dataclass field's default."""
+    return f.default if f.default is not MISSING else f.default_factory()
+
+
+def weights_schema(model: torch.nn.Module) -> Schema:
+    """The schema of a model's weights as they travel."""
+    return schema_of(learn.weights(model))

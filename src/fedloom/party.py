@@ -1,0 +1,313 @@
+"""The two kinds of party: Client, what a phase may see, and Server, what `run` may see. Everything between them passes `Server.ask`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fedloom import learn, models, task
+from fedloom.errors import ConfigError, MessageError
+from fedloom.graph import Graph
+from fedloom.ledger import Ledger
+from fedloom.message import Message, Schema, check, flatten, tree_map
+from fedloom.method import expected_reply, require_names, weights_schema
+
+if TYPE_CHECKING:
+    from fedloom.method import Method
+
+Weights = Mapping[str, Tensor]  # a number per client
+Call = Callable[[str, dict[str, Message]], dict[str, Message]]  # an engine: (phase name, {client: message}) -> {client: reply}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What every party knows before training: sizes, the task, and which model each client runs. Nothing about anybody's data."""
+
+    num_features: int
+    num_classes: int
+    task: str
+    clients: tuple[str, ...]
+    models: tuple[str, ...]  # one spec per client, e.g. "gcn-2x64"
+    dropout: float = 0.5
+    seed: int = 0
+    auc: bool = False  # whether evaluation computes areas under the ROC curve
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients."""
+        return len(self.clients)
+
+    @property
+    def width(self) -> int:
+        """Embedding width p, the same for every client's model."""
+        return models.parse(self.models[0]).width
+
+    def build(self, spec: str, *stream: object) -> models.Model:
+        """A model of this federation's task, initialised from a random stream of its own."""
+        seed = learn.stream_seed(self.seed, "model", *stream)
+        return models.build(spec, self.num_features, self.num_classes, self.task, dropout=self.dropout, seed=seed)  # type: ignore[arg-type]
+
+
+class Client:
+    """One party's side: its graph, its state, its own random streams.
+
+    graph: what training may see: labels outside the training set are -1 and, in an inductive federation, the items are absent.
+    full_graph: everything it holds, for evaluation. state: what survives between phases: tensors, models, optimisers, by name.
+    """
+
+    def __init__(self, name: str, graph: Graph, facts: Facts, inductive: bool = False):
+        self.name, self.facts = name, facts
+        self.full_graph = graph
+        self.graph = graph.training_view(inductive)
+        self.state: dict[str, Any] = {}
+        self.streams: dict[str, torch.Generator] = {}
+
+    @property
+    def model_spec(self) -> str:
+        """Which model this client runs."""
+        return self.facts.models[self.facts.clients.index(self.name)]
+
+    def build(self, purpose: str = "init") -> models.Model:
+        """A fresh model of this client's architecture, from its own random stream."""
+        return self.facts.build(self.model_spec, self.name, purpose)
+
+    def rng(self, purpose: str) -> torch.Generator:
+        """The client's own random stream for a purpose; it goes on where it stopped."""
+        return _stream(self.streams, self.facts.seed, "client", self.name, purpose)
+
+    def loss(self, logits: Tensor, reduction: str = "mean") -> Tensor:
+        """Cross-entropy of logits [items, classes] over the client's training items; 0 if it has none."""
+        return task.cross_entropy(logits, self.graph.y, self.graph.train, reduction)
+
+
+def _stream(streams: dict[str, torch.Generator], *names: object) -> torch.Generator:
+    purpose = str(names[-1])
+    if purpose not in streams:
+        streams[purpose] = torch.Generator().manual_seed(learn.stream_seed(*names))
+    return streams[purpose]
+
+
+class Replies(Mapping[str, Message]):
+    """What came back: a message per client that answered, in client order."""
+
+    def __init__(self, messages: dict[str, Message]):
+        self._messages = messages
+
+    def __getitem__(self, client: str) -> Message:
+        return self._messages[client]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._messages)
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def column(self, name: str) -> dict[str, Any]:
+        """{client: what it sent under `name`}."""
+        return {client: message[name] for client, message in self.items()}
+
+    def stack(self, name: str) -> Tensor:
+        """The clients' tensors of that name, stacked along a new first axis."""
+        return torch.stack(list(self.column(name).values()))
+
+    def sum(self) -> Message:
+        """The sum of all messages, name by name, added in client order."""
+        first, *rest = self.values()
+        total = tree_map(torch.clone, first)
+        for message in rest:
+            tree_map(Tensor.add_, total, message)
+        return total
+
+    def mean(self, weight: Weights | None = None) -> Message:
+        """Σ_k w_k · message_k with w_k = weight_k / Σ weight (all equal if none are given)."""
+        share = self.shares(weight)
+        return Replies({c: tree_map(lambda t, w=share[c]: t * w, m) for c, m in self.items()}).sum()  # type: ignore[misc]
+
+    def shares(self, weight: Weights | None = None) -> dict[str, float]:
+        """The answering clients' weights, scaled to sum to 1; refuses negative, non-finite and all-zero ones."""
+        raw = {c: 1.0 if weight is None else float(weight[c]) for c in self}
+        for client, value in raw.items():
+            if not 0 <= value < float("inf"):
+                raise MessageError(f"client {client!r}: weight is {value}, must be finite and not negative")
+        total = sum(raw.values())
+        if total <= 0:
+            raise MessageError("weights: all clients that answered have weight 0")
+        return {c: value / total for c, value in raw.items()}
+
+
+class Observer(Protocol):
+    """What a run keeps of what happens; see `fedloom.run.Recorder`."""
+
+    def entered_rounds(self, server: Server, count: int) -> int:
+        """Called when the round loop starts; gives the number of rounds that are done already (after a resume)."""
+
+    def finished_round(self, server: Server) -> bool:
+        """Called after each round; True stops the loop."""
+
+    def evaluated(self, server: Server, replies: Replies, stage: str) -> None:
+        """Called with every client's scores."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How rounds are run: share of clients that take part, how often to evaluate, which model to evaluate."""
+
+    evaluation: str
+    participation: float = 1.0
+    evaluate_every: int = 1
+
+
+class Server:
+    """The coordinator's side: public facts, its own state and random streams, and questions to clients. Never a graph."""
+
+    def __init__(self, method: Method, facts: Facts, call: Call, rules: Rules, observer: Observer):
+        self.facts, self.clients = facts, facts.clients
+        self.state: dict[str, Any] = {}
+        self.streams: dict[str, torch.Generator] = {}
+        self.round = 0  # 0 = before the first
+        self.participants: Sequence[str] = self.clients
+        self.ledger = Ledger()
+        self.history_hash = hashlib.sha256(b"fedloom").digest()
+        self._method, self._call, self._rules, self._observer = method, call, rules, observer
+        self._last_round = False
+
+    # ---- what run may ask for ----
+    def rng(self, purpose: str) -> torch.Generator:
+        """The server's own random stream for a purpose."""
+        return _stream(self.streams, self.facts.seed, "server", purpose)
+
+    def model(self) -> Message:
+        """Initial weights of the model that all clients run."""
+        different = sorted(set(self.facts.models))
+        if len(different) > 1:
+            raise ConfigError(f"model: this method needs one model for all clients, got {', '.join(different)}")
+        return learn.weights(self.facts.build(different[0], "server"))
+
+    def rounds(self, count: int) -> Iterator[int]:
+        """Numbers the rounds 1..count and draws who takes part in each. What must outlive a round belongs in `state`."""
+        done = self._observer.entered_rounds(self, count)
+        for number in range(done + 1, count + 1):
+            self.round, self._last_round = number, number == count
+            self.participants = self._draw()
+            yield number
+            if self._observer.finished_round(self):
+                break
+        self.participants = self.clients
+
+    def ask(
+        self, phase: Any, *, clients: Sequence[str] | None = None, each: Mapping[str, Message] | None = None, **message: Any
+    ) -> Replies:
+        """Sends a message to clients, runs a phase there, gives what came back.
+
+        phase: one of the method's phases. clients: whom to ask (this round's participants). each: what to send to each client
+        on top of what all get (then its keys say whom to ask). message: what all get.
+        """
+        name = phase.__name__
+        wanted = set(each if each is not None else self.participants if clients is None else clients)
+        asked = [c for c in self.clients if c in wanted]
+        messages = {c: {**message, **(each[c] if each is not None else {})} for c in asked}
+        for client, content in messages.items():
+            require_names(phase, content, f"to client {client!r}")
+            self.ledger.book(self.round, name, "down", client, content)
+        answers = self._call(name, messages)
+        replies = Replies({c: answers[c] for c in asked if c in answers})
+        for client, reply in replies.items():
+            expected = expected_reply(self._method, phase, messages[client], self._weights_of(client), self.facts)
+            check(reply, expected, f"client {client!r} in {name!r}")
+            self.ledger.book(self.round, name, "up", client, reply)
+        self._remember(name, messages, replies)
+        return replies
+
+    def sum(self, phase: Any, **message: Any) -> Message:
+        """`ask` for methods that need nothing but the sum of the replies."""
+        return self.ask(phase, **message).sum()
+
+    def mean(self, phase: Any, weight: Weights | None = None, **message: Any) -> Message:
+        """`ask` for methods that need nothing but the (weighted) mean of the replies."""
+        return self.ask(phase, **message).mean(weight)
+
+    def evaluate(self, stage: str = "train", **common: Any) -> None:
+        """Has every client score on its own held-out items; the run keeps the result.
+
+        common: the shared model, sent along if the run evaluates shared models; else each client takes its own.
+        """
+        due = self._last_round or stage != "train" or self.round % self._rules.evaluate_every == 0
+        if due:
+            sent = {} if self._rules.evaluation == "local" else common
+            self._observer.evaluated(self, self.ask(self._method.evaluate, clients=self.clients, **sent), stage)
+
+    # ---- how it does that ----
+    def _draw(self) -> Sequence[str]:
+        count = max(1, round(self._rules.participation * len(self.clients)))
+        if count == len(self.clients):
+            return self.clients
+        chosen = torch.randperm(len(self.clients), generator=self.rng("participation"))[:count]
+        return [self.clients[k] for k in sorted(chosen.tolist())]
+
+    @cached_property
+    def _schemas(self) -> dict[str, Schema]:
+        return {spec: weights_schema(self.facts.build(spec, "server")) for spec in set(self.facts.models)}
+
+    def _weights_of(self, client: str) -> Schema:
+        return self._schemas[self.facts.models[self.clients.index(client)]]
+
+    def _remember(self, phase: str, messages: dict[str, Message], replies: Replies) -> None:
+        """Chains this exchange into the history hash: who, what, every byte of every tensor, both ways."""
+        digests: dict[int, bytes] = {}  # a broadcast tensor is hashed once
+        chain = hashlib.sha256(self.history_hash + f"{self.round} {phase}".encode())
+        for direction, side in (("down", messages), ("up", replies)):
+            for client, content in side.items():
+                for name, tensor in flatten(content).items():
+                    if id(tensor) not in digests:
+                        digests[id(tensor)] = hashlib.sha256(_bytes_of(tensor)).digest()
+                    chain.update(f"{direction} {client} {name} {tensor.dtype} {list(tensor.shape)}".encode() + digests[id(tensor)])
+        self.history_hash = chain.digest()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+# ---- what survives: state as tensors ----
+def snapshot(value: Any) -> Any:
+    """A copy of a state (tensors, models, optimisers, random streams, in dicts) as a nested dict of tensors."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: saved for key, v in value.items() if not _is_empty(saved := snapshot(v))}
+    if isinstance(value, nn.Module):
+        return snapshot(learn.weights(value))
+    if isinstance(value, torch.optim.Optimizer):
+        return snapshot({str(k): v for k, v in value.state_dict()["state"].items()})
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    raise TypeError(f"state holds a {type(value).__name__}; valid: tensors, models, optimisers, random streams, dicts of these")
+
+
+def _is_empty(saved: Any) -> bool:
+    return isinstance(saved, dict) and not saved
+
+
+def restore(value: Any, saved: Any) -> Any:
+    """Brings a state back to a snapshot: models, optimisers and streams in place, tensors and dicts as new objects."""
+    if isinstance(value, nn.Module):
+        learn.load_weights(value, saved)
+    elif isinstance(value, torch.optim.Optimizer):
+        blank = value.state_dict()
+        value.load_state_dict({**blank, "state": {int(k): dict(v) for k, v in (saved or {}).items()}})
+    elif isinstance(value, torch.Generator):
+        value.set_state(saved)
+    elif isinstance(saved, dict) and isinstance(value, dict):
+        live = {k: v for k, v in value.items() if isinstance(v, (nn.Module, torch.optim.Optimizer, torch.Generator, dict))}
+        kept = {k: restore(v, saved.get(k, {})) for k, v in live.items() if k in saved or not isinstance(v, dict)}
+        value.clear()
+        value.update({**{k: v for k, v in saved.items() if k not in kept}, **kept})
+    else:
+        return saved
+    return value
