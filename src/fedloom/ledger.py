@@ -6,7 +6,8 @@ import csv
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +38,7 @@ class Ledger:
         self.rows: list[Booking] = []
         self.schemas: list[Schema] = []
         self._numbers: dict[Schema, int] = {}
+        self._written = 0  # schemas that are on disk already
 
     def book(self, round: int, phase: str, direction: Direction, client: str, message: Message) -> None:
         """Enters one message. An empty one (a bare request or acknowledgement) carries nothing and is not booked."""
@@ -63,14 +65,33 @@ class Ledger:
             "measuring": _total(counter for name, counter in phases.items() if name in MEASURING),
         }
 
-    def write(self, folder: Path) -> None:
-        """Writes ledger.csv (a line per message) and schemas.json (what was in them) into a run folder."""
-        with open(folder / "ledger.csv", "w", newline="") as file:
+    def write(self, folder: Path, since: int = 0) -> None:
+        """Writes rows from number `since` on to ledger.csv (a line per message; 0 starts it anew) and schemas.json (what was in them)."""
+        with open(folder / "ledger.csv", "a" if since else "w", newline="") as file:
             table = csv.writer(file)
-            table.writerow(Booking.__dataclass_fields__)
-            table.writerows((r.round, r.phase, r.direction, r.client, r.bytes, r.scalars, r.schema) for r in self.rows)
-        listing = [[{"name": name, "dtype": dtype, "shape": shape} for name, dtype, shape in schema] for schema in self.schemas]
-        (folder / "schemas.json").write_text(json.dumps(listing, indent=1) + "\n")
+            if not since:
+                table.writerow(f.name for f in fields(Booking))
+            table.writerows(astuple(row) for row in self.rows[since:])
+        if any(row.schema >= self._written for row in self.rows[since:]):
+            listing = [[{"name": name, "dtype": dtype, "shape": shape} for name, dtype, shape in schema] for schema in self.schemas]
+            (folder / "schemas.json").write_text(json.dumps(listing, indent=1) + "\n")
+            self._written = len(self.schemas)
+
+    def read(self, folder: Path, count: int) -> None:
+        """Takes the first `count` rows of a run folder's ledger for its own, in place of what it has."""
+        listing = json.loads((folder / "schemas.json").read_text())
+        self.schemas = [tuple((row["name"], row["dtype"], tuple(row["shape"])) for row in schema) for schema in listing]
+        self._numbers, self._written = {schema: k for k, schema in enumerate(self.schemas)}, len(self.schemas)
+        with open(folder / "ledger.csv", newline="") as file:
+            rows = list(islice(csv.DictReader(file), count))
+        self.rows = [
+            Booking(int(r["round"]), r["phase"], _direction(r["direction"]), r["client"], int(r["bytes"]), int(r["scalars"]), int(r["schema"]))
+            for r in rows
+        ]
+
+
+def _direction(text: str) -> Direction:
+    return "up" if text == "up" else "down"
 
 
 _KEYS = ("bytes_up", "bytes_down", "scalars_up", "scalars_down", "messages")

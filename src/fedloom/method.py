@@ -9,6 +9,7 @@ import math
 import pkgutil
 import re
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -36,12 +37,16 @@ def setting(
     return field(default=default, metadata={"help": help, "bounds": bounds, "choices": choices})
 
 
+def _type_of(f: Any) -> str:
+    return f.type if isinstance(f.type, str) else f.type.__name__
+
+
 def valid_values(f: Any) -> str:
     """What a field may be, in words, for help texts and errors."""
     if f.metadata.get("choices"):
         return " or ".join(f.metadata["choices"])
     bounds = " and ".join(f"{word} {b:g}" for word, b in f.metadata.get("bounds", {}).items() if b is not None)
-    kind = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}.get(str(f.type), str(f.type))
+    kind = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}.get(_type_of(f), _type_of(f))
     return f"{kind} {bounds}".strip()
 
 
@@ -52,7 +57,7 @@ def check_setting(f: Any, value: Any, where: str) -> Any:
         "float": isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
         "bool": isinstance(value, bool),
         "str": isinstance(value, str),
-    }.get(str(f.type), True)
+    }.get(_type_of(f), True)
     choices = f.metadata.get("choices")
     if ok and choices:
         ok = value in choices
@@ -61,7 +66,7 @@ def check_setting(f: Any, value: Any, where: str) -> Any:
         ok = all(tests[word](bound) for word, bound in f.metadata.get("bounds", {}).items() if bound is not None)
     if not ok:
         raise ConfigError(f"{where}.{f.name} is {value!r}, must be {valid_values(f)}")
-    return float(value) if str(f.type) == "float" else value
+    return float(value) if _type_of(f) == "float" else value
 
 
 # ---- phases ----
@@ -124,7 +129,7 @@ def require_names(phase: Any, message: Message, who: str) -> None:
 
 # ---- methods ----
 @dataclass(frozen=True)
-class Method:
+class Method(ABC):
     """Base of all methods. Fields are the paper's hyper-parameters; constructors check and store, nothing else."""
 
     rounds: int = setting(100, "communication rounds", at_least=1)
@@ -141,14 +146,9 @@ class Method:
         for f in fields(self):
             object.__setattr__(self, f.name, check_setting(f, getattr(self, f.name), "method"))
 
-    @phase()
-    def setup(self, client: Client) -> Message:
-        """Before the first round: what the client needs to have. A phase like any other: `run` asks for it."""
-        raise NotImplementedError(f"{type(self).__name__} has no setup")
-
+    @abstractmethod
     def run(self, server: Server) -> None:
-        """The algorithm."""
-        raise NotImplementedError(f"{type(self).__name__} has no run")
+        """The algorithm, from top to bottom. It asks for the phases it needs, `setup` among them."""
 
     @phase(val="int64[C,C]", test="int64[C,C]", auc="float32[2]")
     def evaluate(self, client: Client, model: Message | None = None) -> Message:

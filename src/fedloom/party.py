@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -176,6 +177,7 @@ class Server:
         self.history_hash = hashlib.sha256(b"fedloom").digest()
         self._method, self._call, self._rules, self._observer = method, call, rules, observer
         self._last_round = False
+        self.seconds_evaluating = 0.0
 
     # ---- what run may ask for ----
     def rng(self, purpose: str) -> torch.Generator:
@@ -191,7 +193,7 @@ class Server:
 
     def rounds(self, count: int) -> Iterator[int]:
         """Numbers the rounds 1..count and draws who takes part in each. What must outlive a round belongs in `state`."""
-        done = self._observer.entered_rounds(self, count)
+        self.round = done = self._observer.entered_rounds(self, count)
         for number in range(done + 1, count + 1):
             self.round, self._last_round = number, number == count
             self.participants = self._draw()
@@ -238,9 +240,12 @@ class Server:
         common: the shared model, sent along if the run evaluates shared models; else each client takes its own.
         """
         due = self._last_round or stage != "train" or self.round % self._rules.evaluate_every == 0
-        if due:
-            sent = {} if self._rules.evaluation == "local" else common
-            self._observer.evaluated(self, self.ask(self._method.evaluate, clients=self.clients, **sent), stage)
+        if not due:
+            return
+        begun = time.perf_counter()
+        sent = {} if self._rules.evaluation == "local" else common
+        self._observer.evaluated(self, self.ask(self._method.evaluate, clients=self.clients, **sent), stage)
+        self.seconds_evaluating += time.perf_counter() - begun
 
     # ---- how it does that ----
     def _draw(self) -> Sequence[str]:
@@ -295,7 +300,7 @@ def _is_empty(saved: Any) -> bool:
 
 
 def restore(value: Any, saved: Any) -> Any:
-    """Brings a state back to a snapshot: models, optimisers and streams in place, tensors and dicts as new objects."""
+    """Brings a state back to a snapshot, in place where something live is there (an optimiser holds on to its tensors)."""
     if isinstance(value, nn.Module):
         learn.load_weights(value, saved)
     elif isinstance(value, torch.optim.Optimizer):
@@ -303,11 +308,14 @@ def restore(value: Any, saved: Any) -> Any:
         value.load_state_dict({**blank, "state": {int(k): dict(v) for k, v in (saved or {}).items()}})
     elif isinstance(value, torch.Generator):
         value.set_state(saved)
-    elif isinstance(saved, dict) and isinstance(value, dict):
-        live = {k: v for k, v in value.items() if isinstance(v, (nn.Module, torch.optim.Optimizer, torch.Generator, dict))}
-        kept = {k: restore(v, saved.get(k, {})) for k, v in live.items() if k in saved or not isinstance(v, dict)}
-        value.clear()
-        value.update({**{k: v for k, v in saved.items() if k not in kept}, **kept})
+    elif isinstance(value, dict):
+        for gone in [key for key in value if key not in saved and isinstance(value[key], Tensor)]:
+            del value[gone]
+        for key, kept in saved.items():
+            value[key] = restore(value[key], kept) if key in value else kept
+    elif isinstance(value, Tensor) and value.shape == saved.shape:
+        with torch.no_grad():
+            value.copy_(saved)
     else:
         return saved
     return value

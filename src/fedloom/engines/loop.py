@@ -1,10 +1,11 @@
 """The reference engine: clients one after another, in this process. Every other engine has to agree with it, bit for bit."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from fedloom.message import Message, isolate
 from fedloom.method import Method
-from fedloom.party import Client
+from fedloom.party import Client, restore, snapshot
 
 
 class Engine:
@@ -18,3 +19,15 @@ class Engine:
         """Takes a phase's name and a message per client, gives each client's reply."""
         function = getattr(self.method, phase)
         return {name: isolate(function(self.clients[name], **isolate(message))) for name, message in messages.items()}
+
+    def snapshot(self) -> Message:
+        """Everything of the clients that a later round depends on, as tensors."""
+        return snapshot({name: {"state": c.state, "streams": c.streams} for name, c in self.clients.items()})
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Puts the clients back to a snapshot; they must have been set up before."""
+        for name, client in self.clients.items():
+            kept = saved.get(name, {})
+            restore(client.state, kept.get("state", {}))
+            for purpose, state in kept.get("streams", {}).items():
+                client.rng(purpose).set_state(state)

@@ -1,0 +1,1 @@
+"""One file per method. A file put here is found by its name: nothing to register."""

@@ -1,0 +1,68 @@
+"""FedDC: each client keeps track of how far it has drifted from the global weights, and hands the server drift-corrected ones.
+
+Gao, Fu, Li, Chen, Xu, Xu: "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and Correction", CVPR 2022,
+Eq. 4-6 and Algorithm 1.
+
+What travels, per client:
+    once     up    size       number of local items n_k
+    a round  down  model      θ       update  Δ̄, mean of the clients' last updates
+             up    corrected  θ_k + h_k       update  Δ_k = θ_k − θ
+
+    CE + (α/2) ‖h_k + θ_k − θ‖² + (1/(Eη)) ⟨θ_k, Δ_k' − Δ̄⟩      Δ_k': the client's update of its last round; `objective`
+    h_k ← h_k + Δ_k                                            `train`
+    θ ← Σ w_k (θ_k + h_k),   Δ̄ ← Σ w_k Δ_k                      `run`
+
+Departures from public code, which differs from the paper in two places: the inner product is with the difference Δ_k' − Δ̄, and the drift takes
+this round's update.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedloom.learn import inner_product, load_weights, squared_distance, weights
+from fedloom.message import Message, tree_map
+from fedloom.method import phase, setting
+from fedloom.methods.fedavg import FedAvg
+from fedloom.models import Model
+from fedloom.party import Client, Server
+
+
+@dataclass(frozen=True)
+class FedDC(FedAvg):
+    """FedAvg with local drift variables."""
+
+    alpha: float = setting(0.1, "α, weight of the drift penalty", at_least=0)
+
+    @phase(corrected="=model", update="=model")
+    def train(self, client: Client, model: Message, update: Message) -> Message:  # type: ignore[override]
+        """E local epochs, then the client's new update and drift."""
+        net, state = client.state["model"], client.state
+        zero = tree_map(torch.zeros_like, model)
+        drift, last = state.get("drift", zero), state.get("update", zero)
+        load_weights(net, model)
+        state["anchor"] = tree_map(torch.sub, model, drift)
+        state["direction"] = tree_map(torch.sub, last, update)
+        self.descend(client, net, model)
+        state["update"] = tree_map(torch.sub, weights(net), model)
+        state["drift"] = tree_map(torch.add, drift, state["update"])
+        return {"corrected": tree_map(torch.add, weights(net), state["drift"]), "update": state["update"]}
+
+    def objective(self, client: Client, net: Model, model: Message) -> Tensor:
+        """Eq. 4: ‖h_k + θ_k − θ‖² is the distance to the anchor θ − h_k."""
+        penalty = self.alpha / 2 * squared_distance(net, client.state["anchor"])
+        correction = inner_product(net, client.state["direction"]) / (self.epochs * self.lr)
+        return super().objective(client, net, model) + penalty + correction
+
+    def run(self, server: Server) -> None:
+        """Algorithm 1."""
+        size = server.ask(self.setup).column("size")
+        state = server.state
+        state["model"] = server.model()
+        state["update"] = tree_map(torch.zeros_like, state["model"])
+        for _ in server.rounds(self.rounds):
+            mean = server.mean(self.train, weight=size, model=state["model"], update=state["update"])
+            state["model"], state["update"] = mean["corrected"], mean["update"]
+            server.evaluate(model=state["model"])
+        self.finish(server)

@@ -1,0 +1,66 @@
+"""FedSGD: every step all clients send one gradient; the server sums them and takes the step for everybody.
+
+McMahan et al., AISTATS 2017 (FedAvg with E = 1 and the full batch), with the shared Adam of FedStruct's experiments
+(Aliakbari, Östman, Graell i Amat, "Decoupled Subgraph Federated Learning", ICLR 2025, Eq. 4, 5).
+
+What travels, per client and round:
+    down  model      θ
+    up    gradient   ∇_k, of the loss summed over the client's training items
+          labelled   number of its training items
+
+    ∇ = Σ_k ∇_k / Σ_k |training items of k|          the gradient of the mean loss over all training items
+    θ ← Adam(θ, ∇)
+
+The server needs nothing but the two sums. One round is one step; there is one common model and no local training.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from fedloom.learn import OPTIMIZERS, load_weights, make_optimizer
+from fedloom.message import Message, tree_map
+from fedloom.method import Method, phase, setting
+from fedloom.party import Client, Server
+
+
+@dataclass(frozen=True)
+class FedSGD(Method):
+    """Summed gradients, one optimiser at the server."""
+
+    lr: float = setting(0.01, "the server's learning rate λ", above=0)
+    weight_decay: float = setting(5e-4, "L2 penalty", at_least=0)
+    optimizer: str = setting("adam", "the server's optimiser", choices=OPTIMIZERS)
+
+    evaluations: ClassVar[tuple[str, ...]] = ("common",)
+    one_model: ClassVar[bool] = True
+
+    @phase()
+    def setup(self, client: Client) -> Message:
+        """A model to compute gradients with."""
+        client.state["model"] = client.build()
+        return {}
+
+    @phase(gradient="=model", labelled="int64[]")
+    def gradient(self, client: Client, model: Message) -> Message:
+        """∇ of the summed loss at the common weights."""
+        net = client.state["model"]
+        load_weights(net, model)
+        net.zero_grad()
+        client.loss(net(client.graph, client.rng("dropout")), reduction="sum").backward()
+        gradient = {name: p.grad for name, p in sorted(net.named_parameters())}
+        return {"gradient": gradient, "labelled": client.graph.train.sum()}
+
+    def run(self, server: Server) -> None:
+        """One shared step a round."""
+        server.ask(self.setup)
+        state = server.state
+        state["model"] = model = tree_map(torch.clone, server.model())
+        state["optimizer"] = make_optimizer(self.optimizer, model.values(), self.lr, self.weight_decay)
+        for _ in server.rounds(self.rounds):
+            total = server.sum(self.gradient, model=model)
+            for name, parameter in model.items():
+                parameter.grad = total["gradient"][name] / total["labelled"].clamp(min=1)
+            state["optimizer"].step()
+            server.evaluate(model=model)

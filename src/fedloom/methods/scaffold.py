@@ -1,0 +1,66 @@
+"""SCAFFOLD: control variates steer every local step towards where the federation as a whole is going.
+
+Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020,
+Algorithm 1 with option II.
+
+What travels, per client:
+    once     up    size      number of local items n_k
+    a round  down  model     θ        control  c
+             up    model     θ_k      change   c_k⁺ − c_k
+
+    g ← ∇CE + c − c_k                               `objective` (as a linear term, whose gradient is c − c_k)
+    c_k⁺ = c_k − c + (θ − θ_k) / (Eη)               `train`
+    θ ← Σ w_k θ_k,   c ← c + Σ_{answering} (c_k⁺ − c_k) / K    `run`
+
+Departures: the paper averages clients equally, here w_k = n_k / Σ n as in all methods of this package. The algorithm is derived for SGD, which is
+the default here; with `optimizer = "adam"` the correction is a heuristic (Adam rescales it, and Eη is no longer the step).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedloom.learn import OPTIMIZERS, inner_product, load_weights, weights
+from fedloom.message import Message, tree_map
+from fedloom.method import phase, setting
+from fedloom.methods.fedavg import FedAvg
+from fedloom.models import Model
+from fedloom.party import Client, Server
+
+
+@dataclass(frozen=True)
+class Scaffold(FedAvg):
+    """FedAvg with control variates."""
+
+    lr: float = setting(0.5, "local learning rate η", above=0)
+    optimizer: str = setting("sgd", "local optimiser", choices=OPTIMIZERS)
+
+    @phase(model="=model", change="=model")
+    def train(self, client: Client, model: Message, control: Message) -> Message:  # type: ignore[override]
+        """E corrected local epochs, then the new control variate (option II)."""
+        net, own = client.state["model"], client.state.get("control") or tree_map(torch.zeros_like, model)
+        load_weights(net, model)
+        client.state["correction"] = tree_map(torch.sub, control, own)
+        self.descend(client, net, model)
+        change = tree_map(lambda c, old, new: (old - new) / (self.epochs * self.lr) - c, control, model, weights(net))
+        client.state["control"] = tree_map(torch.add, own, change)
+        return {"model": weights(net), "change": change}
+
+    def objective(self, client: Client, net: Model, model: Message) -> Tensor:
+        """CE + ⟨θ_k, c − c_k⟩."""
+        return super().objective(client, net, model) + inner_product(net, client.state["correction"])
+
+    def run(self, server: Server) -> None:
+        """Algorithm 1."""
+        size = server.ask(self.setup).column("size")
+        state = server.state
+        state["model"] = server.model()
+        state["control"] = tree_map(torch.zeros_like, state["model"])
+        for _ in server.rounds(self.rounds):
+            replies = server.ask(self.train, model=state["model"], control=state["control"])
+            state["model"] = replies.mean(size)["model"]
+            moved = replies.sum()["change"]
+            state["control"] = tree_map(lambda c, m: c + m / len(server.clients), state["control"], moved)
+            server.evaluate(model=state["model"])
+        self.finish(server)

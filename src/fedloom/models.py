@@ -1,0 +1,563 @@
+"""Twelve architectures. Each is an *extractor* (node features to `width` columns) and a *head* (those to class logits).
+
+    message passing        mlp · gcn · gat · sage · gin · gcnii
+    features smoothed      sgc · ssgc · sign · gamlp
+    predictions smoothed   appnp · dgcn
+
+A model is named by a spec, `name[-LAYERS[xWIDTH]][+option...]`: "gcn", "sgc-4", "gcn-4x128", "gcn-8x64+jk", "sage-2x256+norm+linear".
+LAYERS counts graph layers, or hops where features or predictions are smoothed. Options:
+
+    +linear  the head is one linear map, the same for every architecture; all work on the graph is the extractor's
+    +norm    LayerNorm on the input features
+    +jk      jumping knowledge: the embedding is the maximum over the extractor's layers
+
+In a graph-level task the extractor ends with pooling the nodes of every graph, and the head is linear.
+
+There is no training flag. Noise is drawn if and only if a `torch.Generator` is passed as `rng`, and from that generator only. There
+is no BatchNorm: its running statistics are private data, and averaging them over parties breaks them; LayerNorm stands in.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, reduce
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from fedloom.errors import ConfigError, unknown
+from fedloom.graph import SPARSE_FEATURES_BELOW, Graph, Task
+from fedloom.sparse import Sparse
+
+# W ↦ h W. A layer asks nothing else of its input h, so h may be a tensor or features that are never made dense.
+Product = Callable[[Tensor], Tensor]
+
+
+# ---- noise ----
+
+
+def dropout(h: Tensor, p: float, rng: Generator | None) -> Tensor:
+    """h with a share p of its entries zeroed and the rest scaled up; h itself without `rng` (Srivastava et al., JMLR 2014).
+
+    p is rounded to 256ths and the scale fits the rounded value, so the expectation is exactly h. One 64-bit draw serves eight
+    entries: a mask takes a quarter to an eighth of `bernoulli_`'s time.
+    """
+    cut = min(round(256 * p), 255)
+    if rng is None or cut == 0:
+        return h
+    draws = torch.empty((h.numel() + 7) // 8, dtype=torch.int64).random_(-(2**63), None, generator=rng)
+    keep = draws.view(torch.uint8)[: h.numel()].view(h.shape) >= cut
+    return h * keep.to(h.dtype).mul_(256 / (256 - cut))
+
+
+# ---- smoothing: polynomials of S, an adjacency with self-loops ----
+
+
+def polynomial(graph: Graph, h: Tensor, coefficients: tuple[float, ...], kind: str = "sym") -> Tensor:
+    """Σ_k c_k S^k h, by Horner's rule: takes [nodes, width], c_0 ... c_K; gives [nodes, width] after K products with S."""
+    *lower, top = coefficients
+    out = top * h
+    for c in reversed(lower):
+        out = graph.propagate(out, kind)
+        if c:
+            out = torch.add(out, h, alpha=c)
+    return out
+
+
+def power(k: int) -> tuple[float, ...]:
+    """The coefficients of S^k."""
+    return (0.0,) * k + (1.0,)
+
+
+def propagated(graph: Graph, kind: str, hops: int) -> list[Tensor]:
+    """[X, SX, ..., S^hops X] for the graph's raw features, kept on the graph."""
+    known: list[Tensor] = graph._cache.setdefault(("propagated", kind), [graph.x])
+    while len(known) <= hops:
+        known.append(graph.propagate(known[-1], kind))
+    return known[: hops + 1]
+
+
+def smoothed(graph: Graph, coefficients: tuple[float, ...]) -> Tensor:
+    """Σ_k c_k S^k X for the graph's raw features, [nodes, features], kept on the graph."""
+    hops = propagated(graph, "sym", len(coefficients) - 1)
+    terms = (x if c == 1 else c * x for c, x in zip(coefficients, hops, strict=True) if c)
+    return _once(graph, ("smoothed", coefficients), lambda: reduce(torch.add, terms))
+
+
+def keep_smoothed(graph: Graph, hops: int) -> bool:
+    """Whether to multiply by kept features, (S^K X) W, rather than to smooth the product, S^K (X W).
+
+    Per column of W the first takes a dense product with nodes × features entries, the second sparse ones with nnz(X) + K nnz(S)
+    entries, each as costly as 1 / SPARSE_FEATURES_BELOW dense ones. Dense features: always keep. Bag-of-words: rarely.
+    """
+    if graph.sparse_x is None:
+        return True
+    entries = graph.sparse_x.nnz + hops * graph.adjacency("sym").nnz
+    return entries > SPARSE_FEATURES_BELOW * graph.x.numel()
+
+
+def _once(graph: Graph, key: Any, make: Callable[[], Any]) -> Any:
+    if key not in graph._cache:
+        graph._cache[key] = make()
+    return graph._cache[key]
+
+
+# ---- layers: (input as a Product, graph) -> [nodes, num_out] ----
+# Weights are [in, out], as the papers write h W: `graph.project` needs them so. Matrices are filled in by `build`, in one place.
+
+
+class Dense(nn.Module):
+    """h W + b. `last` tells a layer that it gives logits, which only some layers heed."""
+
+    def __init__(self, num_in: int, num_out: int, last: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_in, num_out))
+        self.bias = nn.Parameter(torch.zeros(num_out))
+
+    def forward(self, times: Product, graph: Graph) -> Tensor:
+        """Takes the input's product and the graph, gives [nodes, num_out]."""
+        return times(self.weight) + self.bias
+
+
+class Convolution(Dense):
+    """S (h W) + b with S = D̃^-1/2 (A+I) D̃^-1/2."""
+
+    def forward(self, times: Product, graph: Graph) -> Tensor:
+        """As `Dense`."""
+        return graph.propagate(times(self.weight)) + self.bias
+
+
+class MeanNeighbour(Dense):
+    """h W + D^-1 A (h U) + b."""
+
+    def __init__(self, num_in: int, num_out: int, last: bool = False):
+        super().__init__(num_in, num_out)
+        self.neighbour = nn.Parameter(torch.empty(num_in, num_out))
+
+    def forward(self, times: Product, graph: Graph) -> Tensor:
+        """As `Dense`."""
+        return times(self.weight) + graph.propagate(times(self.neighbour), "mean") + self.bias
+
+
+class SumNeighbour(Dense):
+    """MLP((1 + ε) h + A h); the MLP is linear, LayerNorm (the paper: BatchNorm), ReLU, linear."""
+
+    def __init__(self, num_in: int, num_out: int, last: bool = False):
+        # The inner layer is never as narrow as the classes: few classes would starve it.
+        super().__init__(num_in, num_in if last else num_out)
+        self.eps = nn.Parameter(torch.zeros(1))
+        self.norm = nn.LayerNorm(len(self.bias))
+        self.outer = Dense(len(self.bias), num_out)
+
+    def forward(self, times: Product, graph: Graph) -> Tensor:
+        """As `Dense`."""
+        h = times(self.weight)  # the sum is linear, so W may come first, where it makes h narrow
+        inner = F.relu(self.norm((1 + self.eps) * h + graph.propagate(h, "sum") + self.bias))
+        return self.outer(inner.matmul, graph)
+
+
+class Attention(Dense):
+    """Σ_j α_ij (h W)_j + b with α_ij ∝ exp LeakyReLU(s·(h W)_j + t·(h W)_i), over i's in-neighbours j and i itself.
+
+    Eight heads side by side, each with num_out / 8 columns; the last layer has one head. Edge weights are not looked at.
+    """
+
+    HEADS = 8
+
+    def __init__(self, num_in: int, num_out: int, last: bool = False):
+        heads = 1 if last else self.HEADS
+        if num_out % heads:
+            raise ConfigError(f"model width {num_out}: gat has {heads} heads, use a multiple of {heads}, e.g. 'gat-2x64'")
+        super().__init__(num_in, num_out)
+        self.source = nn.Parameter(torch.empty(heads, num_out // heads))
+        self.target = nn.Parameter(torch.empty(heads, num_out // heads))
+
+    def forward(self, times: Product, graph: Graph) -> Tensor:
+        """As `Dense`."""
+        structure = graph.adjacency("sym")  # its entries are the edges with self-loops, ordered by target
+        source, target = _once(graph, "edge ends", lambda: (structure.indices.long(), structure.rows))
+        h = times(self.weight).view(-1, *self.source.shape)  # [nodes, heads, columns]
+        score = (h * self.source).sum(2).index_select(0, source) + (h * self.target).sum(2).index_select(0, target)
+        score = F.leaky_relu(score, 0.2)
+        # A softmax over each target's edges; its maximum is taken off so that exp cannot overflow, and is no variable.
+        top = torch.segment_reduce(score.detach(), "max", offsets=structure.offsets.long())
+        share = (score - top.index_select(0, target)).exp()
+        total = h.new_zeros(h.shape[:2]).index_add_(0, target, share)
+        gathered = h.new_zeros(h.shape).index_add_(0, target, share.unsqueeze(2) * h.index_select(0, source))
+        return (gathered / total.unsqueeze(2)).flatten(1) + self.bias
+
+
+class InitialResidual(nn.Module):
+    """(1-β) m + β m W with m = (1-α) S h + α h_0."""
+
+    def __init__(self, width: int, alpha: float, beta: float):
+        super().__init__()
+        self.alpha, self.beta = alpha, beta
+        self.weight = nn.Parameter(torch.empty(width, width))
+
+    def forward(self, h: Tensor, h_0: Tensor, graph: Graph) -> Tensor:
+        """Takes the last layer's and the first layer's output and the graph, gives [nodes, width]."""
+        m = torch.lerp(graph.propagate(h), h_0, self.alpha)
+        return torch.addmm(m, m, self.weight, beta=1 - self.beta, alpha=self.beta)
+
+
+class InputNorm(nn.Module):
+    """LayerNorm of the input features, then a product: LN(X) W (Ba et al., 2016).
+
+    LN(X) W = X̂ (γ∘W) + β W, where X̂ is constant. Sparse features stay sparse: X̂ V = (X V - mean · 1ᵀV) / deviation.
+    """
+
+    def __init__(self, num_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_features))
+        self.bias = nn.Parameter(torch.zeros(num_features))
+
+    def forward(self, graph: Graph, weight: Tensor) -> Tensor:
+        """Takes a graph and a [features, width] tensor, gives [nodes, width]."""
+        scaled = self.weight.unsqueeze(1) * weight
+        if graph.sparse_x is None:
+            standard: Tensor = _once(graph, "standardised features", lambda: F.layer_norm(graph.x, self.weight.shape))
+            out = standard @ scaled
+        else:
+            mean, deviation = _once(graph, "feature moments", lambda: _moments(graph.x))
+            out = (graph.project(scaled) - mean * scaled.sum(0)) / deviation
+        return out + self.bias @ weight
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    variance, mean = torch.var_mean(x, 1, correction=0, keepdim=True)
+    return mean, (variance + 1e-5).sqrt()
+
+
+# ---- what all models have in common ----
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A parsed model name: "gcn-4x128+linear" is Spec("gcn", 4, 128, frozenset({"linear"}))."""
+
+    name: str
+    layers: int = 2
+    width: int = 64
+    options: frozenset[str] = frozenset()
+
+
+class Model(nn.Module, ABC):
+    """An extractor and a head. Built by `build`.
+
+    The head's parameters are those whose names start with "classifier."; all others belong to the extractor. The state is the
+    parameters alone (float32), there are no buffers. A subclass says what its layers are and what they give for every node.
+    """
+
+    accepts: ClassVar[frozenset[str]] = frozenset({"linear", "norm"})
+    pooling: ClassVar[str] = "mean"
+
+    @classmethod
+    def implied(cls, layers: int) -> frozenset[str]:
+        """The options that come with this architecture and depth, asked for or not."""
+        return frozenset()
+
+    def __init__(self, spec: Spec, num_features: int, num_classes: int, task: Task, dropout: float):
+        super().__init__()
+        self.spec, self.width, self.task, self.dropout = spec, spec.width, task, dropout
+        # Whether all work on the graph is the extractor's: logits of pooled graphs have no edges to travel on.
+        self.linear = task == "graph" or "linear" in spec.options
+        self.norm = InputNorm(num_features) if "norm" in spec.options else None
+        self.layers = nn.ModuleList(self.extractor(num_features))
+        self.classifier = self.last(num_classes)
+
+    @abstractmethod
+    def extractor(self, num_features: int) -> list[nn.Module]:
+        """The extractor's layers."""
+
+    @abstractmethod
+    def nodes(self, graph: Graph, rng: Generator | None) -> Tensor:
+        """What the extractor gives for every node: [nodes, width]."""
+
+    def last(self, num_classes: int) -> nn.Module:
+        """The head's layer."""
+        return Dense(self.width, num_classes)
+
+    def features(self, graph: Graph, coefficients: tuple[float, ...] = (1.0,)) -> Product:
+        """The model's input as a product: W ↦ (Σ_k c_k S^k X) W, the quickest way; X is normalised with +norm."""
+        project = graph.project if self.norm is None else partial(self.norm, graph)
+        if len(coefficients) == 1:
+            return project
+        if self.norm is None and keep_smoothed(graph, len(coefficients) - 1):
+            return smoothed(graph, coefficients).matmul
+        return lambda weight: polynomial(graph, project(weight), coefficients)
+
+    def embed(self, graph: Graph, rng: Generator | None = None) -> Tensor:
+        """Takes a graph, gives its items' embeddings [items, width]."""
+        h = self.nodes(graph, rng)
+        return h if self.task == "node" else _pool(graph, self.pooling) @ h
+
+    def head(self, z: Tensor, graph: Graph, rng: Generator | None = None) -> Tensor:
+        """Takes embeddings [items, width] and their graph, gives logits [items, classes]."""
+        return self.classifier(dropout(z, self.dropout, rng).matmul, graph)
+
+    def forward(self, graph: Graph, rng: Generator | None = None) -> Tensor:
+        """Takes a graph, gives its items' logits [items, classes]."""
+        return self.head(self.embed(graph, rng), graph, rng)
+
+
+def _pool(graph: Graph, how: str) -> Sparse:
+    def make() -> Sparse:
+        batch = graph.batch
+        assert batch is not None, "a graph-level model got a graph without `batch`"
+        size = torch.bincount(batch, minlength=graph.num_items)
+        share = 1.0 / size[batch] if how == "mean" else torch.ones(len(batch))
+        return Sparse.from_edges(batch, torch.arange(len(batch)), share, (graph.num_items, len(batch)))
+
+    return _once(graph, ("pool", how), make)
+
+
+# ---- message passing ----
+
+
+class LayerByLayer(Model):
+    """One kind of layer, repeated: what the next five share. Dropout is on the input of every layer but the first."""
+
+    accepts = Model.accepts | {"jk"}
+    layer: ClassVar[type[Dense]]
+
+    @classmethod
+    def implied(cls, layers: int) -> frozenset[str]:
+        """The head takes the last layer; a single one stays with the extractor, or there would be no embedding."""
+        return frozenset({"linear"} if layers == 1 else ())
+
+    def extractor(self, num_features: int) -> list[nn.Module]:
+        """LAYERS layers, less the one that is the head."""
+        depth = self.spec.layers - (not self.linear)
+        return [self.layer(*sizes) for sizes in pairwise([num_features] + [self.width] * depth)]
+
+    def last(self, num_classes: int) -> nn.Module:
+        """One more layer of the kind, unless the head is to be linear."""
+        return super().last(num_classes) if self.linear else self.layer(self.width, num_classes, last=True)
+
+    def activation(self, h: Tensor) -> Tensor:
+        """What follows every layer of the extractor."""
+        return F.relu(h)
+
+    def nodes(self, graph: Graph, rng: Generator | None) -> Tensor:
+        """The last layer's output, or with +jk the maximum over all layers'."""
+        outputs: list[Tensor] = []
+        for layer in self.layers:
+            times = dropout(outputs[-1], self.dropout, rng).matmul if outputs else self.features(graph)
+            outputs.append(self.activation(layer(times, graph)))
+        return reduce(torch.maximum, outputs) if "jk" in self.spec.options else outputs[-1]
+
+
+class MLP(LayerByLayer):
+    """Linear layers with ReLU between them, blind to edges."""
+
+    layer = Dense
+
+
+class GCN(LayerByLayer):
+    """Graph convolutions, S h W with S = D̃^-1/2 (A+I) D̃^-1/2 (Kipf & Welling, ICLR 2017)."""
+
+    layer = Convolution
+
+
+class GAT(LayerByLayer):
+    """Attention over neighbours, 8 heads side by side, ELU (Veličković et al., ICLR 2018; no dropout on the attention)."""
+
+    layer = Attention
+
+    def activation(self, h: Tensor) -> Tensor:
+        """ELU, as in the paper."""
+        return F.elu(h)
+
+
+class SAGE(LayerByLayer):
+    """Own features and the mean of the neighbours', each with its weights (GraphSAGE: Hamilton et al., NeurIPS 2017)."""
+
+    layer = MeanNeighbour
+
+
+class GIN(LayerByLayer):
+    """An MLP on (1 + ε) h plus the sum of the neighbours' h; sum pooling (Xu et al., ICLR 2019)."""
+
+    layer = SumNeighbour
+    pooling = "sum"
+
+
+class GCNII(Model):
+    """Deep convolutions that keep a share of the first layer and of the identity (Chen et al., ICML 2020)."""
+
+    ALPHA, THETA = 0.1, 0.5  # the paper's α and λ for citation graphs
+
+    def extractor(self, num_features: int) -> list[nn.Module]:
+        """A linear layer, then LAYERS convolutions with β_l = log(θ/l + 1)."""
+        betas = [math.log(self.THETA / l + 1) for l in range(1, self.spec.layers + 1)]
+        return [Dense(num_features, self.width), *(InitialResidual(self.width, self.ALPHA, beta) for beta in betas)]
+
+    def nodes(self, graph: Graph, rng: Generator | None) -> Tensor:
+        """h_0 = ReLU(X W + b), then h = ReLU(layer(h, h_0))."""
+        first, *others = self.layers
+        h = h_0 = F.relu(first(self.features(graph), graph))
+        for layer in others:
+            h = F.relu(layer(dropout(h, self.dropout, rng), h_0, graph))
+        return h
+
+
+# ---- features smoothed: LAYERS = K hops ----
+
+
+class SGC(Model):
+    """S^K X W, linear throughout (Wu et al., ICML 2019), with W in two factors so that there is an embedding."""
+
+    def extractor(self, num_features: int) -> list[nn.Module]:
+        """One linear map of the smoothed features."""
+        return [Dense(num_features, self.width)]
+
+    def coefficients(self) -> tuple[float, ...]:
+        """c_0 ... c_K of the polynomial that smooths the features."""
+        return power(self.spec.layers)
+
+    def nodes(self, graph: Graph, rng: Generator | None) -> Tensor:
+        """(Σ_k c_k S^k X) W + b."""
+        return self.layers[0](self.features(graph, self.coefficients()), graph)
+
+
+class SSGC(SGC):
+    """SGC with all hops averaged: (α X + (1-α)/K Σ_k S^k X) W (Zhu & Koniusz, ICLR 2021)."""
+
+    ALPHA = 0.05  # the paper's
+
+    def coefficients(self) -> tuple[float, ...]:
+        """α, then (1-α)/K for every hop."""
+        return (self.ALPHA,) + ((1 - self.ALPHA) / self.spec.layers,) * self.spec.layers
+
+
+class SIGN(Model):
+    """A two-layer MLP on all hops side by side, [X ‖ SX ‖ ... ‖ S^K X] (Frasca et al., 2020; in O-pFGL's form)."""
+
+    def extractor(self, num_features: int) -> list[nn.Module]:
+        """One linear map of the K + 1 hops side by side."""
+        return [Dense((self.spec.layers + 1) * num_features, self.width)]
+
+    def nodes(self, graph: Graph, rng: Generator | None) -> Tensor:
+        """ReLU(Σ_k S^k X W_k + b)."""
+        hops = [self.features(graph, power(k)) for k in range(self.spec.layers + 1)]
+
+        def side_by_side(weight: Tensor) -> Tensor:
+            return reduce(torch.add, [times(part) for times, part in zip(hops, weight.chunk(len(hops)), strict=True)])
+
+        return F.relu(self.layers[0](side_by_side, graph))
+
+
+class GAMLP(Model):
+    """Every node's own attention over hops, against a reference made of all of them (JK form: Zhang et al., KDD 2022)."""
+
+    def extractor(self, num_features: int) -> list[nn.Module]:
+        """One linear map a hop (the authors' `pre_process`), the reference's, and the attention's."""
+        hops, width = self.spec.layers + 1, self.width
+        return [*(Dense(num_features, width) for _ in range(hops)), Dense(hops * width, width), Dense(2 * width, 1)]
+
+    def nodes(self, graph: Graph, rng: Generator | None) -> Tensor:
+        """ReLU(Σ_k α_k H_k), H_k = S^k X W_k + b_k, α = softmax_k σ(a·[R ‖ H_k]), R = ReLU([H_0 ‖ ... ‖ H_K] U)."""
+        *each, reference, score = self.layers
+        H = torch.stack([layer(self.features(graph, power(k)), graph) for k, layer in enumerate(each)], 1)
+        R = dropout(F.relu(reference(H.flatten(1).matmul, graph)), self.dropout, rng)
+        # σ and not ReLU (the authors offer both): what is the same for all hops, as R is, cancels in a softmax of linear pieces.
+        delta = torch.sigmoid(score(torch.cat([R.unsqueeze(1).expand_as(H), H], 2).matmul, graph))
+        return F.relu((delta.softmax(1) * H).sum(1))
+
+
+# ---- predictions smoothed: LAYERS = K hops ----
+
+
+class APPNP(Model):
+    """A two-layer MLP, its predictions spread by personalised PageRank with K steps (Gasteiger et al., ICLR 2019)."""
+
+    ALPHA = 0.1  # the paper's teleport probability for citation graphs
+    kind: ClassVar[str] = "sym"
+
+    def extractor(self, num_features: int) -> list[nn.Module]:
+        """The MLP's first layer."""
+        return [Dense(num_features, self.width)]
+
+    def coefficients(self) -> tuple[float, ...]:
+        """K steps of z ← (1-α) S z + α h, written out: α (1-α)^k, and (1-α)^K for the last."""
+        stay = 1 - self.ALPHA
+        return (*(self.ALPHA * stay**k for k in range(self.spec.layers)), stay**self.spec.layers)
+
+    def nodes(self, graph: Graph, rng: Generator | None) -> Tensor:
+        """ReLU(X W + b), spread here if the head must not."""
+        h = F.relu(self.layers[0](self.features(graph), graph))
+        return polynomial(graph, h, self.coefficients(), self.kind) if self.linear else h
+
+    def head(self, z: Tensor, graph: Graph, rng: Generator | None = None) -> Tensor:
+        """The MLP's second layer, then the spreading: it is cheaper over classes than over `width` columns."""
+        logits = super().head(z, graph, rng)
+        return logits if self.linear else polynomial(graph, logits, self.coefficients(), self.kind)
+
+
+class DGCN(APPNP):
+    """Decoupled GCN: LayerNorm, a two-layer MLP, K steps of D̃^-1 (A+I) (FedStruct: Aliakbari et al., ICLR 2025)."""
+
+    kind = "row"
+
+    @classmethod
+    def implied(cls, layers: int) -> frozenset[str]:
+        """The LayerNorm."""
+        return frozenset({"norm"})
+
+    def coefficients(self) -> tuple[float, ...]:
+        """The K-th power alone."""
+        return power(self.spec.layers)
+
+
+ARCHITECTURES: dict[str, type[Model]] = {
+    model.__name__.lower(): model for model in (MLP, GCN, GAT, SAGE, GIN, GCNII, SGC, SSGC, SIGN, GAMLP, APPNP, DGCN)
+}
+
+
+# ---- from a name to a model ----
+
+
+def models() -> dict[str, str]:
+    """Every architecture's name and one-line description."""
+    return {name: str(model.__doc__).splitlines()[0] for name, model in ARCHITECTURES.items()}
+
+
+def parse(spec: str) -> Spec:
+    """Takes "name[-LAYERS[xWIDTH]][+option...]", gives its parts, or raises a ConfigError that names the wrong one."""
+    head, *options = spec.split("+")
+    name, dash, size = head.partition("-")
+    if name not in ARCHITECTURES:
+        raise unknown("model", name, ARCHITECTURES)
+    architecture = ARCHITECTURES[name]
+    for option in options:
+        if option not in architecture.accepts:
+            raise unknown(f"option of model {name!r}", option, architecture.accepts)
+    numbers = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", size if dash else "2", re.ASCII)
+    if numbers is None:
+        raise ConfigError(f"model {spec!r}: size {size!r} is not LAYERS or LAYERSxWIDTH, both at least 1, e.g. '{name}-2x64'")
+    layers, width = int(numbers[1]), int(numbers[2] or 64)
+    return Spec(name, layers, width, frozenset(options) | architecture.implied(layers))
+
+
+def build(spec: str, num_features: int, num_classes: int, task: Task = "node", *, dropout: float = 0.5, seed: int) -> Model:
+    """A fresh model: the same for the same arguments. The global random state is neither read nor changed.
+
+    Matrices are drawn as Glorot & Bengio (AISTATS 2010) and PyG do, uniform in ±√(6 / (in + out)); vectors start at 0 or 1.
+    """
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"dropout is {dropout}, must be at least 0 and below 1, e.g. 0.5")
+    parts = parse(spec)
+    model = ARCHITECTURES[parts.name](parts, num_features, num_classes, task, dropout)
+    rng = Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            nn.init.xavier_uniform_(parameter, generator=rng)
+    return model

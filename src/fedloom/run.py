@@ -1,0 +1,395 @@
+"""A run: one method on one federation, from the first ask to the result, with everything kept in a folder that can be read again."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy
+import safetensors
+import torch
+import torch_geometric
+from safetensors.torch import load_file, save_file
+
+from fedloom import models, task
+from fedloom.engines import engine_class, engine_names
+from fedloom.errors import ConfigError, DataError, unknown
+from fedloom.graph import Federation
+from fedloom.learn import weights
+from fedloom.message import Message, flatten, unflatten
+from fedloom.method import Method, check_setting, make_method, setting
+from fedloom.party import Client, Facts, Replies, Rules, Server, restore, snapshot
+
+VERSION = "0.1.0"
+METRICS = ("accuracy", "f1_macro", "f1_present", "f1_weighted", "auc")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How a run is carried out: the [run] table of a recipe."""
+
+    seed: int = setting(0, "root of every random stream", at_least=0)
+    engine: str = setting("loop", "how phases get run")
+    evaluation: str = setting("", "which model is scored: local, global or common (empty = the method's default)")
+    participation: float = setting(1.0, "share of the clients that take part in a round", above=0, at_most=1)
+    evaluate_every: int = setting(1, "rounds between evaluations", at_least=1)
+    patience: int = setting(0, "stop after so many evaluations without a better validation accuracy (0 = never)", at_least=0)
+    checkpoint_every: int = setting(0, "rounds between checkpoints to resume from (0 = none)", at_least=0)
+    auc: bool = setting(False, "AUC also for more than two classes (two-class tasks always have it)")
+    threads: int = setting(1, "threads of one tensor operation; results are promised to be the same bits for the same number", at_least=1)
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            object.__setattr__(self, f.name, check_setting(f, getattr(self, f.name), "run"))
+        if self.engine not in engine_names():
+            raise unknown("run.engine", self.engine, engine_names())
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gives. `summary` is what `--json` prints; the properties are its most used entries."""
+
+    summary: dict[str, Any]
+    history: list[dict[str, Any]]
+    models: dict[str, Message] = field(default_factory=dict, repr=False)
+    folder: Path | None = None
+
+    @property
+    def accuracy(self) -> float | None:
+        """Test accuracy at the round with the best validation accuracy, weighted by the clients' sizes."""
+        return self.summary["accuracy"]
+
+    @property
+    def per_client(self) -> list[dict[str, Any]]:
+        """Each client's size, counts and scores at that round."""
+        return self.summary["per_client"]
+
+    @property
+    def traffic(self) -> dict[str, Any]:
+        """Bytes and scalars up and down, in all and per phase."""
+        return self.summary["traffic"]
+
+
+def run(
+    method: str | Method, federation: Federation, *, model: str = "gcn", dropout: float = 0.5, out: str | Path | None = None,
+    on_round: Callable[[dict[str, Any], int], None] | None = None, resume: bool = False,
+    config: Mapping[str, Any] | None = None, seconds_loading: float = 0.0, **settings: Any,
+) -> Result:  # fmt: skip
+    """Runs a method on a federation.
+
+    method: a name, a path to a method file, or a Method. model: a spec ("gcn", "gcn-4x128") or several, separated by commas, dealt
+    over the clients in turn. out: a folder to keep the run in. on_round: called with each history entry and the number of rounds.
+    resume: go on from the checkpoint in `out`. settings: fields of the method (lr=...) and of RunSettings (seed=...).
+    """
+    of_run = {f.name for f in fields(RunSettings)}
+    rules = RunSettings(**{k: v for k, v in settings.items() if k in of_run})
+    of_method = {k: v for k, v in settings.items() if k not in of_run}
+    if isinstance(method, Method):
+        if of_method:
+            raise ConfigError(f"method is given as an object; its settings {', '.join(of_method)} belong in its constructor")
+        name, chosen = type(method).__module__.rpartition(".")[2].replace("_", "-"), method
+    else:
+        name, chosen = method, make_method(method, of_method)
+    federation = (federation.pooled() if chosen.pooled else federation).check()
+    facts = _facts(chosen, name, federation, model, dropout, rules)
+    record = Recorder(federation, rules, _folder(out, resume), on_round)
+    record.config = dict(config or _config(name, chosen, federation, model, dropout, rules))
+    with _threads(rules.threads):
+        return record.carry_out(name, chosen, facts, resume, seconds_loading)
+
+
+def _facts(method: Method, name: str, federation: Federation, model: str, dropout: float, rules: RunSettings) -> Facts:
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"model.dropout is {dropout!r}, must be at least 0 and below 1")
+    if federation.task not in method.tasks:
+        raise ConfigError(f"method {name!r} does {' and '.join(method.tasks)} tasks, the data are a {federation.task} task")
+    specs = [spec.strip().lower() for spec in model.split(",")]
+    dealt = tuple(specs[k % len(specs)] for k in range(federation.num_clients))
+    if method.one_model and len(set(dealt)) > 1:
+        raise ConfigError(f"model: method {name!r} averages weights and needs one model for all clients, got {', '.join(specs)}")
+    if len({models.parse(spec).width for spec in dealt}) > 1:
+        raise ConfigError(f"model: all clients' models must share one embedding width, got {', '.join(specs)}")
+    auc = rules.auc or federation.num_classes == 2
+    return Facts(federation.num_features, federation.num_classes, federation.task, federation.names, dealt, dropout, rules.seed, auc)
+
+
+def _evaluation(method: Method, name: str, rules: RunSettings) -> str:
+    choice = rules.evaluation or method.evaluations[0]
+    if choice not in method.evaluations:
+        raise unknown(f"run.evaluation for method {name!r}:", choice, method.evaluations)
+    return choice
+
+
+def _folder(out: str | Path | None, resume: bool) -> Path | None:
+    if out is None:
+        if resume:
+            raise ConfigError("out: resuming needs the folder of the run")
+        return None
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not resume and any(folder.iterdir()):
+            raise ConfigError(f"out: {str(folder)!r} is not empty; choose another folder, or `fedloom resume` to go on with that run")
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"out: cannot write to {str(folder)!r} ({error.strerror})") from error
+    return folder
+
+
+def _config(name: str, method: Method, federation: Federation, model: str, dropout: float, rules: RunSettings) -> dict[str, Any]:
+    run_table = {f.name: getattr(rules, f.name) for f in fields(rules)}
+    return {
+        "data": dict(federation.about), "model": {"name": model, "dropout": dropout},
+        "method": {"name": name, **method.settings()}, "run": run_table,
+    }  # fmt: skip
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Recorder:
+    """Keeps what happens in a run, in memory and, line by line, in its folder: whatever ends the run, the folder can be read."""
+
+    def __init__(self, federation: Federation, rules: RunSettings, folder: Path | None, on_round: Any):
+        self.federation, self.rules, self.folder, self.on_round = federation, rules, folder, on_round
+        self.config: dict[str, Any] = {}
+        self.history: list[dict[str, Any]] = []
+        self.planned = 0
+        self._evaluation: dict[str, Any] = {}
+        self._booked = 0
+        self._resumed: Path | None = None
+
+    # ---- the whole of it ----
+    def carry_out(self, name: str, method: Method, facts: Facts, resume: bool, seconds_loading: float) -> Result:
+        """Runs the method and writes the folder; also when it ends by an error or Ctrl-C, which is raised again."""
+        began = time.perf_counter()
+        self.name = name
+        rules = Rules(_evaluation(method, name, self.rules), self.rules.participation, self.rules.evaluate_every)
+        if resume:
+            self._resumed = self.folder
+        elif self.folder:
+            _write(self.folder / "config.json", json.dumps(self.config, indent=1) + "\n")
+        graphs = zip(self.federation.names, self.federation.graphs, strict=True)
+        self.engine = engine_class(self.rules.engine)(
+            method, [Client(client, graph, facts, self.federation.inductive) for client, graph in graphs]
+        )
+        server = Server(method, facts, self.engine.call, rules, self)
+        self.seconds = {"load": seconds_loading, "setup": 0.0, "train": 0.0, "evaluate": 0.0, "total": 0.0}
+        self._began, self._loop_began = began, began
+        status, cause = "failed", ""
+        try:
+            method.run(server)
+            status = "completed"
+        except KeyboardInterrupt:
+            status, cause = "stopped", "interrupted"
+            raise
+        except BaseException as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            result = self._finish(server, status, cause, rules.evaluation)
+        return result
+
+    # ---- called by the server ----
+    def entered_rounds(self, server: Server, count: int) -> int:
+        """The loop begins: set-up is over; after a resume, put everything back to the checkpoint."""
+        self.planned = count
+        self._loop_began = time.perf_counter()
+        self.seconds["setup"] = self._loop_began - self._began
+        if self._resumed is None:
+            self._flush(server)
+            return 0
+        return self._load_checkpoint(server, self._resumed)
+
+    def evaluated(self, server: Server, replies: Replies, stage: str) -> None:
+        """Turns the clients' confusion matrices into scores, each client's and averaged."""
+        rows = [
+            {"id": client, **_scores(reply["test"], reply["auc"][1]), "val_accuracy": task.scores(reply["val"])["accuracy"]}
+            for client, reply in replies.items()
+        ]
+        size = dict(zip(self.federation.names, (g.num_items for g in self.federation.graphs), strict=True))
+        by_size, equal = [float(size[r["id"]]) for r in rows], [1.0] * len(rows)
+        columns = {m: [r[m] for r in rows] for m in (*METRICS, "val_accuracy")}
+        self._evaluation = {
+            "stage": stage,
+            **{m: task.average(column, by_size) for m, column in columns.items()},
+            **{f"{m}_mean": task.average(column, equal) for m, column in columns.items()},
+            "clients": rows,
+        }
+        if stage != "train":
+            self._close_entry(server)
+
+    def finished_round(self, server: Server) -> bool:
+        """Writes the round down; tells whether patience has run out."""
+        self._close_entry(server)
+        every = self.rules.checkpoint_every
+        if self.folder and every and server.round % every == 0:
+            self._save_checkpoint(server)
+        if not self.rules.patience:
+            return False
+        marks = [e["val_accuracy"] for e in self.history if e.get("val_accuracy") is not None]
+        return len(marks) > self.rules.patience and max(marks[-self.rules.patience :]) <= max(marks[: -self.rules.patience])
+
+    # ---- writing ----
+    def _close_entry(self, server: Server) -> None:
+        elapsed = round(time.perf_counter() - self._began, 4)
+        entry = {"round": server.round, "participants": list(server.participants), **self._evaluation, "seconds": elapsed}
+        self._evaluation = {}
+        self.history.append(entry)
+        if self.folder:
+            with open(self.folder / "history.jsonl", "a") as file:
+                file.write(json.dumps(entry) + "\n")
+        self._flush(server)
+        if self.on_round:
+            self.on_round(entry, self.planned)
+
+    def _flush(self, server: Server) -> None:
+        if self.folder:
+            server.ledger.write(self.folder, since=self._booked)
+            self._booked = len(server.ledger.rows)
+
+    def _finish(self, server: Server, status: str, cause: str, evaluation: str) -> Result:
+        now = time.perf_counter()
+        self.seconds["evaluate"] = server.seconds_evaluating
+        self.seconds["train"] = max(0.0, now - self._loop_began - server.seconds_evaluating) if self.planned else 0.0
+        self.seconds["total"] = now - self._began + self.seconds["load"]
+        final = {name: weights(c.state["model"]) for name, c in self.engine.clients.items() if "model" in c.state}
+        if isinstance(server.state.get("model"), dict):
+            final["server"] = server.state["model"]
+        summary = self._summary(server, status, cause, evaluation)
+        if self.folder:
+            self._flush(server)
+            (self.folder / "models").mkdir(exist_ok=True)
+            for owner, content in final.items():
+                save_file({n: t.contiguous() for n, t in content.items()}, self.folder / "models" / f"{_safe(owner)}.safetensors")
+            _write(self.folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+        return Result(summary, self.history, final, self.folder)
+
+    def _summary(self, server: Server, status: str, cause: str, evaluation: str) -> dict[str, Any]:
+        scored = [e for e in self.history if "accuracy" in e]
+        best = max(scored, key=lambda e: -1.0 if e["val_accuracy"] is None else e["val_accuracy"], default=None)
+        if best is not None and best["val_accuracy"] is None:
+            best = scored[-1]  # nothing to choose by
+        about = self.federation.about
+        at_best = best or {}
+        return {
+            "status": status, **({"cause": cause} if cause else {}),
+            "method": self.name, "dataset": about.get("dataset", self.federation.graphs[0].name),
+            "partition": about.get("partition"), "clients": about.get("clients", self.federation.num_clients),
+            "model": self.config.get("model", {}).get("name"), "seed": self.rules.seed, "engine": self.rules.engine,
+            "task": self.federation.task, "evaluation": evaluation,
+            "rounds": self.history[-1]["round"] if self.history else 0, "best_round": at_best.get("round"),
+            **{m: at_best.get(m) for m in (*METRICS, "val_accuracy")},
+            **{f"{m}_mean": at_best.get(f"{m}_mean") for m in METRICS},
+            "final_accuracy": scored[-1]["accuracy"] if scored else None,
+            "per_client": self._per_client(at_best),
+            "without_training_items": [n for n, g in zip(self.federation.names, self.federation.graphs, strict=True) if not g.train.any()],
+            "traffic": server.ledger.traffic(), "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
+            "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+            "history_hash": server.history_hash.hex(), "versions": _versions(), "config": self.config,
+        }  # fmt: skip
+
+    def _per_client(self, at_best: dict[str, Any]) -> list[dict[str, Any]]:
+        scored = {row["id"]: row for row in at_best.get("clients", [])}
+        return [
+            {
+                "id": name, "nodes": g.num_nodes, "items": g.num_items,
+                **{part: int(getattr(g, part).sum()) for part in ("train", "val", "test")},
+                "accuracy": scored.get(name, {}).get("accuracy"), "f1": scored.get(name, {}).get("f1_macro"),
+                **{m: scored.get(name, {}).get(m) for m in ("f1_macro", "f1_present", "f1_weighted", "auc", "val_accuracy")},
+            }
+            for name, g in zip(self.federation.names, self.federation.graphs, strict=True)
+        ]  # fmt: skip
+
+    # ---- checkpoints ----
+    def _save_checkpoint(self, server: Server) -> None:
+        """Everything the next round depends on, written beside the old checkpoint and then put in its place in one step."""
+        assert self.folder is not None
+        tensors = flatten(snapshot({"server": {"state": server.state, "streams": server.streams}, "clients": self.engine.snapshot()}))
+        meta = {
+            "round": server.round, "history": len(self.history), "booked": len(server.ledger.rows),
+            "hash": server.history_hash.hex(), "evaluating": server.seconds_evaluating, "seed": self.rules.seed,
+        }  # fmt: skip
+        target, fresh = self.folder / "checkpoint.safetensors", self.folder / "checkpoint.new"
+        save_file(tensors, fresh, metadata={"fedloom": json.dumps(meta)})
+        with open(fresh, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(fresh, target)
+
+    def _load_checkpoint(self, server: Server, folder: Path) -> int:
+        path = folder / "checkpoint.safetensors"
+        try:
+            with safetensors.safe_open(path, "pt") as file:
+                meta = json.loads(file.metadata()["fedloom"])
+            saved = unflatten(load_file(path))
+            lines = (folder / "history.jsonl").read_text().splitlines()[: meta["history"]]
+            self.history = [json.loads(line) for line in lines]
+            server.ledger.read(folder, meta["booked"])
+        except FileNotFoundError as error:
+            raise DataError(f"resume: {str(folder)!r} has no {Path(error.filename).name}; only runs with run.checkpoint_every > 0 can go on") from error
+        except (safetensors.SafetensorError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise DataError(f"resume: {path.name} in {str(folder)!r} is damaged ({error})") from error
+        restore(server.state, saved.get("server", {}).get("state", {}))
+        for purpose, state in saved.get("server", {}).get("streams", {}).items():
+            server.rng(purpose).set_state(state)
+        self.engine.restore(saved.get("clients", {}))
+        server.history_hash, server.seconds_evaluating = bytes.fromhex(meta["hash"]), meta["evaluating"]
+        _write(folder / "history.jsonl", "".join(line + "\n" for line in lines))
+        server.ledger.write(folder, since=0)
+        self._booked = len(server.ledger.rows)
+        return int(meta["round"])
+
+
+def _scores(matrix: torch.Tensor, area: torch.Tensor) -> dict[str, float | None]:
+    return {**task.scores(matrix), "auc": None if area < 0 else float(area)}
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: a reader never sees half a file."""
+    fresh = path.with_suffix(path.suffix + ".new")
+    fresh.write_text(text)
+    os.replace(fresh, path)
+
+
+def _safe(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "fedloom": VERSION, "python": platform.python_version(), "torch": torch.__version__,
+        "torch_geometric": torch_geometric.__version__, "numpy": numpy.__version__,
+    }  # fmt: skip
+
+
+def read_run(folder: str | Path) -> Result:
+    """Reads a run folder back, also one of a run that was stopped. DataError if it is not one or is damaged."""
+    folder = Path(folder)
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+        lines = (folder / "history.jsonl").read_text().splitlines() if (folder / "history.jsonl").exists() else []
+        history = [json.loads(line) for line in lines]
+        kept = {p.stem: load_file(p) for p in sorted((folder / "models").glob("*.safetensors"))}
+    except OSError as error:
+        raise DataError(f"run: {str(folder)!r} is not a run folder ({Path(error.filename).name}: {error.strerror})") from error
+    except (json.JSONDecodeError, safetensors.SafetensorError) as error:
+        raise DataError(f"run: {str(folder)!r} is damaged ({error})") from error
+    return Result(summary, history, kept, folder)
+

@@ -1,0 +1,123 @@
+"""Results and listings as tables for a terminal. Everything here reads summaries, nothing computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from inspect import getdoc, getmodule
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fedloom.method import Method, default_of, valid_values
+
+
+def percent(value: float | None) -> str:
+    """0.8123 -> "81.2"; None -> "-"."""
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+def size(count: float) -> str:
+    """Bytes in words."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return ""
+
+
+def listing(rows: Mapping[str, str]) -> RenderableType:
+    """Names with one line each."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, text in rows.items():
+        table.add_row(name, text)
+    return table
+
+
+def result(summary: Mapping[str, Any], beside: Sequence[Mapping[str, Any]] = ()) -> RenderableType:
+    """A run's result: scores (with other runs beside it, if given), each client's, traffic and time."""
+    parts: list[RenderableType] = [_headline(summary), _scores([summary, *beside]), _clients(summary), _traffic(summary)]
+    if summary.get("without_training_items"):
+        parts.insert(1, Text(f"no training item: client {', '.join(summary['without_training_items'])} (it takes part, its loss is 0)", style="yellow"))
+    return Group(*parts)
+
+
+def _headline(s: Mapping[str, Any]) -> Text:
+    line = f"{s['method']} on {s['dataset']}, {s['clients']} clients by {s['partition']}, {s['model']}, seed {s['seed']}: {s['status']}"
+    return Text(line + (f" ({s['cause']})" if s.get("cause") else ""), style="bold")
+
+
+def _scores(summaries: Sequence[Mapping[str, Any]]) -> Table:
+    one = summaries[0]
+    table = Table(title=f"test scores at the best validation round, % ({one['evaluation']} models, clients weighted by size)", title_justify="left")
+    for heading in ("method", "accuracy", "mean over clients", "F1 macro", "F1 weighted", "AUC", "validation", "best round", "final", "sent up", "sent down", "seconds"):
+        table.add_column(heading, justify="left" if heading == "method" else "right")
+    for s in summaries:
+        table.add_row(
+            s["method"], *(percent(s[k]) for k in ("accuracy", "accuracy_mean", "f1_macro", "f1_weighted", "auc", "val_accuracy")),
+            f"{s['best_round'] or '-'} of {s['rounds']}", percent(s["final_accuracy"]),
+            size(s["traffic"]["bytes_up"]), size(s["traffic"]["bytes_down"]), f"{s['seconds']['total']:.1f}",
+        )  # fmt: skip
+    return table
+
+
+def _clients(s: Mapping[str, Any]) -> Table:
+    table = Table(title="clients", title_justify="left")
+    for heading in ("id", "nodes", "train", "val", "test", "accuracy", "F1 macro"):
+        table.add_column(heading, justify="right")
+    shown = s["per_client"][:20]
+    for c in shown:
+        table.add_row(c["id"], *(str(c[k]) for k in ("nodes", "train", "val", "test")), percent(c["accuracy"]), percent(c["f1"]))
+    if len(shown) < len(s["per_client"]):
+        table.add_row("…", f"and {len(s['per_client']) - len(shown)} more in summary.json")
+    return table
+
+
+def _traffic(s: Mapping[str, Any]) -> Table:
+    table = Table(title="traffic, all clients and rounds", title_justify="left")
+    for heading in ("phase", "messages", "scalars up", "scalars down", "bytes up", "bytes down"):
+        table.add_column(heading, justify="left" if heading == "phase" else "right")
+    for name, t in s["traffic"]["phases"].items():
+        table.add_row(name, f"{t['messages']:,}", f"{t['scalars_up']:,}", f"{t['scalars_down']:,}", size(t["bytes_up"]), size(t["bytes_down"]))
+    return table
+
+
+def method(name: str, cls: type[Method]) -> RenderableType:
+    """A method: what its file says (idea, paper, what travels, equations), its phases and its settings."""
+    module = getmodule(cls)
+    settings = Table(title="settings", title_justify="left")
+    for heading in ("field", "default", "valid", "what it is"):
+        settings.add_column(heading)
+    for f in fields(cls):
+        settings.add_row(f.name, repr(default_of(f)), valid_values(f), f.metadata["help"])
+    phases = Table(title="phases", title_justify="left")
+    for heading in ("phase", "takes", "answers"):
+        phases.add_column(heading)
+    for key in dir(cls):
+        function = getattr(cls, key)
+        if hasattr(function, "reply"):
+            answers = ", ".join(f"{k}: {v}" for k, v in function.reply.items())
+            phases.add_row(key, ", ".join(function.takes) or "-", answers or "-")
+    facts = f"evaluation: {', '.join(cls.evaluations)} · tasks: {', '.join(cls.tasks)} · discloses: {cls.discloses or 'nothing as large as the data'}"
+    return Group(Text(name, style="bold"), Text((getdoc(module) or "") + "\n"), settings, phases, Text(facts))
+
+
+def holdings(h: Mapping[str, Any]) -> RenderableType:
+    """Who holds what, as `fedloom partition` prints it."""
+    classes = len(h["clients"][0]["labels"])
+    table = Table(title="who holds what (labels per class; homophily per class in %)", title_justify="left")
+    for heading in ("client", "nodes", "train/val/test", "edges kept", "cut", "homophily", "labels", "per class"):
+        table.add_column(heading, justify="left" if heading in ("labels", "per class") else "right")
+    for c in h["clients"]:
+        by_class = c.get("homophily_per_class") or [None] * classes
+        table.add_row(
+            str(c["id"]), f"{c['nodes']:,}", f"{c['train']}/{c['val']}/{c['test']}", f"{c['edges_kept']:,}", f"{c['edges_cut']:,}",
+            percent(c["homophily"]), " ".join(map(str, c["labels"])), " ".join("-" if v is None else f"{100 * v:.0f}" for v in by_class),
+        )  # fmt: skip
+    total = h["total"]
+    line = f"{total['nodes']:,} nodes, {total['edges']:,} edges: {total['edges_kept']:,} kept, {total['edges_cut']:,} cut ({percent(total['share_cut'])} %)"
+    return Group(table, Text(line))

@@ -1,0 +1,29 @@
+"""Small federations that every test can afford."""
+
+import pytest
+import torch
+
+from fedloom.data.partition import divide
+from fedloom.data.synthetic import synthetic, synthetic_graphs
+from fedloom.graph import Federation
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def node_federation() -> Federation:
+    """Four clients with parts of one synthetic graph, a node task."""
+    graph = synthetic(nodes=211, classes=3, features=12, degree=6.0, homophily=0.8, seed=1)
+    return divide(graph, 4, "random", 0, split="40/30/30")
+
+
+@pytest.fixture(scope="session")
+def graph_federation() -> Federation:
+    """Three clients with small graphs each, a graph task."""
+    return divide(synthetic_graphs(graphs=47, classes=2, seed=2), 3, "uniform", 0, split="50/20/30")
+
+
+@pytest.fixture(scope="session", params=["node", "graph"])
+def federation(request, node_federation, graph_federation) -> Federation:
+    """Both kinds of task."""
+    return node_federation if request.param == "node" else graph_federation

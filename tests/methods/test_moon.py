@@ -1,0 +1,36 @@
+"""MOON: the contrastive term and its limits."""
+
+import torch
+import torch.nn.functional as F
+
+from fedloom.message import flatten
+from fedloom.methods.moon import Moon
+from fedloom.party import Client, Facts
+from fedloom.run import run
+
+
+def test_mu_zero_is_fedavg(node_federation):
+    settings = {"model": "gcn-2x8", "rounds": 3}
+    moon, avg = run("moon", node_federation, mu=0.0, **settings), run("fedavg", node_federation, **settings)
+    assert all(torch.allclose(t, flatten(avg.models["server"])[k], atol=1e-6) for k, t in flatten(moon.models["server"]).items())
+
+
+def test_the_first_round_is_fedavg_and_later_ones_are_not(node_federation):
+    for rounds, same in ((1, True), (3, False)):
+        moon, avg = (run(m, node_federation, model="gcn-2x8", rounds=rounds, **s) for m, s in (("moon", {"mu": 5.0}), ("fedavg", {})))
+        gap = max(float((t - flatten(avg.models["server"])[k]).abs().max()) for k, t in flatten(moon.models["server"]).items())
+        assert (gap < 1e-5) == same
+
+
+def test_the_term_is_eq_3(node_federation):
+    graph = node_federation.graphs[0]
+    facts = Facts(graph.num_features, graph.num_classes, "node", ("0",), ("gcn-2x8",), dropout=0.0)
+    client, method = Client("0", graph, facts), Moon(mu=0.7, tau=0.3)
+    method.setup(client)
+    net = client.state["model"]
+    anchors = {"global": torch.randn(graph.num_nodes, 8), "previous": torch.randn(graph.num_nodes, 8)}
+    client.state["anchors"] = anchors
+    z = net.embed(client.graph)
+    near, far = (torch.exp(F.cosine_similarity(z, anchors[k]) / 0.3) for k in ("global", "previous"))
+    expected = client.loss(net(client.graph)) + 0.7 * -torch.log(near / (near + far)).mean()
+    assert torch.isclose(method.objective(client, net, {}), expected, atol=1e-6)

@@ -1,0 +1,244 @@
+"""The contract: what every method file keeps to, in every engine. A new file in `methods/` is picked up by itself."""
+
+import tomllib
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from fedloom.engines import engine_names
+from fedloom.engines.loop import Engine as Loop
+from fedloom.errors import MessageError
+from fedloom.graph import Federation
+from fedloom.ledger import MEASURING
+from fedloom.message import flatten, unflatten
+from fedloom.method import make_method, method_class, method_names
+from fedloom.run import run
+
+METHODS = sorted(method_names())
+ROUNDS = 3
+MODEL = "gcn-2x8"
+
+
+def go(name, federation, **settings):
+    return run(name, federation, **{"model": MODEL, "rounds": ROUNDS, **settings})
+
+
+def weights_of(result):
+    return {f"{owner}/{name}": tensor for owner, model in result.models.items() for name, tensor in flatten(model).items()}
+
+
+def same_bits(one, other):
+    one, other = weights_of(one), weights_of(other)
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+pytestmark = pytest.mark.parametrize("name", METHODS)
+
+
+def test_same_seed_same_bits_and_another_seed_others(name, federation):
+    first, again, other = (go(name, federation, seed=seed) for seed in (5, 5, 6))
+    assert first.summary["history_hash"] == again.summary["history_hash"]
+    assert same_bits(first, again)
+    assert first.summary["history_hash"] != other.summary["history_hash"]
+    assert all(torch.isfinite(t).all() for t in weights_of(first).values())
+    assert 0 <= first.accuracy <= 1
+    assert first.summary["status"] == "completed"
+    assert first.summary["rounds"] == ROUNDS
+
+
+@pytest.mark.parametrize("engine", [e for e in engine_names() if e != "loop"])
+def test_engines_agree_with_the_loop(name, engine, federation):
+    loop, other = go(name, federation, engine="loop"), go(name, federation, engine=engine)
+    assert loop.summary["history_hash"] == other.summary["history_hash"]
+    assert loop.traffic == other.traffic
+    assert same_bits(loop, other)
+
+
+def test_the_global_random_state_is_neither_read_nor_moved(name, node_federation):
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = go(name, node_federation)
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(2)
+    assert go(name, node_federation).summary["history_hash"] == first.summary["history_hash"]
+
+
+def test_renumbering_clients_changes_nothing_but_the_numbers(name, federation):
+    order = list(reversed(range(federation.num_clients)))
+    renumbered = replace(
+        federation, graphs=tuple(federation.graphs[k] for k in order), names=tuple(federation.names[k] for k in order)
+    )
+    one, other = weights_of(go(name, federation)), weights_of(go(name, renumbered))
+    assert one.keys() == other.keys()
+    # Sums run in another order: rounding differs, nothing else.
+    assert all(torch.allclose(one[key], other[key], atol=2e-3) for key in one)
+
+
+def test_training_never_sees_a_held_out_label(name, federation):
+    def scrambled(graph):
+        return replace(graph, y=torch.where(graph.train, graph.y, (graph.y + 1) % graph.num_classes), _cache={})
+
+    whole = None if federation.whole is None else scrambled(federation.whole)
+    other = replace(federation, graphs=tuple(map(scrambled, federation.graphs)), whole=whole)
+    assert same_bits(go(name, federation), go(name, other))
+
+
+def test_no_reply_is_as_large_as_the_data_unless_declared(name, node_federation, monkeypatch):
+    sizes = {graph.num_nodes for graph in node_federation.graphs} | {sum(g.num_nodes for g in node_federation.graphs)}
+    seen = []
+    original = Loop.call
+    monkeypatch.setattr(Loop, "call", lambda self, phase, sent: seen.append((phase, r := original(self, phase, sent))) or r)
+    go(name, node_federation)
+    for phase, replies in seen:
+        for reply in replies.values():
+            for key, tensor in flatten(reply).items():
+                assert not sizes & set(tensor.shape) or method_class(name).discloses, f"{phase} sends {key} {list(tensor.shape)}"
+
+
+def another_value(f, value):
+    if f.metadata["choices"]:
+        return next(c for c in f.metadata["choices"] if c != value)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    return value / 2 if value else 0.5
+
+
+def test_every_setting_changes_something(name, federation):
+    plain = go(name, federation)
+    idle = []
+    for f in fields(method_class(name)):
+        value = getattr(make_method(name, {"rounds": ROUNDS}), f.name)
+        changed = go(name, federation, **{f.name: another_value(f, value)})
+        if changed.summary["history_hash"] == plain.summary["history_hash"] and same_bits(changed, plain):
+            idle.append(f.name)
+    assert not idle
+
+
+def test_settings_survive_toml(name):
+    method = make_method(name, {})
+    text = "\n".join(f"{k} = {str(v).lower() if isinstance(v, bool) else repr(v)}" for k, v in method.settings().items())
+    assert make_method(name, tomllib.loads(text)) == method
+
+
+class Killed(BaseException):
+    """Stands for whatever ends a process between two rounds."""
+
+
+@pytest.mark.parametrize("last", range(1, ROUNDS + 1))
+def test_killed_after_any_round_and_resumed_equals_unbroken(name, last, node_federation, tmp_path):
+    settings = {"participation": 0.7, "finetune": 1} if "finetune" in {f.name for f in fields(method_class(name))} else {}
+    unbroken = go(name, node_federation, checkpoint_every=1, out=tmp_path / "unbroken", **settings)
+
+    def die(entry, planned):
+        if entry["round"] == last + 1 or (last == ROUNDS and entry.get("stage") == "finetune"):
+            raise Killed
+
+    dies = last < ROUNDS or bool(settings)
+    folder = tmp_path / "broken"
+    if dies:
+        with pytest.raises(Killed):
+            go(name, node_federation, checkpoint_every=1, out=folder, on_round=die, **settings)
+    else:
+        go(name, node_federation, checkpoint_every=1, out=folder, **settings)
+    resumed = go(name, node_federation, checkpoint_every=1, out=folder, resume=True, **settings)
+    assert resumed.summary["history_hash"] == unbroken.summary["history_hash"]
+    assert same_bits(resumed, unbroken)
+    assert resumed.traffic == unbroken.traffic
+    without_time = [{k: v for k, v in e.items() if k != "seconds"} for e in resumed.history]
+    assert without_time == [{k: v for k, v in e.items() if k != "seconds"} for e in unbroken.history]
+    assert (folder / "ledger.csv").read_text() == (tmp_path / "unbroken" / "ledger.csv").read_text()
+
+
+def first_float(reply):
+    return next((key for key, t in flatten(reply).items() if t.is_floating_point() and t.dim() > 0), None)
+
+
+@pytest.mark.parametrize("fault", ["nan", "inf", "shape", "dtype", "missing", "extra"])
+def test_a_bad_reply_is_refused_by_name(name, fault, node_federation, monkeypatch):
+    original, spoilt = Loop.call, []
+
+    def call(self, phase, sent):
+        replies = original(self, phase, sent)
+        client = next(iter(replies))
+        key = first_float(replies[client])
+        if phase in MEASURING or key is None or spoilt:
+            return replies
+        flat = flatten(replies[client])
+        spoilt.append("intruder" if fault == "extra" else key)
+        match fault:
+            case "nan" | "inf":
+                flat[key].view(-1)[0] = float(fault)
+            case "shape":
+                flat[key] = flat[key][..., :1]  # would broadcast
+            case "dtype":
+                flat[key] = flat[key].double()
+            case "missing":
+                del flat[key]
+            case "extra":
+                flat["intruder"] = torch.zeros(1)
+        return {**replies, client: unflatten(flat)}
+
+    phases = go(name, node_federation).traffic["phases"]
+    monkeypatch.setattr(Loop, "call", call)
+    if not sum(t["scalars_up"] for phase, t in phases.items() if phase not in MEASURING):
+        go(name, node_federation)
+        assert not spoilt  # nothing travels up: nothing to spoil
+        return
+    with pytest.raises(MessageError) as refusal:
+        go(name, node_federation)
+    assert repr(spoilt[0]) in str(refusal.value)
+
+
+def test_a_client_that_does_not_answer_is_left_out(name, node_federation, monkeypatch):
+    original, absent = Loop.call, node_federation.names[1]
+
+    def call(self, phase, sent):
+        replies = original(self, phase, sent)
+        return replies if phase in ("setup", *MEASURING) else {c: r for c, r in replies.items() if c != absent}
+
+    monkeypatch.setattr(Loop, "call", call)
+    assert go(name, node_federation).summary["status"] == "completed"
+
+
+def test_a_client_without_training_items_takes_part(name, federation):
+    first, *rest = federation.graphs
+    bare = replace(first, test=first.test | first.train, train=torch.zeros_like(first.train))
+    result = go(name, replace(federation, graphs=(bare, *rest), whole=None))
+    assert all(torch.isfinite(t).all() for t in weights_of(result).values())
+    assert method_class(name).pooled or result.summary["without_training_items"] == [federation.names[0]]
+
+
+def test_part_of_the_clients_can_take_part(name, node_federation):
+    result = go(name, node_federation, participation=0.5)
+    expected = 1 if method_class(name).pooled else 2
+    assert all(len(entry["participants"]) == expected for entry in result.history)
+    assert result.summary["status"] == "completed"
+
+
+def test_inductive(name, node_federation):
+    result = go(name, replace(node_federation, inductive=True))
+    assert result.summary["status"] == "completed"
+    assert not same_bits(result, go(name, node_federation))
+
+
+@pytest.mark.parametrize("models", ["gcn-2x8,gat-2x8,sage-2x8"])
+def test_different_architectures_run_or_are_refused(name, models, node_federation):
+    if method_class(name).one_model:
+        with pytest.raises(ValueError, match="one model for all clients"):
+            go(name, node_federation, model=models)
+    else:
+        assert go(name, node_federation, model=models).summary["status"] == "completed"
+
+
+def test_one_client_is_enough(name, node_federation):
+    alone = Federation((node_federation.graphs[0],))
+    assert go(name, alone).summary["status"] == "completed"
+
+
+def test_its_file_says_what_it_is(name):
+    text = __import__(method_class(name).__module__, fromlist=["x"]).__doc__
+    assert "What travels" in text
+    assert text.partition("\n")[0].endswith(".")
