@@ -13,7 +13,7 @@ from fedloom.graph import Federation
 from fedloom.ledger import MEASURING
 from fedloom.message import flatten, unflatten
 from fedloom.method import make_method, method_class, method_names
-from fedloom.run import run
+from fedloom.runs import run
 
 METHODS = sorted(method_names())
 ROUNDS = 3
@@ -66,9 +66,7 @@ def test_the_global_random_state_is_neither_read_nor_moved(name, node_federation
 
 def test_renumbering_clients_changes_nothing_but_the_numbers(name, federation):
     order = list(reversed(range(federation.num_clients)))
-    renumbered = replace(
-        federation, graphs=tuple(federation.graphs[k] for k in order), names=tuple(federation.names[k] for k in order)
-    )
+    renumbered = replace(federation, graphs=tuple(federation.graphs[k] for k in order), names=tuple(federation.names[k] for k in order))
     one, other = weights_of(go(name, federation)), weights_of(go(name, renumbered))
     assert one.keys() == other.keys()
     # Sums run in another order: rounding differs, nothing else.

@@ -18,7 +18,9 @@ tensors = st.builds(
     st.lists(st.integers(1, 3), max_size=3).map(tuple),
 )
 messages = st.recursive(
-    st.dictionaries(names, tensors, max_size=3), lambda inner: st.dictionaries(names, tensors | inner.filter(bool), max_size=3), max_leaves=6
+    st.dictionaries(names, tensors, max_size=3),
+    lambda inner: st.dictionaries(names, tensors | inner.filter(bool), max_size=3),
+    max_leaves=6,
 )
 
 

@@ -97,6 +97,14 @@ def test_noise_comes_from_the_generator_alone(name: str, task: str) -> None:
     assert torch.equal(made(f"{name}-3x32", task, dropout=0.0)(graph, rng(1)), still)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gcnii", "gamlp")])
+def test_features_are_not_dropped(name: str) -> None:
+    graph, model = random_graph(), made(f"{name}-2x16")
+    z = model.embed(graph)
+    assert torch.equal(model.embed(graph, rng()), z)  # a single layer before the embedding: no noise
+    assert not torch.allclose(model.head(z, graph, rng()), model.head(z, graph))
+
+
 @each
 @each_task
 @pytest.mark.parametrize("options", ["", "+linear+norm"])
@@ -386,7 +394,7 @@ def test_parse() -> None:
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("gnc", "unknown model 'gnc'. Did you mean 'gcn'"),
+        ("gcnn", "unknown model 'gcnn'. Did you mean 'gcn'? Valid: appnp, dgcn, gamlp, "),
         ("", "unknown model ''"),
         ("GCN", "Did you mean 'gcn'"),
         ("gcn-", "size '' is not LAYERS or LAYERSxWIDTH"),

@@ -10,7 +10,7 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from fedloom.data import partition as module
@@ -75,17 +75,16 @@ def cora():
 
 
 @pytest.mark.parametrize("partition", partitions())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(graph=graphs(), clients=st.integers(1, 8), seed=st.integers(0, 2**40))
 def test_every_item_has_one_client_and_every_client_an_item(partition, graph, clients, seed):
     clients = min(clients, graph.num_items)
     options = {"min_items": 1} if partition == "dirichlet" else {}
+    refusal = ConfigError if partition == "dirichlet" else ()  # labels drawn too unevenly for so few items
     try:
         owner = assign(graph, clients, partition, seed, **options)
-    except ConfigError as error:
-        # Both may fail on tiny graphs, and say so: labels drawn too unevenly, fewer Metis parts than clients.
-        assert partition in ("dirichlet", "metis+"), error
-        return
+    except refusal:
+        reject()
     assert owner.dtype == torch.int64
     assert owner.shape == (graph.num_items,)
     assert sorted(set(owner.tolist())) == list(range(clients))
@@ -119,7 +118,7 @@ def test_the_seed_decides(partition):
     graph = clubs(inside=0.08, outside=0.02)  # so blurred that Louvain's outcome hangs on the order of the nodes
     first = assign(graph, 6, partition, seed=3)
     torch.manual_seed(99)
-    np.random.seed(99)  # noqa: NPY002
+    np.random.seed(99)
     assert torch.equal(first, assign(graph, 6, partition, seed=3))
     if partition in RANDOM:
         assert not torch.equal(first, assign(graph, 6, partition, seed=4))
@@ -153,12 +152,12 @@ def test_another_process_with_other_hashes_and_threads_gives_the_same(capsys):
 
 def test_global_random_state_is_left_alone():
     torch.manual_seed(1)
-    np.random.seed(1)  # noqa: NPY002
-    before = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    np.random.seed(1)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
     for partition in partitions():
         divide(clubs(), 4, partition)
     assert torch.equal(before[0], torch.get_rng_state())
-    assert np.array_equal(before[1], np.random.get_state()[1])  # noqa: NPY002
+    assert np.array_equal(before[1], np.random.get_state()[1])
 
 
 def test_names_and_settings_come_from_the_functions():
@@ -175,7 +174,7 @@ def test_every_option_has_an_effect(partition):
     graph = clubs(inside=0.08, outside=0.02)
     default = assign(graph, 6, partition)
     too_many = int(torch.bincount(default).min()) + 1
-    other = {"delta": 60, "resolution": 4.0, "parts": 30, "alpha": 5.0, "min_items": too_many}
+    other = {"delta": 2, "resolution": 4.0, "parts": 30, "alpha": 5.0, "min_items": too_many}
     for name in partition_settings(partition):
         assert not torch.equal(default, assign(graph, 6, partition, **{name: other[name]})), name
 
@@ -450,8 +449,8 @@ def test_one_client_holds_everything():
         ({"options": {"resolution": 0}}, "resolution must be a number, 1e-06 or more, got 0"),
         ({"options": {"resolution": float("nan")}}, "resolution must be a number, 1e-06 or more, got nan"),
         ({"partition": "metis+", "options": {"parts": 0}}, "parts must be a whole number, 1 or more, got 0"),
-        ({"partition": "metis+", "options": {"parts": 3}}, "clients is 5, but the graph gave only 3 parts; raise parts or resolution"),
-        ({"partition": "louvain+", "clients": 50, "options": {"parts": 0}}, "clients is 50, but the graph gave only"),
+        ({"partition": "metis+", "options": {"parts": 3}}, "clients is 5, but there are only 3 parts to make them of; raise parts"),
+        ({"partition": "louvain+", "clients": 50, "options": {"parts": 0}}, "clients is 50, but there are only"),
         ({"partition": "dirichlet", "options": {"alpha": 0.0}}, "alpha must be a number, 0.001 or more, got 0.0"),
         ({"partition": "dirichlet", "options": {"alpha": "0.5"}}, "alpha must be a number, 0.001 or more, got '0.5'"),
         (
@@ -469,7 +468,7 @@ def test_errors_name_the_field_and_what_is_valid(arguments, text):
 
 
 def test_graph_level_tasks_refuse_partitions_along_edges():
-    with pytest.raises(ConfigError, match="'paths' is a set of graphs. Valid: dirichlet, random, uniform"):
+    with pytest.raises(ConfigError, match=r"'paths' is a set of graphs\. Valid: dirichlet, random, uniform"):
         assign(small_graphs(), 4, "louvain")
     with pytest.raises(ConfigError, match="cross_edges 'known': 'paths' is a set of graphs"):
         divide(small_graphs(), 4, "uniform", cross_edges="known")

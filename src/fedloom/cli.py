@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from inspect import getdoc, getmodule
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import click
 import typer
@@ -19,10 +19,10 @@ from fedloom.data.datasets import catalogue
 from fedloom.data.holdings import holdings, plot_holdings
 from fedloom.data.partition import partitions
 from fedloom.errors import FedloomError, unknown
-from fedloom.method import method_class, method_names
+from fedloom.method import Method, method_class, method_names
 from fedloom.models import models
 from fedloom.recipe import Recipe, make_recipe, override, read_tables
-from fedloom.run import Result, read_run
+from fedloom.runs import Result, read_run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Federated graph learning.")
 # Tables keep their columns when the output is a pipe or a file.
@@ -54,7 +54,6 @@ def run(
     base = override(tables_, [*flags, *set_])
     chosen = make_recipe(base)
     others = [make_recipe(_as_baseline(base, name)) for name in beside.split(",") if name]
-    chosen.config()
     err.print(f"loading {chosen.data.dataset}, {chosen.partition.clients} clients by {chosen.partition.name}", style="dim")
     federation = chosen.federation()
     result = _with_progress(chosen, lambda step: chosen.carry_out(_fresh_folder(chosen, out_), step, federation=federation))
@@ -87,7 +86,11 @@ def list_methods(name: Annotated[str | None, typer.Argument(help="show this one 
     if name:
         out.print(tables.method(name, method_class(name)))
     else:
-        out.print(tables.listing({n: (getdoc(getmodule(method_class(n))) or "").partition("\n")[0].partition(": ")[2] for n in method_names()}))
+        out.print(tables.listing({n: _first_line(method_class(n)) for n in method_names()}))
+
+
+def _first_line(cls: type[Method]) -> str:
+    return (getdoc(getmodule(cls)) or "").partition("\n")[0].partition(": ")[2]
 
 
 @app.command("datasets")
@@ -131,8 +134,8 @@ def partition(
 def _fresh_folder(recipe: Recipe, asked: Path | None) -> Path:
     if asked is not None:
         return asked
-    parts = (Path(recipe.data.dataset).name, f"{recipe.partition.name}{recipe.partition.clients}", Path(recipe.method).stem, recipe.model.name, f"s{recipe.run.seed}")
-    name = "-".join(parts).replace(",", "_").replace(":", "_").replace("=", "_")
+    parts = (Path(recipe.data.dataset).name, f"{recipe.partition.name}{recipe.partition.clients}", Path(recipe.method).stem)
+    name = "-".join((*parts, recipe.model.name, f"s{recipe.run.seed}")).replace(",", "_").replace(":", "_").replace("=", "_")
     count = 1
     while (folder := Path("runs") / (name if count == 1 else f"{name}.{count}")).exists():
         count += 1
@@ -140,13 +143,19 @@ def _fresh_folder(recipe: Recipe, asked: Path | None) -> Path:
 
 
 def _with_progress(recipe: Recipe, work: Callable[[Callable[[dict[str, Any], int], None]], Result]) -> Result:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[score]}"))
-    with Progress(*columns, console=err, transient=not err.is_terminal) as bar:
+    """A bar on a terminal; in a pipe or a log a line for every tenth of the rounds."""
+    clock = (TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *clock, TextColumn("{task.fields[score]}"))
+    with Progress(*columns, console=err, disable=not err.is_terminal) as bar:
         task = bar.add_task(recipe.method, total=None, score="")
+        last = ""
 
         def step(entry: dict[str, Any], planned: int) -> None:
-            score = f"val {tables.percent(entry['val_accuracy'])}" if "val_accuracy" in entry else bar.tasks[task].fields["score"]
-            bar.update(task, completed=entry["round"], total=planned, score=score)
+            nonlocal last
+            last = f"val {tables.percent(entry['val_accuracy'])}" if "val_accuracy" in entry else last
+            bar.update(task, completed=entry["round"], total=planned, score=last)
+            if not err.is_terminal and (entry["round"] * 10) // planned > ((entry["round"] - 1) * 10) // planned:
+                err.print(f"{recipe.method}: round {entry['round']} of {planned}, {last}", style="dim", highlight=False)
 
         return work(step)
 
@@ -163,24 +172,20 @@ def _print(result: Result, as_json: bool, compared: list[Result] | None = None) 
 
 
 def main() -> None:
-    """Entry point of `fedloom`."""
+    """Entry point of `fedloom`: every error of input is one line on stderr and exit code 2."""
     try:
-        app(standalone_mode=False)
+        sys.exit(app(standalone_mode=False))  # 130 after Ctrl-C
     except click.exceptions.Abort:
-        print("fedloom: stopped", file=sys.stderr)
         sys.exit(130)
-    except click.exceptions.NoSuchOption as error:
-        print(f"fedloom: {error.format_message()}", file=sys.stderr)
-        sys.exit(2)
     except click.UsageError as error:
-        text = str(unknown("command", sys.argv[1], app_commands())) if "No such command" in error.message else error.format_message()
-        print(f"fedloom: {text}", file=sys.stderr)
-        sys.exit(2)
+        commands = list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+        _fail(unknown("command", sys.argv[1], commands) if "No such command" in error.message else error.format_message())
     except FedloomError as error:
-        print(f"fedloom: {error}", file=sys.stderr)
-        sys.exit(2)
+        _fail(error)
+    except OSError as error:
+        _fail(f"{error.filename or 'system'}: {error.strerror or error}")
 
 
-def app_commands() -> list[str]:
-    """The commands there are."""
-    return list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+def _fail(reason: object) -> NoReturn:
+    print(f"fedloom: {' '.join(str(reason).split())}", file=sys.stderr)
+    sys.exit(2)

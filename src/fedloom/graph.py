@@ -76,7 +76,7 @@ class Graph:
 
     @property
     def task(self) -> Task:
-        """"node" or "graph": what is predicted."""
+        """ "node" or "graph": what is predicted."""
         return "node" if self.batch is None else "graph"
 
     # ---- what models multiply with; made once per graph ----
@@ -143,10 +143,8 @@ class Graph:
         # Nodes keep their order inside an item; items take the order of `index`, so that `batch` stays ascending.
         nodes = torch.argsort(torch.where(place[self.batch] >= 0, place[self.batch], len(index)), stable=True)
         nodes = nodes[: int((place[self.batch] >= 0).sum())]
-        flat = replace(
-            self, batch=None, y=torch.zeros(self.num_nodes, dtype=torch.int64),
-            train=None, val=None, test=None, _cache={},
-        ).subgraph(nodes)  # fmt: skip
+        unlabelled, nobody = torch.full((self.num_nodes,), -1), torch.zeros(self.num_nodes, dtype=torch.bool)
+        flat = replace(self, batch=None, y=unlabelled, train=nobody, val=nobody, test=nobody, _cache={}).subgraph(nodes)
         return replace(
             flat, batch=place[self.batch][nodes], y=self.y[index],
             train=self.train[index], val=self.val[index], test=self.test[index], _cache={},
@@ -164,13 +162,12 @@ class Graph:
             raise DataError(f"{who}: x is empty: a graph needs at least one node")
         if self.x.dim() != 2 or self.x.dtype != torch.float32:
             raise DataError(f"{who}: x must be [nodes, features] float32, got {list(self.x.shape)} {self.x.dtype}")
-        if not torch.isfinite(self.x).all():
+        # A finite sum proves every entry finite; looking at each takes twenty times as long on wide features.
+        if not self.x.sum().isfinite() and not torch.isfinite(self.x).all():
             row = int((~torch.isfinite(self.x)).any(1).nonzero()[0])
             raise DataError(f"{who}: x has NaN or infinite values, first in node {row}")
         if self.edge_index.dtype != torch.int64 or self.edge_index.dim() != 2 or self.edge_index.shape[0] != 2:
-            raise DataError(
-                f"{who}: edge_index must be [2, edges] int64, got {list(self.edge_index.shape)} {self.edge_index.dtype}"
-            )
+            raise DataError(f"{who}: edge_index must be [2, edges] int64, got {list(self.edge_index.shape)} {self.edge_index.dtype}")
         if self.num_edges and (self.edge_index.min() < 0 or self.edge_index.max() >= n):
             bad = self.edge_index[(self.edge_index < 0) | (self.edge_index >= n)][0]
             raise DataError(f"{who}: edge_index holds {int(bad)}, out of range for {n} nodes (valid: 0 to {n - 1})")
@@ -264,7 +261,7 @@ class Federation:
 
     @property
     def task(self) -> Task:
-        """"node" or "graph"."""
+        """ "node" or "graph"."""
         return self.graphs[0].task
 
     def check(self) -> Federation:

@@ -55,7 +55,7 @@ class Ledger:
         """Totals over clients and rounds: bytes and scalars up and down, again per phase, and what evaluation cost apart."""
         phases: dict[str, Counter[str]] = {}
         for row in self.rows:
-            counter = phases.setdefault(row.phase, Counter({key: 0 for key in _KEYS}))
+            counter = phases.setdefault(row.phase, Counter(dict.fromkeys(_KEYS, 0)))
             counter[f"bytes_{row.direction}"] += row.bytes
             counter[f"scalars_{row.direction}"] += row.scalars
             counter["messages"] += 1
@@ -84,21 +84,15 @@ class Ledger:
         self._numbers, self._written = {schema: k for k, schema in enumerate(self.schemas)}, len(self.schemas)
         with open(folder / "ledger.csv", newline="") as file:
             rows = list(islice(csv.DictReader(file), count))
-        self.rows = [
-            Booking(int(r["round"]), r["phase"], _direction(r["direction"]), r["client"], int(r["bytes"]), int(r["scalars"]), int(r["schema"]))
-            for r in rows
-        ]
-
-
-def _direction(text: str) -> Direction:
-    return "up" if text == "up" else "down"
+        numbers = ("round", "bytes", "scalars", "schema")
+        self.rows = [Booking(**{key: int(value) if key in numbers else value for key, value in row.items()}) for row in rows]  # type: ignore[arg-type]
 
 
 _KEYS = ("bytes_up", "bytes_down", "scalars_up", "scalars_down", "messages")
 
 
 def _total(counters: Iterable[Counter[str]]) -> dict[str, int]:
-    total = Counter({key: 0 for key in _KEYS})
+    total = Counter(dict.fromkeys(_KEYS, 0))
     for counter in counters:
         total.update(counter)
     return dict(total)

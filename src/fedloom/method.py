@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import operator
 import pkgutil
 import re
 import types
@@ -37,6 +38,9 @@ def setting(
     return field(default=default, metadata={"help": help, "bounds": bounds, "choices": choices})
 
 
+_COMPARE = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
+
+
 def _type_of(f: Any) -> str:
     return f.type if isinstance(f.type, str) else f.type.__name__
 
@@ -62,8 +66,8 @@ def check_setting(f: Any, value: Any, where: str) -> Any:
     if ok and choices:
         ok = value in choices
     if ok:
-        tests = {"at least": lambda b: value >= b, "above": lambda b: value > b, "at most": lambda b: value <= b, "below": lambda b: value < b}
-        ok = all(tests[word](bound) for word, bound in f.metadata.get("bounds", {}).items() if bound is not None)
+        bounds = {word: bound for word, bound in f.metadata.get("bounds", {}).items() if bound is not None}
+        ok = all(_COMPARE[word](value, bound) for word, bound in bounds.items())
     if not ok:
         raise ConfigError(f"{where}.{f.name} is {value!r}, must be {valid_values(f)}")
     return float(value) if _type_of(f) == "float" else value
@@ -204,7 +208,8 @@ def _import_file(path: Path) -> types.ModuleType:
     if not path.is_file():
         raise ConfigError(f"method: there is no file {str(path)!r}")
     spec = importlib.util.spec_from_file_location(f"fedloom_user_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

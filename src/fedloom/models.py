@@ -127,7 +127,7 @@ class Dense(nn.Module):
 
 
 class Convolution(Dense):
-    """S (h W) + b with S = D̃^-1/2 (A+I) D̃^-1/2."""
+    """GCN's layer: S (h W) + b with S = D̃^-1/2 (A+I) D̃^-1/2."""
 
     def forward(self, times: Product, graph: Graph) -> Tensor:
         """As `Dense`."""
@@ -135,7 +135,7 @@ class Convolution(Dense):
 
 
 class MeanNeighbour(Dense):
-    """h W + D^-1 A (h U) + b."""
+    """GraphSAGE's layer: h W + D^-1 A (h U) + b."""
 
     def __init__(self, num_in: int, num_out: int, last: bool = False):
         super().__init__(num_in, num_out)
@@ -147,7 +147,7 @@ class MeanNeighbour(Dense):
 
 
 class SumNeighbour(Dense):
-    """MLP((1 + ε) h + A h); the MLP is linear, LayerNorm (the paper: BatchNorm), ReLU, linear."""
+    """GIN's layer: MLP((1 + ε) h + A h); the MLP is linear, LayerNorm (the paper: BatchNorm), ReLU, linear."""
 
     def __init__(self, num_in: int, num_out: int, last: bool = False):
         # The inner layer is never as narrow as the classes: few classes would starve it.
@@ -164,7 +164,7 @@ class SumNeighbour(Dense):
 
 
 class Attention(Dense):
-    """Σ_j α_ij (h W)_j + b with α_ij ∝ exp LeakyReLU(s·(h W)_j + t·(h W)_i), over i's in-neighbours j and i itself.
+    """GAT's layer: Σ_j α_ij (h W)_j + b with α_ij ∝ exp LeakyReLU(s·(h W)_j + t·(h W)_i), over i's in-neighbours j and i itself.
 
     Eight heads side by side, each with num_out / 8 columns; the last layer has one head. Edge weights are not looked at.
     """
@@ -181,13 +181,13 @@ class Attention(Dense):
 
     def forward(self, times: Product, graph: Graph) -> Tensor:
         """As `Dense`."""
-        structure = graph.adjacency("sym")  # its entries are the edges with self-loops, ordered by target
-        source, target = _once(graph, "edge ends", lambda: (structure.indices.long(), structure.rows))
+        edges = graph.adjacency("sym")  # its entries are the edges and self-loops, ordered by target
+        source, target, starts = _once(graph, "edges", lambda: (edges.indices.long(), edges.rows, edges.offsets.long()))
         h = times(self.weight).view(-1, *self.source.shape)  # [nodes, heads, columns]
         score = (h * self.source).sum(2).index_select(0, source) + (h * self.target).sum(2).index_select(0, target)
         score = F.leaky_relu(score, 0.2)
         # A softmax over each target's edges; its maximum is taken off so that exp cannot overflow, and is no variable.
-        top = torch.segment_reduce(score.detach(), "max", offsets=structure.offsets.long())
+        top = torch.segment_reduce(score.detach(), "max", offsets=starts)
         share = (score - top.index_select(0, target)).exp()
         total = h.new_zeros(h.shape[:2]).index_add_(0, target, share)
         gathered = h.new_zeros(h.shape).index_add_(0, target, share.unsqueeze(2) * h.index_select(0, source))
@@ -195,7 +195,7 @@ class Attention(Dense):
 
 
 class InitialResidual(nn.Module):
-    """(1-β) m + β m W with m = (1-α) S h + α h_0."""
+    """GCNII's layer: (1-β) m + β m W with m = (1-α) S h + α h_0."""
 
     def __init__(self, width: int, alpha: float, beta: float):
         super().__init__()
@@ -290,6 +290,7 @@ class Model(nn.Module, ABC):
         project = graph.project if self.norm is None else partial(self.norm, graph)
         if len(coefficients) == 1:
             return project
+        # What +norm gives is never kept: it changes as γ and β learn.
         if self.norm is None and keep_smoothed(graph, len(coefficients) - 1):
             return smoothed(graph, coefficients).matmul
         return lambda weight: polynomial(graph, project(weight), coefficients)
@@ -439,7 +440,7 @@ class SSGC(SGC):
 
 
 class SIGN(Model):
-    """A two-layer MLP on all hops side by side, [X ‖ SX ‖ ... ‖ S^K X] (Frasca et al., 2020; in O-pFGL's form)."""
+    """A two-layer MLP on all hops side by side, [X ‖ SX ‖ ... ‖ S^K X] (Frasca et al., 2020; joined first, as O-pFGL does)."""
 
     def extractor(self, num_features: int) -> list[nn.Module]:
         """One linear map of the K + 1 hops side by side."""
@@ -459,7 +460,7 @@ class GAMLP(Model):
     """Every node's own attention over hops, against a reference made of all of them (JK form: Zhang et al., KDD 2022)."""
 
     def extractor(self, num_features: int) -> list[nn.Module]:
-        """One linear map a hop (the authors' `pre_process`), the reference's, and the attention's."""
+        """One linear map a hop (the authors' `pre_process`, there an MLP), the reference's, and the attention's."""
         hops, width = self.spec.layers + 1, self.width
         return [*(Dense(num_features, width) for _ in range(hops)), Dense(hops * width, width), Dense(2 * width, 1)]
 

@@ -18,6 +18,7 @@ from fedloom.graph import Graph
 from fedloom.ledger import Ledger
 from fedloom.message import Message, Schema, check, flatten, tree_map
 from fedloom.method import expected_reply, require_names, weights_schema
+from fedloom.models import Model
 
 if TYPE_CHECKING:
     from fedloom.method import Method
@@ -49,7 +50,7 @@ class Facts:
         """Embedding width p, the same for every client's model."""
         return models.parse(self.models[0]).width
 
-    def build(self, spec: str, *stream: object) -> models.Model:
+    def build(self, spec: str, *stream: object) -> Model:
         """A model of this federation's task, initialised from a random stream of its own."""
         seed = learn.stream_seed(self.seed, "model", *stream)
         return models.build(spec, self.num_features, self.num_classes, self.task, dropout=self.dropout, seed=seed)  # type: ignore[arg-type]
@@ -74,7 +75,7 @@ class Client:
         """Which model this client runs."""
         return self.facts.models[self.facts.clients.index(self.name)]
 
-    def build(self, purpose: str = "init") -> models.Model:
+    def build(self, purpose: str = "init") -> Model:
         """A fresh model of this client's architecture, from its own random stream."""
         return self.facts.build(self.model_spec, self.name, purpose)
 
@@ -128,7 +129,7 @@ class Replies(Mapping[str, Message]):
     def mean(self, weight: Weights | None = None) -> Message:
         """Σ_k w_k · message_k with w_k = weight_k / Σ weight (all equal if none are given)."""
         share = self.shares(weight)
-        return Replies({c: tree_map(lambda t, w=share[c]: t * w, m) for c, m in self.items()}).sum()  # type: ignore[misc]
+        return Replies({c: tree_map(lambda t, w=share[c]: t * w, m) for c, m in self.items()}).sum()
 
     def shares(self, weight: Weights | None = None) -> dict[str, float]:
         """The answering clients' weights, scaled to sum to 1; refuses negative, non-finite and all-zero ones."""
@@ -143,7 +144,7 @@ class Replies(Mapping[str, Message]):
 
 
 class Observer(Protocol):
-    """What a run keeps of what happens; see `fedloom.run.Recorder`."""
+    """What a run keeps of what happens; see `fedloom.runs.Recorder`."""
 
     def entered_rounds(self, server: Server, count: int) -> int:
         """Called when the round loop starts; gives the number of rounds that are done already (after a resume)."""
@@ -276,7 +277,7 @@ class Server:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 # ---- what survives: state as tensors ----

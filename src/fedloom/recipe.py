@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from fedloom import models
 from fedloom.data.datasets import catalogue, load
 from fedloom.data.partition import divide, partition_settings
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.graph import Federation
 from fedloom.method import check_setting, make_method, method_class, setting
-from fedloom.run import Result, RunSettings, run
+from fedloom.runs import Result, RunSettings, evaluation, run
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class Recipe:
         """Loads the graph and divides it."""
         graph = load(self.data.dataset, public_split=self.data.public_split)
         return divide(
-            graph, self.partition.clients, self.partition.name, self.partition_seed, cross_edges=self.partition.cross_edges,
+            graph, self.partition.clients, self.partition.name, self.partition_seed,
+            cross_edges=self.partition.cross_edges,  # type: ignore[arg-type]  # one of its choices
             split=self.split, inductive=self.data.inductive, options=self.options,
         )  # fmt: skip
 
@@ -172,6 +174,9 @@ def make_recipe(tables: Mapping[str, Any]) -> Recipe:
         if key not in valid:
             raise unknown("setting in [partition]:", key, (*own, *valid))
     built = {name: _table(name, given[name]) for name in TABLES}
+    for spec in built["model"].name.split(","):
+        models.parse(spec.strip().lower())
+    evaluation(method_class(method), method, built["run"].evaluation)
     return Recipe(method=method, method_settings=given["method"], options=options, **built)
 
 

@@ -40,9 +40,12 @@ def listing(rows: Mapping[str, str]) -> RenderableType:
 
 def result(summary: Mapping[str, Any], beside: Sequence[Mapping[str, Any]] = ()) -> RenderableType:
     """A run's result: scores (with other runs beside it, if given), each client's, traffic and time."""
+    if summary["status"] == "unfinished":
+        return Text(f"unfinished, last round {summary['rounds']}; `fedloom resume` goes on from its checkpoint, if it has one")
     parts: list[RenderableType] = [_headline(summary), _scores([summary, *beside]), _clients(summary), _traffic(summary)]
     if summary.get("without_training_items"):
-        parts.insert(1, Text(f"no training item: client {', '.join(summary['without_training_items'])} (it takes part, its loss is 0)", style="yellow"))
+        idle = ", ".join(summary["without_training_items"])
+        parts.insert(1, Text(f"clients without a training item: {idle} (they take part, their loss is 0)", style="yellow"))
     return Group(*parts)
 
 
@@ -53,8 +56,10 @@ def _headline(s: Mapping[str, Any]) -> Text:
 
 def _scores(summaries: Sequence[Mapping[str, Any]]) -> Table:
     one = summaries[0]
-    table = Table(title=f"test scores at the best validation round, % ({one['evaluation']} models, clients weighted by size)", title_justify="left")
-    for heading in ("method", "accuracy", "mean over clients", "F1 macro", "F1 weighted", "AUC", "validation", "best round", "final", "sent up", "sent down", "seconds"):
+    title = f"test scores at the best validation round, % ({one['evaluation']} models, clients weighted by size)"
+    table = Table(title=title, title_justify="left")
+    measures = ("accuracy", "mean over clients", "F1 macro", "F1 weighted", "AUC", "validation", "best round", "final")
+    for heading in ("method", *measures, "sent up", "sent down", "seconds"):
         table.add_column(heading, justify="left" if heading == "method" else "right")
     for s in summaries:
         table.add_row(
@@ -82,7 +87,8 @@ def _traffic(s: Mapping[str, Any]) -> Table:
     for heading in ("phase", "messages", "scalars up", "scalars down", "bytes up", "bytes down"):
         table.add_column(heading, justify="left" if heading == "phase" else "right")
     for name, t in s["traffic"]["phases"].items():
-        table.add_row(name, f"{t['messages']:,}", f"{t['scalars_up']:,}", f"{t['scalars_down']:,}", size(t["bytes_up"]), size(t["bytes_down"]))
+        scalars = (f"{t[key]:,}" for key in ("messages", "scalars_up", "scalars_down"))
+        table.add_row(name, *scalars, size(t["bytes_up"]), size(t["bytes_down"]))
     return table
 
 
@@ -102,22 +108,29 @@ def method(name: str, cls: type[Method]) -> RenderableType:
         if hasattr(function, "reply"):
             answers = ", ".join(f"{k}: {v}" for k, v in function.reply.items())
             phases.add_row(key, ", ".join(function.takes) or "-", answers or "-")
-    facts = f"evaluation: {', '.join(cls.evaluations)} · tasks: {', '.join(cls.tasks)} · discloses: {cls.discloses or 'nothing as large as the data'}"
+    disclosed = cls.discloses or "nothing as large as the data"
+    facts = f"evaluation: {', '.join(cls.evaluations)} · tasks: {', '.join(cls.tasks)} · discloses: {disclosed}"
     return Group(Text(name, style="bold"), Text((getdoc(module) or "") + "\n"), settings, phases, Text(facts))
 
 
 def holdings(h: Mapping[str, Any]) -> RenderableType:
     """Who holds what, as `fedloom partition` prints it."""
-    classes = len(h["clients"][0]["labels"])
-    table = Table(title="who holds what (labels per class; homophily per class in %)", title_justify="left")
-    for heading in ("client", "nodes", "train/val/test", "edges kept", "cut", "homophily", "labels", "per class"):
+    by_class = "homophily_per_class" if "homophily_per_class" in h["clients"][0] else "graph_size_per_class"
+    table = Table(title=f"who holds what ({by_class.replace('_', ' ')} on the right)", title_justify="left")
+    for heading in ("client", "nodes", "train / val / test", "edges kept", "cut", "homophily %", "labels", "per class"):
         table.add_column(heading, justify="left" if heading in ("labels", "per class") else "right")
     for c in h["clients"]:
-        by_class = c.get("homophily_per_class") or [None] * classes
+        scale = 100 if by_class.startswith("homophily") else 1
+        classwise = " ".join("-" if v is None else f"{scale * v:.0f}" for v in c[by_class])
         table.add_row(
-            str(c["id"]), f"{c['nodes']:,}", f"{c['train']}/{c['val']}/{c['test']}", f"{c['edges_kept']:,}", f"{c['edges_cut']:,}",
-            percent(c["homophily"]), " ".join(map(str, c["labels"])), " ".join("-" if v is None else f"{100 * v:.0f}" for v in by_class),
+            c["name"], f"{c['nodes']:,}", f"{c['train']} / {c['val']} / {c['test']}", f"{c['edges_kept']:,}", _count(c["edges_cut"]),
+            percent(c.get("homophily")), " ".join(map(str, c["labels"])), classwise,
         )  # fmt: skip
-    total = h["total"]
-    line = f"{total['nodes']:,} nodes, {total['edges']:,} edges: {total['edges_kept']:,} kept, {total['edges_cut']:,} cut ({percent(total['share_cut'])} %)"
+    total = h["totals"]
+    cut = f"{_count(total['edges_cut'])} cut ({percent(total['cut_share'])} %)"
+    line = f"{total['nodes']:,} nodes; edges: {total['edges_kept']:,} kept, {cut}"
     return Group(table, Text(line))
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"

@@ -58,7 +58,7 @@ class Sparse:
 
     def __matmul__(self, dense: Tensor) -> Tensor:
         """`self @ dense` for a dense [columns, width] tensor; differentiable in `dense`."""
-        return _Product.apply(dense, self)
+        return _Product.apply(dense, self)  # type: ignore[no-untyped-call]
 
 
 def _multiply(matrix: Sparse, dense: Tensor) -> Tensor:

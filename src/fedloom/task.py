@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from scipy.stats import rankdata
 from torch import Tensor
 
 
@@ -28,18 +27,14 @@ UNDEFINED = -1.0  # an AUC that does not exist travels as this: messages carry f
 
 def auc(logits: Tensor, y: Tensor, mask: Tensor) -> float:
     """One-against-rest area under the ROC curve, mean over the classes that have both kinds of item; UNDEFINED if none has."""
-    scores, labels = logits[mask].softmax(1).numpy(), y[mask]
-    if len(labels) == 0:
-        return UNDEFINED
-    is_class = torch.zeros(scores.shape, dtype=torch.bool).scatter_(1, labels[:, None], True).numpy()
-    positive = is_class.sum(0)
-    negative = len(labels) - positive
-    usable = (positive > 0) & (negative > 0)
-    if not usable.any():
-        return UNDEFINED
-    rank_sum = (rankdata(scores, axis=0) * is_class).sum(0)[usable]  # Mann-Whitney: ties share their rank
-    p, n = positive[usable], negative[usable]
-    return float(((rank_sum - p * (p + 1) / 2) / (p * n)).mean())
+    probability, labels = logits[mask].softmax(1), y[mask]
+    areas = []
+    for c in labels.unique().tolist():
+        positive, negative = probability[labels == c, c].contiguous(), probability[labels != c, c].sort().values
+        if len(negative):
+            below, up_to = (torch.searchsorted(negative, positive, right=right) for right in (False, True))
+            areas.append((below + up_to).double().mean().item() / (2 * len(negative)))  # a tie counts a half
+    return sum(areas) / len(areas) if areas else UNDEFINED
 
 
 def scores(matrix: Tensor) -> dict[str, float | None]:

@@ -10,7 +10,7 @@ from fedloom.graph import Federation
 from fedloom.message import flatten
 from fedloom.methods.fedavg import FedAvg
 from fedloom.party import Replies
-from fedloom.run import run
+from fedloom.runs import run
 
 
 def test_the_server_takes_the_weighted_mean_of_the_weights(node_federation):
@@ -67,7 +67,9 @@ def test_global_evaluation_scores_the_average_not_the_clients(node_federation):
     assert local.traffic["measuring"]["scalars_down"] == 0
 
 
-@pytest.mark.parametrize("weights", [{"a": -1.0, "b": 2.0}, {"a": float("nan"), "b": 1.0}, {"a": 0.0, "b": 0.0}, {"a": float("inf"), "b": 1.0}])
+@pytest.mark.parametrize(
+    "weights", [{"a": -1.0, "b": 2.0}, {"a": float("nan"), "b": 1.0}, {"a": 0.0, "b": 0.0}, {"a": float("inf"), "b": 1.0}]
+)
 def test_nonsense_weights_are_refused(weights):
     replies = Replies({"a": {"w": torch.ones(1)}, "b": {"w": torch.ones(1)}})
     with pytest.raises(ValueError, match="weight"):

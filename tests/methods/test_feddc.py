@@ -6,7 +6,7 @@ from fedloom.engines.loop import Engine
 from fedloom.message import flatten
 from fedloom.methods.feddc import FedDC
 from fedloom.party import Client, Facts
-from fedloom.run import run
+from fedloom.runs import run
 
 
 def test_drift_is_the_sum_of_updates_and_travels_added(node_federation, monkeypatch):
@@ -44,6 +44,6 @@ def test_traffic_is_two_models_each_way(node_federation):
 
 
 def test_it_learns(node_federation):
-    result = run("feddc", node_federation, model="gcn-2x16", rounds=20)
+    result = run("feddc", node_federation, model="gcn-2x16", rounds=80)
     assert result.history[-1]["accuracy"] > 0.6
     assert all(torch.isfinite(t).all() for t in flatten(result.models["server"]).values())

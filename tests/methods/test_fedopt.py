@@ -3,7 +3,7 @@
 import torch
 
 from fedloom.message import flatten
-from fedloom.run import run
+from fedloom.runs import run
 
 
 def test_without_momentum_and_with_huge_tau_it_is_a_scaled_fedavg_step(node_federation):

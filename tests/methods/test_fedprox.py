@@ -5,7 +5,7 @@ import torch
 from fedloom.learn import squared_distance, weights
 from fedloom.message import flatten, tree_map
 from fedloom.models import build
-from fedloom.run import run
+from fedloom.runs import run
 
 
 def test_mu_zero_is_fedavg_bit_for_bit(federation):

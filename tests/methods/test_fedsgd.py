@@ -9,14 +9,16 @@ from fedloom.graph import disjoint_union
 from fedloom.learn import make_optimizer, step
 from fedloom.message import flatten
 from fedloom.party import Client, Facts
-from fedloom.run import run
+from fedloom.runs import run
 
 
 def test_equals_central_training_on_the_disjoint_union(federation):
     """Gradients of the summed loss, divided by all training items: exactly the pooled mean loss."""
     rounds, lr = 5, 0.05
     result = run("fedsgd", federation, model="gcn-2x8", dropout=0.0, rounds=rounds, lr=lr, weight_decay=1e-3)
-    facts = Facts(federation.num_features, federation.num_classes, federation.task, federation.names, ("gcn-2x8",) * federation.num_clients, 0.0)
+    facts = Facts(
+        federation.num_features, federation.num_classes, federation.task, federation.names, ("gcn-2x8",) * federation.num_clients, 0.0
+    )
     pooled = Client(federation.names[0], disjoint_union(federation.graphs), facts)
     net = facts.build("gcn-2x8", "server")
     optimizer = make_optimizer("adam", net.parameters(), lr, 1e-3)

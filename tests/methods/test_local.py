@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from fedloom.message import flatten
-from fedloom.run import run
+from fedloom.runs import run
 
 
 def test_nothing_travels_but_scores(federation):

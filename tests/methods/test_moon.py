@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from fedloom.message import flatten
 from fedloom.methods.moon import Moon
 from fedloom.party import Client, Facts
-from fedloom.run import run
+from fedloom.runs import run
 
 
 def test_mu_zero_is_fedavg(node_federation):

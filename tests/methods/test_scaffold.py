@@ -1,10 +1,12 @@
 """SCAFFOLD: control variates as in the paper."""
 
+from itertools import pairwise
+
 import torch
 
 from fedloom.engines.loop import Engine
 from fedloom.message import flatten, tree_map
-from fedloom.run import run
+from fedloom.runs import run
 
 
 def spy(monkeypatch):
@@ -19,7 +21,7 @@ def test_with_full_participation_the_server_control_is_the_mean_of_the_clients(n
     run("scaffold", node_federation, model="gcn-2x8", rounds=4, lr=0.1)
     rounds = [(sent, replies) for phase, sent, replies in seen if phase == "train"]
     own = {c: tree_map(torch.zeros_like, r["model"]) for c, r in rounds[0][1].items()}
-    for (_, replies), (next_sent, _) in zip(rounds, rounds[1:], strict=False):
+    for (_, replies), (next_sent, _) in pairwise(rounds):
         own = {c: tree_map(torch.add, own[c], r["change"]) for c, r in replies.items()}
         mean = tree_map(lambda *t: sum(t) / len(t), *own.values())
         sent = next_sent[node_federation.names[0]]["control"]

@@ -24,7 +24,7 @@ import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedloom.data import files, synthetic
-from fedloom.errors import ConfigError, DataError, FedloomError, unknown
+from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.graph import SPARSE_FEATURES_BELOW, Graph, Task
 from fedloom.sparse import Sparse
 
@@ -45,26 +45,42 @@ DEGREE_CAP = 128
 # Part of every cache name: raise it when what is stored changes.
 CACHE_FORMAT = 1
 MASKS = ("train_mask", "val_mask", "test_mask")
-Counts = tuple[int, int, int, int]  # nodes, edges, features, classes
 
 
 @dataclass(frozen=True)
 class Entry:
     """What the catalogue knows about a dataset. Counts are those of the Graph that `load` gives (edges in both directions)."""
 
-    description: str
-    task: Task
     family: str  # PyG's class, or "OGB"
-    arguments: Mapping[str, Any]  # of that class
-    folder: str  # the raw files' place in a data folder
+    member: str  # which of the family's datasets; "" if it has but one
     nodes: int  # of all graphs together
     edges: int
     features: int
     classes: int
     split: str  # usual shares of train/val/test, in percent
+    description: str
     graphs: int = 1
-    # Whether the counts were compared with the real files: then other counts mean damaged files.
-    exact: bool = False
+    exact: bool = False  # the counts were compared with the real files, so other counts mean damaged files
+    public: tuple[int, int, int] | None = None  # train, val and test of the first public split; recorded where exact
+    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of PyG's class
+
+    @property
+    def task(self) -> Task:
+        """ "node" or "graph": what is predicted."""
+        return "graph" if self.family == "TUDataset" else "node"
+
+    @property
+    def folder(self) -> str:
+        """The raw files' place in a data folder, where PyG's class looks for them."""
+        if self.family == "OGB":
+            return f"OGB/ogbn_{self.member}"  # holds raw/ and split/
+        inner = "geom_gcn/raw" if self.family == "WikipediaNetwork" else "raw"
+        return "/".join(filter(None, [self.family, self.member, inner]))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What PyG's class is called with, besides the root folder."""
+        return ({"name": self.member} if self.member else {}) | dict(self.options)
 
 
 @dataclass(frozen=True)
@@ -78,79 +94,67 @@ class Place:
         return f"{self.kind} {self.path}"
 
 
-def _planetoid(name: str, about: str, counts: Counts) -> Entry:
-    return Entry(about, "node", "Planetoid", {"name": name}, f"Planetoid/{name}/raw", *counts, "20/40/40", exact=True)
-
-
-def _npz(family: str, name: str, about: str, counts: Counts) -> Entry:
-    return Entry(about, "node", family, {"name": name}, f"{family}/{name}/raw", *counts, "20/40/40", exact=True)
-
-
-def _wikipedia(name: str, about: str, counts: Counts, exact: bool = False) -> Entry:
-    folder = f"WikipediaNetwork/{name}/geom_gcn/raw"
-    return Entry(about, "node", "WikipediaNetwork", {"name": name}, folder, *counts, "48/32/20", exact=exact)
-
-
-def _heterophilous(name: str, about: str, counts: Counts, exact: bool = False) -> Entry:
-    family = "HeterophilousGraphDataset"
-    return Entry(about, "node", family, {"name": name}, f"{family}/{name}/raw", *counts, "50/25/25", exact=exact)
-
-
-def _single(family: str, about: str, counts: Counts, split: str = "60/20/20", **arguments: Any) -> Entry:
-    return Entry(about, "node", family, arguments, f"{family}/raw", *counts, split)
-
-
-def _ogb(name: str, about: str, counts: Counts) -> Entry:
-    return Entry(about, "node", "OGB", {"name": name}, f"OGB/ogbn_{name}", *counts, "60/20/20")
-
-
-def _tu(name: str, graphs: int, about: str, counts: Counts, exact: bool = False) -> Entry:
-    folder = f"TUDataset/{name}/raw"
-    return Entry(about, "graph", "TUDataset", {"name": name}, folder, *counts, "80/10/10", graphs=graphs, exact=exact)
-
-
-# Counts of what is only ever downloaded are as published.
-_CATALOGUE: dict[str, Entry] = {
-    "cora": _planetoid("Cora", "citations between machine-learning papers, bag of words", (2708, 10556, 1433, 7)),
-    "citeseer": _planetoid("CiteSeer", "citations between computer-science papers, bag of words", (3327, 9104, 3703, 6)),
-    "pubmed": _planetoid("PubMed", "citations between papers on diabetes, TF-IDF words", (19717, 88648, 500, 3)),
-    "photo": _npz("Amazon", "Photo", "Amazon photo articles bought together, words of reviews", (7650, 238162, 745, 8)),
-    "computers": _npz("Amazon", "Computers", "Amazon computer articles bought together, words of reviews", (13752, 491722, 767, 10)),
-    "cs": _npz("Coauthor", "CS", "computer scientists who wrote together, keywords", (18333, 163788, 6805, 15)),
-    "physics": _npz("Coauthor", "Physics", "physicists who wrote together, keywords", (34493, 495924, 8415, 5)),
-    "dblp": Entry(
-        "citations between papers of DBLP, bag of words", "node", "CitationFull", {"name": "dblp"}, "CitationFull/dblp/raw",
-        (17716, 105734, 1639, 4), "20/40/40",
+_HETEROPHILOUS = "HeterophilousGraphDataset"
+# nodes, edges, features, classes: without exact=True as published.
+_CATALOGUE = {
+    # node classification
+    "cora": Entry(
+        "Planetoid", "Cora", 2708, 10556, 1433, 7, "20/40/40", "citations, machine learning; words",
+        exact=True, public=(140, 500, 1000),
     ),
-    "chameleon": _wikipedia(
-        "chameleon", "links between Wikipedia pages on chameleons, directed, heterophilous", (2277, 36101, 2325, 5), exact=True
+    "citeseer": Entry(
+        "Planetoid", "CiteSeer", 3327, 9104, 3703, 6, "20/40/40", "citations, computer science; words",
+        exact=True, public=(120, 500, 1000),
     ),
-    "squirrel": _wikipedia(
-        "squirrel", "links between Wikipedia pages on squirrels, directed, heterophilous", (5201, 217073, 2089, 5)
+    "pubmed": Entry(
+        "Planetoid", "PubMed", 19717, 88648, 500, 3, "20/40/40", "citations, diabetes; TF-IDF words",
+        exact=True, public=(60, 500, 1000),
     ),
-    "actor": _single("Actor", "actors on the same Wikipedia page, directed, heterophilous", (7600, 30019, 932, 5), split="48/32/20"),
-    "minesweeper": _heterophilous("minesweeper", "a mine field on a grid, synthetic, heterophilous", (10000, 78804, 7, 2), exact=True),
-    "roman-empire": _heterophilous("roman_empire", "words of an article and their syntax, heterophilous", (22662, 65854, 300, 18)),
-    "amazon-ratings": _heterophilous("amazon_ratings", "products bought together, their ratings", (24492, 186100, 300, 5)),
-    "tolokers": _heterophilous("tolokers", "workers on the same tasks, who was banned", (11758, 1038000, 10, 2)),
-    "questions": _heterophilous("questions", "users who answered each other, who stayed", (48921, 307080, 301, 2)),
-    "wikics": _single(
-        "WikiCS", "links between Wikipedia pages on computer science", (11701, 431726, 300, 10), split="50/25/25", is_undirected=True
+    "dblp": Entry("CitationFull", "dblp", 17716, 105734, 1639, 4, "20/40/40", "citations, computer science; words"),
+    "photo": Entry("Amazon", "Photo", 7650, 238162, 745, 8, "20/40/40", "photo articles bought together; reviews", exact=True),
+    "computers": Entry("Amazon", "Computers", 13752, 491722, 767, 10, "20/40/40", "computers bought together; reviews", exact=True),
+    "cs": Entry("Coauthor", "CS", 18333, 163788, 6805, 15, "20/40/40", "co-authors, computer science; keywords", exact=True),
+    "physics": Entry("Coauthor", "Physics", 34493, 495924, 8415, 5, "20/40/40", "co-authors, physics; keywords", exact=True),
+    "wikics": Entry(
+        "WikiCS", "", 11701, 431726, 300, 10, "50/25/25", "linked Wikipedia pages on computing; 20 splits",
+        options={"is_undirected": True},
     ),
-    "flickr": _single("Flickr", "images with common properties", (89250, 899756, 500, 7)),
-    "reddit": _single("Reddit", "posts with a common commenter", (232965, 114615892, 602, 41)),
-    "reddit2": _single("Reddit2", "posts with a common commenter, sparser", (232965, 23213838, 602, 41)),
-    "ogbn-arxiv": _ogb("arxiv", "citations between arXiv papers, made undirected", (169343, 2315598, 128, 40)),
-    "ogbn-products": _ogb("products", "Amazon products bought together", (2449029, 123718280, 100, 47)),
-    "mutag": _tu("MUTAG", 188, "compounds, mutagenic or not", (3371, 7442, 7, 2), exact=True),
-    "nci1": _tu("NCI1", 4110, "compounds, active against lung cancer or not", (122747, 265506, 37, 2), exact=True),
-    "proteins": _tu("PROTEINS", 1113, "proteins, enzymes or not", (43471, 162088, 3, 2), exact=True),
-    "imdb-binary": _tu("IMDB-BINARY", 1000, "who plays with whom, genre; degree features", (19773, 193062, 129, 2), exact=True),
-    "collab": _tu("COLLAB", 5000, "who writes with whom, field; degree features", (372474, 24572158, 129, 3), exact=True),
-    "enzymes": _tu("ENZYMES", 600, "enzymes, their top-level class", (19580, 74564, 3, 6)),
-    "dd": _tu("DD", 1178, "proteins, enzymes or not, large", (334925, 1686092, 89, 2)),
-    "imdb-multi": _tu("IMDB-MULTI", 1500, "who plays with whom, genre; degree features", (19502, 197806, 129, 3)),
-    "reddit-binary": _tu("REDDIT-BINARY", 2000, "who replies to whom; degree features", (859254, 1991016, 129, 2)),
+    "ogbn-arxiv": Entry("OGB", "arxiv", 169343, 2315598, 128, 40, "60/20/20", "arXiv citations, made undirected; split by time"),
+    "ogbn-products": Entry("OGB", "products", 2449029, 123718280, 100, 47, "60/20/20", "products bought together; split by rank"),
+    "flickr": Entry("Flickr", "", 89250, 899756, 500, 7, "60/20/20", "images with common properties"),
+    "reddit": Entry("Reddit", "", 232965, 114615892, 602, 41, "60/20/20", "posts with a common commenter"),
+    "reddit2": Entry("Reddit2", "", 232965, 23213838, 602, 41, "60/20/20", "posts with a common commenter, sparser"),
+    # node classification, heterophilous; 10 splits each
+    "chameleon": Entry(
+        "WikipediaNetwork", "chameleon", 2277, 36101, 2325, 5, "48/32/20", "linked Wikipedia pages, directed, self-loops",
+        exact=True, public=(1092, 729, 456),
+    ),
+    "squirrel": Entry(
+        "WikipediaNetwork", "squirrel", 5201, 217073, 2089, 5, "48/32/20", "linked Wikipedia pages, directed, self-loops"
+    ),
+    "actor": Entry("Actor", "", 7600, 30019, 932, 5, "48/32/20", "actors on the same page, directed"),
+    "minesweeper": Entry(
+        _HETEROPHILOUS, "minesweeper", 10000, 78804, 7, 2, "50/25/25", "a mine field on a grid, made up",
+        exact=True, public=(5000, 2500, 2500),
+    ),
+    "roman-empire": Entry(_HETEROPHILOUS, "roman_empire", 22662, 65854, 300, 18, "50/25/25", "words of an article, their syntax"),
+    "amazon-ratings": Entry(_HETEROPHILOUS, "amazon_ratings", 24492, 186100, 300, 5, "50/25/25", "products, their ratings"),
+    "tolokers": Entry(_HETEROPHILOUS, "tolokers", 11758, 1038000, 10, 2, "50/25/25", "workers on the same tasks; who was banned"),
+    "questions": Entry(_HETEROPHILOUS, "questions", 48921, 307080, 301, 2, "50/25/25", "users who answered each other; who stayed"),
+    # graph classification
+    "mutag": Entry("TUDataset", "MUTAG", 3371, 7442, 7, 2, "80/10/10", "compounds, mutagenic or not", 188, exact=True),
+    "nci1": Entry("TUDataset", "NCI1", 122747, 265506, 37, 2, "80/10/10", "compounds, active or not", 4110, exact=True),
+    "proteins": Entry("TUDataset", "PROTEINS", 43471, 162088, 3, 2, "80/10/10", "proteins, enzymes or not", 1113, exact=True),
+    "enzymes": Entry("TUDataset", "ENZYMES", 19580, 74564, 3, 6, "80/10/10", "enzymes, top-level class", 600),
+    "dd": Entry("TUDataset", "DD", 334925, 1686092, 89, 2, "80/10/10", "large proteins, enzymes or not", 1178),
+    "imdb-binary": Entry(
+        "TUDataset", "IMDB-BINARY", 19773, 193062, 129, 2, "80/10/10", "who plays with whom, genre; degrees", 1000, exact=True
+    ),
+    "imdb-multi": Entry("TUDataset", "IMDB-MULTI", 19502, 197806, 129, 3, "80/10/10", "who plays with whom, genre; degrees", 1500),
+    "reddit-binary": Entry("TUDataset", "REDDIT-BINARY", 859254, 1991016, 129, 2, "80/10/10", "who replies to whom; degrees", 2000),
+    "collab": Entry(
+        "TUDataset", "COLLAB", 372474, 24572158, 129, 3, "80/10/10", "who writes with whom, field; degrees", 5000, exact=True
+    ),
 }  # fmt: skip
 
 
@@ -186,7 +190,7 @@ def load(name: str, *, root: Path | None = None, public_split: int = 0) -> Graph
     place = find(name, root=root)
     if place.kind in ("recipe", "tables"):
         if public_split != 0:
-            raise ConfigError(f"public_split is {public_split}, but {name!r} has one split at most: 0")
+            raise ConfigError(f"{name!r} has no public split {public_split}. Valid: 0")
         return synthetic.from_text(name) if place.kind == "recipe" else files.from_folder(place.path)
     entry = _CATALOGUE[name]
     if place.kind == "download":
@@ -219,7 +223,7 @@ def _candidates(name: str, entry: Entry, root: Path | None) -> Iterator[Place]:
     for folder in _data_folders(root):
         yield Place("folder", folder / entry.folder)
         if entry.family == "TUDataset":
-            yield Place("zip", folder / entry.family / f"{entry.arguments['name']}.zip")
+            yield Place("zip", folder / entry.family / f"{entry.member}.zip")
     if name == "cora":
         package = importlib.util.find_spec("graphdatascience")  # finds, but does not import
         for parent in (package and package.submodule_search_locations) or ():
@@ -228,14 +232,8 @@ def _candidates(name: str, entry: Entry, root: Path | None) -> Iterator[Place]:
 
 
 def _cache() -> Path:
-    """The cache folder, made if need be."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedloom"
-    folder = Path(os.environ.get("FEDLOOM_CACHE") or default).expanduser()
-    try:
-        (folder / "graphs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"the cache folder {folder} cannot be made ({error}): set FEDLOOM_CACHE to one that can") from error
-    return folder
+    return Path(os.environ.get("FEDLOOM_CACHE") or default).expanduser()
 
 
 def _downloads() -> Path:
@@ -247,42 +245,50 @@ def _downloads() -> Path:
 def _scratch() -> Iterator[Path]:
     """A folder in the cache (so that a rename can move things out of it) that goes away again."""
     try:
-        with tempfile.TemporaryDirectory(dir=_cache(), prefix="tmp-") as folder:
-            yield Path(folder)
-    except PermissionError as error:
+        _cache().mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(dir=_cache(), prefix="tmp-")
+    except OSError as error:
         raise DataError(f"the cache folder {_cache()} cannot be written ({error}): set FEDLOOM_CACHE to one that can") from error
+    with scratch as folder:
+        yield Path(folder)
 
 
 # ---- raw files -> tensors ----
 def _read(name: str, entry: Entry, place: Place) -> SimpleNamespace:
     """Reads the raw files; what comes back is checked and has PyG's attribute names."""
-    try:
-        with _scratch() as scratch, _quiet():
-            if place.kind == "package":
-                data = _read_package(place.path)
-            elif entry.family == "OGB":
-                data = _read_ogb(place.path)
-            else:
-                data = _read_pyg(name, entry, place, scratch)
-        if data.x is None:
-            data.x = _degree_features(data.edge_index, data.num_nodes)
-        graph = files.from_pyg(data, entry.classes, name)
-    except FedloomError:
-        raise
-    except Exception as error:
-        text = " ".join(str(error).split())
-        raise DataError(f"dataset {name!r}: {place.path} cannot be read: {type(error).__name__}: {text}") from error
-    found = {"nodes": graph.num_nodes, "edges": graph.num_edges, "features": graph.num_features, "items": graph.num_items}
-    known = {"nodes": entry.nodes, "edges": entry.edges, "features": entry.features}
-    known["items"] = entry.graphs if entry.task == "graph" else entry.nodes
-    for key, count in known.items():
-        if entry.exact and found[key] != count:
-            raise DataError(f"dataset {name!r}: {place.path} is damaged or not {name}: {found[key]} {key}, must be {count}")
+    with _scratch() as scratch:
+        try:
+            with _quiet():
+                data = _read_raw(entry, place, scratch)
+            if data.x is None:
+                data.x = _degree_features(data.edge_index, data.num_nodes)
+            graph = files.from_pyg(data, entry.classes, name)
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise DataError(f"dataset {name!r}: {place.path} cannot be read: {type(error).__name__}: {text}") from error
+    counts = {
+        "nodes": (graph.num_nodes, entry.nodes),
+        "edges": (graph.num_edges, entry.edges),
+        "features": (graph.num_features, entry.features),
+        "labels": (graph.num_items, entry.graphs if entry.task == "graph" else entry.nodes),
+    }
+    if entry.public and place.kind != "package":  # the package's Cora has no split
+        for key, size in zip(files.SPLITS, entry.public, strict=True):
+            counts[f"{key} nodes"] = (int(getattr(graph, key).sum()), size)
+    for key, (found, known) in counts.items():
+        if entry.exact and found != known:
+            raise DataError(f"dataset {name!r}: {place.path} is damaged: {found} {key}, must be {known}")
     masks = {key: getattr(data, key, None) for key in MASKS}
     return SimpleNamespace(x=graph.x, edge_index=graph.edge_index, y=graph.y, batch=graph.batch, **masks)
 
 
-def _read_pyg(name: str, entry: Entry, place: Place, scratch: Path) -> Any:
+def _read_raw(entry: Entry, place: Place, scratch: Path) -> Any:
+    if place.kind == "package":
+        return _read_package(place.path)
+    return _read_ogb(place.path) if entry.family == "OGB" else _read_pyg(entry, place, scratch)
+
+
+def _read_pyg(entry: Entry, place: Place, scratch: Path) -> Any:
     """A PyG class reads the raw files through a link, so that what it writes lands in the scratch folder."""
     raw = scratch / entry.folder
     raw.parent.mkdir(parents=True)
@@ -297,7 +303,7 @@ def _read_pyg(name: str, entry: Entry, place: Place, scratch: Path) -> Any:
     def refuse(dataset: Any) -> None:
         # PyG downloads when a file is missing, and would write through the link.
         missing = [Path(path).name for path in dataset.raw_paths if not Path(path).exists()]
-        raise DataError(f"dataset {name!r}: {place.path} is incomplete: no {', '.join(missing)}")
+        raise FileNotFoundError(f"incomplete, no {', '.join(missing)}")
 
     dataset = _pyg(entry, scratch, download=refuse)
     if entry.task == "node":
@@ -321,7 +327,7 @@ def _read_package(folder: Path) -> SimpleNamespace:
     try:
         from pyarrow.parquet import read_table
     except ImportError as error:
-        raise DataError(f"dataset 'cora': {folder} needs pyarrow to be read: pip install 'fedloom[demo]'") from error
+        raise DataError("needs pyarrow: pip install 'fedloom[demo]'") from error
     nodes = read_table(folder / "cora_nodes.parquet.gzip").sort_by("nodeId")
     edges = read_table(folder / "cora_rels.parquet.gzip")
     number = nodes["nodeId"].to_numpy()
@@ -360,12 +366,12 @@ def _degree_features(edge_index: Tensor, num_nodes: int) -> Tensor:
 
 
 def _unzip(archive: Path, folder: Path) -> None:
-    """The archive's files, without the folder they lie in."""
-    with zipfile.ZipFile(archive) as packed, tempfile.TemporaryDirectory(dir=folder.parent) as unpacked:
+    """The archive's files as `folder`, without the folder they lie in; may leave an empty one beside it."""
+    unpacked = folder.parent / "unpacked"
+    with zipfile.ZipFile(archive) as packed:
         packed.extractall(unpacked)
-        inside = list(Path(unpacked).iterdir())
-        (inside[0] if len(inside) == 1 and inside[0].is_dir() else Path(unpacked)).rename(folder)
-        Path(unpacked).mkdir(exist_ok=True)  # for the clean-up
+    inside = list(unpacked.iterdir())
+    (inside[0] if len(inside) == 1 and inside[0].is_dir() else unpacked).rename(folder)
 
 
 @contextmanager
@@ -411,7 +417,7 @@ def _download(name: str, entry: Entry, place: Place, root: Path | None) -> None:
 def _fetch_ogb(entry: Entry, root: Path) -> None:
     archive = root / "download.zip"
     with (
-        urllib.request.urlopen(f"https://snap.stanford.edu/ogb/data/nodeproppred/{entry.arguments['name']}.zip") as source,
+        urllib.request.urlopen(f"https://snap.stanford.edu/ogb/data/nodeproppred/{entry.member}.zip") as source,
         open(archive, "wb") as target,
     ):
         shutil.copyfileobj(source, target)
@@ -440,6 +446,7 @@ def _store(data: SimpleNamespace, path: Path) -> None:
         tensors["x"] = data.x
     with _scratch() as scratch:
         save_file({key: value.contiguous() for key, value in tensors.items()}, scratch / path.name)
+        path.parent.mkdir(exist_ok=True)
         os.replace(scratch / path.name, path)
 
 

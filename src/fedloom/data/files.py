@@ -62,7 +62,7 @@ def from_pyg(data: Any, num_classes: int | None = None, name: str = "graph", spl
 
 
 def trusted(data: Any, num_classes: int | None = None, name: str = "graph", split: int = 0) -> Graph:
-    """`from_pyg` for data that has passed it before: takes the same, checks and merges nothing (on large graphs that is most of the time)."""
+    """`from_pyg` for data that has passed it before: takes the same, checks and merges nothing (most of the time, if large)."""
     y = _whole_numbers(data.y, name)
     if num_classes is None:
         num_classes = int(y.max()) + 1 if len(y) else 0
@@ -495,5 +495,5 @@ def _masks(data: Any, split: int, name: str) -> dict[str, Any]:
     found = {key: mask for key in SPLITS if (mask := getattr(data, f"{key}_mask", None)) is not None}
     splits = max((mask.shape[1] for mask in found.values() if mask.dim() == 2), default=1)
     if not 0 <= split < splits:
-        raise ConfigError(f"split is {split}, but {name!r} has {'one' if splits == 1 else f'{splits}, 0 to {splits - 1}'}")
+        raise ConfigError(f"{name!r} has no public split {split}. Valid: {'0' if splits == 1 else f'0 to {splits - 1}'}")
     return {key: (mask[:, split] if mask.dim() == 2 else mask).bool() for key, mask in found.items()}

@@ -254,12 +254,13 @@ def _communities(graph: Graph, seed: int, resolution: float) -> Numbers:
 
 
 def _metis_parts(graph: Graph, parts: int, seed: int) -> Numbers:
+    """The Metis part of every node."""
     import pymetis
 
     adjacency = _adjacency(graph)
     edges = pymetis.CSRAdjacency(adjacency.indptr.astype(np.int64), adjacency.indices.astype(np.int64))
     _, part = pymetis.part_graph(parts, edges, options=pymetis.Options(seed=_small_seed(seed)))
-    return np.asarray(part, dtype=np.int64)
+    return _fill_empty(np.asarray(part, dtype=np.int64), parts)  # Metis leaves parts empty where they have few nodes
 
 
 def _kmeans(points: Any, clusters: int, seed: int, starts: int = 10) -> Numbers:
@@ -288,7 +289,9 @@ def _by_labels(graph: Graph, groups: Numbers, clients: int, seed: int) -> Number
     groups, y, classes = _in_order(groups), graph.y.numpy(), graph.num_classes
     num_groups = int(groups.max()) + 1
     if num_groups < clients:
-        raise ConfigError(f"clients is {clients}, but the graph gave only {num_groups} parts; raise parts or resolution")
+        raise ConfigError(
+            f"clients is {clients}, but there are only {num_groups} parts to make them of; raise parts, or the resolution of Louvain"
+        )
     known = y >= 0
     counts = np.bincount(groups[known] * classes + y[known], minlength=num_groups * classes).reshape(num_groups, classes)
     histograms = counts / counts.sum(1, keepdims=True).clip(min=1)

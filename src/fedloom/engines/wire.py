@@ -1,4 +1,4 @@
-"""The loop with a wire in it: every message becomes bytes and is decoded by the strict decoder, both ways. A deployment without a network."""
+"""The loop with a wire in it: every message becomes bytes and passes the strict decoder, both ways. Deployment without a network."""
 
 from fedloom.engines import loop
 from fedloom.message import Message, decode, encode

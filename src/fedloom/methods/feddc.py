@@ -12,8 +12,8 @@ What travels, per client:
     h_k ← h_k + Δ_k                                            `train`
     θ ← Σ w_k (θ_k + h_k),   Δ̄ ← Σ w_k Δ_k                      `run`
 
-Departures from public code, which differs from the paper in two places: the inner product is with the difference Δ_k' − Δ̄, and the drift takes
-this round's update.
+Public code differs from the paper in two places; here the inner product is with the difference Δ_k' − Δ̄, and the drift takes this
+round's update. As in SCAFFOLD the correction is scaled for SGD, the default here; under Adam it swamps the gradient and training fails.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedloom.learn import inner_product, load_weights, squared_distance, weights
+from fedloom.learn import OPTIMIZERS, inner_product, load_weights, squared_distance, weights
 from fedloom.message import Message, tree_map
 from fedloom.method import phase, setting
 from fedloom.methods.fedavg import FedAvg
@@ -33,6 +33,8 @@ from fedloom.party import Client, Server
 class FedDC(FedAvg):
     """FedAvg with local drift variables."""
 
+    lr: float = setting(0.1, "local learning rate η", above=0)
+    optimizer: str = setting("sgd", "local optimiser", choices=OPTIMIZERS)
     alpha: float = setting(0.1, "α, weight of the drift penalty", at_least=0)
 
     @phase(corrected="=model", update="=model")

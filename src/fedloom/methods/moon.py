@@ -6,9 +6,9 @@ What travels: as in FedAvg.
 
     CE + μ · mean_i −log  e^{cos(z, z_glob)/τ} / (e^{cos(z, z_glob)/τ} + e^{cos(z, z_prev)/τ})          `objective`
 
-z is the local model's embedding, z_glob the downloaded model's, z_prev that of the client's model at the end of its last round; all items of the
-training graph. In a client's first round z_prev = z_glob, where the term's gradient is zero. Departure: no extra projection head (the
-embedding is already p wide), as in the graph benchmarks.
+z is the local model's embedding, z_glob the downloaded model's, z_prev that of the client's model at the end of its last round; all
+items of the training graph. In a client's first round z_prev = z_glob, where the term's gradient is zero. Departure: no extra
+projection head (the embedding is already p wide), as in the graph benchmarks.
 """
 
 from dataclasses import dataclass

@@ -12,8 +12,8 @@ What travels, per client:
     c_k⁺ = c_k − c + (θ − θ_k) / (Eη)               `train`
     θ ← Σ w_k θ_k,   c ← c + Σ_{answering} (c_k⁺ − c_k) / K    `run`
 
-Departures: the paper averages clients equally, here w_k = n_k / Σ n as in all methods of this package. The algorithm is derived for SGD, which is
-the default here; with `optimizer = "adam"` the correction is a heuristic (Adam rescales it, and Eη is no longer the step).
+Departures: the paper averages clients equally, here w_k = n_k / Σ n as in all methods of this package. The algorithm is derived for
+SGD, which is the default here; with `optimizer = "adam"` the correction is a heuristic (Adam rescales it, and Eη is no longer the step).
 """
 
 from dataclasses import dataclass

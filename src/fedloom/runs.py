@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy
 import safetensors
 import torch
-import torch_geometric
 from safetensors.torch import load_file, save_file
 
 from fedloom import models, task
@@ -28,7 +27,6 @@ from fedloom.message import Message, flatten, unflatten
 from fedloom.method import Method, check_setting, make_method, setting
 from fedloom.party import Client, Facts, Replies, Rules, Server, restore, snapshot
 
-VERSION = "0.1.0"
 METRICS = ("accuracy", "f1_macro", "f1_present", "f1_weighted", "auc")
 
 
@@ -121,11 +119,11 @@ def _facts(method: Method, name: str, federation: Federation, model: str, dropou
     return Facts(federation.num_features, federation.num_classes, federation.task, federation.names, dealt, dropout, rules.seed, auc)
 
 
-def _evaluation(method: Method, name: str, rules: RunSettings) -> str:
-    choice = rules.evaluation or method.evaluations[0]
-    if choice not in method.evaluations:
-        raise unknown(f"run.evaluation for method {name!r}:", choice, method.evaluations)
-    return choice
+def evaluation(method: Method | type[Method], name: str, asked: str) -> str:
+    """Which model gets scored: what was asked for if the method has it, the method's first choice if nothing was."""
+    if asked and asked not in method.evaluations:
+        raise unknown(f"run.evaluation for method {name!r}:", asked, method.evaluations)
+    return asked or method.evaluations[0]
 
 
 def _folder(out: str | Path | None, resume: bool) -> Path | None:
@@ -181,7 +179,7 @@ class Recorder:
         """Runs the method and writes the folder; also when it ends by an error or Ctrl-C, which is raised again."""
         began = time.perf_counter()
         self.name = name
-        rules = Rules(_evaluation(method, name, self.rules), self.rules.participation, self.rules.evaluate_every)
+        rules = Rules(evaluation(method, name, self.rules.evaluation), self.rules.participation, self.rules.evaluate_every)
         if resume:
             self._resumed = self.folder
         elif self.folder:
@@ -220,7 +218,7 @@ class Recorder:
 
     def evaluated(self, server: Server, replies: Replies, stage: str) -> None:
         """Turns the clients' confusion matrices into scores, each client's and averaged."""
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"id": client, **_scores(reply["test"], reply["auc"][1]), "val_accuracy": task.scores(reply["val"])["accuracy"]}
             for client, reply in replies.items()
         ]
@@ -343,7 +341,8 @@ class Recorder:
             self.history = [json.loads(line) for line in lines]
             server.ledger.read(folder, meta["booked"])
         except FileNotFoundError as error:
-            raise DataError(f"resume: {str(folder)!r} has no {Path(error.filename).name}; only runs with run.checkpoint_every > 0 can go on") from error
+            lacking = Path(error.filename or path).name
+            raise DataError(f"resume: {str(folder)!r} has no {lacking}; only runs with run.checkpoint_every > 0 can go on") from error
         except (safetensors.SafetensorError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise DataError(f"resume: {path.name} in {str(folder)!r} is damaged ({error})") from error
         restore(server.state, saved.get("server", {}).get("state", {}))
@@ -373,17 +372,16 @@ def _safe(name: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    return {
-        "fedloom": VERSION, "python": platform.python_version(), "torch": torch.__version__,
-        "torch_geometric": torch_geometric.__version__, "numpy": numpy.__version__,
-    }  # fmt: skip
+    packages = ("fedloom", "torch", "torch_geometric", "numpy", "scipy", "scikit-network", "pymetis", "safetensors")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
 def read_run(folder: str | Path) -> Result:
-    """Reads a run folder back, also one of a run that was stopped. DataError if it is not one or is damaged."""
+    """Reads a run folder back, also one of a run that was stopped or killed. DataError if it is not one or is damaged."""
     folder = Path(folder)
     try:
-        summary = json.loads((folder / "summary.json").read_text())
+        finished = (folder / "summary.json").exists()
+        summary = json.loads((folder / ("summary.json" if finished else "config.json")).read_text())
         lines = (folder / "history.jsonl").read_text().splitlines() if (folder / "history.jsonl").exists() else []
         history = [json.loads(line) for line in lines]
         kept = {p.stem: load_file(p) for p in sorted((folder / "models").glob("*.safetensors"))}
@@ -391,5 +389,6 @@ def read_run(folder: str | Path) -> Result:
         raise DataError(f"run: {str(folder)!r} is not a run folder ({Path(error.filename).name}: {error.strerror})") from error
     except (json.JSONDecodeError, safetensors.SafetensorError) as error:
         raise DataError(f"run: {str(folder)!r} is damaged ({error})") from error
+    if not finished:
+        summary = {"status": "unfinished", "config": summary, "rounds": history[-1]["round"] if history else 0}
     return Result(summary, history, kept, folder)
-
