@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fedloom import show as tables
-from fedloom.data.datasets import catalogue
+from fedloom.data.datasets import catalogue, find
 from fedloom.data.holdings import holdings, plot_holdings
 from fedloom.data.partition import partitions
 from fedloom.errors import FedloomError, unknown
@@ -95,8 +95,8 @@ def _first_line(cls: type[Method]) -> str:
 
 @app.command("datasets")
 def list_datasets() -> None:
-    """What datasets there are by name."""
-    out.print(tables.listing({name: entry.description for name, entry in catalogue().items()}))
+    """What datasets there are by name, and which are on this machine."""
+    out.print(tables.datasets(catalogue(), [name for name in catalogue() if find(name).kind != "download"]))
 
 
 @app.command("partitions")

@@ -38,6 +38,17 @@ def listing(rows: Mapping[str, str]) -> RenderableType:
     return table
 
 
+def datasets(entries: Mapping[str, Any], here: Sequence[str]) -> RenderableType:
+    """The catalogue, a line each; `here` are the names that need no download."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("name", "task", "graphs", "nodes", "edges", "features", "classes", "split", "here", "what it is"):
+        table.add_column(heading, justify="right" if heading in ("graphs", "nodes", "edges", "features", "classes") else "left")
+    for name, e in entries.items():
+        numbers = (f"{n:,}" for n in (e.graphs, e.nodes, e.edges, e.features, e.classes))
+        table.add_row(name, e.task, *numbers, e.split, "yes" if name in here else "", e.description)
+    return table
+
+
 def result(summary: Mapping[str, Any], beside: Sequence[Mapping[str, Any]] = ()) -> RenderableType:
     """A run's result: scores (with other runs beside it, if given), each client's, traffic and time."""
     if summary["status"] == "unfinished":
