@@ -66,7 +66,7 @@ def main() -> None:
         "fedloom, wire engine": lambda r: fedloom.run("fedavg", federation, rounds=r, engine="wire"),
     }
     took: dict[str, list[float]] = {name: [] for name in ways}
-    for name, way in ways.items():
+    for way in ways.values():
         way(2)  # warm
     for _ in range(5):  # in turns, so that a noisy neighbour disturbs all alike
         for name, way in ways.items():

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from fedloom.cli import main
+from fedloom.data.datasets import find
 
 SMALL = ["--dataset", "synthetic:nodes=150,classes=3,features=8", "--clients", "3", "--partition", "random", "--model", "gcn-2x8"]
 
@@ -158,11 +160,34 @@ def test_bad_input_is_one_line_that_names_it(case, tmp_path, here):
     assert all(word in lines[0] for word in words), lines[0]
 
 
-def graph_folder(path, nodes="id,label,a\n0,x,1.0\n1,y,2.0\n2,x,0.5\n3,y,0.1\n", edges="source,target\n0,1\n1,2\n2,3\n"):
+def graph_folder(path, nodes="id,label,a\n0,x,1.0\n1,y,2.0\n2,x,0.5\n3,y,0.1\n", edges="source,target\n0,1\n1,2\n2,3\n", toml=""):
     path.mkdir()
-    (path / "graph.toml").write_text('nodes = "nodes.csv"\nedges = "edges.csv"\n')
+    (path / "graph.toml").write_text(toml)
     (path / "nodes.csv").write_text(nodes)
     (path / "edges.csv").write_text(edges)
+
+
+def test_a_truncated_dataset_is_one_line(tmp_path, here, monkeypatch):
+    place = find("cora")
+    if place.kind != "folder":
+        pytest.skip("no raw files of Cora: not under FEDLOOM_DATA and not beside the project")
+    copy = tmp_path / "data" / "Planetoid" / "Cora" / "raw"
+    shutil.copytree(place.path, copy)
+    (copy / "ind.cora.allx").write_bytes((copy / "ind.cora.allx").read_bytes()[:1000])
+    monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
+    done = here("run", "--rounds", 1, cwd=tmp_path)
+    lines = [line for line in done.stderr.strip().splitlines() if not line.startswith("loading")]
+    assert (done.returncode, len(lines)) == (2, 1), done.stderr
+    assert "cora" in lines[0]
+    assert "cannot be read" in lines[0]
+
+
+def test_a_client_without_training_nodes_is_told_of(tmp_path, here):
+    done = here("run", *SMALL, "--split", "1/40/59", "--rounds", 2, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "no training item at client 0, 1, 2" in done.stderr
+    assert json.loads(done.stdout)["without_training_items"] == ["0", "1", "2"]
 
 
 BAD_DATA = {
@@ -170,6 +195,7 @@ BAD_DATA = {
     "edge to nowhere": ({"edges": "source,target\n0,9\n"}, ["edges.csv", "9"]),
     "empty graph": ({"nodes": "id,label,a\n", "edges": "source,target\n"}, ["nodes.csv"]),
     "missing column": ({"nodes": "id,a\n0,1\n1,1\n"}, ["label", "nodes.csv"]),
+    "label out of range": ({"toml": "num_classes = 1\n", "nodes": "id,label,a\n0,0,1.0\n1,3,2.0\n2,0,1.0\n3,0,1.0\n"}, ["nodes.csv", "3"]),
     "truncated row": ({"nodes": "id,label,a\n0,x,1.0\n1,y\n"}, ["nodes.csv"]),
 }
 

@@ -18,6 +18,7 @@ from fedloom import show as tables
 from fedloom.data.datasets import catalogue, find
 from fedloom.data.holdings import holdings, plot_holdings
 from fedloom.data.partition import partitions
+from fedloom.data.split import clients_without_training
 from fedloom.errors import FedloomError, unknown
 from fedloom.method import Method, method_class, method_names
 from fedloom.models import models
@@ -56,6 +57,8 @@ def run(
     others = [make_recipe(_as_baseline(base, name)) for name in beside.split(",") if name]
     err.print(f"loading {chosen.data.dataset}, {chosen.partition.clients} clients by {chosen.partition.name}", style="dim")
     federation = chosen.federation()
+    if idle := clients_without_training(federation):
+        err.print(f"no training item at client {', '.join(idle)}: takes part, its loss is 0", style="yellow")
     result = _with_progress(chosen, lambda step: chosen.carry_out(_fresh_folder(chosen, out_), step, federation=federation))
     compared = [_with_progress(other, lambda step, o=other: o.carry_out(None, step, federation=federation)) for other in others]  # type: ignore[misc]
     _print(result, as_json, compared)

@@ -120,6 +120,8 @@ class Replies(Mapping[str, Message]):
 
     def sum(self) -> Message:
         """The sum of all messages, name by name, added in client order."""
+        if not self:
+            raise MessageError("nobody answered: there is nothing to add up")
         first, *rest = self.values()
         total = tree_map(torch.clone, first)
         for message in rest:

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fedloom import models, task
+from fedloom.data.split import clients_without_training
 from fedloom.engines import engine_class, engine_names
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.graph import Federation
@@ -298,7 +299,7 @@ class Recorder:
             **{f"{m}_mean": at_best.get(f"{m}_mean") for m in METRICS},
             "final_accuracy": scored[-1]["accuracy"] if scored else None,
             "per_client": self._per_client(at_best),
-            "without_training_items": [n for n, g in zip(self.federation.names, self.federation.graphs, strict=True) if not g.train.any()],
+            "without_training_items": clients_without_training(self.federation),
             "traffic": server.ledger.traffic(), "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
             "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
             "history_hash": server.history_hash.hex(), "versions": _versions(), "config": self.config,
