@@ -75,7 +75,7 @@ def test_renumbering_clients_changes_nothing_but_the_numbers(name, federation):
 
 def test_training_never_sees_a_held_out_label(name, federation):
     def scrambled(graph):
-        return replace(graph, y=torch.where(graph.train, graph.y, (graph.y + 1) % graph.num_classes), _cache={})
+        return replace(graph, y=torch.where(graph.train, graph.y, (graph.y + 1) % graph.num_classes))
 
     whole = None if federation.whole is None else scrambled(federation.whole)
     other = replace(federation, graphs=tuple(map(scrambled, federation.graphs)), whole=whole)
@@ -100,7 +100,7 @@ def another_value(f, value):
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
-        return value + 1
+        return value // 4 if f.metadata["task"] == "graph" else value + 1  # a batch of 33 holds a small client's graphs like one of 32
     return value / 2 if value else 0.5
 
 
@@ -108,6 +108,8 @@ def test_every_setting_changes_something(name, federation):
     plain = go(name, federation)
     idle = []
     for f in fields(method_class(name)):
+        if f.metadata["task"] not in (None, federation.task):
+            continue
         value = getattr(make_method(name, {"rounds": ROUNDS}), f.name)
         changed = go(name, federation, **{f.name: another_value(f, value)})
         if changed.summary["history_hash"] == plain.summary["history_hash"] and same_bits(changed, plain):

@@ -162,7 +162,7 @@ def test_no_settings(tmp_path):
 def masked(graph: Graph) -> Graph:
     part = torch.arange(graph.num_nodes) % 4
     y = torch.where(part == 3, -1, graph.y)
-    return replace(graph, train=part == 0, val=part == 1, test=part == 2, y=y, _cache={})
+    return replace(graph, train=part == 0, val=part == 1, test=part == 2, y=y)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -170,9 +170,9 @@ def masked(graph: Graph) -> Graph:
 def test_round_trip(tmp_path, directed, weighted):
     graph = masked(synthetic(nodes=120, features=5, name='a "quoted" name'))
     if directed:
-        graph = replace(graph, edge_index=graph.edge_index[:, ::3], _cache={})
+        graph = replace(graph, edge_index=graph.edge_index[:, ::3])
     if weighted:  # the same in both directions
-        graph = replace(graph, edge_weight=1 / (1 + graph.edge_index.sum(0).float()), _cache={})
+        graph = replace(graph, edge_weight=1 / (1 + graph.edge_index.sum(0).float()))
     where = to_folder(graph, tmp_path / "deep" / "er")
     rows = len((where / "edges.csv").read_text().splitlines()) - 1
     assert rows == (graph.num_edges if directed else graph.num_edges // 2)
@@ -181,7 +181,7 @@ def test_round_trip(tmp_path, directed, weighted):
 
 def test_undirected_edges_with_unequal_weights_stay_directed(tmp_path):
     graph = synthetic(nodes=50)
-    graph = replace(graph, edge_weight=torch.arange(graph.num_edges).float(), _cache={})
+    graph = replace(graph, edge_weight=torch.arange(graph.num_edges).float())
     assert_same(from_folder(to_folder(graph, tmp_path)), graph)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def whole():
 @pytest.fixture
 def pair(whole):
     train = torch.tensor([1, 0, 0, 0]).bool()
-    ann = Graph(**{**vars(whole.subgraph(torch.arange(4))), "train": train, "_cache": {}})
+    ann = replace(whole.subgraph(torch.arange(4)), train=train)
     return Federation((ann, whole.subgraph(torch.arange(4, 7))), names=("ann", "bob"), whole=whole, about={"dataset": "toy"})
 
 

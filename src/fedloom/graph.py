@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -40,7 +40,8 @@ class Graph:
     cross_edges: Tensor = None  # type: ignore[assignment]
     batch: Tensor | None = None  # [nodes] int64, ascending: which item (graph) a node belongs to; None = items are nodes
     name: str = "graph"
-    _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
+    # What was worked out from this very graph (`once`). Not an argument: `replace` must never hand it to a graph with other edges.
+    _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         # Constructors only store: fill in what was left out, check nothing (that is `check`).
@@ -80,23 +81,29 @@ class Graph:
         return "node" if self.batch is None else "graph"
 
     # ---- what models multiply with; made once per graph ----
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make()` gives, kept on the graph under `key`: for what depends on nodes, features and edges alone, not on labels."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
     def adjacency(self, kind: str = "sym") -> Sparse:
         """The adjacency as a matrix that multiplies node features: row = receiving node.
 
         kind: "sym" D̃^-1/2 (A+I) D̃^-1/2 · "row" D̃^-1 (A+I) · "mean" D^-1 A · "sum" A · "sym-bare" D^-1/2 A D^-1/2 (no self-loops).
         Self-loops of the data are replaced by the one of A+I, and dropped in the kinds without loops.
         """
-        if ("adjacency", kind) not in self._cache:
-            self._cache["adjacency", kind] = _normalised(self, kind)
-        return self._cache["adjacency", kind]
+        return self.once(("adjacency", kind), lambda: _normalised(self, kind))
 
     @property
     def sparse_x(self) -> Sparse | None:
         """The features as a sparse matrix if they are sparse enough for that to be quicker, else None."""
-        if "features" not in self._cache:
+
+        def make() -> Sparse | None:
             filled = torch.count_nonzero(self.x).item() / max(self.x.numel(), 1)
-            self._cache["features"] = Sparse.from_dense(self.x) if filled < SPARSE_FEATURES_BELOW else None
-        return self._cache["features"]
+            return Sparse.from_dense(self.x) if filled < SPARSE_FEATURES_BELOW else None
+
+        return self.once("features", make)
 
     def project(self, weight: Tensor) -> Tensor:
         """x @ weight, the quickest way: takes a [features, width] tensor, gives [nodes, width]."""
@@ -110,7 +117,9 @@ class Graph:
     # ---- derived graphs ----
     def hide_labels(self) -> Graph:
         """The same graph with every label but the training ones set to -1: what training may see."""
-        return replace(self, y=torch.where(self.train, self.y, -1), _cache=self._cache)
+        hidden = replace(self, y=torch.where(self.train, self.y, -1))
+        object.__setattr__(hidden, "_known", self._known)  # same nodes and edges, so what was worked out still holds
+        return hidden
 
     def subgraph(self, keep: Tensor) -> Graph:
         """The induced subgraph of the nodes in `keep` (bool mask or index tensor [nodes]); node-level graphs only.
@@ -130,7 +139,7 @@ class Graph:
             self, x=self.x[index], edge_index=ends[:, inside], y=self.y[index],
             train=self.train[index], val=self.val[index], test=self.test[index],
             edge_weight=None if self.edge_weight is None else self.edge_weight[inside],
-            node_id=self.node_id[index], cross_edges=cross, _cache={},
+            node_id=self.node_id[index], cross_edges=cross,
         )  # fmt: skip
 
     def select_items(self, keep: Tensor) -> Graph:
@@ -144,10 +153,10 @@ class Graph:
         nodes = torch.argsort(torch.where(place[self.batch] >= 0, place[self.batch], len(index)), stable=True)
         nodes = nodes[: int((place[self.batch] >= 0).sum())]
         unlabelled, nobody = torch.full((self.num_nodes,), -1), torch.zeros(self.num_nodes, dtype=torch.bool)
-        flat = replace(self, batch=None, y=unlabelled, train=nobody, val=nobody, test=nobody, _cache={}).subgraph(nodes)
+        flat = replace(self, batch=None, y=unlabelled, train=nobody, val=nobody, test=nobody).subgraph(nodes)
         return replace(
             flat, batch=place[self.batch][nodes], y=self.y[index],
-            train=self.train[index], val=self.val[index], test=self.test[index], _cache={},
+            train=self.train[index], val=self.val[index], test=self.test[index],
         )  # fmt: skip
 
     def training_view(self, inductive: bool) -> Graph:

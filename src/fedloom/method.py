@@ -32,10 +32,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 def setting(
     default: Any, help: str, *, at_least: float | None = None, above: float | None = None,
     at_most: float | None = None, below: float | None = None, choices: tuple[str, ...] | None = None,
+    task: str | None = None,
 ) -> Any:  # fmt: skip
-    """A field of a method: its default, what it is (with the paper's symbol), and the values it may take."""
+    """A field of a method: its default, what it is (with the paper's symbol), the values it may take, and the only task it is for."""
     bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
-    return field(default=default, metadata={"help": help, "bounds": bounds, "choices": choices})
+    return field(default=default, metadata={"help": help, "bounds": bounds, "choices": choices, "task": task})
 
 
 _COMPARE = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +78,7 @@ def power(k: int) -> tuple[float, ...]:
 
 def propagated(graph: Graph, kind: str, hops: int) -> list[Tensor]:
     """[X, SX, ..., S^hops X] for the graph's raw features, kept on the graph."""
-    known: list[Tensor] = graph._cache.setdefault(("propagated", kind), [graph.x])
+    known: list[Tensor] = graph.once(("propagated", kind), lambda: [graph.x])
     while len(known) <= hops:
         known.append(graph.propagate(known[-1], kind))
     return known[: hops + 1]
@@ -88,7 +88,7 @@ def smoothed(graph: Graph, coefficients: tuple[float, ...]) -> Tensor:
     """Σ_k c_k S^k X for the graph's raw features, [nodes, features], kept on the graph."""
     hops = propagated(graph, "sym", len(coefficients) - 1)
     terms = (x if c == 1 else c * x for c, x in zip(coefficients, hops, strict=True) if c)
-    return _once(graph, ("smoothed", coefficients), lambda: reduce(torch.add, terms))
+    return graph.once(("smoothed", coefficients), lambda: reduce(torch.add, terms))
 
 
 def keep_smoothed(graph: Graph, hops: int) -> bool:
@@ -101,12 +101,6 @@ def keep_smoothed(graph: Graph, hops: int) -> bool:
         return True
     entries = graph.sparse_x.nnz + hops * graph.adjacency("sym").nnz
     return entries > SPARSE_FEATURES_BELOW * graph.x.numel()
-
-
-def _once(graph: Graph, key: Any, make: Callable[[], Any]) -> Any:
-    if key not in graph._cache:
-        graph._cache[key] = make()
-    return graph._cache[key]
 
 
 # ---- layers: (input as a Product, graph) -> [nodes, num_out] ----
@@ -182,7 +176,7 @@ class Attention(Dense):
     def forward(self, times: Product, graph: Graph) -> Tensor:
         """As `Dense`."""
         edges = graph.adjacency("sym")  # its entries are the edges and self-loops, ordered by target
-        source, target, starts = _once(graph, "edges", lambda: (edges.indices.long(), edges.rows, edges.offsets.long()))
+        source, target, starts = graph.once("edges", lambda: (edges.indices.long(), edges.rows, edges.offsets.long()))
         h = times(self.weight).view(-1, *self.source.shape)  # [nodes, heads, columns]
         score = (h * self.source).sum(2).index_select(0, source) + (h * self.target).sum(2).index_select(0, target)
         score = F.leaky_relu(score, 0.2)
@@ -223,10 +217,10 @@ class InputNorm(nn.Module):
         """Takes a graph and a [features, width] tensor, gives [nodes, width]."""
         scaled = self.weight.unsqueeze(1) * weight
         if graph.sparse_x is None:
-            standard: Tensor = _once(graph, "standardised features", lambda: F.layer_norm(graph.x, self.weight.shape))
+            standard: Tensor = graph.once("standardised features", lambda: F.layer_norm(graph.x, self.weight.shape))
             out = standard @ scaled
         else:
-            mean, deviation = _once(graph, "feature moments", lambda: _moments(graph.x))
+            mean, deviation = graph.once("feature moments", lambda: _moments(graph.x))
             out = (graph.project(scaled) - mean * scaled.sum(0)) / deviation
         return out + self.bias @ weight
 
@@ -317,7 +311,7 @@ def _pool(graph: Graph, how: str) -> Sparse:
         share = 1.0 / size[batch] if how == "mean" else torch.ones(len(batch))
         return Sparse.from_edges(batch, torch.arange(len(batch)), share, (graph.num_items, len(batch)))
 
-    return _once(graph, ("pool", how), make)
+    return graph.once(("pool", how), make)
 
 
 # ---- message passing ----

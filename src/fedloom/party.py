@@ -69,6 +69,7 @@ class Client:
         self.graph = graph.training_view(inductive)
         self.state: dict[str, Any] = {}
         self.streams: dict[str, torch.Generator] = {}
+        self._batches: tuple[Graph | None, int, list[Graph]] = (None, 0, [])
 
     @property
     def model_spec(self) -> str:
@@ -83,9 +84,34 @@ class Client:
         """The client's own random stream for a purpose; it goes on where it stopped."""
         return _stream(self.streams, self.facts.seed, "client", self.name, purpose)
 
-    def loss(self, logits: Tensor, reduction: str = "mean") -> Tensor:
-        """Cross-entropy of logits [items, classes] over the client's training items; 0 if it has none."""
-        return task.cross_entropy(logits, self.graph.y, self.graph.train, reduction)
+    def loss(self, logits: Tensor, batch: Graph, reduction: str = "mean") -> Tensor:
+        """Cross-entropy of logits [items, classes] over the training items of a batch; 0 if it has none."""
+        return task.cross_entropy(logits, batch.y, batch.train, reduction)
+
+    def batches(self, size: int) -> list[Graph]:
+        """What one epoch sees: the whole graph in a node task; in a graph task the training graphs, `size` at a time (0 = all).
+
+        Which graphs share a batch is drawn once, so that a batch's adjacency is normalised once; epochs differ in the order.
+        """
+        if self.graph.task == "node":
+            return [self.graph]
+        of_graph, of_size, batches = self._batches
+        if of_graph is not self.graph or of_size != size:
+            items = self.graph.train.nonzero().flatten()
+            rng = torch.Generator().manual_seed(learn.stream_seed(self.facts.seed, "client", self.name, "batches"))
+            chunks = items[torch.randperm(len(items), generator=rng)].split(size or max(len(items), 1)) if len(items) else ()
+            batches = [self.graph.select_items(chunk) for chunk in chunks]
+            self._batches = (self.graph, size, batches)
+        return batches
+
+    def num_batches(self, size: int) -> int:
+        """Steps of one epoch, at least 1."""
+        return max(1, len(self.batches(size)))
+
+    def shuffled(self, size: int) -> list[Graph]:
+        """The batches of one epoch in a fresh random order."""
+        batches = self.batches(size)
+        return batches if len(batches) < 2 else [batches[k] for k in torch.randperm(len(batches), generator=self.rng("order"))]
 
 
 def _stream(streams: dict[str, torch.Generator], *names: object) -> torch.Generator:

@@ -283,6 +283,7 @@ class Recorder:
 
     def _summary(self, server: Server, status: str, cause: str, evaluation: str) -> dict[str, Any]:
         scored = [e for e in self.history if "accuracy" in e]
+        scored = [e for e in scored if e["stage"] == scored[-1]["stage"]]  # after fine-tuning, what counts is fine-tuned
         best = max(scored, key=lambda e: -1.0 if e["val_accuracy"] is None else e["val_accuracy"], default=None)
         if best is not None and best["val_accuracy"] is None:
             best = scored[-1]  # nothing to choose by

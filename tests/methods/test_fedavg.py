@@ -51,7 +51,9 @@ def test_cora_sized_traffic_is_92231_scalars_each_way():
 def test_finetuning_moves_only_the_clients(node_federation):
     plain = run("fedavg", node_federation, model="gcn-2x8", rounds=2)
     tuned = run("fedavg", node_federation, model="gcn-2x8", rounds=2, finetune=5)
-    assert [e.get("stage") for e in tuned.history] == ["train", "train", "finetune"]
+    assert [e["stage"] for e in tuned.history] == ["train"] * 2 + ["finetune"] * 5
+    assert tuned.accuracy in [e["accuracy"] for e in tuned.history[2:]]
+    assert tuned.traffic["phases"]["tune"]["scalars_down"] == plain.traffic["phases"]["train"]["scalars_down"] / 2
     for name, tensor in plain.models["server"].items():
         assert torch.equal(tensor, tuned.models["server"][name])
     assert not torch.equal(flatten(plain.models["0"])["layers.0.weight"], flatten(tuned.models["0"])["layers.0.weight"])

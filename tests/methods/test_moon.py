@@ -28,9 +28,8 @@ def test_the_term_is_eq_3(node_federation):
     client, method = Client("0", graph, facts), Moon(mu=0.7, tau=0.3)
     method.setup(client)
     net = client.state["model"]
-    anchors = {"global": torch.randn(graph.num_nodes, 8), "previous": torch.randn(graph.num_nodes, 8)}
-    client.state["anchors"] = anchors
+    client.state |= {"global": client.build("one"), "previous": client.build("other")}
     z = net.embed(client.graph)
-    near, far = (torch.exp(F.cosine_similarity(z, anchors[k]) / 0.3) for k in ("global", "previous"))
-    expected = client.loss(net(client.graph)) + 0.7 * -torch.log(near / (near + far)).mean()
-    assert torch.isclose(method.objective(client, net, {}), expected, atol=1e-6)
+    near, far = (torch.exp(F.cosine_similarity(z, client.state[k].embed(client.graph)) / 0.3) for k in ("global", "previous"))
+    expected = client.loss(net(client.graph), client.graph) + 0.7 * -torch.log(near / (near + far)).mean()
+    assert torch.isclose(method.objective(client, client.graph, net, {}), expected, atol=1e-6)

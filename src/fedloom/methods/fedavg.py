@@ -8,35 +8,30 @@ What travels, per client:
     a round  down  model     θ, the global weights
              up    model     θ_k, the weights after E local epochs
 
-    θ_k ← E steps down the gradient of CE on the client's training items, from θ       `train`, `objective`
+    θ_k ← E steps down the gradient of CE on the client's training items, from θ       `train`, Local's `objective`
     θ   ← Σ_k (n_k / Σ n) θ_k                                                          `run`
 
-Departures: full-batch steps (one step is one epoch), and Adam whose moments a client keeps over rounds, as the federated graph
-learning benchmarks do. n_k counts all items of the client's training graph, labelled or not. `finetune` trains the last
-downloaded model locally for some more epochs ("FedAvg + ft").
+Departures: full-batch steps in node tasks (one step is one epoch), and Adam whose moments a client keeps over rounds, as the
+federated graph learning benchmarks do. n_k counts all items of the client's training graph, labelled or not. `finetune` trains the
+last downloaded model locally for some more epochs ("FedAvg + ft"), scored after each.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from fedloom.learn import OPTIMIZERS, load_weights, make_optimizer, step, weights
+from fedloom.learn import load_weights, step, weights
 from fedloom.message import Message
-from fedloom.method import Method, phase, setting
-from fedloom.models import Model
+from fedloom.method import phase, setting
+from fedloom.methods.local import Local
 from fedloom.party import Client, Server
 
 
 @dataclass(frozen=True)
-class FedAvg(Method):
-    """FedAvg with Adam, as the federated graph learning benchmarks run it."""
+class FedAvg(Local):
+    """Local training with averaging in between."""
 
-    epochs: int = setting(3, "local epochs E a round", at_least=1)
-    lr: float = setting(0.01, "local learning rate η", above=0)
-    weight_decay: float = setting(5e-4, "L2 penalty", at_least=0)
-    optimizer: str = setting("adam", "local optimiser", choices=OPTIMIZERS)
     finetune: int = setting(0, "local epochs after the last round", at_least=0)
 
     evaluations: ClassVar[tuple[str, ...]] = ("local", "global")
@@ -44,13 +39,12 @@ class FedAvg(Method):
 
     @phase(size="int64[]")
     def setup(self, client: Client) -> Message:
-        """A model and an optimiser that keeps its moments over rounds."""
-        client.state["model"] = net = client.build()
-        client.state["optimizer"] = make_optimizer(self.optimizer, net.parameters(), self.lr, self.weight_decay)
+        """As in Local; and the client's size, once."""
+        super().setup(client)
         return {"size": torch.tensor(client.graph.num_items)}
 
     @phase(model="=model")
-    def train(self, client: Client, model: Message) -> Message:
+    def train(self, client: Client, model: Message) -> Message:  # type: ignore[override]
         """E local epochs from the global weights."""
         net = client.state["model"]
         load_weights(net, model)
@@ -58,22 +52,14 @@ class FedAvg(Method):
         return {"model": weights(net)}
 
     @phase()
-    def tune(self, client: Client, model: Message) -> Message:
-        """Plain local epochs after the last download; the result stays with the client."""
+    def tune(self, client: Client, model: Message | None = None) -> Message:
+        """One plain local epoch, the first from the last download; the result stays with the client."""
         net = client.state["model"]
-        load_weights(net, model)
-        for _ in range(self.finetune):
-            step(client.state["optimizer"], client.loss(net(client.graph, client.rng("dropout"))))
+        if model is not None:
+            load_weights(net, model)
+        for batch in client.shuffled(self.batch_size):
+            step(client.state["optimizer"], Local.objective(self, client, batch, net, model))
         return {}
-
-    def descend(self, client: Client, net: Model, model: Message) -> None:
-        """E local epochs on the client's objective."""
-        for _ in range(self.epochs):
-            step(client.state["optimizer"], self.objective(client, net, model))
-
-    def objective(self, client: Client, net: Model, model: Message) -> Tensor:
-        """What a local step minimises; `model` is what was downloaded."""
-        return client.loss(net(client.graph, client.rng("dropout")))
 
     def run(self, server: Server) -> None:
         """Algorithm 1."""
@@ -86,7 +72,7 @@ class FedAvg(Method):
         self.finish(server)
 
     def finish(self, server: Server) -> None:
-        """Fine-tuning, if asked for: from then on the clients' models are their own, whatever the run evaluates."""
-        if self.finetune:
-            server.ask(self.tune, model=server.state["model"])
+        """Fine-tuning, if asked for: the clients' models part, and what the run reports is the best epoch of that stage."""
+        for epoch in range(self.finetune):
+            server.ask(self.tune, **({"model": server.state["model"]} if epoch == 0 else {}))
             server.evaluate(stage="finetune")

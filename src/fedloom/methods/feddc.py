@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedloom.graph import Graph
 from fedloom.learn import OPTIMIZERS, inner_product, load_weights, squared_distance, weights
 from fedloom.message import Message, tree_map
 from fedloom.method import phase, setting
@@ -51,11 +52,12 @@ class FedDC(FedAvg):
         state["drift"] = tree_map(torch.add, drift, state["update"])
         return {"corrected": tree_map(torch.add, weights(net), state["drift"]), "update": state["update"]}
 
-    def objective(self, client: Client, net: Model, model: Message) -> Tensor:
+    def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
         """Eq. 4: ‖h_k + θ_k − θ‖² is the distance to the anchor θ − h_k."""
         penalty = self.alpha / 2 * squared_distance(net, client.state["anchor"])
-        correction = inner_product(net, client.state["direction"]) / (self.epochs * self.lr)
-        return super().objective(client, net, model) + penalty + correction
+        path = self.lr * self.epochs * client.num_batches(self.batch_size)
+        correction = inner_product(net, client.state["direction"]) / path
+        return super().objective(client, batch, net, model) + penalty + correction
 
     def run(self, server: Server) -> None:
         """Algorithm 1."""

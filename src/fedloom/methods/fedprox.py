@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fedloom.graph import Graph
 from fedloom.learn import squared_distance
 from fedloom.message import Message
 from fedloom.method import setting
@@ -27,6 +28,6 @@ class FedProx(FedAvg):
 
     mu: float = setting(1e-3, "μ, weight of the proximal term", at_least=0)
 
-    def objective(self, client: Client, net: Model, model: Message) -> Tensor:
+    def objective(self, client: Client, batch: Graph, net: Model, model: Message) -> Tensor:  # type: ignore[override]
         """Eq. 2."""
-        return super().objective(client, net, model) + self.mu / 2 * squared_distance(net, model)
+        return super().objective(client, batch, net, model) + self.mu / 2 * squared_distance(net, model)

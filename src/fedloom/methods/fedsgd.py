@@ -48,7 +48,7 @@ class FedSGD(Method):
         net = client.state["model"]
         load_weights(net, model)
         net.zero_grad()
-        client.loss(net(client.graph, client.rng("dropout")), reduction="sum").backward()
+        client.loss(net(client.graph, client.rng("dropout")), client.graph, reduction="sum").backward()
         gradient = {name: p.grad for name, p in sorted(net.named_parameters())}
         return {"gradient": gradient, "labelled": client.graph.train.sum()}
 

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.learn import load_weights, weights
-from fedloom.message import Message, tree_map
+from fedloom.graph import Graph
+from fedloom.learn import load_weights
+from fedloom.message import Message
 from fedloom.method import phase, setting
 from fedloom.methods.fedavg import FedAvg
 from fedloom.models import Model
@@ -32,28 +33,30 @@ class Moon(FedAvg):
     mu: float = setting(1.0, "μ, weight of the contrastive term", at_least=0)
     tau: float = setting(0.5, "τ, temperature", above=0)
 
+    @phase(size="int64[]")
+    def setup(self, client: Client) -> Message:
+        """As in FedAvg; and two models that only look."""
+        client.state |= {"global": client.build(), "previous": client.build()}
+        return super().setup(client)
+
     @phase(model="=model")
-    def train(self, client: Client, model: Message) -> Message:
-        """E local epochs from the global weights, against the two fixed embeddings."""
-        net = client.state["model"]
-        client.state["anchors"] = {"global": self.embed(client, net, model)}
-        client.state["anchors"]["previous"] = self.embed(client, net, client.state.get("previous", model))
-        load_weights(net, model)
-        self.descend(client, net, model)
-        client.state["previous"] = tree_map(torch.clone, weights(net))
-        return {"model": weights(net)}
+    def train(self, client: Client, model: Message) -> Message:  # type: ignore[override]
+        """E local epochs from the global weights; then the result is the next round's previous model."""
+        state = client.state
+        load_weights(state["global"], model)
+        if "trained" not in state:
+            load_weights(state["previous"], model)
+            state["trained"] = torch.tensor(True)
+        reply = super().train(client, model)
+        load_weights(state["previous"], reply["model"])
+        return reply
 
-    @torch.no_grad()
-    def embed(self, client: Client, net: Model, given: Message) -> Tensor:
-        """The training graph's embeddings under the given weights, noise off. Overwrites the model's weights."""
-        load_weights(net, given)
-        return net.embed(client.graph)
-
-    def objective(self, client: Client, net: Model, model: Message) -> Tensor:
+    def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
         """Eq. 3; one forward pass serves both terms."""
         rng = client.rng("dropout")
-        z = net.embed(client.graph, rng)
-        near = F.cosine_similarity(z, client.state["anchors"]["global"]) / self.tau
-        far = F.cosine_similarity(z, client.state["anchors"]["previous"]) / self.tau
+        z = net.embed(batch, rng)
+        with torch.no_grad():
+            z_glob, z_prev = (client.state[which].embed(batch) for which in ("global", "previous"))
+        near, far = (F.cosine_similarity(z, anchor) / self.tau for anchor in (z_glob, z_prev))
         contrast = F.softplus(far - near).mean()  # −log e^near / (e^near + e^far)
-        return client.loss(net.head(z, client.graph, rng)) + self.mu * contrast
+        return client.loss(net.head(z, batch, rng), batch) + self.mu * contrast

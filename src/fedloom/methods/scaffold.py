@@ -9,7 +9,7 @@ What travels, per client:
              up    model     θ_k      change   c_k⁺ − c_k
 
     g ← ∇CE + c − c_k                               `objective` (as a linear term, whose gradient is c − c_k)
-    c_k⁺ = c_k − c + (θ − θ_k) / (Eη)               `train`
+    c_k⁺ = c_k − c + (θ − θ_k) / (Eη)               `train` (E: number of local steps)
     θ ← Σ w_k θ_k,   c ← c + Σ_{answering} (c_k⁺ − c_k) / K    `run`
 
 Departures: the paper averages clients equally, here w_k = n_k / Σ n as in all methods of this package. The algorithm is derived for
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedloom.graph import Graph
 from fedloom.learn import OPTIMIZERS, inner_product, load_weights, weights
 from fedloom.message import Message, tree_map
 from fedloom.method import phase, setting
@@ -43,13 +44,14 @@ class Scaffold(FedAvg):
         load_weights(net, model)
         client.state["correction"] = tree_map(torch.sub, control, own)
         self.descend(client, net, model)
-        change = tree_map(lambda c, old, new: (old - new) / (self.epochs * self.lr) - c, control, model, weights(net))
+        path = self.lr * self.epochs * client.num_batches(self.batch_size)
+        change = tree_map(lambda c, old, new: (old - new) / path - c, control, model, weights(net))
         client.state["control"] = tree_map(torch.add, own, change)
         return {"model": weights(net), "change": change}
 
-    def objective(self, client: Client, net: Model, model: Message) -> Tensor:
+    def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
         """CE + ⟨θ_k, c − c_k⟩."""
-        return super().objective(client, net, model) + inner_product(net, client.state["correction"])
+        return super().objective(client, batch, net, model) + inner_product(net, client.state["correction"])
 
     def run(self, server: Server) -> None:
         """Algorithm 1."""

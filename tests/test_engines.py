@@ -1,0 +1,132 @@
+"""Engines: they run the phase they are asked for, copy what crosses, and can be put back to where they were."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from fedloom.engines import engine_class, engine_names
+from fedloom.errors import ConfigError, MessageError
+from fedloom.graph import Graph
+from fedloom.learn import make_optimizer, step
+from fedloom.message import flatten, unflatten
+from fedloom.method import Method, phase
+from fedloom.party import Client, Facts
+
+NAMES = ("a", "b")
+
+
+@dataclass(frozen=True)
+class Toy(Method):
+    """Trains on noise, and sends back what it gets."""
+
+    @phase(x="=x")
+    def mirror(self, client: Client, x):
+        """Keeps what came, keeps what it answers, and spoils what came."""
+        client.state["got"] = x
+        client.state["sent"] = {"x": x + 1}
+        x.zero_()
+        return client.state["sent"]
+
+    @phase()
+    def setup(self, client: Client):
+        """A model and its optimiser."""
+        client.state["model"] = net = client.build()
+        client.state["optimizer"] = make_optimizer("adam", net.parameters(), 0.01, 0.0)
+        return {}
+
+    @phase(loss="float32[]")
+    def train(self, client: Client):
+        """A step with dropout."""
+        loss = client.loss(client.state["model"](client.graph, client.rng("dropout")), client.graph)
+        step(client.state["optimizer"], loss)
+        client.state["last"] = loss.detach()
+        return {"loss": loss}
+
+    def run(self, server):
+        """Not used here."""
+
+
+def clients():
+    facts = Facts(4, 2, "node", NAMES, ("gcn-2x4",) * 2)
+    for name in NAMES:
+        rng = torch.Generator().manual_seed(len(name))
+        everybody = torch.ones(8, dtype=torch.bool)
+        x, ends = torch.randn(8, 4, generator=rng), torch.randint(8, (2, 20), generator=rng)
+        yield Client(name, Graph(x, ends, torch.arange(8) % 2, 2, train=everybody), facts)
+
+
+@pytest.fixture(params=engine_names())
+def engine(request):
+    return engine_class(request.param)(Toy(), clients())
+
+
+def test_engines_are_found_by_name():
+    assert {"loop", "wire"} <= set(engine_names())
+    with pytest.raises(ConfigError, match=r"'lop'. Did you mean 'loop'\? Valid: .*wire"):
+        engine_class("lop")
+
+
+def test_only_those_with_a_message_are_called_and_each_gets_its_own(engine):
+    replies = engine.call("mirror", {"b": {"x": torch.tensor([5.0])}})
+    assert list(replies) == ["b"]
+    assert replies["b"]["x"].tolist() == [6]
+    assert engine.clients["a"].state == {}
+    both = engine.call("mirror", {name: {"x": torch.tensor([float(k)])} for k, name in enumerate(NAMES)})
+    assert [both[name]["x"].item() for name in NAMES] == [1, 2]
+
+
+def test_nothing_that_crosses_is_shared(engine):
+    x = torch.ones(2)
+    replies = engine.call("mirror", {name: {"x": x} for name in NAMES})
+    assert x.tolist() == [1, 1]
+    assert all(reply["x"].tolist() == [2, 2] for reply in replies.values())
+    replies["a"]["x"].fill_(7)
+    assert engine.clients["a"].state["sent"]["x"].tolist() == [2, 2]
+    assert replies["b"]["x"].tolist() == [2, 2]
+    assert engine.clients["a"].state["got"].data_ptr() != engine.clients["b"].state["got"].data_ptr()
+
+
+def test_answers_carry_no_graph_of_gradients(engine):
+    engine.call("setup", {name: {} for name in NAMES})
+    assert not any(r["loss"].requires_grad for r in engine.call("train", {name: {} for name in NAMES}).values())
+
+
+def test_engines_agree_to_the_bit():
+    losses = []
+    for name in engine_names():
+        engine = engine_class(name)(Toy(), clients())
+        engine.call("setup", {client: {} for client in NAMES})
+        losses.append([engine.call("train", {c: {} for c in NAMES})[c]["loss"].item() for _ in range(3) for c in NAMES])
+    assert all(one == losses[0] for one in losses)
+
+
+def test_an_engine_put_back_goes_on_as_the_one_that_was_saved(engine):
+    everybody = {name: {} for name in NAMES}
+    engine.call("setup", everybody)
+    for _ in range(3):
+        engine.call("train", everybody)
+    saved = unflatten(flatten(engine.snapshot()))
+    again = type(engine)(Toy(), clients())
+    again.call("setup", everybody)
+    again.restore(saved)
+    one, other = ([e.call("train", everybody) for _ in range(2)] for e in (engine, again))
+    assert all(torch.equal(x[c]["loss"], y[c]["loss"]) for x, y in zip(one, other, strict=True) for c in NAMES)
+    assert all(torch.equal(t, flatten(again.snapshot())[name]) for name, t in flatten(engine.snapshot()).items())
+
+
+def test_the_wire_lets_no_nonsense_through_either_way():
+    engine = engine_class("wire")(Toy(), clients())
+    with pytest.raises(MessageError, match="'x' holds nan"):
+        engine.call("mirror", {"a": {"x": torch.tensor([float("nan")])}})
+    assert engine.clients["a"].state == {}  # it never arrived
+    with pytest.raises(MessageError, match="'x' is a list"):
+        engine.call("mirror", {"a": {"x": [1.0]}})
+    with pytest.raises(MessageError, match="'x' holds inf"):
+        engine.call("mirror", {"a": {"x": torch.tensor([3e38, 3.4e38], dtype=torch.float32) * 2}})
+
+
+@pytest.mark.xfail(strict=True, reason="BUG: what the server sends is checked for NaN by the wire only; in the loop the client is blamed")
+def test_the_loop_refuses_what_the_wire_refuses():
+    with pytest.raises(MessageError, match="'x' holds nan"):
+        engine_class("loop")(Toy(), clients()).call("mirror", {"a": {"x": torch.tensor([float("nan")])}})
