@@ -47,6 +47,11 @@ class Toy(Method):
         """A number of the client's own stream."""
         return {"value": torch.rand((), generator=client.rng("noise"))}
 
+    @phase(x="=x")
+    def mirror(self, client: Client, x):
+        """The same from everybody."""
+        return {"x": x}
+
     @phase()
     def silent(self, client: Client):
         """Nothing."""
@@ -137,6 +142,18 @@ def test_names_of_a_message_are_checked_before_anything_runs():
         server.ask(toy.silent, x=torch.ones(1))
     with pytest.raises(MessageError, match="'x' is a float"):
         server.ask(toy.echo, x=1.0)
+    assert not any(client.state for client in engine.clients.values())
+
+
+@pytest.mark.xfail(
+    strict=True, reason="BUG: only the wire looks at what the server sends; in the loop NaN comes back and the client is blamed"
+)
+@pytest.mark.parametrize("way", ["to all", "to one"])
+def test_the_server_sends_finite_numbers_only(way):
+    server, engine, toy = make()
+    message = {"x": torch.tensor([1.0, float("nan")])}
+    with pytest.raises(MessageError, match=r"^to .*'x' holds nan"):
+        server.ask(toy.echo, **({"each": {"a": message}} if way == "to one" else message))
     assert not any(client.state for client in engine.clients.values())
 
 
@@ -387,7 +404,7 @@ def test_batches_share_out_the_training_graphs(size, lengths):
     client = many()
     batches = client.batches(size)
     assert [batch.num_items for batch in batches] == lengths
-    assert sorted(sum(held(batches), [])) == list(range(7))
+    assert sorted(k for batch in held(batches) for k in batch) == list(range(7))
     assert all(batch.train.all() for batch in batches)
     assert all((batch.y >= 0).all() for batch in batches)
     assert client.num_batches(size) == len(lengths)
@@ -416,25 +433,22 @@ def test_a_client_without_training_graphs_has_no_batch_and_a_node_task_one():
     replaced = many()
     replaced.batches(3)
     replaced.graph = items(4, 4)
-    assert sorted(sum(held(replaced.batches(3)), [])) == [0, 1, 2, 3]
+    assert sorted(k for batch in held(replaced.batches(3)) for k in batch) == [0, 1, 2, 3]
 
 
 # ---- history ----
 def test_the_history_hash_hangs_on_every_byte_both_ways_and_on_who_said_it():
-    def after(change=0.0, phase_name="echo", names=NAMES, clients=None, round_=1):
-        server, _, toy = make(names)
-        server.round = round_
-        server.ask(getattr(toy, phase_name), x=torch.tensor([1.0, 2.0 + change]), clients=clients)
+    def after(value=2.0, clients=NAMES, number=1, spoil=None):
+        server, engine, toy = make()
+        server.round = number
+        if spoil:
+            server._call = lambda phase, sent: {k: {"x": spoil(v["x"])} for k, v in engine.call(phase, sent).items()}
+        server.ask(toy.mirror, x=torch.tensor([1.0, value]), clients=clients)
         return server.history_hash
 
-    hashes = [after(), after(change=1e-6), after(clients=["a"]), after(clients=["b"]), after(round_=2)]
-    assert len(set(hashes)) == len(hashes)
-    assert after() == hashes[0]
-    server, engine, toy = make()
-    server.round = 1
-    server._call = lambda phase, sent: {k: {**v, "seen": v["seen"].flip(0)} for k, v in engine.call(phase, sent).items()}
-    server.ask(toy.echo, x=torch.tensor([1.0, 2.0]))
-    assert server.history_hash != hashes[0]
+    others = [after(2.000001), after(clients=["a"]), after(clients=["b"]), after(number=2), after(spoil=lambda x: x.flip(0))]
+    assert len({after(), *others}) == 6
+    assert after() == after(spoil=torch.clone)
 
 
 # ---- what survives ----

@@ -189,8 +189,9 @@ def test_carrying_out_uses_every_table_and_keeps_the_config(tmp_path):
     assert result.summary["auc"] is not None
     assert (result.summary["method"], result.summary["model"], result.summary["seed"]) == ("fedprox", "sage-2x4", 3)
     assert "layers.0.neighbour" in result.models["server"]
-    changed = make_recipe({**recipe.config(), "method": {**recipe.config()["method"], "mu": 0.0}})
-    assert changed.carry_out().summary["history_hash"] != result.summary["history_hash"]
+    for table, key, value in (("method", "mu", 0.0), ("model", "dropout", 0.5), ("partition", "seed", 9), ("run", "participation", 0.5)):
+        changed = make_recipe({**recipe.config(), table: {**recipe.config()[table], key: value}})
+        assert changed.carry_out().summary["history_hash"] != result.summary["history_hash"], key
     again = recipe.carry_out(federation=recipe.federation())
     assert again.summary["history_hash"] == result.summary["history_hash"]
     assert again.folder is None
