@@ -133,6 +133,7 @@ BAD = {
     "unknown command": (["rnu"], ["'rnu'", "'run'"]),
     "split that does not add up": (["run", *SMALL, "--split", "20/40/50"], ["split", "20/40/50", "20/40/40"]),
     "mixed models to average": (["run", *SMALL, "--model", "gcn,gat"], ["model", "one model for all clients"]),
+    "mixed models beside": (["run", "--method", "local", *SMALL, "--model", "gcn,gat", "--beside", "fedavg"], ["fedavg", "one model"]),
     "no such recipe": (["run", "missing.toml"], ["missing.toml"]),
     "no such run": (["show", "nowhere"], ["nowhere"]),
     "out is a file": (["run", *SMALL, "--rounds", "1", "--out", "taken"], ["out", "taken"]),
@@ -151,7 +152,7 @@ def test_bad_input_is_one_line_that_names_it(case, tmp_path, here):
     (tmp_path / "broken.toml").write_text("[partition\n")
     arguments, words = BAD[case]
     done = here(*arguments, cwd=tmp_path)
-    if case == "node partition for graphs" and "mutag" in done.stderr and "looked" in done.stderr:
+    if case == "node partition for graphs" and "mutag" in done.stderr and "Looked in" in done.stderr:
         pytest.skip("no MUTAG: not under FEDLOOM_DATA, not beside the project, and no network")
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""

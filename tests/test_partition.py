@@ -383,7 +383,7 @@ def test_the_whole_graph_carries_the_clients_masks():
 
 
 def test_about_says_where_it_came_from():
-    federation = divide(clubs(), 5, "louvain", 7, cross_edges="known", inductive=True, options={"delta": 10}, split="60/20/20")
+    federation = divide(clubs(), 5, "louvain", 7, inductive=True, options={"delta": 10}, split="60/20/20")
     about = dict(federation.about)
     kept, lost = about.pop("edges_kept"), about.pop("edges_cut")
     assert kept + lost == clubs().num_edges // 2
@@ -391,8 +391,10 @@ def test_about_says_where_it_came_from():
     assert federation.inductive
     assert about == {
         "dataset": "clubs", "partition": "louvain", "clients": 5, "options": {"delta": 10, "resolution": 1.0}, "seed": 7,
-        "split": "60/20/20", "split_seed": 7, "cross_edges": "known", "inductive": True,
+        "split": "60/20/20", "split_seed": 7, "cross_edges": "none", "inductive": True,
     }  # fmt: skip
+    with pytest.raises(ConfigError, match="inductive"):  # training would see the cut edges of held-out nodes
+        divide(clubs(), 5, "louvain", 7, cross_edges="known", inductive=True)
 
 
 def test_split_seed_changes_the_split_only():

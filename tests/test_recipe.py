@@ -39,9 +39,6 @@ def test_what_is_no_assignment_is_refused_with_an_example(text):
         override({}, [text])
 
 
-@pytest.mark.xfail(
-    strict=True, raises=TypeError, reason='BUG: method = "fedavg" in a file and --rounds on the command line end in a traceback'
-)
 def test_an_assignment_into_what_is_no_table_is_refused():
     with pytest.raises(ConfigError, match="method"):
         make_recipe(override({"method": "fedavg"}, ["method.rounds=3"]))
@@ -119,7 +116,6 @@ def test_partition_options_lie_beside_the_tables_own_keys():
     }  # fmt: skip
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: config says every default is filled in; the partitioner's are not")
 def test_the_config_has_the_partitioners_defaults():
     assert make_recipe({}).config()["partition"]["delta"] == 20
 

@@ -103,7 +103,6 @@ def test_columns_of_a_wider_tensor_and_of_a_transposed_one():
     assert torch.equal(sparse @ wide.view(4, 3).t(), sparse.dense() @ wide.view(4, 3).t())
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: a tensor with too many rows is multiplied without a word, the surplus is ignored")
 def test_a_tensor_that_does_not_fit_is_refused():
     with pytest.raises((RuntimeError, ValueError, AssertionError)):
         Sparse.from_dense(torch.eye(3, 4)) @ torch.ones(9, 2)

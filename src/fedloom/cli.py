@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from inspect import getdoc, getmodule
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -19,7 +20,7 @@ from fedloom.data.datasets import catalogue, find
 from fedloom.data.holdings import holdings, plot_holdings
 from fedloom.data.partition import partitions
 from fedloom.data.split import clients_without_training
-from fedloom.errors import FedloomError, unknown
+from fedloom.errors import ConfigError, FedloomError, unknown
 from fedloom.method import Method, method_class, method_names
 from fedloom.models import models
 from fedloom.recipe import Recipe, make_recipe, override, read_tables
@@ -27,8 +28,8 @@ from fedloom.runs import Result, read_run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Federated graph learning.")
 # Tables keep their columns when the output is a pipe or a file.
-out = Console(width=None if sys.stdout.isatty() else 160)
-err = Console(stderr=True)
+out = Console(width=None if sys.stdout.isatty() else 160, markup=False)
+err = Console(stderr=True, markup=False, soft_wrap=True)
 
 Set = Annotated[list[str], typer.Option("--set", help="table.key=value, e.g. method.lr=0.02; may be repeated")]
 Text = Annotated[str | None, typer.Option()]
@@ -54,9 +55,11 @@ def run(
     flags = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
     base = override(tables_, [*flags, *set_])
     chosen = make_recipe(base)
-    others = [make_recipe(_as_baseline(base, name)) for name in beside.split(",") if name]
+    others = [make_recipe(_as_baseline(base, name)) for name in beside.replace(" ", "").split(",") if name]
     err.print(f"loading {chosen.data.dataset}, {chosen.partition.clients} clients by {chosen.partition.name}", style="dim")
     federation = chosen.federation()
+    for recipe_ in (chosen, *others):
+        recipe_.check(federation)
     if idle := clients_without_training(federation):
         err.print(f"no training item at client {', '.join(idle)}: takes part, its loss is 0", style="yellow")
     result = _with_progress(chosen, lambda step: chosen.carry_out(_fresh_folder(chosen, out_), step, federation=federation))
@@ -65,15 +68,19 @@ def run(
 
 
 def _as_baseline(base: dict[str, Any], name: str) -> dict[str, Any]:
-    """The same recipe for another method: its number of rounds is kept, settings that only the first method has are not."""
-    rounds = {"rounds": base["method"]["rounds"]} if "rounds" in base.get("method", {}) else {}
-    return {**base, "method": {"name": name, **rounds}, "run": {**base.get("run", {}), "evaluation": ""}}
+    """The same recipe for another method, with as much training; learning rates and optimisers are each method's own."""
+    shared = {f.name for f in fields(method_class(name))} & {"rounds", "epochs", "batch_size", "weight_decay"}
+    kept = {key: value for key, value in base.get("method", {}).items() if key in shared}
+    return {**base, "method": {"name": name, **kept}, "run": {**base.get("run", {}), "evaluation": ""}}
 
 
 @app.command()
 def resume(folder: Annotated[Path, typer.Argument(help="a run folder with a checkpoint")], as_json: AsJson = False) -> None:
     """Go on with a run that was stopped; the result is the same, to the bit, as if it had not been."""
-    recipe = make_recipe(read_run(folder).summary["config"])
+    config = read_run(folder).summary["config"]
+    if "partition" not in config:
+        raise ConfigError(f"{folder} was made from Python with a federation of its own: fedloom.run(..., out=folder, resume=True) there")
+    recipe = make_recipe(config)
     _print(_with_progress(recipe, lambda step: recipe.carry_out(folder, step, resume=True)), as_json)
 
 
@@ -157,8 +164,13 @@ def _with_progress(recipe: Recipe, work: Callable[[Callable[[dict[str, Any], int
             nonlocal last
             last = f"val {tables.percent(entry['val_accuracy'])}" if "val_accuracy" in entry else last
             bar.update(task, completed=entry["round"], total=planned, score=last)
-            if not err.is_terminal and (entry["round"] * 10) // planned > ((entry["round"] - 1) * 10) // planned:
-                err.print(f"{recipe.method}: round {entry['round']} of {planned}, {last}", style="dim", highlight=False)
+            done = entry["round"]
+            if (
+                not err.is_terminal
+                and entry.get("stage") != "finetune"
+                and done * 10 // max(planned, 1) > (done - 1) * 10 // max(planned, 1)
+            ):
+                err.print(f"{recipe.method}: round {done} of {planned}, {last}", style="dim", highlight=False)
 
         return work(step)
 
@@ -176,6 +188,8 @@ def _print(result: Result, as_json: bool, compared: list[Result] | None = None) 
 
 def main() -> None:
     """Entry point of `fedloom`: every error of input is one line on stderr and exit code 2."""
+    if len(sys.argv) == 1:
+        sys.argv.append("--help")
     try:
         sys.exit(app(standalone_mode=False))  # 130 after Ctrl-C
     except click.exceptions.Abort:

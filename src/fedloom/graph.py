@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -204,10 +205,19 @@ class Graph:
                 raise DataError(f"{who}: {one} and {other} overlap, first at item {where}")
         if self.batch is not None:
             ascending = bool((self.batch[1:] >= self.batch[:-1]).all())
-            if len(self.batch) != n or not ascending or self.batch.min() < 0 or self.batch.max() >= len(self.y):
+            shaped = self.batch.dtype == torch.int64 and self.batch.shape == (n,)
+            if not shaped or not ascending or self.batch.min() < 0 or self.batch.max() >= len(self.y):
                 raise DataError(f"{who}: batch must give every node its graph, ascending, 0 to {len(self.y) - 1}")
-        if self.edge_weight is not None and len(self.edge_weight) != self.num_edges:
-            raise DataError(f"{who}: edge_weight has {len(self.edge_weight)} values for {self.num_edges} edges")
+        if self.edge_weight is not None:
+            if self.edge_weight.dim() != 1 or len(self.edge_weight) != self.num_edges:
+                raise DataError(f"{who}: edge_weight has {len(self.edge_weight)} values for {self.num_edges} edges, must be one for each")
+            if not (torch.isfinite(self.edge_weight) & (self.edge_weight >= 0)).all():
+                raise DataError(f"{who}: edge_weight must hold finite numbers, none of them negative")
+        cut = self.cross_edges
+        if cut.dtype != torch.int64 or cut.dim() != 2 or cut.shape[0] != 4:
+            raise DataError(f"{who}: cross_edges must be [4, cut] int64, got {list(cut.shape)} {cut.dtype}")
+        if cut.numel() and (cut[0].min() < 0 or cut[0].max() >= n):
+            raise DataError(f"{who}: cross_edges: own nodes must be 0 to {n - 1}")
         if len(self.node_id) != n:
             raise DataError(f"{who}: node_id has {len(self.node_id)} values for {n} nodes")
         return self
@@ -228,7 +238,7 @@ def _normalised(graph: Graph, kind: str) -> Sparse:
         scale = degree.clamp(min=1e-12).rsqrt().where(degree > 0, 0.0)
         weight = scale[target] * weight * scale[source]
     elif kind in ("row", "mean"):
-        weight = weight / degree[target]
+        weight = weight / degree.where(degree != 0, 1.0)[target]
     elif kind != "sum":
         raise ValueError(f"adjacency kind {kind!r}: valid are sym, row, mean, sum, sym-bare")
     return Sparse.from_edges(target, source, weight, (n, n))
@@ -277,8 +287,11 @@ class Federation:
         """Gives the federation back, or raises a DataError that names the party and the field."""
         if not self.graphs:
             raise DataError("graphs is empty: a federation needs at least one party")
-        if len(set(self.names)) != len(self.graphs):
+        if not len(set(self.names)) == len(self.names) == len(self.graphs):
             raise DataError(f"names must be {len(self.graphs)} different names, got {list(self.names)}")
+        for name in self.names:  # they become names of files and of tensors
+            if not re.fullmatch(r"[\w.-]+", name) or name == "server":
+                raise DataError(f"names: {name!r} is not a valid one: letters, digits, '_', '-' and '.', and not 'server'")
         first = self.graphs[0].check()
         for name, graph in zip(self.names, self.graphs, strict=True):
             graph.check()

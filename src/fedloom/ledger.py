@@ -72,7 +72,7 @@ class Ledger:
             if not since:
                 table.writerow(f.name for f in fields(Booking))
             table.writerows(astuple(row) for row in self.rows[since:])
-        if any(row.schema >= self._written for row in self.rows[since:]):
+        if not since or any(row.schema >= self._written for row in self.rows[since:]):
             listing = [[{"name": name, "dtype": dtype, "shape": shape} for name, dtype, shape in schema] for schema in self.schemas]
             (folder / "schemas.json").write_text(json.dumps(listing, indent=1) + "\n")
             self._written = len(self.schemas)
@@ -84,6 +84,8 @@ class Ledger:
         self._numbers, self._written = {schema: k for k, schema in enumerate(self.schemas)}, len(self.schemas)
         with open(folder / "ledger.csv", newline="") as file:
             rows = list(islice(csv.DictReader(file), count))
+        if len(rows) < count:
+            raise ValueError(f"ledger.csv has lost lines: {len(rows)} of {count}")
         numbers = ("round", "bytes", "scalars", "schema")
         self.rows = [Booking(**{key: int(value) if key in numbers else value for key, value in row.items()}) for row in rows]  # type: ignore[arg-type]
 

@@ -9,6 +9,7 @@ import math
 import operator
 import pkgutil
 import re
+import sys
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -97,7 +98,7 @@ def phase(**reply: str) -> Callable[[F], F]:
     return mark
 
 
-_TENSOR = re.compile(r"(?P<dtype>" + "|".join(DTYPES) + r")\[(?P<dims>[\w,+ ]*)\]")
+_TENSOR = re.compile(r"(?P<dtype>" + "|".join(DTYPES) + r")\[(?P<dims>[\w, ]*)\]")
 
 
 def expected_reply(method: Method, phase: Any, message: Message, model: Schema, facts: Facts) -> Schema:
@@ -212,7 +213,11 @@ def _import_file(path: Path) -> types.ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module  # dataclasses and inspect look it up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"method: {str(path)!r} cannot be imported ({type(error).__name__}: {error})") from error
     return module
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from fedloom import learn, models, task
-from fedloom.errors import ConfigError, MessageError
+from fedloom.errors import ConfigError, MessageError, unknown
 from fedloom.graph import Graph
 from fedloom.ledger import Ledger
-from fedloom.message import Message, Schema, check, flatten, tree_map
+from fedloom.message import Message, Schema, check, flatten, schema_of, tree_map
 from fedloom.method import expected_reply, require_names, weights_schema
 from fedloom.models import Model
 
@@ -94,7 +94,7 @@ class Client:
         Which graphs share a batch is drawn once, so that a batch's adjacency is normalised once; epochs differ in the order.
         """
         if self.graph.task == "node":
-            return [self.graph]
+            return [self.graph] if self.graph.train.any() else []  # Adam would scale the bare L2 penalty up to full steps
         of_graph, of_size, batches = self._batches
         if of_graph is not self.graph or of_size != size:
             items = self.graph.train.nonzero().flatten()
@@ -161,6 +161,8 @@ class Replies(Mapping[str, Message]):
 
     def shares(self, weight: Weights | None = None) -> dict[str, float]:
         """The answering clients' weights, scaled to sum to 1; refuses negative, non-finite and all-zero ones."""
+        if not self:
+            raise MessageError("nobody answered: there is nothing to average")
         raw = {c: 1.0 if weight is None else float(weight[c]) for c in self}
         for client, value in raw.items():
             if not 0 <= value < float("inf"):
@@ -206,6 +208,7 @@ class Server:
         self.history_hash = hashlib.sha256(b"fedloom").digest()
         self._method, self._call, self._rules, self._observer = method, call, rules, observer
         self._last_round = False
+        self.in_round, self.over = False, False  # over: the observer wants no further round
         self.seconds_evaluating = 0.0
 
     # ---- what run may ask for ----
@@ -222,11 +225,14 @@ class Server:
 
     def rounds(self, count: int) -> Iterator[int]:
         """Numbers the rounds 1..count and draws who takes part in each. What must outlive a round belongs in `state`."""
+        if self.round:
+            raise RuntimeError("rounds: a run has one round loop; what comes before or after it is asked outside")
         self.round = done = self._observer.entered_rounds(self, count)
-        for number in range(done + 1, count + 1):
+        for number in range(done + 1, (done if self.over else count) + 1):
             self.round, self._last_round = number, number == count
-            self.participants = self._draw()
+            self.participants, self.in_round = self._draw(), True
             yield number
+            self.in_round = False
             if self._observer.finished_round(self):
                 break
         self.participants = self.clients
@@ -240,7 +246,11 @@ class Server:
         on top of what all get (then its keys say whom to ask). message: what all get.
         """
         name = phase.__name__
+        for content in (message, *(each or {}).values()):
+            check(content, schema_of(content), f"to the clients in {name!r}")
         wanted = set(each if each is not None else self.participants if clients is None else clients)
+        for client in sorted(wanted - set(self.clients)):
+            raise unknown("client", client, self.clients)
         asked = [c for c in self.clients if c in wanted]
         messages = {c: {**message, **(each[c] if each is not None else {})} for c in asked}
         for client, content in messages.items():
@@ -268,7 +278,7 @@ class Server:
 
         common: the shared model, sent along if the run evaluates shared models; else each client takes its own.
         """
-        due = self._last_round or stage != "train" or self.round % self._rules.evaluate_every == 0
+        due = self._last_round or not self.in_round or stage != "train" or self.round % self._rules.evaluate_every == 0
         if not due:
             return
         begun = time.perf_counter()
@@ -312,7 +322,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 def snapshot(value: Any) -> Any:
     """A copy of a state (tensors, models, optimisers, random streams, in dicts) as a nested dict of tensors."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return value.detach().clone(memory_format=torch.contiguous_format)
     if isinstance(value, dict):
         return {key: saved for key, v in value.items() if not _is_empty(saved := snapshot(v))}
     if isinstance(value, nn.Module):

@@ -16,7 +16,7 @@ from fedloom.data.partition import divide, partition_settings
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.graph import Federation
 from fedloom.method import check_setting, make_method, method_class, setting
-from fedloom.runs import Result, RunSettings, evaluation, run
+from fedloom.runs import Result, RunSettings, agree_on_facts, evaluation, run
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Recipe:
     def config(self) -> dict[str, Any]:
         """The whole recipe, every default filled in: what the run folder keeps, and what runs again as it is."""
         method = make_method(self.method, self.method_settings)
-        partition = {**_values(self.partition), "seed": self.partition_seed, **self.options}
+        partition = {**_values(self.partition), "seed": self.partition_seed, **partition_settings(self.partition.name), **self.options}
         return {
             "data": {**_values(self.data), "split": self.split}, "partition": partition, "model": _values(self.model),
             "method": {"name": self.method, **method.settings()}, "run": _values(self.run),
@@ -103,6 +103,11 @@ class Recipe:
             cross_edges=self.partition.cross_edges,  # type: ignore[arg-type]  # one of its choices
             split=self.split, inductive=self.data.inductive, options=self.options,
         )  # fmt: skip
+
+    def check(self, federation: Federation) -> None:
+        """Raises a ConfigError if the recipe's method and models do not fit the federation: before anything runs."""
+        method = make_method(self.method, self.method_settings)
+        agree_on_facts(method, self.method, federation, self.model.name, self.model.dropout, self.run)
 
     def carry_out(
         self, out: Path | None = None, on_round: Callable[[dict[str, Any], int], None] | None = None, *,
@@ -140,7 +145,9 @@ def override(tables: dict[str, dict[str, Any]], assignments: Iterable[str]) -> d
         if match is None:
             raise ConfigError(f"--set takes table.key=value, for example method.lr=0.02; got {assignment!r}")
         table, key, text = match.groups()
-        changed.setdefault(table, {})[key] = _value(text)
+        if not isinstance(changed.setdefault(table, {}), dict):
+            raise ConfigError(f"{table} is {changed[table]!r}, must be a table: [{table}]")
+        changed[table][key] = _value(text)
     return changed
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import safetensors
 import torch
@@ -24,10 +24,12 @@ from fedloom.engines import engine_class, engine_names
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.graph import Federation
 from fedloom.learn import weights
+from fedloom.ledger import Ledger
 from fedloom.message import Message, flatten, unflatten
 from fedloom.method import Method, check_setting, make_method, setting
 from fedloom.party import Client, Facts, Replies, Rules, Server, restore, snapshot
 
+Checkpoint: TypeAlias = tuple[dict[str, Any], Message, list[dict[str, Any]], Ledger]
 METRICS = ("accuracy", "f1_macro", "f1_present", "f1_weighted", "auc")
 
 
@@ -43,7 +45,7 @@ class RunSettings:
     patience: int = setting(0, "stop after so many evaluations without a better validation accuracy (0 = never)", at_least=0)
     checkpoint_every: int = setting(0, "rounds between checkpoints to resume from (0 = none)", at_least=0)
     auc: bool = setting(False, "AUC also for more than two classes (two-class tasks always have it)")
-    threads: int = setting(1, "threads of one tensor operation; results are promised to be the same bits for the same number", at_least=1)
+    threads: int = setting(1, "threads of a tensor operation; the same number gives the same bits", at_least=1, at_most=1024)
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -98,14 +100,15 @@ def run(
     else:
         name, chosen = method, make_method(method, of_method)
     federation = (federation.pooled() if chosen.pooled else federation).check()
-    facts = _facts(chosen, name, federation, model, dropout, rules)
+    facts = agree_on_facts(chosen, name, federation, model, dropout, rules)
     record = Recorder(federation, rules, _folder(out, resume), on_round)
     record.config = dict(config or _config(name, chosen, federation, model, dropout, rules))
     with _threads(rules.threads):
         return record.carry_out(name, chosen, facts, resume, seconds_loading)
 
 
-def _facts(method: Method, name: str, federation: Federation, model: str, dropout: float, rules: RunSettings) -> Facts:
+def agree_on_facts(method: Method, name: str, federation: Federation, model: str, dropout: float, rules: RunSettings) -> Facts:
+    """What every party will know before training, or a ConfigError if method, models and data do not fit each other."""
     if not 0 <= dropout < 1:
         raise ConfigError(f"model.dropout is {dropout!r}, must be at least 0 and below 1")
     if federation.task not in method.tasks:
@@ -173,7 +176,7 @@ class Recorder:
         self.planned = 0
         self._evaluation: dict[str, Any] = {}
         self._booked = 0
-        self._resumed: Path | None = None
+        self._pending: Checkpoint | None = None  # read, and to be put back when the round loop begins
 
     # ---- the whole of it ----
     def carry_out(self, name: str, method: Method, facts: Facts, resume: bool, seconds_loading: float) -> Result:
@@ -182,7 +185,8 @@ class Recorder:
         self.name = name
         rules = Rules(evaluation(method, name, self.rules.evaluation), self.rules.participation, self.rules.evaluate_every)
         if resume:
-            self._resumed = self.folder
+            assert self.folder is not None
+            self._pending = self._read_checkpoint(self.folder)  # refuse before anything in the folder is touched
         elif self.folder:
             _write(self.folder / "config.json", json.dumps(self.config, indent=1) + "\n")
         graphs = zip(self.federation.names, self.federation.graphs, strict=True)
@@ -212,10 +216,10 @@ class Recorder:
         self.planned = count
         self._loop_began = time.perf_counter()
         self.seconds["setup"] = self._loop_began - self._began
-        if self._resumed is None:
+        if self._pending is None:
             self._flush(server)
             return 0
-        return self._load_checkpoint(server, self._resumed)
+        return self._put_back(server)
 
     def evaluated(self, server: Server, replies: Replies, stage: str) -> None:
         """Turns the clients' confusion matrices into scores, each client's and averaged."""
@@ -232,7 +236,7 @@ class Recorder:
             **{f"{m}_mean": task.average(column, equal) for m, column in columns.items()},
             "clients": rows,
         }
-        if stage != "train":
+        if stage != "train" or not server.in_round:
             self._close_entry(server)
 
     def finished_round(self, server: Server) -> bool:
@@ -241,6 +245,9 @@ class Recorder:
         every = self.rules.checkpoint_every
         if self.folder and every and server.round % every == 0:
             self._save_checkpoint(server)
+        return self._out_of_patience()
+
+    def _out_of_patience(self) -> bool:
         if not self.rules.patience:
             return False
         marks = [e["val_accuracy"] for e in self.history if e.get("val_accuracy") is not None]
@@ -273,11 +280,11 @@ class Recorder:
         if isinstance(server.state.get("model"), dict):
             final["server"] = server.state["model"]
         summary = self._summary(server, status, cause, evaluation)
-        if self.folder:
+        if self.folder and self._pending is None:  # a resume that ended before its checkpoint was put back leaves all as it was
             self._flush(server)
             (self.folder / "models").mkdir(exist_ok=True)
             for owner, content in final.items():
-                save_file({n: t.contiguous() for n, t in content.items()}, self.folder / "models" / f"{_safe(owner)}.safetensors")
+                save_file({n: t.contiguous() for n, t in content.items()}, self.folder / "models" / f"{owner}.safetensors")
             _write(self.folder / "summary.json", json.dumps(summary, indent=1) + "\n")
         return Result(summary, self.history, final, self.folder)
 
@@ -325,7 +332,7 @@ class Recorder:
         tensors = flatten(snapshot({"server": {"state": server.state, "streams": server.streams}, "clients": self.engine.snapshot()}))
         meta = {
             "round": server.round, "history": len(self.history), "booked": len(server.ledger.rows),
-            "hash": server.history_hash.hex(), "evaluating": server.seconds_evaluating, "seed": self.rules.seed,
+            "hash": server.history_hash.hex(), "seed": self.rules.seed,
         }  # fmt: skip
         target, fresh = self.folder / "checkpoint.safetensors", self.folder / "checkpoint.new"
         save_file(tensors, fresh, metadata={"fedloom": json.dumps(meta)})
@@ -333,28 +340,42 @@ class Recorder:
             os.fsync(file.fileno())
         os.replace(fresh, target)
 
-    def _load_checkpoint(self, server: Server, folder: Path) -> int:
-        path = folder / "checkpoint.safetensors"
+    def _read_checkpoint(self, folder: Path) -> Checkpoint:
+        path, ledger = folder / "checkpoint.safetensors", Ledger()
         try:
             with safetensors.safe_open(path, "pt") as file:
                 meta = json.loads(file.metadata()["fedloom"])
             saved = unflatten(load_file(path))
             lines = (folder / "history.jsonl").read_text().splitlines()[: meta["history"]]
-            self.history = [json.loads(line) for line in lines]
-            server.ledger.read(folder, meta["booked"])
+            history = [json.loads(line) for line in lines]
+            ledger.read(folder, meta["booked"])
+            if len(history) < meta["history"]:
+                raise DataError(f"resume: history.jsonl in {str(folder)!r} has lost lines: {len(history)} of {meta['history']}")
         except FileNotFoundError as error:
             lacking = Path(error.filename or path).name
             raise DataError(f"resume: {str(folder)!r} has no {lacking}; only runs with run.checkpoint_every > 0 can go on") from error
-        except (safetensors.SafetensorError, json.JSONDecodeError, KeyError, TypeError) as error:
+        except DataError:
+            raise
+        except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"resume: {path.name} in {str(folder)!r} is damaged ({error})") from error
+        if meta["seed"] != self.rules.seed:
+            raise ConfigError(f"resume: the run in {str(folder)!r} has seed {meta['seed']}, not {self.rules.seed}")
+        return meta, saved, history, ledger
+
+    def _put_back(self, server: Server) -> int:
+        assert self.folder is not None
+        assert self._pending is not None
+        meta, saved, self.history, server.ledger = self._pending
         restore(server.state, saved.get("server", {}).get("state", {}))
         for purpose, state in saved.get("server", {}).get("streams", {}).items():
             server.rng(purpose).set_state(state)
         self.engine.restore(saved.get("clients", {}))
-        server.history_hash, server.seconds_evaluating = bytes.fromhex(meta["hash"]), meta["evaluating"]
-        _write(folder / "history.jsonl", "".join(line + "\n" for line in lines))
-        server.ledger.write(folder, since=0)
-        self._booked = len(server.ledger.rows)
+        server.history_hash, server.seconds_evaluating = bytes.fromhex(meta["hash"]), 0.0
+        server.over = self._out_of_patience()
+        (self.folder / "summary.json").unlink(missing_ok=True)  # of the run that stopped; killed from here on, it is unfinished
+        _write(self.folder / "history.jsonl", "".join(json.dumps(entry) + "\n" for entry in self.history))
+        server.ledger.write(self.folder, since=0)
+        self._booked, self._pending = len(server.ledger.rows), None
         return int(meta["round"])
 
 
@@ -369,10 +390,6 @@ def _write(path: Path, text: str) -> None:
     os.replace(fresh, path)
 
 
-def _safe(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
-
-
 def _versions() -> dict[str, str]:
     packages = ("fedloom", "torch", "torch_geometric", "numpy", "scipy", "scikit-network", "pymetis", "safetensors")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
@@ -384,13 +401,16 @@ def read_run(folder: str | Path) -> Result:
     try:
         finished = (folder / "summary.json").exists()
         summary = json.loads((folder / ("summary.json" if finished else "config.json")).read_text())
-        lines = (folder / "history.jsonl").read_text().splitlines() if (folder / "history.jsonl").exists() else []
-        history = [json.loads(line) for line in lines]
+        written = (folder / "history.jsonl").read_text() if (folder / "history.jsonl").exists() else ""
+        # What follows the last line's end was being written when the run was killed.
+        history = [json.loads(line) for line in written[: written.rfind("\n") + 1].splitlines()]
         kept = {p.stem: load_file(p) for p in sorted((folder / "models").glob("*.safetensors"))}
     except OSError as error:
         raise DataError(f"run: {str(folder)!r} is not a run folder ({Path(error.filename).name}: {error.strerror})") from error
-    except (json.JSONDecodeError, safetensors.SafetensorError) as error:
+    except (ValueError, safetensors.SafetensorError) as error:
         raise DataError(f"run: {str(folder)!r} is damaged ({error})") from error
+    if not isinstance(summary, dict) or (finished and not {"status", "config"} <= summary.keys()):
+        raise DataError(f"run: {str(folder)!r} is damaged ({'summary' if finished else 'config'}.json is not a run's)")
     if not finished:
         summary = {"status": "unfinished", "config": summary, "rounds": history[-1]["round"] if history else 0}
     return Result(summary, history, kept, folder)

@@ -58,6 +58,8 @@ class Sparse:
 
     def __matmul__(self, dense: Tensor) -> Tensor:
         """`self @ dense` for a dense [columns, width] tensor; differentiable in `dense`."""
+        if dense.shape[0] != self.shape[1]:
+            raise ValueError(f"a {list(self.shape)} matrix does not multiply a {list(dense.shape)} tensor")
         return _Product.apply(dense, self)  # type: ignore[no-untyped-call]
 
 

@@ -27,7 +27,7 @@ UNDEFINED = -1.0  # an AUC that does not exist travels as this: messages carry f
 
 def auc(logits: Tensor, y: Tensor, mask: Tensor) -> float:
     """One-against-rest area under the ROC curve, mean over the classes that have both kinds of item; UNDEFINED if none has."""
-    probability, labels = logits[mask].softmax(1), y[mask]
+    probability, labels = logits[mask].double().softmax(1), y[mask]  # float32 rounds confident ones to 1
     areas = []
     for c in labels.unique().tolist():
         positive, negative = probability[labels == c, c].contiguous(), probability[labels != c, c].sort().values

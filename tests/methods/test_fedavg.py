@@ -62,7 +62,7 @@ def test_finetuning_moves_only_the_clients(node_federation):
 def test_global_evaluation_scores_the_average_not_the_clients(node_federation):
     local = run("fedavg", node_federation, model="gcn-2x8", rounds=2, lr=0.05)
     shared = run("fedavg", node_federation, model="gcn-2x8", rounds=2, lr=0.05, evaluation="global")
-    assert local.summary["evaluation"], shared.summary["evaluation"] == ("local", "global")
+    assert (local.summary["evaluation"], shared.summary["evaluation"]) == ("local", "global")
     assert all(torch.equal(local.models["server"][k], shared.models["server"][k]) for k in local.models["server"])
     assert [c["accuracy"] for c in local.per_client] != [c["accuracy"] for c in shared.per_client]
     assert shared.traffic["measuring"]["scalars_down"] > 0

@@ -111,6 +111,8 @@ def divide(
         raise unknown("cross_edges", str(cross_edges), ("none", "known"))
     if cross_edges == "known" and graph.task == "graph":
         raise ConfigError(f"cross_edges 'known': {graph.name!r} is a set of graphs, no partition cuts its edges; use 'none'")
+    if cross_edges == "known" and inductive:
+        raise ConfigError("cross_edges 'known' and inductive: training would see the cut edges of held-out nodes; choose one of the two")
     check_split(split)  # before the partition, which may take seconds
     split_seed = seed if split_seed is None else split_seed
     owner = assign(graph, clients, partition, seed, **(options or {}))

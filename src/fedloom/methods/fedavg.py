@@ -41,7 +41,7 @@ class FedAvg(Local):
     def setup(self, client: Client) -> Message:
         """As in Local; and the client's size, once."""
         super().setup(client)
-        return {"size": torch.tensor(client.graph.num_items)}
+        return {"size": torch.tensor(max(1, client.graph.num_items))}  # an inductive client may have nothing to train on
 
     @phase(model="=model")
     def train(self, client: Client, model: Message) -> Message:  # type: ignore[override]
