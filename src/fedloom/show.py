@@ -53,7 +53,7 @@ def result(summary: Mapping[str, Any], beside: Sequence[Mapping[str, Any]] = ())
     """A run's result: scores (with other runs beside it, if given), each client's, traffic and time."""
     if summary["status"] == "unfinished":
         return Text(f"unfinished, last round {summary['rounds']}; `fedloom resume` goes on from its checkpoint, if it has one")
-    parts: list[RenderableType] = [_headline(summary), _scores([summary, *beside]), _clients(summary), _traffic(summary)]
+    parts: list[RenderableType] = [_headline(summary), _scores([summary, *beside]), _clients(summary, beside), _traffic(summary)]
     if summary.get("without_training_items"):
         idle = ", ".join(summary["without_training_items"])
         parts.insert(1, Text(f"clients without a training item: {idle} (they take part, their loss is 0)", style="yellow"))
@@ -81,13 +81,16 @@ def _scores(summaries: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _clients(s: Mapping[str, Any]) -> Table:
+def _clients(s: Mapping[str, Any], beside: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title="clients", title_justify="left")
-    for heading in ("id", "nodes", "train", "val", "test", "accuracy", "F1 macro"):
+    # Who gains and who loses: what other methods reach for the same client (a pooled one has no such client).
+    others = [o for o in beside if [c["id"] for c in o["per_client"]] == [c["id"] for c in s["per_client"]]]
+    for heading in ("id", "nodes", "train", "val", "test", "accuracy", *(f"{o['method']}'s" for o in others), "F1 macro"):
         table.add_column(heading, justify="right")
     shown = s["per_client"][:20]
-    for c in shown:
-        table.add_row(c["id"], *(str(c[k]) for k in ("nodes", "train", "val", "test")), percent(c["accuracy"]), percent(c["f1"]))
+    for k, c in enumerate(shown):
+        accuracies = (percent(run["per_client"][k]["accuracy"]) for run in (s, *others))
+        table.add_row(c["id"], *(str(c[part]) for part in ("nodes", "train", "val", "test")), *accuracies, percent(c["f1"]))
     if len(shown) < len(s["per_client"]):
         table.add_row("…", f"and {len(s['per_client']) - len(shown)} more in summary.json")
     return table
