@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 import pytest
 
+import fedloom
 from fedloom.cli import main
 from fedloom.data.datasets import find
 
 SMALL = ["--dataset", "synthetic:nodes=150,classes=3,features=8", "--clients", "3", "--partition", "random", "--model", "gcn-2x8"]
 
 
-def fedloom(*arguments, cwd, **kwargs):
+def command(*arguments, cwd, **kwargs):
     return subprocess.run(
         [sys.executable, "-c", "from fedloom.cli import main; main()", *map(str, arguments)],
         cwd=cwd, capture_output=True, text=True, timeout=120, check=False, **kwargs,
@@ -46,7 +47,7 @@ def here(monkeypatch, capsys):
 
 
 def test_json_is_one_object_and_nothing_else(tmp_path):
-    done = fedloom("run", *SMALL, "--rounds", 3, "--out", "x", "--json", "--beside", "local", cwd=tmp_path)
+    done = command("run", *SMALL, "--rounds", 3, "--out", "x", "--json", "--beside", "local", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     for key in (
@@ -83,6 +84,17 @@ def test_a_run_is_shown_again_and_its_config_runs_again(tmp_path, here):
         "server.safetensors",
     }
     assert len((tmp_path / "x" / "history.jsonl").read_text().splitlines()) == 2
+
+
+def test_help_does_not_wait_for_torch(tmp_path):
+    check = "import sys, fedloom.cli; assert not {'torch', 'scipy', 'sklearn'} & sys.modules.keys()"
+    assert subprocess.run([sys.executable, "-c", check], cwd=tmp_path, check=False).returncode == 0
+
+
+def test_every_public_name_is_there():
+    assert all(getattr(fedloom, name) is not None for name in fedloom.__all__)
+    with pytest.raises(AttributeError, match="divide"):
+        _ = fedloom.dvide
 
 
 def test_recipes_options_and_set_override_each_other_in_that_order(tmp_path, here):
@@ -261,7 +273,7 @@ def test_ctrl_c_leaves_a_readable_folder_and_exits_130(tmp_path):
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
-    summary = json.loads(fedloom("show", "x", "--json", cwd=tmp_path).stdout)
+    summary = json.loads(command("show", "x", "--json", cwd=tmp_path).stdout)
     assert summary["status"] == "stopped"
     assert summary["rounds"] > 5
     assert summary["accuracy"] is not None
@@ -271,14 +283,14 @@ def test_kill_9_then_resume_gives_the_bits_of_an_unbroken_run(tmp_path):
     process = start_long_run(tmp_path, "--set", "run.checkpoint_every=2")
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=30)
-    shown = fedloom("show", "x", cwd=tmp_path)
+    shown = command("show", "x", cwd=tmp_path)
     assert shown.returncode == 0
     assert "unfinished" in shown.stdout
     config = json.loads((tmp_path / "x" / "config.json").read_text())
     done = len((tmp_path / "x" / "history.jsonl").read_text().splitlines())
     config["method"]["rounds"] = done + 3
     (tmp_path / "x" / "config.json").write_text(json.dumps(config))
-    resumed = fedloom("resume", "x", "--json", cwd=tmp_path)
+    resumed = command("resume", "x", "--json", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
-    unbroken = fedloom("run", *SMALL, "--rounds", done + 3, "--set", "run.checkpoint_every=2", "--out", "y", "--json", cwd=tmp_path)
+    unbroken = command("run", *SMALL, "--rounds", done + 3, "--set", "run.checkpoint_every=2", "--out", "y", "--json", cwd=tmp_path)
     assert json.loads(resumed.stdout)["history_hash"] == json.loads(unbroken.stdout)["history_hash"]

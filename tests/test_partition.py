@@ -12,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
+from torch_geometric.data import Data
 
 from fedloom.data import partition as module
 from fedloom.data.partition import assign, divide, partition_settings, partitions
-from fedloom.errors import ConfigError, FedloomError
+from fedloom.errors import ConfigError, DataError, FedloomError
 from fedloom.graph import Graph
 
 RANDOM = sorted(set(partitions()) - {"metis"})  # Metis may find the same cut for any seed
@@ -380,6 +381,18 @@ def test_the_whole_graph_carries_the_clients_masks():
             assert torch.equal(getattr(whole, mask)[part.node_id], getattr(part, mask))
     assert torch.equal(whole.edge_index, graph.edge_index)
     assert federation.pooled().graphs[0].train.sum() == sum(part.train.sum() for part in federation.graphs) > 0
+
+
+def test_pyg_and_networkx_objects_are_divided_as_they_are():
+    data = Data(x=torch.eye(6), edge_index=torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]]), y=torch.tensor([0, 1, 0, 1, 0, 1]))
+    club = nx.path_graph(6)
+    for person in club:
+        club.nodes[person].update(x=[1.0, float(person)], y=person % 2)
+    for thing in (data, club):
+        federation = divide(thing, 2, "uniform", split="40/20/40")
+        assert [graph.num_nodes for graph in federation.graphs] == [3, 3]
+    with pytest.raises(DataError, match="x is missing"):
+        divide("cora", 2)
 
 
 def test_about_says_where_it_came_from():

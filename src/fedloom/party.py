@@ -45,6 +45,11 @@ class Facts:
         """Number of clients."""
         return len(self.clients)
 
+    @cached_property
+    def model_of(self) -> dict[str, str]:
+        """Which model each client runs."""
+        return dict(zip(self.clients, self.models, strict=True))
+
     @property
     def width(self) -> int:
         """Embedding width p, the same for every client's model."""
@@ -71,14 +76,9 @@ class Client:
         self.streams: dict[str, torch.Generator] = {}
         self._batches: tuple[Graph | None, int, list[Graph]] = (None, 0, [])
 
-    @property
-    def model_spec(self) -> str:
-        """Which model this client runs."""
-        return self.facts.models[self.facts.clients.index(self.name)]
-
     def build(self, purpose: str = "init") -> Model:
         """A fresh model of this client's architecture, from its own random stream."""
-        return self.facts.build(self.model_spec, self.name, purpose)
+        return self.facts.build(self.facts.model_of[self.name], self.name, purpose)
 
     def rng(self, purpose: str) -> torch.Generator:
         """The client's own random stream for a purpose; it goes on where it stopped."""
@@ -299,7 +299,7 @@ class Server:
         return {spec: weights_schema(self.facts.build(spec, "server")) for spec in set(self.facts.models)}
 
     def _weights_of(self, client: str) -> Schema:
-        return self._schemas[self.facts.models[self.clients.index(client)]]
+        return self._schemas[self.facts.model_of[client]]
 
     def _remember(self, phase: str, messages: dict[str, Message], replies: Replies) -> None:
         """Chains this exchange into the history hash: who, what, every byte of every tensor, both ways."""

@@ -44,6 +44,15 @@ FLOAT32 = float(np.finfo(np.float32).max)
 
 
 # ---- objects in memory ----
+def as_graph(data: Any) -> Graph:
+    """A Graph as it is; a PyG `Data`, `Batch` or list of `Data`, or a networkx graph, as one (with the usual names of attributes)."""
+    if isinstance(data, Graph):
+        return data
+    if hasattr(data, "nodes") and hasattr(data, "is_directed") and not hasattr(data, "edge_index"):
+        return from_networkx(data)
+    return from_pyg(data)
+
+
 def from_pyg(data: Any, num_classes: int | None = None, name: str = "graph", split: int = 0) -> Graph:
     """A Graph from a PyG `Data`, or a graph-level one from a `Batch` or a list of `Data`.
 

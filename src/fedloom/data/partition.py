@@ -23,6 +23,7 @@ import torch
 from scipy.sparse import csr_matrix
 from torch import Tensor
 
+from fedloom.data.files import as_graph
 from fedloom.data.holdings import count_edges, is_undirected
 from fedloom.data.split import DEFAULT_SPLIT, apply_split, check_split
 from fedloom.errors import ConfigError, unknown
@@ -90,7 +91,7 @@ def assign(graph: Graph, clients: int, partition: str = "louvain", seed: int = 0
 
 
 def divide(
-    graph: Graph,
+    graph: Graph | Any,
     clients: int,
     partition: str = "louvain",
     seed: int = 0,
@@ -103,10 +104,12 @@ def divide(
 ) -> Federation:
     """Shares a graph out among clients: assigns its items, splits them, and gives each client its induced subgraph.
 
+    graph: a Graph, or a PyG or networkx object that `files.as_graph` makes one.
     cross_edges: "none" = an edge between two clients is lost; "known" = both of its owners have it in `Graph.cross_edges`.
     split: see `fedloom.data.split`; split_seed: None = seed. options: the partition's own. Federation.whole is the
     uncut graph with the clients' masks, so that `central` trains and tests on exactly the union of the clients' items.
     """
+    graph = as_graph(graph)
     if cross_edges not in ("none", "known"):
         raise unknown("cross_edges", str(cross_edges), ("none", "known"))
     if cross_edges == "known" and graph.task == "graph":

@@ -1,0 +1,158 @@
+"""What the commands do. `fedloom.cli` has what a user types; it imports this module when a command runs, because torch takes seconds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from inspect import getdoc, getmodule
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fedloom import show as tables
+from fedloom.data.datasets import catalogue, find
+from fedloom.data.holdings import holdings, plot_holdings
+from fedloom.data.partition import partitions
+from fedloom.data.split import clients_without_training
+from fedloom.errors import ConfigError
+from fedloom.method import Method, method_class, method_names
+from fedloom.models import models
+from fedloom.recipe import Recipe, make_recipe, override, read_tables
+from fedloom.runs import Result, read_run
+
+# Tables keep their columns when the output is a pipe or a file.
+out = Console(width=None if sys.stdout.isatty() else 160, markup=False)
+err = Console(stderr=True, markup=False, soft_wrap=True)
+Given = Mapping[str, Any]  # "table.key" -> value, None where the user said nothing
+
+
+def run(recipe: Path | None, given: Given, assignments: Iterable[str], folder: Path | None, beside: str, as_json: bool) -> None:
+    """Runs a recipe with options and assignments on top, and other methods on the same federation beside it."""
+    base = _tables(read_tables(recipe) if recipe else {}, given, assignments)
+    chosen = make_recipe(base)
+    others = [make_recipe(_as_baseline(base, name)) for name in beside.replace(" ", "").split(",") if name]
+    err.print(f"loading {chosen.data.dataset}, {chosen.partition.clients} clients by {chosen.partition.name}", style="dim")
+    federation = chosen.federation()
+    for each in (chosen, *others):  # before the first of them takes its time
+        each.check(federation)
+    if idle := clients_without_training(federation):
+        err.print(f"no training item at client {', '.join(idle)}: takes part, its loss is 0", style="yellow")
+    result = _with_progress(chosen, lambda step: chosen.carry_out(_fresh_folder(chosen, folder), step, federation=federation))
+    compared = [_with_progress(other, lambda step, o=other: o.carry_out(None, step, federation=federation)) for other in others]  # type: ignore[misc]
+    _print(result, as_json, compared)
+
+
+def _tables(tables_: dict[str, Any], given: Given, assignments: Iterable[str]) -> dict[str, Any]:
+    flags = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    return override(tables_, [*flags, *assignments])
+
+
+def _as_baseline(base: dict[str, Any], name: str) -> dict[str, Any]:
+    """The same recipe for another method, with as much training; learning rates and optimisers are each method's own."""
+    shared = {f.name for f in fields(method_class(name))} & {"rounds", "epochs", "batch_size", "weight_decay"}
+    kept = {key: value for key, value in base.get("method", {}).items() if key in shared}
+    return {**base, "method": {"name": name, **kept}, "run": {**base.get("run", {}), "evaluation": ""}}
+
+
+def resume(folder: Path, as_json: bool) -> None:
+    """Goes on from a run folder's checkpoint."""
+    config = read_run(folder).summary["config"]
+    if "partition" not in config:
+        raise ConfigError(f"{folder} was made from Python with a federation of its own: fedloom.run(..., out=folder, resume=True) there")
+    recipe = make_recipe(config)
+    _print(_with_progress(recipe, lambda step: recipe.carry_out(folder, step, resume=True)), as_json)
+
+
+def show(folder: Path, as_json: bool) -> None:
+    """Prints a run folder's result."""
+    _print(read_run(folder), as_json)
+
+
+def list_methods(name: str | None) -> None:
+    """Prints all methods, or one in full."""
+    if name:
+        out.print(tables.method(name, method_class(name)))
+    else:
+        out.print(tables.listing({n: _first_line(method_class(n)) for n in method_names()}))
+
+
+def _first_line(cls: type[Method]) -> str:
+    return (getdoc(getmodule(cls)) or "").partition("\n")[0].partition(": ")[2]
+
+
+def list_datasets() -> None:
+    """Prints the catalogue."""
+    out.print(tables.datasets(catalogue(), [name for name in catalogue() if find(name).kind != "download"]))
+
+
+def list_partitions() -> None:
+    """Prints the partitions."""
+    out.print(tables.listing(partitions()))
+
+
+def list_models() -> None:
+    """Prints the architectures."""
+    out.print(tables.listing(models()))
+    out.print("\nname-LAYERSxWIDTH, e.g. gcn-4x128; several, separated by commas, are dealt over the clients", style="dim")
+
+
+def partition(given: Given, assignments: Iterable[str], plot: Path | None, as_json: bool) -> None:
+    """Divides a graph, prints who holds what, and draws it if asked to."""
+    federation = make_recipe(_tables({}, given, assignments)).federation()
+    held = holdings(federation)
+    if plot:
+        plot_holdings(federation, plot)
+        err.print(f"wrote {plot}", style="dim")
+    if as_json:
+        print(json.dumps(held))
+    else:
+        out.print(tables.holdings(held))
+
+
+def _fresh_folder(recipe: Recipe, asked: Path | None) -> Path:
+    if asked is not None:
+        return asked
+    parts = (Path(recipe.data.dataset).name, f"{recipe.partition.name}{recipe.partition.clients}", Path(recipe.method).stem)
+    name = "-".join((*parts, recipe.model.name, f"s{recipe.run.seed}")).replace(",", "_").replace(":", "_").replace("=", "_")
+    count = 1
+    while (folder := Path("runs") / (name if count == 1 else f"{name}.{count}")).exists():
+        count += 1
+    return folder
+
+
+def _with_progress(recipe: Recipe, work: Callable[[Callable[[dict[str, Any], int], None]], Result]) -> Result:
+    """A bar on a terminal; in a pipe or a log a line for every tenth of the rounds."""
+    clock = (TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *clock, TextColumn("{task.fields[score]}"))
+    with Progress(*columns, console=err, disable=not err.is_terminal) as bar:
+        task = bar.add_task(recipe.method, total=None, score="")
+        last = ""
+
+        def step(entry: dict[str, Any], planned: int) -> None:
+            nonlocal last
+            last = f"val {tables.percent(entry['val_accuracy'])}" if "val_accuracy" in entry else last
+            bar.update(task, completed=entry["round"], total=planned, score=last)
+            done = entry["round"]
+            if (
+                not err.is_terminal
+                and entry.get("stage") != "finetune"
+                and done * 10 // max(planned, 1) > (done - 1) * 10 // max(planned, 1)
+            ):
+                err.print(f"{recipe.method}: round {done} of {planned}, {last}", style="dim", highlight=False)
+
+        return work(step)
+
+
+def _print(result: Result, as_json: bool, compared: list[Result] | None = None) -> None:
+    summary = result.summary
+    if as_json:
+        shown = {**summary, **({"beside": {r.summary["method"]: r.summary for r in compared}} if compared else {})}
+        print(json.dumps(shown))
+    else:
+        out.print(tables.result(summary, [r.summary for r in compared or []]))
+    if result.folder:
+        err.print(f"run folder: {result.folder}", style="dim")
