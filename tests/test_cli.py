@@ -253,22 +253,35 @@ def test_nothing_is_overwritten(tmp_path, here):
     assert "not empty" in refused.stderr
 
 
-def start_long_run(tmp_path, *more):
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from fedloom.cli import main; main()", "run", *SMALL, "--rounds", "100000", "--out", "x", *more],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    history = tmp_path / "x" / "history.jsonl"
-    deadline = time.monotonic() + 60
-    while not (history.exists() and history.read_text().count("\n") > 5):
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    return process
+@pytest.fixture
+def long_run(tmp_path):
+    """Starts a run that would take hours, gives it once it is under way, and ends it if the test did not."""
+    started = []
+    # A shell that runs the tests in the background has them ignore Ctrl-C, and their children too: a user's terminal does not.
+    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from fedloom.cli import main; main()"
+
+    def start(*more):
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, "run", *SMALL, "--rounds", "100000", "--out", "x", *more],
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+        history = tmp_path / "x" / "history.jsonl"
+        deadline = time.monotonic() + 60
+        while not (history.exists() and history.read_text().count("\n") > 5):
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
-def test_ctrl_c_leaves_a_readable_folder_and_exits_130(tmp_path):
-    process = start_long_run(tmp_path)
+def test_ctrl_c_leaves_a_readable_folder_and_exits_130(tmp_path, long_run):
+    process = long_run()
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 130, stderr
@@ -279,8 +292,8 @@ def test_ctrl_c_leaves_a_readable_folder_and_exits_130(tmp_path):
     assert summary["accuracy"] is not None
 
 
-def test_kill_9_then_resume_gives_the_bits_of_an_unbroken_run(tmp_path):
-    process = start_long_run(tmp_path, "--set", "run.checkpoint_every=2")
+def test_kill_9_then_resume_gives_the_bits_of_an_unbroken_run(tmp_path, long_run):
+    process = long_run("--set", "run.checkpoint_every=2")
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=30)
     shown = command("show", "x", cwd=tmp_path)
