@@ -1,13 +1,19 @@
 """Small federations that every test can afford."""
 
+import os
+
 import pytest
 import torch
+from hypothesis import settings
 
 from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic, synthetic_graphs
 from fedloom.graph import Federation
 
 torch.set_num_threads(1)
+# No deadlines on a noisy machine; CI tries the same examples every time, developers' machines new ones.
+settings.register_profile("fedloom", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("fedloom")
 
 
 @pytest.fixture(scope="session")
