@@ -22,7 +22,7 @@ class Sparse:
     @classmethod
     def from_edges(cls, row: Tensor, col: Tensor, values: Tensor, shape: tuple[int, int]) -> Sparse:
         """Takes coordinate triplets in any order (repeated coordinates add up in products) and gives the matrix."""
-        order = torch.argsort(row * shape[1] + col)
+        order = torch.argsort(row * shape[1] + col, stable=True)  # repeated ones add up in the order given
         offsets = torch.zeros(shape[0] + 1, dtype=torch.int64)
         torch.cumsum(torch.bincount(row, minlength=shape[0]), 0, out=offsets[1:])
         small = max(shape[1], len(values)) < 2**31
