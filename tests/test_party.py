@@ -401,7 +401,6 @@ def test_batches_share_out_the_training_graphs(size, lengths):
     assert sorted(k for batch in held(batches) for k in batch) == list(range(7))
     assert all(batch.train.all() for batch in batches)
     assert all((batch.y >= 0).all() for batch in batches)
-    assert client.num_batches(size) == len(lengths)
     assert client.batches(size) is batches  # made once: so is their adjacency
 
 
@@ -419,7 +418,6 @@ def test_epochs_differ_in_the_order_of_the_batches_only():
 
 def test_a_client_without_training_graphs_has_no_batch_and_a_node_task_one():
     assert many(train=0).batches(4) == many(train=0).shuffled(4) == []
-    assert many(train=0).num_batches(4) == 1  # what one divides by
     client = Client("a", graph(), facts())
     assert client.batches(2) == client.shuffled(2) == [client.graph]
     client.graph = graph(9)

@@ -112,10 +112,8 @@ def decode(data: bytes, phase: str, limit: int = DEFAULT_LIMIT) -> Message:
         flat = load_safetensors(data)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise MessageError(f"message for {phase!r}: damaged ({error})") from error
-    for name, tensor in flat.items():
-        _require_finite(name, tensor)
     message = unflatten(flat)
-    flatten(message)  # names and dtypes by the same rules as on the sending side
+    require_finite(message, f"message for {phase!r}")  # and names and dtypes by the same rules as on the sending side
     return message
 
 
@@ -134,11 +132,13 @@ def _header(data: bytes, phase: str) -> dict[str, Any]:
     return header
 
 
-def _require_finite(name: str, tensor: Tensor) -> None:
-    # A finite sum proves every entry finite, in a quarter of the time; only an infinite one needs a closer look.
-    if tensor.is_floating_point() and not tensor.sum().isfinite() and not torch.isfinite(tensor).all():
-        bad = tensor[~torch.isfinite(tensor)][0].item()
-        raise MessageError(f"message: tensor {name!r} holds {bad}: only finite numbers travel")
+def require_finite(message: Message, who: str) -> None:
+    """Raises MessageError, naming the tensor, if a number is NaN or infinite."""
+    for name, tensor in flatten(message).items():
+        # A finite sum proves every entry finite, in a quarter of the time; only an infinite one needs a closer look.
+        if tensor.is_floating_point() and not tensor.sum().isfinite() and not torch.isfinite(tensor).all():
+            bad = tensor[~torch.isfinite(tensor)][0].item()
+            raise MessageError(f"{who}: tensor {name!r} holds {bad}: only finite numbers travel")
 
 
 @lru_cache(maxsize=4096)
@@ -170,7 +170,4 @@ def check(message: Message, expected: Schema, who: str) -> None:
         fits = len(tensor.shape) == len(shape) and all(want in (-1, have) for want, have in zip(shape, tensor.shape, strict=True))
         if not fits:
             raise MessageError(f"{who}: tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}")
-        try:
-            _require_finite(name, tensor)
-        except MessageError as error:
-            raise MessageError(f"{who}: {error}") from error
+    require_finite(message, who)

@@ -16,7 +16,7 @@ from fedloom import learn, models, task
 from fedloom.errors import ConfigError, MessageError, unknown
 from fedloom.graph import Graph
 from fedloom.ledger import Ledger
-from fedloom.message import Message, Schema, check, flatten, schema_of, tree_map
+from fedloom.message import Message, Schema, check, flatten, require_finite, tree_map
 from fedloom.method import expected_reply, require_names, weights_schema
 from fedloom.models import Model
 
@@ -103,10 +103,6 @@ class Client:
             batches = [self.graph.select_items(chunk) for chunk in chunks]
             self._batches = (self.graph, size, batches)
         return batches
-
-    def num_batches(self, size: int) -> int:
-        """Steps of one epoch, at least 1."""
-        return max(1, len(self.batches(size)))
 
     def shuffled(self, size: int) -> list[Graph]:
         """The batches of one epoch in a fresh random order."""
@@ -247,7 +243,7 @@ class Server:
         """
         name = phase.__name__
         for content in (message, *(each or {}).values()):
-            check(content, schema_of(content), f"to the clients in {name!r}")
+            require_finite(content, f"to the clients in {name!r}")
         wanted = set(each if each is not None else self.participants if clients is None else clients)
         for client in sorted(wanted - set(self.clients)):
             raise unknown("client", client, self.clients)

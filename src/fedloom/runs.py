@@ -88,7 +88,8 @@ def run(
 
     method: a name, a path to a method file, or a Method. model: a spec ("gcn", "gcn-4x128") or several, separated by commas, dealt
     over the clients in turn. out: a folder to keep the run in. on_round: called with each history entry and the number of rounds.
-    resume: go on from the checkpoint in `out`. settings: fields of the method (lr=...) and of RunSettings (seed=...).
+    resume: go on from the checkpoint in `out`. settings: fields of the method (lr=...) and of RunSettings (seed=...). A recipe
+    also gives `config`, what the run folder keeps as its origin, and `seconds_loading`, what loading and dividing took.
     """
     of_run = {f.name for f in fields(RunSettings)}
     rules = RunSettings(**{k: v for k, v in settings.items() if k in of_run})
@@ -274,7 +275,7 @@ class Recorder:
     def _finish(self, server: Server, status: str, cause: str, evaluation: str) -> Result:
         now = time.perf_counter()
         self.seconds["evaluate"] = server.seconds_evaluating
-        self.seconds["train"] = max(0.0, now - self._loop_began - server.seconds_evaluating) if self.planned else 0.0
+        self.seconds["train"] = max(0.0, now - self._loop_began - server.seconds_evaluating)
         self.seconds["total"] = now - self._began + self.seconds["load"]
         final = {name: weights(c.state["model"]) for name, c in self.engine.clients.items() if "model" in c.state}
         if isinstance(server.state.get("model"), dict):
@@ -350,12 +351,10 @@ class Recorder:
             history = [json.loads(line) for line in lines]
             ledger.read(folder, meta["booked"])
             if len(history) < meta["history"]:
-                raise DataError(f"resume: history.jsonl in {str(folder)!r} has lost lines: {len(history)} of {meta['history']}")
+                raise ValueError(f"history.jsonl has lost lines: {len(history)} of {meta['history']}")
         except FileNotFoundError as error:
             lacking = Path(error.filename or path).name
             raise DataError(f"resume: {str(folder)!r} has no {lacking}; only runs with run.checkpoint_every > 0 can go on") from error
-        except DataError:
-            raise
         except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"resume: {path.name} in {str(folder)!r} is damaged ({error})") from error
         if meta["seed"] != self.rules.seed:

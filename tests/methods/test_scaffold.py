@@ -1,5 +1,6 @@
 """SCAFFOLD: control variates as in the paper."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -26,6 +27,17 @@ def test_with_full_participation_the_server_control_is_the_mean_of_the_clients(n
         mean = tree_map(lambda *t: sum(t) / len(t), *own.values())
         sent = next_sent[node_federation.names[0]]["control"]
         assert all(torch.allclose(flatten(mean)[k], v, atol=1e-5) for k, v in flatten(sent).items())
+
+
+def test_a_client_that_takes_no_step_has_no_control(node_federation, monkeypatch):
+    """Option II would give it −c, which the server would then add to everybody's."""
+    seen = spy(monkeypatch)
+    first, *others = node_federation.graphs
+    idle = replace(first, train=torch.zeros_like(first.train))
+    run("scaffold", replace(node_federation, graphs=(idle, *others)), model="gcn-2x8", rounds=3, lr=0.1)
+    changes = [replies[node_federation.names[0]]["change"] for phase, _, replies in seen if phase == "train"]
+    assert len(changes) == 3
+    assert all(not tensor.any() for change in changes for tensor in change.values())
 
 
 def test_option_two(node_federation, monkeypatch):

@@ -16,4 +16,5 @@ from fedloom.methods.local import Local
 class Central(Local):
     """Local training of the one party that holds everything."""
 
+    evaluations: ClassVar[tuple[str, ...]] = ("common",)
     pooled: ClassVar[bool] = True

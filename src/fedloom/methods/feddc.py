@@ -55,7 +55,7 @@ class FedDC(FedAvg):
     def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
         """Eq. 4: ‖h_k + θ_k − θ‖² is the distance to the anchor θ − h_k."""
         penalty = self.alpha / 2 * squared_distance(net, client.state["anchor"])
-        path = self.lr * self.epochs * client.num_batches(self.batch_size)
+        path = self.lr * self.epochs * len(client.batches(self.batch_size))
         correction = inner_product(net, client.state["direction"]) / path
         return super().objective(client, batch, net, model) + penalty + correction
 

@@ -44,8 +44,9 @@ class Scaffold(FedAvg):
         load_weights(net, model)
         client.state["correction"] = tree_map(torch.sub, control, own)
         self.descend(client, net, model)
-        path = self.lr * self.epochs * client.num_batches(self.batch_size)
-        change = tree_map(lambda c, old, new: (old - new) / path - c, control, model, weights(net))
+        path = self.lr * self.epochs * len(client.batches(self.batch_size))
+        # Without a step there is nothing to learn a control from: option II would take −c for the client's gradient.
+        change = tree_map(lambda c, old, new: (old - new) / path - c if path else torch.zeros_like(c), control, model, weights(net))
         client.state["control"] = tree_map(torch.add, own, change)
         return {"model": weights(net), "change": change}
 
