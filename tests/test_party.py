@@ -11,7 +11,7 @@ from fedloom.errors import ConfigError, MessageError
 from fedloom.graph import Graph
 from fedloom.learn import make_optimizer, step, weights
 from fedloom.message import flatten, unflatten
-from fedloom.method import Method, phase, setting
+from fedloom.method import Method, averaged, phase, setting, summed
 from fedloom.party import Client, Facts, Replies, Rules, Server, restore, snapshot
 
 NAMES = ("b", "a", "c")  # client order is not alphabetical
@@ -23,6 +23,29 @@ class Toy(Method):
     """Phases that show what arrives."""
 
     width: int = setting(2, "a length", at_least=1)
+
+    @summed
+    @phase(seen="=x", who="int64[]")
+    def add(self, client: Client, x):
+        """To be added up."""
+        return self.echo(client, x)
+
+    @averaged()
+    @phase(seen="=x")
+    def blend(self, client: Client, x):
+        """To be averaged."""
+        return {"seen": x}
+
+    @phase(weight="int64[]")
+    def weight(self, client: Client):
+        """1, 0 and 3."""
+        return {"weight": torch.tensor([1, 0, 3][NAMES.index(client.name)])}
+
+    @averaged(by="weight")
+    @phase(seen="=x")
+    def weigh(self, client: Client, x):
+        """To be averaged by weight."""
+        return {"seen": x}
 
     @phase(seen="=x", who="int64[]")
     def echo(self, client: Client, x, y=None):
@@ -252,10 +275,14 @@ def test_sums_leave_the_replies_alone():
 def test_the_server_sums_and_averages_what_it_asks_for():
     server, _, toy = make()
     each = {name: {"x": torch.tensor([float(k)])} for k, name in enumerate(NAMES)}
-    assert server.sum(toy.echo, each=each)["seen"].tolist() == [3]
-    assert server.mean(toy.echo, each=each)["who"].item() == 1
-    weight = {"b": torch.tensor(1), "a": torch.tensor(0), "c": torch.tensor(3)}
-    assert server.mean(toy.echo, weight, each=each)["seen"].tolist() == [1.5]
+    assert server.sum(toy.add, each=each)["seen"].tolist() == [3]
+    assert server.mean(toy.blend, each=each)["seen"].item() == 1
+    for _ in range(2):
+        assert server.mean(toy.weigh, each=each)["seen"].tolist() == [1.5]
+    assert server.ledger.traffic()["phases"]["weight"]["messages"] == 3  # asked for once
+    for how, wrong, mark in (("sum", toy.blend, "@summed"), ("mean", toy.add, "@averaged"), ("sum", toy.echo, "@summed")):
+        with pytest.raises(TypeError, match=f"server.{how}: phase '{wrong.__name__}' is not marked {mark}"):
+            getattr(server, how)(wrong, each=each)
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])

@@ -98,6 +98,25 @@ def phase(**reply: str) -> Callable[[F], F]:
     return mark
 
 
+def summed(function: F) -> F:
+    """Marks a phase of whose replies the server needs nothing but the sum: `server.sum(phase)`. A secure run gives it nothing else."""
+    function.aggregate, function.by = "sum", None  # type: ignore[attr-defined]
+    return function
+
+
+def averaged(by: str | None = None) -> Callable[[F], F]:
+    """Marks a phase of whose replies the server needs nothing but the mean: `server.mean(phase)`. A secure run gives it nothing else.
+
+    by: name of a phase that answers the client's weight, one number; none = all clients count alike.
+    """
+
+    def mark(function: F) -> F:
+        function.aggregate, function.by = "mean", by  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
 _TENSOR = re.compile(r"(?P<dtype>" + "|".join(DTYPES) + r")\[(?P<dims>[\w, ]*)\]")
 
 

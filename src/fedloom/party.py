@@ -262,12 +262,20 @@ class Server:
         return replies
 
     def sum(self, phase: Any, **message: Any) -> Message:
-        """`ask` for methods that need nothing but the sum of the replies."""
+        """`ask` for methods that need nothing but the sum of the replies; `phase` is marked `@summed`."""
+        _require_aggregate(phase, "sum")
         return self.ask(phase, **message).sum()
 
-    def mean(self, phase: Any, weight: Weights | None = None, **message: Any) -> Message:
-        """`ask` for methods that need nothing but the (weighted) mean of the replies."""
-        return self.ask(phase, **message).mean(weight)
+    def mean(
+        self, phase: Any, *, clients: Sequence[str] | None = None, each: Mapping[str, Message] | None = None, **message: Any
+    ) -> Message:
+        """`ask` for methods that need nothing but the mean of the replies; `phase` is marked `@averaged`, which says by what weights."""
+        _require_aggregate(phase, "mean")
+        if phase.by is None:
+            return self.ask(phase, clients=clients, each=each, **message).mean()
+        weight = self._weights(phase.by, list(each) if each is not None else self.participants if clients is None else clients)
+        each = None if each is None else {c: each[c] for c in weight}
+        return self.ask(phase, clients=list(weight), each=each, **message).mean(weight)
 
     def evaluate(self, stage: str = "train", **common: Any) -> None:
         """Has every client score on its own held-out items; the run keeps the result.
@@ -290,6 +298,15 @@ class Server:
         chosen = torch.randperm(len(self.clients), generator=self.rng("participation"))[:count]
         return [self.clients[k] for k in sorted(chosen.tolist())]
 
+    def _weights(self, by: str, clients: Sequence[str]) -> dict[str, Tensor]:
+        """What the clients answered to the phase `by`: asked for once, then kept. Who has never answered is left out."""
+        known = self.state.setdefault("weights", {}).setdefault(by, {})
+        unknown_yet = [c for c in clients if c not in known]
+        if unknown_yet:
+            for client, reply in self.ask(getattr(self._method, by), clients=unknown_yet).items():
+                (known[client],) = reply.values()
+        return {c: known[c] for c in clients if c in known}
+
     @cached_property
     def _schemas(self) -> dict[str, Schema]:
         return {spec: weights_schema(self.facts.build(spec, "server")) for spec in set(self.facts.models)}
@@ -308,6 +325,12 @@ class Server:
                         digests[id(tensor)] = hashlib.sha256(_bytes_of(tensor)).digest()
                     chain.update(f"{direction} {client} {name} {tensor.dtype} {list(tensor.shape)}".encode() + digests[id(tensor)])
         self.history_hash = chain.digest()
+
+
+def _require_aggregate(phase: Any, how: str) -> None:
+    if getattr(phase, "aggregate", None) != how:
+        mark = {"sum": "@summed", "mean": "@averaged"}[how]
+        raise TypeError(f"server.{how}: phase {phase.__name__!r} is not marked {mark}")
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

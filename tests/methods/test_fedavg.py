@@ -36,7 +36,7 @@ def test_traffic_is_the_model_each_way_a_round_and_one_size(node_federation):
     d, c = node_federation.num_features, node_federation.num_classes
     model = d * 64 + 64 + 64 * c + c
     assert traffic["phases"]["train"]["scalars_up"] == traffic["phases"]["train"]["scalars_down"] == rounds * clients * model
-    assert traffic["phases"]["setup"]["scalars_up"] == clients
+    assert traffic["phases"]["size"]["scalars_up"] == clients
     assert traffic["scalars_up"] == rounds * clients * model + clients
     assert traffic["bytes_down"] > 4 * traffic["scalars_down"]  # tensors plus headers
 

@@ -23,7 +23,7 @@ import torch
 
 from fedloom.learn import load_weights, step, weights
 from fedloom.message import Message
-from fedloom.method import phase, setting
+from fedloom.method import averaged, phase, setting
 from fedloom.methods.local import Local
 from fedloom.party import Client, Server
 
@@ -38,11 +38,11 @@ class FedAvg(Local):
     one_model: ClassVar[bool] = True
 
     @phase(size="int64[]")
-    def setup(self, client: Client) -> Message:
-        """As in Local; and the client's size, once."""
-        super().setup(client)
+    def size(self, client: Client) -> Message:
+        """n_k, the client's weight in every mean."""
         return {"size": torch.tensor(max(1, client.graph.num_items))}  # an inductive client may have nothing to train on
 
+    @averaged(by="size")
     @phase(model="=model")
     def train(self, client: Client, model: Message) -> Message:  # type: ignore[override]
         """E local epochs from the global weights."""
@@ -63,11 +63,11 @@ class FedAvg(Local):
 
     def run(self, server: Server) -> None:
         """Algorithm 1."""
-        size = server.ask(self.setup).column("size")
+        server.ask(self.setup)
         state = server.state
         state["model"] = server.model()
         for _ in server.rounds(self.rounds):
-            state["model"] = server.mean(self.train, weight=size, model=state["model"])["model"]
+            state["model"] = server.mean(self.train, model=state["model"])["model"]
             server.evaluate(model=state["model"])
         self.finish(server)
 

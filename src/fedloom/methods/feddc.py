@@ -24,7 +24,7 @@ from torch import Tensor
 from fedloom.graph import Graph
 from fedloom.learn import OPTIMIZERS, inner_product, load_weights, squared_distance, weights
 from fedloom.message import Message, tree_map
-from fedloom.method import phase, setting
+from fedloom.method import averaged, phase, setting
 from fedloom.methods.fedavg import FedAvg
 from fedloom.models import Model
 from fedloom.party import Client, Server
@@ -38,6 +38,7 @@ class FedDC(FedAvg):
     optimizer: str = setting("sgd", "local optimiser", choices=OPTIMIZERS)
     alpha: float = setting(0.1, "α, weight of the drift penalty", at_least=0)
 
+    @averaged(by="size")
     @phase(corrected="=model", update="=model")
     def train(self, client: Client, model: Message, update: Message) -> Message:  # type: ignore[override]
         """E local epochs, then the client's new update and drift."""
@@ -61,12 +62,12 @@ class FedDC(FedAvg):
 
     def run(self, server: Server) -> None:
         """Algorithm 1."""
-        size = server.ask(self.setup).column("size")
+        server.ask(self.setup)
         state = server.state
         state["model"] = server.model()
         state["update"] = tree_map(torch.zeros_like, state["model"])
         for _ in server.rounds(self.rounds):
-            mean = server.mean(self.train, weight=size, model=state["model"], update=state["update"])
+            mean = server.mean(self.train, model=state["model"], update=state["update"])
             state["model"], state["update"] = mean["corrected"], mean["update"]
             server.evaluate(model=state["model"])
         self.finish(server)

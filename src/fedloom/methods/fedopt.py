@@ -31,13 +31,13 @@ class FedOpt(FedAvg):
 
     def run(self, server: Server) -> None:
         """Algorithm 2."""
-        size = server.ask(self.setup).column("size")
+        server.ask(self.setup)
         state = server.state
         state["model"] = server.model()
         state["m"] = tree_map(torch.zeros_like, state["model"])
         state["v"] = tree_map(lambda p: torch.full_like(p, self.tau**2), state["model"])
         for _ in server.rounds(self.rounds):
-            average = server.mean(self.train, weight=size, model=state["model"])["model"]
+            average = server.mean(self.train, model=state["model"])["model"]
             delta = tree_map(torch.sub, average, state["model"])
             state["m"] = tree_map(lambda m, d: self.beta1 * m + (1 - self.beta1) * d, state["m"], delta)
             state["v"] = tree_map(lambda v, d: self.beta2 * v + (1 - self.beta2) * d.square(), state["v"], delta)

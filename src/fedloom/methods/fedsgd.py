@@ -21,7 +21,7 @@ import torch
 
 from fedloom.learn import OPTIMIZERS, load_weights, make_optimizer
 from fedloom.message import Message, tree_map
-from fedloom.method import Method, phase, setting
+from fedloom.method import Method, phase, setting, summed
 from fedloom.party import Client, Server
 
 
@@ -42,6 +42,7 @@ class FedSGD(Method):
         client.state["model"] = client.build()
         return {}
 
+    @summed
     @phase(gradient="=model", labelled="int64[]")
     def gradient(self, client: Client, model: Message) -> Message:
         """∇ of the summed loss at the common weights."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedloom.graph import Graph
 from fedloom.learn import load_weights
 from fedloom.message import Message
-from fedloom.method import phase, setting
+from fedloom.method import averaged, phase, setting
 from fedloom.methods.fedavg import FedAvg
 from fedloom.models import Model
 from fedloom.party import Client
@@ -33,12 +33,13 @@ class Moon(FedAvg):
     mu: float = setting(1.0, "μ, weight of the contrastive term", at_least=0)
     tau: float = setting(0.5, "τ, temperature", above=0)
 
-    @phase(size="int64[]")
+    @phase()
     def setup(self, client: Client) -> Message:
         """As in FedAvg; and two models that only look."""
         client.state |= {"global": client.build(), "previous": client.build()}
         return super().setup(client)
 
+    @averaged(by="size")
     @phase(model="=model")
     def train(self, client: Client, model: Message) -> Message:  # type: ignore[override]
         """E local epochs from the global weights; then the result is the next round's previous model."""

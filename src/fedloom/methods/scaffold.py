@@ -56,7 +56,8 @@ class Scaffold(FedAvg):
 
     def run(self, server: Server) -> None:
         """Algorithm 1."""
-        size = server.ask(self.setup).column("size")
+        server.ask(self.setup)
+        size = server.ask(self.size).column("size")
         state = server.state
         state["model"] = server.model()
         state["control"] = tree_map(torch.zeros_like, state["model"])
