@@ -9,7 +9,7 @@ import torch
 
 from fedloom.engines import engine_names
 from fedloom.engines.loop import Engine as Loop
-from fedloom.errors import MessageError
+from fedloom.errors import ConfigError, MessageError
 from fedloom.graph import Federation
 from fedloom.ledger import MEASURING
 from fedloom.message import flatten, unflatten
@@ -44,6 +44,14 @@ def same_bits(one, other):
 
 
 pytestmark = pytest.mark.parametrize("name", METHODS)
+
+
+@pytest.fixture(params=["node", "graph"])
+def federation(request, name, node_federation, graph_federation):
+    """Both kinds of task, of which a method does those that it says."""
+    if request.param not in method_class(name).tasks:
+        pytest.skip(f"{name} does {' and '.join(method_class(name).tasks)} tasks only")
+    return node_federation if request.param == "node" else graph_federation
 
 
 def test_same_seed_same_bits_and_another_seed_others(name, federation):
@@ -84,8 +92,11 @@ def test_renumbering_clients_changes_nothing_but_the_numbers(name, federation):
 
 
 def test_training_never_sees_a_held_out_label(name, federation):
+    chosen_by = method_class(name).validates  # then validation labels choose between models, and test labels still do nothing
+
     def scrambled(graph):
-        return replace(graph, y=torch.where(graph.train, graph.y, (graph.y + 1) % graph.num_classes))
+        seen = graph.train | graph.val if chosen_by else graph.train
+        return replace(graph, y=torch.where(seen, graph.y, (graph.y + 1) % graph.num_classes))
 
     whole = None if federation.whole is None else scrambled(federation.whole)
     other = replace(federation, graphs=tuple(map(scrambled, federation.graphs)), whole=whole)
@@ -249,6 +260,20 @@ def test_different_architectures_run_or_are_refused(name, models, node_federatio
             go(name, node_federation, model=models)
     else:
         assert go(name, node_federation, model=models).summary["status"] == "completed"
+
+
+def test_secure_sums_agree_with_plain_ones_or_the_method_is_refused(name, node_federation):
+    try:
+        first, again = (go(name, node_federation, secure=True, engine=engine) for engine in ("loop", "wire"))
+    except ConfigError as refusal:
+        assert "run.secure" in str(refusal)
+        return
+    assert first.summary["history_hash"] == again.summary["history_hash"]  # masks are different, sums are not
+    assert same_bits(first, again)
+    plain = go(name, node_federation)
+    one, other = weights_of(first), weights_of(plain)
+    assert all(torch.allclose(one[key], other[key], atol=2e-5) for key in one)
+    assert first.accuracy == pytest.approx(plain.accuracy, abs=1e-6)
 
 
 def test_one_client_is_enough(name, node_federation):

@@ -440,7 +440,6 @@ def test_models_are_dealt_over_the_clients_in_turn(node_federation):
 
 
 BAD = {
-    "width": ("local", {"model": "gcn-2x8,sage-2x16"}, r"share one embedding width, got gcn-2x8, sage-2x16"),
     "average of two models": ("fedavg", {"model": "gcn-2x8,sage-2x8"}, "'fedavg' averages weights and needs one model"),
     "dropout": ("fedavg", {"dropout": 1.0}, r"model\.dropout is 1.0, must be at least 0 and below 1"),
     "unknown setting": ("fedavg", {"learning_rate": 1}, "setting of method 'fedavg': 'learning_rate'"),

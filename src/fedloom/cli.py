@@ -43,6 +43,7 @@ def run(
     model: Annotated[str | None, option("e.g. gcn, gcn-4x128, or several dealt over the clients: gcn,gat,sage (default: gcn)")] = None,
     rounds: Annotated[int | None, option("communication rounds (default: 100)")] = None, seed: Seed = None,
     engine: Annotated[str | None, option("loop or wire (default: loop)")] = None,
+    secure: Annotated[bool, option("the server gets masked sums of the clients' replies and nothing else")] = False,
     evaluation: Annotated[str | None, option("whose model is scored: local, global or common (default: the method's first)")] = None,
     set_: Set = [],  # noqa: B006
     out: Annotated[Path | None, option("run folder (default: a new one under runs/)")] = None,
@@ -56,6 +57,7 @@ def run(
     given = {
         "method.name": method, "method.rounds": rounds, "data.dataset": dataset, "data.split": split, "model.name": model,
         "partition.name": partition, "partition.clients": clients, "run.seed": seed, "run.engine": engine, "run.evaluation": evaluation,
+        "run.secure": secure or None,
     }  # fmt: skip
     _commands().run(recipe, given, set_, out, beside, as_json)
 

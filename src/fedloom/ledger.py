@@ -15,7 +15,7 @@ from fedloom.message import Message, Schema, encoded_size, schema_of
 
 Direction = Literal["up", "down"]
 # Phases that only measure. They are booked like all others but kept out of the totals: a federation need not run them.
-MEASURING = ("evaluate",)
+MEASURING = ("evaluate", "evaluate_sum")
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,11 @@ class Ledger:
         self._numbers: dict[Schema, int] = {}
         self._written = 0  # schemas that are on disk already
 
-    def book(self, round: int, phase: str, direction: Direction, client: str, message: Message) -> None:
-        """Enters one message. An empty one (a bare request or acknowledgement) carries nothing and is not booked."""
+    def book(self, round: int, phase: str, direction: Direction, client: str, message: Message, book_as: str | None = None) -> None:
+        """Enters one message. An empty one (a bare request or acknowledgement) carries nothing and is not booked.
+
+        book_as: the phase for whose sake it travels, if that is another (a key exchange for the sake of an evaluation).
+        """
         schema = schema_of(message)
         if not schema:
             return
@@ -49,7 +52,7 @@ class Ledger:
         if number == len(self.schemas):
             self.schemas.append(schema)
         scalars = sum(_count(shape) for _, _, shape in schema)
-        self.rows.append(Booking(round, phase, direction, client, encoded_size(schema, phase), scalars, number))
+        self.rows.append(Booking(round, book_as or phase, direction, client, encoded_size(schema, phase), scalars, number))
 
     def traffic(self) -> dict[str, Any]:
         """Totals over clients and rounds: bytes and scalars up and down, again per phase, and what evaluation cost apart."""

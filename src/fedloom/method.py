@@ -165,6 +165,7 @@ class Method(ABC):
     one_model: ClassVar[bool] = False  # needs the same architecture at every client
     pooled: ClassVar[bool] = False  # sees all graphs in one place: the baseline that federating tries to reach
     tasks: ClassVar[tuple[str, ...]] = ("node", "graph")
+    validates: ClassVar[bool] = False  # whether clients choose between models by their validation items (never: train on them)
     discloses: ClassVar[str] = ""  # what the server learns that is as large as a client's data, if anything
 
     def __post_init__(self) -> None:
@@ -186,12 +187,25 @@ class Method(ABC):
         val, test = (task.confusion(logits, graph.y, mask, classes) for mask in held_out)
         return {"val": val, "test": test, "auc": torch.tensor(areas)}
 
+    @summed
+    @phase(scores="float64[6,4]")
+    def evaluate_sum(self, client: Client, model: Message | None = None) -> Message:
+        """The same for a secure run, in which the server gets no client's scores but their sums; see `task.scores_to_add`."""
+        reply = self.evaluate(client, model)
+        return {"scores": task.scores_to_add(reply["val"], reply["test"], reply["auc"], client.full_graph.num_items)}
+
     def predict(self, client: Client, model: Message | None) -> torch.Tensor:
         """Logits for all items of the client's full graph, noise off: from its own model, or from the given weights."""
         net = client.state["model"]
         if model is None:
             return net(client.full_graph)
         return torch.func.functional_call(net, model, (client.full_graph,))
+
+    @classmethod
+    def shares_width(cls) -> bool:
+        """Whether the clients' embeddings must be equally wide: some phase answers with a tensor that is p wide."""
+        declared = [d for _, f in inspect.getmembers(cls, inspect.isfunction) for d in getattr(f, "reply", {}).values()]
+        return any(match and "p" in re.split(r"[ ,]+", match["dims"]) for match in map(_TENSOR.fullmatch, declared))
 
     def settings(self) -> dict[str, Any]:
         """The fields as a plain dict: what a TOML file would say."""

@@ -19,6 +19,8 @@ from fedloom.ledger import Ledger
 from fedloom.message import Message, Schema, check, flatten, require_finite, tree_map
 from fedloom.method import expected_reply, require_names, weights_schema
 from fedloom.models import Model
+from fedloom.privacy import masked
+from fedloom.privacy.secure_sum import Member, Terms
 
 if TYPE_CHECKING:
     from fedloom.method import Method
@@ -39,6 +41,7 @@ class Facts:
     dropout: float = 0.5
     seed: int = 0
     auc: bool = False  # whether evaluation computes areas under the ROC curve
+    secure: Terms | None = None  # what clients insist on in secure sums; None: replies travel as they are
 
     @property
     def num_clients(self) -> int:
@@ -74,6 +77,7 @@ class Client:
         self.graph = graph.training_view(inductive)
         self.state: dict[str, Any] = {}
         self.streams: dict[str, torch.Generator] = {}
+        self.member: Member | None = None  # its side of the secure sum under way; secrets are no state, they are never written down
         self._batches: tuple[Graph | None, int, list[Graph]] = (None, 0, [])
 
     def build(self, purpose: str = "init") -> Model:
@@ -84,9 +88,16 @@ class Client:
         """The client's own random stream for a purpose; it goes on where it stopped."""
         return _stream(self.streams, self.facts.seed, "client", self.name, purpose)
 
-    def loss(self, logits: Tensor, batch: Graph, reduction: str = "mean") -> Tensor:
-        """Cross-entropy of logits [items, classes] over the training items of a batch; 0 if it has none."""
-        return task.cross_entropy(logits, batch.y, batch.train, reduction)
+    def loss(self, logits: Tensor, batch: Graph, reduction: str = "mean", of_class: Tensor | None = None) -> Tensor:
+        """Cross-entropy of logits [items, classes] over the training items of a batch; 0 if it has none. of_class: class weights."""
+        return task.cross_entropy(logits, batch.y, batch.train, reduction, of_class)
+
+    @torch.no_grad()
+    def validate(self, net: Model) -> float | None:
+        """A model's accuracy on the client's validation items, None without any: to choose a model by, never to train on."""
+        graph = self.full_graph
+        right = net(graph)[graph.val].argmax(1) == graph.y[graph.val]
+        return right.float().mean().item() if len(right) else None
 
     def batches(self, size: int) -> list[Graph]:
         """What one epoch sees: the whole graph in a node task; in a graph task the training graphs, `size` at a time (0 = all).
@@ -108,6 +119,13 @@ class Client:
         """The batches of one epoch in a fresh random order."""
         batches = self.batches(size)
         return batches if len(batches) < 2 else [batches[k] for k in torch.randperm(len(batches), generator=self.rng("order"))]
+
+
+def perform(method: Method, client: Client, phase: str, message: Message) -> Message:
+    """Runs a phase at a client: what every engine calls, wherever the client is."""
+    if client.facts.secure is not None:
+        return masked.answer(method, client, phase, message)
+    return getattr(method, phase)(client, **message)
 
 
 def _stream(streams: dict[str, torch.Generator], *names: object) -> torch.Generator:
@@ -181,6 +199,9 @@ class Observer(Protocol):
     def evaluated(self, server: Server, replies: Replies, stage: str) -> None:
         """Called with every client's scores."""
 
+    def evaluated_in_sum(self, server: Server, total: Message, stage: str) -> None:
+        """Called, in a secure run, with the sum over the clients' scores."""
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -242,35 +263,32 @@ class Server:
         on top of what all get (then its keys say whom to ask). message: what all get.
         """
         name = phase.__name__
-        for content in (message, *(each or {}).values()):
-            require_finite(content, f"to the clients in {name!r}")
-        wanted = set(each if each is not None else self.participants if clients is None else clients)
-        for client in sorted(wanted - set(self.clients)):
-            raise unknown("client", client, self.clients)
-        asked = [c for c in self.clients if c in wanted]
-        messages = {c: {**message, **(each[c] if each is not None else {})} for c in asked}
-        for client, content in messages.items():
-            require_names(phase, content, f"to client {client!r}")
-            self.ledger.book(self.round, name, "down", client, content)
-        answers = self._call(name, messages)
-        replies = Replies({c: answers[c] for c in asked if c in answers})
-        for client, reply in replies.items():
-            expected = expected_reply(self._method, phase, messages[client], self._weights_of(client), self.facts)
-            check(reply, expected, f"client {client!r} in {name!r}")
-            self.ledger.book(self.round, name, "up", client, reply)
-        self._remember(name, messages, replies)
+        if self.facts.secure is not None and phase.reply:
+            raise ConfigError(
+                f"run.secure: this method asks for every client's own answer to {name!r}; a secure run gives sums only "
+                "(phases marked @summed or @averaged, as in fedavg and fedsgd)"
+            )
+        messages = self._address(phase, clients, each, message)
+        replies = self.exchange(name, messages, lambda client: self._reply_of(phase, messages[client], client))
+        self.remember(name, messages, replies)
         return replies
 
-    def sum(self, phase: Any, **message: Any) -> Message:
+    def sum(
+        self, phase: Any, *, clients: Sequence[str] | None = None, each: Mapping[str, Message] | None = None, **message: Any
+    ) -> Message:
         """`ask` for methods that need nothing but the sum of the replies; `phase` is marked `@summed`."""
         _require_aggregate(phase, "sum")
-        return self.ask(phase, **message).sum()
+        if self.facts.secure is not None:
+            return self._secure_total(phase, clients, each, message)
+        return self.ask(phase, clients=clients, each=each, **message).sum()
 
     def mean(
         self, phase: Any, *, clients: Sequence[str] | None = None, each: Mapping[str, Message] | None = None, **message: Any
     ) -> Message:
         """`ask` for methods that need nothing but the mean of the replies; `phase` is marked `@averaged`, which says by what weights."""
         _require_aggregate(phase, "mean")
+        if self.facts.secure is not None:
+            return self._secure_total(phase, clients, each, message)
         if phase.by is None:
             return self.ask(phase, clients=clients, each=each, **message).mean()
         weight = self._weights(phase.by, list(each) if each is not None else self.participants if clients is None else clients)
@@ -287,10 +305,50 @@ class Server:
             return
         begun = time.perf_counter()
         sent = {} if self._rules.evaluation == "local" else common
-        self._observer.evaluated(self, self.ask(self._method.evaluate, clients=self.clients, **sent), stage)
+        if self.facts.secure is None:
+            self._observer.evaluated(self, self.ask(self._method.evaluate, clients=self.clients, **sent), stage)
+        else:
+            self._observer.evaluated_in_sum(self, self.sum(self._method.evaluate_sum, clients=self.clients, **sent), stage)
         self.seconds_evaluating += time.perf_counter() - begun
 
     # ---- how it does that ----
+    def _address(
+        self, phase: Any, clients: Sequence[str] | None, each: Mapping[str, Message] | None, message: Message
+    ) -> dict[str, Message]:
+        """{client: message} in client order, checked: known clients, finite numbers, and the names that the phase takes."""
+        for content in (message, *(each or {}).values()):
+            require_finite(content, f"to the clients in {phase.__name__!r}")
+        wanted = set(each if each is not None else self.participants if clients is None else clients)
+        for client in sorted(wanted - set(self.clients)):
+            raise unknown("client", client, self.clients)
+        messages = {c: {**message, **(each[c] if each is not None else {})} for c in self.clients if c in wanted}
+        for client, content in messages.items():
+            require_names(phase, content, f"to client {client!r}")
+        return messages
+
+    def _reply_of(self, phase: Any, message: Message, client: str) -> Schema:
+        return expected_reply(self._method, phase, message, self._weights_of(client), self.facts)
+
+    def exchange(
+        self, name: str, messages: Mapping[str, Message], expected: Callable[[str], Schema], book_as: str | None = None
+    ) -> Replies:
+        """Sends messages, gives what came back, each booked, and each reply held against the schema that is expected of the client."""
+        for client, content in messages.items():
+            self.ledger.book(self.round, name, "down", client, content, book_as)
+        answers = self._call(name, dict(messages))
+        replies = Replies({c: answers[c] for c in messages if c in answers})
+        for client, reply in replies.items():
+            check(reply, expected(client), f"client {client!r} in {name!r}")
+            self.ledger.book(self.round, name, "up", client, reply, book_as)
+        return replies
+
+    def _secure_total(self, phase: Any, clients: Sequence[str] | None, each: Mapping[str, Message] | None, message: Message) -> Message:
+        messages = self._address(phase, clients, each, message)
+        schemas = {self._reply_of(phase, content, client) for client, content in messages.items()}
+        if len(schemas) != 1:
+            raise ConfigError(f"run.secure: the clients' answers to {phase.__name__!r} differ in shape, they cannot be added up")
+        return masked.total(self, phase, messages, *schemas)
+
     def _draw(self) -> Sequence[str]:
         count = max(1, round(self._rules.participation * len(self.clients)))
         if count == len(self.clients):
@@ -314,7 +372,7 @@ class Server:
     def _weights_of(self, client: str) -> Schema:
         return self._schemas[self.facts.model_of[client]]
 
-    def _remember(self, phase: str, messages: dict[str, Message], replies: Replies) -> None:
+    def remember(self, phase: str, messages: Mapping[str, Message], replies: Mapping[str, Message]) -> None:
         """Chains this exchange into the history hash: who, what, every byte of every tensor, both ways."""
         digests: dict[int, bytes] = {}  # a broadcast tensor is hashed once
         chain = hashlib.sha256(self.history_hash + f"{self.round} {phase}".encode())

@@ -28,9 +28,11 @@ from fedloom.ledger import Ledger
 from fedloom.message import Message, flatten, unflatten
 from fedloom.method import Method, check_setting, make_method, setting
 from fedloom.party import Client, Facts, Replies, Rules, Server, restore, snapshot
+from fedloom.privacy import masked
+from fedloom.privacy.secure_sum import Terms
 
+Scores: TypeAlias = dict[str, float | None]
 Checkpoint: TypeAlias = tuple[dict[str, Any], Message, list[dict[str, Any]], Ledger]
-METRICS = ("accuracy", "f1_macro", "f1_present", "f1_weighted", "auc")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class RunSettings:
     patience: int = setting(0, "stop after so many evaluations without a better validation accuracy (0 = never)", at_least=0)
     checkpoint_every: int = setting(0, "rounds between checkpoints to resume from (0 = none)", at_least=0)
     auc: bool = setting(False, "AUC also for more than two classes (two-class tasks always have it)")
+    secure: bool = setting(False, "the server gets masked sums of the clients' replies and nothing else")
+    secure_threshold: float = setting(2 / 3, "more than this share of a client's neighbourhood must stay to the end", at_least=0.5, below=1)
+    secure_neighbours: int = setting(0, "clients that a client shares pads with (0 = all; about 100 for a thousand clients)", at_least=0)
+    secure_bits: int = setting(64, "width of a masked number, 32 or 64", at_least=32, at_most=64)
+    secure_range: float = setting(2.0**24, "largest absolute value that a client may add; beyond it is an error", above=0)
     threads: int = setting(1, "threads of a tensor operation; the same number gives the same bits", at_least=1, at_most=1024)
 
     def __post_init__(self) -> None:
@@ -52,6 +59,13 @@ class RunSettings:
             object.__setattr__(self, f.name, check_setting(f, getattr(self, f.name), "run"))
         if self.engine not in engine_names():
             raise unknown("run.engine", self.engine, engine_names())
+        _ = self.terms  # refuses what does not fit
+
+    @property
+    def terms(self) -> Terms | None:
+        """What clients insist on in secure sums; None if the run is not secure."""
+        wanted = Terms(self.secure_threshold, self.secure_neighbours, self.secure_bits, self.secure_range)
+        return wanted if self.secure else None
 
 
 @dataclass(frozen=True)
@@ -118,10 +132,15 @@ def agree_on_facts(method: Method, name: str, federation: Federation, model: str
     dealt = tuple(specs[k % len(specs)] for k in range(federation.num_clients))
     if method.one_model and len(set(dealt)) > 1:
         raise ConfigError(f"model: method {name!r} averages weights and needs one model for all clients, got {', '.join(specs)}")
-    if len({models.parse(spec).width for spec in dealt}) > 1:
-        raise ConfigError(f"model: all clients' models must share one embedding width, got {', '.join(specs)}")
+    if method.shares_width() and len({models.parse(spec).width for spec in dealt}) > 1:
+        raise ConfigError(f"model: all clients' models must share one embedding width for this method, got {', '.join(specs)}")
+    secure = rules.terms if not method.pooled else None  # a single party has nobody to hide from
+    if secure:
+        masked.require_cohort(round(rules.participation * federation.num_clients), "run.participation x partition.clients")
     auc = rules.auc or federation.num_classes == 2
-    return Facts(federation.num_features, federation.num_classes, federation.task, federation.names, dealt, dropout, rules.seed, auc)
+    return Facts(
+        federation.num_features, federation.num_classes, federation.task, federation.names, dealt, dropout, rules.seed, auc, secure
+    )
 
 
 def evaluation(method: Method | type[Method], name: str, asked: str) -> str:
@@ -225,18 +244,20 @@ class Recorder:
     def evaluated(self, server: Server, replies: Replies, stage: str) -> None:
         """Turns the clients' confusion matrices into scores, each client's and averaged."""
         rows: list[dict[str, Any]] = [
-            {"id": client, **_scores(reply["test"], reply["auc"][1]), "val_accuracy": task.scores(reply["val"])["accuracy"]}
-            for client, reply in replies.items()
+            {"id": c, **task.all_scores(reply["val"], reply["test"], reply["auc"])} for c, reply in replies.items()
         ]
         size = dict(zip(self.federation.names, (g.num_items for g in self.federation.graphs), strict=True))
         by_size, equal = [float(size[r["id"]]) for r in rows], [1.0] * len(rows)
-        columns = {m: [r[m] for r in rows] for m in (*METRICS, "val_accuracy")}
-        self._evaluation = {
-            "stage": stage,
-            **{m: task.average(column, by_size) for m, column in columns.items()},
-            **{f"{m}_mean": task.average(column, equal) for m, column in columns.items()},
-            "clients": rows,
-        }
+        columns = {m: [r[m] for r in rows] for m in task.METRICS}
+        weighted, plain = ({m: task.average(column, w) for m, column in columns.items()} for w in (by_size, equal))
+        self._note(server, stage, weighted, plain, {"clients": rows})
+
+    def evaluated_in_sum(self, server: Server, total: Message, stage: str) -> None:
+        """The averages alone: in a secure run nobody learns a client's scores."""
+        self._note(server, stage, *task.added_scores(total["scores"]), {})
+
+    def _note(self, server: Server, stage: str, by_size: Scores, plain: Scores, more: dict[str, Any]) -> None:
+        self._evaluation = {"stage": stage, **by_size, **{f"{m}_mean": v for m, v in plain.items()}, **more}
         if stage != "train" or not server.in_round:
             self._close_entry(server)
 
@@ -304,8 +325,8 @@ class Recorder:
             "model": self.config.get("model", {}).get("name"), "seed": self.rules.seed, "engine": self.rules.engine,
             "task": self.federation.task, "evaluation": evaluation,
             "rounds": self.history[-1]["round"] if self.history else 0, "best_round": at_best.get("round"),
-            **{m: at_best.get(m) for m in (*METRICS, "val_accuracy")},
-            **{f"{m}_mean": at_best.get(f"{m}_mean") for m in METRICS},
+            **{m: at_best.get(m) for m in task.METRICS},
+            **{f"{m}_mean": at_best.get(f"{m}_mean") for m in task.METRICS if m != "val_accuracy"},
             "final_accuracy": scored[-1]["accuracy"] if scored else None,
             "per_client": self._per_client(at_best),
             "without_training_items": clients_without_training(self.federation),
@@ -376,10 +397,6 @@ class Recorder:
         server.ledger.write(self.folder, since=0)
         self._booked, self._pending = len(server.ledger.rows), None
         return int(meta["round"])
-
-
-def _scores(matrix: torch.Tensor, area: torch.Tensor) -> dict[str, float | None]:
-    return {**task.scores(matrix), "auc": None if area < 0 else float(area)}
 
 
 def _write(path: Path, text: str) -> None:

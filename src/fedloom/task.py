@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def cross_entropy(logits: Tensor, y: Tensor, mask: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy over the items in `mask`. With no such item the loss is 0, with a gradient of 0 to everything."""
+def cross_entropy(logits: Tensor, y: Tensor, mask: Tensor, reduction: str = "mean", of_class: Tensor | None = None) -> Tensor:
+    """Cross-entropy over the items in `mask`, classes weighted by `of_class` if given. With no such item: 0, and a gradient of 0."""
     if not mask.any():
         return logits.sum() * 0.0
-    return F.cross_entropy(logits[mask], y[mask], reduction=reduction)
+    return F.cross_entropy(logits[mask], y[mask], weight=of_class, reduction=reduction)
 
 
 def confusion(logits: Tensor, y: Tensor, mask: Tensor, num_classes: int) -> Tensor:
@@ -54,6 +54,28 @@ def scores(matrix: Tensor) -> dict[str, float | None]:
         "f1_present": f1[true > 0].mean().item(),
         "f1_weighted": ((f1 * true).sum() / total).item(),
     }
+
+
+METRICS = ("accuracy", "f1_macro", "f1_present", "f1_weighted", "auc", "val_accuracy")
+
+
+def all_scores(val: Tensor, test: Tensor, areas: Tensor) -> dict[str, float | None]:
+    """A client's `METRICS` from its confusion matrices and AUCs (validation, test); None where one is not defined."""
+    area = areas[1].item()
+    return {**scores(test), "auc": None if area < 0 else area, "val_accuracy": scores(val)["accuracy"]}
+
+
+def scores_to_add(val: Tensor, test: Tensor, areas: Tensor, items: int) -> Tensor:
+    """A client's METRICS in a form of which the sum over clients gives both means: [metric, (items · value, items, value, 1)]."""
+    rows = [(0.0,) * 4 if v is None else (items * v, items, v, 1.0) for v in all_scores(val, test, areas).values()]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def added_scores(total: Tensor) -> tuple[dict[str, float | None], dict[str, float | None]]:
+    """From the sum of `scores_to_add`: the METRICS averaged by size, and averaged over clients."""
+    rows = dict(zip(METRICS, total.tolist(), strict=True))
+    by_size = {m: row[0] / row[1] if row[1] > 0 else None for m, row in rows.items()}
+    return by_size, {m: row[2] / row[3] if row[3] > 0 else None for m, row in rows.items()}
 
 
 def average(values: list[float | None], weights: list[float]) -> float | None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from fedloom.message import Message, isolate
 from fedloom.method import Method
-from fedloom.party import Client, restore, snapshot
+from fedloom.party import Client, perform, restore, snapshot
 
 
 class Engine:
@@ -17,8 +17,7 @@ class Engine:
 
     def call(self, phase: str, messages: dict[str, Message]) -> dict[str, Message]:
         """Takes a phase's name and a message per client, gives each client's reply."""
-        function = getattr(self.method, phase)
-        return {name: isolate(function(self.clients[name], **isolate(message))) for name, message in messages.items()}
+        return {name: isolate(perform(self.method, self.clients[name], phase, isolate(sent))) for name, sent in messages.items()}
 
     def snapshot(self) -> Message:
         """Everything of the clients that a later round depends on, as tensors."""

@@ -1,0 +1,148 @@
+"""Secure sums at the waist: how a run with `secure = true` asks for a phase of which the sum of the replies suffices.
+
+    server                                    client
+    advertise_keys  run, number, roster, t ►  ◄ keys       Member.advertise
+    share_keys      keys, answered         ►  ◄ shares     Member.share
+    the phase       its message, shared    ►  ◄ masked     the phase's reply, encoded and under pads: Member.mask
+    unmask          survivors, shares      ►  ◄ revealed   Member.unmask
+
+Everything a client adds up is in the one masked vector: tensors, counts, and in a mean also its weight, by which it multiplies its reply
+itself. A client in a secure run answers nothing else: neither a phase that is not summed, nor one that is, without pads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.errors import ConfigError, MessageError
+from fedloom.ledger import MEASURING
+from fedloom.message import DTYPES, Message, Schema, flatten, unflatten
+from fedloom.privacy.secure_sum import ADVERTISED_BYTES, CIPHERTEXT_BYTES, SHARE_BYTES, Collector, Member, Refusal, Terms, decode, encode
+
+if TYPE_CHECKING:
+    from fedloom.method import Method
+    from fedloom.party import Client, Server
+
+KEY_PHASES = ("advertise_keys", "share_keys", "unmask")
+WEIGHT = "weight of the client"  # no phase can declare a tensor of this name
+
+
+# ---- a client's side ----
+def answer(method: Method, client: Client, phase: str, message: Message) -> Message:
+    """What a client in a secure run answers to a phase; Refusal if that could lay its data open."""
+    if phase == "advertise_keys":
+        return _advertise(client, **message)
+    if phase in KEY_PHASES:
+        if client.member is None:
+            raise Refusal(f"client {client.name!r} refuses to {phase}: no sum has begun")
+        if phase == "share_keys":
+            return {"shares": torch.from_numpy(client.member.share(message["keys"].numpy(), message["answered"].numpy()))}
+        member, client.member = client.member, None
+        return {"revealed": torch.from_numpy(member.unmask(message["survivors"].numpy(), message["shares"].numpy()))}
+    function = getattr(method, phase)
+    if hasattr(function, "aggregate"):
+        return _masked(method, client, function, message)
+    if function.reply:
+        raise Refusal(f"client {client.name!r} refuses to answer {phase!r} in the clear: this is a secure run")
+    return function(client, **message)
+
+
+def _advertise(client: Client, run: Tensor, number: Tensor, roster: Tensor, threshold: Tensor) -> Message:
+    known = client.state.setdefault("secure_sums", {"run": run, "number": torch.tensor(0)})
+    if not torch.equal(known["run"], run):
+        raise Refusal(f"client {client.name!r} refuses: the run's id changed")
+    if number <= known["number"]:
+        raise Refusal(f"client {client.name!r} refuses: sum {int(number)} was asked for before, the last one was {int(known['number'])}")
+    known["number"] = number
+    position, population = client.facts.clients.index(client.name), client.facts.num_clients
+    client.member = Member(
+        position, population, _terms(client), run.numpy().tobytes(), int(number), roster.numpy(), int(threshold)
+    )  # fmt: skip
+    return {"keys": _tensor(client.member.advertise())}
+
+
+def _masked(method: Method, client: Client, phase: Any, message: Message) -> Message:
+    if client.member is None or "shared" not in message.get("secure", {}):
+        raise Refusal(f"client {client.name!r} refuses to answer {phase.__name__!r} in the clear: this is a secure run")
+    own = {name: content for name, content in message.items() if name != "secure"}
+    tensors = flatten(phase(client, **own))
+    if phase.aggregate == "mean":
+        weight = torch.ones(()) if phase.by is None else next(iter(getattr(method, phase.by)(client).values()))
+        tensors = {name: tensor.double() * weight for name, tensor in tensors.items()} | {WEIGHT: weight.double()}
+    vector = encode({name: tensor.detach().numpy() for name, tensor in tensors.items()}, _terms(client), client.member.parties)
+    return {"masked": _tensor(client.member.mask(vector, message["secure"]["shared"].numpy()))}
+
+
+# ---- the server's side ----
+def total(server: Server, phase: Any, messages: dict[str, Message], reply: Schema) -> Message:
+    """Takes a phase, a message per client and the schema of what each would reply, gives the sum of the replies, or their mean."""
+    terms, position = _terms(server), {name: number for number, name in enumerate(server.clients)}
+    book_as = phase.__name__ if phase.__name__ in MEASURING else None  # the keys of an evaluation are for measuring only
+    roster = np.array([name in messages for name in server.clients])
+    parties = int(roster.sum())
+    mean = phase.aggregate == "mean"
+    like = {name: ("float64" if mean else dtype, shape) for name, dtype, shape in reply}
+    if mean:
+        like[WEIGHT] = ("float64", ())
+    size = sum(int(np.prod(shape)) for _, shape in like.values())
+    run, number = _next_number(server)
+    collector = Collector(terms, run.numpy().tobytes(), number, roster, size)
+
+    def stage(name: str, sent: dict[int, Message], **declared: tuple[str, tuple[int, ...]]) -> Iterator[tuple[int, Any]]:
+        """Sends each party its message, gives (position, array) of what came back."""
+        ((answer, (dtype, shape)),) = declared.items()
+        named = {server.clients[at]: content for at, content in sent.items()}
+        for client, reply in server.exchange(name, named, lambda _: ((answer, dtype, shape),), book_as).items():
+            yield position[client], reply[answer].numpy()
+
+    threshold = torch.tensor(collector.threshold)
+    proposal = {"run": run, "number": torch.tensor(number), "roster": torch.from_numpy(roster), "threshold": threshold}
+    arrived = stage("advertise_keys", {position[c]: proposal for c in messages}, keys=("uint8", (ADVERTISED_BYTES,)))
+    keys = {at: {"keys": _tensor(k), "answered": _tensor(a)} for at, (k, a) in collector.take_keys(arrived).items()}
+    arrived = stage("share_keys", keys, shares=("uint8", (collector.degree, CIPHERTEXT_BYTES)))
+    asked = {at: {**messages[server.clients[at]], "secure": {"shared": _tensor(s)}} for at, (s,) in collector.take_shares(arrived).items()}
+    words = stage(phase.__name__, asked, masked=(f"int{terms.bits}", (size,)))  # the wire has signed words only
+    arrived = ((at, signed.view(terms.word)) for at, signed in words)
+    post = {at: {"survivors": _tensor(s), "shares": _tensor(c)} for at, (s, c) in collector.take_vectors(arrived).items()}
+    arrived = stage("unmask", post, revealed=("uint8", (collector.degree + 1, SHARE_BYTES)))
+    added = decode(collector.take_reveals(arrived), like, terms, parties)
+    tensors = {name: torch.from_numpy(np.asarray(array)) for name, array in added.items()}
+    if mean:
+        weight = tensors.pop(WEIGHT)
+        if weight <= 0:
+            raise MessageError(f"secure mean of {phase.__name__!r}: all clients that answered have weight 0")
+        tensors = {name: tensor / weight for name, tensor in tensors.items()}
+    shaped = {name: tensors[name].to(DTYPES[dtype]) for name, dtype, _ in reply}
+    # The masks are different every time; what was asked, who is in the sum, and the sum are not.
+    server.remember(phase.__name__, {server.clients[at]: messages[server.clients[at]] for at in post}, {"sum": unflatten(shaped)})
+    return unflatten(shaped)
+
+
+def _next_number(server: Server) -> tuple[Tensor, int]:
+    fresh = {"run": torch.frombuffer(bytearray(os.urandom(16)), dtype=torch.uint8), "number": torch.tensor(0)}
+    known = server.state.setdefault("secure_sums", fresh)
+    known["number"] = known["number"] + 1
+    return known["run"], int(known["number"])
+
+
+def require_cohort(clients: int, who: str) -> None:
+    """Raises ConfigError if so few clients take part that a sum would give one of them away."""
+    if clients < 3:
+        raise ConfigError(f"run.secure needs at least 3 clients in every sum, {who} is {clients}")
+
+
+def _terms(party: Client | Server) -> Terms:
+    assert party.facts.secure is not None
+    return party.facts.secure
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    if array.dtype.kind == "u" and array.itemsize > 1:
+        array = array.view(f"i{array.itemsize}")
+    return torch.from_numpy(np.require(array, requirements=["C", "W"]))

@@ -1,0 +1,1005 @@
+"""Secure aggregation: exact whoever drops out where, silent when too few are left, and clients that refuse what would lay a peer open.
+
+Every dropout pattern of three and of five parties is tried, and random ones of up to fifty: FEDLOOM_SECURE_CASES says how many (and that
+those patterns of five that are sampled else are to be tried in full).
+"""
+
+import hmac
+import math
+import os
+from collections import Counter
+from fractions import Fraction
+from functools import partial
+from hashlib import sha256
+from itertools import combinations, pairwise, product
+
+import networkx as nx
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy import stats
+
+from fedloom.errors import ConfigError, FedloomError, MessageError
+from fedloom.privacy import secure_sum, shamir
+from fedloom.privacy.secure_sum import Collector, Member, Refusal, Terms, TooFew, decode, encode, neighbourhood, pieces
+
+MANY = "FEDLOOM_SECURE_CASES" in os.environ
+CASES = int(os.environ.get("FEDLOOM_SECURE_CASES", "200"))
+RUN = bytes(range(16))
+STAGES = ("advertise", "share", "mask", "unmask")
+
+
+# ---- driving a sum ----
+class Drive:
+    """A sum in which everybody does as asked, except those that are lost: {position: stage}. `transcript` is all that travels."""
+
+    def __init__(self, terms, vectors, lost=None, population=None, number=0, member=Member, collector=Collector):
+        population = population or max(vectors) + 1
+        self.vectors, self.lost, self.transcript = vectors, lost or {}, []
+        self.roster = flags(vectors, population)
+        self.collector = collector(terms, RUN, number, self.roster, len(next(iter(vectors.values()))))
+        self.members = {p: member(p, population, terms, RUN, number, self.roster, self.collector.threshold) for p in vectors}
+        self.requests = dict.fromkeys(vectors, ())
+        self.stage = "advertise"
+        self.total = None
+
+    def ask(self, position):
+        """One member's reply to what it is asked now."""
+        vector = (self.vectors[position],) if self.stage == "mask" else ()
+        reply = getattr(self.members[position], self.stage)(*vector, *self.requests[position])
+        self.transcript.append((self.stage, position, self.requests[position], reply))
+        return reply
+
+    def step(self, change=lambda replies: None):
+        """One stage: asks all that are left, lets `change` tamper with the replies, hands them over."""
+        replies = {p: self.ask(p) for p in self.requests if self.lost.get(p) != self.stage}
+        change(replies)
+        take = dict(zip(STAGES, ("take_keys", "take_shares", "take_vectors", "take_reveals"), strict=True))[self.stage]
+        answer = getattr(self.collector, take)(replies.items())
+        if self.stage == "unmask":
+            self.total = answer
+        else:
+            self.requests, self.stage = answer, STAGES[STAGES.index(self.stage) + 1]
+        return self
+
+    def until(self, stage):
+        """Goes on until a stage is due."""
+        while self.stage != stage:
+            self.step()
+        return self
+
+    def run(self):
+        """The sum."""
+        return self.until("unmask").step().total
+
+
+def flags(positions, population):
+    chosen = np.zeros(population, bool)
+    chosen[list(positions)] = True
+    return chosen
+
+
+def random_vectors(positions, terms, size=3, seed=0):
+    rng = np.random.default_rng(seed)
+    return {p: rng.integers(0, 2**terms.bits, size, terms.word.type) for p in positions}
+
+
+def plain_sum(vectors, positions, bits):
+    """In Python's whole numbers, so that nothing of NumPy's wrapping is taken for granted."""
+    return [sum(column) % 2**bits for column in zip(*(vectors[p].tolist() for p in positions), strict=True)]
+
+
+def drive(n=5, stage="advertise", terms=None, lost=None, **kwargs):
+    terms = terms or Terms()
+    return Drive(terms, random_vectors(range(n), terms), lost, **kwargs).until(stage)
+
+
+# ---- exactness ----
+def verdict(near, threshold, lost):
+    """What must happen, by plain sets: the survivors, or the stage after which there are too few. near: {party: its neighbours}."""
+    passed = lambda stage: {p for p in near if p not in lost or STAGES.index(lost[p]) > STAGES.index(stage)}  # noqa: E731
+    enough = lambda owners, helpers: all(len((near[p] | {p}) & helpers) >= threshold for p in owners)  # noqa: E731
+    shared, survivors = passed("share"), passed("mask")
+    gone = {p for p in shared - survivors if near[p] & survivors}
+    for stage in ("advertise", "share"):
+        if len(passed(stage)) < 3 or not enough(passed(stage), passed(stage)):
+            return stage
+    graph = nx.Graph((p, q) for p in survivors for q in near[p] & survivors)
+    if len(survivors) < 3 or not enough(survivors | gone, survivors) or nx.number_connected_components(graph) > 1:
+        return "mask"
+    return survivors if enough(survivors | gone, passed("unmask")) else "unmask"
+
+
+def check_case(terms, positions, lost, seed=0, population=None):
+    """One sum with dropouts against the verdict; gives the verdict."""
+    vectors = random_vectors(positions, terms, 1 + seed % 4, seed)
+    sums = Drive(terms, vectors, lost, population, number=seed % 1000)
+    near = {p: set(sums.members[p].neighbours.tolist()) for p in positions}
+    members = {len(peers) + 1 for peers in near.values()}
+    assert len(members) == 1
+    threshold = Fraction(terms.threshold).limit_denominator(100) * members.pop() // 1 + 1
+    assert sums.collector.threshold == threshold
+    expected = verdict(near, threshold, lost)
+    if isinstance(expected, str):
+        with pytest.raises(TooFew, match="nothing was released"):
+            sums.run()
+        assert sums.stage == expected
+    else:
+        total = sums.run()
+        assert total.dtype == terms.word
+        assert total.tolist() == plain_sum(vectors, expected, terms.bits)
+    return expected if isinstance(expected, str) else "sum"
+
+
+def every_pattern(n):
+    for stages in product((*STAGES, None), repeat=n):
+        yield {p: stage for p, stage in enumerate(stages) if stage}
+
+
+@pytest.mark.parametrize("threshold", [0.5, 2 / 3, 0.8])
+def test_every_dropout_pattern_of_three(threshold):
+    seen = Counter(check_case(Terms(threshold, bits=32 + i % 2 * 32), range(3), lost, i) for i, lost in enumerate(every_pattern(3)))
+    assert sum(seen.values()) == 5**3
+    assert seen["sum"] == (4 if threshold == 0.5 else 1)  # all must survive; after that t = 2 of them can do without the third
+
+
+@pytest.mark.parametrize(("threshold", "neighbours", "step"), [(0.5, 0, 1), (2 / 3, 0, 11), (0.8, 0, 11), (0.5, 2, 11)])
+def test_every_dropout_pattern_of_five(threshold, neighbours, step):
+    patterns = list(enumerate(every_pattern(5)))[:: 1 if MANY else step]
+    seen = Counter(check_case(Terms(threshold, neighbours, 32 + i % 2 * 32), range(5), lost, i) for i, lost in patterns)
+    assert {"advertise", "share", "mask", "unmask", "sum"} <= seen.keys()
+    if len(patterns) == 5**5 and neighbours == 0:  # any parties, as many as are tolerated, each at any of four stages
+        tolerated = 5 - {0.5: 3, 2 / 3: 4, 0.8: 5}[threshold]
+        assert seen["sum"] == sum(math.comb(5, gone) * 4**gone for gone in range(tolerated + 1))
+
+
+@st.composite
+def cases(draw):
+    """Terms, who takes part, who is lost where: mostly about as many as are tolerated."""
+    n, complete = draw(st.sampled_from([(10, True)] * 5 + [(10, False)] * 6 + [(5, False), (3, True)] + [(50, False)] * 3 + [(50, True)]))
+    k = 0 if complete else draw(st.sampled_from([2, 4, 5, 8] if n <= 10 else [4, 8, 12, 21]))
+    terms = Terms(draw(st.sampled_from([0.5, 2 / 3, 0.8])), k, draw(st.sampled_from([32, 64])))
+    population = n + draw(st.sampled_from([0, 0, 1, 7]))
+    shuffled = draw(st.permutations(range(population)))
+    members = n if complete else min(n, k + k % 2 + 1)
+    tolerated = members - terms.quorum(members)
+    losses = draw(st.one_of(st.integers(0, tolerated), st.integers(max(tolerated - 1, 0), tolerated + 2), st.integers(0, n)))
+    lost = {p: draw(st.sampled_from(STAGES)) for p in shuffled[: min(losses, n)]}
+    return terms, sorted(shuffled[:n]), lost, draw(st.integers(0, 2**32)), population
+
+
+@pytest.mark.timeout(7200)
+@settings(max_examples=CASES, suppress_health_check=list(HealthCheck))
+@given(case=cases())
+@example(case=(Terms(), range(50), {}, 1, 50))
+@example(case=(Terms(), range(50), {p: STAGES[p % 4] for p in range(16)}, 2, 50))  # the last loss that is tolerated
+@example(case=(Terms(), range(50), {p: STAGES[p % 4] for p in range(17)}, 3, 50))  # and one too many
+def test_random_dropout_patterns(case):
+    terms, positions, lost, seed, population = case
+    check_case(terms, positions, lost, seed, population)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_party_lost_at_any_stage_is_survived(stage):
+    """Flower's SecAgg+ ends the round when one is lost in setup or while sharing keys."""
+    assert check_case(Terms(), range(10), {4: stage}) == "sum"
+
+
+def around_the_circle(n, k):
+    """The parties in the order in which they stand: whoever shares most neighbours with the last stands next to it."""
+    roster, salt = np.ones(n, bool), RUN + bytes(8)
+    near = {p: {p, *neighbourhood(p, roster, k, salt).tolist()} for p in range(n)}
+    circle = [0]
+    while len(circle) < n:
+        circle.append(max(near[circle[-1]] - set(circle), key=lambda p: len(near[p] & near[circle[-1]])))
+    return circle
+
+
+def test_two_sums_in_a_row_have_nothing_in_common():
+    first, second = (drive(number=number).until("unmask") for number in (0, 1))
+    for (stage, position, _, one), (*_, other) in zip(first.transcript, second.transcript, strict=True):
+        assert (one != other).any(), (stage, position)
+
+
+# ---- what clients refuse ----
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"threshold": 3}, "threshold 3 of 5 is too low, the terms ask for at least 4"),
+        ({"threshold": 1}, "threshold 1 of 5 is too low"),
+        ({"threshold": 6}, "threshold 6 is more than the 5 members"),
+        ({"roster": flags([0, 1], 5), "threshold": 2}, "2 parties in the roster, fewer than 3"),
+        ({"roster": flags([0, 2, 3, 4], 5)}, "not in the roster"),
+        ({"roster": np.ones(6, bool)}, "the roster must be bool"),
+        ({"roster": np.ones(5, np.uint8)}, "the roster must be bool"),
+        ({"position": 5}, "not in the roster"),
+        ({"position": -1}, "not in the roster"),
+    ],
+)
+def test_a_proposal_that_breaks_the_terms_is_refused(change, text):
+    proposal = {"position": 1, "population": 5, "terms": Terms(), "run": RUN, "number": 0, "roster": np.ones(5, bool), "threshold": 4}
+    Member(**proposal)
+    with pytest.raises(Refusal, match=text):
+        Member(**proposal | change)
+
+
+def test_the_threshold_counts_the_neighbourhood_not_the_roster():
+    proposal = {"position": 1, "population": 50, "run": RUN, "number": 0, "roster": np.ones(50, bool), "threshold": 8}
+    Member(terms=Terms(neighbours=10), **proposal)
+    with pytest.raises(Refusal, match="threshold 8 of 50 is too low, the terms ask for at least 34"):
+        Member(terms=Terms(), **proposal)
+
+
+def untimely(member, stage):
+    """Asks for a stage that is not due; with what does not matter."""
+    request = {"advertise": (), "share": (None, None), "mask": (np.zeros(3, member.terms.word), None), "unmask": (None, None)}
+    return getattr(member, stage)(*request[stage])
+
+
+def refused(text, stage, change, n=5, terms=None, lost=None, position=1):
+    """Asks a member with a changed request at a stage: it refuses, holds no secret any more, and does nothing further."""
+    sums = drive(n, stage, terms, lost)
+    sums.requests[position] = change(*[part.copy() for part in sums.requests[position]])
+    with pytest.raises(Refusal, match=f"party {position} refuses: .*{text}"):
+        sums.ask(position)
+    member = sums.members[position]
+    assert not {"_seed", "_cipher_key", "_mask_key", "_own_share"} & vars(member).keys()
+    assert not member._pair_keys
+    assert not member._inbox_keys
+    for later in STAGES:
+        with pytest.raises(Refusal, match=f"asked to {later}, but what is due is: nothing more"):
+            untimely(member, later)
+
+
+def put(place, value):
+    """A change of one argument's rows or flags."""
+
+    def change(*request):
+        request[place[0]][place[1:]] = value
+        return request
+
+    return change
+
+
+KEYS, CIPHERTEXTS, ANSWERED, SHARED, SURVIVORS = 0, 1, 1, 0, 0  # which argument they are
+LOW_ORDER = np.frombuffer(bytes([1]) + bytes(31), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("text", "change"),
+    [
+        (r"there are no keys of parties \[3\]", put((KEYS, 2), 0)),
+        (r"there are keys of parties \[3\], which are said to be gone", put((ANSWERED, 3), False)),
+        ("it is not among those who answered", put((ANSWERED, 1), False)),
+        ("who answered must be bool", lambda keys, answered: (keys, answered.astype(np.uint8))),
+        ("who answered must be bool", lambda keys, answered: (keys, answered[:-1])),
+        ("keys must be uint8", lambda keys, answered: (keys[:-1], answered)),
+        ("keys must be uint8", lambda keys, answered: (keys.astype(np.int64), answered)),
+        ("a key of party 0 is of low order", put((KEYS, 0, slice(0, 32)), LOW_ORDER)),
+        ("a key of party 2 is of low order", put((KEYS, 1, slice(32, 64)), LOW_ORDER)),
+        ("a key of party 3 is there twice", lambda keys, answered: (keys[[0, 1, 1, 3]], answered)),
+        ("a key of party 2 is there twice", lambda keys, answered: (np.c_[keys[:, :32], keys[[0, 0, 2, 3], 32:]], answered)),
+        ("a key of party 0 is there twice", lambda keys, answered: (np.c_[keys[:, :32], keys[:, :32]], answered)),
+    ],
+)
+def test_keys_that_are_refused(text, change):
+    refused(text, "share", change)
+
+
+@pytest.mark.parametrize("half", [slice(32), slice(32, 64)])
+def test_its_own_keys_are_refused(half):
+    sums = drive(stage="share")
+    keys, answered = sums.requests[1]
+    keys[0, half] = np.frombuffer(sums.members[1]._public_keys(), np.uint8)[half]
+    with pytest.raises(Refusal, match="a key of party 0 is there twice"):
+        sums.members[1].share(keys, answered)
+
+
+def without(*gone, argument):
+    """The request with parties taken out of the flags, and their rows out of the bytes."""
+
+    def change(*request):
+        for party in gone:
+            request[argument][party] = False
+            if len(request) == 2 and argument == ANSWERED:
+                request[KEYS][party - (party > 1)] = 0
+        return request
+
+    return change
+
+
+def test_too_few_around_it_are_refused_at_every_stage():
+    refused("3 of the 5 parties around it answered, fewer than 4", "share", without(3, 4, argument=ANSWERED))
+    refused("3 of the 5 parties around it shared, fewer than 4", "mask", without(3, 4, argument=SHARED))
+    refused("3 of the 5 parties around it survived, fewer than 4", "unmask", without(3, 4, argument=SURVIVORS))
+    half = Terms(0.5)
+    refused("2 parties answered, fewer than 3", "share", without(2, argument=ANSWERED), n=3, terms=half)
+    refused("2 parties shared, fewer than 3", "mask", without(2, argument=SHARED), n=3, terms=half)
+    refused("2 parties survived, fewer than 3", "unmask", without(2, argument=SURVIVORS), n=3, terms=half)
+
+
+@pytest.mark.parametrize(
+    ("stage", "lost", "did", "argument"),
+    [("share", None, "answered", ANSWERED), ("mask", {3: "advertise"}, "shared", SHARED), ("unmask", {3: "share"}, "survived", SURVIVORS)],
+)
+def test_parties_from_nowhere_are_refused(stage, lost, did, argument):
+    asked = [0, 1, 2, 3, 4] if lost else [0, 1, 2, 4, 5]
+    sums = Drive(Terms(), random_vectors(asked, Terms()), lost, population=6).until(stage)
+    sums.requests[1][argument][3] = True
+    with pytest.raises(Refusal, match=rf"parties \[3\] are said to have {did}, but were not there a stage before"):
+        sums.ask(1)
+
+
+@pytest.mark.parametrize(("stage", "did", "argument"), [("mask", "shared", 0), ("unmask", "survived", 0)])
+def test_a_sum_without_itself_is_refused(stage, did, argument):
+    refused(f"it is not among those who {did}", stage, put((argument, 1), False))
+
+
+@pytest.mark.parametrize(
+    ("text", "change", "lost"),
+    [
+        ("what party 3 encrypted for it did not arrive as it was sent", put((CIPHERTEXTS, 2, 5), 255), None),
+        ("what party 3 encrypted for it", lambda who, rows: (who, rows[[0, 1, 3, 2]]), None),
+        (r"there are no ciphertexts of parties \[4\]", put((CIPHERTEXTS, 3), 0), None),
+        (r"there are ciphertexts of parties \[4\], which are said to be gone", put((CIPHERTEXTS, 3), 1), {4: "share"}),
+        ("ciphertexts must be uint8", lambda who, rows: (who, rows[:, :-1]), None),
+        ("ciphertexts must be uint8", lambda who, rows: (who, rows[:-1]), None),
+    ],
+)
+def test_ciphertexts_that_are_refused(text, change, lost):
+    refused(text, "unmask", change, lost=lost)
+
+
+def test_stages_out_of_order_are_refused_and_do_no_harm():
+    sums = drive()
+    for stage in STAGES:
+        for wrong in STAGES:
+            if wrong != stage:
+                with pytest.raises(Refusal, match=f"party 1 refuses: asked to {wrong}, but what is due is: {stage}"):
+                    untimely(sums.members[1], wrong)
+        sums.step()
+    assert sums.total.tolist() == plain_sum(sums.vectors, range(5), 64)
+
+
+def test_a_second_masking_is_refused():
+    """Two vectors under the same pads would give their difference away."""
+    sums = drive(stage="mask")
+    member, (shared,) = sums.members[1], sums.requests[1]
+    member.mask(sums.vectors[1], shared)
+    for vector in (sums.vectors[1], np.zeros_like(sums.vectors[1])):
+        with pytest.raises(Refusal, match="asked to mask, but what is due is: unmask"):
+            member.mask(vector, shared)
+
+
+def test_both_kinds_of_share_of_one_peer_are_never_handed_out():
+    """Flower's client hands out the share of the pad and the share of the key of the same peer."""
+    sums = drive(n=7, stage="unmask")
+    survivors, ciphertexts = sums.requests[1]
+    member = sums.members[1]
+    first = member.unmask(survivors, ciphertexts)
+    for again in (survivors, survivors & ~flags([4], 7)):
+        with pytest.raises(Refusal, match="asked to unmask, but what is due is: nothing more"):
+            member.unmask(again, ciphertexts)
+    assert first.shape == (7, secure_sum.SHARE_BYTES)  # one row a party: there is no room for two
+    assert not {"_seed", "_cipher_key", "_mask_key", "_own_share"} & vars(member).keys()
+    assert not member._inbox_keys
+    assert not member._pair_keys
+
+
+def test_survivors_that_fall_apart():
+    """On a ring of ten, without two that stand opposite, the server would see two sums instead of one."""
+    terms = Terms(0.5, neighbours=2)
+    ring = around_the_circle(10, 2)
+    lost = {ring[0]: "mask", ring[5]: "mask"}
+    with pytest.raises(TooFew, match="fall into 2 pieces, and the sum of each would be open; nothing was released"):
+        Drive(terms, random_vectors(range(10), terms), lost).run()
+    sums = Drive(terms, random_vectors(range(10), terms)).until("unmask")
+    survivors, ciphertexts = sums.requests[ring[2]]
+    survivors[[ring[0], ring[5]]] = False
+    with pytest.raises(Refusal, match="the survivors fall into 2 pieces"):
+        sums.members[ring[2]].unmask(survivors, ciphertexts)
+
+
+class Careless(Collector):
+    """A server that goes on however few are left."""
+
+    def _require_quorum(self, *_, **__):
+        pass
+
+
+@pytest.mark.parametrize("threshold", [0.5, 2 / 3])
+def test_every_client_refuses_what_a_careful_server_would_not_ask(threshold):
+    terms, everybody = Terms(threshold), {p: set(range(5)) - {p} for p in range(5)}
+    vectors = random_vectors(range(5), terms)
+    asked = 0
+    for lost in [lost for i, lost in enumerate(every_pattern(5)) if i % 7 == 0]:
+        stage = verdict(everybody, terms.quorum(5), lost)
+        if stage not in ("advertise", "share", "mask"):
+            continue
+        sums = Drive(terms, vectors, lost, collector=Careless)
+        while sums.stage != stage:
+            sums.step()
+        sums.step()
+        for position in sums.requests:
+            with pytest.raises(Refusal, match="fewer than"):
+                sums.ask(position)
+            asked += 1
+    assert asked > 300
+
+
+# ---- what the server does not take ----
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda replies: replies.update({2: replies[2][..., :-1]}), "party 2 answers {stage} with .*, expected"),
+        (lambda replies: replies.update({2: replies[2].astype(np.int16)}), "party 2 answers {stage} with int16.*, expected u?int"),
+        (lambda replies: replies.update({2: replies[2].tolist()}), "party 2 answers {stage} with list"),
+        (lambda replies: replies.update({4: replies[2]}), "party 4 was not asked to {stage}"),
+        (lambda replies: replies.update({17: replies[2]}), "party 17 was not asked to {stage}"),
+    ],
+)
+def test_messages_that_are_not_as_they_should_be(stage, change, text):
+    terms = Terms()
+    sums = Drive(terms, random_vectors([0, 1, 2, 3, 5], terms), population=6).until(stage)
+    with pytest.raises(MessageError, match=text.format(stage=stage)):
+        sums.step(change)
+    with pytest.raises(MessageError, match="nothing more"):
+        sums.collector.take_keys([])
+
+
+def test_who_was_lost_is_not_taken_back():
+    sums = drive(n=7, stage="mask", lost={3: "share"})
+    with pytest.raises(MessageError, match="party 3 was not asked to mask"):
+        sums.step(lambda replies: replies.update({3: replies[2]}))
+
+
+def test_nobody_answers_twice():
+    sums = drive()
+    with pytest.raises(MessageError, match="party 1 was not asked to advertise, or answered before"):
+        sums.collector.take_keys([(p, sums.members[p].advertise()) for p in (0, 1)] + [(1, np.zeros(96, np.uint8))])
+
+
+def test_nobody_copies_a_key():
+    with pytest.raises(MessageError, match="party 3 advertises a key that is there already"):
+        drive().step(lambda replies: replies.update({3: np.r_[replies[3][:32], replies[0][32:64], replies[3][64:]]}))
+
+
+def test_stages_of_the_server_come_in_order():
+    sums = drive(stage="mask")
+    with pytest.raises(MessageError, match="replies to unmask, but what is due is: mask"):
+        sums.collector.take_reveals([])
+
+
+def test_a_sum_over_two_is_not_begun():
+    with pytest.raises(TooFew, match="2 parties are asked, at least 3 are needed; nothing was released"):
+        Collector(Terms(), RUN, 0, flags([0, 3], 5), 4)
+
+
+def test_too_few_says_how_many():
+    for stage, did in zip(STAGES, ("advertised keys", "shared their secrets", "sent their vectors", "revealed their shares"), strict=True):
+        lost = dict.fromkeys(range(5, 10), stage)
+        with pytest.raises(TooFew, match=f"5 of the 10 parties around party 0 {did}, 7 are needed; nothing was released"):
+            drive(10, lost=lost).run()
+    for stage, did in zip(STAGES[:3], ("advertised keys", "shared their secrets", "sent their vectors"), strict=True):
+        with pytest.raises(TooFew, match=f"2 parties {did}, at least 3 are needed; nothing was released"):
+            drive(3, terms=Terms(0.5), lost={2: stage}).run()
+
+
+@pytest.mark.parametrize(("owner", "lost"), [(4, {}), (2, {2: "mask"})], ids=["seed", "mask key"])
+@pytest.mark.parametrize("helper", [0, 1])
+def test_a_wrong_share_is_noticed(owner, lost, helper):
+    def tamper(replies):
+        row = owner - (owner > helper)
+        replies[helper] = replies[helper].copy()
+        replies[helper][row, -1] ^= 1
+
+    sums = drive(stage="unmask", lost=lost)
+    with pytest.raises(MessageError, match=rf"shares of party {owner}'s secret .* one of parties \[0, 1, .*nothing was released"):
+        sums.step(tamper)
+    assert sums.total is None
+
+
+def test_a_wrong_share_would_spoil_the_sum(monkeypatch):
+    """The control of the test above: with commitments that say nothing, the sum is wrong."""
+    monkeypatch.setattr(secure_sum, "_commitment", lambda *_: bytes(32))
+    sums = drive(stage="unmask")
+    sums.step(lambda replies: replies.update({0: replies[0] ^ 1}))
+    assert sums.total.tolist() != plain_sum(sums.vectors, range(5), 64)
+
+
+def test_wrong_shares_dealt_by_their_owner_are_noticed():
+    class Cheat(Member):
+        def share(self, keys, answered):
+            if self.position == 2:
+                self._seed, true = bytes(32), self._seed
+            sent = super().share(keys, answered)
+            if self.position == 2:
+                self._seed = true
+            return sent
+
+    with pytest.raises(MessageError, match="shares of party 2's secret"):
+        drive(member=Cheat).run()
+
+
+def test_memory_does_not_hold_the_vectors():
+    """Arrivals may come one by one: the server looks at each before it asks for the next."""
+    sums = drive(stage="mask")
+    alive = []
+
+    def one_by_one():
+        for p in sums.requests:
+            assert sums.collector._total.tolist() == [sum(c) % 2**64 for c in zip([0] * 3, *alive, strict=True)]
+            vector = sums.ask(p)
+            alive.append(vector.tolist())
+            yield p, vector
+
+    sums.collector.take_vectors(one_by_one())
+    assert len(alive) == 5
+
+
+# ---- secrecy ----
+def monobit_and_bytes(words):
+    """p of the number of ones, and of the counts of byte values."""
+    raw = words.view(np.uint8)
+    ones = int(np.unpackbits(raw).sum())
+    return stats.binomtest(ones, 8 * len(raw)).pvalue, stats.chisquare(np.bincount(raw, minlength=256)).pvalue
+
+
+def test_pads_look_random():
+    words = np.zeros(1_000_000, np.uint32)
+    secure_sum._add_stream(words, bytes(range(32)))  # the same every time, so that the test never fails by chance
+    assert min(monobit_and_bytes(words)) > 0.001
+    apart = [stats.pearsonr(words[:-lag], words[lag:]).pvalue for lag in (1, 2, 4, 16)]
+    assert min(apart) > 0.001
+
+
+class Bare(Member):
+    """A client that adds no pads."""
+
+    def mask(self, vector, shared):
+        super().mask(vector, shared)
+        return vector.copy()
+
+
+@pytest.mark.parametrize(("member", "hidden"), [(Member, True), (Bare, False)])
+def test_what_the_server_sees_looks_random(member, hidden):
+    vectors = {p: encode({"w": np.full(200_000, 0.25)}, Terms(), 3) for p in range(3)}
+    sums = Drive(Terms(), vectors, member=member).until("mask")
+    p_values = monobit_and_bytes(sums.ask(1))
+    assert (min(p_values) > 1e-9) == hidden  # fresh secrets every time: by chance once in 10^8
+
+
+def test_seeds_with_the_same_fold_give_different_pads():
+    """Flower's pads depend on 32 bits only, the XOR of the words of a seed."""
+    seed = np.frombuffer(bytes(range(100, 132)), np.uint32)
+    other = seed[[1, 0, 2, 3, 4, 5, 6, 7]]
+    assert np.bitwise_xor.reduce(seed) == np.bitwise_xor.reduce(other)
+    assert (stream(own_pad_key(seed.tobytes())) != stream(own_pad_key(other.tobytes()))).all()
+
+
+def test_every_bit_of_a_seed_counts():
+    seed = int.from_bytes(bytes(range(32)), "big")
+    seeds = [seed] + [seed ^ (1 << bit) for bit in range(256)]
+    for derived in (own_pad_key, partial(secure_sum._pair_key, sum_id=RUN + bytes(8), one=1, other=2)):
+        assert len({stream(derived(s.to_bytes(32, "big"))).tobytes() for s in seeds}) == 257
+    assert len({stream(s.to_bytes(32, "big")).tobytes() for s in seeds}) == 257
+
+
+def own_pad_key(seed):
+    return secure_sum._derive(seed, "own pad", RUN + bytes(8), 1)
+
+
+def stream(key, words=8, dtype=np.uint64):
+    total = np.zeros(words, dtype)
+    secure_sum._add_stream(total, key)
+    return total
+
+
+def test_a_keystream_goes_on_over_blocks_and_is_taken_off_again():
+    size = secure_sum.STREAM_BYTES // 4 + 77
+    long = stream(bytes(32), size, np.uint32)
+    assert (long == np.frombuffer(aes_counter(bytes(32), 4 * size), np.uint32)).all()
+    secure_sum._add_stream(long, bytes(32), minus=True)
+    assert not long.any()
+
+
+QUARTER = 2**30  # the multiples of it modulo 2^32 are the numbers modulo 4: small enough to try all
+
+
+class OwnPadOnly(Member):
+    """A client that does not pad with its neighbours."""
+
+    def mask(self, vector, shared):
+        self._pair_keys = dict.fromkeys(self._pair_keys, b"none")
+        return super().mask(vector, shared)
+
+
+def transcripts(sums, survivors, inputs, monkeypatch):
+    """How many choices of the pads between survivors give each set of masked vectors, over all choices in the group of four."""
+    pads, own = {b"none": 0}, {own_key(sums.members[p]): 3 + p for p in survivors}
+    between = list(combinations(survivors, 2))
+    others = {key: 5 + peer for p in survivors for peer, key in sums.members[p]._pair_keys.items() if peer not in survivors}
+
+    def add(total, key, minus=False):
+        pad = (pads | own | others)[key] % 4 * QUARTER
+        np.add(total, np.uint32((-pad if minus else pad) % 2**32), out=total)
+
+    monkeypatch.setattr(secure_sum, "_add_stream", add)
+    seen = Counter()
+    keys = {pair: sums.members[pair[0]]._pair_keys[pair[1]] for pair in between}
+    for values in product(range(4), repeat=len(between)):
+        pads.update({keys[pair]: value for pair, value in zip(between, values, strict=True)})
+        row = []
+        for p, x in zip(survivors, inputs, strict=True):
+            member = sums.members[p]
+            member._expects, member._present = "mask", sums.requests[p][0]
+            kept = member._pair_keys
+            row.append(int(member.mask(np.array([x * QUARTER], np.uint32), sums.requests[p][0])[0]))
+            member._pair_keys = kept
+        seen[tuple(row)] += 1
+    return seen
+
+
+def own_key(member):
+    return secure_sum._derive(member._seed, "own pad", member._sum_id, member.position)
+
+
+@pytest.mark.parametrize(("survivors", "n"), [((0, 1, 2), 3), ((0, 1, 3), 4)], ids=["all survive", "one is lost"])
+@pytest.mark.parametrize("member", [Member, OwnPadOnly])
+def test_inputs_with_equal_sums_make_the_same_transcripts(survivors, n, member, monkeypatch):
+    """Exact: with the own pads known, and those with a lost party, masked vectors are distributed by the sum of the inputs alone."""
+    terms = Terms(0.5, bits=32)
+    sums = Drive(terms, random_vectors(range(n), terms), member=member).until("mask")
+    by_sum = {}
+    for inputs in product(range(4), repeat=3):
+        with monkeypatch.context() as patch:
+            seen = transcripts(sums, survivors, inputs, patch)
+        by_sum.setdefault(sum(inputs) % 4, []).append(seen)
+    same = all(seen == group[0] for group in by_sum.values() for seen in group)
+    assert same == (member is Member)  # without pads between them the inputs lie open: the control
+    if member is Member:
+        assert all(len(group[0]) == 16 and set(group[0].values()) == {4} for group in by_sum.values())  # uniform over all with that sum
+        assert not any(a[0].keys() & b[0].keys() for a, b in combinations(by_sum.values(), 2))
+
+
+@given(seed=st.integers(0, 2**32), bits=st.sampled_from([32, 64]), lost=st.sampled_from([None, 0, 3]))
+@settings(max_examples=20)
+def test_other_inputs_with_the_same_sum_explain_what_the_server_sees(seed, bits, lost):
+    """Constructive: real vectors, real pads; others with the same sum, other pads between survivors, the same masked vectors."""
+    terms = Terms(0.5, bits=bits)
+    vectors = random_vectors(range(5), terms, 50, seed)
+    sums = Drive(terms, vectors).until("mask")
+    survivors = [p for p in range(5) if p != lost]
+    pads = {frozenset((p, q)): stream(sums.members[p]._pair_keys[q], 50, terms.word) for p in range(5) for q in range(p + 1, 5)}
+    own = {p: stream(own_key(sums.members[p]), 50, terms.word) for p in survivors}
+    seen = {p: sums.ask(p) for p in survivors}
+
+    def masked(inputs, pads):
+        total = {p: inputs[p] + own[p] for p in survivors}
+        for p in survivors:
+            for q in sums.members[p].neighbours.tolist():
+                pad = pads[frozenset((p, q))]
+                total[p] = total[p] + pad if p < q else total[p] - pad
+        return total
+
+    other = random_vectors(range(5), terms, 50, seed + 1)
+    last = survivors[-1]
+    other[last] = sum((vectors[p] for p in survivors), -sum((other[p] for p in survivors[:-1]), np.zeros(50, terms.word)))
+    moved, carry = dict(pads), np.zeros(50, terms.word)
+    for p, q in pairwise(survivors):  # what p's input lacks its pad with the next party makes up
+        carry = carry + vectors[p] - other[p]
+        moved[frozenset((p, q))] = pads[frozenset((p, q))] + carry
+    assert (other[last] != vectors[last]).any()
+    for p in survivors:
+        assert (masked(vectors, pads)[p] == seen[p]).all()
+        assert (masked(other, moved)[p] == seen[p]).all()
+
+
+def test_nothing_travels_in_the_clear():
+    """Flower sends the number of examples and all metrics beside the masked arrays. Here what travels has the same form for all data."""
+    forms = []
+    for scale in (1, 1000):
+        tensors = [{"count": np.array(scale * (p + 1)), "weights": np.full(9, 0.5 * scale * p)} for p in range(4)]
+        vectors = {p: encode(tensors[p], Terms(), 4) for p in range(4)}
+        sums = Drive(Terms(), vectors)
+        sums.run()
+        forms.append([(stage, p, [(a.dtype, a.shape) for a in (*request, reply)]) for stage, p, request, reply in sums.transcript])
+        clear = {int(word) for vector in vectors.values() for word in vector} - {0}
+        sent = {stage: [reply for at, _, _, reply in sums.transcript if at == stage] for stage in STAGES}
+        assert not clear & {int(word) for vector in sent["mask"] for word in vector}
+        assert {(stage, *reply[0].shape) for stage, reply in sent.items()} == {
+            ("advertise", 96),
+            ("share", 3, 82),
+            ("mask", 10),
+            ("unmask", 4, 33),
+        }
+        requests = {(stage, a.dtype.str) for stage, _, request, _ in sums.transcript for a in request}
+        assert requests == {("share", "|u1"), ("share", "|b1"), ("mask", "|b1"), ("unmask", "|b1"), ("unmask", "|u1")}
+        back = decode(sums.total, {"count": ("int64", ()), "weights": ("float32", (9,))}, Terms(), 4)
+        assert back["count"] == 10 * scale
+        assert (back["weights"] == 3.0 * scale).all()
+    assert forms[0] == forms[1]
+
+
+# ---- the same by hand ----
+def x25519(scalar, u):
+    """RFC 7748, the Montgomery ladder."""
+    p = 2**255 - 19
+    k = int.from_bytes(scalar, "little") & ~7 & ~(128 << 8 * 31) | 64 << 8 * 31
+    x1 = int.from_bytes(u, "little") % 2**255
+    x2, z2, x3, z3 = 1, 0, x1, 1
+    for t in reversed(range(255)):
+        if k >> t & 1:
+            x2, z2, x3, z3 = x3, z3, x2, z2
+        a, b, c, d = x2 + z2, x2 - z2, x3 + z3, x3 - z3
+        aa, bb, da, cb = a * a, b * b, d * a, c * b
+        x3, z3, x2, z2 = (da + cb) ** 2 % p, x1 * (da - cb) ** 2 % p, aa * bb % p, (aa - bb) * (aa + 121665 * (aa - bb)) % p
+        if k >> t & 1:
+            x2, z2, x3, z3 = x3, z3, x2, z2
+    return (x2 * pow(z2, -1, p) % p).to_bytes(32, "little")
+
+
+def hkdf(secret, purpose, number, *positions):
+    """RFC 5869 with SHA-256, no salt, 32 bytes."""
+    info = b"fedloom secure sum: " + purpose + RUN + number.to_bytes(8, "big") + b"".join(p.to_bytes(4, "big") for p in positions)
+    return hmac.digest(hmac.digest(bytes(32), secret, "sha256"), info + b"\1", "sha256")
+
+
+def aes_counter(key, length):
+    """AES-256 of 0, 1, 2, ... as blocks."""
+    blocks = b"".join(i.to_bytes(16, "big") for i in range(-(-length // 16)))
+    return Cipher(algorithms.AES(key), modes.ECB()).encryptor().update(blocks)[:length]
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_every_byte_of_a_client_by_hand(bits):
+    terms = Terms(bits=bits)
+    vectors = random_vectors(range(4), terms, 5)
+    sums = Drive(terms, vectors, number=7)
+    private = {p: (m._cipher_key.private_bytes_raw(), m._mask_key.private_bytes_raw(), m._seed) for p, m in sums.members.items()}
+    base = bytes([9]) + bytes(31)
+    for p, member in sums.members.items():
+        public = np.frombuffer(member._public_keys(), np.uint8)
+        assert public.tobytes() == x25519(private[p][0], base) + x25519(private[p][1], base)
+    sums.step()
+    keys = {p: advertised[:64].tobytes() for _, p, _, advertised in sums.transcript}
+    sums.step()
+    plain = {}
+    for _, p, _, sent in sums.transcript[4:]:
+        for row, peer in enumerate(q for q in range(4) if q != p):
+            key = hkdf(x25519(private[p][0], keys[peer][:32]), b"shares", 7, p, peer)
+            plain[p, peer] = AESGCM(key).decrypt(bytes(12), sent[row].tobytes(), None)
+    for p in range(4):
+        dealt = {peer + 1: plain[p, peer] for peer in range(4) if peer != p}
+        for secret, part in ((private[p][1], slice(33)), (private[p][2], slice(33, 66))):
+            shares = {point: int.from_bytes(both[part], "big") for point, both in dealt.items()}
+            assert shamir.combine(shares).to_bytes(32, "big") == secret
+    for p in range(4):
+        expected = [int(x) for x in vectors[p]]
+        pads = [(hkdf(private[p][2], b"own pad", 7, p), 1)]
+        for peer in set(range(4)) - {p}:
+            agreed = x25519(private[p][1], keys[peer][32:])
+            pads.append((hkdf(agreed, b"pair pad", 7, min(p, peer), max(p, peer)), 1 if p < peer else -1))
+        for key, sign in pads:
+            raw = aes_counter(key, 5 * bits // 8)
+            words = [int.from_bytes(raw[i : i + bits // 8], "little") for i in range(0, len(raw), bits // 8)]
+            expected = [(x + sign * word) % 2**bits for x, word in zip(expected, words, strict=True)]
+        assert sums.ask(p).tolist() == expected
+
+
+def test_no_key_encrypts_two_messages(monkeypatch):
+    """The nonce is always the same, so a key must never be."""
+    used = []
+
+    def watched(key):
+        used.append(key)
+        return AESGCM(key)
+
+    monkeypatch.setattr(secure_sum, "AESGCM", watched)
+    drive(6, stage="mask")
+    assert len(used) == len(set(used)) == 30
+
+
+# ---- terms ----
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"threshold": 0.49}, "secure_threshold is 0.49, must be at least 0.5 and below 1"),
+        ({"threshold": 1.0}, "secure_threshold is 1.0"),
+        ({"threshold": math.nan}, "secure_threshold is nan"),
+        ({"neighbours": -1}, "secure_neighbours is -1, must be at least 0"),
+        ({"bits": 16}, "secure_bits is 16, must be 32 or 64"),
+        ({"range": 0.0}, "secure_range is 0.0, must be above 0 and finite"),
+        ({"range": math.inf}, "secure_range is inf"),
+        ({"range": math.nan}, "secure_range is nan"),
+    ],
+)
+def test_terms_that_cannot_be(change, text):
+    with pytest.raises(ConfigError, match=text):
+        Terms(**change)
+
+
+@pytest.mark.parametrize(("bits", "largest"), [(32, 2.0**24), (64, 2.0**56)])
+def test_no_room_for_fractions_names_the_settings(bits, largest):
+    with pytest.raises(ConfigError, match=f"secure_range is .* 1000 parties in secure_bits = {bits} leaves no bit for fractions"):
+        Terms(bits=bits, range=largest).fraction_bits(1000)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "share"), [(0.5, Fraction(1, 2)), (2 / 3, Fraction(2, 3)), (0.8, Fraction(4, 5)), (0.57, Fraction(57, 100))]
+)
+def test_t_is_the_smallest_number_above_the_share(threshold, share):
+    for members in range(3, 300):
+        assert Terms(threshold).quorum(members) == min(t for t in range(1, members + 1) if t > share * members)
+
+
+def test_a_threshold_of_nearly_all_is_all():
+    assert Terms(0.99999999).quorum(10) == 10
+
+
+@pytest.mark.parametrize("run", [bytes(15), bytes(17)])
+def test_a_run_has_an_id_of_16_bytes(run):
+    with pytest.raises(ValueError, match="16 bytes"):
+        Collector(Terms(), run, 0, np.ones(3, bool), 1)
+
+
+# ---- numbers ----
+@given(
+    parties=st.sampled_from([3, 5, 10, 50, 1000]),
+    bits=st.sampled_from([32, 64]),
+    largest=st.sampled_from([1e-30, 0.3, 1.0, 2.5, 8.0, 1000.0, 2.0**20]),
+    data=st.data(),
+)
+def test_floats_to_the_nearest_multiple_and_no_sum_wraps(parties, bits, largest, data):
+    terms = Terms(bits=bits, range=largest)
+    try:
+        f = terms.fraction_bits(parties)
+    except ConfigError:
+        assert parties * math.ceil(Fraction(largest) * 2) >= 2 ** (bits - 1)
+        return
+    assert parties * math.ceil(Fraction(largest) * 2**f) < 2 ** (bits - 1) <= parties * math.ceil(Fraction(largest) * 2 ** (f + 1))
+    finite = st.floats(-largest, largest)
+    values = data.draw(hnp.arrays(np.float64, 4, elements=finite))
+    values[0], values[1] = largest, -largest
+    vector = encode({"x": values}, terms, parties)
+    assert vector.dtype == terms.word
+    assert vector.tolist() == [round(Fraction(x) * 2**f) % 2**bits for x in values.tolist()]  # Python too rounds halves to even
+    total = np.zeros(4, terms.word)
+    for _ in range(parties):
+        total += vector
+    back = decode(total, {"x": ("float32", (4,))}, terms, parties)["x"]
+    assert back.dtype == np.float64
+    assert back.tolist() == [float(parties * round(Fraction(x) * 2**f) / Fraction(2) ** f) for x in values.tolist()]
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("parties", [3, 10, 1000])
+def test_integers_are_exact_up_to_the_limit(bits, parties):
+    terms = Terms(bits=bits)
+    most = terms.largest_integer(parties)
+    assert parties * most < 2 ** (bits - 1) <= parties * (most + 1)
+    values = np.array([[most, -most], [0, 1]])
+    total = np.zeros(4, terms.word)
+    for _ in range(parties):
+        total += encode({"n": values}, terms, parties)
+    back = decode(total, {"n": ("int32", (2, 2))}, terms, parties)["n"]
+    assert back.dtype == np.int64
+    assert back.tolist() == [[parties * most, -parties * most], [0, parties]]
+    for bad in (most + 1, -most - 1):
+        with pytest.raises(MessageError, match=f"tensor 'n' holds {bad}, the largest allowed is ±{most} .*secure_bits = {bits}"):
+            encode({"n": np.array([0, bad])}, terms, parties)
+
+
+@pytest.mark.parametrize("bad", [np.iinfo(np.int64).min, np.iinfo(np.int64).max, np.uint64(2**64 - 1)])
+def test_integers_whose_absolute_value_would_overflow(bad):
+    with pytest.raises(MessageError, match="tensor 'layer/count' holds"):
+        encode({"layer/count": np.array([bad])}, Terms(), 3)
+
+
+@pytest.mark.parametrize("bad", [8.0000001, -9.0, 1e300, math.nan, math.inf, -math.inf])
+def test_values_out_of_range_are_an_error_and_never_clipped(bad):
+    """Flower clips beyond 8 and says nothing."""
+    with pytest.raises(MessageError, match=r"tensor 'model/w' holds .*, the largest allowed is ±8 \(secure_range\)"):
+        encode({"model/a": np.ones(3), "model/w": np.array([1.0, bad])}, Terms(range=8.0), 5)
+
+
+def test_rounding_is_reproducible_and_halves_go_to_even():
+    """Flower rounds at random."""
+    terms = Terms(bits=32, range=2.0**20)
+    unit = 2.0 ** -terms.fraction_bits(100)
+    values = {"x": np.array([0.5, 1.5, 2.5, -0.5, -1.5, 0.4999]) * unit}
+    for _ in range(3):
+        assert encode(values, terms, 100).view(np.int32).tolist() == [0, 2, 2, 0, -2, 0]
+
+
+def test_tensors_of_all_kinds_side_by_side():
+    rng = np.random.default_rng(0)
+    tensors = {
+        "b/half": rng.normal(size=(2, 3)).astype(np.float16),
+        "a/flag": np.array([True, False]),
+        "c": np.float32(0.75),
+        "d/none": np.empty((0, 4)),
+        "e/none": np.empty(0, np.int32),
+        "ab": np.array([7, 250], np.uint8),
+    }
+    like = {name: (np.asarray(t).dtype, np.asarray(t).shape) for name, t in reversed(tensors.items())}
+    total = encode(tensors, Terms(), 3) * np.uint64(3)
+    back = decode(total, like, Terms(), 3)
+    assert list(back) == sorted(tensors)
+    for name, tensor in tensors.items():
+        assert back[name].shape == np.shape(tensor)
+        assert back[name].dtype == (np.float64 if like[name][0].kind == "f" else np.int64)
+        assert (back[name] == 3 * np.asarray(tensor).astype(back[name].dtype)).all()
+    assert encode({}, Terms(), 3).shape == (0,)
+
+
+def test_what_is_not_a_number_or_does_not_fit():
+    with pytest.raises(MessageError, match="tensor 'x' has dtype complex128"):
+        encode({"x": np.zeros(2, complex)}, Terms(), 3)
+    with pytest.raises(MessageError, match=r"got uint64\[4\], expected uint64\[3\]"):
+        decode(np.zeros(4, np.uint64), {"x": ("float32", (3,))}, Terms(), 3)
+    with pytest.raises(MessageError, match=r"got uint64\[3\], expected uint32\[3\]"):
+        decode(np.zeros(3, np.uint64), {"x": ("float32", (3,))}, Terms(bits=32), 3)
+    sums = drive(stage="mask")
+    with pytest.raises(MessageError, match=r"the vector is uint32\[3\], expected uint64\[size\]"):
+        sums.members[0].mask(np.zeros(3, np.uint32), *sums.requests[0])
+    sums.step()  # an error of its own is no refusal: it may still mask
+
+
+# ---- the graph ----
+@given(
+    population=st.integers(3, 40),
+    k=st.one_of(st.integers(0, 8), st.integers(0, 41)),
+    salt=st.binary(min_size=1, max_size=24),
+    data=st.data(),
+)
+def test_neighbourhoods_are_symmetric_and_equally_large(population, k, salt, data):
+    absent = data.draw(st.sets(st.integers(0, population - 1), max_size=min(5, population - 3)))
+    roster = ~flags(absent, population)
+    parties = np.flatnonzero(roster).tolist()
+    near = {p: neighbourhood(p, roster, k, salt).tolist() for p in parties}
+    even = k + k % 2
+    size = len(parties) - 1 if k == 0 or even >= len(parties) - 1 else even
+    for p, peers in near.items():
+        assert peers == sorted(set(peers) - {p})
+        assert set(peers) <= set(parties)
+        assert len(peers) == size
+        assert all(p in near[q] for q in peers)
+    present = roster & data.draw(hnp.arrays(bool, population))
+    graph = nx.Graph(near).subgraph(np.flatnonzero(present).tolist())
+    assert pieces(present, roster, k, salt) == nx.number_connected_components(graph)
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "size"), [(1, 9, 2), (2, 9, 2), (3, 9, 4), (5, 9, 6), (6, 9, 6), (7, 9, 8), (7, 10, 8), (8, 10, 8), (9, 10, 9)]
+)
+def test_an_odd_number_of_neighbours_is_rounded_up(k, n, size):
+    assert {len(neighbourhood(p, np.ones(n, bool), k, b"salt")) for p in range(n)} == {size}
+
+
+def test_the_circle_hangs_on_the_salt_alone():
+    roster = np.ones(100, bool)
+    assert neighbourhood(5, roster, 10, b"a").tolist() == neighbourhood(5, roster, 10, b"a").tolist()
+    assert neighbourhood(5, roster, 10, b"a").tolist() != neighbourhood(5, roster, 10, b"b").tolist()
+    met = Counter(int(q) for i in range(2000) for q in neighbourhood(5, roster, 10, i.to_bytes(4, "big")))
+    assert stats.chisquare([met[q] for q in range(100) if q != 5]).pvalue > 0.001  # the same every time
+
+
+def test_every_party_computes_the_same_graph_in_every_version():
+    salt = RUN + bytes(8)
+    lots = aes_counter(sha256(b"fedloom secure sum: circle" + salt).digest(), 20 * 8)
+    circle = sorted(range(20), key=lambda p: int.from_bytes(lots[8 * p : 8 * p + 8], "little"))
+    place = circle.index(0)
+    by_hand = sorted(circle[(place + step) % 20] for step in (-2, -1, 1, 2))
+    assert neighbourhood(0, np.ones(20, bool), 4, salt).tolist() == by_hand == [3, 14, 16, 19]
+
+
+def test_errors_are_the_inputs_fault():
+    assert issubclass(Refusal, MessageError)
+    assert issubclass(TooFew, MessageError)
+    assert issubclass(MessageError, FedloomError)
