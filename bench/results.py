@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from statistics import mean
 
-from sweep import spread, sweep
+from sweep import put_between, spread, sweep
 
 DATASETS = ("cora", "citeseer", "pubmed")
 SEEDS = 3
@@ -46,10 +46,7 @@ def main() -> None:
     some = found["cora/Local"][0]
     versions = ", ".join(f"{k} {v}" for k, v in some["versions"].items())
     head = f"Made by `python bench/results.py {target}` on {begun:%Y-%m-%d}, {took:.0f} minutes on two cores. {versions}.\n"
-    text = target.read_text() if target.exists() else ""
-    before, _, rest = text.partition("<!-- grid -->")
-    after = rest.partition("<!-- /grid -->")[2]
-    target.write_text(before + "<!-- grid -->\n\n" + head + "\n" + "\n".join(parts) + "\n<!-- /grid -->" + after)
+    put_between(target, "grid", head + "\n" + "\n".join(parts))
 
 
 def _short(s: dict) -> dict:

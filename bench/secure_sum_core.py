@@ -17,9 +17,9 @@ from fedloom.privacy.secure_sum import Collector, Member, Terms
 
 
 def dropouts(clients: int, share: float, rng: np.random.Generator) -> dict[int, str]:
-    """At which stage each lost client is lost: three of five while masking, the others spread evenly."""
+    """At which stage each lost client is lost: half of them while masking, the others spread evenly."""
     lost = rng.permutation(clients)[: round(share * clients)].tolist()
-    order = ["mask", "advertise", "mask", "share", "mask", "unmask", "mask", "advertise", "mask", "share", "mask", "unmask"]
+    order = ["mask", "advertise", "mask", "share", "mask", "unmask"]
     return {client: order[i % len(order)] for i, client in enumerate(lost)}
 
 

@@ -199,6 +199,13 @@ def around_the_circle(n, k):
     return circle
 
 
+def test_lost_parties_with_which_no_survivor_padded_are_not_needed():
+    """On a ring of ten, two side by side are cut off by others lost before, and then lost too: nobody is left to open their keys."""
+    ring = around_the_circle(10, 2)
+    lost = dict.fromkeys((ring[0], ring[3]), "advertise") | dict.fromkeys(ring[1:3], "mask")
+    assert check_case(Terms(0.5, neighbours=2), range(10), lost) == "sum"
+
+
 def test_two_sums_in_a_row_have_nothing_in_common():
     first, second = (drive(number=number).until("unmask") for number in (0, 1))
     for (stage, position, _, one), (*_, other) in zip(first.transcript, second.transcript, strict=True):

@@ -25,8 +25,9 @@ clients with one architecture start from the same weights.
 As in the authors' code rather than the paper's text: A' stays real-valued (a 0/1 indicator has no gradient), standard deviations are
 matched instead of variances and only in classes with two or more pseudo-nodes, the smoothness exponential is taken coordinate by
 coordinate, the distillation term is a mean, γ is clamped, and m in Eq. 9's divisor counts the clients that reported the class.
-Departures from both: Eq. 15's last term is N (μ^c)² as the algebra has it; a class that nobody reports gets no pseudo-node; HRE takes
-no class with H = 0; pseudo-nodes are counted from N^c after HRE (the paper's text; the code uploads a second count for it).
+Departures from both: X' starts near 0; from N(0, 1), as published, the optimiser ends in worse minima (docs/decisions/4). Eq. 15's last
+term is N (μ^c)² as the algebra has it. A class that nobody reports gets no pseudo-node. HRE takes no class with H = 0. Pseudo-nodes are
+counted from N^c after HRE, as in the paper's text; the code uploads a second count for it.
 """
 
 from collections.abc import Callable
@@ -73,6 +74,7 @@ class OpFGL(Method):
     divisor: str = setting("m_c", "of the merged variance: N less the reporting clients, or N less 1", choices=("m_c", "n-1"))
     rate: float = setting(0.0, "pseudo-nodes of a class as a share of its labelled nodes (0 = one each)", at_least=0, at_most=1)
     condense_steps: int = setting(3000, "steps of the pseudo-graph's optimisation", at_least=1)
+    start: float = setting(0.01, "standard deviation of X' before the first step (published: 1)", above=0)
     lr_features: float = setting(5e-3, "learning rate of X'", above=0)
     lr_links: float = setting(1e-3, "learning rate of the link predictor", above=0)
     link_width: int = setting(128, "hidden width of the link predictor", at_least=1)
@@ -188,7 +190,7 @@ class OpFGL(Method):
         count, features = target["count"], target["mean"].shape[2]
         nodes = torch.where(count > 0, (self.rate * count).ceil().long().clamp(min=1), 0)
         y = torch.arange(len(count)).repeat_interleave(nodes)
-        x = torch.randn(len(y), features, generator=rng).requires_grad_()
+        x = (self.start * torch.randn(len(y), features, generator=rng)).requires_grad_()
         with seeded(rng):
             links = LinkPredictor(features, self.link_width)
         optimizers = make_optimizer("adam", [x], self.lr_features, 0), make_optimizer("adam", links.parameters(), self.lr_links, 0)

@@ -476,7 +476,7 @@ class Collector:
         for _, vector in self._take("mask", arrivals, self.terms.word, (self.size,)):
             self._total += vector
         self._survived = self._here
-        self._lost = shared & ~self._survived
+        self._lost = shared & ~self._survived & self._survived[self._near].any(axis=1)  # else nobody's vector is padded with it
         self._require_quorum(self._survived | self._lost, "sent their vectors")
         survivors = self._flags(self._survived)
         apart = pieces(survivors, self.roster, self.terms.neighbours, self._sum_id)
