@@ -407,7 +407,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _versions() -> dict[str, str]:
-    packages = ("fedloom", "torch", "torch_geometric", "numpy", "scipy", "scikit-network", "pymetis", "safetensors")
+    packages = ("fedloom", "torch", "torch_geometric", "numpy", "scipy", "scikit-network", "pymetis", "safetensors", "cryptography")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
