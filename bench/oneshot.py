@@ -16,7 +16,6 @@ from fedloom.recipe import read_tables
 DATASETS, PARTITIONS, CLIENTS, SEEDS = ("cora", "citeseer", "pubmed"), ("louvain+", "metis+"), (10, 20), 3
 LOCAL = {"epochs": 20, "finetune": 100}  # 20 by validation, see docs/results.md
 Tables = dict[str, dict[str, Any]]
-TEN = "ssgc-2x64,gcn-2x64,gcn-2x128,gcn-2x256,gcn-2x512,sgc-2,gcn-3x64,gcn-3x512,appnp-2x64,sgc-4"
 ABLATIONS = {
     "`nd_ft_dist`: no HRE": {"variant": "nd_ft_dist"},
     "`ft_dist`: one γ for all nodes": {"variant": "ft_dist"},
@@ -25,7 +24,6 @@ ABLATIONS = {
     "`hre_nd_dist`: stage 2 from scratch": {"variant": "hre_nd_dist"},
     "`global`: M_G alone": {"variant": "global"},
     "`start = 1`: X' from N(0, 1), as published": {"start": 1.0},
-    "heterogeneous: the paper's ten models": {"model": TEN},
 }
 # What the paper prints, accuracy / macro-F1.
 PAPER = {
@@ -46,13 +44,12 @@ PAPER = {
 }
 
 
-def setting_of(data: str, partition: str, clients: int, model: str = "", **method: Any) -> Tables:
-    """The recipe of O-pFGL for a graph and a partition, with another method, model or number of clients."""
+def setting_of(data: str, partition: str, clients: int, **method: Any) -> Tables:
+    """The recipe of O-pFGL for a graph and a partition, with another method or number of clients."""
     tables = read_tables(Path(f"recipes/{data}-{partition.replace('+', 'plus')}10-opfgl.toml"))
     tables.pop("expect")
     chosen = {**tables["method"], **method} if method.get("name", "opfgl") == "opfgl" else method
-    models = {**tables["model"], "name": model or tables["model"]["name"]}
-    return {**tables, "partition": {**tables["partition"], "clients": clients}, "model": models, "method": chosen}
+    return {**tables, "partition": {**tables["partition"], "clients": clients}, "method": chosen}
 
 
 def methods(data: str, partition: str, clients: int) -> dict[str, Tables]:

@@ -281,7 +281,7 @@ def test_the_server_sums_and_averages_what_it_asks_for():
         assert server.mean(toy.weigh, each=each)["seen"].tolist() == [1.5]
     assert server.ledger.traffic()["phases"]["weight"]["messages"] == 3  # asked for once
     for how, wrong, mark in (("sum", toy.blend, "@summed"), ("mean", toy.add, "@averaged"), ("sum", toy.echo, "@summed")):
-        with pytest.raises(TypeError, match=f"server.{how}: phase '{wrong.__name__}' is not marked {mark}"):
+        with pytest.raises(ConfigError, match=f"server.{how}: phase '{wrong.__name__}' is not marked {mark}"):
             getattr(server, how)(wrong, each=each)
 
 

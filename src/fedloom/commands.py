@@ -53,7 +53,10 @@ def _tables(tables_: dict[str, Any], given: Given, assignments: Iterable[str]) -
 
 def _as_baseline(base: dict[str, Any], name: str) -> dict[str, Any]:
     """The same recipe for another method, with as much training; learning rates and optimisers are each method's own."""
-    shared = {f.name for f in fields(method_class(name))} & {"rounds", "epochs", "batch_size", "weight_decay"}
+    own = {f.name: f for f in fields(method_class(name))}
+    shared = {"rounds", "epochs", "batch_size", "weight_decay"} & own.keys()
+    if own["rounds"].metadata["bounds"]["at most"] == 1:
+        shared -= {"rounds", "epochs"}  # one-shot: it trains as long as it needs, before and after
     kept = {key: value for key, value in base.get("method", {}).items() if key in shared}
     return {**base, "method": {"name": name, **kept}, "run": {**base.get("run", {}), "evaluation": ""}}
 

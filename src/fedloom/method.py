@@ -91,6 +91,8 @@ def phase(**reply: str) -> Callable[[F], F]:
     def mark(function: F) -> F:
         function.reply = reply  # type: ignore[attr-defined]
         signature = inspect.signature(function).parameters
+        if "secure" in signature:
+            raise ValueError(f"phase: {function.__name__!r} cannot take a tensor called 'secure': secure sums use that name")
         function.takes = tuple(signature)[2:]  # type: ignore[attr-defined]
         function.needs = frozenset(n for n in tuple(signature)[2:] if signature[n].default is inspect.Parameter.empty)  # type: ignore[attr-defined]
         return function
@@ -107,7 +109,7 @@ def summed(function: F) -> F:
 def averaged(by: str | None = None) -> Callable[[F], F]:
     """Marks a phase of whose replies the server needs nothing but the mean: `server.mean(phase)`. A secure run gives it nothing else.
 
-    by: name of a phase that answers the client's weight, one number; none = all clients count alike.
+    by: name of a phase that answers the client's weight, one number, asked once and then kept; none = all clients count alike.
     """
 
     def mark(function: F) -> F:

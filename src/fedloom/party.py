@@ -1,4 +1,4 @@
-"""The two kinds of party: Client, what a phase may see, and Server, what `run` may see. Everything between them passes `Server.ask`."""
+"""The two kinds of party: Client, what a phase may see, and Server, what `run` may see. All between them passes `Server.exchange`."""
 
 from __future__ import annotations
 
@@ -344,7 +344,11 @@ class Server:
 
     def _secure_total(self, phase: Any, clients: Sequence[str] | None, each: Mapping[str, Message] | None, message: Message) -> Message:
         messages = self._address(phase, clients, each, message)
+        if not messages:
+            raise MessageError(f"nobody is asked for {phase.__name__!r}: there is nothing to add up")
         schemas = {self._reply_of(phase, content, client) for client, content in messages.items()}
+        if any(-1 in shape for schema in schemas for _, _, shape in schema):
+            raise ConfigError(f"run.secure: what clients answer to {phase.__name__!r} may have any length (n), it cannot be added up")
         if len(schemas) != 1:
             raise ConfigError(f"run.secure: the clients' answers to {phase.__name__!r} differ in shape, they cannot be added up")
         return masked.total(self, phase, messages, *schemas)
@@ -358,7 +362,7 @@ class Server:
 
     def _weights(self, by: str, clients: Sequence[str]) -> dict[str, Tensor]:
         """What the clients answered to the phase `by`: asked for once, then kept. Who has never answered is left out."""
-        known = self.state.setdefault("weights", {}).setdefault(by, {})
+        known = self.state.setdefault("weights of means", {}).setdefault(by, {})  # a name that no method takes for its own
         unknown_yet = [c for c in clients if c not in known]
         if unknown_yet:
             for client, reply in self.ask(getattr(self._method, by), clients=unknown_yet).items():
@@ -388,11 +392,12 @@ class Server:
 def _require_aggregate(phase: Any, how: str) -> None:
     if getattr(phase, "aggregate", None) != how:
         mark = {"sum": "@summed", "mean": "@averaged"}[how]
-        raise TypeError(f"server.{how}: phase {phase.__name__!r} is not marked {mark}")
+        raise ConfigError(f"server.{how}: phase {phase.__name__!r} is not marked {mark} (docs/adding-a-method.md)")
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+    flat = tensor.detach().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data if len(flat) else memoryview(b"")  # an empty tensor may have any stride
 
 
 # ---- what survives: state as tensors ----

@@ -330,6 +330,7 @@ class Recorder:
             "final_accuracy": scored[-1]["accuracy"] if scored else None,
             "per_client": self._per_client(at_best),
             "without_training_items": clients_without_training(self.federation),
+            "secure": masked.report(server),
             "traffic": server.ledger.traffic(), "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
             "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
             "history_hash": server.history_hash.hex(), "versions": _versions(), "config": self.config,
@@ -354,7 +355,7 @@ class Recorder:
         tensors = flatten(snapshot({"server": {"state": server.state, "streams": server.streams}, "clients": self.engine.snapshot()}))
         meta = {
             "round": server.round, "history": len(self.history), "booked": len(server.ledger.rows),
-            "hash": server.history_hash.hex(), "seed": self.rules.seed,
+            "hash": server.history_hash.hex(), "seed": self.rules.seed, "secure": self.rules.secure,
         }  # fmt: skip
         target, fresh = self.folder / "checkpoint.safetensors", self.folder / "checkpoint.new"
         save_file(tensors, fresh, metadata={"fedloom": json.dumps(meta)})
@@ -380,6 +381,8 @@ class Recorder:
             raise DataError(f"resume: {path.name} in {str(folder)!r} is damaged ({error})") from error
         if meta["seed"] != self.rules.seed:
             raise ConfigError(f"resume: the run in {str(folder)!r} has seed {meta['seed']}, not {self.rules.seed}")
+        if meta.get("secure", False) != self.rules.secure:
+            raise ConfigError(f"resume: the run in {str(folder)!r} has run.secure = {str(meta.get('secure', False)).lower()}")
         return meta, saved, history, ledger
 
     def _put_back(self, server: Server) -> int:

@@ -57,6 +57,12 @@ def result(summary: Mapping[str, Any], beside: Sequence[Mapping[str, Any]] = ())
     if summary.get("without_training_items"):
         idle = ", ".join(summary["without_training_items"])
         parts.insert(1, Text(f"clients without a training item: {idle} (they take part, their loss is 0)", style="yellow"))
+    secure = summary.get("secure")
+    if secure:
+        parts.append(Text(f"secure: {secure['sums']} masked sums, each over {secure['fewest_clients']} clients or more"))
+        if secure["cohorts_one_apart"]:
+            pairs = secure["cohorts_one_apart"]
+            parts.append(Text(f"{pairs} pairs of cohorts differ in one client: subtracting their sums lays it open", style="yellow"))
     return Group(*parts)
 
 

@@ -374,5 +374,10 @@ def test_graph_tasks_and_more_rounds_are_refused(graph_federation, node_federati
         run("opfgl", node_federation, **{**QUICK, "rounds": 2})
 
 
+def test_clamps_that_cross_are_refused():
+    with pytest.raises(ConfigError, match=r"method.gamma_max is 0.1, must be at least method.gamma_min, which is 0.2"):
+        OpFGL(gamma_min=0.2, gamma_max=0.1)
+
+
 def test_every_setting_says_what_it_is():
     assert all(f.metadata["help"] for f in fields(OpFGL))

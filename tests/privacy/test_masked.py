@@ -170,7 +170,7 @@ def test_the_hash_is_of_what_was_asked_and_the_sum():
 
 def test_values_out_of_range_are_an_error_that_names_the_tensor():
     server, _, _ = make(Terms(range=5.0))
-    with pytest.raises(MessageError, match=r"'x'.*-6.* ±5.*secure_range"):
+    with pytest.raises(MessageError, match=r"client 'g' in 'numbers': .*'x'.* ±5 .*secure_range"):
         server.sum(Adder().numbers)
 
 

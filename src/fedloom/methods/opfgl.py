@@ -10,7 +10,7 @@ What travels, per client, once:
 
     Ỹ ← I times clip(a S Y + (1−a) Y⁰, 0, 1), S = D^-1/2 A D^-1/2                               `soft_labels`
     H(c) = Σ over training nodes of class c of the share of training neighbours with that label (Eq. 2, 3)   `homophily`
-    w_dist(c) = 1 / (1 + ln(1 + H(c)))  (Eq. 4)                                                 `personalise`
+    w_dist(c) = 1 / (1 + ln(1 + H(c)))  (Eq. 4)                                                 `gamma`
     HRE (Eq. 7): an unlabelled node joins class c' = arg max ỹ if ỹ_c' / Σỹ ≥ f_th, c' is among the K classes with the largest H,
         and its degree is ≥ d_th                                                                `expanded_labels`
     N_k^c, Σx, Σx² over the nodes then labelled: what N_k^c, μ_k^c, s²_k^c say (Eq. 5, 6, 8), in a form that adds up    `statistics`
@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.errors import MessageError
+from fedloom.errors import ConfigError, MessageError
 from fedloom.graph import Graph
 from fedloom.learn import load_weights, make_optimizer, seeded, step, weights
 from fedloom.message import Message
@@ -93,8 +93,14 @@ class OpFGL(Method):
     tasks: ClassVar[tuple[str, ...]] = ("node",)
     validates: ClassVar[bool] = True
     discloses: ClassVar[str] = (
-        "unless the run is secure, each client's class means and variances of raw features: of a class with two nodes they give both back"
+        "class means and variances of raw features, each client's own unless the run is secure, and in a secure run still those of a class "
+        "that a single client reports: of two nodes they give both back"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gamma_max < self.gamma_min:
+            raise ConfigError(f"method.gamma_max is {self.gamma_max!r}, must be at least method.gamma_min, which is {self.gamma_min!r}")
 
     @property
     def views(self) -> int:
@@ -168,7 +174,7 @@ class OpFGL(Method):
         if server.facts.secure is not None:
             return server.sum(self.secure_statistics)
         replies = server.ask(self.statistics)
-        # In float64 these sums are exact, as they are in fixed point: secure or not, the bits are the same.
+        # In float64, so that the order does not matter; fixed point rounds at 2^-f, so small features may differ in the last bit.
         sums = {name: replies.stack(name).double().sum(0).float() for name in ("total", "squares")}
         counts = replies.stack("count")
         return {"reported": (counts > 0).sum(0), "count": counts.sum(0), **sums}
@@ -230,7 +236,7 @@ class OpFGL(Method):
             teacher = net(graph).softmax(1)
         if not from_global:
             load_weights(net, client.state["untrained"])
-        gamma = self.gamma(graph) if distilled == "node" else torch.full((graph.num_nodes,), self.clamped(self.beta))
+        gamma = self.gamma(graph) if distilled == "node" else torch.tensor(self.beta).clamp(self.gamma_min, self.gamma_max)
         of_class = balanced(graph) if self.variant == "ft_imb" else None
 
         def loss() -> Tensor:
@@ -247,11 +253,7 @@ class OpFGL(Method):
     def gamma(self, graph: Graph) -> Tensor:
         """γ [nodes] (Eq. 19)."""
         w_dist = 1 / (1 + self.homophily(graph).log1p())
-        return (self.beta * self.soft_labels(graph) @ w_dist).clamp(self.gamma_min, max(self.gamma_min, self.gamma_max))
-
-    def clamped(self, value: float) -> float:
-        """The one γ of all nodes."""
-        return min(max(value, self.gamma_min), max(self.gamma_min, self.gamma_max))
+        return (self.beta * self.soft_labels(graph) @ w_dist).clamp(self.gamma_min, self.gamma_max)
 
     def fit(self, client: Client, net: Model, lr: float, loss: Callable[[], Tensor]) -> None:
         """Adam steps on `loss`; leaves the net as it was when it had the best validation accuracy, looked at every so often."""

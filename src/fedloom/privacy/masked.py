@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from fedloom.errors import ConfigError, MessageError
 from fedloom.ledger import MEASURING
-from fedloom.message import DTYPES, Message, Schema, flatten, unflatten
+from fedloom.message import DTYPES, Message, Schema, check, flatten, unflatten
+from fedloom.method import expected_reply, weights_schema
 from fedloom.privacy.secure_sum import ADVERTISED_BYTES, CIPHERTEXT_BYTES, SHARE_BYTES, Collector, Member, Refusal, Terms, decode, encode
 
 if TYPE_CHECKING:
@@ -50,14 +52,16 @@ def answer(method: Method, client: Client, phase: str, message: Message) -> Mess
         return _masked(method, client, function, message)
     if function.reply:
         raise Refusal(f"client {client.name!r} refuses to answer {phase!r} in the clear: this is a secure run")
-    return function(client, **message)
+    reply = function(client, **message)
+    check(reply, (), f"client {client.name!r} in {phase!r}")  # what is not declared does not leave
+    return reply
 
 
 def _advertise(client: Client, run: Tensor, number: Tensor, roster: Tensor, threshold: Tensor) -> Message:
     known = client.state.setdefault("secure_sums", {"run": run, "number": torch.tensor(0)})
     if not torch.equal(known["run"], run):
         raise Refusal(f"client {client.name!r} refuses: the run's id changed")
-    if number <= known["number"]:
+    if number.is_floating_point() or number <= known["number"]:
         raise Refusal(f"client {client.name!r} refuses: sum {int(number)} was asked for before, the last one was {int(known['number'])}")
     known["number"] = number
     position, population = client.facts.clients.index(client.name), client.facts.num_clients
@@ -70,24 +74,44 @@ def _advertise(client: Client, run: Tensor, number: Tensor, roster: Tensor, thre
 def _masked(method: Method, client: Client, phase: Any, message: Message) -> Message:
     if client.member is None or "shared" not in message.get("secure", {}):
         raise Refusal(f"client {client.name!r} refuses to answer {phase.__name__!r} in the clear: this is a secure run")
-    own = {name: content for name, content in message.items() if name != "secure"}
-    tensors = flatten(phase(client, **own))
-    if phase.aggregate == "mean":
-        weight = torch.ones(()) if phase.by is None else next(iter(getattr(method, phase.by)(client).values()))
+    client.member.require_due("mask")  # before the phase leaves its traces
+    own, who = {name: content for name, content in message.items() if name != "secure"}, f"client {client.name!r} in {phase.__name__!r}"
+    weight = _weight(method, client, phase) if phase.aggregate == "mean" else None
+    reply = phase(client, **own)
+    model = weights_schema(client.build()) if "weights" in phase.reply.values() else ()
+    check(reply, expected_reply(method, phase, own, model, client.facts), who)  # nobody else can: the server sees sums
+    tensors = flatten(reply)
+    if weight is not None:
         tensors = {name: tensor.double() * weight for name, tensor in tensors.items()} | {WEIGHT: weight.double()}
-    vector = encode({name: tensor.detach().numpy() for name, tensor in tensors.items()}, _terms(client), client.member.parties)
+    arrays = {name: (t.double() if t.is_floating_point() else t).detach().numpy() for name, t in tensors.items()}
+    try:
+        vector = encode(arrays, _terms(client, phase), client.member.parties)
+    except MessageError as error:
+        raise MessageError(f"{who}: {error}{'' if weight is None else ', times the weight of the client'}") from None
     return {"masked": _tensor(client.member.mask(vector, message["secure"]["shared"].numpy()))}
+
+
+def _weight(method: Method, client: Client, phase: Any) -> Tensor:
+    """The client's weight in a mean: worked out once, then kept, as the server of a plain run does."""
+    if phase.by is None:
+        return torch.ones(())
+    known = client.state.setdefault("secure_weights", {})
+    if phase.by not in known:
+        (known[phase.by],) = getattr(method, phase.by)(client).values()
+    if not 0 <= float(known[phase.by]) < float("inf"):
+        raise MessageError(f"client {client.name!r}: its weight {phase.by!r} must be finite and not negative")
+    return known[phase.by]
 
 
 # ---- the server's side ----
 def total(server: Server, phase: Any, messages: dict[str, Message], reply: Schema) -> Message:
     """Takes a phase, a message per client and the schema of what each would reply, gives the sum of the replies, or their mean."""
-    terms, position = _terms(server), {name: number for number, name in enumerate(server.clients)}
+    terms, position = _terms(server, phase), {name: number for number, name in enumerate(server.clients)}
     book_as = phase.__name__ if phase.__name__ in MEASURING else None  # the keys of an evaluation are for measuring only
     roster = np.array([name in messages for name in server.clients])
     parties = int(roster.sum())
     mean = phase.aggregate == "mean"
-    like = {name: ("float64" if mean else dtype, shape) for name, dtype, shape in reply}
+    like = {name: ("float64" if mean or DTYPES[dtype].is_floating_point else dtype, shape) for name, dtype, shape in reply}
     if mean:
         like[WEIGHT] = ("float64", ())
     size = sum(int(np.prod(shape)) for _, shape in like.values())
@@ -118,8 +142,15 @@ def total(server: Server, phase: Any, messages: dict[str, Message], reply: Schem
         if weight <= 0:
             raise MessageError(f"secure mean of {phase.__name__!r}: all clients that answered have weight 0")
         tensors = {name: tensor / weight for name, tensor in tensors.items()}
-    shaped = {name: tensors[name].to(DTYPES[dtype]) for name, dtype, _ in reply}
+    kinds = {name: DTYPES[dtype] for name, dtype, _ in reply}
+    if mean:
+        kinds = {name: kind if kind.is_floating_point else torch.float32 for name, kind in kinds.items()}  # a mean of integers is none
+    shaped = {name: tensors[name].to(kind) for name, kind in kinds.items()}
+    for name, tensor in shaped.items():
+        if not tensor.is_floating_point() and not torch.equal(tensor.long(), tensors[name]):
+            raise MessageError(f"secure sum of {phase.__name__!r}: the sum of {name!r} does not fit into {tensor.dtype}; declare int64")
     # The masks are different every time; what was asked, who is in the sum, and the sum are not.
+    _note_cohort(server, phase.__name__, np.isin(server.clients, [server.clients[at] for at in post]))
     server.remember(phase.__name__, {server.clients[at]: messages[server.clients[at]] for at in post}, {"sum": unflatten(shaped)})
     return unflatten(shaped)
 
@@ -131,15 +162,39 @@ def _next_number(server: Server) -> tuple[Tensor, int]:
     return known["run"], int(known["number"])
 
 
+def _note_cohort(server: Server, phase: str, cohort: np.ndarray) -> None:
+    """Keeps over whom a phase was summed: two sums whose cohorts differ in one client give that client away."""
+    known = server.state["secure_sums"]
+    row, earlier = torch.from_numpy(cohort)[None], known.setdefault("cohorts", {}).get(phase)
+    if earlier is None:
+        known["cohorts"][phase] = row
+    elif not (earlier == row).all(1).any():
+        known["cohorts"][phase] = torch.cat([earlier, row])
+
+
+def report(server: Server) -> dict[str, int] | None:
+    """For a run's summary: sums taken, clients in the smallest, and pairs of cohorts of one phase that differ in one client."""
+    if server.facts.secure is None:
+        return None
+    known = server.state.get("secure_sums", {})
+    cohorts = [rows.int() for rows in known.get("cohorts", {}).values()]
+    return {
+        "sums": int(known.get("number", 0)),
+        "fewest_clients": min((int(rows.sum(1).min()) for rows in cohorts), default=0),
+        "cohorts_one_apart": sum(int((torch.cdist(rows.float(), rows.float(), p=1) == 1).sum()) // 2 for rows in cohorts),
+    }
+
+
 def require_cohort(clients: int, who: str) -> None:
     """Raises ConfigError if so few clients take part that a sum would give one of them away."""
     if clients < 3:
         raise ConfigError(f"run.secure needs at least 3 clients in every sum, {who} is {clients}")
 
 
-def _terms(party: Client | Server) -> Terms:
+def _terms(party: Client | Server, phase: Any = None) -> Terms:
+    """The agreed terms; scores keep a width and a range of their own, since `bits` and `range` are chosen for the method's numbers."""
     assert party.facts.secure is not None
-    return party.facts.secure
+    return replace(party.facts.secure, bits=64, range=2.0**32) if getattr(phase, "__name__", "") in MEASURING else party.facts.secure
 
 
 def _tensor(array: np.ndarray) -> Tensor:

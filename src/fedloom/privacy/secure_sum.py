@@ -142,9 +142,7 @@ def _whole_numbers(name: str, tensor: NDArray, terms: Terms, parties: int) -> ND
         entries = tensor.astype(np.float64)
         bad = ~(np.abs(entries) <= terms.range)  # NaN is not within any range
         if bad.any():
-            raise MessageError(
-                f"secure sum: tensor {name!r} holds {entries[bad][0]}, the largest allowed is ±{terms.range:g} (secure_range)"
-            )
+            raise MessageError(f"secure sum: tensor {name!r} holds a number that is not within ±{terms.range:g} (secure_range)")
         return np.rint(np.ldexp(entries, terms.fraction_bits(parties))).astype(np.int64)
     if tensor.dtype.kind in "iub":
         most = terms.largest_integer(parties)
@@ -152,7 +150,7 @@ def _whole_numbers(name: str, tensor: NDArray, terms: Terms, parties: int) -> ND
         for extreme in extremes:
             if abs(extreme) > most:
                 raise MessageError(
-                    f"secure sum: tensor {name!r} holds {extreme}, the largest allowed is ±{most} "
+                    f"secure sum: tensor {name!r} holds a number that is not within ±{most} "
                     f"(an integer summed over {parties} parties in secure_bits = {terms.bits})"
                 )
         return tensor.astype(np.int64)
@@ -333,8 +331,8 @@ class Member:
 
     def mask(self, vector: Words, shared: Flags) -> Words:
         """Takes its vector (as `encode` gives it) and who shared, gives the vector under its own pad and its neighbours'."""
-        if vector.dtype != self.terms.word or vector.ndim != 1:
-            raise MessageError(f"secure sum: the vector is {vector.dtype}{list(vector.shape)}, expected {self.terms.word}[size]")
+        if vector.dtype not in (np.uint32, np.uint64) or vector.ndim != 1:
+            raise MessageError(f"secure sum: the vector is {vector.dtype}{list(vector.shape)}, expected words of 32 or 64 bits")
         self._begin("mask")
         self._narrow(shared, "shared")
         masked = vector.copy()
@@ -374,9 +372,13 @@ class Member:
 
     def _begin(self, stage: str) -> None:
         """Refuses a stage that is not due. Until it is through nothing is, so that a refusal on the way is final."""
+        self.require_due(stage)
+        self._expects = "nothing more"
+
+    def require_due(self, stage: str) -> None:
+        """Refuses a stage that is not due; changes nothing."""
         if stage != self._expects:
             raise Refusal(f"party {self.position} refuses: asked to {stage}, but what is due is: {self._expects}")
-        self._expects = "nothing more"
 
     def _narrow(self, present: Flags, did: str) -> None:
         """Checks who is said to have finished a stage, and takes it over."""
