@@ -17,7 +17,8 @@ What travels, per client:
 Departures. Images become nodes: the generator's rows are features, linked to their nearest neighbours as in FedTAD; no gradient passes
 through the choice of links. G is an MLP that is told the class. Its output is linear: the server does not know the scale of the data,
 and CE finds the one at which the clients' models are sure. There is no BatchNorm (decision 2), so no term that fits its statistics. The
-student starts from Σ_k (n_k / Σ n) θ_k, not from noise, and learns with Adam; T = 0 leaves FedAvg's one round. Fine-tuning as in FedAvg,
+student starts from Σ_k (n_k / Σ n) θ_k, not from noise, and learns with Adam; T = 0 leaves FedAvg's one round. One generator is trained
+throughout (public code starts it anew for every batch, optimises z with it and keeps the best of the steps). Fine-tuning as in FedAvg,
 on by default: it is how O-pFGL runs one-shot baselines, and with `evaluation = "local"` only a fine-tuned client has seen the student.
 """
 
