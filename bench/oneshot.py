@@ -78,7 +78,8 @@ def main() -> None:
     found = sweep(recipes, SEEDS, lambda label, seed, s: print(f"{label}, seed {seed}: {s['seconds']['total']:.0f} s", flush=True), kept)
     parts = [_against_paper(found, partition) for partition in PARTITIONS]
     parts.append(_ablation(found))
-    target.with_name("results-oneshot.json").write_text(json.dumps({k: [_short(s) for s in v] for k, v in found.items()}, indent=1) + "\n")
+    lines = [f"{json.dumps(label)}: {json.dumps([_short(s) for s in runs])}" for label, runs in found.items()]
+    target.with_name("results-oneshot.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
     put_between(target, "oneshot", "\n".join(parts))
 
 
