@@ -1,6 +1,7 @@
 """Small federations that every test can afford."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,14 @@ def node_federation() -> Federation:
     """Four clients with parts of one synthetic graph, a node task."""
     graph = synthetic(nodes=211, classes=3, features=12, degree=6.0, homophily=0.8, seed=1)
     return divide(graph, 4, "random", 0, split="40/30/30")
+
+
+@pytest.fixture(scope="session")
+def cross_federation() -> Federation:
+    """Four clients that know the edges between them; a third of the edges go one way only."""
+    graph = synthetic(nodes=211, classes=3, features=12, degree=6.0, homophily=0.8, seed=1)
+    kept = torch.rand(graph.num_edges, generator=torch.Generator().manual_seed(3)) < 0.8
+    return divide(replace(graph, edge_index=graph.edge_index[:, kept]), 4, "random", 0, split="40/30/30", cross_edges="known")
 
 
 @pytest.fixture(scope="session")

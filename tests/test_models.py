@@ -383,13 +383,15 @@ def test_initialisation(name: str) -> None:
 
 
 def test_parse() -> None:
-    assert parse("gcn") == Spec("gcn", 2, 64)
-    assert parse("gcn-4x128") == Spec("gcn", 4, 128)
-    assert parse("sgc-4") == Spec("sgc", 4, 64)
-    assert parse("gcn-8x64+jk+linear") == Spec("gcn", 8, 64, frozenset({"jk", "linear"}))
-    assert parse("dgcn") == Spec("dgcn", 2, 64, frozenset({"norm"}))
-    assert parse("gcn-1x8") == Spec("gcn", 1, 8, frozenset({"linear"}))  # one layer cannot be extractor and head
-    assert parse("appnp-1x8") == Spec("appnp", 1, 8)
+    assert parse("gcn") == Spec("gcn", 2, (64,))
+    assert parse("gcn-4x128") == Spec("gcn", 4, (128,))
+    assert parse("sgc-4") == Spec("sgc", 4, (64,))
+    assert parse("gcn-8x64+jk+linear") == Spec("gcn", 8, (64,), frozenset({"jk", "linear"}))
+    assert parse("dgcn") == Spec("dgcn", 2, (64,), frozenset({"norm"}))
+    assert parse("gcn-1x8") == Spec("gcn", 1, (8,), frozenset({"linear"}))  # one layer cannot be extractor and head
+    assert parse("appnp-1x8") == Spec("appnp", 1, (8,))
+    assert parse("sage-2x128-64+linear") == Spec("sage", 2, (128, 64), frozenset({"linear"}))
+    assert parse("sage-2x128-64+linear").width == 64
 
 
 @pytest.mark.parametrize(
@@ -410,6 +412,10 @@ def test_parse() -> None:
         ("gcn+", "unknown option of model 'gcn' ''"),
         ("sgc-2+jk", "unknown option of model 'sgc' 'jk'"),
         ("gat-2x60", "model width 60: gat has 8 heads"),
+        ("gcn-3x16-", "size '3x16-'"),
+        ("gcn-2x16-8", "model width '16-8': gcn has 1 hidden layers here, give one width or 1"),
+        ("sgc-2x16-8", "only message passing without +jk can have layers of different widths"),
+        ("gcn-3x16-8+jk", "only message passing without +jk"),
     ],
 )
 def test_wrong_names_say_what_is_wrong(spec: str, says: str) -> None:
@@ -423,6 +429,17 @@ def test_wrong_names_say_what_is_wrong(spec: str, says: str) -> None:
 def test_wrong_dropout(p: float) -> None:
     with pytest.raises(ConfigError, match="dropout is"):
         build("gcn", FEATURES, CLASSES, dropout=p, seed=0)
+
+
+def test_layers_of_different_widths() -> None:
+    shapes = {name: tuple(p.shape) for name, p in build("sage-2x9-5+linear", FEATURES, CLASSES, seed=0).named_parameters()}
+    assert shapes["layers.0.weight"] == (FEATURES, 9)
+    assert shapes["layers.1.neighbour"] == (9, 5)
+    assert shapes["classifier.weight"] == (5, CLASSES)
+    same = zip(
+        build("gcn-3x7", FEATURES, CLASSES, seed=3).parameters(), build("gcn-3x7-7", FEATURES, CLASSES, seed=3).parameters(), strict=True
+    )
+    assert all(torch.equal(one, other) for one, other in same)
 
 
 def test_models_lists_all_with_one_line_each() -> None:

@@ -77,7 +77,7 @@ BAD = {
     "unknown partition key": ({"partition": {"cleints": 3}}, r"setting in \[partition\]: 'cleints'. Did you mean 'clients'\?.*delta"),
     "option of another partition": ({"partition": {"name": "random", "delta": 3}}, r"setting in \[partition\]: 'delta'"),
     "no clients": ({"partition": {"clients": 0}}, "partition.clients is 0, must be a whole number at least 1"),
-    "cross edges": ({"partition": {"cross_edges": "all"}}, "partition.cross_edges is 'all', must be none or known"),
+    "cross edges": ({"partition": {"cross_edges": "all"}}, "partition.cross_edges is 'all', must be auto or none or known"),
     "partition seed": ({"partition": {"seed": -2}}, "partition.seed is -2, must be a whole number at least -1"),
     "unknown model": ({"model": {"name": "gcnn"}}, "model 'gcnn'. Did you mean 'gcn'"),
     "one bad model of two": ({"model": {"name": "gcn, sagee"}}, "model 'sagee'. Did you mean 'sage'"),

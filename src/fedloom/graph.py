@@ -299,6 +299,12 @@ class Federation:
                 mine, theirs = getattr(graph, fact), getattr(first, fact)
                 if mine != theirs:
                     raise DataError(f"{fact} differs between parties: {self.names[0]!r} has {theirs}, {name!r} has {mine}")
+            owners = graph.cross_edges[2].unique().tolist()
+            for owner in owners:
+                if not 0 <= owner < len(self.graphs) or self.names[owner] == name:
+                    raise DataError(
+                        f"cross_edges of {name!r}: owner {owner} is not another party's number (0 to {len(self.graphs) - 1}, not its own)"
+                    )
         return self
 
     def pooled(self) -> Federation:

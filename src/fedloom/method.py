@@ -81,7 +81,8 @@ def phase(**reply: str) -> Callable[[F], F]:
 
     A declaration is "=name" (the same names, shapes and dtypes as what was sent under `name`), "weights" (those of the client's
     model), or "dtype[dims]" with dims from C (classes), d (features), K (clients), p (embedding width), a whole number, an int
-    field of the method, or n (any length; the method must then say in `discloses` what that tells the server).
+    field of the method, #name (the number that was sent under `name`), or n (any length; the method must then say in `discloses`
+    what that tells the server).
     Whatever does not fit is refused at the waist, in every engine.
     """
     for name, declared in reply.items():
@@ -119,7 +120,32 @@ def averaged(by: str | None = None) -> Callable[[F], F]:
     return mark
 
 
-_TENSOR = re.compile(r"(?P<dtype>" + "|".join(DTYPES) + r")\[(?P<dims>[\w, ]*)\]")
+def letters(read_by: str, sealed: bool = True) -> Callable[[F], F]:
+    """Marks a phase that writes to other clients: it answers {receiver: letter}, and what it declares is what is in a letter.
+
+    `server.relay(phase)` hands every client the letters to it in the phase `read_by`, as `letters` = {sender: letter}. In a secure run
+    they are sealed, so that the server carries what it cannot read; sealed = False is for what is encrypted, or public, already.
+    """
+
+    def mark(function: F) -> F:
+        function.read_by, function.sealed = read_by, sealed  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+_TENSOR = re.compile(r"(?P<dtype>" + "|".join(DTYPES) + r")\[(?P<dims>[\w#, ]*)\]")
+
+
+def expected_letters(method: Method, phase: Any, message: Message, reply: Message, facts: Facts, sender: str) -> Schema:
+    """The schema of a client's letters: to whom it writes is its own affair, what a letter holds is declared."""
+    content = expected_reply(method, phase, message, (), facts)
+    for receiver in reply:
+        if receiver not in facts.clients or receiver == sender:
+            others = ", ".join(c for c in facts.clients if c != sender)
+            who = f"client {sender!r} in {phase.__name__!r}"
+            raise MessageError(f"{who}: writes to {receiver!r}, who is not another client; valid: {others}")
+    return tuple(sorted((f"{receiver}/{name}", dtype, shape) for receiver in reply for name, dtype, shape in content))
 
 
 def expected_reply(method: Method, phase: Any, message: Message, model: Schema, facts: Facts) -> Schema:
@@ -134,11 +160,13 @@ def expected_reply(method: Method, phase: Any, message: Message, model: Schema, 
             match = _TENSOR.fullmatch(declared)
             assert match is not None
             dims = [d.strip() for d in match["dims"].split(",") if d.strip()]
-            rows.append((name, match["dtype"], tuple(_length(method, d, facts) for d in dims)))
+            rows.append((name, match["dtype"], tuple(_length(method, d, message, facts) for d in dims)))
     return tuple(sorted(rows))
 
 
-def _length(method: Method, dim: str, facts: Facts) -> int:
+def _length(method: Method, dim: str, message: Message, facts: Facts) -> int:
+    if dim.startswith("#"):
+        return int(message[dim[1:]])
     known = {"C": facts.num_classes, "d": facts.num_features, "K": facts.num_clients, "p": facts.width, "n": -1}
     if dim.isdigit():
         return int(dim)
@@ -166,9 +194,11 @@ class Method(ABC):
     evaluations: ClassVar[tuple[str, ...]] = ("local",)
     one_model: ClassVar[bool] = False  # needs the same architecture at every client
     pooled: ClassVar[bool] = False  # sees all graphs in one place: the baseline that federating tries to reach
+    crosses: ClassVar[bool] = False  # works on the edges between clients, which each end's owner must know
     tasks: ClassVar[tuple[str, ...]] = ("node", "graph")
     validates: ClassVar[bool] = False  # whether clients choose between models by their validation items (never: train on them)
     discloses: ClassVar[str] = ""  # what the server learns that is as large as a client's data, if anything
+    tells: ClassVar[str] = ""  # what other clients learn of a client's features and labels, other than by the model, if anything
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -5,7 +5,8 @@
     predictions smoothed   appnp · dgcn
 
 A model is named by a spec, `name[-LAYERS[xWIDTH]][+option...]`: "gcn", "sgc-4", "gcn-4x128", "gcn-8x64+jk", "sage-2x256+norm+linear".
-LAYERS counts graph layers, or hops where features or predictions are smoothed. Options:
+LAYERS counts graph layers, or hops where features or predictions are smoothed. In message passing WIDTH may be one for every hidden layer
+("sage-2x128-64+linear", "gcn-3x128-64"); the last is the embedding's. Options:
 
     +linear  the head is one linear map, the same for every architecture; all work on the graph is the extractor's
     +norm    LayerNorm on the input features
@@ -235,12 +236,17 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Spec:
-    """A parsed model name: "gcn-4x128+linear" is Spec("gcn", 4, 128, frozenset({"linear"}))."""
+    """A parsed model name: "gcn-4x128+linear" is Spec("gcn", 4, (128,), frozenset({"linear"}))."""
 
     name: str
     layers: int = 2
-    width: int = 64
+    widths: tuple[int, ...] = (64,)  # of every hidden layer, or of each
     options: frozenset[str] = frozenset()
+
+    @property
+    def width(self) -> int:
+        """The embedding's width."""
+        return self.widths[-1]
 
 
 class Model(nn.Module, ABC):
@@ -331,7 +337,11 @@ class LayerByLayer(Model):
     def extractor(self, num_features: int) -> list[nn.Module]:
         """LAYERS layers, less the one that is the head."""
         depth = self.spec.layers - (not self.linear)
-        return [self.layer(*sizes) for sizes in pairwise([num_features] + [self.width] * depth)]
+        widths = self.spec.widths if len(self.spec.widths) > 1 else self.spec.widths * depth
+        if len(widths) != depth:
+            given = "-".join(map(str, widths))
+            raise ConfigError(f"model width {given!r}: {self.spec.name} has {depth} hidden layers here, give one width or {depth}")
+        return [self.layer(*sizes) for sizes in pairwise((num_features, *widths))]
 
     def last(self, num_classes: int) -> nn.Module:
         """One more layer of the kind, unless the head is to be linear."""
@@ -535,11 +545,13 @@ def parse(spec: str) -> Spec:
     for option in options:
         if option not in architecture.accepts:
             raise unknown(f"option of model {name!r}", option, architecture.accepts)
-    numbers = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", size if dash else "2", re.ASCII)
+    numbers = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*(?:-[1-9]\d*)*))?", size if dash else "2", re.ASCII)
     if numbers is None:
         raise ConfigError(f"model {spec!r}: size {size!r} is not LAYERS or LAYERSxWIDTH, both at least 1, e.g. '{name}-2x64'")
-    layers, width = int(numbers[1]), int(numbers[2] or 64)
-    return Spec(name, layers, width, frozenset(options) | architecture.implied(layers))
+    layers, widths = int(numbers[1]), tuple(int(width) for width in (numbers[2] or "64").split("-"))
+    if len(widths) > 1 and (not issubclass(architecture, LayerByLayer) or "jk" in options):
+        raise ConfigError(f"model {spec!r}: only message passing without +jk can have layers of different widths; give one width")
+    return Spec(name, layers, widths, frozenset(options) | architecture.implied(layers))
 
 
 def build(spec: str, num_features: int, num_classes: int, task: Task = "node", *, dropout: float = 0.5, seed: int) -> Model:

@@ -17,9 +17,10 @@ from fedloom.errors import ConfigError, MessageError, unknown
 from fedloom.graph import Graph
 from fedloom.ledger import Ledger
 from fedloom.message import Message, Schema, check, flatten, require_finite, tree_map
-from fedloom.method import expected_reply, require_names, weights_schema
+from fedloom.method import expected_letters, expected_reply, require_names, weights_schema
 from fedloom.models import Model
-from fedloom.privacy import masked
+from fedloom.privacy import masked, sealed
+from fedloom.privacy.sealed import Postbox
 from fedloom.privacy.secure_sum import Member, Terms
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Client:
 
     graph: what training may see: labels outside the training set are -1 and, in an inductive federation, the items are absent.
     full_graph: everything it holds, for evaluation. state: what survives between phases: tensors, models, optimisers, by name.
+    memory: whatever else a phase keeps for a later one. It is never written down: what is done before the round loop is done again when
+    a run is resumed, and that must bring it back.
     """
 
     def __init__(self, name: str, graph: Graph, facts: Facts, inductive: bool = False):
@@ -76,8 +79,10 @@ class Client:
         self.full_graph = graph
         self.graph = graph.training_view(inductive)
         self.state: dict[str, Any] = {}
+        self.memory: dict[str, Any] = {}
         self.streams: dict[str, torch.Generator] = {}
         self.member: Member | None = None  # its side of the secure sum under way; secrets are no state, they are never written down
+        self.postbox: Postbox | None = None  # its keys for letters to other clients, in a secure run
         self._batches: tuple[Graph | None, int, list[Graph]] = (None, 0, [])
 
     def build(self, purpose: str = "init") -> Model:
@@ -227,6 +232,8 @@ class Server:
         self._last_round = False
         self.in_round, self.over = False, False  # over: the observer wants no further round
         self.seconds_evaluating = 0.0
+        self.notes: dict[str, float] = {}  # what a method wants in the run's summary
+        self.keys_met = False  # whether the clients have each other's keys for letters, in a secure run
 
     # ---- what run may ask for ----
     def rng(self, purpose: str) -> torch.Generator:
@@ -263,13 +270,15 @@ class Server:
         on top of what all get (then its keys say whom to ask). message: what all get.
         """
         name = phase.__name__
+        if hasattr(phase, "read_by"):
+            raise ConfigError(f"server.ask: phase {name!r} writes letters to other clients; use server.relay")
         if self.facts.secure is not None and phase.reply:
             raise ConfigError(
                 f"run.secure: this method asks for every client's own answer to {name!r}; a secure run gives sums only "
                 "(phases marked @summed or @averaged, as in fedavg and fedsgd)"
             )
         messages = self._address(phase, clients, each, message)
-        replies = self.exchange(name, messages, lambda client: self._reply_of(phase, messages[client], client))
+        replies = self.exchange(name, messages, lambda client, _: self._reply_of(phase, messages[client], client))
         self.remember(name, messages, replies)
         return replies
 
@@ -295,13 +304,51 @@ class Server:
         each = None if each is None else {c: each[c] for c in weight}
         return self.ask(phase, clients=list(weight), each=each, **message).mean(weight)
 
+    def relay(self, phase: Any, **message: Any) -> None:
+        """Client to client: everybody writes its letters in `phase`, which is marked `@letters`, and reads those to it in `read_by`."""
+        self.deliver(phase, self.collect(phase, **message))
+
+    def collect(self, phase: Any, **message: Any) -> Replies:
+        """The letters {sender: {receiver: letter}} that clients write in a phase marked `@letters`."""
+        if not hasattr(phase, "read_by"):
+            raise ConfigError(f"server.relay: phase {phase.__name__!r} is not marked @letters (docs/adding-a-method.md)")
+        name, sealing = phase.__name__, self.facts.secure is not None and phase.sealed
+        if sealing:
+            sealed.introduce(self)
+        messages = self._address(phase, self.clients, None, message)
+
+        def expected(client: str, reply: Message) -> Schema:
+            schema = expected_letters(self._method, phase, messages[client], reply, self.facts, client)
+            return tuple((receiver, "uint8", (-1,)) for receiver in sorted(reply)) if sealing else schema
+
+        written = self.exchange(name, messages, expected)
+        if self.facts.secure is None and phase.sealed:
+            self.remember(name, messages, written)
+        else:  # what is encrypted is different every time; who writes to whom is not
+            addressed = {c: {to: torch.zeros(0) for to in sorted(letters)} for c, letters in written.items() if letters}
+            self.remember(name, messages, addressed)
+        return written
+
+    def deliver(self, phase: Any, written: Mapping[str, Message]) -> None:
+        """Hands every client the letters to it, {sender: letter}, in the phase that reads those of `phase`."""
+        read = getattr(self._method, phase.read_by)
+        arrived: dict[str, Message] = {client: {} for client in self.clients}
+        for sender, letters in written.items():
+            for receiver, letter in letters.items():
+                arrived[receiver][sender] = letter
+        messages = {client: {"letters": letters} if letters else {} for client, letters in arrived.items()}
+        self.exchange(read.__name__, messages, lambda client, reply: ())
+
+    def due(self, stage: str = "train") -> bool:
+        """Whether `evaluate` would score now, in this round and stage."""
+        return self._last_round or not self.in_round or stage != "train" or self.round % self._rules.evaluate_every == 0
+
     def evaluate(self, stage: str = "train", **common: Any) -> None:
         """Has every client score on its own held-out items; the run keeps the result.
 
         common: the shared model, sent along if the run evaluates shared models; else each client takes its own.
         """
-        due = self._last_round or not self.in_round or stage != "train" or self.round % self._rules.evaluate_every == 0
-        if not due:
+        if not self.due(stage):
             return
         begun = time.perf_counter()
         sent = {} if self._rules.evaluation == "local" else common
@@ -330,15 +377,15 @@ class Server:
         return expected_reply(self._method, phase, message, self._weights_of(client), self.facts)
 
     def exchange(
-        self, name: str, messages: Mapping[str, Message], expected: Callable[[str], Schema], book_as: str | None = None
+        self, name: str, messages: Mapping[str, Message], expected: Callable[[str, Message], Schema], book_as: str | None = None
     ) -> Replies:
-        """Sends messages, gives what came back, each booked, and each reply held against the schema that is expected of the client."""
+        """Sends messages, gives what came back, each booked, and each reply held against the schema that is expected of it."""
         for client, content in messages.items():
             self.ledger.book(self.round, name, "down", client, content, book_as)
         answers = self._call(name, dict(messages))
         replies = Replies({c: answers[c] for c in messages if c in answers})
         for client, reply in replies.items():
-            check(reply, expected(client), f"client {client!r} in {name!r}")
+            check(reply, expected(client, reply), f"client {client!r} in {name!r}")
             self.ledger.book(self.round, name, "up", client, reply, book_as)
         return replies
 

@@ -35,7 +35,9 @@ class PartitionTable:
 
     name: str = setting("louvain", "see `fedloom partitions`")
     clients: int = setting(10, "number of clients", at_least=1)
-    cross_edges: str = setting("none", "whether clients know the edges that were cut", choices=("none", "known"))
+    cross_edges: str = setting(
+        "auto", "whether clients know the edges that were cut; auto = if the method works on them", choices=("auto", "none", "known")
+    )
     seed: int = setting(-1, "seed of partition and split (-1 = the run's seed)", at_least=-1)
 
 
@@ -78,7 +80,8 @@ class Recipe:
     def config(self) -> dict[str, Any]:
         """The whole recipe, every default filled in: what the run folder keeps, and what runs again as it is."""
         method = make_method(self.method, self.method_settings)
-        partition = {**_values(self.partition), "seed": self.partition_seed, **partition_settings(self.partition.name), **self.options}
+        resolved = {"cross_edges": self.cross_edges, "seed": self.partition_seed}
+        partition = {**_values(self.partition), **resolved, **partition_settings(self.partition.name), **self.options}
         return {
             "data": {**_values(self.data), "split": self.split}, "partition": partition, "model": _values(self.model),
             "method": {"name": self.method, **method.settings()}, "run": _values(self.run),
@@ -88,6 +91,13 @@ class Recipe:
     def partition_seed(self) -> int:
         """Seed of partition and split."""
         return self.run.seed if self.partition.seed < 0 else self.partition.seed
+
+    @property
+    def cross_edges(self) -> str:
+        """Whether clients know the edges that were cut: what was asked for, else what the method needs."""
+        if self.partition.cross_edges != "auto":
+            return self.partition.cross_edges
+        return "known" if method_class(self.method).crosses else "none"
 
     @property
     def split(self) -> str:
@@ -100,7 +110,7 @@ class Recipe:
         graph = load(self.data.dataset, public_split=self.data.public_split)
         return divide(
             graph, self.partition.clients, self.partition.name, self.partition_seed,
-            cross_edges=self.partition.cross_edges,  # type: ignore[arg-type]  # one of its choices
+            cross_edges=self.cross_edges,  # type: ignore[arg-type]  # one of its choices
             split=self.split, inductive=self.data.inductive, options=self.options,
         )  # fmt: skip
 

@@ -134,6 +134,8 @@ def agree_on_facts(method: Method, name: str, federation: Federation, model: str
         raise ConfigError(f"model: method {name!r} averages weights and needs one model for all clients, got {', '.join(specs)}")
     if method.shares_width() and len({models.parse(spec).width for spec in dealt}) > 1:
         raise ConfigError(f"model: all clients' models must share one embedding width for this method, got {', '.join(specs)}")
+    if method.crosses:
+        _require_cross_edges(name, federation)
     secure = rules.terms if not method.pooled else None  # a single party has nobody to hide from
     if secure:
         masked.require_cohort(round(rules.participation * federation.num_clients), "run.participation x partition.clients")
@@ -141,6 +143,14 @@ def agree_on_facts(method: Method, name: str, federation: Federation, model: str
     return Facts(
         federation.num_features, federation.num_classes, federation.task, federation.names, dealt, dropout, rules.seed, auc, secure
     )
+
+
+def _require_cross_edges(name: str, federation: Federation) -> None:
+    if federation.inductive:
+        raise ConfigError(f"data.inductive: method {name!r} works on the edges between clients, those of held-out nodes too")
+    known = any(graph.cross_edges.shape[1] for graph in federation.graphs)
+    if not known and federation.num_clients > 1 and federation.about.get("edges_cut", 1):
+        raise ConfigError(f"method {name!r} works on the edges between clients: set partition.cross_edges = 'known'")
 
 
 def evaluation(method: Method | type[Method], name: str, asked: str) -> str:
@@ -306,7 +316,7 @@ class Recorder:
             self._flush(server)
             (self.folder / "models").mkdir(exist_ok=True)
             for owner, content in final.items():
-                save_file({n: t.contiguous() for n, t in content.items()}, self.folder / "models" / f"{owner}.safetensors")
+                save_file({n: t.contiguous() for n, t in flatten(content).items()}, self.folder / "models" / f"{owner}.safetensors")
             _write(self.folder / "summary.json", json.dumps(summary, indent=1) + "\n")
         return Result(summary, self.history, final, self.folder)
 
@@ -330,7 +340,7 @@ class Recorder:
             "final_accuracy": scored[-1]["accuracy"] if scored else None,
             "per_client": self._per_client(at_best),
             "without_training_items": clients_without_training(self.federation),
-            "secure": masked.report(server),
+            "secure": masked.report(server), "notes": server.notes,
             "traffic": server.ledger.traffic(), "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
             "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
             "history_hash": server.history_hash.hex(), "versions": _versions(), "config": self.config,

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 
 from fedloom.learn import OPTIMIZERS, load_weights, make_optimizer
-from fedloom.message import Message, tree_map
+from fedloom.message import Message, flatten, tree_map
 from fedloom.method import Method, phase, setting, summed
 from fedloom.party import Client, Server
 
@@ -56,12 +56,20 @@ class FedSGD(Method):
     def run(self, server: Server) -> None:
         """One shared step a round."""
         server.ask(self.setup)
-        state = server.state
-        state["model"] = model = tree_map(torch.clone, server.model())
-        state["optimizer"] = make_optimizer(self.optimizer, model.values(), self.lr, self.weight_decay)
+        model = self.begin(server, server.model())
         for _ in server.rounds(self.rounds):
-            total = server.sum(self.gradient, model=model)
-            for name, parameter in model.items():
-                parameter.grad = total["gradient"][name] / total["labelled"].clamp(min=1)
-            state["optimizer"].step()
+            self.descend(server, server.sum(self.gradient, model=model))
             server.evaluate(model=model)
+
+    def begin(self, server: Server, model: Message) -> Message:
+        """Puts the initial weights and an optimiser for them into the server's state; gives the weights."""
+        server.state["model"] = model = tree_map(torch.clone, model)
+        server.state["optimizer"] = make_optimizer(self.optimizer, flatten(model).values(), self.lr, self.weight_decay)
+        return model
+
+    def descend(self, server: Server, total: Message) -> None:
+        """One step along the mean gradient: `total` is what the clients answered to `gradient`, summed."""
+        gradient = flatten(total["gradient"])
+        for name, parameter in flatten(server.state["model"]).items():
+            parameter.grad = gradient[name] / total["labelled"].clamp(min=1)
+        server.state["optimizer"].step()

@@ -25,6 +25,7 @@ from fedloom.errors import ConfigError, MessageError
 from fedloom.ledger import MEASURING
 from fedloom.message import DTYPES, Message, Schema, check, flatten, unflatten
 from fedloom.method import expected_reply, weights_schema
+from fedloom.privacy import sealed
 from fedloom.privacy.secure_sum import ADVERTISED_BYTES, CIPHERTEXT_BYTES, SHARE_BYTES, Collector, Member, Refusal, Terms, decode, encode
 
 if TYPE_CHECKING:
@@ -47,9 +48,15 @@ def answer(method: Method, client: Client, phase: str, message: Message) -> Mess
             return {"shares": torch.from_numpy(client.member.share(message["keys"].numpy(), message["answered"].numpy()))}
         member, client.member = client.member, None
         return {"revealed": torch.from_numpy(member.unmask(message["survivors"].numpy(), message["shares"].numpy()))}
+    if phase in sealed.KEY_PHASES:
+        return sealed.meet(client, phase, message)
     function = getattr(method, phase)
     if hasattr(function, "aggregate"):
         return _masked(method, client, function, message)
+    if hasattr(function, "read_by"):
+        return sealed.write(method, client, function, message)
+    if "letters" in message:
+        message = {**message, "letters": sealed.read(method, client, phase, message["letters"])}
     if function.reply:
         raise Refusal(f"client {client.name!r} refuses to answer {phase!r} in the clear: this is a secure run")
     reply = function(client, **message)
@@ -122,7 +129,7 @@ def total(server: Server, phase: Any, messages: dict[str, Message], reply: Schem
         """Sends each party its message, gives (position, array) of what came back."""
         ((answer, (dtype, shape)),) = declared.items()
         named = {server.clients[at]: content for at, content in sent.items()}
-        for client, reply in server.exchange(name, named, lambda _: ((answer, dtype, shape),), book_as).items():
+        for client, reply in server.exchange(name, named, lambda *_: ((answer, dtype, shape),), book_as).items():
             yield position[client], reply[answer].numpy()
 
     threshold = torch.tensor(collector.threshold)
