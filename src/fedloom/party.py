@@ -304,11 +304,14 @@ class Server:
         each = None if each is None else {c: each[c] for c in weight}
         return self.ask(phase, clients=list(weight), each=each, **message).mean(weight)
 
-    def relay(self, phase: Any, **message: Any) -> None:
-        """Client to client: everybody writes its letters in `phase`, which is marked `@letters`, and reads those to it in `read_by`."""
-        self.deliver(phase, self.collect(phase, **message))
+    def relay(self, phase: Any, *, book_as: str | None = None, **message: Any) -> None:
+        """Client to client: everybody writes its letters in `phase`, which is marked `@letters`, and reads those to it in `read_by`.
 
-    def collect(self, phase: Any, **message: Any) -> Replies:
+        book_as: the phase for whose sake they travel, if that is another (the ledger counts evaluation apart).
+        """
+        self.deliver(phase, self.collect(phase, book_as=book_as, **message), book_as=book_as)
+
+    def collect(self, phase: Any, *, book_as: str | None = None, **message: Any) -> Replies:
         """The letters {sender: {receiver: letter}} that clients write in a phase marked `@letters`."""
         if not hasattr(phase, "read_by"):
             raise ConfigError(f"server.relay: phase {phase.__name__!r} is not marked @letters (docs/adding-a-method.md)")
@@ -321,7 +324,7 @@ class Server:
             schema = expected_letters(self._method, phase, messages[client], reply, self.facts, client)
             return tuple((receiver, "uint8", (-1,)) for receiver in sorted(reply)) if sealing else schema
 
-        written = self.exchange(name, messages, expected)
+        written = self.exchange(name, messages, expected, book_as)
         if self.facts.secure is None and phase.sealed:
             self.remember(name, messages, written)
         else:  # what is encrypted is different every time; who writes to whom is not
@@ -329,7 +332,7 @@ class Server:
             self.remember(name, messages, addressed)
         return written
 
-    def deliver(self, phase: Any, written: Mapping[str, Message]) -> None:
+    def deliver(self, phase: Any, written: Mapping[str, Message], *, book_as: str | None = None) -> None:
         """Hands every client the letters to it, {sender: letter}, in the phase that reads those of `phase`."""
         read = getattr(self._method, phase.read_by)
         arrived: dict[str, Message] = {client: {} for client in self.clients}
@@ -337,7 +340,7 @@ class Server:
             for receiver, letter in letters.items():
                 arrived[receiver][sender] = letter
         messages = {client: {"letters": letters} if letters else {} for client, letters in arrived.items()}
-        self.exchange(read.__name__, messages, lambda client, reply: ())
+        self.exchange(read.__name__, messages, lambda client, reply: (), book_as)
 
     def due(self, stage: str = "train") -> bool:
         """Whether `evaluate` would score now, in this round and stage."""

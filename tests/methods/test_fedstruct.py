@@ -1,0 +1,471 @@
+"""FedStruct: the protocol against a direct matrix power, steps against central ones, variants against each other, and bad input."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fedloom.data.partition import _cross_edges, divide
+from fedloom.data.synthetic import synthetic
+from fedloom.engines.loop import Engine as Loop
+from fedloom.errors import ConfigError, MessageError
+from fedloom.graph import Federation
+from fedloom.message import flatten
+from fedloom.method import make_method
+from fedloom.methods.fedstruct import Encoder
+from fedloom.models import build
+from fedloom.privacy.secure_sum import Refusal
+from fedloom.runs import run
+
+QUICK = {"hops": 3, "p": 4, "d_s": 8, "hidden": "6", "walk": 3, "query_limit": 10**6}
+OTHER = {"beta": "0,1,0,1", "hidden": "5", "gather": "out", "hops": 2, "query_limit": 3, "walk": 2}
+BESIDE = {"walk": {"structure": "fed"}, "query_limit": {"private": True}}
+MODEL = "dgcn-2x8"
+
+
+def random_graph(nodes=60, seed=0, directed=False, degree=5.0, **changes):
+    graph = synthetic(nodes=nodes, classes=3, features=7, degree=degree, homophily=0.7, seed=seed)
+    if directed:
+        kept = torch.rand(graph.num_edges, generator=torch.Generator().manual_seed(seed)) < 0.7
+        graph = replace(graph, edge_index=graph.edge_index[:, kept])
+    return replace(graph, **changes)
+
+
+def federation_of(graph, clients=4, seed=0, split="40/30/30"):
+    return divide(graph, clients, "random", seed, cross_edges="known", split=split)
+
+
+def with_few_labels(federation):
+    def thinned(graph):
+        some = torch.arange(graph.num_nodes) % 3 == 0
+        return replace(graph, train=graph.train & some, val=graph.val & some, test=graph.test & some)
+
+    return replace(federation, graphs=tuple(map(thinned, federation.graphs)), whole=None)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """The engine of the last run: its clients can be looked at after it."""
+    engines = []
+    original = Loop.__init__
+    monkeypatch.setattr(Loop, "__init__", lambda self, *a: engines.append(self) or original(self, *a))
+    return engines
+
+
+def go(federation, **settings):
+    return run("fedstruct", federation, **{"model": MODEL, "rounds": 1, **QUICK, **settings})
+
+
+def numbered(engine):
+    """The node ids of the whole graph in the protocol's order."""
+    return torch.cat([engine.clients[name].graph.node_id for name in sorted(engine.clients)])
+
+
+def gathered_matrix(engine):
+    """Ā of the whole graph, rows and columns by node id."""
+    ids, n = numbered(engine), len(numbered(engine))
+    full = torch.zeros(n, n)
+    for client in engine.clients.values():
+        rows = client.memory["all"]
+        own = torch.zeros(client.graph.num_nodes, n)
+        own[:, rows.reach] = rows.powers[0].dense()
+        full[client.graph.node_id[:, None], ids[None, :]] = own
+    return full
+
+
+def dense_power(graph, hops, gather="in", loops=True):
+    source, target = graph.edge_index[:, graph.edge_index[0] != graph.edge_index[1]]
+    A = torch.zeros(graph.num_nodes, graph.num_nodes, dtype=torch.float64)
+    A.index_put_((target, source), torch.ones(len(source), dtype=torch.float64), accumulate=True)
+    A = A if gather == "in" else A.T
+    A = A + torch.eye(graph.num_nodes) if loops else A
+    degree = A.sum(1, keepdim=True)
+    return torch.linalg.matrix_power(torch.where(degree > 0, A / degree.clamp(min=1), 0.0), hops)
+
+
+# ---- the protocol ----
+@pytest.mark.parametrize("directed", [False, True])
+@pytest.mark.parametrize("clients", [1, 2, 4, 7])
+@pytest.mark.parametrize("gather", ["in", "out"])
+def test_without_pruning_the_protocol_gives_the_rows_of_the_dense_power(clients, directed, gather, watched):
+    graph = random_graph(directed=directed, seed=clients)
+    go(federation_of(graph, clients), prune="none", hops=5, gather=gather)
+    assert torch.allclose(gathered_matrix(watched[-1]).double(), dense_power(graph, 5, gather), atol=1e-6)
+
+
+@pytest.mark.parametrize("prune", ["protocol", "global"])
+def test_a_large_p_prunes_nothing(prune, watched):
+    graph = random_graph(directed=True)
+    go(federation_of(graph), prune=prune, hops=4, p=1000)
+    assert torch.allclose(gathered_matrix(watched[-1]).double(), dense_power(graph, 4), atol=1e-6)
+
+
+def test_any_filter(watched):
+    graph, beta = random_graph(), [0.5, 0.0, -1.0, 2.0]
+    go(federation_of(graph), prune="none", beta="0.5,0,-1,2")
+    wanted = sum(b * dense_power(graph, hop) for hop, b in enumerate(beta))
+    assert torch.allclose(gathered_matrix(watched[-1]).double(), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("p", [1, 3, 8])
+def test_global_pruning_is_that_of_the_whole_matrix(p, watched):
+    graph = random_graph(nodes=80, degree=4.0)
+    result = go(federation_of(graph), prune="global", hops=3, p=p)
+    once = dense_power(graph, 1)
+    expected = once.clone()
+    for _ in range(2):
+        expected = once @ expected
+        ranked = expected.flatten().sort(descending=True).values
+        most = min(p * 80, int((expected > 0).sum()))
+        threshold = ranked[most - 1]
+        assert most < int((expected > 0).sum()) or p > 3
+        expected = torch.where(expected >= threshold * (1 - 1e-6), expected, 0.0)
+        if int((expected > 0).sum()) != most:  # which of equal entries stay is not given: compare no further
+            expected = None
+            break
+    found = gathered_matrix(watched[-1])
+    assert int((found > 0).sum()) == result.summary["notes"]["entries of the structure matrix"] <= p * 80
+    if expected is not None:
+        assert torch.allclose(found.double(), expected, atol=1e-6)
+
+
+def test_global_pruning_keeps_exactly_as_many_entries_as_it_may(watched):
+    graph = random_graph(nodes=120)
+    go(federation_of(graph), prune="global", hops=2, p=7)
+    found, full = gathered_matrix(watched[-1]), dense_power(graph, 2)
+    kept = found > 0
+    assert int(kept.sum()) == min(7 * 120, int((full > 0).sum()))
+    assert torch.allclose(found.double()[kept], full[kept], atol=1e-6)
+    assert full[~kept].max() <= full[kept].min() + 1e-6  # nothing that was left out is larger than anything kept
+
+
+def test_protocol_pruning_bounds_every_block(monkeypatch):
+    graph, sent = random_graph(nodes=150, degree=8.0), []
+    original = Loop.call
+
+    def call(self, phase, messages):
+        replies = original(self, phase, messages)
+        if phase == "offer":
+            sent.append({c: {to: (letter, self.clients[to].graph.num_nodes) for to, letter in r.items()} for c, r in replies.items()})
+        return replies
+
+    monkeypatch.setattr(Loop, "call", call)
+    federation = federation_of(graph, 3)
+    ledger = go(federation, hops=4, p=5).traffic["phases"]["offer"]
+    assert len(sent) == 3
+    bounds = np.cumsum([federation.graphs[k].num_nodes for k in range(3)])
+    full = 0
+    for letters in sent:
+        for written in letters.values():
+            for letter, receivers in written.values():
+                owner = np.searchsorted(bounds, letter["column"].numpy(), side="right")
+                most = 2 * receivers  # ⌈5 / 3⌉
+                full += int((np.bincount(owner, minlength=3) == most).sum())
+                assert np.bincount(owner, minlength=3).max() <= most
+    assert full > 0  # it bites
+    values = sum(len(letter["value"]) for letters in sent for written in letters.values() for letter, _ in written.values())
+    assert values <= 3 * 2 * 3 * 2 * 150  # (L_s - 1) (K - 1) K ⌈p/K⌉ n
+    counts = sum(len(letter["count"]) for letters in sent for written in letters.values() for letter, _ in written.values())
+    assert ledger["scalars_up"] == 2 * values + counts
+
+
+def test_encrypted_blocks_give_the_same_powers_and_each_client_gets_one_sum(watched, monkeypatch):
+    pytest.importorskip("tenseal", reason="encrypted blocks need tenseal: pip install 'fedloom[he]'")
+    graph, arrived = random_graph(nodes=40, directed=True), []
+    original = Loop.call
+    monkeypatch.setattr(Loop, "call", lambda self, phase, sent: arrived.append((phase, sent)) or original(self, phase, sent))
+    result = go(federation_of(graph, 3), prune="none", encrypt=True)
+    assert torch.allclose(gathered_matrix(watched[-1]).double(), dense_power(graph, 3), atol=3e-6)
+    letters = [message["letters"] for phase, sent in arrived if phase == "absorb_encrypted" for message in sent.values()]
+    assert all(len(written) == 1 for written in letters)
+    again = go(federation_of(graph, 3), prune="none", encrypt=True)
+    assert again.summary["history_hash"] == result.summary["history_hash"]  # the noise of CKKS is rounded away
+    secure = go(federation_of(graph, 3), prune="none", encrypt=True, secure=True)
+    assert secure.accuracy == result.accuracy
+
+
+# ---- structure features ----
+def test_degrees_and_return_probabilities(watched):
+    graph = random_graph(directed=True)
+    go(federation_of(graph), structure="fed", walk=4, prune="none", d_s=20)
+    engine = watched[-1]
+    S = next(iter(engine.clients.values())).memory["S"]
+    ids = numbered(engine)
+    for step in range(1, 5):
+        expected = dense_power(graph, step, loops=False).diagonal()[ids]
+        assert torch.allclose(S[:, step - 1].double(), expected, atol=1e-6)
+    ends = graph.edge_index[:, graph.edge_index[0] != graph.edge_index[1]].flatten()
+    degree = (torch.bincount(ends, minlength=60) / 2).round().clamp(max=15).long()
+    assert torch.equal(S[:, 4:].argmax(1), degree[ids])
+    assert torch.equal(S[:, 4:].sum(1), torch.ones(60))
+
+
+@pytest.mark.parametrize("kind", ["deg", "fed", "node2vec", "gdv"])
+def test_fixed_features_are_d_s_wide_and_the_same_everywhere(kind, watched):
+    if kind == "gdv":
+        pytest.importorskip("orca", reason="graphlets need orca-graphlets: pip install 'fedloom[graphlets]'")
+    result = go(federation_of(random_graph()), structure=kind, d_s=256, p=30, walk=50)
+    features = [client.memory["S"] for client in watched[-1].clients.values()]
+    assert all(S.shape == (60, 256) and torch.equal(S, features[0]) for S in features)
+    assert len(features[0].unique(dim=0)) > 3
+    assert "S" not in result.models["server"]
+
+
+def test_a_server_that_may_not_know_the_graph_gets_no_edges():
+    with pytest.raises(ConfigError, match=r"run\.secure: this method asks for every client's own answer to 'reveal'"):
+        go(federation_of(random_graph()), structure="node2vec", secure=True)
+
+
+# ---- training ----
+def central_step(federation, settings, model, S, A, lr=0.1):
+    """One plain gradient step of the same loss on the union of the clients, their features spread inside each only."""
+    method = make_method("fedstruct", settings)
+    leaves = {name: t.clone().requires_grad_() for name, t in model.items()}
+
+    def part(prefix):
+        return {name.removeprefix(prefix): t for name, t in leaves.items() if name.startswith(prefix)}
+
+    total, labelled = torch.zeros(()), 0
+    ids = torch.cat([g.node_id for _, g in sorted(zip(federation.names, federation.graphs, strict=True))])
+    for g in federation.graphs:
+        net = build(MODEL, g.num_features, g.num_classes, dropout=0.0, seed=0)
+        h = torch.func.functional_call(net, part("feature/"), (g,))
+        q = leaves.get("S", S)
+        if not method.absorbed:
+            q = torch.func.functional_call(Encoder(method.widths(g.num_classes), 0.0), part("structure/"), (q, None))
+        if "beta" in leaves:
+            z = sum(b * (power[g.node_id][:, ids].float() @ q) for b, power in zip(leaves["beta"], A, strict=True))
+        else:
+            z = A[g.node_id][:, ids].float() @ q
+        total = total + F.cross_entropy((h + z)[g.train], g.y[g.train], reduction="sum")
+        labelled += int(g.train.sum())
+    (total / labelled).backward()
+    return {name: leaf.detach() - lr * leaf.grad for name, leaf in leaves.items()}
+
+
+@pytest.mark.parametrize("variant", ["plain", "absorbed", "learned beta", "deg"])
+def test_one_federated_step_is_one_central_step(variant, watched):
+    graph = random_graph(directed=True)
+    federation = federation_of(graph, 3, split="global 50/20/30")
+    assert len({int(g.train.sum()) for g in federation.graphs}) > 1  # a mean of clients' means would be another step
+    settings = {
+        "plain": {}, "absorbed": {"absorbed": True}, "deg": {"structure": "deg"},
+        "learned beta": {"learn_beta": True, "beta": "0.5,0.2,0.2,1"},
+    }[variant]  # fmt: skip
+    common = {**QUICK, **settings, "prune": "none", "optimizer": "sgd", "weight_decay": 0.0, "dropout": 0.0}
+    before = flatten(go(federation, **common, lr=1e-30).models["server"])
+    after = flatten(go(federation, **common, lr=0.1).models["server"])
+    A = [dense_power(graph, hop) for hop in range(4)] if variant == "learned beta" else dense_power(graph, 3)
+    S = watched[-1].clients["0"].memory.get("S")
+    expected = central_step(federation, {**QUICK, **settings}, before, S, A)
+    assert before.keys() == after.keys() == expected.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    for name in before:
+        assert torch.allclose(after[name], expected[name], atol=1e-6), name
+
+
+def test_the_gradient_of_absorbed_embeddings_is_the_papers(watched):
+    """∇_S L_i = Σ_v Ā_v,:ᵀ (ŷ_v - y_v)ᵀ over the client's training nodes, and nothing outside their reach."""
+    graph = random_graph()
+    federation = federation_of(graph, 3)
+    common = {"absorbed": True, "prune": "none", "optimizer": "sgd", "weight_decay": 0.0, "dropout": 0.0, "hops": 2}
+    before = go(federation, **common, lr=1e-30).models["server"]
+    engine = watched[-1]
+    client = engine.clients["1"]
+    method = make_method("fedstruct", {**QUICK, **{k: v for k, v in common.items() if k not in ("dropout",)}, "rounds": 1})
+    gradient = method.gradient(client, {"feature": before["feature"], "S": before["S"].clone()})["gradient"]["S"]
+    A = dense_power(graph, 2)[client.graph.node_id][:, numbered(engine)].float()
+    h = torch.func.functional_call(client.state["model"], before["feature"], (client.graph,))
+    train = client.graph.train
+    error = (h + A @ before["S"]).softmax(1)[train] - F.one_hot(client.graph.y[train], 3)
+    assert torch.allclose(gradient, A[train].T @ error, atol=1e-6)
+    outside = A[train].sum(0) == 0
+    assert outside.any()
+    assert (gradient[outside] == 0).all()
+
+
+def test_double_softmax_is_a_loss_of_probabilities():
+    graph = random_graph()
+    federation = federation_of(graph, 3)
+    common = {"absorbed": True, "prune": "none", "optimizer": "sgd", "weight_decay": 0.0, "dropout": 0.0, "lr": 0.1}
+    plain, flat = (flatten(go(federation, **common, double_softmax=d).models["server"]) for d in (False, True))
+    start = flatten(go(federation, **{**common, "lr": 1e-30}).models["server"])
+    assert (flat["S"] - start["S"]).norm() < (plain["S"] - start["S"]).norm()
+
+
+def test_one_client_trains_on_the_whole_graph():
+    graph = random_graph(nodes=150)
+    alone = Federation((replace(federation_of(graph, 1).graphs[0], cross_edges=None),))
+    result = go(alone, rounds=60, lr=0.01, p=30)
+    central = run("fedsgd", alone, model=MODEL, rounds=60, lr=0.01)
+    assert result.accuracy >= central.accuracy - 0.1
+
+
+# ---- private ----
+@pytest.mark.parametrize("absorbed", [True, False])
+def test_the_private_form_gives_the_same_numbers(absorbed, watched):
+    federation = with_few_labels(federation_of(random_graph(nodes=80), 3))
+    common = {"absorbed": absorbed, "rounds": 6, "dropout": 0.0, "lr": 0.02, "query_limit": 1000, "prune": "none"}
+    plain = go(federation, **common)
+    kept = go(federation, **common, private=True)
+    S = torch.cat([watched[-1].clients[name].state["S"].detach() for name in sorted(watched[-1].clients)])
+    assert torch.allclose(S, plain.models["server"]["S"], atol=1e-5)
+    one, other = flatten(kept.models["server"]), flatten(plain.models["server"])
+    assert other.keys() - one.keys() == {"S"}
+    assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
+    assert [e["accuracy"] for e in kept.history] == pytest.approx([e["accuracy"] for e in plain.history])
+
+
+def test_a_client_answers_for_fewer_nodes_than_it_has_in_the_sums():
+    graph = random_graph(nodes=80)
+    few = with_few_labels(federation_of(graph, 3))
+    assert go(few, private=True, prune="none", rounds=2, query_limit=0).summary["status"] == "completed"
+    with pytest.raises(
+        Refusal, match=r"refuses to answer '\d': sums over \d+ of its nodes for \d+ nodes, more than 2;.*method.query_limit"
+    ):
+        go(few, private=True, prune="none", query_limit=2)
+    everything = federation_of(graph, 3, split="40/30/30")
+    with pytest.raises(Refusal, match="its embeddings could be solved for"):
+        go(everything, private=True, prune="none", query_limit=0)
+
+
+def test_what_a_private_client_sends_or_gets_holds_no_row_of_s(monkeypatch):
+    federation, compared = with_few_labels(federation_of(random_graph(nodes=80), 3)), []
+    original = Loop.call
+
+    def call(self, phase, messages):
+        replies = original(self, phase, messages)
+        rows = [c.state["S"].detach() for c in self.clients.values() if "S" in c.state]
+        for message in (*messages.values(), *replies.values()) if rows else ():
+            for key, tensor in flatten(message).items():
+                if tensor.dim() == 2 and tensor.shape[1] == rows[0].shape[1]:
+                    compared.append(key)
+                    assert not (torch.cdist(tensor.float(), torch.cat(rows)) < 1e-7).any(), f"{phase} {key}"
+        return replies
+
+    monkeypatch.setattr(Loop, "call", call)
+    go(federation, private=True, absorbed=True, prune="none", rounds=2)
+    assert any(key.endswith("sums") for key in compared)
+
+
+# ---- bad input ----
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"hops": 0}, r"method\.hops is 0, must be a whole number at least 1"),
+        ({"p": 0}, r"method\.p is 0, must be a whole number at least 1"),
+        ({"beta": "1,2"}, r"method\.beta is '1,2', must be 4 numbers separated by commas, β_0 to β_3"),
+        ({"beta": "a,b,c,d"}, r"method\.beta is 'a,b,c,d'"),
+        ({"beta": "0,0,0,0"}, r"method\.beta is '0,0,0,0'"),
+        ({"hidden": "8,x"}, r"method\.hidden is '8,x', must be whole numbers"),
+        ({"structure": "degree"}, r"method\.structure is 'degree', must be hop2vec or deg or fed or node2vec or gdv"),
+        ({"structure": "deg", "absorbed": True}, r"method\.absorbed is for structure = 'hop2vec', got 'deg'"),
+        ({"structure": "deg", "private": True}, r"method\.private is for structure = 'hop2vec', got 'deg'"),
+        ({"structure": "fed", "walk": 50}, r"method\.d_s is 8, must be more than the 50 return probabilities"),
+        ({"private": True, "learn_beta": True}, r"method\.learn_beta: β cannot be trained with private"),
+    ],
+)
+def test_settings_that_do_not_fit(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        make_method("fedstruct", {**QUICK, **settings})
+
+
+def test_clients_that_do_not_know_the_cut_edges():
+    with pytest.raises(ConfigError, match=r"method 'fedstruct' works on the edges between clients: set partition\.cross_edges = 'known'"):
+        go(divide(random_graph(), 3, "random", 0))
+
+
+def test_a_cross_edge_that_only_one_side_knows_is_named():
+    federation = federation_of(random_graph(), 3)
+    first = federation.graphs[0]
+    own, remote, owner, incoming = first.cross_edges[:, 0].tolist()
+    lost = replace(first, cross_edges=first.cross_edges[:, 1:])
+    ends = [int(first.node_id[own]), remote]
+    edge = " -> ".join(map(str, ends[::-1] if incoming else ends))
+    with pytest.raises(MessageError, match=rf"cross edge {edge}: client '{owner}' knows it, client '0' does not"):
+        go(replace(federation, graphs=(lost, *federation.graphs[1:])))
+
+
+def test_a_client_without_cross_edges_reaches_its_own_nodes_only(watched):
+    graph = random_graph()
+    owner = torch.zeros(60, dtype=torch.int64)
+    owner[20:40], owner[40:] = 1, 2
+    ends = owner[graph.edge_index]
+    kept = (ends[0] == ends[1]) | ((ends != 2).all(0))
+    federation = federation_of(graph, 1)
+    cut = replace(graph, edge_index=graph.edge_index[:, kept])
+    whole = replace(federation.graphs[0], edge_index=cut.edge_index, cross_edges=None)
+    graphs = [replace(whole.subgraph(owner == k), cross_edges=c) for k, c in enumerate(_cross_edges(cut, owner, 3))]
+    assert graphs[2].cross_edges.shape[1] == 0
+    go(Federation(tuple(graphs)), prune="none", hops=4)
+    assert watched[-1].clients["2"].memory["all"].reach.tolist() == list(range(40, 60))
+    assert torch.allclose(gathered_matrix(watched[-1]).double(), dense_power(cut, 4), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "words"),
+    [
+        ("count", lambda t: t[:-1], r"client '\d': letter of '0': tensor 'count' has shape \[\d+\], expected \[\d+\]"),
+        ("column", lambda t: t[:-1], r"letter of '0': tensor 'column' has shape \[\d+\], expected \[\d+\]"),
+        ("value", lambda t: torch.cat([t, t]), r"letter of '0': tensor 'value' has shape"),
+        ("column", lambda t: t + 60, r"letter of '0': tensor 'column' holds a number outside 0 to 59"),
+        ("column", lambda t: t - 60, r"letter of '0': tensor 'column' holds a number outside 0 to 59"),
+        ("value", lambda t: -t, r"letter of '0': tensor 'value' holds a negative number"),
+        ("count", lambda t: -t, r"letter of '0': tensor 'count' holds -\d+, must not be negative"),
+        ("value", lambda t: t[:, None], r"tensor '\d/value' has shape \[\d+, 1\], expected \[-1\]"),
+    ],
+)
+def test_a_block_of_the_wrong_shape_is_refused_by_its_reader(name, spoil, words, monkeypatch):
+    original = Loop.call
+
+    def call(self, phase, messages):
+        replies = original(self, phase, messages)
+        if phase == "offer":
+            receiver = next(iter(replies["0"]))
+            replies["0"][receiver][name] = spoil(replies["0"][receiver][name])
+        return replies
+
+    monkeypatch.setattr(Loop, "call", call)
+    with pytest.raises(MessageError, match=words):
+        go(federation_of(random_graph(), 3))
+
+
+def test_a_stranger_cannot_be_written_to(monkeypatch):
+    original = Loop.call
+
+    def call(self, phase, messages):
+        replies = original(self, phase, messages)
+        if phase == "offer":
+            replies["0"]["9"] = next(iter(replies["0"].values()))
+        return replies
+
+    monkeypatch.setattr(Loop, "call", call)
+    with pytest.raises(MessageError, match="client '0' in 'offer': writes to '9', who is not another client; valid: 1, 2"):
+        go(federation_of(random_graph(), 3))
+
+
+# ---- what travels ----
+def test_traffic_is_what_the_formulas_say():
+    federation = federation_of(random_graph(), 3)
+    n, d, h, c, K, rounds = 60, 8, 6, 3, 3, 4
+    theta_f = 2 * 7 + 7 * 8 + 8 + 8 * c + c  # LayerNorm, two layers
+    theta_s = 2 * d + d * h + h + h * c + c
+    phases = go(federation, rounds=rounds).traffic["phases"]
+    assert phases["gradient"]["scalars_down"] == rounds * K * (n * d + theta_f + theta_s)
+    assert phases["gradient"]["scalars_up"] == rounds * K * (n * d + theta_f + theta_s + 1)
+    absorbed = go(federation, rounds=rounds, absorbed=True).traffic["phases"]
+    assert absorbed["gradient"]["scalars_down"] == rounds * K * (n * c + theta_f)
+    fixed = go(federation, rounds=rounds, structure="deg").traffic["phases"]
+    assert fixed["adopt"]["scalars_down"] == K * n
+    assert fixed["gradient"]["scalars_down"] == rounds * K * (theta_f + theta_s)
+    assert "offer" not in go(federation, hops=1).traffic["phases"]  # the first hop is free
+
+
+def test_inference_from_structure_alone_ignores_features():
+    federation = federation_of(random_graph(), 3)
+    both, alone = (go(federation, inference=how, rounds=5) for how in ("both", "structure"))
+    assert flatten(both.models["server"]).keys() == flatten(alone.models["server"]).keys()
+    assert all(torch.equal(a, b) for a, b in zip(*(flatten(r.models["server"]).values() for r in (both, alone)), strict=True))
+    assert both.history[-1]["clients"] != alone.history[-1]["clients"]
