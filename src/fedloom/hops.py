@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import add
 
 import numpy as np
 import torch
@@ -103,6 +104,10 @@ class Part:
         """B: what a peer's nodes gather in the next hop through own nodes, [those of its nodes that gather from here, n]."""
         return csr_matrix(self.spread[peer][self.rows_of(peer)] @ power)
 
+    def own_block(self, power: csr_matrix, loops: bool) -> csr_matrix:
+        """What own nodes gather in the next hop through own nodes, [own nodes, n]."""
+        return csr_matrix(self.own(loops) @ power)
+
     def rows_of(self, peer: str) -> Numbers:
         """Which of a peer's nodes gather from own ones, ascending: the rows of a block that goes there."""
         return np.flatnonzero(np.diff(self.spread[peer].indptr))
@@ -111,12 +116,9 @@ class Part:
         """Which own nodes gather from a peer's, ascending: the rows of a block that comes from there."""
         return np.flatnonzero(np.diff(self.gathered[peer].indptr))
 
-    def next_power(self, power: csr_matrix, arrived: Iterable[csr_matrix], loops: bool) -> csr_matrix:
-        """Own rows of the next power, from those of the last and the blocks [own nodes, n] that arrived: D^-1 (A_own P + Σ B)."""
-        total = csr_matrix(self.own(loops) @ power)
-        for block in arrived:
-            total = csr_matrix(total + block)
-        return scaled_rows(total, self.inverse_degrees(loops))
+    def next_power(self, blocks: Iterable[csr_matrix], loops: bool) -> csr_matrix:
+        """Own rows of the next power from all blocks [own nodes, n], the own one included: D^-1 Σ B."""
+        return scaled_rows(csr_matrix(reduce(add, blocks)), self.inverse_degrees(loops))
 
 
 def _identity(size: int) -> csr_matrix:

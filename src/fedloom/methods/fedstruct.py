@@ -14,7 +14,8 @@ Before training, each client obtains its rows Ā^[i] (App. D): in hop l client k
 
     B_ik = Ã_k^[i] [Â^[k]]^(l-1)           `offer`, and i forms [Â^[i]]^l = (D̃^[i])^-1 Σ_k B_ik          `absorb`
 
-`prune` keeps what travels sparse. protocol: of each B, the ⌈p/K⌉ n_i largest entries in the columns of each client stay (App. D). global:
+`prune` keeps what travels sparse. protocol: of each B, the ⌈p/K⌉ n_i largest entries in the columns of each client stay (App. D; here of
+the own block B_ii too, which does not travel, or a client with few edges to others would end with a dense matrix). global:
 the p n largest entries of the whole Â^l stay (Sec. 5.3); clients find that threshold by counting, byte by byte, nobody shows an entry.
 none: all entries (the paper's -F). Then FedSGD: one summed gradient a round, of θ = (θ_f, θ_s), S and, if it is learned, β (Eq. 14, 16).
 
@@ -35,7 +36,7 @@ refuses to answer for so many nodes v that its s_u could be solved for (`query_l
 the same sums for validation and test nodes, which count too.
 
 `encrypt`: the blocks go out dense, under the receiver's CKKS key; the server adds up ciphertexts, so that it reads none of them and the
-receiver learns Σ_k B_ik only. About 14 times the bytes of n_i n numbers for each pair of clients and hop: for small federations.
+receiver learns Σ_k B_ik only. 32 bytes for each of n_i n numbers, for each pair of clients and hop: for small federations.
 
 Departures: one Adam at the server (the authors' code; the paper writes plain gradient descent). Self-loops of the data are replaced by the
 one of A + I. `gather` says along which direction a node of a directed graph gathers; the authors' is "out". Cross edges count 1. FED*'s
@@ -245,13 +246,13 @@ class FedStruct(FedSGD):
 
     def _blocks(self, client: Client) -> dict[str, csr_matrix]:
         part: Part = client.memory["part"]
-        blocks = {peer: part.block_for(peer, client.memory["power"]) for peer in part.spread}
-        if self.prune == "protocol":
-            share = -(-self.p // client.facts.num_clients)
-            blocks = {
-                peer: hops.strongest_by_owner(block, share * part.numbering.size(peer), part.numbering) for peer, block in blocks.items()
-            }
-        return blocks
+        return {peer: self._pruned(part.block_for(peer, client.memory["power"]), part, peer) for peer in part.spread}
+
+    def _pruned(self, block: csr_matrix, part: Part, receiver: str) -> csr_matrix:
+        if self.prune != "protocol":
+            return block
+        share = -(-self.p // len(part.numbering.names))
+        return hops.strongest_by_owner(block, share * part.numbering.size(receiver), part.numbering)
 
     @phase()
     def absorb(self, client: Client, letters: Message | None = None) -> Message:
@@ -269,9 +270,10 @@ class FedStruct(FedSGD):
         return {}
 
     def _advance(self, client: Client, arrived: list[csr_matrix]) -> None:
-        memory = client.memory
+        memory, part = client.memory, client.memory["part"]
         self._keep(client)
-        memory["power"] = memory["part"].next_power(memory["power"], arrived, memory["loops"])
+        own = self._pruned(part.own_block(memory["power"], memory["loops"]), part, client.name)
+        memory["power"] = part.next_power([own, *arrived], memory["loops"])
         memory["hop"] += 1
 
     def _keep(self, client: Client) -> None:
