@@ -53,7 +53,7 @@ def sweep(
 def _code() -> str:
     """A digest of the modules that numbers depend on: data, graphs, models, learning, methods."""
     root = Path(fedloom.__file__).parent
-    files = [root / f"{name}.py" for name in ("graph", "sparse", "models", "learn", "task", "party", "method")]
+    files = [root / f"{name}.py" for name in ("graph", "sparse", "models", "learn", "task", "party", "method", "hops", "structure")]
     files += [*sorted(root.glob("data/*.py")), *sorted(root.glob("methods/*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 

@@ -11,7 +11,7 @@ from fedloom.errors import ConfigError, MessageError
 from fedloom.graph import Graph
 from fedloom.learn import make_optimizer, step, weights
 from fedloom.message import flatten, unflatten
-from fedloom.method import Method, averaged, phase, setting, summed
+from fedloom.method import Method, averaged, letters, phase, setting, summed
 from fedloom.party import Client, Facts, Replies, Rules, Server, restore, snapshot
 
 NAMES = ("b", "a", "c")  # client order is not alphabetical
@@ -75,6 +75,25 @@ class Toy(Method):
         """The same from everybody."""
         return {"x": x}
 
+    @letters(read_by="open_post")
+    @phase(words="float32[n]", number="int64[]")
+    def post(self, client: Client, scale):
+        """To everybody else: the own place in the order of clients, so many times."""
+        own = NAMES.index(client.name)
+        return {to: {"words": scale * torch.ones(own + 1), "number": torch.tensor(own)} for to in NAMES if to != client.name}
+
+    @phase()
+    def open_post(self, client: Client, letters=None):
+        """Keeps what came."""
+        client.state["post"] = letters or {}
+        return {}
+
+    @summed
+    @phase(rows="float32[#count,C]")
+    def table(self, client: Client, count):
+        """As many rows as were asked for."""
+        return {"rows": torch.ones(int(count), client.facts.num_classes)}
+
     @phase()
     def silent(self, client: Client):
         """Nothing."""
@@ -120,6 +139,60 @@ def make(names=NAMES, participation=1.0, evaluation="local", evaluate_every=1, w
     engine = Engine(method, [Client(name, graph(), known) for name in names])
     server = Server(method, known, engine.call, Rules(evaluation, participation, evaluate_every), watcher or Watcher())
     return server, engine, method
+
+
+# ---- client to client ----
+def test_letters_reach_whom_they_are_for_and_are_booked_both_ways():
+    server, engine, toy = make()
+    server.relay(toy.post, scale=torch.tensor(2.0))
+    assert {name: list(client.state["post"]) for name, client in engine.clients.items()} == {
+        "b": ["a", "c"], "a": ["b", "c"], "c": ["a", "b"]
+    }  # fmt: skip
+    assert engine.clients["b"].state["post"]["c"]["words"].tolist() == [2, 2, 2]
+    phases = server.ledger.traffic()["phases"]
+    assert phases["post"]["scalars_up"] == phases["open_post"]["scalars_down"] == 2 * (1 + 2 + 3) + 6
+
+
+def test_who_does_not_write_is_missing_and_a_client_without_post_reads_nothing():
+    server, engine, toy = make()
+    written = server.collect(toy.post, scale=torch.tensor(1.0))
+    server.deliver(toy.post, {"a": {"b": written["a"]["b"]}})
+    assert list(engine.clients["b"].state["post"]) == ["a"]
+    assert engine.clients["c"].state["post"] == {}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda r: r | {"b": r["a"]}, "client 'b' in 'post': writes to 'b', who is not another client; valid: a, c"),
+        (lambda r: r | {"x": r["a"]}, "writes to 'x', who is not another client"),
+        (lambda r: r | {"a": {"words": torch.ones(1)}}, "tensor 'a/number' is missing"),
+        (lambda r: r | {"a": {**r["a"], "words": torch.ones(1, 1)}}, r"tensor 'a/words' has shape \[1, 1\], expected \[-1\]"),
+        (lambda r: r | {"a": {**r["a"], "words": torch.tensor([float("nan")])}}, "tensor 'a/words' holds nan"),
+        (lambda r: r | {"a": {**r["a"], "more": torch.ones(1)}}, "tensor 'a/more' is not expected here"),
+    ],
+)
+def test_letters_are_held_against_what_is_declared(spoil, words, monkeypatch):
+    server, engine, toy = make()
+    server._call = lambda phase, sent: {c: spoil(r) if c == "b" else r for c, r in engine.call(phase, sent).items()}
+    with pytest.raises(MessageError, match=words):
+        server.relay(toy.post, scale=torch.tensor(1.0))
+
+
+def test_letters_are_relayed_and_nothing_else_is():
+    server, _, toy = make()
+    with pytest.raises(ConfigError, match=r"server\.ask: phase 'post' writes letters to other clients; use server\.relay"):
+        server.ask(toy.post, scale=torch.tensor(1.0))
+    with pytest.raises(ConfigError, match=r"server\.relay: phase 'echo' is not marked @letters"):
+        server.relay(toy.echo, x=torch.ones(1))
+
+
+def test_a_length_can_be_a_number_that_was_sent():
+    server, engine, toy = make()
+    assert server.sum(toy.table, count=torch.tensor(4))["rows"].tolist() == [[3.0] * 3] * 4
+    server._call = lambda phase, sent: {c: {"rows": r["rows"][:-1]} for c, r in engine.call(phase, sent).items()}
+    with pytest.raises(MessageError, match=r"tensor 'rows' has shape \[3, 3\], expected \[4, 3\]"):
+        server.sum(toy.table, count=torch.tensor(4))
 
 
 # ---- asking ----

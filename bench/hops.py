@@ -1,0 +1,62 @@
+"""What FedStruct's exchange of the powers of the adjacency costs: PubMed, and synthetic graphs up to 10^6 nodes, by the protocol.
+
+python bench/hops.py [--largest 1000000]          (about five minutes on two quiet cores; one process for each line, so peaks are its own)
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from typing import Any
+
+from fedloom.recipe import make_recipe
+
+HEAD = "graph | nodes | hops | p | clients | prune | seconds | µs a node and hop | entries | largest process, MB | sent between clients, MB"
+SYNTHETIC = "synthetic:nodes={nodes},classes=5,features=8,degree=5"
+
+
+def measure(dataset: str, hops: int, p: int, clients: int, prune: str) -> dict[str, Any]:
+    """One exchange, up to Ā; the training that follows is one round of next to nothing."""
+    tables = {
+        "data": {"dataset": dataset, "split": "global 10/10/80"}, "partition": {"name": "random", "clients": clients},
+        "model": {"name": "dgcn-2x8"},
+        "method": {"name": "fedstruct", "rounds": 1, "hops": hops, "p": p, "prune": prune, "absorbed": True},
+    }  # fmt: skip
+    recipe = make_recipe(tables)
+    federation = recipe.federation()
+    summary = recipe.carry_out(federation=federation).summary
+    return {
+        "nodes": sum(graph.num_nodes for graph in federation.graphs), "seconds": summary["seconds"]["setup"],
+        "entries": summary["notes"]["entries of the structure matrix"], "peak": summary["peak_rss_mb"],
+        "sent": summary["traffic"]["phases"].get("offer", {}).get("bytes_up", 0) / 1e6,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Prints a table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--largest", type=int, default=10**6)
+    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.one:
+        print(json.dumps(measure(*asked.one)))
+        return
+    cases: list[tuple[str, int, int, int, str]] = [("pubmed", 20, 30, 10, "protocol"), ("pubmed", 20, 30, 10, "global")]
+    sizes = [nodes for nodes in (10**4, 10**5, 10**6) if nodes <= asked.largest]
+    cases += [(SYNTHETIC.format(nodes=nodes), 4, 30, 10, prune) for prune in ("protocol", "global") for nodes in sizes]
+    print(f"| {HEAD} |\n" + "|---" * HEAD.count("|") + "|---|")
+    for case in cases:
+        out = subprocess.run([sys.executable, __file__, "--one", json.dumps(case)], check=True, stdout=subprocess.PIPE, text=True).stdout
+        m = json.loads(out.splitlines()[-1])
+        dataset, hops, p, clients, prune = case
+        each = 1e6 * m["seconds"] / m["nodes"] / (hops - 1)
+        name = dataset.partition(":")[0]
+        print(
+            f"| {name} | {m['nodes']:,} | {hops} | {p} | {clients} | {prune} | {m['seconds']:.1f} | {each:.0f} | {m['entries']:,} "
+            f"| {m['peak']:,.0f} | {m['sent']:,.0f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
