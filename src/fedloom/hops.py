@@ -42,6 +42,11 @@ class Numbering:
         """The first number of each party, and n."""
         return np.concatenate([[0], np.cumsum(self.sizes)])
 
+    @cached_property
+    def owners(self) -> NDArray[np.uint16]:
+        """The place in `names` of every number's holder, [n]."""
+        return np.repeat(np.arange(len(self.sizes), dtype=np.uint16), self.sizes)
+
     @property
     def total(self) -> int:
         """n, the number of nodes over all parties."""
@@ -157,15 +162,17 @@ def strongest(matrix: csr_matrix, most: int) -> csr_matrix:
 
 def strongest_by_owner(matrix: csr_matrix, most: int, numbering: Numbering) -> csr_matrix:
     """The matrix with the `most` largest entries of each party's columns."""
-    owner = np.searchsorted(numbering.starts, matrix.indices, side="right") - 1
+    owner = numbering.owners[matrix.indices]
     held = np.bincount(owner, minlength=len(numbering.sizes))
     if held.max(initial=0) <= most:
         return matrix
+    entries = np.argsort(owner, kind="stable")  # by counting, since there are few owners
+    ends = np.cumsum(held)
     keep = np.ones(matrix.nnz, bool)
     for party in np.flatnonzero(held > most):
-        entries = np.flatnonzero(owner == party)
-        weakest = np.argpartition(-matrix.data[entries], most - 1)[most:]
-        keep[entries[weakest]] = False
+        own = entries[ends[party] - held[party] : ends[party]]
+        weakest = np.argpartition(-matrix.data[own], most - 1)[most:]
+        keep[own[weakest]] = False
     return chosen(matrix, keep)
 
 

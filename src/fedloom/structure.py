@@ -7,20 +7,25 @@ both directions, no self-loops.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.sparse import csr_matrix, triu
+from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
 from torch import Tensor
 
-from fedloom.errors import ConfigError
+Ints = NDArray[np.int64]
 
-ORBITS = {4: 15, 5: 73}  # of the graphlets with 2 to 4, and with 2 to 5 nodes
+ORBITS = 15  # of the graphlets with 2 to 4 nodes
 
 _PROPOSALS = 32  # per step of a walk, before its law is written out in full
 _WALKS = 128  # in a batch of skip-gram, at most
 _STEPS = 500  # of skip-gram in an epoch, at least: a small graph has few walks, and needs as many steps
 _POOL = 64  # negatives that all pairs of a batch share
+_BATCH = 2**20  # subgraphs that are enumerated at once
+_CELLS = 8  # of a table of counts, for each of them
 
 
 def degree_features(degree: Tensor, width: int) -> Tensor:
@@ -35,23 +40,163 @@ def degree_features(degree: Tensor, width: int) -> Tensor:
     return F.one_hot(degree.double().round().clamp(max=width - 1).long(), width).float()
 
 
-def graphlet_features(adjacency: csr_matrix, size: int = 4, *, log: bool = True) -> Tensor:
-    """Graphlet degree vectors (Przulj, 2007): [n, 15] for `size` 4, [n, 73] for 5.
+def graphlet_features(adjacency: csr_matrix, *, log: bool = True) -> Tensor:
+    """Graphlet degree vectors (Przulj, 2007) of the nodes of a graph [n, n], as rows [n, 15].
 
-    Column i counts in how many induced graphlets of up to `size` nodes a node takes position (orbit) i; column 0 is its degree. Counts span
-    many powers of ten, so `log` gives log(1 + count). By orca-graphlets, which is Python: Cora takes a quarter of a second with size 4 and
-    7 seconds with size 5, and time grows with the cube of the largest degree (the fourth power with 5).
+    Column i counts in how many induced graphlets of up to 4 nodes a node takes position (orbit) i; column 0 is its degree. Counts span many
+    powers of ten, so `log` gives log(1 + count). Counts are exact until they become float32. Time grows with the edges times the smaller
+    degree of their ends, and with the triangles: Cora takes 0.1 seconds, Photo 2, 100,000 nodes with 400 linked hubs 25.
     """
-    if size not in ORBITS:
-        raise ValueError(f"graphlets of up to {size} nodes cannot be counted; valid: {', '.join(map(str, ORBITS))}")
-    try:
-        from orca import orca_nodes  # at first use: it is optional
-    except ImportError:
-        raise ConfigError("method.structure 'gdv' needs the package orca-graphlets: pip install 'fedloom[graphlets]'") from None
-    upper = triu(_simple(adjacency), format="coo")
-    edges = np.stack((upper.row, upper.col), axis=1).astype(np.int64)
-    counts = torch.from_numpy(orca_nodes(edges, adjacency.shape[0], graphlet_size=size)).double()
+    counts = torch.from_numpy(_orbits(_simple(adjacency))).double()
     return (counts.log1p() if log else counts).float()
+
+
+# How often a graphlet on 4 nodes, as a subgraph that may lack edges, lies in an induced one on the same nodes: row i, column j is how often
+# a node in orbit 4 + j is in orbit 4 + i of it. Rows and columns: path (end, inner), claw (leaf, centre), cycle, paw (leaf, base, centre),
+# diamond (2 edges, 3 edges), clique.
+_WITHIN = np.array(
+    [
+        [1, 0, 0, 0, 2, 2, 1, 0, 4, 2, 6],
+        [0, 1, 0, 0, 2, 0, 1, 2, 2, 4, 6],
+        [0, 0, 1, 0, 0, 1, 1, 0, 2, 1, 3],
+        [0, 0, 0, 1, 0, 0, 0, 1, 0, 1, 1],
+        [0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 3],
+        [0, 0, 0, 0, 0, 1, 0, 0, 2, 0, 3],
+        [0, 0, 0, 0, 0, 0, 1, 0, 2, 2, 6],
+        [0, 0, 0, 0, 0, 0, 0, 1, 0, 2, 3],
+        [0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 3],
+        [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 3],
+        [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1],
+    ]
+)
+
+
+def _orbits(simple: csr_matrix) -> Ints:
+    """Orbit counts [n, 15] of a simple undirected graph.
+
+    Subgraphs that may lack edges are counted first: from degrees and triangles, but for cycles and cliques. Then those that lie within
+    larger ones are taken off.
+    """
+    order = np.argsort(np.diff(simple.indptr), kind="stable")  # few nodes lie above a hub: all that is enumerated goes upwards
+    ranked = _Ranked(simple[order][:, order])
+    A, d, low, high = ranked.matrix, ranked.degree, ranked.low, ranked.high
+    shared = np.zeros(len(low), np.int64)  # triangles at each edge
+    for a, b, c in ranked.larger(np.stack((low, high))):
+        for edge in (ranked.edge(a, b), ranked.edge(b, c), ranked.edge(a, c)):
+            np.add.at(shared, edge, 1)
+    diamond, clique = np.zeros((2, len(d)), np.int64)
+    for triangles in ranked.larger(np.stack((low, high))):  # again, rather than kept: there may be many
+        a, b, c = triangles
+        for node, edge in ((a, ranked.edge(b, c)), (b, ranked.edge(a, c)), (c, ranked.edge(a, b))):
+            np.add.at(diamond, node, shared[edge] - 1)
+        for four in ranked.larger(triangles):
+            np.add.at(clique, four.ravel(), 1)
+    t = ranked.per_node(shared, shared) // 2
+    wedge = A @ (d - 1)  # paths of 3 nodes that end here
+    loose = [  # each first as walks would have it, less those that come back to a node they have
+        A @ wedge - d * (d - 1) - 2 * t,  # path, end
+        (d - 1) * wedge - 2 * t,  # path, inner
+        A @ ((d - 1) * (d - 2) // 2),  # claw, leaf
+        d * (d - 1) * (d - 2) // 6,  # claw, centre
+        ranked.cycles(),
+        A @ t - 2 * t,  # paw, leaf: the triangles at a neighbour
+        ranked.per_node(shared * (d[high] - 2), shared * (d[low] - 2)),  # paw, base: the leaf is at the other end of an edge
+        t * (d - 2),  # paw, centre
+        diamond,  # 2 edges: the other triangles at the edge across a triangle
+        ranked.per_node(shared * (shared - 1) // 2, shared * (shared - 1) // 2),  # diamond, 3 edges: two triangles at an edge
+        clique,
+    ]
+    induced = np.stack(loose)
+    for column in reversed(range(len(_WITHIN))):  # back substitution, in whole numbers
+        induced[:column] -= _WITHIN[:column, column, None] * induced[column]
+    counts = np.empty((len(d), ORBITS), np.int64)
+    counts[order] = np.vstack((d, wedge - 2 * t, d * (d - 1) // 2 - t, t, induced)).T
+    return counts
+
+
+class _Ranked:
+    """A simple undirected graph whose nodes are numbered by degree, and what can be enumerated in it in bounded memory."""
+
+    def __init__(self, graph: csr_matrix):
+        graph.sort_indices()
+        self.matrix = csr_matrix((np.ones(graph.nnz, np.int64), graph.indices, graph.indptr), graph.shape)
+        self.size = graph.shape[0]
+        self.start, self.neighbours = graph.indptr.astype(np.int64), graph.indices.astype(np.int64)
+        self.degree = np.diff(self.start)
+        tail = np.repeat(np.arange(self.size), self.degree)
+        upward = self.neighbours > tail
+        self.low, self.high = tail[upward], self.neighbours[upward]  # of each edge; sorted
+        self.before = np.flatnonzero(upward) - self.start[self.low]  # how many neighbours of `low` come before `high`
+        self.keys = self.low * self.size + self.high
+        self.above = np.bincount(self.low, minlength=self.size)
+
+    def edge(self, low: Ints, high: Ints) -> Ints:
+        """The index of the edges between nodes low < high; of some other edge if there is none."""
+        return np.minimum(np.searchsorted(self.keys, low * self.size + high), len(self.keys) - 1)
+
+    def per_node(self, to_low: Ints, to_high: Ints) -> Ints:
+        """What edges give to their ends, summed per node."""
+        total = np.zeros(self.size, np.int64)
+        np.add.at(total, self.low, to_low)
+        np.add.at(total, self.high, to_high)
+        return total
+
+    def larger(self, cliques: Ints) -> Iterator[Ints]:
+        """Cliques [k, m], nodes upwards, in; all cliques [k + 1, m'] that have one more node above theirs out, in batches."""
+        top = cliques[-1]
+        first = self.start[top + 1] - self.above[top]
+        for part in _batches(self.above[top], _BATCH):
+            which, place = _spread(self.above[top[part]])
+            which += part.start
+            node = self.neighbours[first[which] + place]
+            for member in cliques[-2::-1]:
+                found = self.keys[self.edge(member[which], node)] == member[which] * self.size + node
+                which, node = which[found], node[found]
+            yield np.vstack((cliques[:, which], node))
+
+    def cycles(self) -> Ints:
+        """In how many cycles of 4 nodes each node is, chords or not.
+
+        A cycle is two wedges top - middle - far that differ in the middle, both middles and the far node below the top. For a middle, the
+        far nodes are its neighbours before the top, so wedges are few even around hubs.
+        """
+        by_top = np.argsort(self.high, kind="stable")
+        middle, top, wedges = self.low[by_top], self.high[by_top], self.before[by_top]
+        bounds = np.searchsorted(top, np.arange(self.size + 1))
+        sums = np.append(0, wedges.cumsum())[bounds]
+        table = np.zeros(max(_CELLS * _BATCH, self.size), np.int32)  # wedges from a top (row) to a far node (column)
+        twice = np.zeros(self.size, np.int64)
+        for rows in _batches(np.diff(sums) + -(-self.size // _CELLS), _BATCH):
+            items = slice(bounds[rows.start], bounds[rows.stop])
+            which, place = _spread(wedges[items])
+            far = self.neighbours[self.start[middle[items]][which] + place]
+            cell = (top[items][which] - rows.start) * self.size + far
+            np.add.at(table, cell, 1)
+            others = table[cell].astype(np.int64) - 1
+            table[cell] = 0
+            closed = np.flatnonzero(others)
+            which, far, others = which[closed], far[closed], others[closed]
+            np.add.at(twice, top[items][which], others)  # top and far meet a cycle in both of its wedges, a middle in one
+            np.add.at(twice, far, others)
+            np.add.at(twice, middle[items][which], 2 * others)
+        return twice // 2
+
+
+def _batches(sizes: Ints, limit: int) -> Iterator[slice]:
+    """Slices that cover `sizes` in order, each with a sum of at most `limit`, or of one item."""
+    ends = sizes.cumsum()
+    start = 0
+    while start < len(sizes):
+        done = ends[start - 1] if start else 0
+        stop = max(int(np.searchsorted(ends, done + limit, side="right")), start + 1)
+        yield slice(start, stop)
+        start = stop
+
+
+def _spread(sizes: Ints) -> tuple[Ints, Ints]:
+    """For items of these sizes, the index of the item and the place in it of all their parts: [2, 1] gives [0, 0, 1] and [0, 1, 0]."""
+    which = np.repeat(np.arange(len(sizes)), sizes)
+    return which, np.arange(len(which)) - (sizes.cumsum() - sizes)[which]
 
 
 def random_walks(adjacency: csr_matrix, starts: Tensor, length: int, rng: torch.Generator, p: float = 1.0, q: float = 1.0) -> Tensor:
@@ -147,7 +292,8 @@ def node2vec(
 
     adjacency: the graph, taken as undirected. rng: the only source of chance. walks: from every node, of `length` nodes each, under the law
     of `random_walks`. window: nodes at most this far apart on a walk are a pair. negatives: how many drawn nodes (by visits^0.75) weigh
-    against one pair. epochs: passes over the walks (more if there are fewer walks than steps to take). lr: of Adam. Nodes without neighbours keep their first vector, small and random.
+    against one pair. epochs: passes over the walks (more if there are fewer walks than steps to take). lr: of Adam. Nodes without
+    neighbours keep their first vector, small and random.
     """
     _require_positive(p=p, q=q, lr=lr)
     counts = {"width": width, "walks": walks, "window": window, "negatives": negatives, "epochs": epochs}

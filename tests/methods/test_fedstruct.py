@@ -204,8 +204,6 @@ def test_degrees_and_return_probabilities(watched):
 
 @pytest.mark.parametrize("kind", ["deg", "fed", "node2vec", "gdv"])
 def test_fixed_features_are_d_s_wide_and_the_same_everywhere(kind, watched):
-    if kind == "gdv":
-        pytest.importorskip("orca", reason="graphlets need orca-graphlets: pip install 'fedloom[graphlets]'")
     result = go(federation_of(random_graph()), structure=kind, d_s=256, p=30, walk=50)
     features = [client.memory["S"] for client in watched[-1].clients.values()]
     assert all(S.shape == (60, 256) and torch.equal(S, features[0]) for S in features)

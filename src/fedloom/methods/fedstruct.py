@@ -67,7 +67,6 @@ from fedloom.privacy.secure_sum import Refusal
 from fedloom.sparse import Sparse
 
 KINDS = ("hop2vec", "deg", "fed", "node2vec", "gdv")
-GRAPHLETS = 4  # nodes of the largest graphlets in GDV: counting those of five takes hours around hubs
 GRID = 2.0**-22  # what is encrypted is rounded to multiples of it, and again when it is decrypted: CKKS's noise cannot be seen
 
 
@@ -154,8 +153,8 @@ class FedStruct(FedSGD):
             raise ConfigError("method.learn_beta: β cannot be trained with private = true, the sums are of the β agreed on beforehand")
         if self.structure == "fed" and self.d_s <= self.walk:
             raise ConfigError(f"method.d_s is {self.d_s}, must be more than the {self.walk} return probabilities (method.walk)")
-        if self.structure == "gdv" and self.d_s < structure.ORBITS[GRAPHLETS]:
-            raise ConfigError(f"method.d_s is {self.d_s}, must be at least {structure.ORBITS[GRAPHLETS]}, the number of orbits")
+        if self.structure == "gdv" and self.d_s < structure.ORBITS:
+            raise ConfigError(f"method.d_s is {self.d_s}, must be at least {structure.ORBITS}, the number of orbits")
 
     # ---- settings, worked out ----
     def coefficients(self) -> list[float]:
@@ -454,7 +453,7 @@ class FedStruct(FedSGD):
         adjacency = _ones(edges[1], edges[0], (nodes, nodes))
         if self.structure == "node2vec":
             return structure.node2vec(adjacency, self.d_s, server.rng("node2vec"))
-        found = structure.graphlet_features(adjacency, GRAPHLETS)
+        found = structure.graphlet_features(adjacency)
         return torch.cat([found, torch.zeros(nodes, self.d_s - found.shape[1])], 1)
 
     # ---- training ----
@@ -521,7 +520,7 @@ class FedStruct(FedSGD):
         matrix = every.powers[0]
         taken = csr_matrix((matrix.values.numpy(), matrix.indices.numpy(), matrix.offsets.numpy()), shape=matrix.shape)[asked.numpy()]
         column = every.reach.numpy()[taken.indices]
-        owner = np.searchsorted(numbering.starts, column, side="right") - 1
+        owner = numbering.owners[column]
         memory["queries"] = {}
         written = {}
         for at in np.unique(owner):
