@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from fedloom.learn import OPTIMIZERS, load_weights, make_optimizer
 from fedloom.message import Message, flatten, tree_map
 from fedloom.method import Method, phase, setting, summed
+from fedloom.models import Model
 from fedloom.party import Client, Server
 
 
@@ -49,16 +51,20 @@ class FedSGD(Method):
         net = client.state["model"]
         load_weights(net, model)
         net.zero_grad()
-        client.loss(net(client.graph, client.rng("dropout")), client.graph, reduction="sum").backward()
+        self.total_loss(client, net).backward()
         gradient = {name: p.grad for name, p in sorted(net.named_parameters())}
         return {"gradient": gradient, "labelled": client.graph.train.sum()}
+
+    def total_loss(self, client: Client, net: Model) -> Tensor:
+        """What all clients' steps minimise, this client's part: cross-entropy summed over its training items."""
+        return client.loss(net(client.graph, client.rng("dropout")), client.graph, reduction="sum")
 
     def run(self, server: Server) -> None:
         """One shared step a round."""
         server.ask(self.setup)
         model = self.begin(server, server.model())
         for _ in server.rounds(self.rounds):
-            self.descend(server, server.sum(self.gradient, model=model))
+            self.follow(server, server.sum(self.gradient, model=model))
             server.evaluate(model=model)
 
     def begin(self, server: Server, model: Message) -> Message:
@@ -67,7 +73,7 @@ class FedSGD(Method):
         server.state["optimizer"] = make_optimizer(self.optimizer, flatten(model).values(), self.lr, self.weight_decay)
         return model
 
-    def descend(self, server: Server, total: Message) -> None:
+    def follow(self, server: Server, total: Message) -> None:
         """One step along the mean gradient: `total` is what the clients answered to `gradient`, summed."""
         gradient = flatten(total["gradient"])
         for name, parameter in flatten(server.state["model"]).items():

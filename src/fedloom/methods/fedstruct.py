@@ -648,7 +648,7 @@ class FedStruct(FedSGD):
             if self.private:
                 self._private_round(server, model, numbering)
             else:
-                self.descend(server, server.sum(self.gradient, model=model))
+                self.follow(server, server.sum(self.gradient, model=model))
                 server.evaluate(model=model)
 
     def _initial(self, server: Server, numbering: Numbering) -> Message:
@@ -679,9 +679,9 @@ class FedStruct(FedSGD):
             server.ask(self.settle, each=each)
         else:
             of_all = server.sum(self.settle_and_tell, each=each, **of_g)["gradient"]
-            # `descend` takes sums over training nodes, and this one is of their mean already.
+            # `follow` takes sums over training nodes, and this one is of their mean already.
             total["gradient"]["structure"] = {name: g * total["labelled"].clamp(min=1) for name, g in of_all.items()}
-        self.descend(server, total)
+        self.follow(server, total)
         if server.due():
             server.relay(self.answer, book_as="evaluate", everything=torch.tensor(True), **of_g)
             server.evaluate(model=model)

@@ -1,0 +1,219 @@
+"""FedGCN: before training, clients exchange sums over the neighbours that the partition cut off; then FedAvg, as if nothing were cut.
+
+Yao, Jin, Ravi, Joe-Wong: "FedGCN: Convergence-Communication Tradeoffs in Federated Training of Graph Convolutional Networks",
+NeurIPS 2023, Algorithm 1.
+
+What travels, per client:
+    once, to every client with an end of its cross edges, as letters
+          nodes, edges, sums        Σ_u x_u / √d̃_u over its nodes u with an edge to that client's node v, for every such v
+          nodes, degree, features   with two hops: (S X)_u and d̃_u of every such u
+    once, and every round           as in FedAvg
+
+    S = D̃^-1/2 (A+I) D̃^-1/2 of the whole graph; d̃_v = 1 + edges into v, cross edges among them     `degree`
+    (S X)_v = d̃_v^-1/2 Σ_{u → v, u = v} x_u d̃_u^-1/2, the sum over other clients' u by letter      `write_sums`, `read_sums`
+    H = ReLU(S X W_1 + b_1) at the client's own nodes and, with two hops, at the sources of its
+        incoming cross edges                                                                       `write_features`, `read_features`
+    logits = S H W_2 + b_2 at its own nodes, over the nodes where H is known                        `logits`
+
+With two hops that is the central GCN, exactly, for any weights; with one the first layer is, and the second lacks the cross edges.
+
+Departures. S is the paper's A with the GCN's normalisation written out: a sender scales by its nodes' degrees, the receiver by its own.
+A client gets a sum from every client rather than the server's total over all of them, and no homomorphic encryption but sealed letters
+(`--secure`): the server learns nothing of the sums, the receiver a little more. The paper's server also adds up the second hop; here the
+node's owner does, who has all of its terms. `aggregate = "gradients"` trains as FedSGD does, which is how FedStruct's authors run it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+from fedloom import models
+from fedloom.errors import ConfigError, DataError, MessageError
+from fedloom.graph import Graph
+from fedloom.learn import load_weights, step, weights
+from fedloom.message import Message
+from fedloom.method import letters, phase, setting
+from fedloom.methods.fedavg import FedAvg
+from fedloom.methods.fedsgd import FedSGD
+from fedloom.models import Model, dropout
+from fedloom.party import Client, Server
+from fedloom.sparse import Sparse
+
+OUT, IN = 0, 1  # directions of cross edges
+
+
+def degree(graph: Graph) -> Tensor:
+    """d̃ [nodes]: edges into each node over the whole graph, and its self-loop, which replaces those of the data."""
+    source, target = graph.edge_index
+    own, _, _, direction = graph.cross_edges
+    return 1 + torch.bincount(torch.cat([target[source != target], own[direction == IN]]), minlength=graph.num_nodes)
+
+
+def scale(degree: Tensor) -> Tensor:
+    """d̃^-1/2."""
+    return degree.float().rsqrt()
+
+
+def cross_edges(client: Client, other: str, direction: int) -> tuple[Tensor, Tensor]:
+    """The cross edges between two clients in one direction: own ends (local numbers), the other's ends (node_id)."""
+    own, remote, owner, of_edge = client.graph.cross_edges
+    chosen = (owner == client.facts.clients.index(other)) & (of_edge == direction)
+    return own[chosen], remote[chosen]
+
+
+def require_nodes(letter: Message, known: Tensor, who: str) -> None:
+    """Raises MessageError unless a letter has a row for each of the nodes [m] that the reader's cross edges name, and for no other."""
+    nodes = letter["nodes"]
+    for name, tensor in letter.items():
+        if len(tensor) != len(nodes):
+            raise MessageError(f"{who}: tensor {name!r} has {len(tensor)} rows for {len(nodes)} nodes")
+    if strange := nodes[~torch.isin(nodes, known)].tolist():
+        raise MessageError(f"{who}: tensor 'nodes' names {strange[0]}, but the reader knows no such cross edge")
+    if absent := known[~torch.isin(known, nodes)].tolist():
+        raise MessageError(f"{who}: tensor 'nodes' lacks {absent[0]}: the writer does not know a cross edge that the reader knows")
+    if not torch.equal(nodes, known):
+        raise MessageError(f"{who}: tensor 'nodes' must be ascending, each node once")
+
+
+def known_features(graph: Graph, features: Tensor) -> Graph:
+    """S X [nodes, d] where it is known, as a graph without edges: for its `project`, which is quick with sparse features."""
+    return Graph(
+        x=features, edge_index=torch.zeros(2, 0, dtype=torch.int64), y=torch.full((len(features),), -1), num_classes=graph.num_classes
+    )
+
+
+@dataclass(frozen=True)
+class FedGCN(FedAvg, FedSGD):
+    """FedAvg of GCNs that see across the cut."""
+
+    aggregate: str = setting(
+        "weights", "what rounds share: weights after E epochs, or gradients of one step", choices=("weights", "gradients")
+    )
+    hops: int = setting(2, "1 = the GCN's first layer is exact, 2 = both are", at_least=1, at_most=2)
+
+    crosses: ClassVar[bool] = True
+    tasks: ClassVar[tuple[str, ...]] = ("node",)
+    discloses: ClassVar[str] = "which nodes have cross edges and, unless the run is secure, all that clients tell each other"
+    tells: ClassVar[str] = (
+        "to the owner of a cross edge's target: the scaled sum of the features of the target's neighbours at the source's owner (of a "
+        "single neighbour: its features, up to a factor); with two hops also the source's degree and the scaled sum of its and all its "
+        "neighbours' features"
+    )
+
+    # ---- before training ----
+    @letters(read_by="read_sums")
+    @phase(nodes="int64[n]", edges="int64[n]", sums="float32[n,d]")
+    def write_sums(self, client: Client) -> Message:
+        """To every client, for each of its nodes with edges from here: Σ_u x_u d̃_u^-1/2, and over how many edges."""
+        graph = client.graph
+        if graph.edge_weight is not None:
+            raise DataError(f"graph {graph.name!r}: edge_weight: cross edges have no weights, so fedgcn can take none")
+        scaled, written = scale(degree(graph)), {}
+        for receiver in client.facts.clients:
+            source, target = cross_edges(client, receiver, OUT)
+            if len(source):
+                nodes, row, edges = target.unique(return_inverse=True, return_counts=True)
+                add = Sparse.from_edges(row, source, scaled[source], (len(nodes), graph.num_nodes))
+                written[receiver] = {"nodes": nodes, "edges": edges, "sums": add @ graph.x}
+        return written
+
+    @phase()
+    def read_sums(self, client: Client, letters: Message | None = None) -> Message:
+        """S X at the client's own nodes. Who did not write is missing from the sums, not from the degrees."""
+        graph, n, scaled = client.graph, client.graph.num_nodes, scale(degree(client.graph))
+        source, target = graph.edge_index[:, graph.edge_index[0] != graph.edge_index[1]]
+        loop = torch.arange(n)
+        source, target = torch.cat([source, loop]), torch.cat([target, loop])
+        client.memory["S"] = Sparse.from_edges(target, source, scaled[target] * scaled[source], (n, n))
+        features = client.memory["S"] @ graph.x
+        for sender, letter in (letters or {}).items():
+            who = f"client {sender!r} in 'write_sums'"
+            own, _ = cross_edges(client, sender, IN)
+            nodes, row, edges = graph.node_id[own].unique(return_inverse=True, return_counts=True)
+            require_nodes(letter, nodes, who)
+            for node, counted, known in zip(nodes.tolist(), letter["edges"].tolist(), edges.tolist(), strict=True):
+                if counted != known:
+                    raise MessageError(f"{who}: tensor 'edges' counts {counted} cross edges to {node}, the reader knows {known}")
+            target = torch.empty_like(nodes).scatter_(0, row, own)
+            features.index_add_(0, target, scaled[target, None] * letter["sums"])
+        client.memory["known"] = known_features(graph, features)
+        return {}
+
+    @letters(read_by="read_features")
+    @phase(nodes="int64[n]", degree="int64[n]", features="float32[n,d]")
+    def write_features(self, client: Client) -> Message:
+        """To every client: (S X)_u and d̃_u of the nodes u with edges to it."""
+        graph, written = client.graph, {}
+        for receiver in client.facts.clients:
+            own, _ = cross_edges(client, receiver, OUT)
+            if len(own):
+                nodes, row = graph.node_id[own].unique(return_inverse=True)
+                source = torch.empty_like(nodes).scatter_(0, row, own)
+                written[receiver] = {"nodes": nodes, "degree": degree(graph)[source], "features": client.memory["known"].x[source]}
+        return written
+
+    @phase()
+    def read_features(self, client: Client, letters: Message | None = None) -> Message:
+        """S X at the sources of incoming cross edges too, and the columns of S for them. Who did not write has none."""
+        S, scaled, features = client.memory["S"], scale(degree(client.graph)), [client.memory["known"].x]
+        source, target, values, n = [S.indices.long()], [S.rows], [S.values], client.graph.num_nodes
+        for sender, letter in (letters or {}).items():
+            who = f"client {sender!r} in 'write_features'"
+            own, remote = cross_edges(client, sender, IN)
+            nodes, row = remote.unique(return_inverse=True)
+            require_nodes(letter, nodes, who)
+            if (letter["degree"] < 1).any():
+                raise MessageError(f"{who}: tensor 'degree' holds {int(letter['degree'].min())}, must be at least 1")
+            source.append(n + row)
+            target.append(own)
+            values.append(scaled[own] * scale(letter["degree"])[row])
+            features.append(letter["features"])
+            n += len(nodes)
+        client.memory["S"] = Sparse.from_edges(torch.cat(target), torch.cat(source), torch.cat(values), (S.shape[0], n))
+        client.memory["known"] = known_features(client.graph, torch.cat(features))
+        return {}
+
+    # ---- training ----
+    def logits(self, client: Client, model: Mapping[str, Tensor], rng: Generator | None = None) -> Tensor:
+        """The two layers, [own nodes, C]; `model` are a GCN's weights by name."""
+        H = F.relu(client.memory["known"].project(model["layers.0.weight"]) + model["layers.0.bias"])
+        H = dropout(H, client.facts.dropout, rng)
+        return client.memory["S"] @ (H @ model["classifier.weight"]) + model["classifier.bias"]
+
+    def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
+        """CE over the client's training nodes."""
+        return client.loss(self.logits(client, dict(net.named_parameters()), client.rng("dropout")), batch)
+
+    def total_loss(self, client: Client, net: Model) -> Tensor:
+        """The same, summed."""
+        logits = self.logits(client, dict(net.named_parameters()), client.rng("dropout"))
+        return client.loss(logits, client.graph, reduction="sum")
+
+    @phase()
+    def tune(self, client: Client, model: Message | None = None) -> Message:
+        """As in FedAvg, by the logits above."""
+        net = client.state["model"]
+        if model is not None:
+            load_weights(net, model)
+        for batch in client.batches(self.batch_size):
+            step(client.state["optimizer"], self.objective(client, batch, net, model))
+        return {}
+
+    def predict(self, client: Client, model: Message | None) -> Tensor:
+        """Logits of the client's nodes, noise off."""
+        return self.logits(client, weights(client.state["model"]) if model is None else model)
+
+    def run(self, server: Server) -> None:
+        """Algorithm 1: one exchange a hop, then FedAvg."""
+        for spec in server.facts.models:
+            parts = models.parse(spec)
+            if (parts.name, parts.layers, parts.options) != ("gcn", 2, frozenset()):
+                raise ConfigError(f"model {spec!r}: fedgcn works with two-layer GCNs, 'gcn-2xWIDTH' without options, e.g. 'gcn-2x64'")
+        server.relay(self.write_sums)
+        if self.hops == 2:
+            server.relay(self.write_features)
+        (FedAvg if self.aggregate == "weights" else FedSGD).run(self, server)
