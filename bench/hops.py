@@ -46,7 +46,7 @@ def main() -> None:
         return
     cases: list[tuple[str, int, int, int, str]] = [("pubmed", 20, 30, 10, "protocol"), ("pubmed", 20, 30, 10, "global")]
     sizes = [nodes for nodes in (10**4, 10**5, 10**6) if nodes <= asked.largest]
-    cases += [(SYNTHETIC.format(nodes=nodes), 4, 30, 10, prune) for prune in ("protocol", "global") for nodes in sizes]
+    cases += [(SYNTHETIC.format(nodes=nodes), 3, 30, 10, prune) for prune in ("protocol", "global") for nodes in sizes]
     print(f"| {HEAD} |\n" + "|---" * HEAD.count("|") + "|---|")
     for case in cases:
         out = subprocess.run([sys.executable, __file__, "--one", json.dumps(case)], check=True, stdout=subprocess.PIPE, text=True).stdout

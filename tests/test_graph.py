@@ -420,3 +420,15 @@ def test_pooling_takes_the_uncut_graph_if_there_is_one_else_the_union():
     without = Federation(parts).pooled().check()
     assert without.num_clients == 1
     assert torch.equal(without.graphs[0].adjacency().dense(), torch.block_diag(*(p.adjacency().dense() for p in parts)))
+
+
+def test_flow_turns_edges_round_or_makes_them_go_both_ways() -> None:
+    graph = Graph(torch.ones(3, 1), torch.tensor([[0, 1, 1], [1, 0, 2]]), torch.zeros(3, dtype=torch.int64), 1)
+    assert graph.flowing("forward") is graph
+    assert graph.flowing("reversed").edge_index.tolist() == [[1, 0, 2], [0, 1, 1]]
+    assert graph.flowing("both").edge_index.tolist() == [[0, 1, 1, 2], [1, 0, 2, 1]]
+    weighted = replace(graph, edge_weight=torch.tensor([1.0, 2.0, 3.0]))
+    assert weighted.flowing("reversed").edge_weight.tolist() == [1, 2, 3]
+    assert weighted.flowing("both").edge_weight.tolist() == [1, 2, 3, 3]
+    with pytest.raises(ValueError, match="unknown flow 'back'"):
+        graph.flowing("back")

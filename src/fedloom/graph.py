@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.errors import DataError
+from fedloom.errors import DataError, unknown
 from fedloom.sparse import Sparse
 
 Task = Literal["node", "graph"]
+FLOWS = ("forward", "reversed", "both")
 # Below this share of non-zero entries a product with sparse features beats the dense one (bag-of-words: about 1 %).
 SPARSE_FEATURES_BELOW = 0.15
 
@@ -116,6 +118,20 @@ class Graph:
         return self.adjacency(kind) @ h
 
     # ---- derived graphs ----
+    def flowing(self, way: str) -> Graph:
+        """The graph with its edges as they are ("forward"), turned round ("reversed"), or both, each edge once; see `FLOWS`."""
+        if way not in FLOWS:
+            raise unknown("flow", way, FLOWS)
+        if way == "forward":
+            return self
+        weight = torch.ones(self.num_edges) if self.edge_weight is None else self.edge_weight
+        ends = self.edge_index.flip(0)
+        if way == "both":
+            both = torch.cat([self.edge_index, ends], 1)
+            _, first = np.unique((both[0] * self.num_nodes + both[1]).numpy(), return_index=True)
+            ends, weight = both[:, first], torch.cat([weight, weight])[first]
+        return replace(self, edge_index=ends, edge_weight=None if self.edge_weight is None else weight)
+
     def hide_labels(self) -> Graph:
         """The same graph with every label but the training ones set to -1: what training may see."""
         hidden = replace(self, y=torch.where(self.train, self.y, -1))

@@ -234,8 +234,8 @@ def as_sparse(matrix: csr_matrix) -> Sparse:
     """The matrix as one that multiplies tensors, with a gradient to them."""
     matrix.sum_duplicates()
     return Sparse(
-        torch.from_numpy(matrix.indptr.astype(np.int32)),
-        torch.from_numpy(matrix.indices.astype(np.int32)),
-        torch.from_numpy(matrix.data.astype(np.float32)),
+        torch.from_numpy(matrix.indptr.astype(np.int32, copy=False)),
+        torch.from_numpy(matrix.indices.astype(np.int32, copy=False)),
+        torch.from_numpy(matrix.data.astype(np.float32, copy=False)),
         (matrix.shape[0], matrix.shape[1]),
     )

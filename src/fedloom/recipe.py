@@ -14,7 +14,7 @@ from fedloom import models
 from fedloom.data.datasets import catalogue, load
 from fedloom.data.partition import divide, partition_settings
 from fedloom.errors import ConfigError, DataError, unknown
-from fedloom.graph import Federation
+from fedloom.graph import FLOWS, Federation
 from fedloom.method import check_setting, make_method, method_class, setting
 from fedloom.runs import Result, RunSettings, agree_on_facts, evaluation, run
 
@@ -26,6 +26,7 @@ class DataTable:
     dataset: str = setting("cora", "a name (see `fedloom datasets`), a folder with graph.toml, or synthetic:key=value,...")
     split: str = setting("", 'shares such as "20/40/40", "global 10/10/80", or "public" (empty = the dataset\'s usual one)')
     inductive: bool = setting(False, "validation and test items are absent during training")
+    flow: str = setting("forward", "which way messages run along directed edges; both = take the graph as undirected", choices=FLOWS)
     public_split: int = setting(0, "which of the dataset's own splits, if it has several", at_least=0)
 
 
@@ -107,7 +108,7 @@ class Recipe:
 
     def federation(self) -> Federation:
         """Loads the graph and divides it."""
-        graph = load(self.data.dataset, public_split=self.data.public_split)
+        graph = load(self.data.dataset, public_split=self.data.public_split).flowing(self.data.flow)
         return divide(
             graph, self.partition.clients, self.partition.name, self.partition_seed,
             cross_edges=self.cross_edges,  # type: ignore[arg-type]  # one of its choices

@@ -39,9 +39,10 @@ the same sums for validation and test nodes, which count too.
 receiver learns Σ_k B_ik only. 32 bytes for each of n_i n numbers, for each pair of clients and hop: for small federations.
 
 Departures: one Adam at the server (the authors' code; the paper writes plain gradient descent). Self-loops of the data are replaced by the
-one of A + I. `gather` says along which direction a node of a directed graph gathers; the authors' is "out". Cross edges count 1. FED*'s
-return probabilities are of the powers that the same protocol makes of D^-1 A, pruned likewise. Evaluation sends S again (the ledger books
-it apart). The server's part in App. H is to make the features; Ā is still made by the clients.
+one of A + I. In a directed graph a node gathers from those that point at it; the authors' way is the other (`data.flow = "reversed"`).
+Cross edges count 1. FED*'s return probabilities are of the powers that the same protocol makes of D^-1 A, pruned likewise. GDV counts
+graphlets of up to four nodes. Evaluation sends S again (the ledger books it apart). The server's part in App. H is to make the features;
+Ā is still made by the clients.
 """
 
 from dataclasses import dataclass
@@ -99,9 +100,14 @@ class Rows:
     @classmethod
     def of(cls, nodes: Tensor, powers: list[csr_matrix]) -> "Rows":
         """Takes the powers' own rows [own nodes, n]."""
-        taken = [power[nodes.numpy()] for power in powers]
-        reach = np.unique(np.concatenate([power.indices for power in taken]))
-        return cls(nodes, torch.from_numpy(reach).long(), [hops.as_sparse(csr_matrix(power[:, reach])) for power in taken])
+        own, total = powers[0].shape
+        taken = powers if len(nodes) == own else [csr_matrix(power[nodes.numpy()]) for power in powers]  # no copy of what is large
+        reached = np.zeros(total, bool)
+        for power in taken:
+            reached[power.indices] = True
+        reach = np.flatnonzero(reached)
+        narrow = taken if len(reach) == total else [csr_matrix(power[:, reach]) for power in taken]
+        return cls(nodes, torch.from_numpy(reach), [hops.as_sparse(power) for power in narrow])
 
     def spread(self, q: Tensor, beta: Tensor | None) -> Tensor:
         """z = Σ_l β_l Â^l q for q [columns, classes]; without β the powers are one matrix, Ā itself."""
@@ -120,7 +126,6 @@ class FedStruct(FedSGD):
     learn_beta: bool = setting(False, "whether β is trained")
     prune: str = setting("protocol", "what is left out of the powers of Â", choices=("protocol", "global", "none"))
     p: int = setting(30, "entries a node, on average, that pruning keeps", at_least=1)
-    gather: str = setting("in", "from whom a node gathers: who points at it, or at whom it points", choices=("in", "out"))
     d_s: int = setting(256, "width of the structure features", at_least=1)
     hidden: str = setting("256", "hidden widths of g, separated by commas")
     absorbed: bool = setting(False, "HOP2VEC without g: s_u is itself a vector of class scores")
@@ -217,14 +222,13 @@ class FedStruct(FedSGD):
             size = numbering.size(peer)
             if len(remote) and (remote.min() < 0 or remote.max() >= size):
                 raise MessageError(f"client {client.name!r}: letter of {peer!r}: tensor 'position' holds a number outside 0 to {size - 1}")
-            incoming = here["incoming"].numpy() == (self.gather == "in")
+            incoming = here["incoming"].numpy() == 1
             shape = (graph.num_nodes, size)
             gathered[peer] = _ones(own[incoming], remote[incoming], shape)
             spread[peer] = _ones(remote[~incoming], own[~incoming], shape[::-1])
         source, target = graph.edge_index[:, graph.edge_index[0] != graph.edge_index[1]].numpy()
         weight = None if graph.edge_weight is None else graph.edge_weight[graph.edge_index[0] != graph.edge_index[1]].numpy()
-        ends = (target, source) if self.gather == "in" else (source, target)
-        inner = _ones(*ends, (graph.num_nodes, graph.num_nodes), weight)
+        inner = _ones(target, source, (graph.num_nodes, graph.num_nodes), weight)
         client.memory["part"] = Part(client.name, numbering, inner, gathered, spread)
         return {}
 
@@ -419,6 +423,7 @@ class FedStruct(FedSGD):
         if self.structure == "fed":
             self._keep(client)
             columns = [*(memory["kept"][step] for step in range(1, self.walk + 1)), *columns]
+            del memory["power"], memory["kept"]
         rows = torch.zeros(int(nodes), self.described)
         rows[part.numbering.span(client.name)] = torch.from_numpy(np.stack(columns, 1))
         return {"rows": rows}
