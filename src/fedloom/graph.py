@@ -225,6 +225,8 @@ class Graph:
             if not shaped or not ascending or self.batch.min() < 0 or self.batch.max() >= len(self.y):
                 raise DataError(f"{who}: batch must give every node its graph, ascending, 0 to {len(self.y) - 1}")
         if self.edge_weight is not None:
+            if self.edge_weight.dtype != torch.float32:
+                raise DataError(f"{who}: edge_weight must be [edges] float32, got {self.edge_weight.dtype}")
             if self.edge_weight.dim() != 1 or len(self.edge_weight) != self.num_edges:
                 raise DataError(f"{who}: edge_weight has {len(self.edge_weight)} values for {self.num_edges} edges, must be one for each")
             if not (torch.isfinite(self.edge_weight) & (self.edge_weight >= 0)).all():
@@ -234,6 +236,8 @@ class Graph:
             raise DataError(f"{who}: cross_edges must be [4, cut] int64, got {list(cut.shape)} {cut.dtype}")
         if cut.numel() and (cut[0].min() < 0 or cut[0].max() >= n):
             raise DataError(f"{who}: cross_edges: own nodes must be 0 to {n - 1}")
+        if ((cut[3] != 0) & (cut[3] != 1)).any():
+            raise DataError(f"{who}: cross_edges: directions must be 0 or 1")
         if len(self.node_id) != n:
             raise DataError(f"{who}: node_id has {len(self.node_id)} values for {n} nodes")
         return self

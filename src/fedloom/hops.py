@@ -151,17 +151,8 @@ def placed(block: csr_matrix, rows: Numbers, size: int) -> csr_matrix:
 
 
 # ---- pruning ----
-def strongest(matrix: csr_matrix, most: int) -> csr_matrix:
-    """The matrix with its `most` largest entries; of equal ones at the border it depends on their places which stay."""
-    if matrix.nnz <= most:
-        return matrix
-    keep = np.zeros(matrix.nnz, bool)
-    keep[np.argpartition(-matrix.data, most - 1)[:most]] = True
-    return chosen(matrix, keep)
-
-
 def strongest_by_owner(matrix: csr_matrix, most: int, numbering: Numbering) -> csr_matrix:
-    """The matrix with the `most` largest entries of each party's columns."""
+    """The matrix with the `most` largest entries of each party's columns; of equal ones it depends on their places which stay."""
     owner = numbering.owners[matrix.indices]
     held = np.bincount(owner, minlength=len(numbering.sizes))
     if held.max(initial=0) <= most:
@@ -202,6 +193,21 @@ def cut_below(matrix: csr_matrix, bits: int, ties: int) -> csr_matrix:
     return chosen(matrix, keep)
 
 
+# ---- what sums give away ----
+def determined(matrix: csr_matrix) -> Numbers:
+    """The columns u for which `matrix @ x` gives x_u away, whatever x is: those whose unit vectors are in the span of the rows.
+
+    Takes time like a singular value decomposition of the rows and columns that are not empty: 2,000 of each take some seconds.
+    """
+    columns = np.unique(matrix.indices)
+    rows = matrix[np.flatnonzero(np.diff(matrix.indptr))][:, columns].toarray().astype(np.float64)
+    if not rows.size:
+        return np.zeros(0, np.int64)
+    _, strength, basis = np.linalg.svd(rows / np.linalg.norm(rows, axis=1, keepdims=True), full_matrices=False)
+    within = np.square(basis[strength > 1e-9 * strength[0]]).sum(0)
+    return columns[within > 1 - 1e-9].astype(np.int64)
+
+
 # ---- between SciPy, messages and products with a gradient ----
 def packed(block: csr_matrix) -> dict[str, Tensor]:
     """A block as it travels: entries a row, then their columns and values."""
@@ -233,9 +239,10 @@ def unpacked(letter: Mapping[str, Tensor], rows: int, columns: int, who: str) ->
 def as_sparse(matrix: csr_matrix) -> Sparse:
     """The matrix as one that multiplies tensors, with a gradient to them."""
     matrix.sum_duplicates()
+    index_type = np.int32 if max(matrix.shape[1], matrix.nnz) < 2**31 else np.int64
     return Sparse(
-        torch.from_numpy(matrix.indptr.astype(np.int32, copy=False)),
-        torch.from_numpy(matrix.indices.astype(np.int32, copy=False)),
+        torch.from_numpy(matrix.indptr.astype(index_type, copy=False)),
+        torch.from_numpy(matrix.indices.astype(index_type, copy=False)),
         torch.from_numpy(matrix.data.astype(np.float32, copy=False)),
         (matrix.shape[0], matrix.shape[1]),
     )

@@ -125,9 +125,13 @@ def letters(read_by: str, sealed: bool = True) -> Callable[[F], F]:
 
     `server.relay(phase)` hands every client the letters to it in the phase `read_by`, as `letters` = {sender: letter}. In a secure run
     they are sealed, so that the server carries what it cannot read; sealed = False is for what is encrypted, or public, already.
+    A letter is checked by its reader, who knows what the phase declares but not what its writer was sent: no "=name", "weights", "#name".
     """
 
     def mark(function: F) -> F:
+        for name, declared in function.reply.items():  # type: ignore[attr-defined]
+            if declared == "weights" or declared.startswith("=") or "#" in declared:
+                raise ValueError(f"letters: {name}={declared!r} depends on what a letter's reader does not know; declare 'dtype[dims]'")
         function.read_by, function.sealed = read_by, sealed  # type: ignore[attr-defined]
         return function
 

@@ -4,7 +4,7 @@ Yao, Jin, Ravi, Joe-Wong: "FedGCN: Convergence-Communication Tradeoffs in Federa
 NeurIPS 2023, Algorithm 1.
 
 What travels, per client:
-    once, to every client with an end of its cross edges, as letters
+    once, to every client, as letters
           nodes, edges, sums        Σ_u x_u / √d̃_u over its nodes u with an edge to that client's node v, for every such v
           nodes, degree, features   with two hops: (S X)_u and d̃_u of every such u
     once, and every round           as in FedAvg
@@ -108,14 +108,17 @@ class FedGCN(FedAvg, FedSGD):
     @letters(read_by="read_sums")
     @phase(nodes="int64[n]", edges="int64[n]", sums="float32[n,d]")
     def write_sums(self, client: Client) -> Message:
-        """To every client, for each of its nodes with edges from here: Σ_u x_u d̃_u^-1/2, and over how many edges."""
+        """To every client, for each of its nodes with edges from here: Σ_u x_u d̃_u^-1/2, and over how many edges.
+
+        To one without such nodes, too: else it could not tell who is not there from who does not know of an edge.
+        """
         graph = client.graph
         if graph.edge_weight is not None:
             raise DataError(f"graph {graph.name!r}: edge_weight: cross edges have no weights, so fedgcn can take none")
         scaled, written = scale(degree(graph)), {}
         for receiver in client.facts.clients:
             source, target = cross_edges(client, receiver, OUT)
-            if len(source):
+            if receiver != client.name:
                 nodes, row, edges = target.unique(return_inverse=True, return_counts=True)
                 add = Sparse.from_edges(row, source, scaled[source], (len(nodes), graph.num_nodes))
                 written[receiver] = {"nodes": nodes, "edges": edges, "sums": add @ graph.x}

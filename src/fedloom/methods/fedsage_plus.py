@@ -18,13 +18,14 @@ What travels, per client:
     G⁺: the client's whole graph with round(ñ_v) neighbours, up to a limit, linked to v both ways              `mend`
     then FedAvg on G⁺ (the paper's FedSage)
 
-Departures. The sender adds the noise, not the receiver, so that no embedding travels without. p runs to n_v while fGen learns, not to ñ_v:
-where ñ_v rounds to 0 it would learn nothing. Of all x̃ the others are asked about a sample. fGen is one MLP for all neighbours of a node,
-with fresh noise for each; the authors' code has an output for each and layers of 256 and 2048, 75 times the weights on Cora. Its output is
-linear: features may have any scale. The other clients' terms are averaged, not summed, so that α means the same for any number of them.
-One loop trains everything; the code trains locally first, then fGen alone with the others, against random neighbours there instead of the
-nearest node. h is a share of all the client's nodes (the code: of its validation nodes). Neighbours of v are the sources of edges to v.
-`aggregate = "gradients"` trains as FedSGD does, which is how FedStruct's authors run it.
+Departures. The sender adds the noise, not the receiver, so that no embedding travels without; but it comes, as all noise of a run, from the
+run's seed, which every party knows: it is part of the model, no protection from a peer that draws it again. p runs to n_v while fGen
+learns, not to ñ_v: where ñ_v rounds to 0 it would learn nothing. Of all x̃ the others are asked about a sample. fGen is one MLP for all
+neighbours of a node, with fresh noise for each; the authors' code has an output for each and layers of 256 and 2048, 75 times the weights
+on Cora. Its output is linear: features may have any scale. The other clients' terms are averaged, not summed, so that α means the same for
+any number of them. One loop trains everything; the code trains locally first, then fGen alone with the others, against random neighbours
+there instead of the nearest node. h is a share of all the client's nodes (the code: of its validation nodes). Neighbours of v are the
+sources of edges to v. `aggregate = "gradients"` trains as FedSGD does, which is how FedStruct's authors run it.
 """
 
 from collections.abc import Mapping
@@ -163,9 +164,9 @@ class FedSagePlus(FedAvg, FedSGD):
     tasks: ClassVar[tuple[str, ...]] = ("node",)
     discloses: ClassVar[str] = "unless the run is secure, all that clients tell each other"
     tells: ClassVar[str] = (
-        "noisy embeddings of some nodes and the weights of the neighbour generator, to every other client; and to each of them a gradient "
-        "for its generator, which holds the sum of the features of the own nodes that are nearest to what that makes (asked about a "
-        "single neighbour: one node's features)"
+        "embeddings of some nodes (the noise on them is drawn from the run's seed, which all know) and the weights of the neighbour "
+        "generator, to every other client; and to each of them a gradient for its generator, which holds the sum of the features of the "
+        "own nodes that are nearest to what that makes (asked about a single neighbour: one node's features)"
     )
 
     # ---- the generators ----

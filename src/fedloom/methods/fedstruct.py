@@ -1,7 +1,8 @@
 """FedStruct: predictions from local features plus structure embeddings spread over the whole graph, whose edges no party holds together.
 
 Aliakbari, Östman, Graell i Amat: "Decoupled Subgraph Federated Learning", ICLR 2025. One graph is cut over K clients; both owners of an
-edge between clients know it (Algorithm 3), nobody else does, and no feature, label or embedding of features ever leaves its client.
+edge between clients know it (Algorithm 3), in a secure run nobody else does, and no feature, label or embedding of features is ever sent.
+Gradients are, and they tell of labels: with `absorbed`, ∇S of a node that one training node v reaches is a multiple of ŷ_v - y_v.
 
     ŷ_v = softmax(h_v + z_v)                                                              `logits`
     h_v    the run's model on the client's own graph (a decoupled GCN in the paper)
@@ -21,10 +22,12 @@ none: all entries (the paper's -F). Then FedSGD: one summed gradient a round, of
 
 What travels (c classes, n nodes, n_i of client i; `offer` is client to client, relayed by the server, sealed in a secure run):
     once     up    nodes      n_i
-             to k  source, target, position   the edges shared with k, and the own ends' numbers            `greet`
+             to k  source, target, position,
+                   incoming                   the edges shared with k, the own ends' numbers, the direction   `greet`
     L_s - 1 times
              to k  count, column, value       a block B                                                      `offer`
              up    counts                     global pruning only: how many entries have which byte          `tally`, `ties`
+             FED* has the same done for its return probabilities, `walk` - 1 times more
     once     up    rows       DEG: degrees; FED*: also 50 return probabilities; NODE2VEC, GDV: the edges      `describe`, `reveal`
              down  rows       the same of all n nodes                                                        `adopt`
     a round  down  model      θ and, HOP2VEC, S [n, d_s]; with `absorbed` S is [n, c] and there is no θ_s (Prop. 2)
@@ -32,8 +35,10 @@ What travels (c classes, n nodes, n_i of client i; `offer` is client to client, 
 
 `private` (App. G.1): a client keeps its rows of S to itself. Others tell it once which sums over its nodes they need; each round it answers
 with those sums, Σ_u Ā_vu g(s_u), c numbers for each of their training nodes v, and gets back its own rows of the summed gradient. It
-refuses to answer for so many nodes v that its s_u could be solved for (`query_limit`). The numbers are those of the plain form. Scores take
-the same sums for validation and test nodes, which count too.
+refuses to answer a peer for as many nodes v as it has nodes in the sums (`query_limit`). That is a bound on a number, not a proof: a node
+that is alone in a sum is told by it, and peers can join what they know; the run's notes count what single peers can solve for. S starts
+from a seed that all know, and the server sees the summed gradients, by which it can follow S. The numbers are those of the plain form,
+but for dropout in g, which the owner of u draws once for all. Scores take the same sums for validation and test nodes, which count too.
 
 `encrypt`: the blocks go out dense, under the receiver's CKKS key; the server adds up ciphertexts, so that it reads none of them and the
 receiver learns Σ_k B_ik only. 32 bytes for each of n_i n numbers, for each pair of clients and hop: for small federations.
@@ -45,6 +50,7 @@ graphlets of up to four nodes. Evaluation sends S again (the ledger books it apa
 Ā is still made by the clients.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -142,8 +148,9 @@ class FedStruct(FedSGD):
     crosses: ClassVar[bool] = True
     tasks: ClassVar[tuple[str, ...]] = ("node",)
     discloses: ClassVar[str] = (
-        "relayed blocks of the powers of the adjacency, if the run is not secure; with structure = deg or fed every node's degree, with "
-        "node2vec or gdv all edges, otherwise the structure embeddings S and their summed gradients"
+        "if the run is not secure, the edges between clients, relayed blocks of the powers of the adjacency, and every client's gradients; "
+        "with structure = deg or fed every node's degree (fed: and return probabilities), with node2vec or gdv all edges, otherwise the "
+        "structure embeddings S and their summed gradients, from which labels can be guessed"
     )
 
     def __post_init__(self) -> None:
@@ -177,7 +184,7 @@ class FedStruct(FedSGD):
     def widths(self, num_classes: int) -> list[int]:
         """Of g: d_s, the hidden ones, c."""
         texts = [text.strip() for text in self.hidden.split(",")] if self.hidden else []
-        if not all(text.isdigit() and int(text) for text in texts):
+        if not all(text.isdecimal() and int(text) for text in texts):
             raise ConfigError(f"method.hidden is {self.hidden!r}, must be whole numbers separated by commas, each at least 1")
         return [self.d_s, *map(int, texts), num_classes]
 
@@ -202,11 +209,11 @@ class FedStruct(FedSGD):
         return {"nodes": nodes}
 
     @letters(read_by="meet")
-    @phase(source="int64[n]", target="int64[n]", position="int32[n]")
+    @phase(source="int64[n]", target="int64[n]", position="int32[n]", incoming="bool[n]")
     def greet(self, client: Client, nodes: Tensor) -> Message:
         """To each client that shares edges: which, by the ids that both know, and the own ends' places in the own list of nodes."""
         client.memory["numbering"] = Numbering.of(dict(zip(client.facts.clients, nodes.tolist(), strict=True)))
-        return {peer: {name: edges[name] for name in ("source", "target", "position")} for peer, edges in _shared_edges(client).items()}
+        return _shared_edges(client)
 
     @phase()
     def meet(self, client: Client, letters: Message | None = None) -> Message:
@@ -222,7 +229,7 @@ class FedStruct(FedSGD):
             size = numbering.size(peer)
             if len(remote) and (remote.min() < 0 or remote.max() >= size):
                 raise MessageError(f"client {client.name!r}: letter of {peer!r}: tensor 'position' holds a number outside 0 to {size - 1}")
-            incoming = here["incoming"].numpy() == 1
+            incoming = here["incoming"].numpy()
             shape = (graph.num_nodes, size)
             gathered[peer] = _ones(own[incoming], remote[incoming], shape)
             spread[peer] = _ones(remote[~incoming], own[~incoming], shape[::-1])
@@ -238,7 +245,7 @@ class FedStruct(FedSGD):
         """The first power, which each client knows: Â with self-loops, or D^-1 A without."""
         memory = client.memory
         memory["loops"], memory["power"], memory["hop"] = bool(loops), memory["part"].first_power(bool(loops)), 1
-        memory["kept"] = {}
+        memory["kept"], memory["missed"] = {}, 0
         return {}
 
     @letters(read_by="absorb")
@@ -269,6 +276,8 @@ class FedStruct(FedSGD):
             rows = part.rows_from(peer)
             block = hops.unpacked(letter, len(rows), part.numbering.total, who)
             arrived.append(hops.placed(block, rows, part.inner.shape[0]))
+        expected = {peer for peer in part.gathered if len(part.rows_from(peer))}
+        client.memory["missed"] += len(expected - set(letters or {}))  # who met, and then was not there: the power lacks its part
         self._advance(client, arrived)
         return {}
 
@@ -361,11 +370,13 @@ class FedStruct(FedSGD):
             size = part.inner.shape[0] * part.numbering.total
             values = client.memory["keys"].decrypt(letter["cipher"].numpy(), size)
             total = np.rint(values / GRID) * GRID
+            if total.size and total.min() < 0:
+                raise MessageError(f"client {client.name!r}: the sum of its peers' blocks, tensor 'cipher', holds a negative number")
             arrived.append(csr_matrix(total.astype(np.float32).reshape(part.inner.shape[0], -1)))
         self._advance(client, arrived)
         return {}
 
-    def _add_encrypted(self, server: Server, keys: dict[str, Tensor]) -> dict[str, Message]:
+    def _add_encrypted(self, server: Server, keys: dict[str, Tensor], numbering: Numbering) -> dict[str, Message]:
         """One letter to each client, its sender the first who wrote: the sum of all, added up unseen."""
         written: dict[str, dict[str, Any]] = {}
         for sender, sent in server.collect(self.offer_encrypted).items():
@@ -373,11 +384,17 @@ class FedStruct(FedSGD):
                 written.setdefault(receiver, {})[sender] = letter["cipher"].numpy()
         added: dict[str, Message] = {}
         for receiver, ciphers in written.items():
+            entries = numbering.size(receiver) * numbering.total
+            for sender, cipher in ciphers.items():
+                try:
+                    ckks.require_size(keys[receiver].numpy(), cipher, entries)
+                except MessageError as error:
+                    raise MessageError(f"client {sender!r} in 'offer_encrypted': tensor '{receiver}/cipher': {error}") from None
             total = ckks.add(keys[receiver].numpy(), list(ciphers.values()))
             added.setdefault(min(ciphers), {})[receiver] = {"cipher": torch.from_numpy(total)}
         return added
 
-    def _powers(self, server: Server, count: int, loops: bool, nodes: int) -> None:
+    def _powers(self, server: Server, count: int, loops: bool, numbering: Numbering) -> None:
         """Algorithm 3: has every client end up with its rows of the last power, and with what it needs of those before."""
         server.ask(self.start, loops=torch.tensor(loops))
         keys = {}
@@ -387,15 +404,15 @@ class FedStruct(FedSGD):
             server.deliver(self.publish, published)
         for _ in range(count - 1):
             if self.encrypt:
-                server.deliver(self.offer_encrypted, self._add_encrypted(server, keys))
+                server.deliver(self.offer_encrypted, self._add_encrypted(server, keys, numbering))
             else:
                 server.relay(self.offer)
             if self.prune == "global":
-                self._cut_globally(server, self.p * nodes)
+                self._cut_globally(server, self.p * numbering.total)
 
     # ---- Ā and S ----
     @summed
-    @phase(entries="int64[]", empty="int64[]")
+    @phase(entries="int64[]", empty="int64[]", missed="int64[]")
     def finish(self, client: Client) -> Message:
         """Puts Ā^[i] together, for all own nodes and for those with a training label; how full it is."""
         memory, part = client.memory, client.memory["part"]
@@ -412,7 +429,8 @@ class FedStruct(FedSGD):
         for finished in ("power", "kept"):
             del memory[finished]
         filled = sum(np.diff(power.indptr) for power in powers)
-        return {"entries": torch.tensor(int(filled.sum())), "empty": torch.tensor(int((filled == 0).sum()))}
+        counts = {"entries": filled.sum(), "empty": (filled == 0).sum(), "missed": memory["missed"]}
+        return {name: torch.tensor(int(count)) for name, count in counts.items()}
 
     @summed
     @phase(rows="float32[#nodes,described]")
@@ -449,10 +467,11 @@ class FedStruct(FedSGD):
             return torch.cat([rows[:, :-1], structure.degree_features(rows[:, -1], self.d_s - self.walk)], 1)
         return rows
 
-    def _fixed_features(self, server: Server, nodes: int) -> Tensor:
+    def _fixed_features(self, server: Server, numbering: Numbering) -> Tensor:
+        nodes = numbering.total
         if self.structure in ("deg", "fed"):
             if self.structure == "fed":
-                self._powers(server, self.walk, loops=False, nodes=nodes)
+                self._powers(server, self.walk, loops=False, numbering=numbering)
             return server.sum(self.describe, nodes=torch.tensor(nodes))["rows"]
         edges = torch.cat(list(server.ask(self.reveal).column("edges").values()), 1).numpy()
         adjacency = _ones(edges[1], edges[0], (nodes, nodes))
@@ -555,10 +574,20 @@ class FedStruct(FedSGD):
         return {}
 
     def _register(self, client: Client, peer: str, block: csr_matrix, train: int) -> None:
+        block.sum_duplicates()
+        block.eliminate_zeros()  # a node with weight 0 is in no sum, and must not raise the bound
         client.memory["queries"][peer] = {
             scope: (int((np.diff(rows.indptr) > 0).sum()), len(np.unique(rows.indices)), hops.as_sparse(rows))
             for scope, rows in (("train", csr_matrix(block[:train])), ("all", block))
         }
+
+    @summed
+    @phase(nodes="int64[]")
+    def exposed(self, client: Client) -> Message:
+        """How many own nodes some peer can solve for, although it asks for fewer sums than there are nodes: alone in a sum, for example."""
+        asked = [query["all"][2] for peer, query in client.memory["queries"].items() if peer != client.name]
+        found = [hops.determined(csr_matrix((m.values.numpy(), m.indices.numpy(), m.offsets.numpy()), shape=m.shape)) for m in asked]
+        return {"nodes": torch.tensor(len(np.unique(np.concatenate([np.zeros(0, np.int64), *found]))))}
 
     @letters(read_by="hear")
     @phase(sums="float32[n,C]")
@@ -574,7 +603,7 @@ class FedStruct(FedSGD):
         sums = {}
         for peer, query in memory["queries"].items():
             asking, involved, matrix = query["all" if everything else "train"]
-            limit = self.query_limit or involved - 1
+            limit = self.query_limit or max(involved - 1, 0)
             if peer != client.name and asking > limit:
                 raise Refusal(
                     f"client {client.name!r} refuses to answer {peer!r}: sums over {involved} of its nodes for {asking} nodes, more than "
@@ -637,17 +666,19 @@ class FedStruct(FedSGD):
     def run(self, server: Server) -> None:
         """Algorithms 3, 1 and 2."""
         sizes = server.sum(self.setup)["nodes"]
-        nodes = int(sizes.sum())
         numbering = Numbering.of(dict(zip(server.clients, sizes.tolist(), strict=True)))
         server.relay(self.greet, nodes=sizes)
-        self._powers(server, self.hops, loops=True, nodes=nodes)
+        self._powers(server, self.hops, loops=True, numbering=numbering)
         filled = server.sum(self.finish)
         server.notes |= {"entries of the structure matrix": int(filled["entries"]), "nodes that reach nobody in it": int(filled["empty"])}
-        fixed = None if self.structure == "hop2vec" else self._fixed_features(server, nodes)
+        if filled["missed"]:
+            server.notes["blocks that did not arrive"] = int(filled["missed"])
+        fixed = None if self.structure == "hop2vec" else self._fixed_features(server, numbering)
         if fixed is not None:
             server.ask(self.adopt, rows=fixed)
         if self.private:
             server.relay(self.request)
+            server.notes["embeddings that a peer can solve for"] = int(server.sum(self.exposed)["nodes"])
         model = self.begin(server, self._initial(server, numbering))
         for _ in server.rounds(self.rounds):
             if self.private:
@@ -702,36 +733,42 @@ def _ones(rows: Any, columns: Any, shape: tuple[int, int], weight: Any = None) -
 
 
 # ---- edges between clients ----
-_NO_EDGES = {name: torch.zeros(0, dtype=torch.int64) for name in ("source", "target", "position", "incoming")}
+_NO_EDGES = {
+    "source": torch.zeros(0, dtype=torch.int64), "target": torch.zeros(0, dtype=torch.int64),
+    "position": torch.zeros(0, dtype=torch.int32), "incoming": torch.zeros(0, dtype=torch.bool),
+}  # fmt: skip
 
 
 def _shared_edges(client: Client) -> dict[str, dict[str, Tensor]]:
-    """Per peer the edges shared with it, each once, in an order that both see: ids of both ends, the own end's place, the direction."""
-    own, remote, owner, incoming = client.graph.cross_edges
+    """Per peer the edges shared with it, in an order that both see: ids of both ends, the own end's place, whether it leads here.
+
+    An edge that is there twice is listed twice: inside a client it would count twice, too.
+    """
+    own, remote, owner, direction = client.graph.cross_edges
     found = {}
     for number in owner.unique().tolist():
         there = owner == number
-        here, outside, inward = own[there], remote[there], incoming[there] == 1
+        here, outside, inward = own[there], remote[there], direction[there] == 1
         inside = client.graph.node_id[here]
         source, target = torch.where(inward, outside, inside), torch.where(inward, inside, outside)
         # Ids of different clients may be the same; which end is whose the direction says, seen from the client that is first by name.
         peer = client.facts.clients[number]
         seen = inward if client.name < peer else ~inward
-        rows = torch.stack([source, target, seen.long(), here.int().long(), inward.long()])
-        edges, first = np.unique(rows[:3].numpy(), axis=1, return_index=True)
-        found[peer] = {
-            "source": torch.from_numpy(edges[0].copy()), "target": torch.from_numpy(edges[1].copy()),
-            "position": rows[3, first].int(), "incoming": rows[4, first],
-        }  # fmt: skip
+        order = torch.from_numpy(np.lexsort([seen.numpy(), target.numpy(), source.numpy()]))
+        found[peer] = {"source": source[order], "target": target[order], "position": here[order].int(), "incoming": inward[order]}
     return found
 
 
 def _require_same_edges(name: str, peer: str, here: Any, there: Message) -> None:
-    lengths = {len(there[key]) for key in ("source", "target", "position")}
-    if len(lengths) > 1:
-        raise MessageError(f"client {name!r}: letter of {peer!r}: tensors 'source', 'target' and 'position' differ in length")
-    mine, theirs = ({*zip(e["source"].tolist(), e["target"].tolist(), strict=True)} for e in (here, there))
-    for edge, knows, lacks in (*((e, name, peer) for e in sorted(mine - theirs)), *((e, peer, name) for e in sorted(theirs - mine))):
-        raise MessageError(f"cross edge {edge[0]} -> {edge[1]}: client {knows!r} knows it, client {lacks!r} does not; both owners have to")
-    if len(here["source"]) != len(there["source"]) or not torch.equal(here["source"], there["source"]):
-        raise MessageError(f"client {name!r}: letter of {peer!r}: tensor 'source' lists the shared edges in another order")
+    if len({len(tensor) for tensor in there.values()}) > 1:
+        raise MessageError(f"client {name!r}: letter of {peer!r}: tensors {', '.join(map(repr, there))} differ in length")
+    mine = Counter(zip(here["source"].tolist(), here["target"].tolist(), here["incoming"].tolist(), strict=True))
+    theirs = Counter(zip(there["source"].tolist(), there["target"].tolist(), (~there["incoming"]).tolist(), strict=True))
+    for only, knows, lacks in ((mine - theirs, name, peer), (theirs - mine, peer, name)):
+        for source, target, _ in sorted(only):
+            raise MessageError(
+                f"cross edge {source} -> {target}: client {knows!r} knows it, client {lacks!r} does not; both owners have to"
+            )
+    for key, expected in (("source", here["source"]), ("target", here["target"]), ("incoming", ~here["incoming"])):
+        if not torch.equal(expected, there[key]):
+            raise MessageError(f"client {name!r}: letter of {peer!r}: tensor {key!r} lists the shared edges in another order")

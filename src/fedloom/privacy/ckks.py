@@ -74,9 +74,8 @@ class Keys:
 
     def decrypt(self, ciphertexts: Bytes, size: int) -> NDArray[np.float64]:
         """Takes what `add` (or `encrypt`) gave under this key and how many values it must hold; gives them. Not to be shown to others."""
+        require_size(self.public, ciphertexts, size)
         blob = _parse(ciphertexts, _name(self._public))
-        if blob.size != size:
-            raise MessageError(f"ciphertexts: {blob.size} values, {size} expected")
         values = np.zeros(size)
         for i, part in enumerate(blob.parts):
             start, stop = _span(i, size)
@@ -127,6 +126,13 @@ def add(public: Bytes, blobs: Sequence[Bytes]) -> Bytes:
             else:
                 total.append(vector)
     return _pack(_Blob(name, size, terms, [vector.serialize() for vector in total]))
+
+
+def require_size(public: Bytes, ciphertexts: Bytes, size: int) -> None:
+    """Raises MessageError unless the blob is one under this public part and holds so many values; the ciphertexts are not looked at."""
+    found = _parse(ciphertexts, _name(_bytes(public, "public part"))).size
+    if found != size:
+        raise MessageError(f"ciphertexts: {found} values, {size} expected")
 
 
 # ---- TenSEAL ----

@@ -7,7 +7,8 @@
     unmask          survivors, shares      ►  ◄ revealed   Member.unmask
 
 Everything a client adds up is in the one masked vector: tensors, counts, and in a mean also its weight, by which it multiplies its reply
-itself. A client in a secure run answers nothing else: neither a phase that is not summed, nor one that is, without pads.
+itself. A client in a secure run answers nothing else, neither a phase that is not summed, nor one that is, without pads; but letters,
+sealed for another client, or of a phase that says they are encrypted or public already (`sealed = False`).
 """
 
 from __future__ import annotations

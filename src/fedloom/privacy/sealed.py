@@ -7,8 +7,10 @@
     its reader      {sender: blob}       ►                 Postbox.open, then the phase itself
 
 A blob is the number of the letter in its direction (8 bytes), which is also the nonce, and the ciphertext with its tag. Numbers only go up,
-so a letter that comes twice, or late, is refused. What the server still sees is who writes to whom, when, and how much. As in secure sums
-there are no signatures: a server that hands out keys of its own making stands in the middle, which an honest but curious one does not.
+so a letter that comes twice, or after a later one, is refused; the phase is written inside, so one of another phase is, too. A letter
+that is held back until the same phase is asked again, and then comes in place of the next, is not noticed: a server that does so cheats.
+What the server still sees is who writes to whom, when, and how much. As in secure sums there are no signatures: a server that hands out
+keys of its own making stands in the middle, which an honest but curious one does not.
 """
 
 from __future__ import annotations
@@ -126,7 +128,10 @@ def write(method: Method, client: Client, phase: Any, message: Message) -> Messa
 
 def read(method: Method, client: Client, reader: str, letters: Message) -> Message:
     """The letters that came for a phase, opened and held against what their writer's phase declares."""
-    writer = next(f for f in map(method.__getattribute__, dir(type(method))) if getattr(f, "read_by", None) == reader)
+    writers = [f for f in map(method.__getattribute__, dir(type(method))) if getattr(f, "read_by", None) == reader]
+    if len(writers) != 1:
+        raise Refusal(f"client {client.name!r} refuses letters in {reader!r}: {len(writers)} phases write to it, must be one")
+    (writer,) = writers
     opened = letters
     if writer.sealed:
         box = _postbox(client)
