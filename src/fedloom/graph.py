@@ -124,6 +124,8 @@ class Graph:
             raise unknown("flow", way, FLOWS)
         if way == "forward":
             return self
+        if self.cross_edges.shape[1]:
+            raise DataError(f"graph {self.name!r}: flow: turn the edges round before the graph is divided, it has cross_edges")
         weight = torch.ones(self.num_edges) if self.edge_weight is None else self.edge_weight
         ends = self.edge_index.flip(0)
         if way == "both":

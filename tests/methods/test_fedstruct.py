@@ -107,26 +107,27 @@ def test_any_filter(watched):
     assert torch.allclose(gathered_matrix(watched[-1]).double(), wanted, atol=1e-6)
 
 
-@pytest.mark.parametrize("p", [1, 3, 8])
-def test_global_pruning_is_that_of_the_whole_matrix(p, watched):
-    graph = random_graph(nodes=80, degree=4.0)
-    result = go(federation_of(graph), prune="global", hops=3, p=p)
-    once = dense_power(graph, 1)
-    expected = once.clone()
-    for _ in range(2):
+@pytest.mark.parametrize(("p", "seed"), [(2, 1), (2, 2), (5, 1), (12, 2)])
+def test_global_pruning_is_that_of_the_whole_matrix(p, seed, watched):
+    """Weights inside the clients leave no two entries alike at the threshold, so that there is one right answer (cross edges count 1)."""
+    graph = random_graph(nodes=90, degree=8.0, directed=True, seed=seed)
+    weight = torch.rand(graph.num_edges, generator=torch.Generator().manual_seed(seed)) + 0.1
+    federation = federation_of(replace(graph, edge_weight=weight), 3)
+    go(federation, prune="global", hops=4, p=p)
+    owner = torch.empty(90, dtype=torch.int64)
+    for k, part in enumerate(federation.graphs):
+        owner[part.node_id] = k
+    source, target = graph.edge_index
+    once = torch.eye(90, dtype=torch.float64)
+    once[target, source] = torch.where(owner[target] == owner[source], weight, 1.0).double()
+    once /= once.sum(1, keepdim=True)
+    expected = once
+    for _ in range(3):
         expected = once @ expected
-        ranked = expected.flatten().sort(descending=True).values
-        most = min(p * 80, int((expected > 0).sum()))
-        threshold = ranked[most - 1]
-        assert most < int((expected > 0).sum()) or p > 3
-        expected = torch.where(expected >= threshold * (1 - 1e-6), expected, 0.0)
-        if int((expected > 0).sum()) != most:  # which of equal entries stay is not given: compare no further
-            expected = None
-            break
-    found = gathered_matrix(watched[-1])
-    assert int((found > 0).sum()) == result.summary["notes"]["entries of the structure matrix"] <= p * 80
-    if expected is not None:
-        assert torch.allclose(found.double(), expected, atol=1e-6)
+        ranked = expected[expected > 0].sort(descending=True).values
+        assert ranked[p * 90 - 1] > ranked[p * 90] * (1 + 1e-5)  # it bites, and float32 sees the difference
+        expected = torch.where(expected >= ranked[p * 90 - 1], expected, 0.0)
+    assert torch.allclose(gathered_matrix(watched[-1]).double(), expected, atol=1e-6)
 
 
 def test_global_pruning_keeps_exactly_as_many_entries_as_it_may(watched):
@@ -235,20 +236,21 @@ def central_step(federation, settings, model, S, A, lr=0.1):
             z = sum(b * (power[g.node_id][:, ids].float() @ q) for b, power in zip(leaves["beta"], A, strict=True))
         else:
             z = A[g.node_id][:, ids].float() @ q
-        total = total + F.cross_entropy((h + z)[g.train], g.y[g.train], reduction="sum")
+        scores = (h + z).softmax(1) if method.double_softmax else h + z
+        total = total + F.cross_entropy(scores[g.train], g.y[g.train], reduction="sum")
         labelled += int(g.train.sum())
     (total / labelled).backward()
     return {name: leaf.detach() - lr * leaf.grad for name, leaf in leaves.items()}
 
 
-@pytest.mark.parametrize("variant", ["plain", "absorbed", "learned beta", "deg"])
+@pytest.mark.parametrize("variant", ["plain", "absorbed", "learned beta", "deg", "double softmax"])
 def test_one_federated_step_is_one_central_step(variant, watched):
     graph = random_graph(directed=True)
     federation = federation_of(graph, 3, split="global 50/20/30")
     assert len({int(g.train.sum()) for g in federation.graphs}) > 1  # a mean of clients' means would be another step
     settings = {
         "plain": {}, "absorbed": {"absorbed": True}, "deg": {"structure": "deg"},
-        "learned beta": {"learn_beta": True, "beta": "0.5,0.2,0.2,1"},
+        "learned beta": {"learn_beta": True, "beta": "0.5,0.2,0.2,1"}, "double softmax": {"double_softmax": True},
     }[variant]  # fmt: skip
     common = {**QUICK, **settings, "prune": "none", "optimizer": "sgd", "weight_decay": 0.0, "dropout": 0.0}
     before = flatten(go(federation, **common, lr=1e-30).models["server"])
@@ -280,15 +282,6 @@ def test_the_gradient_of_absorbed_embeddings_is_the_papers(watched):
     outside = A[train].sum(0) == 0
     assert outside.any()
     assert (gradient[outside] == 0).all()
-
-
-def test_double_softmax_is_a_loss_of_probabilities():
-    graph = random_graph()
-    federation = federation_of(graph, 3)
-    common = {"absorbed": True, "prune": "none", "optimizer": "sgd", "weight_decay": 0.0, "dropout": 0.0, "lr": 0.1}
-    plain, flat = (flatten(go(federation, **common, double_softmax=d).models["server"]) for d in (False, True))
-    start = flatten(go(federation, **{**common, "lr": 1e-30}).models["server"])
-    assert (flat["S"] - start["S"]).norm() < (plain["S"] - start["S"]).norm()
 
 
 def test_one_client_trains_on_the_whole_graph():

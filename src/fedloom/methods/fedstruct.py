@@ -212,7 +212,9 @@ class FedStruct(FedSGD):
     @phase(source="int64[n]", target="int64[n]", position="int32[n]", incoming="bool[n]")
     def greet(self, client: Client, nodes: Tensor) -> Message:
         """To each client that shares edges: which, by the ids that both know, and the own ends' places in the own list of nodes."""
-        client.memory["numbering"] = Numbering.of(dict(zip(client.facts.clients, nodes.tolist(), strict=True)))
+        client.memory["numbering"] = numbering = Numbering.of(dict(zip(client.facts.clients, nodes.tolist(), strict=True)))
+        if (told := numbering.size(client.name)) != client.graph.num_nodes:  # it was not there when nodes were counted, for example
+            raise MessageError(f"client {client.name!r} in 'greet': tensor 'nodes' gives it {told} nodes, it has {client.graph.num_nodes}")
         return _shared_edges(client)
 
     @phase()
