@@ -33,17 +33,19 @@ format: setup  ## put the code in its usual form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup  ## what a round costs, against a plain PyG loop in the same run; secure sums: 1,000 clients, and 15,000 dropout patterns
+bench: setup  ## rounds against a plain PyG loop in the same run; secure sums of 1,000 clients, 15,000 dropout patterns; FedStruct's exchange
 	$(BIN)/python bench/rounds.py
 	$(BIN)/python bench/secure_sum.py
+	$(BIN)/python bench/hops.py
 	FEDLOOM_SECURE_CASES=2500 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 tests/privacy/test_secure_sum.py
 
 reproduce: setup  ## run the short recipes over their seeds and compare with what they should give
 	$(BIN)/python bench/reproduce.py recipes/*.toml
 
-results: setup  ## every method on Cora, CiteSeer and PubMed, 3 seeds: the tables in docs/results.md (about an hour and a half)
+results: setup  ## every method on Cora, CiteSeer, PubMed, Chameleon and Photo, 3 or 5 seeds: the tables in docs/results.md (about three hours)
 	$(BIN)/python bench/results.py docs/results.md
 	$(BIN)/python bench/oneshot.py docs/results.md
+	$(BIN)/python bench/fedstruct.py docs/results.md
 
 clean:  ## remove what tools leave behind (not runs, not the environment)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -55,7 +55,7 @@ def party(nodes, cross, **changes):
         train=third == 0,
         val=third == 1,
         test=third == 2,
-        cross_edges=torch.tensor(cross).reshape(-1, 4).T.contiguous(),
+        cross_edges=torch.tensor(cross, dtype=torch.int64).reshape(-1, 4).T.contiguous(),
     )
     return replace(graph, **changes)
 
@@ -228,3 +228,56 @@ def test_a_peer_that_asks_nothing_is_not_refused():
 def test_a_graph_with_cross_edges_is_not_turned_round_by_half():
     with pytest.raises(DataError, match="flow: turn the edges round before the graph is divided"):
         party(3, [0, 0, 1, 1]).flowing("reversed")
+
+
+# ---- what readers check ----
+def test_a_position_that_is_none_of_the_peers_is_refused(monkeypatch):
+    meddle(monkeypatch, "greet", lambda _, replies: replies["0"]["1"]["position"].add_(1000))
+    with pytest.raises(MessageError, match=r"client '1': letter of '0': tensor 'position' holds a number outside 0 to \d+"):
+        go(federation_of(random_graph(), 3))
+
+
+def test_a_block_from_a_client_without_edges_to_here_is_refused(monkeypatch):
+    federation = Federation((party(3, [0, 0, 1, 1]), party(3, [0, 0, 0, 0]), party(3, [])))
+    block = {"count": torch.zeros(0, dtype=torch.int32), "column": torch.zeros(0, dtype=torch.int32), "value": torch.zeros(0)}
+    meddle(monkeypatch, "offer", lambda _, replies: replies["2"].update({"0": block}))
+    with pytest.raises(MessageError, match="client '0': letter of '2': a block from a client that no own node gathers from"):
+        run("fedstruct", federation, model="dgcn-2x4", rounds=1, hops=2, d_s=4, hidden="")
+
+
+def few():
+    return with_few_labels(federation_of(random_graph(nodes=80), 3))
+
+
+def test_more_training_rows_than_rows_are_refused(monkeypatch):
+    meddle(monkeypatch, "request", lambda _, replies: replies["0"]["1"]["train"].add_(1000))
+    with pytest.raises(MessageError, match=r"client '1': letter of '0': tensor 'train' is \d+, must be 0 to \d+"):
+        go(few(), private=True)
+
+
+def test_sums_for_other_rows_than_asked_are_refused(monkeypatch):
+    meddle(monkeypatch, "answer", lambda _, replies: replies["0"]["1"].update(sums=replies["0"]["1"]["sums"][:-1]))
+    with pytest.raises(MessageError, match=r"client '1': letter of '0': tensor 'sums' has \d+ rows, not one for each asked node"):
+        go(few(), private=True)
+
+
+def test_the_bound_counts_what_scores_ask_for():
+    federation = few()
+    train = max(int(g.train.sum()) for g in federation.graphs)
+    both = max(int((g.train | g.val | g.test).sum()) for g in federation.graphs)
+    assert train < both
+    with pytest.raises(Refusal, match=rf"for \d+ nodes, more than {train};"):
+        go(federation, private=True, prune="none", query_limit=train)
+    assert go(federation, private=True, prune="none", query_limit=both).summary["status"] == "completed"
+
+
+def test_scores_ask_only_when_they_are_due_and_are_booked_apart():
+    each, other = (go(few(), private=True, rounds=4, evaluate_every=every).traffic for every in (1, 2))
+    assert each["phases"]["answer"] == other["phases"]["answer"]
+    assert each["measuring"]["scalars_up"] > 1.5 * other["measuring"]["scalars_up"]
+
+
+def test_the_own_block_is_pruned_too(watched):
+    graph = random_graph(nodes=90, degree=8.0)
+    alone = Federation((replace(federation_of(graph, 1).graphs[0], cross_edges=None),))
+    assert go(alone, hops=4, p=5).summary["notes"]["entries of the structure matrix"] == 5 * 90

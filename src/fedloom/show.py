@@ -127,9 +127,15 @@ def method(name: str, cls: type[Method]) -> RenderableType:
         function = getattr(cls, key)
         if hasattr(function, "reply"):
             answers = ", ".join(f"{k}: {v}" for k, v in function.reply.items())
+            if hasattr(function, "read_by"):
+                answers = f"letters for {function.read_by}: {answers}"
             phases.add_row(key, ", ".join(function.takes) or "-", answers or "-")
     disclosed = cls.discloses or "nothing as large as the data"
-    facts = f"evaluation: {', '.join(cls.evaluations)} · tasks: {', '.join(cls.tasks)} · discloses: {disclosed}"
+    facts = f"evaluation: {', '.join(cls.evaluations)} · tasks: {', '.join(cls.tasks)} · the server learns: {disclosed}"
+    if cls.crosses:
+        facts += " · works on the edges between clients (partition.cross_edges)"
+    if cls.tells:
+        facts += f" · other clients learn: {cls.tells}"
     return Group(Text(name, style="bold"), Text((getdoc(module) or "") + "\n"), settings, phases, Text(facts))
 
 
