@@ -14,7 +14,8 @@ import torch
 from fedloom.recipe import make_recipe
 
 HEAD = "graph | nodes | hops | p | clients | prune | seconds | µs a node and hop | entries | largest process, MB | sent between clients, MB"
-SYNTHETIC = "synthetic:nodes={nodes},classes=5,features=8,degree=5"
+# Equal propensities: with hubs the square of A itself has more entries a node the more nodes there are, whatever is pruned afterwards.
+SYNTHETIC = "synthetic:nodes={nodes},classes=5,features=8,degree=5,degree_exponent=0"
 
 
 def measure(dataset: str, hops: int, p: int, clients: int, prune: str) -> dict[str, Any]:

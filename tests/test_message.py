@@ -34,6 +34,13 @@ def test_round_trip_and_size(message):
     assert len(data) == encoded_size(schema_of(message), "train")
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(names, st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 40), max_size=3)), max_size=5))
+def test_the_size_of_larger_ones_with_other_digits_in_their_places(described):
+    message = {name: torch.zeros(shape, dtype=DTYPES[dtype]) for name, (dtype, shape) in described.items()}
+    assert len(encode(message, "train")) == encoded_size(schema_of(message), "train")
+
+
 @settings(max_examples=400, deadline=None)
 @given(st.binary(max_size=200) | st.tuples(st.integers(0, 400), st.binary(min_size=1, max_size=4)))
 def test_damaged_bytes_are_refused_or_decode_to_finite_tensors(noise):

@@ -7,6 +7,7 @@ format and the phase. Nothing that executes on load, no text, no Python objects.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -143,7 +144,19 @@ def require_finite(message: Message, who: str) -> None:
 
 @lru_cache(maxsize=4096)
 def _encoded_size(schema: Schema, phase: str) -> int:
-    return len(encode(unflatten({name: torch.zeros(shape, dtype=DTYPES[dtype]) for name, dtype, shape in schema}), phase))
+    # The same message without a number in it has the same header but for shapes and places, which are put in: nothing large is made.
+    empty = encode(unflatten({name: torch.zeros(0, dtype=DTYPES[dtype]) for name, dtype, _ in schema}), phase)
+    header = _header(empty, phase)
+    tensors = {name: (DTYPES[dtype].itemsize, shape) for name, dtype, shape in schema}
+    place = 0
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        width, shape = tensors[name]
+        end = place + width * math.prod(shape)
+        entry["shape"], entry["data_offsets"], place = shape, (place, end), end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    return 8 + -(-len(text) // 8) * 8 + place
 
 
 def encoded_size(schema: Schema, phase: str) -> int:

@@ -764,6 +764,10 @@ def _shared_edges(client: Client) -> dict[str, dict[str, Tensor]]:
 def _require_same_edges(name: str, peer: str, here: Any, there: Message) -> None:
     if len({len(tensor) for tensor in there.values()}) > 1:
         raise MessageError(f"client {name!r}: letter of {peer!r}: tensors {', '.join(map(repr, there))} differ in length")
+    expected = {"source": here["source"], "target": here["target"], "incoming": ~here["incoming"]}
+    differing = [key for key, tensor in expected.items() if not torch.equal(tensor, there[key])]
+    if not differing:
+        return
     mine = Counter(zip(here["source"].tolist(), here["target"].tolist(), here["incoming"].tolist(), strict=True))
     theirs = Counter(zip(there["source"].tolist(), there["target"].tolist(), (~there["incoming"]).tolist(), strict=True))
     for only, knows, lacks in ((mine - theirs, name, peer), (theirs - mine, peer, name)):
@@ -771,6 +775,4 @@ def _require_same_edges(name: str, peer: str, here: Any, there: Message) -> None
             raise MessageError(
                 f"cross edge {source} -> {target}: client {knows!r} knows it, client {lacks!r} does not; both owners have to"
             )
-    for key, expected in (("source", here["source"]), ("target", here["target"]), ("incoming", ~here["incoming"])):
-        if not torch.equal(expected, there[key]):
-            raise MessageError(f"client {name!r}: letter of {peer!r}: tensor {key!r} lists the shared edges in another order")
+    raise MessageError(f"client {name!r}: letter of {peer!r}: tensor {differing[0]!r} lists the shared edges in another order")
