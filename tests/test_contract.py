@@ -54,9 +54,10 @@ pytestmark = pytest.mark.parametrize("name", METHODS)
 
 
 @pytest.fixture
-def node_federation(name, node_federation, cross_federation):
-    """A node task, whose clients know the edges between them if the method works on those."""
-    return cross_federation if method_class(name).crosses else node_federation
+def node_federation(name, node_federation, cross_federation, graph_federation):
+    """A node task, whose clients know the edges between them if the method works on those; a graph task if it does no other."""
+    cls = method_class(name)
+    return graph_federation if "node" not in cls.tasks else cross_federation if cls.crosses else node_federation
 
 
 @pytest.fixture(params=["node", "graph"])

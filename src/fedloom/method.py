@@ -81,13 +81,16 @@ def phase(**reply: str) -> Callable[[F], F]:
 
     A declaration is "=name" (the same names, shapes and dtypes as what was sent under `name`), "weights" (those of the client's
     model), or "dtype[dims]" with dims from C (classes), d (features), K (clients), p (embedding width), a whole number, an int
-    field of the method, #name (the number that was sent under `name`), or n (any length; the method must then say in `discloses`
-    what that tells the server).
+    field of the method, #name (the number that was sent under `name`), *name (how many are true in the answer's own bool tensor
+    `name`), or n (any length; the method must then say in `discloses` what that tells the server).
     Whatever does not fit is refused at the waist, in every engine.
     """
     for name, declared in reply.items():
         if declared != "weights" and not declared.startswith("=") and not _TENSOR.fullmatch(declared):
             raise ValueError(f"phase: {name}={declared!r} is neither '=name', 'weights' nor 'dtype[dims]'")
+        for counted in re.findall(r"\*(\w+)", declared):
+            if not reply.get(counted, "").startswith("bool["):
+                raise ValueError(f"phase: {name}={declared!r} counts what is true in {counted!r}, which has to be declared as 'bool[dims]'")
 
     def mark(function: F) -> F:
         function.reply = reply  # type: ignore[attr-defined]
@@ -125,12 +128,12 @@ def letters(read_by: str, sealed: bool = True) -> Callable[[F], F]:
 
     `server.relay(phase)` hands every client the letters to it in the phase `read_by`, as `letters` = {sender: letter}. In a secure run
     they are sealed, so that the server carries what it cannot read; sealed = False is for what is encrypted, or public, already.
-    A letter is checked by its reader, who knows what the phase declares but not what its writer was sent: no "=name", "weights", "#name".
+    Its reader checks a letter, and knows what the phase declares but not what its writer was sent: no "=name", "weights", "#name", "*name".
     """
 
     def mark(function: F) -> F:
         for name, declared in function.reply.items():  # type: ignore[attr-defined]
-            if declared == "weights" or declared.startswith("=") or "#" in declared:
+            if declared == "weights" or declared.startswith("=") or "#" in declared or "*" in declared:
                 raise ValueError(f"letters: {name}={declared!r} depends on what a letter's reader does not know; declare 'dtype[dims]'")
         function.read_by, function.sealed = read_by, sealed  # type: ignore[attr-defined]
         return function
@@ -138,7 +141,7 @@ def letters(read_by: str, sealed: bool = True) -> Callable[[F], F]:
     return mark
 
 
-_TENSOR = re.compile(r"(?P<dtype>" + "|".join(DTYPES) + r")\[(?P<dims>[\w#, ]*)\]")
+_TENSOR = re.compile(r"(?P<dtype>" + "|".join(DTYPES) + r")\[(?P<dims>[\w#*, ]*)\]")
 
 
 def expected_letters(method: Method, phase: Any, message: Message, reply: Message, facts: Facts, sender: str) -> Schema:
@@ -152,8 +155,8 @@ def expected_letters(method: Method, phase: Any, message: Message, reply: Messag
     return tuple(sorted((f"{receiver}/{name}", dtype, shape) for receiver in reply for name, dtype, shape in content))
 
 
-def expected_reply(method: Method, phase: Any, message: Message, model: Schema, facts: Facts) -> Schema:
-    """The schema a client's answer to `message` must have. `model` is the schema of that client's model weights."""
+def expected_reply(method: Method, phase: Any, message: Message, model: Schema, facts: Facts, reply: Message | None = None) -> Schema:
+    """The schema a client's answer to `message` must have. model: the schema of its model weights. reply: the answer, if known."""
     rows: list[tuple[str, str, tuple[int, ...]]] = []
     for name, declared in phase.reply.items():
         if declared == "weights":
@@ -164,13 +167,16 @@ def expected_reply(method: Method, phase: Any, message: Message, model: Schema, 
             match = _TENSOR.fullmatch(declared)
             assert match is not None
             dims = [d.strip() for d in match["dims"].split(",") if d.strip()]
-            rows.append((name, match["dtype"], tuple(_length(method, d, message, facts) for d in dims)))
+            rows.append((name, match["dtype"], tuple(_length(method, d, message, facts, reply) for d in dims)))
     return tuple(sorted(rows))
 
 
-def _length(method: Method, dim: str, message: Message, facts: Facts) -> int:
+def _length(method: Method, dim: str, message: Message, facts: Facts, reply: Message | None) -> int:
     if dim.startswith("#"):
         return int(message[dim[1:]])
+    if dim.startswith("*"):
+        counted = None if reply is None else reply.get(dim[1:])
+        return int(counted.sum()) if isinstance(counted, torch.Tensor) else -1  # what is not there is refused by its own name
     known = {"C": facts.num_classes, "d": facts.num_features, "K": facts.num_clients, "p": facts.width, "n": -1}
     if dim.isdigit():
         return int(dim)

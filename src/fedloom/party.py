@@ -278,7 +278,7 @@ class Server:
                 "(phases marked @summed or @averaged, as in fedavg and fedsgd)"
             )
         messages = self._address(phase, clients, each, message)
-        replies = self.exchange(name, messages, lambda client, _: self._reply_of(phase, messages[client], client))
+        replies = self.exchange(name, messages, lambda client, reply: self._reply_of(phase, messages[client], client, reply))
         self.remember(name, messages, replies)
         return replies
 
@@ -376,8 +376,8 @@ class Server:
             require_names(phase, content, f"to client {client!r}")
         return messages
 
-    def _reply_of(self, phase: Any, message: Message, client: str) -> Schema:
-        return expected_reply(self._method, phase, message, self._weights_of(client), self.facts)
+    def _reply_of(self, phase: Any, message: Message, client: str, reply: Message | None = None) -> Schema:
+        return expected_reply(self._method, phase, message, self._weights_of(client), self.facts, reply)
 
     def exchange(
         self, name: str, messages: Mapping[str, Message], expected: Callable[[str, Message], Schema], book_as: str | None = None
