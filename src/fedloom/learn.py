@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +38,10 @@ def load_weights(model: nn.Module, new: Message) -> None:
         p.copy_(new[name])
 
 
-def make_optimizer(kind: str, parameters: Iterable[Tensor], lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """An optimiser by name (`OPTIMIZERS`); weight decay is L2 in the gradient, as the papers use it."""
+def make_optimizer(
+    kind: str, parameters: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """An optimiser by name (`OPTIMIZERS`), of parameters or groups of them; weight decay is L2 in the gradient, as the papers use it."""
     if kind == "adam":
         # The fused kernel updates all parameters in one pass: a third of the time of a step on small models.
         return torch.optim.Adam(parameters, lr=lr, weight_decay=weight_decay, fused=True)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from scipy.sparse import csr_matrix
+from scipy.sparse import csr_matrix, identity
 from torch import Tensor
 
 Ints = NDArray[np.int64]
@@ -197,6 +197,23 @@ def _spread(sizes: Ints) -> tuple[Ints, Ints]:
     """For items of these sizes, the index of the item and the place in it of all their parts: [2, 1] gives [0, 0, 1] and [0, 1, 0]."""
     which = np.repeat(np.arange(len(sizes)), sizes)
     return which, np.arange(len(which)) - (sizes.cumsum() - sizes)[which]
+
+
+def at_distance(adjacency: csr_matrix, hops: int) -> list[csr_matrix]:
+    """For h = 1 to `hops`, which nodes are exactly h steps apart: [nodes, nodes] each, entries 1. Loops and directions are not looked at.
+
+    Time and memory are those of A^hops, whose entries are as many as there are pairs within so many steps.
+    """
+    step = _simple(adjacency).astype(bool)  # products of bools are "or": counts of ways cannot overflow
+    found, reached = [], csr_matrix(identity(step.shape[0], format="csr", dtype=bool))
+    for _ in range(hops):
+        within = csr_matrix(reached @ step + reached)
+        further = csr_matrix(within.astype(np.int8) - reached.astype(np.int8))
+        further.eliminate_zeros()
+        further.sort_indices()
+        found.append(further)
+        reached = within
+    return found
 
 
 def random_walks(adjacency: csr_matrix, starts: Tensor, length: int, rng: torch.Generator, p: float = 1.0, q: float = 1.0) -> Tensor:
