@@ -1,6 +1,7 @@
 """Runs recipes over seeds, two at a time, one thread each."""
 
 import hashlib
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -10,7 +11,11 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import numpy as np
+from scipy.stats import wilcoxon
+
 import fedloom
+from fedloom.method import method_class
 from fedloom.recipe import make_recipe, override
 
 Cell = tuple[str, int]  # (label, seed)
@@ -33,7 +38,7 @@ def sweep(
     """
     done: dict[Cell, dict[str, Any]] = {}
     known = {(line["tables"], line["seed"]): line["summary"] for line in map(json.loads, _lines(kept))}
-    as_text = {label: json.dumps([_code(), tables], sort_keys=True) for label, tables in recipes.items()}
+    as_text = {label: json.dumps([_code(tables["method"]["name"]), tables], sort_keys=True) for label, tables in recipes.items()}
     wanted = [(label, seed) for seed in range(seeds) for label in recipes]  # seeds outermost: soon every label has a number
     done |= {cell: known[as_text[cell[0]], cell[1]] for cell in wanted if (as_text[cell[0]], cell[1]) in known}
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
@@ -50,11 +55,12 @@ def sweep(
 
 
 @cache
-def _code() -> str:
-    """A digest of the modules that numbers depend on: data, graphs, models, learning, methods."""
+def _code(method: str) -> str:
+    """A digest of the modules that a method's numbers depend on: data, graphs, models, learning, its own file and its parents'."""
     root = Path(fedloom.__file__).parent
-    files = [root / f"{name}.py" for name in ("graph", "sparse", "models", "learn", "task", "party", "method", "hops", "structure")]
-    files += [*sorted(root.glob("data/*.py")), *sorted(root.glob("methods/*.py"))]
+    names = ("graph", "sparse", "models", "learn", "task", "party", "method", "hops", "structure", "prototypes")
+    files = [root / f"{name}.py" for name in names] + sorted(root.glob("data/*.py"))
+    files += [Path(inspect.getfile(cls)) for cls in method_class(method).__mro__ if cls.__module__.startswith("fedloom.methods.")]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
@@ -69,6 +75,21 @@ def put_between(target: Path, mark: str, text: str) -> None:
     if not begun or not ended:
         raise ValueError(f"{target} has no place for {mark!r}")
     target.write_text(f"{before}{begun}\n\n{text}\n{ended}{after}")
+
+
+def paired(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[float]:
+    """Differences in accuracy, in points, between two methods' summaries by seed: one for each seed and client."""
+    pairs = [zip(a["per_client"], b["per_client"], strict=True) for a, b in zip(ours, theirs, strict=True)]
+    return [100 * (x["accuracy"] - y["accuracy"]) for pair in pairs for x, y in pair if None not in (x["accuracy"], y["accuracy"])]
+
+
+def verdict(differences: list[float]) -> str:
+    """Mean difference with a 95 % interval (bootstrap over the pairs), how many pairs are above and below 0, Wilcoxon's p (two-sided)."""
+    values = np.asarray(differences)
+    drawn = np.random.default_rng(0).choice(values, (4000, len(values))).mean(1)
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    p = wilcoxon(values).pvalue if values.any() else 1.0
+    return f"{values.mean():+.2f} [{low:+.2f}, {high:+.2f}], {(values > 0).sum()} up {(values < 0).sum()} down, p = {p:.2g}"
 
 
 def spread(values: list[float | None]) -> str:

@@ -152,9 +152,9 @@ def test_a_recipe_expects_what_the_paper_has_for_its_dataset(data, paper):
 
 # ---- letters ----
 def test_letters_can_only_declare_what_their_reader_can_check():
-    for declared in ("=model", "weights", "float32[#count]"):
+    for declared in ("=model", "weights", "float32[#count]", "float32[*there]"):
         with pytest.raises(ValueError, match="a letter's reader does not know"):
-            letters(read_by="read")(phase(x=declared)(lambda self, client: {}))
+            letters(read_by="read")(phase(x=declared, there="bool[3]")(lambda self, client: {}))
 
 
 def test_letters_for_a_phase_that_nobody_writes_to_are_refused(monkeypatch):

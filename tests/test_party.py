@@ -94,6 +94,12 @@ class Toy(Method):
         """As many rows as were asked for."""
         return {"rows": torch.ones(int(count), client.facts.num_classes)}
 
+    @phase(rows="float32[*there,2]", there="bool[C]")
+    def some(self, client: Client):
+        """A row for each class but the first."""
+        there = torch.arange(client.facts.num_classes) > 0
+        return {"rows": torch.ones(int(there.sum()), 2), "there": there}
+
     @phase()
     def silent(self, client: Client):
         """Nothing."""
@@ -193,6 +199,23 @@ def test_a_length_can_be_a_number_that_was_sent():
     server._call = lambda phase, sent: {c: {"rows": r["rows"][:-1]} for c, r in engine.call(phase, sent).items()}
     with pytest.raises(MessageError, match=r"tensor 'rows' has shape \[3, 3\], expected \[4, 3\]"):
         server.sum(toy.table, count=torch.tensor(4))
+
+
+def test_a_length_can_be_how_many_are_true_in_the_answer_itself():
+    server, engine, toy = make()
+    assert all(reply["rows"].shape == (2, 2) for reply in server.ask(toy.some).values())
+
+    def refused(spoil, words):
+        server._call = lambda phase, sent: {c: spoil(dict(r)) for c, r in engine.call(phase, sent).items()}
+        with pytest.raises(MessageError, match=words):
+            server.ask(toy.some)
+
+    refused(lambda r: r | {"rows": r["rows"][:1]}, r"tensor 'rows' has shape \[1, 2\], expected \[2, 2\]")
+    refused(lambda r: r | {"there": r["there"] & False}, r"tensor 'rows' has shape \[2, 2\], expected \[0, 2\]")
+    refused(lambda r: r | {"there": r["there"].long()}, "tensor 'there' has dtype")
+    refused(lambda r: {"rows": r["rows"]}, "tensor 'there' is missing")
+    with pytest.raises(ValueError, match=r"counts what is true in 'there', which has to be declared as 'bool\[dims\]'"):
+        phase(rows="float32[*there]", there="int64[C]")
 
 
 # ---- asking ----

@@ -10,7 +10,7 @@ import torch
 from scipy.sparse import csr_matrix
 
 from fedloom import structure
-from fedloom.structure import ORBITS, degree_features, graphlet_features, node2vec, random_walks
+from fedloom.structure import ORBITS, at_distance, degree_features, graphlet_features, node2vec, random_walks
 
 QUICK = {"walks": 4, "length": 10, "window": 3}
 
@@ -359,3 +359,22 @@ def test_adjacency_must_be_square():
         node2vec(csr_matrix((3, 4)), 4, seeded())
     with pytest.raises(ValueError, match=r"square, not \[3, 4\]"):
         graphlet_features(csr_matrix((3, 4)))
+
+
+# ---- distances ----
+@pytest.mark.parametrize("seed", range(3))
+def test_pairs_at_each_distance_are_those_of_shortest_paths(seed):
+    graph = nx.gnm_random_graph(60, 90, seed=seed, directed=True)
+    graph.add_edge(4, 4)
+    found = at_distance(nx.to_scipy_sparse_array(graph, format="csr"), 4)
+    lengths = dict(nx.all_pairs_shortest_path_length(graph.to_undirected()))
+    for hop, matrix in enumerate(found, 1):
+        expected = {(i, j) for i in graph for j, d in lengths[i].items() if d == hop}
+        assert set(zip(*map(np.ndarray.tolist, matrix.nonzero()), strict=True)) == expected
+        assert (matrix.data == 1).all()
+
+
+def test_distances_do_not_mind_how_many_ways_there_are():
+    hub = nx.complete_bipartite_graph(2, 300)  # 300 ways from 0 to 1: more than a byte holds
+    assert at_distance(nx.to_scipy_sparse_array(hub, format="csr"), 2)[1][0, 1] == 1
+    assert at_distance(nx.to_scipy_sparse_array(hub, format="csr"), 0) == []
