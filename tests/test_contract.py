@@ -20,7 +20,8 @@ from fedloom.recipe import make_recipe
 from fedloom.runs import run
 
 METHODS = sorted(method_names())
-SINGLE_REPLIES = {"scaffold", "dense", "coboost"}  # what cannot run with secure = true, since it needs more than sums
+# What cannot run with secure = true, since it needs more than sums
+SINGLE_REPLIES = {"scaffold", "dense", "coboost", "fedgen", "gcfl+", "fpl", "fggp", "fedtgp", "fedpg"}
 MODEL = "gcn-2x8"
 
 
@@ -38,7 +39,7 @@ def rounds_of(name):
 
 
 def go(name, federation, **settings):
-    return run(name, federation, **{"model": MODEL, **quick(name), **settings})
+    return run(name, federation, **{"model": getattr(own_tests(name), "CONTRACT_MODEL", MODEL), **quick(name), **settings})
 
 
 def weights_of(result):
@@ -321,6 +322,7 @@ def test_different_architectures_run_or_are_refused(name, models, node_federatio
         with pytest.raises(ValueError, match="one model for all clients"):
             go(name, node_federation, model=models)
     else:
+        models = getattr(own_tests(name), "CONTRACT_MODELS", models)
         assert go(name, node_federation, model=models).summary["status"] == "completed"
 
 

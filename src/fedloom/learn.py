@@ -26,6 +26,11 @@ def weights(model: nn.Module) -> Message:
     return {name: p.detach() for name, p in sorted(model.named_parameters())}
 
 
+def body(model: Message) -> Message:
+    """Of a model's weights those of the extractor: all but the head's."""
+    return {name: tensor for name, tensor in model.items() if not name.startswith("classifier.")}
+
+
 @torch.no_grad()
 def load_weights(model: nn.Module, new: Message) -> None:
     """Overwrites the model's parameters in place, so that an optimiser that holds them stays valid."""

@@ -218,6 +218,11 @@ class Method(ABC):
     def run(self, server: Server) -> None:
         """The algorithm, from top to bottom. It asks for the phases it needs, `setup` among them."""
 
+    @phase(size="int64[]")
+    def size(self, client: Client) -> Message:
+        """n_k, the number of the client's items: what `@averaged(by="size")` weighs by."""
+        return {"size": torch.tensor(max(1, client.graph.num_items))}  # an inductive client may have nothing to train on
+
     @phase(val="int64[C,C]", test="int64[C,C]", auc="float32[2]")
     def evaluate(self, client: Client, model: Message | None = None) -> Message:
         """Confusion matrices (and AUCs) of the client's model, or of `model` if one is sent, on its own held-out items."""

@@ -19,8 +19,6 @@ last downloaded model locally for some more epochs ("FedAvg + ft"), scored after
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from fedloom.learn import load_weights, step, weights
 from fedloom.message import Message
 from fedloom.method import averaged, phase, setting
@@ -36,11 +34,6 @@ class FedAvg(Local):
 
     evaluations: ClassVar[tuple[str, ...]] = ("local", "global")
     one_model: ClassVar[bool] = True
-
-    @phase(size="int64[]")
-    def size(self, client: Client) -> Message:
-        """n_k, the client's weight in every mean."""
-        return {"size": torch.tensor(max(1, client.graph.num_items))}  # an inductive client may have nothing to train on
 
     @averaged(by="size")
     @phase(model="=model")

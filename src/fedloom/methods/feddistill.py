@@ -1,0 +1,91 @@
+"""FedDistill: clients tell each other what their models say of each class, on average, and learn to say the same. No weights travel.
+
+Jeong, Oh, Kim, Park, Bennis, Kim: "Communication-Efficient On-Device Machine Learning: Federated Distillation and Augmentation under
+Non-IID Private Data", NeurIPS workshop on Machine Learning on the Phone, 2018, Algorithm 1 (federated distillation).
+
+What travels, per client:
+    a round  up    logits    F_k[c], mean logits over the training items of class c                     C × C numbers
+                   present   1 for each class the client has a training item of, else 0                 C numbers
+             down  logits    F[c], from the second round on                                             C × C numbers
+                   known     1 for each class that has an F[c], else 0                                  C numbers
+
+    F_k[c] = mean of f_k(i) over the client's training items i of class c, noise off, after E epochs     `class_means`
+    F[c]   = Σ_k F_k[c] / Σ_k present_k[c]: every client that has the class counts alike                 `run`
+    min  CE + λ · mean_i d(f_k(i), F[y_i])                                                               `objective`
+    d(f, F) = CE(f, softmax F), or the mean square of f − F                                              `distance`
+
+The first round is plain training: there is no F yet. A class of which nobody who takes part has an item keeps its last F; one that nobody
+ever had has none, and an item without F has no share in the second term. Only sums are needed, so a secure run gives the server these
+alone; the F of a class that a single client has is that client's own, there too.
+
+Departures. A device of the paper leaves its own F_k out of its target; here everybody gets the mean of all, one message for all clients.
+F_k is taken from the trained model in one pass, not gathered along the local steps.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedloom.graph import Graph
+from fedloom.message import Message
+from fedloom.method import phase, setting, summed
+from fedloom.methods.local import Local
+from fedloom.models import Model
+from fedloom.party import Client, Server
+
+
+@dataclass(frozen=True)
+class FedDistill(Local):
+    """Local training that follows the clients' mean logits of each class."""
+
+    weight: float = setting(1.0, "λ, weight of the distillation term", at_least=0)
+    term: str = setting("ce", "d: cross-entropy with the softened mean, or mean square of the logits", choices=("ce", "mse"))
+
+    @summed
+    @phase(logits="float32[C,C]", present="int64[C]")
+    def train(self, client: Client, logits: Tensor | None = None, known: Tensor | None = None) -> Message:
+        """E local epochs, then the client's class means."""
+        net = client.state["model"]
+        self.descend(client, net, None if logits is None else {"logits": logits, "known": known})
+        return self.class_means(client, net)
+
+    @torch.no_grad()
+    def class_means(self, client: Client, net: Model) -> Message:
+        """F_k and which of its rows are there; the others are 0."""
+        graph, classes = client.graph, client.facts.num_classes
+        y = graph.y[graph.train]
+        count = torch.bincount(y, minlength=classes)
+        total = torch.zeros(classes, classes).index_add_(0, y, net(graph)[graph.train])
+        return {"logits": total / count.clamp(min=1).unsqueeze(1), "present": (count > 0).long()}
+
+    def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
+        """CE, and from the second round on the distance to F; `model` is F and which of its rows are there."""
+        logits = net(batch, client.rng("dropout"))
+        loss = client.loss(logits, batch)
+        if model is None:
+            return loss
+        taught = batch.train & (model["known"] > 0)[batch.y.clamp(min=0)]  # hidden labels are -1, and none of them trains
+        if not taught.any():
+            return loss
+        return loss + self.weight * self.distance(logits[taught], model["logits"][batch.y[taught]])
+
+    def distance(self, logits: Tensor, target: Tensor) -> Tensor:
+        """d, averaged over the items."""
+        if self.term == "mse":
+            return F.mse_loss(logits, target)
+        return F.cross_entropy(logits, target.softmax(1))
+
+    def run(self, server: Server) -> None:
+        """Algorithm 1."""
+        server.ask(self.setup)
+        state, classes = server.state, server.facts.num_classes
+        state |= {"logits": torch.zeros(classes, classes), "known": torch.zeros(classes, dtype=torch.int64)}
+        for number in server.rounds(self.rounds):
+            target = {} if number == 1 else {"logits": state["logits"], "known": state["known"]}
+            total = server.sum(self.train, **target)
+            holders = total["present"].unsqueeze(1)
+            state["logits"] = torch.where(holders > 0, total["logits"] / holders.clamp(min=1), state["logits"])
+            state["known"] = ((state["known"] + total["present"]) > 0).long()
+            server.evaluate()

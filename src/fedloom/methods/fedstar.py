@@ -1,0 +1,160 @@
+"""FedStar: two channels read every graph; the one that sees structure alone is averaged, the one that sees features stays private.
+
+Tan, Liu, Long, Jiang, Lu, Zhang: "Federated Learning on Non-IID Graphs via Structural Knowledge Sharing", AAAI 2023.
+
+What travels, per client:
+    once     up    size      number of local items n_k
+    a round  down  model     θ^s, the structure channel's weights
+             up    model     θ_k^s, after E local epochs; the feature channel and the head never travel
+
+    s_v = [P(back at v after 1, ..., 16 steps of a random walk) ‖ one-hot degree of v, 16 wide]    `structure_of`, `return_probabilities`
+    s⁰ = s W_s + b,   s^l = tanh(GCN(s^{l-1}))                                                     `TwoChannels.nodes`
+    h⁰ = x W_x + b,   h^l = ReLU(GIN([h^{l-1} ‖ s^{l-1}]))                                         `TwoChannels.nodes`
+    z  = ReLU(Σ_v [h^L ‖ s^L] W_j W_p),   logits = z W_c                                           `TwoChannels.embed`, `head`
+    min  CE over the client's training graphs                                                      Local's `objective`
+    θ^s ← Σ_k (n_k / Σ n) θ_k^s                                                                    `run`
+
+The model is the method's own: of "gin-3x64" it takes the number of layers and the width. Degrees 0 and 1 share the first column, and all
+from 16 on the last, as in the authors' code. A walk from a node without neighbours never comes back.
+
+Departures: a LayerNorm inside GIN's MLP, as everywhere in this package. Edges are taken in the direction messages flow, self-loops are
+no steps.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedloom import models
+from fedloom.errors import ConfigError
+from fedloom.graph import Graph
+from fedloom.learn import load_weights, make_optimizer, stream_seed, weights
+from fedloom.message import Message
+from fedloom.method import averaged, phase, setting
+from fedloom.methods.local import Local
+from fedloom.models import Convolution, Dense, SumNeighbour, dropout
+from fedloom.party import Client, Facts, Server
+from fedloom.structure import degree_features
+
+WALKERS = 64  # columns of a product: starting nodes of each graph that are walked from at once
+
+
+def return_probabilities(graph: Graph, steps: int) -> Tensor:
+    """diag((D^-1 A)^k) for k = 1 ... steps, [nodes, steps], for a union of small graphs.
+
+    Walks stay in their graph, so column p of a product can start from the p-th node of every graph at once. The union of graphs with n
+    nodes each takes n columns, and graphs that are done drop out.
+    """
+    batch = graph.batch
+    assert batch is not None, "return probabilities are for graph tasks"
+    size = torch.bincount(batch, minlength=graph.num_items)
+    place = torch.arange(graph.num_nodes) - (size.cumsum(0) - size)[batch]
+    out = torch.zeros(graph.num_nodes, steps)
+    for first in range(0, int(size.max()), WALKERS):
+        larger = size > first
+        nodes = larger[batch].nonzero().flatten()
+        step_of = graph.select_items(larger).adjacency("mean")
+        column = place[nodes] - first
+        start = ((column >= 0) & (column < WALKERS)).nonzero().flatten()
+        column = column[start]
+        at = torch.zeros(len(nodes), WALKERS)
+        at[start, column] = 1
+        for k in range(steps):
+            at = step_of @ at
+            out[nodes[start], k] = at[start, column]
+    return out
+
+
+def structure_of(graph: Graph, steps: int, degrees: int) -> Tensor:
+    """s [nodes, steps + degrees], kept on the graph."""
+
+    def make() -> Tensor:
+        degree = graph.adjacency("sum").offsets.diff()
+        return torch.cat([return_probabilities(graph, steps), degree_features((degree - 1).clamp(min=0), degrees)], 1)
+
+    return graph.once(("structure", steps, degrees), make)
+
+
+class TwoChannels(nn.Module):
+    """The model: `structure` is the shared channel, all else is private. As with other models, noise is drawn iff `rng` is given."""
+
+    def __init__(self, spec: models.Spec, facts: Facts, steps: int, degrees: int, seed: int):
+        super().__init__()
+        p, self.steps, self.degrees, self.dropout = spec.width, steps, degrees, facts.dropout
+        self.structure = nn.ModuleList([Dense(steps + degrees, p), *(Convolution(p, p) for _ in range(spec.layers))])
+        self.features = nn.ModuleList([Dense(facts.num_features, p), *(SumNeighbour(2 * p, p) for _ in range(spec.layers))])
+        self.join, self.post, self.classifier = Dense(2 * p, p), Dense(p, p), Dense(p, facts.num_classes)
+        rng = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.xavier_uniform_(parameter, generator=rng)
+
+    def nodes(self, graph: Graph, rng: torch.Generator | None) -> Tensor:
+        """Both channels side by side, [nodes, 2p]."""
+        s = self.structure[0](structure_of(graph, self.steps, self.degrees).matmul, graph)
+        h = self.features[0](graph.project, graph)
+        for of_structure, of_features in zip(self.structure[1:], self.features[1:], strict=True):
+            h = dropout(F.relu(of_features(torch.cat([h, s], 1).matmul, graph)), self.dropout, rng)
+            s = torch.tanh(of_structure(s.matmul, graph))
+        return torch.cat([h, s], 1)
+
+    def embed(self, graph: Graph, rng: torch.Generator | None = None) -> Tensor:
+        """Takes a graph, gives its items' embeddings [items, p]: nodes are added up."""
+        joined = self.join(self.nodes(graph, rng).matmul, graph)
+        pooled = joined.new_zeros(graph.num_items, joined.shape[1]).index_add(0, graph.batch, joined)
+        return F.relu(self.post(pooled.matmul, graph))
+
+    def head(self, z: Tensor, graph: Graph, rng: torch.Generator | None = None) -> Tensor:
+        """Takes embeddings [items, p], gives logits [items, classes]."""
+        return self.classifier(dropout(z, self.dropout, rng).matmul, graph)
+
+    def forward(self, graph: Graph, rng: torch.Generator | None = None) -> Tensor:
+        """Takes a graph, gives its items' logits [items, classes]."""
+        return self.head(self.embed(graph, rng), graph, rng)
+
+
+@dataclass(frozen=True)
+class FedStar(Local):
+    """FedAvg of a structure channel beside a private feature channel."""
+
+    walk: int = setting(16, "steps of the random walk whose return is looked at", at_least=1)
+    degrees: int = setting(16, "columns of the one-hot degree", at_least=1)
+
+    tasks: ClassVar[tuple[str, ...]] = ("graph",)
+    one_model: ClassVar[bool] = True
+
+    def build(self, facts: Facts, *stream: object) -> TwoChannels:
+        """A fresh model with the depth and width of the run's spec, from a random stream of its own."""
+        (text,) = set(facts.models)
+        spec = models.parse(text)
+        if spec.options - {"linear"} or len(spec.widths) > 1:
+            raise ConfigError(f"model {text!r}: fedstar's model takes layers and one width, e.g. 'gin-{spec.layers}x{spec.width}'")
+        return TwoChannels(spec, facts, self.walk, self.degrees, stream_seed(facts.seed, "model", *stream))
+
+    @phase()
+    def setup(self, client: Client) -> Message:
+        """A model of the client's own, and its optimiser."""
+        client.state["model"] = net = self.build(client.facts, client.name, "init")
+        client.state["optimizer"] = make_optimizer(self.optimizer, net.parameters(), self.lr, self.weight_decay)
+        return {}
+
+    @averaged(by="size")
+    @phase(model="=model")
+    def train(self, client: Client, model: Message) -> Message:  # type: ignore[override]
+        """E local epochs of both channels, from the mean structure channel."""
+        net = client.state["model"]
+        load_weights(net.structure, model)
+        self.descend(client, net, model)
+        return {"model": weights(net.structure)}
+
+    def run(self, server: Server) -> None:
+        """Rounds of local training and averaging."""
+        state = server.state
+        state["structure"] = weights(self.build(server.facts, "server").structure)
+        server.ask(self.setup)
+        for _ in server.rounds(self.rounds):
+            state["structure"] = server.mean(self.train, model=state["structure"])["model"]
+            server.evaluate()

@@ -1,0 +1,108 @@
+"""FPL: beside the weights, clients share the mean embedding of each class; the server keeps several a class, one for each kind of client.
+
+Huang, Ye, Shi, Li, Du: "Rethinking Federated Learning with Domain Shift: A Prototype View", CVPR 2023, Algorithm 1.
+
+What travels, per client (C classes, p the embedding's width):
+    once     up    size                    number of local items n_k
+    a round  down  model                   θ
+                   clusters, of_class      cluster prototypes, and of which class each is (nothing in the first round)
+             up    model                   θ_k
+                   prototypes, present     P_k[c] of the classes that the client has, and which these are
+
+    P_k[c] = mean of z_i over the client's training items of class c                                         `train`
+    {Q} of class c = the means of FINCH's clusters of {P_k[c]}_k,   U[c] = the mean of these                 `cluster_means`, `objective`
+    L_1 = mean_i −log Σ_{Q of class y_i} e^{cos(z_i, Q)/τ} / Σ_{all Q} e^{cos(z_i, Q)/τ}                     `contrast`
+    L_2 = mean_i ‖z_i − U[y_i]‖² / p                                                                         `objective`
+    min CE + λ_1 L_1 + λ_2 L_2,   in the first round CE alone;   θ ← Σ_k (n_k / Σ n) θ_k                     `objective`, `run`
+
+z is the embedding that the model's head reads. A class that nobody told of last round is in neither term; with a single class L_1 is 0.
+
+Departures: λ_1 and λ_2 (the paper's are 1) can be set. P_k is of the trained model, noise off (the authors' code averages what the last
+epoch's steps saw). Clusters are FINCH's first partition; the authors' code goes on merging for as long as more than one cluster is left.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedloom.graph import Graph
+from fedloom.learn import load_weights, weights
+from fedloom.message import Message
+from fedloom.method import phase, setting
+from fedloom.methods.fedavg import FedAvg
+from fedloom.models import Model
+from fedloom.party import Client, Replies, Server
+from fedloom.prototypes import class_means, clusters, table_of, told
+
+
+@dataclass(frozen=True)
+class FPL(FedAvg):
+    """FedAvg towards cluster prototypes."""
+
+    contrastive: float = setting(1.0, "λ_1, weight of the contrast between classes' cluster prototypes", at_least=0)
+    unbiased: float = setting(1.0, "λ_2, weight of the distance to the mean of the class's cluster prototypes", at_least=0)
+    tau: float = setting(0.02, "τ, temperature of the contrast", above=0)
+
+    tells: ClassVar[str] = "cluster prototypes, means over few clients: of one alone, if no other has the class"
+
+    @phase(model="=model", prototypes="float32[*present,p]", present="bool[C]")
+    def train(self, client: Client, model: Message, clusters: Tensor | None = None, of_class: Tensor | None = None) -> Message:  # type: ignore[override]
+        """E local epochs from the global weights; then the classes' mean embeddings."""
+        net, graph = client.state["model"], client.graph
+        load_weights(net, model)
+        self.descend(client, net, None if clusters is None else {"clusters": clusters, "of_class": of_class})
+        with torch.no_grad():
+            means, counts = class_means(net.embed(graph), graph.y, graph.train, client.facts.num_classes)
+        return {"model": weights(net), **told(means, counts > 0)}
+
+    def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
+        """CE + λ_1 L_1 + λ_2 L_2; `model` is what came beside the weights. One forward pass serves all terms."""
+        rng = client.rng("dropout")
+        z = net.embed(batch, rng)
+        loss = client.loss(net.head(z, batch, rng), batch)
+        if model is None:
+            return loss
+        of_class = model["of_class"]
+        everywhere = torch.ones_like(of_class, dtype=torch.bool)
+        U, count = class_means(model["clusters"], of_class, everywhere, client.facts.num_classes)
+        known = batch.train & (count > 0)[batch.y]  # an unlabelled item's y is -1, the last class: not in `train`
+        if not known.any():
+            return loss
+        z, y = z[known], batch.y[known]
+        return loss + self.contrastive * contrast(z, y, **model, tau=self.tau) + self.unbiased * F.mse_loss(z, U[y])
+
+    def run(self, server: Server) -> None:
+        """Algorithm 1."""
+        server.ask(self.setup)
+        size = server.ask(self.size).column("size")
+        state = server.state
+        state["model"], state["told"] = server.model(), {}
+        for _ in server.rounds(self.rounds):
+            replies = server.ask(self.train, clients=[c for c in server.participants if c in size], model=state["model"], **state["told"])
+            state["model"] = Replies({c: {"model": reply["model"]} for c, reply in replies.items()}).mean(size)["model"]
+            state["told"] = cluster_means(list(replies.values()))
+            server.evaluate(model=state["model"])
+        self.finish(server)
+
+
+def contrast(z: Tensor, y: Tensor, clusters: Tensor, of_class: Tensor, tau: float) -> Tensor:
+    """L_1 of items with embeddings z and classes y, each of which has a cluster."""
+    similar = F.normalize(z) @ F.normalize(clusters).T / tau
+    own = similar.masked_fill(y.unsqueeze(1) != of_class, -torch.inf)
+    return (similar.logsumexp(1) - own.logsumexp(1)).mean()
+
+
+def cluster_means(replies: list[Message]) -> Message:
+    """From the clients' prototypes to the means of each class's clusters, [clusters, p] and their classes; nothing if nobody has any."""
+    present = torch.stack([reply["present"] for reply in replies])
+    tables = torch.stack([table_of(reply["prototypes"], reply["present"]) for reply in replies])
+    found: list[Tensor] = []
+    for c in range(present.shape[1]):
+        points = tables[present[:, c], c]
+        label = clusters(points)
+        found.append(class_means(points, label, torch.ones_like(label, dtype=torch.bool), len(label.unique()))[0])
+    of_class = torch.repeat_interleave(torch.tensor([len(means) for means in found]))
+    return {"clusters": torch.cat(found), "of_class": of_class} if len(of_class) else {}

@@ -1,0 +1,142 @@
+"""GCFL+: clients share their extractors within clusters, and a cluster whose members pull apart is cut in two.
+
+Xie, Ma, Xiong, Yang: "Federated Graph Classification over Non-IID Graphs", NeurIPS 2021.
+
+What travels, per client:
+    once     up    size      number of local items n_k
+    a round  down  model     θ_c, the extractor of the client's cluster
+             up    model     θ_k, the extractor after E local epochs; the head never travels
+
+    Δ_k = θ_k − θ_c                                                                          `updates`
+    a cluster is cut if  ‖mean_k Δ_k‖ < ε₁  and  max_k ‖Δ_k‖ > ε₂                              `torn`
+        and it has more than two members, and the first rounds are over
+    s_k: the last L norms ‖Δ_k‖,   D_kl = DTW(s_k, s_l)                                       `dtw`
+    the two clusters: Stoer and Wagner's minimum cut of the graph with weights max D − D      `cut`
+    θ_c ← Σ_{k in c} (n_k / Σ n) θ_k                                                          `run`
+
+Members of a cluster that is cut begin their sequences anew, and the round's average is already the new clusters'. A cluster is cut only
+when every member has a whole sequence; under partial participation the norms are those of the members that took part.
+
+Departures. The sequences hold norms of updates, which the server can work out; the authors' code has this form and one in which clients
+also send the norm of their last gradient. It forgets the sequences of all clients at a cut, here of the cluster's. Clients are scored
+with their own model after local training, there with the cluster's extractor.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import ClassVar
+
+import networkx as nx
+import torch
+from torch import Tensor
+
+from fedloom.learn import body, load_weights, weights
+from fedloom.message import Message, tree_map
+from fedloom.method import phase, setting
+from fedloom.methods.local import Local
+from fedloom.party import Client, Replies, Server
+
+
+def dtw(one: Tensor, other: Tensor) -> float:
+    """Dynamic time warping: the root of the least sum of squared gaps over all monotone alignments of two sequences."""
+    inf = float("inf")
+    previous = [0.0] + [inf] * len(other)
+    for a in one.tolist():
+        current = [inf]
+        for j, b in enumerate(other.tolist()):
+            current.append((a - b) ** 2 + min(previous[j], previous[j + 1], current[j]))
+        previous = current
+    return previous[-1] ** 0.5
+
+
+def cut(sequences: Mapping[str, Tensor]) -> tuple[set[str], set[str]]:
+    """The two sides of the minimum cut; the client that is first by name is on the first."""
+    distance = {pair: dtw(sequences[pair[0]], sequences[pair[1]]) for pair in combinations(sorted(sequences), 2)}
+    graph = nx.Graph()
+    graph.add_weighted_edges_from((a, b, max(distance.values()) - d) for (a, b), d in distance.items())
+    _, sides = nx.stoer_wagner(graph)
+    first, second = sorted(map(set, sides), key=min)
+    return first, second
+
+
+@dataclass(frozen=True)
+class GCFLPlus(Local):
+    """FedAvg of the extractor in clusters that come apart by themselves."""
+
+    eps1: float = setting(0.05, "ε₁, a cluster is cut only if its mean update is shorter", at_least=0)
+    eps2: float = setting(0.1, "ε₂, and its longest update is longer", at_least=0)
+    after: int = setting(20, "rounds before the first cut", at_least=0)
+    sequence: int = setting(5, "L, norms that a client is known by", at_least=1)
+    standardise: bool = setting(False, "divide each sequence by its standard deviation, to compare trends")
+
+    tasks: ClassVar[tuple[str, ...]] = ("graph",)
+    one_model: ClassVar[bool] = True
+
+    @phase(model="=model")
+    def train(self, client: Client, model: Message) -> Message:  # type: ignore[override]
+        """E local epochs from the cluster's extractor and the client's own head."""
+        net = client.state["model"]
+        load_weights(net, weights(net) | model)
+        self.descend(client, net, model)
+        return {"model": body(weights(net))}
+
+    # ---- at the server ----
+    def updates(self, server: Server, replies: Replies) -> dict[str, Tensor]:
+        """Δ_k of every client that answered, as one vector, and its norm noted."""
+        state, moved = server.state, {}
+        for client, reply in replies.items():
+            change = tree_map(torch.sub, reply["model"], state["extractors"][self.cluster_of(server, client)])
+            moved[client] = torch.cat([t.flatten() for t in change.values()])
+            known = state["norms"].get(client, torch.zeros(0))
+            state["norms"][client] = torch.cat([known, moved[client].norm().view(1)])[-self.sequence :]
+        return moved
+
+    def cluster_of(self, server: Server, client: str) -> str:
+        """The name of a client's cluster."""
+        return str(int(server.state["cluster"][server.clients.index(client)]))
+
+    def torn(self, moved: list[Tensor]) -> bool:
+        """Whether a cluster with these updates stands still as a whole while a member does not."""
+        delta = torch.stack(moved)
+        return bool(delta.mean(0).norm() < self.eps1) and bool(delta.norm(dim=1).max() > self.eps2)
+
+    def divide(self, server: Server, moved: Mapping[str, Tensor]) -> None:
+        """Cuts the clusters that are torn; the second side is a new cluster that starts from the same extractor."""
+        state = server.state
+        for name in list(state["extractors"]):
+            members = [c for c in server.clients if self.cluster_of(server, c) == name]
+            here = [moved[c] for c in members if c in moved]
+            whole = all(len(state["norms"].get(c, ())) == self.sequence for c in members)
+            if len(members) > 2 and here and whole and self.torn(here):
+                sequences = {c: self.standard(state["norms"].pop(c)) for c in members}
+                _, leaving = cut(sequences)
+                fresh = len(state["extractors"])
+                state["extractors"][str(fresh)] = state["extractors"][name]
+                state["cluster"][[server.clients.index(c) for c in sorted(leaving)]] = fresh
+
+    def standard(self, sequence: Tensor) -> Tensor:
+        """The sequence, or with `standardise` its multiple of deviation 1; a constant one has none and stays."""
+        deviation = sequence.std(correction=0)
+        return sequence / deviation if self.standardise and deviation > 0 else sequence
+
+    def run(self, server: Server) -> None:
+        """Train, cut what is torn, average within clusters."""
+        server.ask(self.setup)
+        size = server.ask(self.size).column("size")
+        state, facts = server.state, server.facts
+        state["extractors"] = {"0": body(weights(facts.build(facts.models[0], "server")))}
+        state["cluster"] = torch.zeros(len(server.clients), dtype=torch.int64)
+        state["norms"] = {}
+        for number in server.rounds(self.rounds):
+            asked = [c for c in server.participants if c in size]
+            replies = server.ask(self.train, each={c: {"model": state["extractors"][self.cluster_of(server, c)]} for c in asked})
+            moved = self.updates(server, replies)
+            if number > self.after:
+                self.divide(server, moved)
+            for name in state["extractors"]:
+                here = Replies({c: reply for c, reply in replies.items() if self.cluster_of(server, c) == name})
+                if here:
+                    state["extractors"][name] = here.mean(size)["model"]
+            server.evaluate()
+        server.notes["clusters"] = len(state["extractors"])
