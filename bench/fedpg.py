@@ -18,11 +18,11 @@ Found = dict[str, list[dict[str, Any]]]
 DATASETS = ("cora", "citeseer", "pubmed", "computers", "physics")
 FIVE = "gcn-2x64,gin-2x64,sage-2x64,sgc-2x64,gcnii-2x64"
 MODELS = {"GAMLP": "gamlp-3x64", "GCN": "gcn-2x64", "five": FIVE}
-ROUNDS, EVERY = 60, 2
+ROUNDS, EVERY = 40, 2
 # Settings were chosen by validation, see docs/results.md; the rest is the methods' defaults.
 METHODS: dict[str, dict[str, Any]] = {
     "Local": {"name": "local"}, "FedAvg": {"name": "fedavg"}, "FedProto": {"name": "fedproto"}, "FedTGP": {"name": "fedtgp"},
-    "FedPG": {"name": "fedpg"},
+    "FedPG": {"name": "fedpg", "align": "item", "pull": 5.0, "alpha": 0.2, "annotate": "pseudo", "most": 8},
 }  # fmt: skip
 # Methods that average weights, and those for different models; each on the smaller graphs.
 AROUND: dict[str, dict[str, Any]] = {

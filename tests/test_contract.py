@@ -138,8 +138,6 @@ def test_no_reply_is_as_large_as_the_data_unless_declared(name, node_federation,
 
 def test_clients_tell_each_other_nothing_of_features_and_labels_unless_declared(name, node_federation, monkeypatch):
     cls = method_class(name)
-    if cls.tells:
-        pytest.skip(f"{name} declares what clients tell each other: {cls.tells}")
     sent, original = [], Loop.call
 
     def call(self, phase, messages):
@@ -155,6 +153,8 @@ def test_clients_tell_each_other_nothing_of_features_and_labels_unless_declared(
 
     monkeypatch.setattr(Loop, "call", call)
     go(name, node_federation)
+    if cls.tells:
+        return  # letters may depend on features and labels then; raw features travel in no case
     written, sent = sent, []
     rng = torch.Generator().manual_seed(0)
     others = [replace(g, x=torch.rand(g.x.shape, generator=rng), y=(g.y + 1) % g.num_classes) for g in node_federation.graphs]

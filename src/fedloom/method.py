@@ -88,7 +88,7 @@ def phase(**reply: str) -> Callable[[F], F]:
     for name, declared in reply.items():
         if declared != "weights" and not declared.startswith("=") and not _TENSOR.fullmatch(declared):
             raise ValueError(f"phase: {name}={declared!r} is neither '=name', 'weights' nor 'dtype[dims]'")
-        for counted in re.findall(r"\*(\w+)", declared):
+        for counted in re.findall(r"\*([^,\]]*)", declared):
             if not reply.get(counted, "").startswith("bool["):
                 raise ValueError(f"phase: {name}={declared!r} counts what is true in {counted!r}, which has to be declared as 'bool[dims]'")
 
@@ -176,7 +176,9 @@ def _length(method: Method, dim: str, message: Message, facts: Facts, reply: Mes
         return int(message[dim[1:]])
     if dim.startswith("*"):
         counted = None if reply is None else reply.get(dim[1:])
-        return int(counted.sum()) if isinstance(counted, torch.Tensor) else -1  # what is not there is refused by its own name
+        if isinstance(counted, torch.Tensor) and counted.dtype == torch.bool:
+            return int(counted.sum())
+        return -1  # what is not there, or is no bool, is refused by its own name
     known = {"C": facts.num_classes, "d": facts.num_features, "K": facts.num_clients, "p": facts.width, "n": -1}
     if dim.isdigit():
         return int(dim)

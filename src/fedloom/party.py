@@ -300,7 +300,7 @@ class Server:
             return self._secure_total(phase, clients, each, message)
         if phase.by is None:
             return self.ask(phase, clients=clients, each=each, **message).mean()
-        weight = self._weights(phase.by, list(each) if each is not None else self.participants if clients is None else clients)
+        weight = self.weights(phase.by, list(each) if each is not None else self.participants if clients is None else clients)
         each = None if each is None else {c: each[c] for c in weight}
         return self.ask(phase, clients=list(weight), each=each, **message).mean(weight)
 
@@ -410,8 +410,8 @@ class Server:
         chosen = torch.randperm(len(self.clients), generator=self.rng("participation"))[:count]
         return [self.clients[k] for k in sorted(chosen.tolist())]
 
-    def _weights(self, by: str, clients: Sequence[str]) -> dict[str, Tensor]:
-        """What the clients answered to the phase `by`: asked for once, then kept. Who has never answered is left out."""
+    def weights(self, by: str, clients: Sequence[str]) -> dict[str, Tensor]:
+        """What the clients answered to the phase `by`: each is asked until it answers, then it is kept. Who never has is left out."""
         known = self.state.setdefault("weights of means", {}).setdefault(by, {})  # a name that no method takes for its own
         unknown_yet = [c for c in clients if c not in known]
         if unknown_yet:

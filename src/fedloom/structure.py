@@ -199,13 +199,14 @@ def _spread(sizes: Ints) -> tuple[Ints, Ints]:
     return which, np.arange(len(which)) - (sizes.cumsum() - sizes)[which]
 
 
-def at_distance(adjacency: csr_matrix, hops: int) -> list[csr_matrix]:
-    """For h = 1 to `hops`, which nodes are exactly h steps apart: [nodes, nodes] each, entries 1. Loops and directions are not looked at.
+def at_distance(adjacency: csr_matrix, hops: int, starts: Tensor | None = None) -> list[csr_matrix]:
+    """For h = 1 to `hops`, which nodes are exactly h steps from which: [starts, nodes] each, entries 1 (all nodes if no starts are given).
 
-    Time and memory are those of A^hops, whose entries are as many as there are pairs within so many steps.
+    Loops and directions are not looked at. Time and memory are as many as there are pairs within so many steps.
     """
     step = _simple(adjacency).astype(bool)  # products of bools are "or": counts of ways cannot overflow
-    found, reached = [], csr_matrix(identity(step.shape[0], format="csr", dtype=bool))
+    every = csr_matrix(identity(step.shape[0], format="csr", dtype=bool))
+    found, reached = [], every if starts is None else csr_matrix(every[starts.numpy()])
     for _ in range(hops):
         within = csr_matrix(reached @ step + reached)
         further = csr_matrix(within.astype(np.int8) - reached.astype(np.int8))

@@ -23,6 +23,7 @@ F_k is taken from the trained model in one pass, not gathered along the local st
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,8 @@ class FedDistill(Local):
 
     weight: float = setting(1.0, "λ, weight of the distillation term", at_least=0)
     term: str = setting("ce", "d: cross-entropy with the softened mean, or mean square of the logits", choices=("ce", "mse"))
+
+    tells: ClassVar[str] = "mean logits of each class over all clients: of one alone, if no other has the class"
 
     @summed
     @phase(logits="float32[C,C]", present="int64[C]")

@@ -31,6 +31,7 @@ BatchNorm in the generator (decision 2). Heads are averaged by n_k as in all met
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -99,6 +100,8 @@ class FedGen(Local):
     generator_lr: float = setting(5e-3, "the generator's learning rate", above=0)
     diversity: float = setting(1.0, "η, weight of the diversity term", at_least=0)
 
+    tells: ClassVar[str] = "the label distribution of the round's clients together: with two, each other's"
+
     # ---- at a client ----
     @phase()
     def setup(self, client: Client) -> Message:
@@ -146,14 +149,14 @@ class FedGen(Local):
         """Algorithm 1."""
         require_linear_heads(server.facts)
         server.ask(self.setup)
-        size = server.ask(self.size).column("size")
         state, facts = server.state, server.facts
         state["head"] = weights(facts.build(facts.models[0], "server").classifier)
         state["generator"] = generator = self.make_generator(facts, server.rng("generator"))
         state["optimizer"] = optimizer = make_optimizer("adam", generator.parameters(), self.generator_lr, 0.0)
         for _ in server.rounds(self.rounds):
             taught = {"generator": weights(generator), "prior": state["prior"]} if "prior" in state else {}
-            replies = server.ask(self.train, clients=[c for c in server.participants if c in size], **state["head"], **taught)
+            size = server.weights("size", server.participants)
+            replies = server.ask(self.train, clients=list(size), **state["head"], **taught)
             mean, counts = replies.mean(size), replies.stack("counts")
             if counts.any():  # else there is no class to imagine
                 state["prior"] = counts.sum(0) / counts.sum()

@@ -15,16 +15,19 @@ What travels, per client (C classes, p the embedding's width):
     μ_k[c] = norm(mean of norm(z_i) over the client's n_k^c training items of class c)      `train`
     W_c ← norm(ρ W_c + (1 − ρ) norm(Σ_k n_k^c μ_k[c])),   θ ← Σ_k (n_k / Σ n) θ_k           `run`, `moved`
 
-The server needs means alone, and of the prototypes' mean only the direction: no class count travels, and with `--secure` no client's
-prototype is seen either. A class that nobody has leaves W_c where it is. The model's own head ("classifier.") is neither used nor sent:
-what it would do on the graph is not done, so that "gcn-2x64" has one convolution left; "gcn-2x64+linear" has two, and a head that is
-replaced by its like. Local evaluation is with the W of the client's last download, global with the new one.
+The server needs means alone. In a plain run the length of a client's direction times n_k is its class count; with `--secure` neither is
+seen, but the direction of a class that a single client has is that client's own, and every client can solve for it from W's move. A class
+that nobody has leaves W_c where it is. The model's own head ("classifier.") is neither used nor sent: what it would do on the graph is not
+done, so that "gcn-2x64" has one convolution left; "gcn-2x64+linear" has two, and a head that is replaced by its like.
+Local evaluation is with the W of the client's last download, global with the new one.
 
 Departures: s is fixed (the authors' code offers 30, fixed, and else learns it with θ). W begins as the paper says, found by descent; the
-authors' code takes orthogonal rows. The head's dropout on z stays. Clients count by n_k (the paper: alike), as everywhere in this package.
+authors' code takes orthogonal rows. The clients' mean is scaled to length 1 before it is mixed in (the paper mixes the mean
+itself). The head's dropout on z stays. Clients count by n_k (the paper: alike), as everywhere in this package.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +50,8 @@ class FedNH(FedAvg):
 
     rho: float = setting(0.9, "ρ, how much of the old prototypes stays each round", at_least=0, at_most=1)
     scale: float = setting(30.0, "s, factor of the cosines in the logits", above=0)
+
+    tells: ClassVar[str] = "class means' directions over all clients: of one alone, if no other has the class"
 
     @phase()
     def setup(self, client: Client, prototypes: Tensor) -> Message:  # type: ignore[override]
@@ -83,7 +88,8 @@ class FedNH(FedAvg):
 
     def logits(self, z: Tensor, prototypes: Tensor) -> Tensor:
         """s · cos(z, W)."""
-        return self.scale * F.normalize(z) @ prototypes.T
+        length = z.norm(dim=1, keepdim=True)
+        return self.scale * (z / length.where(length > 0, 1.0)) @ prototypes.T  # F.normalize has a gradient of 1e12 where z = 0
 
     def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
         """CE under the prototypes."""

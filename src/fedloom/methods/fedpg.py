@@ -5,14 +5,15 @@ c, of what surrounds them at distance h. The server learns a universal one, G[c,
 
 What travels, per client and round (C classes, H hops, p the embedding's width); nothing but this, and of absent entries no vector:
     up    prototypes, present   P^k[c,h], at most C (H + 1) p numbers, and where they are
-          counts                m^k[c], the number of centres of class c
+          counts                m^k[c], the number of centres of class c, at least `floor`; 0 if nothing is told of it
     down  prototypes, present   B^k[c,h], for the entries that the client told of last time (nothing in its first round)
 
     P[c,0] = mean_{i in S_c} z_i                                                                                  `prototypes`
     P[c,h] = mean over i in S_c with neighbours of Σ_{j in N_h(i)} w_ij z_j                          (Eq. 1, 2)   `prototypes`
     w_ij   = softmax_j LeakyReLU(a_h · [z_i ‖ z_j ‖ mean_j' z_j']), a_h a client's own, 0 at first                `Attention`
-    G[c,h] = MLP(u_ch) of length 1, u and the MLP trained, over rounds                                  (Eq. 3)   `learn`
-    L_ch   = −log Σ_{S⁺} e^{(cos(G_ch,P) − M_h)/T} / (Σ_{S⁺} e^{(cos(G_ch,P) − M_h)/T} + Σ_{S⁻} e^{cos(G_ch,P)/T})  (Eq. 4, 7)   `contrast`
+    G[c,h] = MLP(u_ch) of length 1, u and the MLP trained, over rounds                                  (Eq. 3)   `learn_universal`
+    L_ch   = −log Σ_{S⁺} e^{(cos(G_ch,P) − M_h)/T} / (Σ_{S⁺} e^{(cos(G_ch,P) − M_h)/T} + Σ_{S⁻} e^{cos(G_ch,P)/T})  (Eq. 4, 7)
+                                                                                                                  `contrast_anchors`
     M_h    = min(max_{c≠c'} (1 − cos(Q_ch, Q_c'h)), ε), Q_ch the mean of the uploads                              `margin`
     S⁺     uploads P[c,h], and ⌈Δs of as many⌉ drawn from the class's other hops; S⁻ the same of other classes      `receptive_field`
     B^i    = α G + (1 − α) Σ_j (m^j[c] / Σ m[c]) P^j, over the peers j with cos(P^i, P^j) ≥ λ            (Eq. 5)   `personal`
@@ -25,10 +26,15 @@ then bands that are `band` wide; in a training step, of the batch at hand.
 
 Ablations as settings: no RF context `sampling = 0`, no margin `margin_cap = 0`, no personalisation `alpha = 1`, `hops = 0`,
 `attention = false`. With hops = 0, alpha = 1, sampling = 0, geometry = "euclidean", direction = "query", align = "item" and unit = false
-this is FedTGP; with universal = "mean" besides, FedProto.
+this is FedTGP; with universal = "mean" besides, FedProto, as long as everybody takes part (here who was away is pulled to the answer to
+what it told last, there to what the last round gave) and floor = 1. With universal = "mean" sampling, margin and temperature do nothing;
+with direction = "query" the temperature.
 
 Privacy: the server sees every client's prototypes, since it compares them: no secure sums. `floor` keeps at home what fewer than so many
-different items are behind (a prototype of one item is that item's embedding); `noise` disturbs a share of the coordinates.
+different items are behind (a prototype of one item is that item's embedding). It looks at each entry by itself, and is no guarantee: a
+hub has most of its class's P[c,1], and who knows the edges can take P[c,0] and P[c,1] apart and solve for single items. `noise` disturbs a
+share of the coordinates, other ones each round, so that rounds can be held against each other. Clients learn of each other by B: with
+alpha = 0 and a single peer, that peer's prototype up to its count; without a peer, G itself.
 
 Departures: as printed, Eq. 1's attention is of another kind (over layers) and divides twice; Eq. 4 and 7 disagree, and add the margin
 where it makes the task easier: read as FedTGP's, whose margin stands against the true class. The authors' code differs from the paper
@@ -39,7 +45,7 @@ items instead of within classes.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -130,6 +136,8 @@ class FedPG(FedTGP):
     band: float = setting(0.1, "how much lower the cosine is with each further hop", above=0, task="graph")
     nearest: int = setting(10, "graphs at most around a graph at a hop", at_least=1, task="graph")
 
+    tells: ClassVar[str] = "B, a mix of G and the prototypes of similar clients: of one alone, if there is one peer and alpha = 0"
+
     @property
     def depth(self) -> int:
         """H + 1, prototypes of a class."""
@@ -160,7 +168,8 @@ class FedPG(FedTGP):
             table, there, behind = self.prototypes(client, z, around)
         sent = told(self.disturbed(client, table), there, self.floor, behind)
         centres = torch.bincount(around.label[around.label >= 0], minlength=classes)
-        return {**sent, "counts": centres * sent["present"].any(1)}
+        # A class whose own mean stays at home may still be told of at other hops: then as if it had just enough items.
+        return {**sent, "counts": centres.clamp(min=self.floor) * sent["present"].any(1)}
 
     @torch.no_grad()
     def pseudo_labels(self, client: Client) -> Tensor:
@@ -190,14 +199,16 @@ class FedPG(FedTGP):
 
     def by_edges(self, client: Client, label: Tensor) -> list[Around]:
         """N_h around every item that has a class, h = 1 ... H, from the graph's edges."""
-        graph = client.graph
-        seed = stream_seed(client.facts.seed, "client", client.name, "members")
+        if "at distance" not in client.memory:
+            graph = client.graph
+            starts = graph.train.nonzero().flatten() if self.annotate == "train" else torch.arange(graph.num_nodes)
+            apart = structure.at_distance(_adjacency(graph), self.hops, starts)
+            seed = stream_seed(client.facts.seed, "client", client.name, "members")
+            client.memory["at distance"] = [_shuffled(starts, pairs, seed) for pairs in apart]
         found = []
-        for apart in graph.once(("at distance", self.hops), lambda: structure.at_distance(_adjacency(graph), self.hops)):
-            pairs = apart.tocoo()
-            centre, member = torch.from_numpy(pairs.row).long(), torch.from_numpy(pairs.col).long()
+        for centre, member in client.memory["at distance"]:
             counts = self.counting(label, centre, member)
-            found.append(Around(*_at_most(self.most, centre[counts], member[counts], seed), label, client.facts.num_classes))
+            found.append(Around(*_at_most(self.most, centre[counts], member[counts]), label, client.facts.num_classes))
         return found
 
     def counting(self, label: Tensor, centre: Tensor, member: Tensor) -> Tensor:
@@ -358,13 +369,17 @@ def _adjacency(graph: Graph) -> csr_matrix:
     return csr_matrix((torch.ones(graph.num_edges).numpy(), (target, source)), shape=(graph.num_nodes, graph.num_nodes))
 
 
-def _at_most(most: int, centre: Tensor, member: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Pairs of which each centre has no more than `most`, drawn at random where there are more."""
-    if not len(centre) or int(torch.bincount(centre).max()) <= most:
-        return centre, member
-    order = torch.randperm(len(centre), generator=torch.Generator().manual_seed(seed))
-    order = order[centre[order].argsort(stable=True)]
-    centre, member = centre[order], member[order]
-    first = torch.searchsorted(centre, centre)  # where each centre's pairs begin
-    kept = torch.arange(len(centre)) - first < most
+def _shuffled(starts: Tensor, apart: csr_matrix, seed: int) -> tuple[Tensor, Tensor]:
+    """The pairs of a matrix [starts, nodes], centre by centre, each one's members in random order."""
+    pairs = apart.tocoo()
+    order = torch.randperm(apart.nnz, generator=torch.Generator().manual_seed(seed))
+    row, column = torch.from_numpy(pairs.row).long()[order], torch.from_numpy(pairs.col).long()[order]
+    order = row.argsort(stable=True)
+    return starts[row[order]], column[order]
+
+
+def _at_most(most: int, centre: Tensor, member: Tensor) -> tuple[Tensor, Tensor]:
+    """The first pairs of each centre, `most` at most; pairs come centre by centre."""
+    counts = torch.bincount(centre)
+    kept = torch.arange(len(centre)) - (counts.cumsum(0) - counts)[centre] < most
     return centre[kept], member[kept]

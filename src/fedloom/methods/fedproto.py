@@ -10,8 +10,9 @@ What travels, per client and round (C classes, p the embedding's width):
     P[c]   = Σ_k n_k^c P_k[c] / Σ_k n_k^c                                              `run`
     min CE + λ · mean_i ‖z_i − P[y_i]‖² / p                                            `objective`, `alignment`
 
-z is the embedding that the model's head reads. The server needs sums alone, so with `--secure` it sees no client's prototypes, nor which
-classes it has. `floor` keeps at home what fewer items are behind; a class that nobody tells has no prototype and pulls at nobody.
+z is the embedding that the model's head reads. The server needs sums alone, so with `--secure` it does not see who has which classes; but
+the P[c] of a class that a single client has is that client's own (of one item: the item's embedding), and all clients get it. `floor`
+keeps at home what fewer items are behind; a class that nobody tells has no prototype and pulls at nobody.
 
 Departures: the classifier predicts, as in the graph benchmarks (the paper takes the nearest prototype); the distance is the mean of squares
 (the authors' code; the paper writes a norm). Benchmarks send zero vectors for absent classes and weigh by all nodes: here a class weighs
@@ -19,6 +20,7 @@ by its own training items.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +42,8 @@ class FedProto(Local):
     pull: float = setting(1.0, "λ, weight of the distance to the prototypes", at_least=0)
     unit: bool = setting(False, "embeddings are scaled to length 1 before anything else is done with them")
     floor: int = setting(1, "items behind a prototype below which it stays at home", at_least=1)
+
+    tells: ClassVar[str] = "class means over all clients: of one alone, if no other has the class"
 
     @summed
     @phase(sums="float32[C,p]", counts="int64[C]")

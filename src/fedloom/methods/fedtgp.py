@@ -18,6 +18,7 @@ batches, 100 epochs). δ is the paper's largest distance; the authors' code take
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +52,8 @@ class FedTGP(FedProto):
     server_steps: int = setting(10, "steps a round on the anchors", at_least=1)
     server_lr: float = setting(0.01, "learning rate of the anchors", above=0)
     margin_cap: float = setting(100.0, "τ, the largest margin δ", at_least=0)
+
+    tells: ClassVar[str] = "anchors, trained on class means: on those of one client alone, if no other has the class"
 
     @phase(prototypes="float32[*present,p]", present="bool[C]")
     def train(self, client: Client, prototypes: Tensor | None = None, present: Tensor | None = None) -> Message:
@@ -96,7 +99,8 @@ class FedTGP(FedProto):
         state["known"] = {}
         for _ in server.rounds(self.rounds):
             replies = server.ask(self.train, **state["known"])
-            state["known"] = self.learn(server, *_gathered(replies))
+            if replies:
+                state["known"] = self.learn(server, *_gathered(replies))
             server.evaluate()
 
 

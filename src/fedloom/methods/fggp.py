@@ -157,12 +157,11 @@ class FGGP(FedAvg):
     def run(self, server: Server) -> None:
         """The rounds: clients train on both views, the server averages, and clusters the prototypes."""
         server.ask(self.setup)
-        size = server.ask(self.size).column("size")
         state = server.state
         state |= {"model": server.model(), "sampler": weights(sampler(server.facts)), "told": {}}
         for _ in server.rounds(self.rounds):
-            asked, sent = [c for c in server.participants if c in size], {"model": state["model"], "sampler": state["sampler"]}
-            replies = server.ask(self.train, clients=asked, **sent, **state["told"])
+            size, sent = server.weights("size", server.participants), {"model": state["model"], "sampler": state["sampler"]}
+            replies = server.ask(self.train, clients=list(size), **sent, **state["told"])
             state |= Replies({c: {name: reply[name] for name in sent} for c, reply in replies.items()}).mean(size)
             state["told"] = cluster_means(list(replies.values()))
             server.evaluate(model=state["model"] | state["told"])

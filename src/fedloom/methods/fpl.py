@@ -77,11 +77,11 @@ class FPL(FedAvg):
     def run(self, server: Server) -> None:
         """Algorithm 1."""
         server.ask(self.setup)
-        size = server.ask(self.size).column("size")
         state = server.state
         state["model"], state["told"] = server.model(), {}
         for _ in server.rounds(self.rounds):
-            replies = server.ask(self.train, clients=[c for c in server.participants if c in size], model=state["model"], **state["told"])
+            size = server.weights("size", server.participants)
+            replies = server.ask(self.train, clients=list(size), model=state["model"], **state["told"])
             state["model"] = Replies({c: {"model": reply["model"]} for c, reply in replies.items()}).mean(size)["model"]
             state["told"] = cluster_means(list(replies.values()))
             server.evaluate(model=state["model"])

@@ -123,14 +123,13 @@ class GCFLPlus(Local):
     def run(self, server: Server) -> None:
         """Train, cut what is torn, average within clusters."""
         server.ask(self.setup)
-        size = server.ask(self.size).column("size")
         state, facts = server.state, server.facts
         state["extractors"] = {"0": body(weights(facts.build(facts.models[0], "server")))}
         state["cluster"] = torch.zeros(len(server.clients), dtype=torch.int64)
         state["norms"] = {}
         for number in server.rounds(self.rounds):
-            asked = [c for c in server.participants if c in size]
-            replies = server.ask(self.train, each={c: {"model": state["extractors"][self.cluster_of(server, c)]} for c in asked})
+            size = server.weights("size", server.participants)
+            replies = server.ask(self.train, each={c: {"model": state["extractors"][self.cluster_of(server, c)]} for c in size})
             moved = self.updates(server, replies)
             if number > self.after:
                 self.divide(server, moved)
