@@ -9,6 +9,7 @@ from hypothesis import settings
 
 from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic, synthetic_graphs
+from fedloom.engines.loop import Engine as Loop
 from fedloom.graph import Federation
 
 torch.set_num_threads(1)
@@ -42,3 +43,22 @@ def graph_federation() -> Federation:
 def federation(request, node_federation, graph_federation) -> Federation:
     """Both kinds of task."""
     return node_federation if request.param == "node" else graph_federation
+
+
+@pytest.fixture
+def trainings(monkeypatch):
+    """Call it, then run something: the list it gives fills with the messages and replies of every `train`."""
+
+    def watch():
+        seen, original = [], Loop.call
+
+        def call(self, phase, sent):
+            replies = original(self, phase, sent)
+            if phase == "train":
+                seen.append((sent, replies))
+            return replies
+
+        monkeypatch.setattr(Loop, "call", call)
+        return seen
+
+    return watch

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedloom.engines.loop import Engine as Loop
 from fedloom.graph import Federation
 from fedloom.learn import make_optimizer, step, weights
 from fedloom.message import flatten
@@ -28,20 +27,6 @@ def scene(federation, model="gcn-2x8", **settings):
     client, method, W = Client("0", graph, facts), FedNH(**settings), spread(graph.num_classes, 8, rng(1))
     method.setup(client, prototypes=W)
     return method, client, W
-
-
-def trainings(monkeypatch):
-    """The messages and replies of `train`, as they go by."""
-    seen, original = [], Loop.call
-
-    def call(self, phase, sent):
-        replies = original(self, phase, sent)
-        if phase == "train":
-            seen.append((sent, replies))
-        return replies
-
-    monkeypatch.setattr(Loop, "call", call)
-    return seen
 
 
 # ---- where the prototypes start ----
@@ -75,18 +60,18 @@ def test_a_step_of_the_prototypes_by_hand():
     assert torch.allclose(moved(W, toward, 0.0)[0], torch.tensor([0.0, 1.0, 0.0]))
 
 
-def test_rho_one_keeps_the_prototypes_and_less_moves_them(node_federation, monkeypatch):
+def test_rho_one_keeps_the_prototypes_and_less_moves_them(node_federation, trainings):
     for rho, same in ((1.0, True), (0.9, False)):
-        seen = trainings(monkeypatch)
+        seen = trainings()
         run("fednh", node_federation, rho=rho, **SMALL)
         first, last = (seen[k][0]["0"]["prototypes"] for k in (0, -1))
         assert torch.allclose(first, last, atol=1e-6) == same
         assert torch.allclose(last.norm(dim=1), torch.ones(3), atol=1e-6)
 
 
-def test_a_round_of_the_server_by_hand(node_federation, monkeypatch):
+def test_a_round_of_the_server_by_hand(node_federation, monkeypatch, trainings):
     """Σ_k n_k^c μ_k[c], from the clients' own models and training items."""
-    seen, clients, original = trainings(monkeypatch), {}, FedNH.train
+    seen, clients, original = trainings(), {}, FedNH.train
 
     def train(self, client, model, prototypes):
         reply = original(self, client, model, prototypes)
@@ -158,11 +143,11 @@ def test_evaluations_differ_in_whose_model_and_prototypes_they_take(node_federat
 
 
 # ---- what travels ----
-def test_the_head_stays_at_home_and_absent_classes_send_zeros(node_federation, monkeypatch):
+def test_the_head_stays_at_home_and_absent_classes_send_zeros(node_federation, trainings):
     graphs = node_federation.graphs
     kept = graphs[0].train & (graphs[0].y != 2)
     lacking = replace(graphs[0], train=kept, test=graphs[0].test | (graphs[0].train & ~kept))
-    seen = trainings(monkeypatch)
+    seen = trainings()
     result = run("fednh", replace(node_federation, graphs=(lacking, *graphs[1:]), whole=None), **SMALL)
     for _, replies in seen:
         assert (replies["0"]["directions"] != 0).any(1).tolist() == [True, True, False]
@@ -177,19 +162,19 @@ def test_a_secure_run_moves_the_prototypes_alike(node_federation):
 
 
 # ---- bad input ----
-def test_a_class_that_exists_nowhere_keeps_its_prototype(node_federation, monkeypatch):
+def test_a_class_that_exists_nowhere_keeps_its_prototype(node_federation, trainings):
     federation = Federation(tuple(replace(g, num_classes=4) for g in node_federation.graphs))
     for secure in (False, True):
-        seen = trainings(monkeypatch)
+        seen = trainings()
         run("fednh", federation, secure=secure, **SMALL)
         first, last = (seen[k][0]["0"]["prototypes"] for k in (0, -1))
         assert torch.equal(first[3], last[3])
         assert not torch.equal(first[:3], last[:3])
 
 
-def test_nobody_has_labels_then_nothing_moves(node_federation, monkeypatch):
+def test_nobody_has_labels_then_nothing_moves(node_federation, trainings):
     bare = Federation(tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs))
-    seen = trainings(monkeypatch)
+    seen = trainings()
     result = run("fednh", bare, **SMALL)
     assert torch.equal(seen[0][0]["0"]["prototypes"], result.models["server"]["prototypes"])
     for name, tensor in seen[0][0]["0"]["model"].items():

@@ -37,14 +37,6 @@ def ready(federation, number=0, **settings):
     return client, method
 
 
-def told_all(federation, monkeypatch, **settings):
-    """What every client sends in every round."""
-    seen, original = [], Loop.call
-    monkeypatch.setattr(Loop, "call", lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r)
-    result = run("fedpg", federation, **{"model": MODEL, "rounds": 3, **settings})
-    return [(sent, replies) for phase, sent, replies in seen if phase == "train"], result
-
-
 # ---- limits ----
 def test_without_hops_peers_and_sampling_it_is_fedtgp(federation):
     settings = {"model": MODEL, "rounds": 5, "server_lr": 0.05}
@@ -66,11 +58,12 @@ def test_the_first_round_is_local_and_without_pull_all_are(node_federation):
 
 
 # ---- what travels ----
-def test_traffic_is_the_formula_and_no_zero_vector_or_weight_travels(monkeypatch):
+def test_traffic_is_the_formula_and_no_zero_vector_or_weight_travels(trainings):
     # Every client has every class at every hop: then the formula's numbers are met exactly. C = 7, p = 64, H = 2, as on Cora.
     graph = synthetic(nodes=900, classes=7, features=5, degree=20, homophily=0.9, seed=0)
     federation = divide(graph, 3, "random", 0, split="60/20/20")
-    rounds, result = told_all(federation, monkeypatch, model="gcn-2x64", rounds=2)
+    rounds = trainings()
+    result = run("fedpg", federation, model="gcn-2x64", rounds=2)
     for _, replies in rounds:
         for reply in replies.values():
             assert set(reply) == {"prototypes", "present", "counts"}
@@ -81,10 +74,11 @@ def test_traffic_is_the_formula_and_no_zero_vector_or_weight_travels(monkeypatch
     assert train["scalars_down"] == 3 * (1344 + 7 * 3)  # nothing in the first round
 
 
-def test_absent_entries_are_masked_and_never_zero(node_federation, monkeypatch):
+def test_absent_entries_are_masked_and_never_zero(node_federation, trainings):
     one_class = replace(node_federation.graphs[0], train=node_federation.graphs[0].train & (node_federation.graphs[0].y == 1))
     federation = replace(node_federation, graphs=(one_class, *node_federation.graphs[1:]), whole=None)
-    rounds, _ = told_all(federation, monkeypatch)
+    rounds = trainings()
+    run("fedpg", federation, model=MODEL, rounds=3)
     for sent, replies in rounds:
         first = replies[federation.names[0]]
         assert first["present"].nonzero()[:, 0].unique().tolist() == [1]
@@ -163,8 +157,9 @@ def test_every_hop_has_its_own_attention(node_federation):
     assert not torch.allclose(method.weights_around(client, 2, z, second), 1 / second.size)
 
 
-def test_universal_prototypes_have_length_one(node_federation, monkeypatch):
-    rounds, _ = told_all(node_federation, monkeypatch, alpha=1.0)
+def test_universal_prototypes_have_length_one(node_federation, trainings):
+    rounds = trainings()
+    run("fedpg", node_federation, model=MODEL, rounds=3, alpha=1.0)
     lengths = torch.cat([m["prototypes"].norm(dim=1) for sent, _ in rounds for m in sent.values() if m])
     assert len(lengths)
     assert torch.allclose(lengths, torch.ones_like(lengths), atol=1e-5)
@@ -397,9 +392,10 @@ def test_one_client_and_a_class_that_exists_nowhere_are_no_trouble(federation):
     assert run("fedpg", alone, model=MODEL, rounds=3).summary["status"] == "completed"
 
 
-def test_when_nobody_has_a_label_nothing_travels_and_nothing_breaks(node_federation, monkeypatch):
+def test_when_nobody_has_a_label_nothing_travels_and_nothing_breaks(node_federation, trainings):
     bare = tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs)
-    rounds, result = told_all(replace(node_federation, graphs=bare, whole=None), monkeypatch)
+    rounds = trainings()
+    result = run("fedpg", replace(node_federation, graphs=bare, whole=None), model=MODEL, rounds=3)
     assert all(len(reply["prototypes"]) == 0 for _, replies in rounds for reply in replies.values())
     assert result.summary["status"] == "completed"
 

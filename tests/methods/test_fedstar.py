@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError
 from fedloom.graph import Federation, Graph
 from fedloom.learn import load_weights, weights
@@ -107,16 +106,10 @@ def test_features_do_not_enter_the_structure_channel():
     assert not torch.equal(one[:, :8], another[:, :8])
 
 
-def test_it_is_fedavg_of_the_structure_channel_and_nothing_else_travels(graph_federation, monkeypatch):
-    names, original = set(), Loop.call
-
-    def call(self, phase, sent):
-        replies = original(self, phase, sent)
-        names.update(*(flatten(m) for m in (*sent.values(), *replies.values()) if phase == "train" and m))
-        return replies
-
-    monkeypatch.setattr(Loop, "call", call)
+def test_it_is_fedavg_of_the_structure_channel_and_nothing_else_travels(graph_federation, trainings):
+    seen = trainings()
     result = run("fedstar", graph_federation, **SMALL)
+    names = {name for sent, replies in seen for message in (*sent.values(), *replies.values()) for name in flatten(message)}
     structure = {key.removeprefix("structure.") for key in result.models["0"] if key.startswith("structure.")}
     assert names == {f"model/{key}" for key in structure}
     facts, method = facts_of(graph_federation), FedStar(**QUICK)

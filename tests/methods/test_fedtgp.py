@@ -6,7 +6,6 @@ import pytest
 import torch
 from tests.methods.test_fedproto import MODEL, same
 
-from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError
 from fedloom.methods.fedtgp import Anchors, FedTGP
 from fedloom.runs import run
@@ -54,11 +53,10 @@ def test_training_the_anchors_brings_them_nearer_to_their_own_class(node_federat
     assert method.far(uploads[:3], anchors()).argmin(1).tolist() == [0, 1, 2]
 
 
-def test_only_prototypes_of_own_classes_travel(node_federation, monkeypatch):
-    seen, original = [], Loop.call
-    monkeypatch.setattr(Loop, "call", lambda self, phase, sent: seen.append((phase, r := original(self, phase, sent))) or r)
+def test_only_prototypes_of_own_classes_travel(node_federation, trainings):
+    seen = trainings()
     run("fedtgp", node_federation, model=MODEL, rounds=2)
-    replies = [reply for phase, replies in seen if phase == "train" for reply in replies.values()]
+    replies = [reply for _, replies in seen for reply in replies.values()]
     assert len(replies) == 8
     for reply in replies:
         assert set(reply) == {"prototypes", "present"}

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError
 from fedloom.graph import Federation, Graph
 from fedloom.message import flatten
@@ -33,20 +32,6 @@ def scene(federation, spec="gcn-2x8", **settings):
     method.setup(client)
     with torch.no_grad():
         return method, client, candidates(client.graph, client.state["model"].embed(client.graph), 3)
-
-
-def trainings(monkeypatch):
-    """The messages and replies of `train`, as they go by."""
-    seen, original = [], Loop.call
-
-    def call(self, phase, sent):
-        replies = original(self, phase, sent)
-        if phase == "train":
-            seen.append((sent, replies))
-        return replies
-
-    monkeypatch.setattr(Loop, "call", call)
-    return seen
 
 
 def largest_gap(one, other, owners):
@@ -220,8 +205,8 @@ def test_without_its_terms_it_is_fedavg_with_another_way_to_predict(node_federat
     assert off.history[0]["accuracy"] == plain.history[0]["accuracy"]  # no prototypes yet: the head predicts
 
 
-def test_global_evaluation_votes_with_the_new_clusters(node_federation, monkeypatch):
-    seen = trainings(monkeypatch)
+def test_global_evaluation_votes_with_the_new_clusters(node_federation, trainings):
+    seen = trainings()
     result = run("fggp", node_federation, evaluation="global", **SMALL)
     told = cluster_means(list(seen[-1][1].values()))
     net = build("gcn-2x8", 12, 3, dropout=0.0, seed=0)
@@ -235,8 +220,8 @@ def test_global_evaluation_votes_with_the_new_clusters(node_federation, monkeypa
 
 
 # ---- what travels, and bad input ----
-def test_what_travels(node_federation, monkeypatch):
-    seen = trainings(monkeypatch)
+def test_what_travels(node_federation, trainings):
+    seen = trainings()
     run("fggp", node_federation, **SMALL)
     for _, replies in seen:
         for reply in replies.values():
@@ -249,19 +234,19 @@ def test_what_travels(node_federation, monkeypatch):
     assert torch.equal(seen[1][0]["2"]["of_class"], told["of_class"])
 
 
-def test_a_client_without_labels_tells_nothing(node_federation, monkeypatch):
+def test_a_client_without_labels_tells_nothing(node_federation, trainings):
     graphs = node_federation.graphs
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
     for inductive in (False, True):
-        seen = trainings(monkeypatch)
+        seen = trainings()
         result = run("fggp", replace(node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=inductive), **SMALL)
         assert result.summary["status"] == "completed"
         assert not any(replies["0"]["present"].any() for _, replies in seen)
 
 
-def test_nobody_has_labels_then_the_head_predicts_and_nothing_is_told(node_federation, monkeypatch):
+def test_nobody_has_labels_then_the_head_predicts_and_nothing_is_told(node_federation, trainings):
     bare = Federation(tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs))
-    seen = trainings(monkeypatch)
+    seen = trainings()
     result = run("fggp", bare, **SMALL)
     assert not any("clusters" in sent["0"] for sent, _ in seen)
     assert [e["accuracy"] for e in result.history] == [e["accuracy"] for e in run("fedavg", bare, **SMALL).history]
