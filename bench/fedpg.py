@@ -70,7 +70,7 @@ def nodes(data: str, model: str, method: dict[str, Any], partition: str = "metis
 def graphs(data: str, how: dict[str, Any], method: dict[str, Any]) -> Tables:
     """A graph task; of the paper's 90 % for training a ninth validates."""
     return {
-        "data": {"dataset": data, "split": "80/10/10"}, "partition": {**how, "clients": 10}, "model": {"name": "gin-2x64", "dropout": 0.0},
+        "data": {"dataset": data.lower(), "split": "80/10/10"}, "partition": {**how, "clients": 10}, "model": {"name": "gin-2x64", "dropout": 0.0},
         "method": {"rounds": GRAPH_ROUNDS, **method}, "run": {"evaluate_every": EVERY, "auc": True},
     }  # fmt: skip
 
