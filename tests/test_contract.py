@@ -142,9 +142,9 @@ def test_clients_tell_each_other_nothing_of_features_and_labels_unless_declared(
 
     def call(self, phase, messages):
         replies = original(self, phase, messages)
-        if hasattr(getattr(cls, phase, None), "read_by"):
+        if writes := hasattr(getattr(cls, phase, None), "read_by"):
             sent.append({f"{phase} {c}/{key}": t for c, r in replies.items() for key, t in flatten(r).items()})
-        for client, reply in replies.items():
+        for client, reply in ({} if writes and cls.tells else replies).items():
             x = self.clients[client].full_graph.x
             for key, tensor in flatten(reply).items():
                 rows = tensor.reshape(-1, x.shape[1]) if tensor.dim() and tensor.shape[-1] == x.shape[1] else x[:0]
@@ -154,7 +154,7 @@ def test_clients_tell_each_other_nothing_of_features_and_labels_unless_declared(
     monkeypatch.setattr(Loop, "call", call)
     go(name, node_federation)
     if cls.tells:
-        return  # letters may depend on features and labels then; raw features travel in no case
+        return  # letters may hold, and depend on, features and labels then; no reply to the server holds a node's features in any case
     written, sent = sent, []
     rng = torch.Generator().manual_seed(0)
     others = [replace(g, x=torch.rand(g.x.shape, generator=rng), y=(g.y + 1) % g.num_classes) for g in node_federation.graphs]
