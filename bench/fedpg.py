@@ -196,7 +196,7 @@ def _traffic(found: Found) -> str:
 def _graphs(found: Found) -> str:
     rows = []
     for how in SPREADS:
-        for row in GRAPH_METHODS:
+        for row in (row for row in GRAPH_METHODS if any(f"graphs {how}, {data}: {row}" in found for data in GRAPHS)):
             given = []
             for data in GRAPHS:
                 label = f"graphs {how}, {data}: {row}"
