@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from fedloom.sparse import Sparse
 
 Task = Literal["node", "graph"]
 FLOWS = ("forward", "reversed", "both")
+WITH_LOOPS = ("sym", "row")  # the kinds of adjacency that every node is its own neighbour in
 # Below this share of non-zero entries a product with sparse features beats the dense one (bag-of-words: about 1 %).
 SPARSE_FEATURES_BELOW = 0.15
 
@@ -43,6 +44,7 @@ class Graph:
     cross_edges: Tensor = None  # type: ignore[assignment]
     batch: Tensor | None = None  # [nodes] int64, ascending: which item (graph) a node belongs to; None = items are nodes
     name: str = "graph"
+    fleeting: ClassVar[bool] = False  # whether it is seen once, so that nothing is worth keeping for the next time
     # What was worked out from this very graph (`once`). Not an argument: `replace` must never hand it to a graph with other edges.
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -251,19 +253,24 @@ def _normalised(graph: Graph, kind: str) -> Sparse:
     proper = source != target
     source, target, weight = source[proper], target[proper], weight[proper]
     n = graph.num_nodes
-    if kind in ("sym", "row"):
+    if kind in WITH_LOOPS:
         loop = torch.arange(n)
         source, target = torch.cat([source, loop]), torch.cat([target, loop])
         weight = torch.cat([weight, torch.ones(n)])
     degree = torch.zeros(n).index_add_(0, target, weight)
+    return Sparse.from_edges(target, source, scaled(kind, source, target, weight, degree), (n, n))
+
+
+def scaled(kind: str, source: Tensor, target: Tensor, weight: Tensor, degree: Tensor) -> Tensor:
+    """The entries of adjacency(kind): takes edges (with loops, for a kind in `WITH_LOOPS`), their weights, and these summed at targets."""
     if kind in ("sym", "sym-bare"):
         scale = degree.clamp(min=1e-12).rsqrt().where(degree > 0, 0.0)
-        weight = scale[target] * weight * scale[source]
-    elif kind in ("row", "mean"):
-        weight = weight / degree.where(degree != 0, 1.0)[target]
-    elif kind != "sum":
+        return scale[target] * weight * scale[source]
+    if kind in ("row", "mean"):
+        return weight / degree.where(degree != 0, 1.0)[target]
+    if kind != "sum":
         raise ValueError(f"adjacency kind {kind!r}: valid are sym, row, mean, sum, sym-bare")
-    return Sparse.from_edges(target, source, weight, (n, n))
+    return weight
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -80,14 +81,16 @@ def phase(**reply: str) -> Callable[[F], F]:
     """Marks a client-side function `(self, client, **message) -> message` and declares what it answers, tensor by tensor.
 
     A declaration is "=name" (the same names, shapes and dtypes as what was sent under `name`), "weights" (those of the client's
-    model), or "dtype[dims]" with dims from C (classes), d (features), K (clients), p (embedding width), a whole number, an int
-    field of the method, #name (the number that was sent under `name`), *name (how many are true in the answer's own bool tensor
-    `name`), or n (any length; the method must then say in `discloses` what that tells the server).
+    model), "weights:field" (those of the model that the method's setting `field` names), "factors:field" (the same, any matrix whole or
+    as the product of a thin `left` and `right`), or "dtype[dims]" with dims from C (classes), d (features), K (clients), p (embedding
+    width), a whole number, an int field of the method, #name (the number that was sent under `name`), *name (how many are true in the
+    answer's own bool tensor `name`), or n (any length; the method must then say in `discloses` what that tells the server).
     Whatever does not fit is refused at the waist, in every engine.
     """
     for name, declared in reply.items():
-        if declared != "weights" and not declared.startswith("=") and not _TENSOR.fullmatch(declared):
-            raise ValueError(f"phase: {name}={declared!r} is neither '=name', 'weights' nor 'dtype[dims]'")
+        if not _OF_MODEL.fullmatch(declared) and not declared.startswith("=") and not _TENSOR.fullmatch(declared):
+            valid = "'=name', 'weights', 'weights:field', 'factors:field' or 'dtype[dims]'"
+            raise ValueError(f"phase: {name}={declared!r} is none of {valid}")
         for counted in re.findall(r"\*([^,\]]*)", declared):
             if not reply.get(counted, "").startswith("bool["):
                 raise ValueError(f"phase: {name}={declared!r} counts what is true in {counted!r}, which has to be declared as 'bool[dims]'")
@@ -133,7 +136,7 @@ def letters(read_by: str, sealed: bool = True) -> Callable[[F], F]:
 
     def mark(function: F) -> F:
         for name, declared in function.reply.items():  # type: ignore[attr-defined]
-            if declared == "weights" or declared.startswith("=") or "#" in declared or "*" in declared:
+            if _OF_MODEL.fullmatch(declared) or declared.startswith("=") or "#" in declared or "*" in declared:
                 raise ValueError(f"letters: {name}={declared!r} depends on what a letter's reader does not know; declare 'dtype[dims]'")
         function.read_by, function.sealed = read_by, sealed  # type: ignore[attr-defined]
         return function
@@ -141,6 +144,7 @@ def letters(read_by: str, sealed: bool = True) -> Callable[[F], F]:
     return mark
 
 
+_OF_MODEL = re.compile(r"weights|(?P<form>weights|factors):(?P<field>\w+)")
 _TENSOR = re.compile(r"(?P<dtype>" + "|".join(DTYPES) + r")\[(?P<dims>[\w#*, ]*)\]")
 
 
@@ -159,8 +163,10 @@ def expected_reply(method: Method, phase: Any, message: Message, model: Schema, 
     """The schema a client's answer to `message` must have. model: the schema of its model weights. reply: the answer, if known."""
     rows: list[tuple[str, str, tuple[int, ...]]] = []
     for name, declared in phase.reply.items():
-        if declared == "weights":
-            rows += [(f"{name}/{inner}", dtype, shape) for inner, dtype, shape in model]
+        if of_model := _OF_MODEL.fullmatch(declared):
+            known = model if of_model["field"] is None else _weights_of(getattr(method, of_model["field"]), facts)
+            given = (reply or {}).get(name) if of_model["form"] == "factors" else None
+            rows += [(f"{name}/{inner}", dtype, shape) for inner, dtype, shape in _in_factors(known, given)]
         elif declared.startswith("="):
             rows += [(name + inner[len("x") :], dtype, shape) for inner, dtype, shape in schema_of({"x": message[declared[1:]]})]
         else:
@@ -168,6 +174,26 @@ def expected_reply(method: Method, phase: Any, message: Message, model: Schema, 
             assert match is not None
             dims = [d.strip() for d in match["dims"].split(",") if d.strip()]
             rows.append((name, match["dtype"], tuple(_length(method, d, message, facts, reply) for d in dims)))
+    return tuple(sorted(rows))
+
+
+@lru_cache(maxsize=64)
+def _weights_of(spec: str, facts: Facts) -> Schema:
+    return weights_schema(facts.build(spec, "server"))
+
+
+def _in_factors(known: Schema, given: Any) -> Schema:
+    """The schema of weights of which some matrices [m, n] came as [m, r] and [r, n]; never more numbers than the matrix has."""
+    rows: list[tuple[str, str, tuple[int, ...]]] = []
+    for name, dtype, shape in known:
+        came = given.get(name) if isinstance(given, dict) else None
+        if isinstance(came, dict) and len(shape) == 2:
+            left = came.get("left")
+            rank = left.shape[1] if isinstance(left, torch.Tensor) and left.dim() == 2 else 0
+            rank = min(rank, math.prod(shape) // sum(shape))
+            rows += [(f"{name}/left", dtype, (shape[0], rank)), (f"{name}/right", dtype, (rank, shape[1]))]
+        else:
+            rows.append((name, dtype, shape))
     return tuple(sorted(rows))
 
 
@@ -216,6 +242,9 @@ class Method(ABC):
         for f in fields(self):
             object.__setattr__(self, f.name, check_setting(f, getattr(self, f.name), "method"))
 
+    def check(self, facts: Facts) -> None:  # noqa: B027  (most methods work with all that the class attributes above let through)
+        """Raises a ConfigError if the method cannot work with these models and sizes."""
+
     @abstractmethod
     def run(self, server: Server) -> None:
         """The algorithm, from top to bottom. It asks for the phases it needs, `setup` among them."""
@@ -263,10 +292,10 @@ class Method(ABC):
 
 # ---- finding methods by file name ----
 def method_names() -> dict[str, str]:
-    """{name: module} of every method file that comes with fedloom."""
+    """{name: module} of every method file that comes with fedloom; a file "_name.py" holds what several methods share."""
     import fedloom.methods
 
-    return {_shown(m.name): m.name for m in pkgutil.iter_modules(fedloom.methods.__path__)}
+    return {_shown(m.name): m.name for m in pkgutil.iter_modules(fedloom.methods.__path__) if not m.name.startswith("_")}
 
 
 def _shown(module: str) -> str:

@@ -140,9 +140,11 @@ def agree_on_facts(method: Method, name: str, federation: Federation, model: str
     if secure:
         masked.require_cohort(round(rules.participation * federation.num_clients), "run.participation x partition.clients")
     auc = rules.auc or federation.num_classes == 2
-    return Facts(
+    facts = Facts(
         federation.num_features, federation.num_classes, federation.task, federation.names, dealt, dropout, rules.seed, auc, secure
     )
+    method.check(facts)
+    return facts
 
 
 def _require_cross_edges(name: str, federation: Federation) -> None:

@@ -42,7 +42,7 @@ from torch import Generator, Tensor
 
 from fedloom import models
 from fedloom.graph import Graph
-from fedloom.learn import load_weights, make_optimizer, stream_seed, weights
+from fedloom.learn import load_weights, make_optimizer, outputs, stream_seed, weights
 from fedloom.message import Message
 from fedloom.method import phase, setting
 from fedloom.methods.fedavg import FedAvg
@@ -119,7 +119,7 @@ class FGGP(FedAvg):
         suggested, C = model["candidates"], client.facts.num_classes
         h = client.state["sampler"](suggested)
         view = self.draw(suggested, scores(h, pairs_of(suggested)), client.rng("links"))
-        (z, logits), (z_second, logits_second) = (both(net, g, client.rng(noise)) for g, noise in ((batch, "dropout"), (view, "second")))
+        (z, logits), (z_second, logits_second) = (outputs(net, g, client.rng(noise)) for g, noise in ((batch, "dropout"), (view, "second")))
         label, sure = annotated(logits.detach(), batch)
         (P, present), (P_second, _) = (class_centres(each, label, sure, C) for each in (z, z_second))
         return (
@@ -218,12 +218,6 @@ def reconstruction(h: Tensor, suggested: Graph, rng: Generator) -> Tensor:
 
 
 # ---- prototypes ----
-def both(net: Model, graph: Graph, rng: Generator) -> tuple[Tensor, Tensor]:
-    """Embeddings and logits of one forward pass."""
-    z = net.embed(graph, rng)
-    return z, net.head(z, graph, rng)
-
-
 def annotated(logits: Tensor, graph: Graph) -> tuple[Tensor, Tensor]:
     """ŷ and a of all nodes."""
     sure, label = logits.softmax(1).max(1)

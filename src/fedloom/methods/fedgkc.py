@@ -1,0 +1,172 @@
+"""FedGKC: own models of any architecture and a common copilot teach each other; the surer a client's copilot, the more it counts.
+
+Wu, Li et al.: "Toward Model-centric Heterogeneous Federated Graph Learning: A Knowledge-driven Approach", arXiv 2501.12624, Algorithm 1.
+
+What travels, per client and round:
+    down  copilot            θ, the weights of the common model
+    up    volume, power      n_k and P_k
+    down  volume, power      their sums over the clients
+    up    update             w_k (θ_k − θ), what the client adds to the common model
+
+    L_neigh(t → u) = 1/Q Σ_i Σ_{j ∈ N(i) ∪ {i}} KL(softmax z^t_j ‖ softmax z^u_i)                              Eq. 1    `neighbourly`
+    copilot:    min α CE + β L_neigh(own → copilot) + (1 − α − β) KL(P ‖ P_c)                                   Eq. 2    `losses`
+    own model:  min α CE + β L_neigh(copilot → own) + (1 − α − β) KL(P_c ‖ P) + w L_self                        Eq. 3
+    L_self = mean (z^weak − z^strong)² + KL(P^weak ‖ P^strong), two views drawn anew in every step              Eq. 4, 5 `itself`
+    P_k = mean_i strength_i + clarity_i, of the trained copilot's probabilities p_i over all nodes              Eq. 6-9  `assurance`
+        strength_i = max_c p_ic,   clarity_i = (max p_i − Σ others) / (C − 1) − λ mean_{j ∈ N(i)} cos(p_i, p_j)
+    w_k = (1 − κ) n_k / Σ n + κ P_k / Σ P,   θ ← Σ_k w_k θ_k                                                    Eq. 10-12 `share`, `run`
+
+The server needs sums alone: first those of n_k and P_k, from which every client works out its own w_k, then that of the weighted changes.
+So it runs under `--secure`, where the server sees no client's copilot, size or assurance. Since θ + Σ w_k (θ_k − θ) = Σ w_k θ_k, a client
+that is lost between the two sums takes its part of the change with it and nothing of the model. Own models are what is evaluated.
+The neighbourly loss is one sparse product: Σ_j KL(a_j ‖ b_i) = Σ_j a_j·log a_j − (Σ_j a_j)·log b_i. An edge of weight w counts w times.
+
+Stated behaviour. An isolated node has no smoothness term, and itself alone in the neighbourly loss. A client without labelled nodes trains
+nothing and still votes by its size. P_k < 0, as uniform predictions give, counts as 0; if no P_k is above 0, volumes alone weigh.
+
+Departures. Q counts the pairs (i, j) (`norm`; the paper's count of nodes makes the loss grow with the degree). U_i, which the paper leaves
+undefined, is {i}. The weak view teaches the strong one, gets no gradient (`symmetric`: both learn) and is seen without dropout. The views'
+rates, which the paper does not give, are FGSSL's. The paper's ½ is κ. `mean_others` reads the bracket as max p_i − (mean of the others).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedloom import models
+from fedloom.errors import ConfigError
+from fedloom.graph import Graph
+from fedloom.learn import load_weights, outputs, weights
+from fedloom.message import Message, tree_map
+from fedloom.method import phase, setting, summed
+from fedloom.methods._copilot import Outputs, WithCopilot, divergence
+from fedloom.party import Client, Facts, Server
+from fedloom.views import thinned
+
+
+@dataclass(frozen=True)
+class FedGKC(WithCopilot):
+    """Mutual and self-distillation, and a mean that knows who is sure."""
+
+    alpha: float = setting(0.6, "α, weight of the cross-entropy in both models' losses", at_least=0, at_most=1)
+    beta: float = setting(0.2, "β, weight of the neighbourly loss; what α and β leave is the logits'", at_least=0, at_most=1)
+    norm: str = setting("pairs", "Q, what the neighbourly loss is a mean over", choices=("pairs", "nodes"))
+    self_weight: float = setting(1.0, "w, weight of the self-distillation", at_least=0)
+    symmetric: bool = setting(False, "whether the weak view learns from the strong one too")
+    weak_edges: float = setting(0.3, "share of edges that the weak view drops", at_least=0, at_most=1)
+    weak_columns: float = setting(0.3, "share of feature columns that the weak view masks", at_least=0, at_most=1)
+    strong_edges: float = setting(0.8, "share of edges that the strong view drops", at_least=0, at_most=1)
+    strong_columns: float = setting(0.5, "share of feature columns that the strong view masks", at_least=0, at_most=1)
+    kappa: float = setting(0.5, "κ, say of the assurance in a client's weight; the rest is its volume's", at_least=0, at_most=1)
+    strength: bool = setting(True, "whether strength is part of the assurance")
+    clarity: bool = setting(True, "whether the distance between classes is part of the assurance")
+    lam: float = setting(0.1, "λ, weight of the likeness to neighbours in the assurance", at_least=0)
+    mean_others: bool = setting(False, "the distance between classes is to the mean of the others")
+    volume: str = setting("nodes", "n_k, what a client's volume counts", choices=("nodes", "train"))
+
+    tasks: ClassVar[tuple[str, ...]] = ("node",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alpha + self.beta > 1 + 1e-9:
+            raise ConfigError(
+                f"method.alpha + method.beta is {self.alpha + self.beta:g}, must be at most 1: the logits' weight is what is left"
+            )
+
+    def check(self, facts: Facts) -> None:
+        """The neighbourly loss compares embeddings, so they must be equally wide."""
+        width = models.parse(self.copilot).width
+        for spec in facts.models if self.beta else ():
+            if models.parse(spec).width != width:
+                raise ConfigError(
+                    f"method.copilot: {self.copilot!r} has embeddings {width} wide, model {spec!r} has {models.parse(spec).width}; "
+                    "they must be equal, or method.beta = 0"
+                )
+
+    # ---- the client's side ----
+    @summed
+    @phase(volume="int64[]", power="float32[]")
+    def train(self, client: Client, copilot: Message) -> Message:  # type: ignore[override]
+        """E local epochs of both models; then n_k and P_k."""
+        net, graph = client.state["copilot"], client.graph
+        load_weights(net, copilot)
+        self.descend(client, client.state["model"])
+        with torch.no_grad():
+            power = self.assurance(net(graph).softmax(1), graph).clamp(min=0)
+        volume = torch.tensor(graph.num_nodes) if self.volume == "nodes" else graph.train.sum()
+        client.memory["round"] = {"copilot": copilot, "volume": volume, "power": power}
+        return {"volume": volume, "power": power}
+
+    @summed
+    @phase(update="weights:copilot")
+    def contribute(self, client: Client, volume: Tensor, power: Tensor) -> Message:
+        """The client's share of the common model's change; nothing, if the round's training did not reach it."""
+        trained = weights(client.state["copilot"])
+        mine = client.memory.pop("round", {"copilot": trained, "volume": torch.tensor(0), "power": torch.tensor(0.0)})
+        w = self.share(mine["volume"], mine["power"], volume, power)
+        return {"update": tree_map(lambda new, old: w * (new - old), trained, mine["copilot"])}
+
+    def losses(self, client: Client, batch: Graph, own: Outputs, copilot: Outputs) -> tuple[Tensor, Tensor]:
+        """Eq. 2 and 3 with 5: what the own model and the copilot minimise."""
+
+        def learning(student: Outputs, teacher: Outputs) -> Tensor:
+            loss = self.alpha * client.loss(student[1], batch)
+            if self.beta:
+                loss = loss + self.beta * self.neighbourly(batch, teacher[0], student[0])
+            return loss + (1 - self.alpha - self.beta) * self.taught(batch, teacher[1], student[1])
+
+        of_own, of_copilot = learning(own, copilot), learning(copilot, own)
+        return of_own + self.self_weight * self.itself(client, batch) if self.self_weight else of_own, of_copilot
+
+    def neighbourly(self, graph: Graph, teacher: Tensor, student: Tensor) -> Tensor:
+        """Eq. 1, of embeddings [nodes, p]: every node learns from the teacher's view of its neighbours and of itself."""
+        log_a, log_b = teacher.detach().log_softmax(1), student.log_softmax(1)
+        a, adjacency = log_a.exp(), graph.adjacency("sum")
+        told = torch.cat([a, (a * log_a).sum(1, keepdim=True)], 1)
+        gathered = adjacency @ told + told
+        pairs = adjacency.values.sum() + len(a) if self.norm == "pairs" else len(a)
+        return (gathered[:, -1].sum() - (gathered[:, :-1] * log_b).sum()) / pairs
+
+    def itself(self, client: Client, batch: Graph) -> Tensor:
+        """Eq. 4: what the own model says of a weak view, and should say of a strong one."""
+        net, rng, noise = client.state["model"], client.rng("views"), client.rng("views' dropout")
+        weak = thinned(batch, self.weak_edges, self.weak_columns, rng)
+        strong = thinned(batch, self.strong_edges, self.strong_columns, rng)
+        z_strong, strong_logits = outputs(net, strong, noise)
+        with torch.set_grad_enabled(self.symmetric):
+            z_weak, weak_logits = outputs(net, weak)
+        loss = F.mse_loss(z_strong, z_weak) + divergence(weak_logits, strong_logits)
+        return loss + divergence(strong_logits, weak_logits) if self.symmetric else loss
+
+    def assurance(self, p: Tensor, graph: Graph) -> Tensor:
+        """P_k of class probabilities [nodes, C]."""
+        top, others = p.max(1).values, max(p.shape[1] - 1, 1)
+        total = torch.zeros(len(p))
+        if self.strength:
+            total += top
+        if self.clarity:
+            total += top - (1 - top) / others if self.mean_others else (2 * top - 1) / others
+        if self.lam:
+            unit = F.normalize(p)
+            total -= self.lam * (unit * graph.propagate(unit, "mean")).sum(1)
+        return total.mean()
+
+    def share(self, volume: Tensor, power: Tensor, all_volume: Tensor, all_power: Tensor) -> Tensor:
+        """w_k from a client's n_k and P_k and everybody's; nobody sure: volumes alone."""
+        kappa = self.kappa if all_power > 0 else 0.0
+        return (1 - kappa) * volume / all_volume.clamp(min=1) + kappa * power / all_power.where(all_power > 0, 1.0)
+
+    # ---- the server's side ----
+    def run(self, server: Server) -> None:
+        """Algorithm 1, in two sums a round."""
+        server.ask(self.setup)
+        state = server.state
+        state["model"] = self.first_copilot(server)
+        for _ in server.rounds(self.rounds):
+            everybody = server.sum(self.train, copilot=state["model"])
+            change = server.sum(self.contribute, **everybody)["update"]
+            state["model"] = tree_map(torch.add, state["model"], change)
+            server.evaluate()

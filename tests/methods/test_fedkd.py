@@ -1,0 +1,125 @@
+"""FedKD: its losses by hand, factors that keep what they say, and the traffic that is left."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.methods.test_fml import client_of
+
+from fedloom.errors import MessageError
+from fedloom.learn import outputs
+from fedloom.message import check, flatten
+from fedloom.method import expected_reply
+from fedloom.methods._copilot import divergence
+from fedloom.methods.fedkd import FedKD, compressed, restored
+from fedloom.party import Facts
+from fedloom.runs import run
+
+MODEL = "gcn-2x8"
+QUICK = {"copilot": "gcn-2x8", "start": 0.6, "end": 0.8}
+OTHER = {"copilot": "sgc-2x8"}
+
+
+def test_both_losses_by_hand(node_federation):
+    method = FedKD(copilot="gcn-2x8")
+    client = client_of(node_federation, method, ("sage-2x12",))
+    graph = client.graph
+    own, copilot = (outputs(client.state[which], graph) for which in ("model", "copilot"))
+    mapped = copilot[0] @ client.state["map"].weight.T
+    ce, ce_c = client.loss(own[1], graph), client.loss(copilot[1], graph)
+    hidden = ((own[0] - mapped) ** 2).sum(1).mean() / 12
+    of_own, of_copilot = method.losses(client, graph, own, copilot)
+    assert torch.isclose(of_own, ce + (divergence(copilot[1], own[1]) + hidden) / (ce + ce_c), atol=1e-6)
+    assert torch.isclose(of_copilot, ce_c + (divergence(own[1], copilot[1]) + hidden) / (ce + ce_c), atol=1e-6)
+    of_own.backward()
+    assert client.state["copilot"].layers[0].weight.grad is None
+    assert client.state["map"].weight.grad is None
+    client.state["model"].zero_grad()
+    of_copilot.backward()
+    assert client.state["model"].layers[0].weight.grad is None
+    assert client.state["map"].weight.grad.abs().sum() > 0
+
+
+def matrix(m, n, rank, seed):
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(m, rank, generator=rng) @ torch.randn(rank, n, generator=rng)
+
+
+@given(st.integers(2, 40), st.integers(2, 40), st.integers(1, 5), st.floats(0.3, 1.0), st.integers(0, 99))
+def test_factors_keep_at_least_the_energy_and_no_rank_less_would(m, n, rank, energy, seed):
+    whole = matrix(m, n, rank, seed)
+    given_back = compressed({"w": whole, "b": torch.ones(3)}, energy)
+    near = restored(given_back)
+    assert torch.equal(near["b"], torch.ones(3))
+    lost = float((whole - near["w"]).square().sum() / whole.square().sum())
+    assert lost <= 1 - energy + 1e-4
+    if isinstance(given_back["w"], dict):
+        r = given_back["w"]["left"].shape[1]
+        assert r * (m + n) < m * n
+        squares = torch.linalg.svdvals(whole.double()).square()
+        assert squares[: r - 1].sum() < energy * squares.sum()
+        assert lost == pytest.approx(float(squares[r:].sum() / squares.sum()), abs=1e-4)
+    else:
+        assert torch.equal(given_back["w"], whole)
+
+
+def test_a_change_of_nothing_costs_nothing():
+    nothing = compressed({"w": torch.zeros(9, 5)}, 0.95)
+    assert sum(t.numel() for t in flatten(nothing).values()) == 0
+    assert torch.equal(restored(nothing)["w"], torch.zeros(9, 5))
+
+
+def test_the_ledger_books_the_factors(node_federation, trainings):
+    seen = trainings()
+    result = run("fedkd", node_federation, model="gcn-2x8,sage-2x8", rounds=4, copilot="gcn-2x32", start=0.7, end=0.7)
+    full = 12 * 32 + 32 + 32 * 3 + 3
+    sizes = [[sum(t.numel() for t in flatten(r).values()) for r in replies.values()] for _, replies in seen]
+    assert all(size < full for round_ in sizes for size in round_)
+    assert result.traffic["phases"]["train"]["scalars_up"] == sum(map(sum, sizes))
+    (first, _), *later = seen
+    assert all("copilot" in sent for sent in first.values())
+    assert all("copilot" not in sent and "update" in sent for sent_to_all, _ in later for sent in sent_to_all.values())
+
+
+def test_all_energy_sends_no_more_than_the_weights_and_loses_nothing(node_federation, trainings):
+    seen = trainings()
+    result = run("fedkd", node_federation, model=MODEL, rounds=3, copilot="gcn-2x8", start=1.0, end=1.0)
+    full = 12 * 8 + 8 + 8 * 3 + 3
+    sent, replies = seen[-1]
+    assert all(sum(t.numel() for t in flatten(r).values()) <= full for r in replies.values())
+    # What the server has now is what it had, as the clients know it, and the mean of what they told.
+    size = {c: g.num_nodes for c, g in zip(node_federation.names, node_federation.graphs, strict=True)}
+    change = sum(size[c] * restored(r["update"])["layers.0.weight"] for c, r in replies.items()) / sum(size.values())
+    before = seen[0][0]["0"]["copilot"]["layers.0.weight"] + sum(restored(s["0"]["update"])["layers.0.weight"] for s, _ in seen[1:])
+    assert torch.allclose(result.models["server"]["layers.0.weight"], before + change, atol=1e-5)
+    assert sent.keys() == size.keys()
+
+
+def test_clients_and_server_hold_the_same_copilot_and_who_missed_a_round_gets_it_whole(node_federation, trainings):
+    seen = trainings()
+    run("fedkd", node_federation, model=MODEL, rounds=8, participation=0.5, seed=3, **QUICK)
+    took = [set(sent) for sent, _ in seen]
+    for t, (sent, _) in enumerate(seen):
+        for client, message in sent.items():
+            assert ("copilot" in message) == (t == 0 or client not in took[t - 1])
+    assert any("update" in message for sent, _ in seen for message in sent.values())
+    assert any("copilot" in message for sent, _ in seen[1:] for message in sent.values())
+
+
+def test_energy_goes_from_start_to_end(node_federation, trainings):
+    seen = trainings()
+    run("fedkd", node_federation, model=MODEL, rounds=5, copilot="gcn-2x8", start=0.5, end=0.9)
+    told = [float(next(iter(sent.values()))["energy"]) for sent, _ in seen]
+    assert told == pytest.approx([0.5, 0.6, 0.7, 0.8, 0.9])
+
+
+def test_factors_larger_than_the_matrix_are_refused():
+    facts = Facts(12, 3, "node", ("0",), (MODEL,))
+    method = FedKD(copilot="gcn-2x8")
+    fat = {"layers.0.weight": {"left": torch.ones(12, 7), "right": torch.ones(7, 8)}}
+    rows = {name: shape for name, _, shape in expected_reply(method, method.train, {}, (), facts, {"update": fat})}
+    assert rows["update/layers.0.weight/left"] == (12, 4)
+    assert rows["update/layers.0.bias"] == (8,)
+    expected = expected_reply(method, method.train, {}, (), facts, {"update": fat})
+    with pytest.raises(MessageError):
+        check({"update": fat}, expected, "client '0'")
