@@ -3,18 +3,12 @@
 python bench/fedpg.py docs/results.md [--only nodes] [--skip physics]      (75 minutes on two quiet cores; runs/fedpg.jsonl keeps runs)
 """
 
-import argparse
-import json
-from collections.abc import Iterable
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from sweep import paired, put_between, spread, sweep, verdict
+from sweep import Found, Tables, average, make_tables, markdown, paired, scores_of, spread, verdict
 
 SEEDS = 3
-Tables = dict[str, dict[str, Any]]
-Found = dict[str, list[dict[str, Any]]]
 DATASETS = ("cora", "citeseer", "pubmed", "computers", "physics")
 FIVE = "gcn-2x64,gin-2x64,sage-2x64,sgc-2x64,gcnii-2x64"
 MODELS = {"GAMLP": "gamlp-3x64", "GCN": "gcn-2x64", "five": FIVE}
@@ -97,44 +91,6 @@ def cells() -> dict[str, Tables]:
     return found
 
 
-def main() -> None:
-    """Runs what has not been run yet, writes the Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", type=Path)
-    parser.add_argument("--only", help="run the cells whose names begin with this text, and write nothing")
-    parser.add_argument("--skip", action="append", default=[], help="leave out the cells whose names contain this text")
-    asked = parser.parse_args()
-    recipes = {k: v for k, v in cells().items() if k.startswith(asked.only or "") and not any(text in k for text in asked.skip)}
-
-    def tell(label: str, seed: int, s: dict[str, Any]) -> None:
-        print(f"{label}, seed {seed}: {s['seconds']['total']:.0f} s", flush=True)
-
-    found = sweep(recipes, SEEDS, tell, Path("runs/fedpg.jsonl"))
-    if asked.only:
-        return
-    lines = [f"{json.dumps(label)}: {json.dumps([_short(s) for s in runs])}" for label, runs in found.items()]
-    asked.target.with_name("results-fedpg.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    for mark, text in (
-        ("fedpg-nodes", _nodes(found)), ("fedpg-paired", _paired(found)), ("fedpg-parts", _parts(found)), ("fedpg-around", _around(found)),
-        ("fedpg-traffic", _traffic(found)), ("fedpg-graphs", _graphs(found)),
-    ):  # fmt: skip
-        put_between(asked.target, mark, text)
-
-
-def _markdown(head: list[str], rows: Iterable[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows]) + "\n"
-
-
-def _of(found: Found, label: str, key: str = "accuracy") -> list[float | None]:
-    return [s[key] for s in found.get(label, [])]
-
-
-def _average(found: Found, labels: list[str]) -> str:
-    values = [v for label in labels for v in _of(found, label)]
-    complete = all(label in found for label in labels) and None not in values
-    return f"{100 * mean(v for v in values if v is not None):.2f}" if complete else "-"
-
-
 def _nodes(found: Found) -> str:
     rows = []
     for kind in MODELS:
@@ -142,9 +98,9 @@ def _nodes(found: Found) -> str:
             labels = [f"nodes {kind}, {data}: {row}" for data in DATASETS]
             if any(label in found for label in labels):
                 paper = PAPER.get(row) if kind == "GAMLP" else None
-                given = [spread(_of(found, label)) + (f" *{paper[k]}*" if paper else "") for k, label in enumerate(labels)]
-                rows.append([kind, row, *given, _average(found, labels)])
-    return _markdown(["models", "accuracy, paper's in italics", *DATASETS, "mean"], rows)
+                given = [spread(scores_of(found, label)) + (f" *{paper[k]}*" if paper else "") for k, label in enumerate(labels)]
+                rows.append([kind, row, *given, average(found, labels)])
+    return markdown(["models", "accuracy, paper's in italics", *DATASETS, "mean"], rows)
 
 
 def _paired(found: Found) -> str:
@@ -155,17 +111,17 @@ def _paired(found: Found) -> str:
             known = [paired(found[ours], found[theirs]) for ours, theirs in pairs if ours in found and theirs in found]
             if known:
                 rows.append([kind, row, str(len(known)), verdict([d for differences in known for d in differences])])
-    return _markdown(["models", "FedPG less", "datasets", "points over seeds and clients"], rows)
+    return markdown(["models", "FedPG less", "datasets", "points over seeds and clients"], rows)
 
 
 def _parts(found: Found) -> str:
     rows = []
     for row in PARTS:
         labels = {data: f"parts, {data}: {row}" for data in PARTS_ON}
-        given = [f"{spread(_of(found, label))} ({spread(_of(found, label, 'val_accuracy'))})" for label in labels.values()]
+        given = [f"{spread(scores_of(found, label))} ({spread(scores_of(found, label, 'val_accuracy'))})" for label in labels.values()]
         known = [paired(found[label], found[f"parts, {data}: FedPG"]) for data, label in labels.items() if label in found]
         rows.append([row, *given, verdict([d for ds in known for d in ds]) if row != "FedPG" and known else "-"])
-    return _markdown(["GAMLP, test (validation)", *PARTS_ON, "less FedPG, points over seeds and clients"], rows)
+    return markdown(["GAMLP, test (validation)", *PARTS_ON, "less FedPG, points over seeds and clients"], rows)
 
 
 def _around(found: Found) -> str:
@@ -174,8 +130,8 @@ def _around(found: Found) -> str:
         labels = [f"{'around' if row in AROUND else 'nodes GCN'}, {data}: {row}" for data in AROUND_ON]
         one = found.get(labels[0], [None])[0]
         seconds = "-" if one is None else f"{mean(s['seconds']['total'] for s in found[labels[0]]):.0f}"
-        rows.append([row, *(spread(_of(found, label)) for label in labels), seconds])
-    return _markdown(["GCN", *AROUND_ON, "seconds on Cora"], rows)
+        rows.append([row, *(spread(scores_of(found, label)) for label in labels), seconds])
+    return markdown(["GCN", *AROUND_ON, "seconds on Cora"], rows)
 
 
 def _traffic(found: Found) -> str:
@@ -188,9 +144,7 @@ def _traffic(found: Found) -> str:
             fewer = f"{base / sent:,.0f}" if base and sent else "-"
             seconds = mean(s["seconds"]["total"] for s in runs)
             rows.append([row, spread([s["accuracy"] for s in runs]), f"{sent:,.0f}", fewer, f"{seconds:.0f}"])
-    return _markdown(
-        ["Physics, Louvain, 10 clients, GCN", "accuracy", "scalars up a client and round", "FedAvg's over it", "seconds"], rows
-    )
+    return markdown(["Physics, Louvain, 10 clients, GCN", "accuracy", "scalars up a client and round", "FedAvg's over it", "seconds"], rows)
 
 
 def _graphs(found: Found) -> str:
@@ -203,17 +157,16 @@ def _graphs(found: Found) -> str:
                 paper = PAPER_GRAPHS.get(row, {}).get(data)
                 for key, at in (("accuracy", 1 if how == "iid" else 0), ("auc", 2)):
                     said = f" *{paper[at]}*" if paper and not (key == "auc" and how != "iid") else ""
-                    given.append(spread(_of(found, label, key)) + said)
+                    given.append(spread(scores_of(found, label, key)) + said)
             rows.append([how, row, *given])
     head = [f"{data}, {key}" for data in GRAPHS for key in ("ACC", "AUC")]
-    return _markdown(["split", "paper's in italics", *head], rows)
+    return markdown(["split", "paper's in italics", *head], rows)
 
 
-def _short(s: dict[str, Any]) -> dict[str, Any]:
-    keys = ("method", "seed", "accuracy", "auc", "final_accuracy", "val_accuracy", "best_round", "history_hash")
-    per_client = [round(c["accuracy"], 4) if c["accuracy"] is not None else None for c in s["per_client"]]
-    return {**{k: s[k] for k in keys}, "per_client": per_client, "seconds": s["seconds"]["total"], "settings": s["config"]["method"]}
-
+SECTIONS = {
+    "fedpg-nodes": _nodes, "fedpg-paired": _paired, "fedpg-parts": _parts, "fedpg-around": _around, "fedpg-traffic": _traffic,
+    "fedpg-graphs": _graphs,
+}  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    make_tables(str(__doc__), "fedpg", cells(), SEEDS, SECTIONS)

@@ -1,10 +1,11 @@
-"""Runs recipes over seeds, two at a time, one thread each."""
+"""Runs recipes over seeds, two at a time, one thread each; and what the files that make tables of such runs have in common."""
 
+import argparse
 import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,8 @@ from fedloom.method import method_class
 from fedloom.recipe import make_recipe, override
 
 Cell = tuple[str, int]  # (label, seed)
+Tables = dict[str, dict[str, Any]]  # a recipe
+Found = dict[str, list[dict[str, Any]]]  # {label: summaries by seed}
 
 
 def run_one(tables: dict[str, dict[str, Any]], seed: int) -> dict[str, Any]:
@@ -27,20 +30,25 @@ def run_one(tables: dict[str, dict[str, Any]], seed: int) -> dict[str, Any]:
 
 
 def sweep(
-    recipes: Mapping[str, dict[str, dict[str, Any]]],
+    recipes: Mapping[str, Tables],
     seeds: int,
     report: Callable[[str, int, dict[str, Any]], None],
     kept: Path | None = None,
-) -> dict[str, list[dict[str, Any]]]:
+    run: bool = True,
+) -> Found:
     """Takes {label: tables}, runs each with seeds 0 .. seeds-1, gives {label: summaries by seed}; `report` hears of each as it ends.
 
     kept: a file of finished runs, a line each. What is in it with the same tables, seed and code is not run again.
+    run: False gives what is kept of all seeds, and runs nothing.
     """
     done: dict[Cell, dict[str, Any]] = {}
     known = {(line["tables"], line["seed"]): line["summary"] for line in map(json.loads, _lines(kept))}
     as_text = {label: json.dumps([_code(tables["method"]["name"]), tables], sort_keys=True) for label, tables in recipes.items()}
     wanted = [(label, seed) for seed in range(seeds) for label in recipes]  # seeds outermost: soon every label has a number
     done |= {cell: known[as_text[cell[0]], cell[1]] for cell in wanted if (as_text[cell[0]], cell[1]) in known}
+    if not run:
+        recipes = {label: tables for label, tables in recipes.items() if all((label, seed) in done for seed in range(seeds))}
+        return {label: [done[label, seed] for seed in range(seeds)] for label in recipes}
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         jobs = {pool.submit(run_one, recipes[label], seed): (label, seed) for label, seed in wanted if (label, seed) not in done}
         for job in as_completed(jobs):
@@ -58,7 +66,7 @@ def sweep(
 def _code(method: str) -> str:
     """A digest of the modules that a method's numbers depend on: data, graphs, models, learning, its own file and its parents'."""
     root = Path(fedloom.__file__).parent
-    names = ("graph", "sparse", "models", "learn", "task", "party", "method", "hops", "structure", "prototypes")
+    names = ("graph", "sparse", "models", "learn", "task", "party", "method", "hops", "structure", "prototypes", "views")
     files = [root / f"{name}.py" for name in names] + sorted(root.glob("data/*.py"))
     files += [Path(inspect.getfile(cls)) for cls in method_class(method).__mro__ if cls.__module__.startswith("fedloom.methods.")]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
@@ -66,6 +74,55 @@ def _code(method: str) -> str:
 
 def _lines(path: Path | None) -> list[str]:
     return path.read_text().splitlines() if path and path.exists() else []
+
+
+def make_tables(about: str, name: str, cells: dict[str, Tables], seeds: int, sections: Mapping[str, Callable[[Found], str]]) -> None:
+    """The command of a file that fills tables in a Markdown file: runs what is not in runs/NAME.jsonl, then writes each section's text.
+
+    about: the file's docstring. cells: {label: recipe}, the most wanted first. sections: {mark in the Markdown: what makes its text}.
+    Beside the Markdown file goes results-NAME.json, with what the tables were made of.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--only", help="run the cells whose names begin with this text, and write nothing")
+    parser.add_argument("--skip", action="append", default=[], help="leave out the cells whose names contain this text")
+    parser.add_argument("--write", action="store_true", help="run nothing: write what has been run")
+    asked = parser.parse_args()
+    recipes = {k: v for k, v in cells.items() if k.startswith(asked.only or "") and not any(text in k for text in asked.skip)}
+
+    def tell(label: str, seed: int, s: dict[str, Any]) -> None:
+        print(f"{label}, seed {seed}: {s['seconds']['total']:.0f} s", flush=True)
+
+    found = sweep(recipes, seeds, tell, Path(f"runs/{name}.jsonl"), run=not asked.write)
+    if asked.only:
+        return
+    lines = [f"{json.dumps(label)}: {json.dumps([_short(s) for s in runs])}" for label, runs in found.items()]
+    asked.target.with_name(f"results-{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    for mark, text in sections.items():
+        put_between(asked.target, mark, text(found))
+
+
+def _short(s: dict[str, Any]) -> dict[str, Any]:
+    keys = ("method", "seed", "accuracy", "accuracy_mean", "auc", "final_accuracy", "val_accuracy", "best_round", "history_hash")
+    per_client = [round(c["accuracy"], 4) if c["accuracy"] is not None else None for c in s["per_client"]]
+    return {**{k: s[k] for k in keys}, "per_client": per_client, "seconds": s["seconds"]["total"], "settings": s["config"]["method"]}
+
+
+def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows]) + "\n"
+
+
+def scores_of(found: Found, label: str, key: str = "accuracy") -> list[float | None]:
+    """A label's scores by seed; empty if it was not run."""
+    return [s[key] for s in found.get(label, [])]
+
+
+def average(found: Found, labels: list[str], key: str = "accuracy") -> str:
+    """The mean over labels and seeds in percent, "-" if one is missing."""
+    values = [v for label in labels for v in scores_of(found, label, key)]
+    complete = all(label in found for label in labels) and None not in values
+    return f"{100 * mean(v for v in values if v is not None):.2f}" if complete else "-"
 
 
 def put_between(target: Path, mark: str, text: str) -> None:

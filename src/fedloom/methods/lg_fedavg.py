@@ -1,0 +1,65 @@
+"""LG-FedAvg: clients keep their extractors to themselves and share the head; any architecture at each client.
+
+Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency: "Think Locally, Act Globally: Federated Learning with Local and Global
+Representations", 2020, Algorithm 1.
+
+What travels, per client (C classes, p the embedding's width):
+    once     up    size      number of local items n_k
+    a round  down  head      θ^g, the mean head                              pC + C numbers, if it is linear
+             up    head      θ_k^g, the head after E local epochs            pC + C numbers
+
+    θ_k^l, θ_k^g ← E steps down the gradient of CE on the client's training items, from θ_k^l and θ^g       `train`, Local's `objective`
+    θ^g ← Σ_k (n_k / Σ n) θ_k^g                                                                             `run`
+
+The extractor θ_k^l never travels. Heads must agree in shape: they do if all models are the same, and for any architectures of one width
+with +linear; in a graph task every head is linear. The server needs means alone. One client trains as in Local, but for its first head.
+
+Departures. The paper's clients may add losses of their own on the representation (self-supervised, adversarial); here they have the task's.
+The authors' code begins from a model that FedAvg has trained before; here both parts begin untrained, as in the benchmarks that compare
+with it. It lets clients count alike, here they count by n_k as everywhere in this package. For a client that is new the paper predicts with
+all clients' models together; here there are none.
+"""
+
+from dataclasses import dataclass
+
+from fedloom.errors import ConfigError
+from fedloom.learn import load_weights, weights
+from fedloom.message import Message
+from fedloom.method import averaged, phase, weights_schema
+from fedloom.methods.local import Local
+from fedloom.party import Client, Facts, Server
+
+
+@dataclass(frozen=True)
+class LGFedAvg(Local):
+    """Local training under a common head."""
+
+    @averaged(by="size")
+    @phase(head="=head")
+    def train(self, client: Client, head: Message) -> Message:  # type: ignore[override]
+        """E local epochs from the client's own extractor and the mean head."""
+        net = client.state["model"]
+        load_weights(net.classifier, head)
+        self.descend(client, net)
+        return {"head": weights(net.classifier)}
+
+    def run(self, server: Server) -> None:
+        """Algorithm 1."""
+        head = first_head(server.facts)
+        server.ask(self.setup)
+        state = server.state
+        state["head"] = head
+        for _ in server.rounds(self.rounds):
+            state["head"] = server.mean(self.train, head=state["head"])["head"]
+            server.evaluate()
+
+
+def first_head(facts: Facts) -> Message:
+    """An untrained head that fits every client's model, or a ConfigError if there is none."""
+    heads = {spec: facts.build(spec, "server").classifier for spec in sorted(set(facts.models))}
+    if len({weights_schema(head) for head in heads.values()}) > 1:
+        raise ConfigError(
+            f"model: lg-fedavg averages heads, and those of {', '.join(heads)} differ in shape; "
+            "give all models the same width and '+linear', e.g. 'gcn-2x64+linear,gat-2x64+linear'"
+        )
+    return weights(next(iter(heads.values())))
