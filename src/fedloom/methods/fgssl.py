@@ -1,0 +1,124 @@
+"""FGSSL: clients follow the global model in where classes lie and in which neighbours are alike, each looking at a thinned graph.
+
+Huang, Wan, Ye, Du: "Federated Graph Semantic and Structural Learning", IJCAI 2023.
+
+What travels: as in FedAvg.
+
+    G_w, G_s = the graph with few and with many of its edges and feature columns missing, drawn at every step        `views.thinned`
+    z, f = embeddings and logits of the model that trains, on G_s;   z°, f° = those of the downloaded model, on G_w  `objective`
+    L_c = mean_i −mean_{j: y_j = y_i} log e^{cos(z_i, z°_j)/τ} / Σ_j e^{cos(z_i, z°_j)/τ},  i and j training nodes   `contrast`
+    q_i = softmax over i's neighbours j of cos(f_i, f_j)/ω,   q°_i = that of f°                                      `neighbour_odds`
+    L_d = mean of KL(q°_i ‖ q_i) over the nodes that have neighbours                                                 `structure`
+    min CE on the graph itself + λ_c L_c + λ_d L_d                                                                   `objective`
+
+Neighbours are those of the whole graph, also where a view lacks the edge. L_d takes memory for a row of logits an edge, L_c for `ROWS`
+rows of training nodes × training nodes. With a single class L_c only asks that its nodes be equally near; without edges L_d is 0.
+
+Beside the authors' code: L_c is as there (a node is its own positive, too). For L_d it compares sharpened class probabilities, of the ten
+nodes with the highest degree, which it counts as their own neighbours; here logits, of all nodes, and ω is the temperature of the
+neighbours' softmax. Its public versions, and a benchmark after them, compute several such terms and minimise CE and one of them; here
+every term that is computed is minimised. λ_c, λ_d and ω are ours.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fedloom.graph import Graph
+from fedloom.learn import load_weights, outputs
+from fedloom.message import Message
+from fedloom.method import averaged, phase, setting
+from fedloom.methods.fedavg import FedAvg
+from fedloom.models import Model
+from fedloom.party import Client
+from fedloom.views import thinned
+
+ROWS = 1024  # of similarities that are held at once
+
+
+@dataclass(frozen=True)
+class FGSSL(FedAvg):
+    """FedAvg with a contrast to the global model's classes and a distillation of its neighbourhoods."""
+
+    semantic: float = setting(1.0, "λ_c, weight of the contrast between classes", at_least=0)
+    structural: float = setting(1.0, "λ_d, weight of the neighbourhoods' distillation", at_least=0)
+    tau: float = setting(0.1, "τ, temperature of the contrast", above=0)
+    omega: float = setting(0.1, "ω, temperature of the neighbourhoods", above=0)
+    weak_edges: float = setting(0.3, "share of edges that the global model does not see", at_least=0, at_most=1)
+    weak_columns: float = setting(0.3, "share of feature columns that the global model does not see", at_least=0, at_most=1)
+    strong_edges: float = setting(0.8, "share of edges that the trained model does not see", at_least=0, at_most=1)
+    strong_columns: float = setting(0.5, "share of feature columns that the trained model does not see", at_least=0, at_most=1)
+
+    tasks: ClassVar[tuple[str, ...]] = ("node",)
+
+    @phase()
+    def setup(self, client: Client) -> Message:
+        """As in FedAvg; and a model that only looks, refilled every round."""
+        client.memory["global"] = client.build()
+        return super().setup(client)
+
+    @averaged(by="size")
+    @phase(model="=model")
+    def train(self, client: Client, model: Message) -> Message:  # type: ignore[override]
+        """E local epochs from the global weights, which stay in sight."""
+        load_weights(client.memory["global"], model)
+        return super().train(client, model)
+
+    def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
+        """CE + λ_c L_c + λ_d L_d."""
+        plain = super().objective(client, batch, net, model)
+        rng = client.rng("views")
+        weak = thinned(batch, self.weak_edges, self.weak_columns, rng)
+        strong = thinned(batch, self.strong_edges, self.strong_columns, rng)
+        with torch.no_grad():
+            z_global, f_global = outputs(client.memory["global"], weak)
+        z, f = outputs(net, strong, client.rng("strong"))
+        known, y = batch.train, batch.y[batch.train]
+        return (
+            plain
+            + self.semantic * contrast(z[known], z_global[known], y, self.tau)
+            + self.structural * structure(f, f_global, batch, self.omega)
+        )
+
+
+def unit(z: Tensor) -> Tensor:
+    """Rows at length 1; a row of zeros, which `F.normalize` gives a gradient of 1e12, stays one."""
+    length = z.norm(dim=1, keepdim=True)
+    return z / length.where(length > 0, 1.0)
+
+
+def contrast(z: Tensor, anchors: Tensor, y: Tensor, tau: float) -> Tensor:
+    """L_c of nodes with embeddings z, the global model's `anchors` of the same nodes, and their classes; 0 without nodes."""
+    z, anchors = unit(z), unit(anchors)
+    # The mean over j of the same class is linear in z°_j: a product with the class's mean. Only the divisor needs all pairs.
+    classes, place, count = y.unique(return_inverse=True, return_counts=True)
+    centres = z.new_zeros(len(classes), z.shape[1]).index_add(0, place, anchors) / count.unsqueeze(1)
+    near = (z * centres[place]).sum(1) / tau
+    # Rows are worked out again for the gradient, so that never more than one block of them is held.
+    blocks = [checkpoint(_divisor, rows, anchors, tau, use_reentrant=False, preserve_rng_state=False) for rows in z.split(ROWS)]
+    return (torch.cat(blocks) - near).sum() / max(len(y), 1)
+
+
+def _divisor(z: Tensor, anchors: Tensor, tau: float) -> Tensor:
+    return (z @ anchors.T / tau).logsumexp(1)
+
+
+def structure(f: Tensor, f_global: Tensor, graph: Graph, omega: float) -> Tensor:
+    """L_d; 0 without edges."""
+    q, q_global = (neighbour_odds(each, graph, omega) for each in (f, f_global))
+    with_neighbours = int((graph.adjacency("sum").offsets.diff() > 0).sum())
+    return (q_global.exp() * (q_global - q)).sum() / max(with_neighbours, 1)
+
+
+def neighbour_odds(f: Tensor, graph: Graph, omega: float) -> Tensor:
+    """log q_i(j) of all edges j → i, in the order of `graph.adjacency("sum")`: all of one node's stand together."""
+    edges, direction = graph.adjacency("sum"), unit(f)
+    score = (direction[edges.rows] * direction[edges.indices.long()]).sum(1) / omega
+    # The largest is taken off so that exp cannot overflow, and is no variable.
+    top = torch.segment_reduce(score.detach(), "max", offsets=edges.offsets.long())
+    score = score - top[edges.rows]
+    total = score.new_zeros(graph.num_nodes).index_add(0, edges.rows, score.exp())
+    return score - total[edges.rows].log()

@@ -1,0 +1,418 @@
+"""AdaFGL: the redrawn graph against one written out, every branch by hand, the confidence, the two stages, and what is never made."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedloom.data.partition import divide
+from fedloom.data.synthetic import synthetic
+from fedloom.errors import ConfigError
+from fedloom.graph import Federation, Graph
+from fedloom.learn import weights
+from fedloom.message import flatten
+from fedloom.methods.adafgl import AdaFGL, Personal, Redrawn, confidence, directions, push_and_pull, redrawn
+from fedloom.party import Client, Facts
+from fedloom.runs import run
+
+SMALL = {"model": "gcn-2x8", "rounds": 2, "personal": 3}
+QUICK = {"personal": 2, "lr": 0.05}
+OTHER = {"hide": 0.2, "spread": 1.0, "spread_steps": 1}
+
+
+def client_of(graph, spec="gcn-2x8", dropout=0.0, inductive=False):
+    facts = Facts(graph.num_features, graph.num_classes, "node", ("0",), (spec,), dropout=dropout)
+    return Client("0", graph, facts, inductive)
+
+
+def scene(graph, dropout=0.0, inductive=False, **settings):
+    """A method, and a client that is ready for its personal stage."""
+    client, method = client_of(graph, dropout=dropout, inductive=inductive), AdaFGL(**settings)
+    method.setup(client)
+    method.prepare(client, weights(client.build("federated")))
+    return method, client
+
+
+def graph_of(edges, y, train, classes=2, x=None, nodes=None):
+    edges, y, train = torch.tensor(edges, dtype=torch.int64).reshape(-1, 2).T, torch.tensor(y), torch.tensor(train, dtype=torch.bool)
+    x = torch.eye(len(y)) if x is None else x
+    return Graph(x, torch.cat([edges, edges.flip(0)], 1), torch.where(train, y, -1), classes, train=train).check()
+
+
+def largest_gap(one, other, owner="server"):
+    one, other = flatten(one.models[owner]), flatten(other.models[owner])
+    assert one.keys() == other.keys()
+    return max(float((one[k] - other[k]).abs().max()) for k in one)
+
+
+def stages(result):
+    return [entry["stage"] for entry in result.history]
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+# ---- the redrawn graph ----
+def written_out(graph, logits, alpha):
+    """S as the docstring has it, n x n."""
+    P = logits.softmax(1)
+    n, M = len(P), torch.zeros(len(P), len(P))
+    weight = torch.ones(graph.num_edges) if graph.edge_weight is None else graph.edge_weight
+    for (source, target), w in zip(graph.edge_index.T.tolist(), weight.tolist(), strict=True):
+        if source != target:
+            M[target, source] += alpha * w
+    for i in range(n):
+        for j in range(n):
+            if i != j:
+                M[i, j] += (1 - alpha) * torch.dot(P[i], P[j]) / (P[i].norm() * P[j].norm())
+    M += torch.eye(n)
+    degree = M.sum(1)
+    return M / (degree[:, None] * degree[None, :]).sqrt()
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_products_with_s_are_those_of_the_matrix_written_out(alpha):
+    rng = torch.Generator().manual_seed(0)
+    ends = torch.tensor([[0, 1, 1, 2, 3, 3], [1, 0, 2, 1, 3, 0]])  # one edge goes one way only, one is a loop, node 4 has none
+    weight = torch.tensor([1.0, 1.0, 2.0, 2.0, 1.0, 0.5])
+    graph = Graph(torch.rand(5, 3, generator=rng), ends, torch.zeros(5, dtype=torch.int64), 2, edge_weight=weight)
+    logits, h = 3 * torch.randn(5, 2, generator=rng), torch.randn(5, 4, generator=rng)
+    view = Redrawn(graph.x, ends, graph.y, 2, edge_weight=weight, logits=logits, alpha=alpha)
+    assert torch.allclose(view.propagate(h), written_out(graph, logits, alpha) @ h, atol=1e-5)
+
+
+def test_the_edges_alone_are_the_usual_adjacency():
+    graph = synthetic(nodes=40, classes=3, features=5, seed=0)
+    view = redrawn(graph, client_of(graph).build(), 1.0)
+    h = torch.randn(40, 4)
+    assert torch.allclose(view.propagate(h), graph.propagate(h, "sym"), atol=1e-6)
+
+
+def test_a_products_gradient_is_that_of_the_matrix_written_out():
+    graph = synthetic(nodes=20, classes=3, features=5, degree=3.0, seed=0)
+    view = redrawn(graph, client_of(graph).build(), 0.4)
+    h, into = torch.randn(20, 2, requires_grad=True), torch.randn(20, 2)
+    (found,) = torch.autograd.grad((view.propagate(h) * into).sum(), h)
+    assert torch.allclose(found, written_out(graph, view.logits, 0.4).T @ into, atol=1e-5)
+
+
+def test_sure_predictions_link_nodes_of_a_class_and_no_others():
+    graph = graph_of([], [0, 0, 1, 1], [1, 0, 1, 0])
+    logits = torch.tensor([[50.0, 0.0], [50.0, 0.0], [0.0, 50.0], [0.0, 50.0]])
+    view = Redrawn(graph.x, graph.edge_index, graph.y, 2, logits=logits, alpha=0.0)
+    half = torch.full((2, 2), 0.5)
+    assert torch.allclose(view.propagate(torch.eye(4)), torch.block_diag(half, half), atol=1e-6)
+
+
+def test_a_redrawn_graph_keeps_nothing_on_the_graph_itself():
+    """Federations outlive runs: what depends on a model must not be found there by the next one."""
+    graph = synthetic(nodes=20, classes=3, features=5, degree=3.0, seed=0)
+    nets = [client_of(graph).build(purpose) for purpose in ("one", "other")]
+    one, other = (redrawn(graph, net, 0.5) for net in nets)
+    assert not torch.allclose(one.alike, other.alike)
+    assert one.sparse_x is graph.sparse_x
+
+
+# ---- the branches ----
+def test_push_and_pull_written_out():
+    rng = torch.Generator().manual_seed(0)
+    Z, U = 2 * torch.randn(6, 3, generator=rng), directions(torch.rand(6, 3, generator=rng))
+    V = Z.softmax(1) / Z.softmax(1).norm(dim=1, keepdim=True)
+    L = 0.3 * U @ U.T + 0.7 * V @ V.T
+    assert torch.allclose(L.diagonal(), torch.ones(6))
+    N = 1 - L
+    assert (N.sum(1) > 1).all()
+    pull, push = (L @ Z) / L.sum(1, keepdim=True), (N @ Z) / N.sum(1, keepdim=True)
+    expected = (Z + pull.softmax(1) - push.softmax(1)) / 2
+    assert torch.allclose(push_and_pull(Z, U, 0.3), expected, atol=1e-5)
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.floats(0, 1), st.floats(0, 300))
+def test_push_and_pull_is_finite_for_sure_equal_and_single_nodes(nodes, classes, beta, scale):
+    rng = torch.Generator().manual_seed(nodes)
+    Z = (scale * torch.randn(nodes, classes, generator=rng)).requires_grad_()
+    for logits in (Z, Z[:1].expand(nodes, classes)):
+        out = push_and_pull(logits, directions(logits.detach().softmax(1)), beta)
+        assert out.isfinite().all()
+        assert (out - logits / 2).abs().max() <= 0.5 + 1e-5 * (1 + scale)  # pull and push are probabilities, halved
+        (g,) = torch.autograd.grad(out.square().sum(), Z)
+        assert g.isfinite().all()
+
+
+def test_the_four_networks_see_what_they_should(node_federation):
+    _, client = scene(node_federation.graphs[0], hops=2, alpha=0.3, beta=0.4)
+    net, seen = client.state["model"], client.memory["seen"]
+    S, X = written_out(client.graph, seen.logits, 0.3), client.graph.x
+    U = directions(seen.logits.softmax(1))
+
+    def smoothed(part):
+        hops = torch.cat([X, S @ X, S @ S @ X], 1)
+        hidden = F.relu(hops @ part.layers[0].weight + part.layers[0].bias)
+        return hidden @ part.classifier.weight + part.classifier.bias
+
+    alone = net.features
+    hidden = F.relu(X @ alone.layers[0].weight + alone.layers[0].bias)
+    expected = (
+        smoothed(net.homophilous), hidden @ alone.classifier.weight + alone.classifier.bias,
+        smoothed(net.smooth), push_and_pull(smoothed(net.learnt), U, 0.4),
+    )  # fmt: skip
+    for found, by_hand in zip(net.views(seen), expected, strict=True):
+        assert torch.allclose(found, by_hand, atol=1e-5)
+
+
+def test_the_objective_and_the_mixture_by_hand(node_federation):
+    method, client = scene(node_federation.graphs[0], preserve=0.7)
+    net, seen, graph = client.state["model"], client.memory["seen"], client.graph
+    views = net.views(seen)
+    P = net.federated(graph).softmax(1)
+    own = sum(F.cross_entropy(v[graph.train], graph.y[graph.train]) for v in views)
+    expected = own + 0.7 * (views[0].softmax(1) - P).square().mean()
+    assert torch.isclose(method.personal_objective(client), expected, atol=1e-5)
+    H, *others = (v.softmax(1) for v in views)
+    h = float(net.confidence)
+    assert 0 < h < 1
+    mixture = h * (H + P) / 2 + (1 - h) * sum(others) / 3
+    assert torch.allclose(net.probabilities(seen), mixture, atol=1e-6)
+    assert torch.allclose(method.predict(client, None).softmax(1), mixture, atol=1e-6)
+
+
+def test_all_confidence_in_one_branch_is_that_branch(node_federation):
+    _, client = scene(node_federation.graphs[0])
+    net, seen = client.state["model"], client.memory["seen"]
+    H, *others = (v.softmax(1) for v in net.views(seen))
+    net.confidence.fill_(1.0)
+    assert torch.allclose(net.probabilities(seen), (H + seen.logits.softmax(1)) / 2, atol=1e-6)
+    net.confidence.fill_(0.0)
+    assert torch.allclose(net.probabilities(seen), torch.stack(others).mean(0), atol=1e-6)
+
+
+def test_gradients_reach_all_four_networks_and_neither_the_federated_model_nor_the_confidence(node_federation):
+    method, client = scene(node_federation.graphs[0])
+    net = client.state["model"]
+    method.personal_objective(client).backward()
+    for part in (net.homophilous, net.features, net.smooth, net.learnt):
+        assert all(p.grad.abs().sum() > 0 for p in part.parameters())
+    assert all(p.grad is None for p in (*net.federated.parameters(), net.confidence))
+    before = {name: t.clone() for name, t in weights(net).items()}
+    method.personalise(client)
+    moved = {name for name, t in weights(net).items() if not torch.equal(t, before[name])}
+    assert moved == {name for name in before if not name.startswith(("federated.", "confidence"))}
+
+
+def test_preserving_pulls_the_homophilous_branch_to_the_federated_predictions_and_no_other(node_federation):
+    def gradients(preserve):
+        method, client = scene(node_federation.graphs[0], preserve=preserve)
+        method.personal_objective(client).backward()
+        return {name: p.grad for name, p in client.state["model"].named_parameters() if p.grad is not None}
+
+    without, with_it = gradients(0.0), gradients(5.0)
+    changed = {name.partition(".")[0] for name in without if not torch.equal(without[name], with_it[name])}
+    assert changed == {"homophilous"}
+
+
+# ---- the confidence ----
+def two_cliques(labelled=5):
+    edges = [(i, j) for k in (0, 5) for i in range(k, k + 5) for j in range(i + 1, k + 5)]
+    return graph_of(edges, [0] * 5 + [1] * 5, ([True] * labelled + [False] * (5 - labelled)) * 2)
+
+
+def share(graph, seeds=40, **how):
+    how = {"hide": 0.5, "steps": 5, "spread": 0.5, **how}
+    return [confidence(graph, **how, rng=torch.Generator().manual_seed(seed)) for seed in range(seeds)]
+
+
+def test_all_labels_come_back_where_neighbours_are_alike_and_none_where_they_differ():
+    assert sum(share(two_cliques())) / 40 > 0.9
+    pairs = graph_of([(2 * i, 2 * i + 1) for i in range(10)], [0, 1] * 10, [True] * 20)
+    assert set(share(pairs)) == {0.0}
+
+
+def test_a_step_of_spreading_by_hand():
+    """A path 0 - 1 - 2, all labelled: whichever is hidden, what arrives there is its neighbours' labels."""
+    path = graph_of([(0, 1), (1, 2)], [0, 1, 1], [True] * 3)
+    found = set()
+    for seed in range(20):
+        hidden = int(torch.randperm(3, generator=torch.Generator().manual_seed(seed))[0])
+        h = confidence(path, 0.34, 1, 0.5, torch.Generator().manual_seed(seed))
+        # 0 hears from 1 (class 1, wrong); 1 hears 1/√6 from 0 and from 2 alike: a tie, which the first class wins (wrong); 2 hears 1.
+        assert h == (1.0 if hidden == 2 else 0.0)
+        found.add(hidden)
+    assert found == {0, 1, 2}
+
+
+def test_a_label_that_nothing_reaches_does_not_come_back():
+    isolated = graph_of([], [0] * 6, [True] * 6)
+    assert set(share(isolated)) == {0.0}
+
+
+def test_one_class_comes_back_and_too_few_labels_say_nothing():
+    edges = [(i, i + 1) for i in range(5)]
+    assert set(share(graph_of(edges, [0] * 6, [True] * 6), steps=6)) == {1.0}
+    assert share(graph_of(edges, [0] * 6, [True] + [False] * 5), seeds=1) == [0.5]
+    assert share(graph_of(edges, [0] * 6, [False] * 6), seeds=1) == [0.5]
+
+
+def test_only_training_labels_are_spread(node_federation):
+    graph = node_federation.graphs[0]
+    other = replace(graph, y=torch.where(graph.train, graph.y, (graph.y + 1) % 3))
+    one, another = (confidence(client_of(g).graph, 0.5, 5, 0.5, torch.Generator().manual_seed(0)) for g in (graph, other))
+    assert one == another
+
+
+# ---- the stages ----
+def test_the_federated_stage_is_fedavg_and_its_last_model_is_what_the_personal_one_begins_with(node_federation):
+    ada, avg = run("adafgl", node_federation, **SMALL), run("fedavg", node_federation, model="gcn-2x8", rounds=2)
+    assert largest_gap(ada, avg) == 0
+    assert stages(ada) == ["train"] * 2 + ["personal"] * 3
+    assert [e["accuracy"] for e in ada.history[:2]] == [e["accuracy"] for e in avg.history]
+    for owner in node_federation.names:
+        kept = {name.removeprefix("federated."): t for name, t in ada.models[owner].items() if name.startswith("federated.")}
+        assert all(torch.equal(t, avg.models["server"][name]) for name, t in kept.items())
+        assert kept.keys() == avg.models["server"].keys()
+        assert 0 <= float(ada.models[owner]["confidence"]) <= 1
+    assert ada.summary["best_round"] == 2
+    best = max(ada.history[2:], key=lambda e: e["val_accuracy"])
+    assert ada.accuracy == best["accuracy"]
+
+
+def test_the_personal_stage_sends_the_model_once_and_nothing_else(node_federation):
+    ada, avg = run("adafgl", node_federation, **SMALL), run("fedavg", node_federation, model="gcn-2x8", rounds=2)
+    phases = dict(ada.traffic["phases"])
+    model = sum(t.numel() for t in avg.models["server"].values())
+    assert phases["prepare"]["scalars_down"] == 4 * model
+    assert phases["prepare"]["scalars_up"] == 0
+    assert phases["train"] == avg.traffic["phases"]["train"]
+    assert "personalise" not in phases or phases["personalise"]["scalars_up"] == phases["personalise"]["scalars_down"] == 0
+
+
+def test_finetune_comes_between_the_two_stages(node_federation):
+    result = run("adafgl", node_federation, finetune=1, **SMALL)
+    assert stages(result) == ["train"] * 2 + ["finetune"] + ["personal"] * 3
+    tuned = run("fedavg", node_federation, model="gcn-2x8", rounds=2, finetune=1)
+    for owner in node_federation.names:
+        kept = {name.removeprefix("federated."): t for name, t in result.models[owner].items() if name.startswith("federated.")}
+        assert all(torch.equal(t, tuned.models[owner][name]) for name, t in kept.items())
+
+
+class Killed(BaseException):
+    """Stands for whatever ends a process."""
+
+
+def test_killed_in_its_personal_stage_and_resumed_equals_unbroken(node_federation, tmp_path):
+    settings = {**SMALL, "checkpoint_every": 1, "participation": 0.7}
+    unbroken = run("adafgl", node_federation, out=tmp_path / "unbroken", **settings)
+    seen = []
+
+    def die(entry, planned):
+        seen.append(entry["stage"])
+        if seen.count("personal") == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run("adafgl", node_federation, out=tmp_path / "broken", on_round=die, **settings)
+    resumed = run("adafgl", node_federation, out=tmp_path / "broken", resume=True, **settings)
+    assert resumed.summary["history_hash"] == unbroken.summary["history_hash"]
+    assert all(torch.equal(t, flatten(unbroken.models)[name]) for name, t in flatten(resumed.models).items())
+
+
+def test_more_epochs_fit_the_training_labels(node_federation):
+    method, client = scene(node_federation.graphs[0], lr=0.02)
+    first = method.personal_objective(client).item()
+    for _ in range(60):
+        method.personalise(client)
+    assert method.personal_objective(client).item() < first / 4
+
+
+def test_an_inductive_client_is_scored_on_nodes_it_has_not_trained_on(node_federation):
+    method, client = scene(node_federation.graphs[0], inductive=True)
+    seen, everything = client.memory["seen"], client.memory["all"]
+    assert seen.num_nodes == int(node_federation.graphs[0].train.sum()) < everything.num_nodes
+    method.personalise(client)
+    assert method.predict(client, None).shape == (everything.num_nodes, 3)
+    _, transductive = scene(node_federation.graphs[0])
+    assert transductive.memory["seen"] is transductive.memory["all"]
+
+
+# ---- what is never made ----
+def test_no_tensor_of_nodes_by_nodes():
+    n = 2000
+    graph = divide(synthetic(nodes=n, classes=3, features=12, seed=0), 1, "random", 0).graphs[0]
+    with Largest() as seen:
+        method, client = scene(graph, dropout=0.5)
+        method.personalise(client)
+        method.predict(client, None)
+    assert seen.numel < n * 64
+
+
+def test_a_graph_whose_square_would_not_fit():
+    n = 60_000  # 14 GB for one matrix of n x n
+    rng = torch.Generator().manual_seed(0)
+    y, x = torch.randint(3, (n,), generator=rng), torch.rand(n, 4, generator=rng)
+    train = torch.rand(n, generator=rng) < 0.2
+    graph = Graph(x, torch.randint(n, (2, 3 * n), generator=rng), y, 3, train=train, test=~train)
+    result = run("adafgl", Federation((graph,)), model="gcn-2x4", rounds=1, epochs=1, personal=1, hops=2)
+    assert result.summary["status"] == "completed"
+    assert all(t.isfinite().all() for t in flatten(result.models).values())
+
+
+# ---- bad input ----
+def test_a_client_without_labels_keeps_the_federated_model(node_federation):
+    graphs = node_federation.graphs
+    bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
+    for inductive in (False, True):
+        federation = replace(node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=inductive)
+        result = run("adafgl", federation, **SMALL)
+        assert all(torch.equal(t, result.models["server"][name]) for name, t in result.models["0"].items())
+        assert "confidence" in result.models["1"]
+        rows = [row for e in result.history if e["stage"] == "personal" for row in e["clients"] if row["id"] == "0"]
+        assert len({row["accuracy"] for row in rows}) == 1
+
+
+def test_one_class_one_label_no_edges_one_client_and_nobody_with_labels(node_federation):
+    graphs = node_federation.graphs
+    of_one = replace(graphs[0], train=graphs[0].train & (graphs[0].y == 0))
+    first = torch.zeros_like(graphs[1].train)
+    first[graphs[1].train.nonzero()[0]] = True
+    single, no_edges = replace(graphs[1], train=first), replace(graphs[2], edge_index=graphs[2].edge_index[:, :0])
+    bare = replace(graphs[3], train=torch.zeros_like(graphs[3].train))
+    for federation in (Federation((of_one, single, no_edges, bare)), *(Federation((g,)) for g in (of_one, single, no_edges, bare))):
+        for inductive in (False, True):
+            result = run("adafgl", replace(federation, inductive=inductive), **SMALL)
+            assert result.summary["status"] == "completed"
+            assert all(t.isfinite().all() for t in flatten(result.models).values())
+
+
+def test_a_node_all_by_itself():
+    graph = Graph(torch.ones(1, 3), torch.zeros(2, 0, dtype=torch.int64), torch.tensor([1]), 2, train=torch.tensor([True])).check()
+    method, client = scene(graph)
+    method.personalise(client)
+    assert isinstance(client.state["model"], Personal)
+    assert float(client.state["model"].confidence) == 0.5
+    assert method.personal_objective(client).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("alpha", 1.5), ("beta", -0.1), ("hide", 1.0), ("hide", 0.0), ("hops", 0), ("personal", 0), ("spread", 0.0)]
+)
+def test_a_bad_setting_is_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=rf"method\.{name} is "):
+        AdaFGL(**{name: value})
+
+
+def test_graph_tasks_are_refused(graph_federation):
+    with pytest.raises(ConfigError, match="node"):
+        run("adafgl", graph_federation, **SMALL)
