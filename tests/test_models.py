@@ -317,6 +317,52 @@ def test_jumping_knowledge_is_the_maximum_over_layers() -> None:
     torch.testing.assert_close(model.embed(graph), torch.stack(outputs).amax(0), rtol=1e-5, atol=1e-5)
 
 
+def test_the_maximum_and_its_gradient() -> None:
+    a, b = (torch.tensor(values, requires_grad=True) for values in ([1.0, -2.0, 0.5, 0.0], [3.0, -5.0, 0.25, 0.0]))
+    out = models.maximum(a, b)
+    assert torch.equal(out, torch.maximum(a, b))
+    out.backward(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert a.grad.tolist() == [0, 2, 3, 4]  # all of it where they are equal
+    assert b.grad.tolist() == [1, 0, 0, 0]
+
+
+def dense_attention(layer: models.Attention, h: Tensor, graph: Graph) -> Tensor:
+    """The layer as its docstring says, with every pair of nodes."""
+    linked = graph.adjacency("sym").dense() > 0
+    out = []
+    for k, part in enumerate((h @ layer.weight).chunk(len(layer.source), 1)):
+        score = F.leaky_relu((part @ layer.source[k])[None, :] + (part @ layer.target[k])[:, None], 0.2)
+        out.append(score.masked_fill(~linked, -torch.inf).softmax(1) @ part)
+    return torch.cat(out, 1) + layer.bias
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("apart", [1.0, 50.0, 119.0, 121.0, 5000.0])  # what nodes send to others: the last two need each target's maximum
+def test_attention_and_its_gradients_are_the_dense_ones(last: bool, apart: float) -> None:
+    graph, layer = random_graph(directed=True), models.Attention(FEATURES, 24, last).double()
+    x = graph.x.double().requires_grad_()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=rng()))
+        sent = ((x @ layer.weight).unflatten(1, layer.source.shape) * layer.source).sum(2)
+        layer.source *= apart / (sent.amax(0) - sent.amin(0)).max()
+    weight = torch.randn(24, 24, generator=rng(1))
+    outputs = layer(x.matmul, graph), dense_attention(layer, x, graph)
+    results = [(out, *torch.autograd.grad((out * weight).sum(), [x, *layer.parameters()])) for out in outputs]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+def test_attention_that_outgrows_exp_everywhere() -> None:
+    graph, model = random_graph(), made("gat-3x16")
+    with torch.no_grad():
+        for layer in (*model.layers, model.classifier):
+            layer.source.fill_(1e4)
+            layer.target.fill_(-1e4)
+    assert model(graph).isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in gradients(model, graph))
+
+
 def test_pooling_is_the_sum_for_gin_and_the_mean_otherwise() -> None:
     graph = random_graph("graph")
     for name, pool in (("gin", pyg.global_add_pool), ("gcn", pyg.global_mean_pool)):

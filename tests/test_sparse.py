@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.sparse import Sparse
+from fedloom.sparse import Sparse, weighted
 
 some = settings(max_examples=40, deadline=None)
 
@@ -55,6 +55,7 @@ def test_dense_transpose_rows_and_count(entries):
     assert torch.equal(twice.offsets, sparse.offsets)
     assert torch.equal(twice.indices, sparse.indices)
     assert torch.allclose(twice.dense(), dense, atol=1e-6)
+    assert torch.equal(sparse.transpose.values, sparse.values[sparse.order])
     assert sparse.nnz == len(entries[2])
     assert sparse.rows.tolist() == sorted(entries[0].tolist())
     assert sparse.transpose is sparse.transpose  # made once
@@ -106,3 +107,87 @@ def test_columns_of_a_wider_tensor_and_of_a_transposed_one():
 def test_a_tensor_that_does_not_fit_is_refused():
     with pytest.raises((RuntimeError, ValueError, AssertionError)):
         Sparse.from_dense(torch.eye(3, 4)) @ torch.ones(9, 2)
+
+
+# ---- entries that are variables ----
+
+
+def with_entries(matrix, values):
+    """The matrix with other entries, dense, once for each row of `values`; differentiable in them."""
+    places = matrix.rows * matrix.shape[1] + matrix.indices.long()
+    flat = values.new_zeros(*values.shape[:-1], matrix.shape[0] * matrix.shape[1]).index_add(-1, places, values)
+    return flat.unflatten(-1, matrix.shape)
+
+
+@some
+@given(triplets(), st.integers(1, 9), st.sampled_from([(), (1,), (3,), (2, 2)]))
+def test_weighted_products_and_their_gradients_are_the_dense_ones(entries, width, lead):
+    matrix = Sparse.from_edges(*entries)
+    rng = torch.Generator().manual_seed(width)
+    values = torch.randn(*lead, matrix.nnz, generator=rng, requires_grad=True)
+    dense = torch.randn(*lead, matrix.shape[1], width, generator=rng, requires_grad=True)
+    weight = torch.randn(*lead, matrix.shape[0], width, generator=rng)
+    outputs = weighted(matrix, values, dense), with_entries(matrix, values) @ dense
+    assert outputs[0].shape == outputs[1].shape
+    results = [(out, *torch.autograd.grad((out * weight).sum(), (values, dense))) for out in outputs]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lead", [(), (2,)])
+@pytest.mark.parametrize("count", [0, 5])
+def test_weighted_gradients_by_finite_differences_and_of_gradients(lead, count):
+    row, col = torch.tensor([0, 0, 2, 2, 2])[:count], torch.tensor([1, 1, 0, 3, 4])[:count]  # a repeated entry, empty rows
+    matrix = Sparse.from_edges(row, col, torch.ones(count), (4, 5))
+    rng = torch.Generator().manual_seed(0)
+    values, dense = (
+        torch.randn(*lead, *size, dtype=torch.float64, generator=rng, requires_grad=True) for size in ((count,), (5, 3))
+    )  # fmt: skip
+    assert torch.autograd.gradcheck(lambda v, d: weighted(matrix, v, d), (values, dense))
+    assert torch.autograd.gradgradcheck(lambda v, d: weighted(matrix, v, d).pow(2), (values, dense))
+
+
+def test_weighted_with_one_side_constant_or_not_contiguous():
+    matrix = Sparse.from_dense(torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]))
+    values, dense = torch.tensor([1.0, -1.0, 0.5]), torch.arange(24.0).view(2, 4, 3).transpose(1, 2)
+    both = torch.stack([values, values], 1).t()
+    expected = with_entries(matrix, both) @ dense
+    assert torch.equal(weighted(matrix, both, dense), expected)
+    for leaf, other in ((both, dense), (dense, both)):
+        leaf = leaf.clone().requires_grad_()
+        out = weighted(matrix, leaf, other) if leaf.dim() == 2 else weighted(matrix, other, leaf)
+        (gradient,) = torch.autograd.grad(out.transpose(1, 2).flatten().square().sum(), leaf)
+        twin = with_entries(matrix, leaf) @ other if leaf.dim() == 2 else with_entries(matrix, other) @ leaf
+        torch.testing.assert_close(gradient, torch.autograd.grad(twin.square().sum(), leaf)[0])
+
+
+def test_its_own_entries_give_the_plain_product():
+    matrix = Sparse.from_dense(torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]))
+    h = torch.arange(6.0).view(3, 2)
+    assert torch.equal(weighted(matrix, matrix.values, h), matrix @ h)
+
+
+def test_stacked_places_are_a_block_diagonal():
+    matrix = Sparse.from_dense(torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0], [0.0, 3.0, 0.0], [0.0, 0.0, 0.0]]))
+    offsets, indices = matrix.stacked(3)
+    block = Sparse(offsets, indices, matrix.values.repeat(3), (12, 9))
+    assert torch.equal(block.dense(), torch.block_diag(*[matrix.dense()] * 3))
+    assert offsets.dtype == indices.dtype == torch.int32
+    assert matrix.stacked(3) is matrix.stacked(3)  # made once
+
+
+def test_stacked_places_that_outgrow_int32():
+    matrix = Sparse.from_edges(torch.tensor([0]), torch.tensor([2**30 - 1]), torch.ones(1), (1, 2**30))
+    offsets, indices = matrix.stacked(4)
+    assert matrix.indices.dtype == torch.int32
+    assert indices.tolist() == [k * 2**30 - 1 for k in range(1, 5)]
+    assert offsets.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("values", "dense"), [((3,), (4, 2)), ((2,), (3, 2)), ((3,), (2, 3, 2)), ((2, 3), (3, 2)), ((3,), (3,)), ((3, 3), (2, 3, 2))]
+)
+def test_weighted_shapes_that_do_not_fit_are_refused(values, dense):
+    matrix = Sparse.from_dense(torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]))
+    with pytest.raises(ValueError, match="tensor"):
+        weighted(matrix, torch.ones(values), torch.ones(dense))

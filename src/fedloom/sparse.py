@@ -99,6 +99,11 @@ def weighted(matrix: Sparse, values: Tensor, dense: Tensor) -> Tensor:
     return _Weighted.apply(values, dense, matrix)  # type: ignore[no-untyped-call]
 
 
+def _entries(matrix: Sparse, left: Tensor, right: Tensor) -> Tensor:
+    """The entries of left @ rightᵀ at the matrix's places: takes [..., rows, width] and [..., columns, width], gives [..., nnz]."""
+    return _Entries.apply(left, right, matrix)  # type: ignore[no-untyped-call]
+
+
 def _check(matrix: Sparse, dense: Tensor) -> None:
     if dense.dim() < 2 or dense.shape[-2] != matrix.shape[1]:
         raise ValueError(f"a {list(matrix.shape)} matrix does not multiply a {list(dense.shape)} tensor")
@@ -147,19 +152,20 @@ class _Weighted(torch.autograd.Function):
         (values, dense), matrix = ctx.saved_tensors, ctx.matrix
         to_values, to_dense, _ = ctx.needs_input_grad
         return (
-            _Entries.apply(gradient, dense, matrix) if to_values else None,
-            _Weighted.apply(values.index_select(-1, matrix.order), gradient, matrix.transpose) if to_dense else None,
+            _entries(matrix, gradient, dense) if to_values else None,
+            weighted(matrix.transpose, values.index_select(-1, matrix.order), gradient) if to_dense else None,
             None,
         )
 
 
 class _Entries(torch.autograd.Function):
-    # The entries of left @ rightᵀ at the matrix's places: [..., rows, width] and [..., columns, width] to [..., nnz].
     @staticmethod
     def forward(ctx, left, right, matrix):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(left, right)
         ctx.matrix = matrix
         lead, (rows, columns) = left.shape[:-2], matrix.shape
+        if matrix.nnz > rows * columns:  # entries repeated so often that PyTorch's own matrix would not hold them
+            return (left.index_select(-2, matrix.rows) * right.index_select(-2, matrix.indices)).sum(-1)
         copies = lead.numel()
         zeros, (offsets, indices) = left.new_zeros(copies * matrix.nnz), matrix.stacked(copies)
         places = torch.sparse_csr_tensor(offsets, indices, zeros, (copies * rows, copies * columns), check_invariants=False)
@@ -174,7 +180,7 @@ class _Entries(torch.autograd.Function):
         (left, right), matrix = ctx.saved_tensors, ctx.matrix
         to_left, to_right, _ = ctx.needs_input_grad
         return (
-            _Weighted.apply(gradient, right, matrix) if to_left else None,
-            _Weighted.apply(gradient.index_select(-1, matrix.order), left, matrix.transpose) if to_right else None,
+            weighted(matrix, gradient, right) if to_left else None,
+            weighted(matrix.transpose, gradient.index_select(-1, matrix.order), left) if to_right else None,
             None,
         )
