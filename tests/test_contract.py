@@ -21,7 +21,7 @@ from fedloom.runs import run
 
 METHODS = sorted(method_names())
 # What cannot run with secure = true, since it needs more than sums
-SINGLE_REPLIES = {"scaffold", "dense", "coboost", "fedgen", "gcfl+", "fpl", "fggp", "fedtgp", "fedpg", "fedkd"}
+SINGLE_REPLIES = {"scaffold", "dense", "coboost", "fedgen", "gcfl+", "fpl", "fggp", "fedtgp", "fedpg", "fedkd", "fed-pub", "fedgta"}
 MODEL = "gcn-2x8"
 
 

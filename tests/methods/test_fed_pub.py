@@ -9,7 +9,8 @@ import torch
 from fedloom.graph import Federation
 from fedloom.learn import step, weights
 from fedloom.message import flatten
-from fedloom.methods.fed_pub import FedPub, masked, mixtures, pruned, random_graph, similarity
+from fedloom.methods._mixtures import mixtures
+from fedloom.methods.fed_pub import FedPub, masked, pruned, random_graph, similarity
 from fedloom.methods.fedavg import FedAvg
 from fedloom.party import Client, Facts
 from fedloom.runs import run

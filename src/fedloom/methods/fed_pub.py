@@ -9,7 +9,7 @@ What travels, per client and round (C classes):
 
     G̃: 5 blocks of 100 nodes, an edge within a block with probability 0.1, none between; features N(0, 1)      `random_graph`
     h_k = mean over G̃'s items of the logits under θ_k ∘ μ_k,   S_kl = cos(h_k, h_l)                            `train`, `similarity`
-    θ̄_k = Σ_l e^{τ S_kl} / Σ_m e^{τ S_km} · θ_l                                                                `run`, `mixtures`
+    θ̄_k = Σ_l e^{τ S_kl} / Σ_m e^{τ S_km} · θ_l                                                                `shares`, `mixtures`
     min CE(θ_k ∘ μ_k) + λ_1 ‖μ_k‖_1 + λ_2 ‖θ_k − θ̄_k‖²,   θ_k from θ̄_k, μ_k from 1s and then its last          `objective`
     a client predicts with θ_k ∘ μ_k, where |μ| < λ_1 counts as 0                                              `masked`, `pruned`
 
@@ -25,10 +25,9 @@ masks are sent along, to be dropped. Masks have no weight decay here. Newcomers 
 effect; where it has one, 1e-4 gives 2.3 points more validation accuracy on Photo, the same on Cora, and 0.4 less on CiteSeer.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,25 +36,23 @@ from torch.func import functional_call
 
 from fedloom.graph import Graph
 from fedloom.learn import load_weights, make_optimizer, squared_distance, stream_seed, weights
-from fedloom.message import Message, tree_map
+from fedloom.message import Message
 from fedloom.method import phase, setting
-from fedloom.methods.local import Local
+from fedloom.methods._mixtures import Mixing
 from fedloom.models import Model
-from fedloom.party import Client, Facts, Replies, Server
+from fedloom.party import Client, Facts, Replies
 
 BLOCKS, BLOCK, CHANCE = 5, 100, 0.1  # of the random graph
 
 
 @dataclass(frozen=True)
-class FedPub(Local):
+class FedPub(Mixing):
     """Local training from a mixture of similar models, under a mask."""
 
     scale: float = setting(10.0, "τ, factor of the similarities; 0 mixes all models alike", at_least=0)
     masks: bool = setting(True, "clients mask their weights")
     sparsity: float = setting(1e-4, "λ_1, weight of the masks' L1 norm; in a model that predicts, masks below it count as 0", at_least=0)
     proximal: float = setting(1e-3, "λ_2, weight of the squared distance to the mixture", at_least=0)
-
-    one_model: ClassVar[bool] = True
 
     @phase()
     def setup(self, client: Client) -> Message:
@@ -90,9 +87,9 @@ class FedPub(Local):
         length = sum((m.abs().sum() for m in mask.values()), torch.zeros(()))
         return client.loss(logits, batch) + self.sparsity * length + self.proximal * squared_distance(net, model)
 
-    def run(self, server: Server) -> None:
-        """The rounds: clients train, the server mixes a model for each."""
-        mixed_rounds(self, server, lambda replies: (self.scale * similarity(replies.stack("outlook"))).softmax(1))
+    def shares(self, replies: Replies) -> Tensor:
+        """Each row a softmax of a client's similarities."""
+        return (self.scale * similarity(replies.stack("outlook"))).softmax(1)
 
 
 def masked(theta: Message, mask: Message) -> Message:
@@ -124,25 +121,3 @@ def similarity(h: Tensor) -> Tensor:
     """S [clients, clients] from h [clients, C]; 0 where an h is 0."""
     unit = F.normalize(h)
     return unit @ unit.T
-
-
-def mixed_rounds(method: Local, server: Server, share: Callable[[Replies], Tensor]) -> None:
-    """Rounds in which each client trains from a mixture of its own.
-
-    share: from the round's replies, how much of whose model goes to whom: [clients, clients] in their order, rows sum to 1.
-    """
-    server.ask(method.setup)
-    state = server.state
-    state |= {"model": server.model(), "mixtures": {}}
-    for _ in server.rounds(method.rounds):
-        replies = server.ask(method.train, each={c: {"model": state["mixtures"].get(c, state["model"])} for c in server.participants})
-        models = replies.column("model")
-        state["model"] = Replies(models).mean()  # for who has no mixture yet
-        state["mixtures"] |= mixtures(models, share(replies))
-        server.evaluate()
-
-
-def mixtures(models: Mapping[str, Message], share: Tensor) -> dict[str, Message]:
-    """{client: Σ_l share_kl θ_l}."""
-    mixed = tree_map(lambda *same: torch.tensordot(share, torch.stack(same), 1), *models.values())
-    return {client: tree_map(lambda stacked, k=k: stacked[k], mixed) for k, client in enumerate(models)}

@@ -13,7 +13,7 @@ What travels, per client and round (C classes):
     P = softmax(Y^T),   Q = softmax(Y^T / τ);   both one-hot y in the training set               `describe`
     M_k = mean_i P_i^m and mean_i (P_i − mean P)^m, class by class, m = 1 ... order              `moments`
     H_k = Σ_i d̃_i Σ_c (1/e + Q_ic log Q_ic)                                                      `confidence`
-    θ̄_k = Σ_l H_l θ_l / Σ_l H_l over the l with cos(M_k, M_l) > ε, and k itself                   `shares`, FED-PUB's `mixtures`
+    θ̄_k = Σ_l H_l θ_l / Σ_l H_l over the l with cos(M_k, M_l) > ε, and k itself                   `shares`, `mixtures`
 
 −Σ_c Q log Q is a node's entropy; 1/e keeps H positive. A client's own model is always in its mean: with ε = 1 there is no other, and
 clients train alone. A client without any node tells zeros and gets its own model back, as long as ε ≥ 0. The server can read off M_k about
@@ -39,13 +39,12 @@ from fedloom.graph import Graph
 from fedloom.learn import load_weights, weights
 from fedloom.message import Message
 from fedloom.method import phase, setting
-from fedloom.methods.fed_pub import mixed_rounds
-from fedloom.methods.local import Local
-from fedloom.party import Client, Server
+from fedloom.methods._mixtures import Mixing
+from fedloom.party import Client, Replies
 
 
 @dataclass(frozen=True)
-class FedGTA(Local):
+class FedGTA(Mixing):
     """Local training from a mean of the clients that are alike."""
 
     steps: int = setting(5, "T, steps of label propagation", at_least=1)
@@ -54,7 +53,6 @@ class FedGTA(Local):
     temperature: float = setting(20.0, "τ, of the distribution whose entropy is the confidence", above=0)
     threshold: float = setting(0.5, "ε, cosine of moments above which a model is in a client's mean", at_least=-1, at_most=1)
 
-    one_model: ClassVar[bool] = True
     tasks: ClassVar[tuple[str, ...]] = ("node",)
 
     # ---- at a client ----
@@ -74,9 +72,9 @@ class FedGTA(Local):
         return {"moments": moments(P, self.order), "confidence": confidence(graph, Q)}
 
     # ---- at the server ----
-    def run(self, server: Server) -> None:
-        """The rounds: clients train, the server gives each the mean of those like it."""
-        mixed_rounds(self, server, lambda replies: shares(replies.stack("moments"), replies.stack("confidence"), self.threshold))
+    def shares(self, replies: Replies) -> Tensor:
+        """Each row the confidences of those who are alike."""
+        return shares(replies.stack("moments"), replies.stack("confidence"), self.threshold)
 
 
 # ---- labels, spread over the edges ----
