@@ -51,6 +51,7 @@ from fedloom.methods.fpl import cluster_means
 from fedloom.models import Model
 from fedloom.party import Client, Facts, Replies, Server
 from fedloom.prototypes import told
+from fedloom.sparse import weighted
 
 ROWS = 1024  # of similarities that are held at once when neighbours are looked up
 
@@ -64,7 +65,7 @@ class View(Graph):
     def propagate(self, h: Tensor, kind: str = "sym") -> Tensor:
         """adjacency(kind) @ h, differentiable in both."""
         S = self.links.adjacency(kind)
-        return torch.zeros_like(h).index_add(0, S.rows, S.values.unsqueeze(1) * h[S.indices.long()])
+        return weighted(S, S.values, h)
 
 
 @dataclass(frozen=True)
