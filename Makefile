@@ -42,10 +42,12 @@ bench: setup  ## rounds against a plain PyG loop in the same run; secure sums of
 reproduce: setup  ## run the short recipes over their seeds and compare with what they should give
 	$(BIN)/python bench/reproduce.py recipes/*.toml
 
-results: setup  ## every method on Cora, CiteSeer, PubMed, Chameleon and Photo, 3 or 5 seeds: the tables in docs/results.md (about three hours)
+results: setup  ## every method on Cora, CiteSeer, PubMed, Chameleon and Photo, 3 or 5 seeds: the tables in docs/results.md (a night)
 	$(BIN)/python bench/results.py docs/results.md
 	$(BIN)/python bench/oneshot.py docs/results.md
 	$(BIN)/python bench/fedstruct.py docs/results.md
+	$(BIN)/python bench/fedpg.py docs/results.md
+	$(BIN)/python bench/fedgkc.py docs/results.md
 
 clean:  ## remove what tools leave behind (not runs, not the environment)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
