@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from tests.methods.test_fml import client_of, gap
 
 from fedloom.engines.loop import Engine as Loop
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, MessageError
 from fedloom.graph import Graph
 from fedloom.learn import outputs
 from fedloom.message import flatten
 from fedloom.methods._copilot import divergence
 from fedloom.methods.fedgkc import FedGKC
+from fedloom.party import Facts
 from fedloom.runs import run
 
 MODEL, MODELS = "gcn-2x8", "gcn-2x8,gat-2x8,sage-2x8,gin-2x8"
@@ -58,8 +59,8 @@ def test_equal_embeddings_have_no_neighbourly_loss_and_only_the_student_gets_a_g
     assert u.grad.abs().sum() > 0
 
 
-def test_the_neighbourly_loss_makes_no_tensor_as_long_as_the_edges(node_federation):
-    """One sparse product: nothing but the adjacency itself has an entry for every edge."""
+def test_the_neighbourly_loss_makes_no_tensor_as_long_as_the_edges():
+    """One sparse product: what it makes is as large as the embeddings, and the complete graph has six times as many edges."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     graph = Graph(
@@ -74,7 +75,7 @@ def test_the_neighbourly_loss_makes_no_tensor_as_long_as_the_edges(node_federati
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             made = [o for o in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(o, torch.Tensor)]
-            longest.extend(t.shape[0] for t in made if t.is_floating_point() and t.dim() == 2)
+            longest.extend(t.numel() for t in made)
             return out
 
     with Watch():
@@ -172,13 +173,15 @@ def test_weights_sum_to_1_and_are_never_negative():
     assert torch.isclose(nobody_sure, torch.tensor(0.25))
 
 
-def test_uniform_predictions_count_as_no_assurance(node_federation, trainings):
-    method = FedGKC(strength=False, **QUICK)  # 2 max − 1 is below 0 for uniform ones
-    uniform = torch.full((node_federation.graphs[0].num_nodes, 3), 1 / 3)
-    assert method.assurance(uniform, node_federation.graphs[0]) < 0
-    seen = trainings()
-    run("fedgkc", node_federation, model=MODEL, rounds=1, lr=1e-9, strength=False, lam=5.0, **QUICK)
-    assert all(float(reply["power"]) == 0 for reply in seen[0][1].values())
+def test_uniform_predictions_count_as_no_assurance(node_federation):
+    """2 max − 1 is below 0 for three classes, and neighbours are alike."""
+    method = FedGKC(strength=False, **QUICK)
+    client = client_of(node_federation, method)
+    bare = replace(client.graph, train=torch.zeros_like(client.graph.train))
+    client.graph = bare  # nothing to learn from: the copilot stays as it comes, with zeros for weights
+    nothing = {name: torch.zeros_like(p) for name, p in client.state["copilot"].named_parameters()}
+    assert method.assurance(torch.full((bare.num_nodes, 3), 1 / 3), bare) < 0
+    assert float(method.train(client, nothing, torch.tensor(1))["power"]) == 0
 
 
 # ---- limits ----
@@ -238,17 +241,20 @@ def test_messages_hold_the_copilot_and_two_scalars_whatever_the_own_model_is(nod
             down, up = flatten(sent[client]), flatten(reply)
             match phase:
                 case "train":
-                    assert {k.removeprefix("copilot/") for k in down} == names
+                    assert {k.removeprefix("copilot/") for k in down} == names | {"number"}
                     assert {k: t.numel() for k, t in up.items()} == {"power": 1, "volume": 1}
                 case "contribute":
-                    assert {k: t.numel() for k, t in down.items()} == {"power": 1, "volume": 1}
+                    assert {k: t.numel() for k, t in down.items()} == {"power": 1, "volume": 1, "number": 1}
                     assert {k.removeprefix("update/") for k in up} == names
                     assert sum(t.numel() for t in up.values()) == size
+                case "setup" | "evaluate":
+                    pass
+                case _:
+                    pytest.fail(f"what is {phase}?")
+    assert {"train", "contribute"} <= {phase for phase, _, _ in seen}
 
 
-def test_cora_sized_traffic():
-    from fedloom.party import Facts
-
+def test_copilots_are_as_large_as_the_papers():
     sizes = {"cora": (1433, 7, 92231), "pubmed": (500, 3, 32259), "physics": (8415, 5, 538949), "photo": (745, 8, 48264)}
     for d, C, expected in sizes.values():
         facts = Facts(d, C, "node", ("0",), ("gcn-2x64",))
@@ -261,11 +267,52 @@ def test_secure_and_plain_agree(node_federation):
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(common(plain).values(), common(secure).values(), strict=True))
 
 
-def test_who_was_not_trained_adds_nothing(node_federation):
+def test_who_was_not_trained_in_a_round_adds_nothing_to_it(node_federation):
     method = FedGKC(**QUICK)
     client = client_of(node_federation, method)
-    reply = method.contribute(client, torch.tensor(10), torch.tensor(2.0))
-    assert not any(t.any() for t in flatten(reply).values())
+    everybody, first, second = (torch.tensor(200), torch.tensor(9.0)), torch.tensor(1), torch.tensor(2)
+
+    def adds(number):
+        return any(t.any() for t in flatten(method.contribute(client, *everybody, number)).values())
+
+    assert not adds(first)
+    copilot = {name: p.detach().clone() for name, p in client.state["copilot"].named_parameters()}
+    method.train(client, copilot, first)
+    assert adds(first)
+    assert not adds(first)  # once
+    method.train(client, copilot, first)
+    assert not adds(second)  # what was left of another round
+
+
+def test_sums_below_the_clients_own_part_are_refused(node_federation):
+    method = FedGKC(**QUICK)
+    client = client_of(node_federation, method)
+    copilot, one = {name: p.detach().clone() for name, p in client.state["copilot"].named_parameters()}, torch.tensor(1)
+    method.train(client, copilot, one)
+    with pytest.raises(MessageError, match="client '0' in 'contribute': volume is 1, less than its own part of"):
+        method.contribute(client, one, torch.tensor(9.0), one)
+
+
+def test_warm_rounds_are_local_training_beside_fedavg(node_federation):
+    settings = {"model": MODEL, "rounds": 3, "dropout": 0.0}
+    warm = run("fedgkc", node_federation, warmup=3, kappa=0.0, **settings, **QUICK)
+    assert gap(warm, run("local", node_federation, **settings), node_federation.names) < 1e-6
+    assert gap(warm, run("fedgkc", node_federation, warmup=2, kappa=0.0, **settings, **QUICK), node_federation.names) > 1e-5
+
+
+@pytest.mark.parametrize("copilot", ["gcn-2x8", "sgc-2x8"])
+def test_a_client_that_has_nothing_to_train_on_holds_the_mean(node_federation, copilot):
+    first, *rest = node_federation.graphs
+    bare = replace(first, train=torch.zeros_like(first.train))
+    for inductive in (False, True):
+        result = run(
+            "fedgkc",
+            replace(node_federation, graphs=(bare, *rest), whole=None, inductive=inductive),
+            model=MODEL,
+            rounds=2,
+            copilot=copilot,
+        )
+        assert result.summary["status"] == "completed"
 
 
 # ---- bad input ----

@@ -2,11 +2,11 @@
 
 Wu, Li et al.: "Toward Model-centric Heterogeneous Federated Graph Learning: A Knowledge-driven Approach", arXiv 2501.12624, Algorithm 1.
 
-What travels, per client and round:
-    down  copilot            θ, the weights of the common model
-    up    volume, power      n_k and P_k
-    down  volume, power      their sums over the clients
-    up    update             w_k (θ_k − θ), what the client adds to the common model
+What travels, per client and round (number: which round it is):
+    down  copilot, number           θ, the weights of the common model
+    up    volume, power             n_k and P_k
+    down  volume, power, number     their sums over the clients
+    up    update                    w_k (θ_k − θ), what the client adds to the common model
 
     L_neigh(t → u) = 1/Q Σ_i Σ_{j ∈ N(i) ∪ {i}} KL(softmax z^t_j ‖ softmax z^u_i)                              Eq. 1    `neighbourly`
     copilot:    min α CE + β L_neigh(own → copilot) + (1 − α − β) KL(P ‖ P_c)                                   Eq. 2    `losses`
@@ -17,19 +17,23 @@ What travels, per client and round:
     w_k = (1 − κ) n_k / Σ n + κ P_k / Σ P,   θ ← Σ_k w_k θ_k                                                    Eq. 10-12 `share`, `run`
 
 The server needs sums alone: first those of n_k and P_k, from which every client works out its own w_k, then that of the weighted changes.
-So it runs under `--secure`, where the server sees no client's copilot, size or assurance. Since θ + Σ w_k (θ_k − θ) = Σ w_k θ_k, a client
-that is lost between the two sums takes its part of the change with it and nothing of the model. Own models are what is evaluated.
+So it runs under `--secure`, where a server that keeps to the protocol sees no client's copilot, size or assurance (one that told clients
+different sums could single one out). Since θ + Σ w_k (θ_k − θ) = Σ w_k θ_k, a client that is lost between the two sums takes its part of
+the change with it and nothing of the model. Own models are what is evaluated.
 The neighbourly loss is one sparse product: Σ_j KL(a_j ‖ b_i) = Σ_j a_j·log a_j − (Σ_j a_j)·log b_i. An edge of weight w counts w times.
 
 Stated behaviour. An isolated node has no smoothness term, and itself alone in the neighbourly loss. A client without labelled nodes trains
-nothing and still votes by its size. P_k < 0, as uniform predictions give, counts as 0; if no P_k is above 0, volumes alone weigh.
+nothing, and still has its weight: it holds the mean where it is. P_k < 0, as uniform predictions give, counts as 0; if no P_k is above 0,
+volumes alone weigh. A client refuses sums that are less than its own part, and adds nothing in a round that it was not trained in.
 
 Departures. Q counts the pairs (i, j) (`norm`; the paper's count of nodes makes the loss grow with the degree). U_i, which the paper leaves
 undefined, is {i}. The weak view teaches the strong one, gets no gradient (`symmetric`: both learn) and is seen without dropout. The views'
-rates, which the paper does not give, are FGSSL's. The paper's ½ is κ. `mean_others` reads the bracket as max p_i − (mean of the others).
+rates, which the paper does not give, are FGSSL's. `warmup` rounds on labels alone, 0 in the paper, keep untrained teachers from killing the
+units of models whose input is not scaled (Computers: 300 ones to a node). The paper's ½ is κ. `mean_others` reads the bracket as
+max p_i − (mean of the others).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -37,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom import models
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, MessageError
 from fedloom.graph import Graph
 from fedloom.learn import load_weights, outputs, weights
 from fedloom.message import Message, tree_map
@@ -60,6 +64,7 @@ class FedGKC(WithCopilot):
     weak_columns: float = setting(0.3, "share of feature columns that the weak view masks", at_least=0, at_most=1)
     strong_edges: float = setting(0.8, "share of edges that the strong view drops", at_least=0, at_most=1)
     strong_columns: float = setting(0.5, "share of feature columns that the strong view masks", at_least=0, at_most=1)
+    warmup: int = setting(0, "rounds in which both models learn from labels alone", at_least=0)
     kappa: float = setting(0.5, "κ, say of the assurance in a client's weight; the rest is its volume's", at_least=0, at_most=1)
     strength: bool = setting(True, "whether strength is part of the assurance")
     clarity: bool = setting(True, "whether the distance between classes is part of the assurance")
@@ -89,23 +94,30 @@ class FedGKC(WithCopilot):
     # ---- the client's side ----
     @summed
     @phase(volume="int64[]", power="float32[]")
-    def train(self, client: Client, copilot: Message) -> Message:  # type: ignore[override]
+    def train(self, client: Client, copilot: Message, number: Tensor) -> Message:  # type: ignore[override]
         """E local epochs of both models; then n_k and P_k."""
         net, graph = client.state["copilot"], client.graph
         load_weights(net, copilot)
-        self.descend(client, client.state["model"])
+        taught = self if number > self.warmup else replace(self, alpha=1.0, beta=0.0, self_weight=0.0)
+        taught.descend(client, client.state["model"])
         with torch.no_grad():
-            power = self.assurance(net(graph).softmax(1), graph).clamp(min=0)
+            power = self.assurance(net(graph).softmax(1), graph).clamp(min=0) if graph.num_nodes else torch.tensor(0.0)
         volume = torch.tensor(graph.num_nodes) if self.volume == "nodes" else graph.train.sum()
-        client.memory["round"] = {"copilot": copilot, "volume": volume, "power": power}
+        client.memory["round"] = {"number": number, "copilot": copilot, "volume": volume, "power": power}
         return {"volume": volume, "power": power}
 
     @summed
     @phase(update="weights:copilot")
-    def contribute(self, client: Client, volume: Tensor, power: Tensor) -> Message:
-        """The client's share of the common model's change; nothing, if the round's training did not reach it."""
-        trained = weights(client.state["copilot"])
-        mine = client.memory.pop("round", {"copilot": trained, "volume": torch.tensor(0), "power": torch.tensor(0.0)})
+    def contribute(self, client: Client, volume: Tensor, power: Tensor, number: Tensor) -> Message:
+        """The client's share of the common model's change; nothing, if this round's training did not reach it."""
+        trained, mine = weights(client.state["copilot"]), client.memory.pop("round", None)
+        if mine is None or mine["number"] != number:
+            return {"update": tree_map(torch.zeros_like, trained)}
+        for name, told in (("volume", volume), ("power", power)):
+            if mine[name] > told * (1 + 1e-3):  # more than rounding
+                raise MessageError(
+                    f"to client {client.name!r} in 'contribute': {name} is {told:g}, less than its own part of {mine[name]:g}"
+                )
         w = self.share(mine["volume"], mine["power"], volume, power)
         return {"update": tree_map(lambda new, old: w * (new - old), trained, mine["copilot"])}
 
@@ -165,8 +177,9 @@ class FedGKC(WithCopilot):
         server.ask(self.setup)
         state = server.state
         state["model"] = self.first_copilot(server)
-        for _ in server.rounds(self.rounds):
-            everybody = server.sum(self.train, copilot=state["model"])
-            change = server.sum(self.contribute, **everybody)["update"]
+        for t in server.rounds(self.rounds):
+            number = torch.tensor(t)
+            everybody = server.sum(self.train, copilot=state["model"], number=number)
+            change = server.sum(self.contribute, **everybody, number=number)["update"]
             state["model"] = tree_map(torch.add, state["model"], change)
             server.evaluate()
