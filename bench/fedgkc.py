@@ -174,8 +174,9 @@ def _parts(found: Found) -> str:
         if any(label in found for label in labels.values()):
             paper = PAPER_PARTS.get(row)
             given = [spread(scores_of(found, label, KEY)) + _said(paper[k] if paper else None) for k, label in enumerate(labels.values())]
-            known = [paired(found[label], found[f"parts, {data}: FedGKC"]) for data, label in labels.items() if label in found]
-            rows.append([row, *given, verdict([d for ds in known for d in ds]) if row != "FedGKC" else "-"])
+            pairs = [(label, f"parts, {data}: FedGKC") for data, label in labels.items()]
+            known = [paired(found[theirs], found[ours]) for theirs, ours in pairs if ours in found and theirs in found]
+            rows.append([row, *given, verdict([d for ds in known for d in ds]) if known and row != "FedGKC" else "-"])
     return markdown(["deal A, 10 clients", *PARTS_ON, "less FedGKC, points over seeds and clients"], rows)
 
 

@@ -291,10 +291,13 @@ def test_a_client_that_does_not_answer_is_left_out(name, node_federation, monkey
     assert go(name, node_federation).summary["status"] == "completed"
 
 
-def test_a_client_without_training_items_takes_part(name, federation):
+@pytest.mark.parametrize("inductive", [False, True])
+def test_a_client_without_training_items_takes_part(name, inductive, federation):
+    if inductive and method_class(name).crosses:
+        pytest.skip(f"{name} works on the edges between clients, and is refused in an inductive federation")
     first, *rest = federation.graphs
     bare = replace(first, test=first.test | first.train, train=torch.zeros_like(first.train))
-    result = go(name, replace(federation, graphs=(bare, *rest), whole=None))
+    result = go(name, replace(federation, graphs=(bare, *rest), whole=None, inductive=inductive))
     assert all(torch.isfinite(t).all() for t in weights_of(result).values())
     assert method_class(name).pooled or result.summary["without_training_items"] == [federation.names[0]]
 

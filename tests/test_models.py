@@ -499,3 +499,12 @@ def test_union_of_graphs_gives_the_same_as_each() -> None:
     one, two = random_graph(), random_graph(directed=True)
     model = made("gcn-3x16")
     torch.testing.assert_close(model(disjoint_union([one, two])), torch.cat([model(one), model(two)]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_a_graph_without_nodes_has_no_logits(name):
+    """An inductive client may have nothing to train on."""
+    nobody = Graph(
+        x=torch.zeros(0, 5), edge_index=torch.zeros(2, 0, dtype=torch.int64), y=torch.zeros(0, dtype=torch.int64), num_classes=3
+    )
+    assert build(f"{name}-2x16", 5, 3, seed=0)(nobody).shape == (0, 3)

@@ -62,6 +62,19 @@ def test_every_model_sees_a_view_as_any_other_graph(name, options, sparse):
     assert view.sparse_x is None or torch.equal(view.sparse_x.dense(), view.x)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_repeated_edges_self_loops_and_weights_of_zero(seed):
+    draw = rng(seed)
+    ends = torch.randint(9, (2, 25), generator=draw)  # few nodes: some edges are loops, some come twice
+    weight = torch.randint(4, (25,), generator=draw).float()
+    whole = Graph(x=torch.ones(9, 2), edge_index=ends, y=torch.zeros(9, dtype=torch.int64), num_classes=2, edge_weight=weight)
+    view = thinned(whole, 0.4, 0.0, rng(seed))
+    same = replace(whole, edge_index=view.edge_index, edge_weight=view.edge_weight)
+    for kind in KINDS:
+        assert torch.allclose(view.adjacency(kind).dense(), same.adjacency(kind).dense(), atol=1e-6)
+        assert torch.allclose(view.adjacency(kind).transpose.dense(), same.adjacency(kind).dense().T, atol=1e-6)
+
+
 def test_gradients_through_a_view_are_those_of_a_graph_made_from_scratch():
     whole = some_graph(weighted=True)
     view = thinned(whole, 0.5, 0.3, rng())

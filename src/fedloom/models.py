@@ -203,6 +203,8 @@ def level(sent: Tensor, source: Tensor, target: Tensor) -> Tensor:
 
     Takes [heads, nodes] and the edges' ends, gives [heads, 1 or nodes]. Near is 60: exp(60) is well inside float32.
     """
+    if not sent.shape[1]:
+        return sent  # a graph without nodes
     low, high = sent.detach().aminmax(dim=1, keepdim=True)
     if (high - low).max() < 120:
         return (low + high) / 2

@@ -1,7 +1,8 @@
 """Views: a graph with some of its edges and feature columns left out, drawn anew at every step, cheaply.
 
-A view is a graph like any other to a model. Its adjacency is cut out of the whole graph's, which is sorted already, and its features are
-never copied: X with masked columns times W is X times W with masked rows.
+A view is a graph like any other to a model. Its adjacency is cut out of the whole graph's, which is sorted already. Its features are not
+copied unless somebody looks at them (models with +norm do): X with masked columns times W is X times W with masked rows. A view is there to
+be looked at; what makes graphs of graphs (`replace`, `subgraph`) takes the whole one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class View(Graph):
         unchanged: dict[str, Any] = {
             name: getattr(whole, name) for name in ("y", "num_classes", "train", "val", "test", "node_id", "batch")
         }
-        unchanged |= {"cross_edges": whole.cross_edges[:, :0], "name": whole.name, "edge_weight": None, "_known": {}}
+        unchanged |= {"cross_edges": whole.cross_edges[:, :0], "name": whole.name, "_known": {}}
         for name, value in (unchanged | {"whole": whole, "kept": kept, "columns": columns}).items():
             object.__setattr__(self, name, value)
 
@@ -54,6 +55,12 @@ class View(Graph):
         edges = entries(self.whole)
         left = self.kept & ~edges.loop
         return torch.stack([edges.source[left], edges.target[left]])
+
+    @cached_property
+    def edge_weight(self) -> Tensor | None:
+        """Their weights, None if the whole graph's have none."""
+        edges = entries(self.whole)
+        return None if self.whole.edge_weight is None else edges.weight[self.kept & ~edges.loop]
 
     @property
     def sparse_x(self) -> Sparse | None:

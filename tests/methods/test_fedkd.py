@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.methods.test_fml import client_of
 
+from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import MessageError
 from fedloom.learn import outputs
 from fedloom.message import check, flatten
-from fedloom.method import expected_reply
+from fedloom.method import expected_reply, weights_schema
 from fedloom.methods._copilot import divergence
 from fedloom.methods.fedkd import FedKD, compressed, restored
 from fedloom.party import Facts
@@ -95,13 +96,26 @@ def test_all_energy_sends_no_more_than_the_weights_and_loses_nothing(node_federa
     assert sent.keys() == size.keys()
 
 
-def test_clients_and_server_hold_the_same_copilot_and_who_missed_a_round_gets_it_whole(node_federation, trainings):
-    seen = trainings()
-    run("fedkd", node_federation, model=MODEL, rounds=8, participation=0.5, seed=3, **QUICK)
+def test_clients_and_server_hold_the_same_copilot_and_who_missed_a_round_gets_it_whole(node_federation, trainings, monkeypatch):
+    seen, commons, original = trainings(), [], FedKD.descend
+
+    def descend(self, client, net, model=None):
+        commons.append((client.name, {name: tensor.clone() for name, tensor in client.state["common"].items()}))
+        original(self, client, net, model)
+
+    monkeypatch.setattr(FedKD, "descend", descend)
+    result = run("fedkd", node_federation, model=MODEL, rounds=8, participation=0.5, seed=3, **QUICK)
     took = [set(sent) for sent, _ in seen]
     for t, (sent, _) in enumerate(seen):
         for client, message in sent.items():
             assert ("copilot" in message) == (t == 0 or client not in took[t - 1])
+    for (_, one), (_, other) in zip(commons[::2], commons[1::2], strict=True):  # two take part in each round
+        assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
+    size = {c: g.num_nodes for c, g in zip(node_federation.names, node_federation.graphs, strict=True)}
+    _, last = seen[-1]
+    change = sum(size[c] * restored(r["update"])["layers.0.weight"] for c, r in last.items()) / sum(size[c] for c in last)
+    near = restored(compressed({"layers.0.weight": change}, QUICK["end"]))["layers.0.weight"]
+    assert torch.allclose(result.models["server"]["layers.0.weight"], commons[-1][1]["layers.0.weight"] + near, atol=1e-5)
     assert any("update" in message for sent, _ in seen for message in sent.values())
     assert any("copilot" in message for sent, _ in seen[1:] for message in sent.values())
 
@@ -116,10 +130,34 @@ def test_energy_goes_from_start_to_end(node_federation, trainings):
 def test_factors_larger_than_the_matrix_are_refused():
     facts = Facts(12, 3, "node", ("0",), (MODEL,))
     method = FedKD(copilot="gcn-2x8")
-    fat = {"layers.0.weight": {"left": torch.ones(12, 7), "right": torch.ones(7, 8)}}
+    whole = {name: torch.ones(shape) for name, _, shape in weights_schema(facts.build("gcn-2x8", "server"))}
+    fat = {**whole, "layers.0.weight": {"left": torch.ones(12, 7), "right": torch.ones(7, 8)}}
     rows = {name: shape for name, _, shape in expected_reply(method, method.train, {}, (), facts, {"update": fat})}
     assert rows["update/layers.0.weight/left"] == (12, 4)
     assert rows["update/layers.0.bias"] == (8,)
     expected = expected_reply(method, method.train, {}, (), facts, {"update": fat})
-    with pytest.raises(MessageError):
+    with pytest.raises(MessageError, match=r"layers\.0\.weight/left"):
         check({"update": fat}, expected, "client '0'")
+    thin = {**whole, "layers.0.weight": {"left": torch.ones(12, 4), "right": torch.ones(4, 8)}}
+    check({"update": thin}, expected_reply(method, method.train, {}, (), facts, {"update": thin}), "client '0'")
+
+
+def test_factors_whose_product_is_infinite_are_refused_by_client(node_federation, monkeypatch):
+    original = Loop.call
+
+    def call(self, phase, sent):
+        replies = original(self, phase, sent)
+        if phase == "train":
+            replies["2"]["update"]["layers.0.weight"] = {"left": torch.full((12, 2), 3e30), "right": torch.full((2, 8), 3e30)}
+        return replies
+
+    monkeypatch.setattr(Loop, "call", call)
+    with pytest.raises(MessageError, match="client '2' in 'train'"):
+        run("fedkd", node_federation, model=MODEL, rounds=2, **QUICK)
+
+
+def test_an_update_to_who_has_nothing_to_change_is_refused(node_federation):
+    method = FedKD(**QUICK)
+    client = client_of(node_federation, method)
+    with pytest.raises(MessageError, match="to client '0' in 'train': 'copilot' is missing"):
+        method.train(client, torch.tensor(0.9), update=dict(client.state["copilot"].named_parameters()))

@@ -103,6 +103,14 @@ def test_an_unknown_copilot_is_refused_by_name(node_federation):
         run("fml", node_federation, copilot="gnc-2x8")
 
 
+@pytest.mark.parametrize("copilot", ["gat-2x12", "gcn-2x8-8-8"])
+def test_a_copilot_that_cannot_be_built_is_refused_before_anything_is_written(node_federation, copilot, tmp_path):
+    with pytest.raises(ConfigError, match=r"method\.copilot: "):
+        run("fml", node_federation, copilot=copilot, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert FML(copilot=" GCN-2x8").copilot == "gcn-2x8"
+
+
 def test_a_client_of_one_class_is_no_trouble(node_federation):
     first, *rest = node_federation.graphs
     one = replace(first, train=first.train & (first.y == 0), test=first.test | (first.train & (first.y != 0)))

@@ -4,6 +4,8 @@ Only copilots travel. Both are trained at once: in each step they learn from eac
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -17,7 +19,7 @@ from fedloom.message import Message
 from fedloom.method import phase, setting
 from fedloom.methods.local import Local
 from fedloom.models import Model
-from fedloom.party import Client, Server
+from fedloom.party import Client, Facts, Server
 
 Outputs = tuple[Tensor, Tensor]  # embeddings and logits
 
@@ -30,11 +32,15 @@ class WithCopilot(Local):
     over: str = setting("all", "nodes on which the models' logits teach each other", choices=("all", "train"), task="node")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "copilot", str(self.copilot).strip().lower())  # as `model.name` is read
         super().__post_init__()
-        try:
+        with _named():
             models.parse(self.copilot)
-        except ConfigError as error:
-            raise ConfigError(f"method.copilot: {error}") from error
+
+    def check(self, facts: Facts) -> None:
+        """Some architectures cannot have every width."""
+        with _named():
+            facts.build(self.copilot, "server")
 
     @phase()
     def setup(self, client: Client) -> Message:
@@ -68,6 +74,15 @@ class WithCopilot(Local):
     def first_copilot(self, server: Server) -> Message:
         """The weights that all copilots start from."""
         return weights(server.facts.build(self.copilot, "server"))
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Errors about a model say which setting it is of."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"method.copilot: {error}") from error
 
 
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ What travels, per client and round (C classes):
           outlook    h_k, C numbers
 
     G̃: 5 blocks of 100 nodes, an edge within a block with probability 0.1, none between; features N(0, 1)      `random_graph`
-    h_k = mean over G̃'s items of the logits under θ_k ∘ μ_k,   S_kl = cos(h_k, h_l)                            `train`, `similarity`
+    h_k = mean over G̃'s items of the logits that client k predicts,   S_kl = cos(h_k, h_l)                     `train`, `similarity`
     θ̄_k = Σ_l e^{τ S_kl} / Σ_m e^{τ S_km} · θ_l                                                                `shares`, `mixtures`
     min CE(θ_k ∘ μ_k) + λ_1 ‖μ_k‖_1 + λ_2 ‖θ_k − θ̄_k‖²,   θ_k from θ̄_k, μ_k from 1s and then its last          `objective`
     a client predicts with θ_k ∘ μ_k, where |μ| < λ_1 counts as 0                                              `masked`, `pruned`

@@ -83,6 +83,7 @@ class FedGKC(WithCopilot):
 
     def check(self, facts: Facts) -> None:
         """The neighbourly loss compares embeddings, so they must be equally wide."""
+        super().check(facts)
         width = models.parse(self.copilot).width
         for spec in facts.models if self.beta else ():
             if models.parse(spec).width != width:

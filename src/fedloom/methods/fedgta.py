@@ -17,8 +17,8 @@ What travels, per client and round (C classes):
 
 −Σ_c Q log Q is a node's entropy; 1/e keeps H positive. A client's own model is always in its mean: with ε = 1 there is no other, and
 clients train alone. A client without any node tells zeros and gets its own model back, as long as ε ≥ 0. The server can read off M_k about
-how a client's labels are distributed. A client that takes part for the first time gets the plain mean of the last round's models, one that
-was away the mean of when it last took part.
+how a client's labels are distributed, and exactly if the run is inductive; then H_k counts its nodes and edges. A client that takes part
+for the first time gets the plain mean of the last round's models, one that was away the mean of when it last took part.
 
 Where paper and public code part. The paper has moments of the labels after every step, code after the last, as here. P and Q (a softmax of
 what is a distribution already), the training labels in them and 1/e are the code's. The authors' code adds Y⁰ once more to training nodes
@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedloom.errors import MessageError
 from fedloom.graph import Graph
 from fedloom.learn import load_weights, weights
 from fedloom.message import Message
@@ -74,6 +75,9 @@ class FedGTA(Mixing):
     # ---- at the server ----
     def shares(self, replies: Replies) -> Tensor:
         """Each row the confidences of those who are alike."""
+        for client, H in replies.column("confidence").items():
+            if H < 0:
+                raise MessageError(f"client {client!r} in 'train': 'confidence' is {H:g}, must not be negative")
         return shares(replies.stack("moments"), replies.stack("confidence"), self.threshold)
 
 
@@ -111,6 +115,6 @@ def shares(M: Tensor, H: Tensor, threshold: float) -> Tensor:
     unit = F.normalize(M.flatten(1).double())
     alike = (unit @ unit.T).clamp(max=1) > threshold  # rounding must not make a cosine larger than 1
     own = torch.eye(len(H), dtype=torch.bool)
-    weight = torch.where(alike | own, H, 0.0)
+    weight = torch.where(alike | own, H.double(), 0.0)
     total = weight.sum(1, keepdim=True)
-    return torch.where(total > 0, weight / total.where(total > 0, 1.0), own.float())
+    return torch.where(total > 0, weight / total.where(total > 0, 1.0), own.double()).float()

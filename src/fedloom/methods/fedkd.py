@@ -15,7 +15,8 @@ What travels, per client (a matrix [m, n] as factors [m, r] and [r, n] wherever 
     θ ← θ + Σ_k (n_k / Σ n) Δ_k, its change compressed in turn                                   `run`
 
 W maps the copilot's embeddings to the own model's; it is the client's, trained with the copilot. CE + CE_c is a weight, not a term: no
-gradient passes through it; nor through whoever teaches. Singular values come from the small side's Gram matrix, in double precision.
+gradient passes through it; nor through whoever teaches. Where it is near 0 (a client of one class) teaching counts for much. Singular
+values come from the small side's Gram matrix, in double precision.
 
 Departures: factors of what E epochs changed, where the paper has gradients of one step; weights, which a benchmark compresses, have no low
 rank to use. The hidden-state loss has no attention maps here. Who missed a round, and so lacks the state before the last change, gets the
@@ -29,9 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom import models
+from fedloom.errors import MessageError
 from fedloom.graph import Graph
 from fedloom.learn import load_weights, make_optimizer, weights
-from fedloom.message import Message, tree_map
+from fedloom.message import Message, require_finite, tree_map
 from fedloom.method import phase, setting
 from fedloom.methods._copilot import Outputs, WithCopilot
 from fedloom.party import Client, Replies, Server
@@ -63,13 +65,18 @@ class FedKD(WithCopilot):
     ) -> Message:
         """E local epochs of both models from the common copilot; then what they changed of it."""
         state, net = client.state, client.state["copilot"]
+        who = f"client {client.name!r} in 'train'"
         if copilot is not None:
             state["common"] = copilot
-        elif update is not None:
+        elif update is not None and "common" in state:
             state["common"] = tree_map(torch.add, state["common"], restored(update))
+        else:
+            raise MessageError(f"to {who}: 'copilot' is missing, and so is the model that an 'update' would change")
         load_weights(net, state["common"])
         self.descend(client, state["model"])
-        return {"update": compressed(tree_map(torch.sub, weights(net), state["common"]), float(energy))}
+        change = tree_map(torch.sub, weights(net), state["common"])
+        require_finite({"update": change}, who)
+        return {"update": compressed(change, float(energy))}
 
     def losses(self, client: Client, batch: Graph, own: Outputs, copilot: Outputs) -> tuple[Tensor, Tensor]:
         """What the own model and the copilot (with W) minimise."""
@@ -95,6 +102,8 @@ class FedKD(WithCopilot):
             replies = server.ask(self.train, each=each, energy=energy)
             if replies:
                 changes = Replies({c: restored(reply["update"]) for c, reply in replies.items()})
+                for client, change in changes.items():
+                    require_finite({"update": change}, f"client {client!r} in 'train'")  # factors may be finite and their product not
                 state["update"] = compressed(changes.mean(size), float(energy))
                 state["model"] = tree_map(torch.add, state["model"], restored(state["update"]))
                 state["taught"] = {c: torch.tensor(t) for c in replies}

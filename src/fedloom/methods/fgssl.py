@@ -70,6 +70,8 @@ class FGSSL(FedAvg):
     def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
         """CE + λ_c L_c + λ_d L_d."""
         plain = super().objective(client, batch, net, model)
+        if not (self.semantic or self.structural):
+            return plain
         rng = client.rng("views")
         weak = thinned(batch, self.weak_edges, self.weak_columns, rng)
         strong = thinned(batch, self.strong_edges, self.strong_columns, rng)

@@ -11,8 +11,9 @@ What travels, per client (C classes, p the embedding's width):
     θ_k^l, θ_k^g ← E steps down the gradient of CE on the client's training items, from θ_k^l and θ^g       `train`, Local's `objective`
     θ^g ← Σ_k (n_k / Σ n) θ_k^g                                                                             `run`
 
-The extractor θ_k^l never travels. Heads must agree in shape: they do if all models are the same, and for any architectures of one width
-with +linear; in a graph task every head is linear. The server needs means alone. One client trains as in Local, but for its first head.
+The extractor θ_k^l never travels. Heads must agree in kind and shape: they do if all models are the same, and for any architectures of one
+width with +linear; in a graph task every head is linear. The server needs means alone. One client trains as in Local, but for its first
+head.
 
 Departures. The paper's clients may add losses of their own on the representation (self-supervised, adversarial); here they have the task's.
 The authors' code begins from a model that FedAvg has trained before; here both parts begin untrained, as in the benchmarks that compare
@@ -34,6 +35,10 @@ from fedloom.party import Client, Facts, Server
 class LGFedAvg(Local):
     """Local training under a common head."""
 
+    def check(self, facts: Facts) -> None:
+        """Heads must fit each other."""
+        first_head(facts)
+
     @averaged(by="size")
     @phase(head="=head")
     def train(self, client: Client, head: Message) -> Message:  # type: ignore[override]
@@ -45,10 +50,9 @@ class LGFedAvg(Local):
 
     def run(self, server: Server) -> None:
         """Algorithm 1."""
-        head = first_head(server.facts)
         server.ask(self.setup)
         state = server.state
-        state["head"] = head
+        state["head"] = first_head(server.facts)
         for _ in server.rounds(self.rounds):
             state["head"] = server.mean(self.train, head=state["head"])["head"]
             server.evaluate()
@@ -57,9 +61,9 @@ class LGFedAvg(Local):
 def first_head(facts: Facts) -> Message:
     """An untrained head that fits every client's model, or a ConfigError if there is none."""
     heads = {spec: facts.build(spec, "server").classifier for spec in sorted(set(facts.models))}
-    if len({weights_schema(head) for head in heads.values()}) > 1:
+    if len({(type(head), weights_schema(head)) for head in heads.values()}) > 1:
         raise ConfigError(
-            f"model: lg-fedavg averages heads, and those of {', '.join(heads)} differ in shape; "
+            f"model: lg-fedavg averages heads, and those of {', '.join(heads)} differ in kind or shape; "
             "give all models the same width and '+linear', e.g. 'gcn-2x64+linear,gat-2x64+linear'"
         )
     return weights(next(iter(heads.values())))
