@@ -504,7 +504,5 @@ def test_union_of_graphs_gives_the_same_as_each() -> None:
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_a_graph_without_nodes_has_no_logits(name):
     """An inductive client may have nothing to train on."""
-    nobody = Graph(
-        x=torch.zeros(0, 5), edge_index=torch.zeros(2, 0, dtype=torch.int64), y=torch.zeros(0, dtype=torch.int64), num_classes=3
-    )
+    nobody = Graph(x=torch.zeros(0, 5), edge_index=torch.zeros(2, 0, dtype=torch.int64), y=torch.zeros(0, dtype=torch.int64), num_classes=3)
     assert build(f"{name}-2x16", 5, 3, seed=0)(nobody).shape == (0, 3)

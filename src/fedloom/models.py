@@ -250,6 +250,8 @@ class InputNorm(nn.Module):
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    if not len(x):
+        return x.new_zeros(0, 1), x.new_ones(0, 1)  # `var_mean` warns of nothing to take it of
     variance, mean = torch.var_mean(x, 1, correction=0, keepdim=True)
     return mean, (variance + 1e-5).sqrt()
 
