@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
+from tests.watching import Largest
 
 from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic
@@ -51,19 +51,6 @@ def largest_gap(one, other, owner="server"):
 
 def stages(result):
     return [entry["stage"] for entry in result.history]
-
-
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation makes."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return out
 
 
 # ---- the redrawn graph ----

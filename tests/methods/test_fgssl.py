@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
+from tests.watching import Largest
 
 from fedloom.errors import ConfigError
 from fedloom.graph import Federation, Graph
@@ -53,19 +53,6 @@ def gradient(loss, net):
 
 def cosine(a, b):
     return float(torch.dot(a, b) / (a.norm() * b.norm()))
-
-
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation makes."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return out
 
 
 # ---- the contrast ----
