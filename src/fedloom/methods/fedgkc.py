@@ -1,6 +1,6 @@
 """FedGKC: own models of any architecture and a common copilot teach each other; the surer a client's copilot, the more it counts.
 
-Wu, Li et al.: "Toward Model-centric Heterogeneous Federated Graph Learning: A Knowledge-driven Approach", arXiv 2501.12624, Algorithm 1.
+Wu et al.: "Toward Model-centric Heterogeneous Federated Graph Learning: A Knowledge-driven Approach", arXiv 2501.12624, Algorithm 1.
 
 What travels, per client and round (number: which round it is):
     down  copilot, number           θ, the weights of the common model
