@@ -58,7 +58,7 @@ def test_factors_keep_at_least_the_energy_and_no_rank_less_would(m, n, rank, ene
         r = given_back["w"]["left"].shape[1]
         assert r * (m + n) < m * n
         squares = torch.linalg.svdvals(whole.double()).square()
-        assert squares[: r - 1].sum() < energy * squares.sum()
+        assert squares[: r - 1].sum() < (energy + 1e-9) * squares.sum()  # rounding, where all of it is kept
         assert lost == pytest.approx(float(squares[r:].sum() / squares.sum()), abs=1e-4)
     else:
         assert torch.equal(given_back["w"], whole)

@@ -272,6 +272,16 @@ def put(place, value):
     return change
 
 
+def flip(place):
+    """A change of every bit of one byte, whatever it was."""
+
+    def change(*request):
+        request[place[0]][place[1:]] ^= 255
+        return request
+
+    return change
+
+
 KEYS, CIPHERTEXTS, ANSWERED, SHARED, SURVIVORS = 0, 1, 1, 0, 0  # which argument they are
 LOW_ORDER = np.frombuffer(bytes([1]) + bytes(31), np.uint8)
 
@@ -349,7 +359,7 @@ def test_a_sum_without_itself_is_refused(stage, did, argument):
 @pytest.mark.parametrize(
     ("text", "change", "lost"),
     [
-        ("what party 3 encrypted for it did not arrive as it was sent", put((CIPHERTEXTS, 2, 5), 255), None),
+        ("what party 3 encrypted for it did not arrive as it was sent", flip((CIPHERTEXTS, 2, 5)), None),
         ("what party 3 encrypted for it", lambda who, rows: (who, rows[[0, 1, 3, 2]]), None),
         (r"there are no ciphertexts of parties \[4\]", put((CIPHERTEXTS, 3), 0), None),
         (r"there are ciphertexts of parties \[4\], which are said to be gone", put((CIPHERTEXTS, 3), 1), {4: "share"}),
