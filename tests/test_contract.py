@@ -293,8 +293,8 @@ def test_a_client_that_does_not_answer_is_left_out(name, node_federation, monkey
 
 @pytest.mark.parametrize("inductive", [False, True])
 def test_a_client_without_training_items_takes_part(name, inductive, federation):
-    if inductive and method_class(name).crosses:
-        pytest.skip(f"{name} works on the edges between clients, and is refused in an inductive federation")
+    if inductive and method_class(name).transductive:
+        pytest.skip(f"{name} has to see all nodes before training, and is refused in an inductive federation")
     first, *rest = federation.graphs
     bare = replace(first, test=first.test | first.train, train=torch.zeros_like(first.train))
     result = go(name, replace(federation, graphs=(bare, *rest), whole=None, inductive=inductive))
@@ -311,8 +311,8 @@ def test_part_of_the_clients_can_take_part(name, node_federation):
 
 
 def test_inductive(name, node_federation):
-    if method_class(name).crosses:
-        with pytest.raises(ConfigError, match=r"data\.inductive: method .* works on the edges between clients"):
+    if method_class(name).transductive:
+        with pytest.raises(ConfigError, match=r"data\.inductive: method .* has to see all nodes before training"):
             go(name, replace(node_federation, inductive=True))
         return
     result = go(name, replace(node_federation, inductive=True))

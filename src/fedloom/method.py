@@ -84,8 +84,8 @@ def phase(**reply: str) -> Callable[[F], F]:
     model), "weights:field" (those of the model that the method's setting `field` names), "factors:field" (the same, any matrix whole or
     as the product of a thin `left` and `right`), or "dtype[dims]" with dims from C (classes), d (features), K (clients), p (embedding
     width), a whole number, an int field of the method, #name (the number that was sent under `name`), *name (how many are true in the
-    answer's own bool tensor `name`), or n (any length; the method must then say in `discloses` what that tells the server).
-    Whatever does not fit is refused at the waist, in every engine.
+    answer's own bool tensor `name`), or n (any length; the method must then say in `discloses` what that tells the server). The dtype may
+    be ":field", a text field of the method whose choices are dtypes. Whatever does not fit is refused at the waist, in every engine.
     """
     for name, declared in reply.items():
         if not _OF_MODEL.fullmatch(declared) and not declared.startswith("=") and not _TENSOR.fullmatch(declared):
@@ -145,7 +145,7 @@ def letters(read_by: str, sealed: bool = True) -> Callable[[F], F]:
 
 
 _OF_MODEL = re.compile(r"weights|(?P<form>weights|factors):(?P<field>\w+)")
-_TENSOR = re.compile(r"(?P<dtype>" + "|".join(DTYPES) + r")\[(?P<dims>[\w#*, ]*)\]")
+_TENSOR = re.compile(r"(?P<dtype>" + "|".join(DTYPES) + r"|:(?P<field>\w+))\[(?P<dims>[\w#*, ]*)\]")
 
 
 def expected_letters(method: Method, phase: Any, message: Message, reply: Message, facts: Facts, sender: str) -> Schema:
@@ -164,7 +164,7 @@ def expected_reply(method: Method, phase: Any, message: Message, model: Schema, 
     rows: list[tuple[str, str, tuple[int, ...]]] = []
     for name, declared in phase.reply.items():
         if of_model := _OF_MODEL.fullmatch(declared):
-            known = model if of_model["field"] is None else _weights_of(getattr(method, of_model["field"]), facts)
+            known = model if of_model["field"] is None else model_schema(getattr(method, of_model["field"]), facts)
             given = (reply or {}).get(name) if of_model["form"] == "factors" else None
             rows += [(f"{name}/{inner}", dtype, shape) for inner, dtype, shape in _in_factors(known, given)]
         elif declared.startswith("="):
@@ -173,12 +173,14 @@ def expected_reply(method: Method, phase: Any, message: Message, model: Schema, 
             match = _TENSOR.fullmatch(declared)
             assert match is not None
             dims = [d.strip() for d in match["dims"].split(",") if d.strip()]
-            rows.append((name, match["dtype"], tuple(_length(method, d, message, facts, reply) for d in dims)))
+            dtype = str(getattr(method, match["field"])) if match["field"] else match["dtype"]
+            rows.append((name, dtype, tuple(_length(method, d, message, facts, reply) for d in dims)))
     return tuple(sorted(rows))
 
 
 @lru_cache(maxsize=64)
-def _weights_of(spec: str, facts: Facts) -> Schema:
+def model_schema(spec: str, facts: Facts) -> Schema:
+    """The schema of the weights that a model of that name has in this federation."""
     return weights_schema(facts.build(spec, "server"))
 
 
@@ -233,6 +235,7 @@ class Method(ABC):
     one_model: ClassVar[bool] = False  # needs the same architecture at every client
     pooled: ClassVar[bool] = False  # sees all graphs in one place: the baseline that federating tries to reach
     crosses: ClassVar[bool] = False  # works on the edges between clients, which each end's owner must know
+    transductive: ClassVar[bool] = False  # has to see all nodes before training, those to be predicted too (never their labels)
     tasks: ClassVar[tuple[str, ...]] = ("node", "graph")
     validates: ClassVar[bool] = False  # whether clients choose between models by their validation items (never: train on them)
     discloses: ClassVar[str] = ""  # what the server learns that is as large as a client's data, if anything
@@ -290,6 +293,51 @@ class Method(ABC):
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
+@dataclass(frozen=True)
+class Plugin(ABC):
+    """Base of what comes in front of a method: it prepares the clients, then the method of its setting `base` runs, unchanged.
+
+    The class that runs is both at once (`in_front_of`): it has the settings and the phases of both, and no name may mean two things.
+    """
+
+    base: str = setting("fedavg", "the method that trains: a name (see `fedloom methods`) or a file")
+
+    tasks: ClassVar[tuple[str, ...]] = ("node", "graph")
+    transductive: ClassVar[bool] = False
+    discloses: ClassVar[str] = ""
+
+    @abstractmethod
+    def prepare_clients(self, server: Server) -> None:
+        """What is done once, before the method that follows sets anything up."""
+
+    def run(self, server: Server) -> None:
+        """The plug-in's part, then the method's."""
+        self.prepare_clients(server)
+        super().run(server)  # type: ignore[misc]  # the method's: it is next in the class's line of parents
+
+
+@lru_cache(maxsize=256)
+def in_front_of(plugin: type[Plugin], name: str) -> type[Method]:
+    """The class of a method with a plug-in in front of it."""
+    method = method_class(name)
+    if issubclass(method, Plugin):
+        raise ConfigError(f"method.base is {name!r}, which itself comes in front of a method; give that method")
+    if method.pooled:
+        raise ConfigError(f"method.base is {name!r}, which sees all graphs in one place: there are no clients to prepare")
+    if not (tasks := tuple(t for t in plugin.tasks if t in method.tasks)):
+        raise ConfigError(f"method.base is {name!r}, which does {' and '.join(method.tasks)} tasks, not {' or '.join(plugin.tasks)} ones")
+    shared = {"base", "run", "check", "tasks", "transductive", "discloses"}  # what joins, or calls, both
+    for key in sorted(dir(plugin)):
+        if not key.startswith("_") and key not in shared and hasattr(method, key):
+            raise ConfigError(f"method.base is {name!r}, whose {key!r} has the name of something in {plugin.__name__}: rename it there")
+    joined = {
+        "__module__": plugin.__module__, "__doc__": plugin.__doc__, "tasks": tasks,
+        "transductive": plugin.transductive or method.transductive,
+        "discloses": "; ".join(text for text in (plugin.discloses, method.discloses) if text),
+    }  # fmt: skip
+    return dataclass(frozen=True)(type(f"{plugin.__name__}{method.__name__}", (plugin, method), joined))
+
+
 # ---- finding methods by file name ----
 def method_names() -> dict[str, str]:
     """{name: module} of every method file that comes with fedloom; a file "_name.py" holds what several methods share."""
@@ -302,8 +350,11 @@ def _shown(module: str) -> str:
     return module.replace("_plus", "+").replace("_", "-")
 
 
-def method_class(name: str) -> type[Method]:
-    """The class of a method: by its file's name ("fedavg"), or from a user's own file ("path/to/mine.py")."""
+def method_class(name: str, settings: Mapping[str, Any] = types.MappingProxyType({})) -> type[Method]:
+    """The class of a method: by its file's name ("fedavg"), or from a user's own file ("path/to/mine.py").
+
+    settings: what the method is to be made with; of a plug-in, they say what it is in front of.
+    """
     if name.endswith(".py"):
         module = _import_file(Path(name))
     else:
@@ -311,10 +362,15 @@ def method_class(name: str) -> type[Method]:
         if name.lower() not in known:
             raise unknown("method", name, known)
         module = importlib.import_module(f"fedloom.methods.{known[name.lower()]}")
-    own = [c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, Method) and c.__module__ == module.__name__]
+    defined = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
+    own = [c for c in defined if issubclass(c, (Method, Plugin))]
     if len(own) != 1:
-        raise ConfigError(f"method: {name} must define exactly one subclass of Method, found {len(own)}")
-    return own[0]
+        raise ConfigError(f"method: {name} must define exactly one subclass of Method or Plugin, found {len(own)}")
+    (found,) = own
+    if issubclass(found, Method):
+        return found
+    (base,) = (f for f in fields(found) if f.name == "base")
+    return in_front_of(found, check_setting(base, settings.get("base", base.default), "method"))
 
 
 def _import_file(path: Path) -> types.ModuleType:
@@ -334,7 +390,7 @@ def _import_file(path: Path) -> types.ModuleType:
 
 def make_method(name: str, settings: Mapping[str, Any]) -> Method:
     """A method by name with the given settings; a misspelt one is an error that names the nearest and all valid ones."""
-    cls = method_class(name)
+    cls = method_class(name, settings)
     valid = [f.name for f in fields(cls)]
     for key in settings:
         if key not in valid:

@@ -17,7 +17,7 @@ from fedloom.errors import ConfigError, MessageError, unknown
 from fedloom.graph import Graph
 from fedloom.ledger import Ledger
 from fedloom.message import Message, Schema, check, flatten, require_finite, tree_map
-from fedloom.method import expected_letters, expected_reply, require_names, weights_schema
+from fedloom.method import expected_letters, expected_reply, model_schema, require_names
 from fedloom.models import Model
 from fedloom.privacy import masked, sealed
 from fedloom.privacy.sealed import Postbox
@@ -377,7 +377,7 @@ class Server:
         return messages
 
     def _reply_of(self, phase: Any, message: Message, client: str, reply: Message | None = None) -> Schema:
-        return expected_reply(self._method, phase, message, self._weights_of(client), self.facts, reply)
+        return expected_reply(self._method, phase, message, model_schema(self.facts.model_of[client], self.facts), self.facts, reply)
 
     def exchange(
         self, name: str, messages: Mapping[str, Message], expected: Callable[[str, Message], Schema], book_as: str | None = None
@@ -418,13 +418,6 @@ class Server:
             for client, reply in self.ask(getattr(self._method, by), clients=unknown_yet).items():
                 (known[client],) = reply.values()
         return {c: known[c] for c in clients if c in known}
-
-    @cached_property
-    def _schemas(self) -> dict[str, Schema]:
-        return {spec: weights_schema(self.facts.build(spec, "server")) for spec in set(self.facts.models)}
-
-    def _weights_of(self, client: str) -> Schema:
-        return self._schemas[self.facts.model_of[client]]
 
     def remember(self, phase: str, messages: Mapping[str, Message], replies: Mapping[str, Message]) -> None:
         """Chains this exchange into the history hash: who, what, every byte of every tensor, both ways."""

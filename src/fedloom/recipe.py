@@ -98,7 +98,7 @@ class Recipe:
         """Whether clients know the edges that were cut: what was asked for, else what the method needs."""
         if self.partition.cross_edges != "auto":
             return self.partition.cross_edges
-        return "known" if method_class(self.method).crosses else "none"
+        return "known" if method_class(self.method, self.method_settings).crosses else "none"
 
     @property
     def split(self) -> str:
@@ -180,7 +180,7 @@ def make_recipe(tables: Mapping[str, Any]) -> Recipe:
     method = given["method"].pop("name", "fedavg")
     if not isinstance(method, str):
         raise ConfigError(f"method.name is {method!r}, must be a text")
-    method_fields = {f.name: f for f in fields(method_class(method))}
+    method_fields = {f.name: f for f in fields(method_class(method, given["method"]))}
     for key, value in given["method"].items():
         if key not in method_fields:
             raise unknown(f"setting of method {method!r}:", key, method_fields)
@@ -194,7 +194,7 @@ def make_recipe(tables: Mapping[str, Any]) -> Recipe:
     built = {name: _table(name, given[name]) for name in TABLES}
     for spec in built["model"].name.split(","):
         models.parse(spec.strip().lower())
-    evaluation(method_class(method), method, built["run"].evaluation)
+    evaluation(method_class(method, given["method"]), method, built["run"].evaluation)
     return Recipe(method=method, method_settings=given["method"], options=options, **built)
 
 

@@ -134,6 +134,8 @@ def agree_on_facts(method: Method, name: str, federation: Federation, model: str
         raise ConfigError(f"model: method {name!r} averages weights and needs one model for all clients, got {', '.join(specs)}")
     if method.shares_width() and len({models.parse(spec).width for spec in dealt}) > 1:
         raise ConfigError(f"model: all clients' models must share one embedding width for this method, got {', '.join(specs)}")
+    if method.transductive and federation.inductive:
+        raise ConfigError(f"data.inductive: method {name!r} has to see all nodes before training, those to be predicted too")
     if method.crosses:
         _require_cross_edges(name, federation)
     secure = rules.terms if not method.pooled else None  # a single party has nobody to hide from
@@ -148,8 +150,6 @@ def agree_on_facts(method: Method, name: str, federation: Federation, model: str
 
 
 def _require_cross_edges(name: str, federation: Federation) -> None:
-    if federation.inductive:
-        raise ConfigError(f"data.inductive: method {name!r} works on the edges between clients, those of held-out nodes too")
     known = any(graph.cross_edges.shape[1] for graph in federation.graphs)
     if not known and federation.num_clients > 1 and federation.about.get("edges_cut", 1):
         raise ConfigError(f"method {name!r} works on the edges between clients: set partition.cross_edges = 'known'")

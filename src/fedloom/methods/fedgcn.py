@@ -96,6 +96,7 @@ class FedGCN(FedAvg, FedSGD):
     hops: int = setting(2, "1 = the GCN's first layer is exact, 2 = both are", at_least=1, at_most=2)
 
     crosses: ClassVar[bool] = True
+    transductive: ClassVar[bool] = True
     tasks: ClassVar[tuple[str, ...]] = ("node",)
     discloses: ClassVar[str] = "which nodes have cross edges and, unless the run is secure, all that clients tell each other"
     tells: ClassVar[str] = (

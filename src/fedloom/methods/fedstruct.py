@@ -146,6 +146,7 @@ class FedStruct(FedSGD):
     encrypt: bool = setting(False, "blocks travel under CKKS and are added up unseen (needs tenseal)")
 
     crosses: ClassVar[bool] = True
+    transductive: ClassVar[bool] = True
     tasks: ClassVar[tuple[str, ...]] = ("node",)
     discloses: ClassVar[str] = (
         "if the run is not secure, the edges between clients, relayed blocks of the powers of the adjacency, and every client's gradients; "
