@@ -21,7 +21,9 @@ from fedloom.runs import run
 
 METHODS = sorted(method_names())
 # What cannot run with secure = true, since it needs more than sums
-SINGLE_REPLIES = {"scaffold", "dense", "coboost", "fedgen", "gcfl+", "fpl", "fggp", "fedtgp", "fedpg", "fedkd", "fed-pub", "fedgta"}
+SINGLE_REPLIES = {
+    "scaffold", "dense", "coboost", "fedgen", "gcfl+", "fpl", "fggp", "fedtgp", "fedpg", "fedkd", "fed-pub", "fedgta", "fedgh", "fedtad",
+}  # fmt: skip
 MODEL = "gcn-2x8"
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from fedloom.errors import ConfigError
 from fedloom.graph import Federation, Graph
+from fedloom.learn import load_weights, weights
 from fedloom.message import flatten
-from fedloom.methods import fggp
-from fedloom.methods.fggp import FGGP, alignment, annotated, candidates, class_centres, nearest, pairs_of, reconstruction, scores, vote
+from fedloom.methods.fggp import FGGP, alignment, annotated, candidates, class_centres, pairs_of, reconstruction, scores, vote
 from fedloom.methods.fpl import cluster_means
 from fedloom.models import build
 from fedloom.party import Client, Facts
@@ -64,13 +64,6 @@ def test_a_single_node_has_no_candidates():
     suggested = candidates(graph, torch.ones(1, 4), 3)
     assert suggested.num_edges == 0
     assert reconstruction(torch.ones(1, 4, requires_grad=True), suggested, torch.Generator()) == 0
-
-
-def test_neighbours_are_those_of_the_whole_similarity_matrix_some_rows_at_a_time(monkeypatch):
-    z = torch.randn(23, 4, generator=torch.Generator().manual_seed(0))
-    whole = F.cosine_similarity(z.unsqueeze(1), z.unsqueeze(0), dim=2).fill_diagonal_(-2).topk(3).indices
-    monkeypatch.setattr(fggp, "ROWS", 5)
-    assert torch.equal(torch.cat(list(nearest(z, 3))), whole)
 
 
 def test_reconstruction_is_the_balanced_loss_over_all_pairs():
@@ -188,8 +181,8 @@ def test_every_term_reaches_what_it_should(node_federation):
 
 def test_a_step_moves_the_sampler(node_federation):
     method, client, _ = scene(node_federation)
-    before = {k: t.clone() for k, t in fggp.weights(client.state["sampler"]).items()}
-    reply = method.train(client, fggp.weights(client.state["model"]), before)
+    before = {k: t.clone() for k, t in weights(client.state["sampler"]).items()}
+    reply = method.train(client, weights(client.state["model"]), before)
     assert all(not torch.equal(reply["sampler"][k], before[k]) for k in before)
 
 
@@ -210,7 +203,7 @@ def test_global_evaluation_votes_with_the_new_clusters(node_federation, training
     result = run("fggp", node_federation, evaluation="global", **SMALL)
     told = cluster_means(list(seen[-1][1].values()))
     net = build("gcn-2x8", 12, 3, dropout=0.0, seed=0)
-    fggp.load_weights(net, result.models["server"])
+    load_weights(net, result.models["server"])
     right = total = 0
     for graph in node_federation.graphs:
         named = vote(net.embed(graph), told["clusters"], told["of_class"], 3, 0.1).argmax(1)

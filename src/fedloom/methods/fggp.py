@@ -31,7 +31,6 @@ vote; the authors' code keeps those of several rounds in a queue and asks the ne
 numbers a client's prototypes in the order of the classes present, and a benchmark makes the clusters only to drop them.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import ClassVar
@@ -51,9 +50,8 @@ from fedloom.methods.fpl import cluster_means
 from fedloom.models import Model
 from fedloom.party import Client, Facts, Replies, Server
 from fedloom.prototypes import told
+from fedloom.similar import linked_to_nearest, pairs
 from fedloom.sparse import weighted
-
-ROWS = 1024  # of similarities that are held at once when neighbours are looked up
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,24 +176,11 @@ def sampler(facts: Facts) -> Model:
 
 def candidates(graph: Graph, z: Tensor, neighbours: int) -> Graph:
     """The graph with its own edges and those to every node's nearest, each pair once: first all with i < j, then all turned round."""
-    n = graph.num_nodes
-    near = torch.cat(list(nearest(z, min(neighbours, n - 1))))
-    asking = torch.arange(n).repeat_interleave(near.shape[1])
-    ends = torch.cat([graph.edge_index, torch.stack([asking, near.flatten()])], 1).sort(0).values
-    key = (ends[0] * n + ends[1])[ends[0] != ends[1]].unique()
-    pairs = torch.stack([key // n, key % n])
-    suggested = replace(graph, edge_index=torch.cat([pairs, pairs.flip(0)], 1), edge_weight=None)
+    ends = torch.cat([graph.edge_index, linked_to_nearest(F.normalize(z), neighbours)], 1)
+    joined = pairs(ends, graph.num_nodes)
+    suggested = replace(graph, edge_index=torch.cat([joined, joined.flip(0)], 1), edge_weight=None)
     suggested.once("features", lambda: graph.sparse_x)
     return suggested
-
-
-def nearest(z: Tensor, count: int) -> Iterator[Tensor]:
-    """Every node's nearest others by cosine, [nodes, count], some rows at a time."""
-    unit = F.normalize(z)
-    for rows in torch.arange(len(z)).split(ROWS):
-        similar = unit[rows] @ unit.T
-        similar[torch.arange(len(rows)), rows] = -torch.inf
-        yield similar.topk(count).indices
 
 
 def pairs_of(suggested: Graph) -> Tensor:

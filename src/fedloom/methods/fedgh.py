@@ -1,0 +1,443 @@
+"""FedGH: clients send stand-ins of their graphs, the server embeds all of them alike, and each refines its graph; then any method trains.
+
+Zhuang et al.: "Prior Refinement is Better: Diffusion-Driven Graph Harmonization for Federated Graph Learning", AAAI 2026, Algorithm 1.
+
+What travels, per client, once, before the method `base` begins:
+    up    features, edges        X̂ [n_k, d] and the pairs i < j of Â: a pseudo-graph with a row for each of the client's nodes
+    down  embeddings             H̃ [n_k, d̃], to the client that the rows belong to
+
+    μ, log σ = VGAE's encoder (X, A); H = μ + σ ⊙ η; X̂ = MLP(H); Â = sigmoid(H Hᵀ)               `VGAE`
+    L_vgae = BCE over edges and as many other pairs + λ_x rec(X, X̂) + γ KL / n                   `vgae_loss`        Eq. 5-7
+    h_t = √ᾱ_t h_0 + √(1 − ᾱ_t) ε, h_0 = μ standardised                                          `Schedule.noised`  Eq. 8
+    L_diff = ‖ε − ε_θ(h_t, r, t)‖²,  r = F_ω(h_0 + η), η ~ N(0, σ_c²)                            `Denoiser`, `diffusion_loss`  Eq. 9, 10
+    from h_T ~ N(0, I):  h ← (h − β_t ε_θ / √(1 − ᾱ_t)) / √α_t + √β_t z                          `reverse`
+    h̃ = PReLU(S X̂ W + b), s_k = sigmoid(mean h̃^k), D(h, s) = sigmoid(hᵀ B s)                     `Contrast`         Eq. 11
+    L_con = Σ_k −1/(2 n_k K) Σ_i Σ_j [log D(h̃_i^k, s_j) + log(1 − D(h̃'_i^k, s_j))]               `contrast_loss`    Eq. 12
+    Ã = A and edges to each node's k most similar, and to those above τ; X̃ = [X ‖ H̃]            `refined`          Eq. 13-15
+
+Row i of a pseudo-graph stands for node i only through r_i, and is as private as the noise in it: see `fedloom.privacy.leakage`.
+
+Departures. Eq. 7 prints the ELBO, which is to be maximised; its negative is minimised here. Eq. 8-10 lose the bars of ᾱ. h_0 is μ, not a
+draw. Alg. 1 samples in every step of the diffusion's training; once after it is enough. Real-valued features: squared error in units of
+their variance, without which it would be far smaller than the other terms. Â keeps each node's links to the ⌈|E_k| / n_k⌉ others with
+the largest cosine (so about |E_k|): by h_i · h_j, as the decoder has it, nodes with long h would take most of them. f and D are the same
+for all clients: embeddings of encoders that each client has for itself do not fit one model (`encoder_per_client`). H̃' is made of permuted
+rows of X̂, as in DGI: permuting H̃, as the text says, leaves the same vectors on both sides and nothing to learn. Rows of H̃ are taken from
+their mean and have unit length. A client whose pseudo-graph is missing gets zeros and no edges. `embedding_width` = 0 leaves `base` alone.
+
+`refine_by` and `diffused` hold the controls: what H̃ would be without this method. "pseudo-graph" is the paper's "w/o CL".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from fedloom import models
+from fedloom.errors import ConfigError, MessageError
+from fedloom.graph import Graph
+from fedloom.learn import make_optimizer, seeded, step
+from fedloom.message import DTYPES, Message
+from fedloom.method import Plugin, phase, setting
+from fedloom.party import Client, Facts, Server
+from fedloom.similar import above, linked_to_nearest, pairs
+
+HIDDEN = 128  # of the feature decoder
+DENOISER, CONDITION, TIME = 256, 64, 64  # widths of the denoiser's layers, of r, and of what it is told of t
+RAREST = 20.0  # weight of a one in bag-of-words features, at most
+MOST_EDGES = 100  # a node, that similarity above τ may add on average
+NO_EDGES = torch.zeros(2, 0, dtype=torch.int64)
+
+Step = Callable[[], Tensor]
+
+
+def bare(x: Tensor, edges: Tensor) -> Graph:
+    """A graph without labels. edges: pairs i < j."""
+    return Graph(x=x, edge_index=torch.cat([edges, edges.flip(0)], 1), y=torch.full((len(x),), -1), num_classes=1)
+
+
+def minimise(parameters: Sequence[Tensor], loss: Step, lr: float, epochs: int, patience: int = 0) -> float:
+    """Adam on `loss()`; stops after `patience` steps without a lower value (0 = never). Gives the last value."""
+    optimizer, best, since, last = make_optimizer("adam", parameters, lr, 0.0), float("inf"), 0, float("nan")
+    for _ in range(epochs):
+        value = loss()
+        step(optimizer, value)
+        last = value.item()
+        best, since = (last, 0) if last < best else (best, since + 1)
+        if patience and since >= patience:
+            break
+    return last
+
+
+# ---- client: a variational autoencoder of the graph ----
+class VGAE(nn.Module):
+    """Encoder to the mean and the logarithm of the deviation of every node's latent, [n, q] each; decoder of features."""
+
+    def __init__(self, encoder: models.Model, width: int, num_features: int):
+        super().__init__()
+        self.encoder = encoder
+        self.decoder = nn.Sequential(nn.Linear(width, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, num_features))
+
+    def forward(self, graph: Graph) -> tuple[Tensor, Tensor]:
+        """μ and log σ."""
+        mu, log_sigma = self.encoder(graph).chunk(2, 1)
+        return mu, log_sigma.clamp(max=10.0)
+
+
+def is_bag_of_words(x: Tensor) -> bool:
+    """Whether all features are 0 or 1."""
+    return bool(((x == 0) | (x == 1)).all())
+
+
+def reconstruction(x: Tensor) -> Callable[[Tensor], Tensor]:
+    """How far a decoder's output [n, d] is from x: cross-entropy for 0/1 features, where a one weighs more; else squares over variance."""
+    if is_bag_of_words(x):
+        ones = x.sum()
+        weight = ((x.numel() - ones) / ones.clamp(min=1)).clamp(max=RAREST)
+        return lambda out: F.binary_cross_entropy_with_logits(out, x, pos_weight=weight)
+    variance = (x - x.mean(0)).square().mean().clamp(min=1e-12)
+    return lambda out: (out - x).square().mean() / variance
+
+
+def other_pairs(edges: Tensor, n: int, rng: Generator) -> Tensor:
+    """About as many random pairs i < j as there are edges, none of them an edge."""
+    drawn = pairs(torch.randint(n, edges.shape, generator=rng), n)
+    return drawn[:, ~torch.isin(drawn[0] * n + drawn[1], edges[0] * n + edges[1])]
+
+
+def edge_loss(H: Tensor, edges: Tensor, others: Tensor) -> Tensor:
+    """BCE of sigmoid(h_i · h_j) over pairs that are edges and pairs that are not, each kind's mean counting half."""
+    terms = [F.softplus(sign * (H[i] * H[j]).sum(1)).mean() for (i, j), sign in ((edges, -1), (others, 1)) if len(i)]
+    return sum(terms, torch.zeros(())) / 2
+
+
+def divergence(mu: Tensor, log_sigma: Tensor) -> Tensor:
+    """KL of N(μ, σ²) to N(0, 1): summed over dimensions, mean over nodes, over n."""
+    return -0.5 * (1 + 2 * log_sigma - mu**2 - (2 * log_sigma).exp()).sum(1).mean() / len(mu)
+
+
+# ---- client: diffusion of the latents ----
+class Schedule:
+    """β_1 ... β_T in equal steps, α = 1 − β, ᾱ_t = Π α. Index t counts from 1."""
+
+    def __init__(self, steps: int, first: float, last: float):
+        self.beta = torch.cat([torch.zeros(1), torch.linspace(first, last, steps)])
+        self.alpha = 1 - self.beta
+        self.alpha_bar = self.alpha.cumprod(0)
+        self.steps = steps
+
+    def noised(self, h: Tensor, t: Tensor, noise: Tensor) -> Tensor:
+        """h_t of the rows of h [n, q] at their own times t [n]."""
+        kept = self.alpha_bar[t].unsqueeze(1)
+        return kept.sqrt() * h + (1 - kept).sqrt() * noise
+
+
+def reverse(h: Tensor, predict: Callable[[Tensor, int], Tensor], schedule: Schedule, rng: Generator | None) -> Tensor:
+    """From h_T [n, q] back to h_0. predict(h, t): the noise in h. Without `rng` no noise is added on the way."""
+    for t in range(schedule.steps, 0, -1):
+        beta, kept = schedule.beta[t], schedule.alpha_bar[t]
+        h = (h - beta / (1 - kept).sqrt() * predict(h, t)) / schedule.alpha[t].sqrt()
+        if rng is not None and t > 1:
+            h = h + beta.sqrt() * torch.randn(h.shape, generator=rng)
+    return h
+
+
+def time_embedding(t: Tensor) -> Tensor:
+    """Sines and cosines of t [n] at 32 frequencies, [n, TIME]."""
+    frequency = torch.exp(torch.linspace(0, -9.2, TIME // 2))
+    angle = t.unsqueeze(1) * frequency
+    return torch.cat([angle.sin(), angle.cos()], 1)
+
+
+class Denoiser(nn.Module):
+    """ε_θ(h_t, r, t), and F_ω, which makes r. `condition` = False: r is 0, and nothing ties a row to its node."""
+
+    def __init__(self, width: int, condition: bool, noise: float):
+        super().__init__()
+        self.condition, self.noise = condition, noise
+        self.regulator = nn.Sequential(nn.Linear(width, CONDITION), nn.SiLU(), nn.Linear(CONDITION, CONDITION))
+        self.layers = nn.Sequential(
+            nn.Linear(width + CONDITION + TIME, DENOISER), nn.SiLU(), nn.Linear(DENOISER, DENOISER), nn.SiLU(), nn.Linear(DENOISER, width)
+        )  # fmt: skip
+
+    def forward(self, h: Tensor, h_0: Tensor, t: Tensor, rng: Generator) -> Tensor:
+        """The noise in h [n, q] at times t [n]; h_0 is seen through fresh noise alone."""
+        r = h.new_zeros(len(h), CONDITION)
+        if self.condition:
+            r = self.regulator(h_0 + self.noise * torch.randn(h_0.shape, generator=rng))
+        return self.layers(torch.cat([h, r, time_embedding(t)], 1))
+
+
+def diffusion_loss(net: Denoiser, h_0: Tensor, schedule: Schedule, rng: Generator) -> Tensor:
+    """The mean square of ε − ε_θ, every row at a random time."""
+    t = torch.randint(1, schedule.steps + 1, (len(h_0),), generator=rng)
+    noise = torch.randn(h_0.shape, generator=rng)
+    return F.mse_loss(net(schedule.noised(h_0, t, noise), h_0, t, rng), noise)
+
+
+# ---- server (and the control without one): contrast ----
+class Contrast(nn.Module):
+    """DGI's encoder, one or one for each client, and its bilinear discriminator."""
+
+    def __init__(self, num_features: int, width: int, encoders: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(encoders, num_features, width))
+        self.bias = nn.Parameter(torch.zeros(encoders, width))
+        self.slope = nn.Parameter(torch.full((encoders,), 0.25))
+        self.bilinear = nn.Parameter(torch.empty(width, width))
+        for matrix in (*self.weight, self.bilinear):
+            nn.init.xavier_uniform_(matrix)
+
+    def project(self, graphs: Sequence[Graph]) -> list[Tensor]:
+        """X̂ W of every graph; the one encoder's work on all of them, or each one's own."""
+        return [graph.project(self.weight[k % len(self.weight)]) for k, graph in enumerate(graphs)]
+
+    def encode(self, graphs: Sequence[Graph], projected: Sequence[Tensor]) -> list[Tensor]:
+        """PReLU(S X̂ W + b)."""
+        e = [k % len(self.bias) for k in range(len(graphs))]
+        return [F.prelu(g.propagate(h) + self.bias[k], self.slope[k]) for k, g, h in zip(e, graphs, projected, strict=True)]
+
+
+def summaries(embedded: Sequence[Tensor]) -> Tensor:
+    """s_k [K, d̃]."""
+    return torch.stack([h.mean(0) for h in embedded]).sigmoid()
+
+
+def contrast_loss(bilinear: Tensor, embedded: Sequence[Tensor], corrupted: Sequence[Tensor]) -> list[Tensor]:
+    """Each client's L_con: how badly D tells its nodes from corrupted ones, beside the summaries of all clients."""
+    sides = bilinear @ summaries(embedded).T
+    return [(F.softplus(-(h @ sides)).mean() + F.softplus(c @ sides).mean()) / 2 for h, c in zip(embedded, corrupted, strict=True)]
+
+
+def harmonise(graphs: Sequence[Graph], net: Contrast, rngs: Sequence[Generator], lr: float, epochs: int, patience: int) -> list[Tensor]:
+    """Fits encoder and discriminator to graphs, gives the embeddings of each. rngs: of each graph, for corrupting it."""
+
+    def loss() -> Tensor:
+        projected = net.project(graphs)
+        # Permuted rows of X̂ times W are permuted rows of X̂ W: the wide product is made once.
+        mixed = [h[torch.randperm(len(h), generator=rng)] for h, rng in zip(projected, rngs, strict=True)]
+        return sum(contrast_loss(net.bilinear, net.encode(graphs, projected), net.encode(graphs, mixed)), torch.zeros(()))
+
+    minimise(list(net.parameters()), loss, lr, epochs, patience)
+    with torch.no_grad():
+        return net.encode(graphs, net.project(graphs))
+
+
+# ---- client: refinement ----
+def refined(graph: Graph, H: Tensor, append: bool, count: int, threshold: float) -> Graph:
+    """The graph with edges between similar rows of H [n, d̃], each node's `count` and all above `threshold`, and H as further features."""
+    n, unit = graph.num_nodes, F.normalize(H - H.mean(0))  # what all nodes have in common says nothing of any
+    near = [linked_to_nearest(unit, count) if count else NO_EDGES, above(unit, threshold, MOST_EDGES * n) if threshold < 1 else NO_EDGES]
+    found = pairs(torch.cat(near, 1), n)
+    found = found[:, ((unit[found[0]] != 0).any(1)) & ((unit[found[1]] != 0).any(1))]  # a row of zeros is like nobody
+    old = pairs(graph.edge_index, n)
+    found = found[:, ~torch.isin(found[0] * n + found[1], old[0] * n + old[1])]
+    weight = graph.edge_weight
+    if weight is not None:
+        weight = torch.cat([weight, torch.ones(2 * found.shape[1])])
+    edges = torch.cat([graph.edge_index, found, found.flip(0)], 1)
+    return replace(graph, x=torch.cat([graph.x, unit], 1) if append else graph.x, edge_index=edges, edge_weight=weight)
+
+
+@dataclass(frozen=True)
+class FedGH(Plugin):
+    """Refines every client's graph before the base method."""
+
+    refine_by: str = setting(
+        "server", "what H̃ is: the server's embeddings of pseudo-graphs, or a control: DGI on the client's own graph, its VGAE's latents, "
+        "noise; or training on the pseudo-graphs themselves", choices=("server", "local", "latents", "noise", "pseudo-graph"),
+    )  # fmt: skip
+    vgae: str = setting("gcn-2x128", "architecture of the VGAE's encoder")
+    latent_width: int = setting(64, "q, width of the latents", at_least=1)
+    vgae_epochs: int = setting(200, "steps of the VGAE's training", at_least=1)
+    vgae_lr: float = setting(0.01, "its learning rate", above=0)
+    feature_loss: float = setting(1.0, "λ_x, weight of the features' reconstruction", at_least=0)
+    kl_weight: float = setting(1.0, "γ, weight of the KL term (0 = the paper's w/o KL)", at_least=0)
+    diffused: bool = setting(True, "pseudo-graphs are decoded from diffused latents; false: from the latents themselves")
+    diffusion_steps: int = setting(100, "T", at_least=1)
+    first_beta: float = setting(0.001, "β_1", above=0, below=1)
+    last_beta: float = setting(0.2, "β_T", above=0, below=1)
+    regulated: bool = setting(True, "the client-aware condition r (false = the paper's w/o C)")
+    regulator_noise: float = setting(1.0, "σ_c, noise through which r sees a node's latent", at_least=0)
+    diffusion_epochs: int = setting(500, "steps of the diffusion's training", at_least=1)
+    diffusion_lr: float = setting(0.001, "its learning rate", above=0)
+    diffusion_rows: int = setting(4096, "nodes in one of these steps", at_least=1)
+    embedding_width: int = setting(64, "d̃, width of H̃ (0 = nothing is refined)", at_least=0)
+    contrast_epochs: int = setting(300, "steps of the contrastive learning", at_least=1)
+    contrast_lr: float = setting(0.001, "its learning rate", above=0)
+    contrast_patience: int = setting(20, "it stops after so many steps without a lower loss (0 = never)", at_least=0)
+    encoder_per_client: bool = setting(False, "an encoder for each client rather than one for all")
+    append: bool = setting(True, "H̃ is appended to the features")
+    add_edges: int = setting(3, "k, similar nodes that a node is linked to", at_least=0)
+    add_above: float = setting(1.0, "τ, similarity (a cosine) above which nodes are linked (1 = none are)", at_least=-1, at_most=1)
+    precision: str = setting("float32", "numbers of features and embeddings as they travel", choices=("float32", "float16"))
+    top_entries: int = setting(0, "entries of a row of X̂ that travel, the largest (0 = all)", at_least=0)
+
+    tasks: ClassVar[tuple[str, ...]] = ("node",)
+    transductive: ClassVar[bool] = True
+    discloses: ClassVar[str] = (
+        "a pseudo-graph with a row for every node of the client, in their order: how many nodes and edges it has, and of each node's "
+        "features and neighbours what the noise of the diffusion leaves (measured: fedloom.privacy.leakage)"
+    )
+
+    def check(self, facts: Facts) -> None:
+        """The encoder must exist, a row must have the entries that are to travel, and the base method must go with the wider features."""
+        models.parse(self.vgae)
+        if self.first_beta > self.last_beta:
+            raise ConfigError(f"method.first_beta is {self.first_beta:g}, must not exceed method.last_beta = {self.last_beta:g}")
+        if self.top_entries > facts.num_features:
+            raise ConfigError(f"method.top_entries is {self.top_entries}, must be at most {facts.num_features}, the number of features")
+        super().check(self.widened(facts))  # type: ignore[misc]  # the base method's
+
+    def widened(self, facts: Facts) -> Facts:
+        """The facts once the clients' graphs are refined."""
+        if self.refine_by == "pseudo-graph" or not self.append:
+            return facts
+        width = self.latent_width if self.refine_by == "latents" else self.embedding_width
+        return replace(facts, num_features=facts.num_features + width)
+
+    # ---- a client's pseudo-graph ----
+    def fit_vgae(self, client: Client) -> VGAE:
+        """Trained on the client's whole graph, no labels read."""
+        graph, rng, width = client.full_graph, client.rng("vgae"), self.latent_width
+        seed = int(torch.randint(2**62, (), generator=rng))
+        with seeded(rng):
+            net = VGAE(models.build(self.vgae, graph.num_features, 2 * width, dropout=0.0, seed=seed), width, graph.num_features)
+        edges, missed = pairs(graph.edge_index, graph.num_nodes), reconstruction(graph.x)
+
+        def loss() -> Tensor:
+            mu, log_sigma = net(graph)
+            H = mu + log_sigma.exp() * torch.randn(mu.shape, generator=rng)
+            seen = edge_loss(H, edges, other_pairs(edges, graph.num_nodes, rng))
+            return seen + self.feature_loss * missed(net.decoder(H)) + self.kl_weight * divergence(mu, log_sigma)
+
+        minimise(list(net.parameters()), loss, self.vgae_lr, self.vgae_epochs)
+        return net
+
+    def diffuse(self, client: Client, mu: Tensor) -> Tensor:
+        """Fits the diffusion to latents [n, q] and draws as many from it."""
+        rng, schedule = client.rng("diffusion"), Schedule(self.diffusion_steps, self.first_beta, self.last_beta)
+        centre, scale = mu.mean(0), (mu - mu.mean(0)).square().mean(0).sqrt()
+        h_0 = (mu - centre) / scale.where(scale > 1e-6, 1.0)
+        with seeded(rng):
+            net = Denoiser(self.latent_width, self.regulated, self.regulator_noise)
+
+        def loss() -> Tensor:
+            rows = h_0
+            if len(h_0) > self.diffusion_rows:
+                rows = h_0[torch.randint(len(h_0), (self.diffusion_rows,), generator=rng)]
+            return diffusion_loss(net, rows, schedule, rng)
+
+        minimise(list(net.parameters()), loss, self.diffusion_lr, self.diffusion_epochs)
+        with torch.no_grad():
+            drawn = torch.randn(h_0.shape, generator=rng)
+            drawn = reverse(drawn, lambda h, t: net(h, h_0, torch.full((len(h),), t), rng), schedule, rng)
+        return drawn * scale + centre
+
+    @torch.no_grad()
+    def decode(self, client: Client, net: VGAE, H: Tensor) -> tuple[Tensor, Tensor]:
+        """X̂ [n, d] and the pairs of Â [2, edges] from latents [n, q]."""
+        x = net.decoder(H)
+        if is_bag_of_words(client.full_graph.x):
+            x = x.sigmoid()
+        edges, n = pairs(client.full_graph.edge_index, len(H)).shape[1], len(H)
+        return x, pairs(linked_to_nearest(F.normalize(H), -(-edges // n)), n)
+
+    def pseudo_graph(self, client: Client) -> tuple[Tensor, Tensor]:
+        """X̂ [n, d] and the pairs of Â [2, edges] of the client: row i stands for its node i."""
+        net = self.fit_vgae(client)
+        with torch.no_grad():
+            mu, _ = net(client.full_graph)
+        with torch.enable_grad():
+            return self.decode(client, net, self.diffuse(client, mu) if self.diffused else mu)
+
+    # ---- what travels ----
+    @phase(features=":precision[n,d]", edges="int32[2,n]")
+    def send_pseudo_graph(self, client: Client) -> Message:
+        """The pseudo-graph."""
+        x, edges = self.pseudo_graph(client)
+        return {"features": x.to(DTYPES[self.precision]), "edges": edges.int()}
+
+    @phase(values=":precision[n,top_entries]", columns="int32[n,top_entries]", edges="int32[2,n]")
+    def send_top_entries(self, client: Client) -> Message:
+        """The same with the largest entries of every row alone."""
+        x, edges = self.pseudo_graph(client)
+        columns = x.abs().topk(self.top_entries).indices.sort().values
+        return {"values": x.gather(1, columns).to(DTYPES[self.precision]), "columns": columns.int(), "edges": edges.int()}
+
+    @phase()
+    def refine(self, client: Client, embeddings: Tensor | None = None) -> Message:
+        """The client's graph becomes Ã, X̃: by the embeddings it is sent, or by those it makes itself."""
+        graph, facts = client.full_graph, self.widened(client.facts)
+        if self.refine_by == "pseudo-graph":
+            x, edges = self.pseudo_graph(client)
+            new = replace(graph, x=x, edge_index=torch.cat([edges, edges.flip(0)], 1), edge_weight=None)
+        else:
+            H = self.own_embeddings(client) if embeddings is None else embeddings.float()
+            if len(H) != graph.num_nodes:
+                raise MessageError(f"to client {client.name!r}: tensor 'embeddings' has {len(H)} rows for {graph.num_nodes} nodes")
+            new = refined(graph, H, self.append, self.add_edges, self.add_above)
+        client.full_graph, client.facts = new, facts
+        client.graph = new.training_view(inductive=False)
+        return {}
+
+    def own_embeddings(self, client: Client) -> Tensor:
+        """H̃ without a server: of a control, or zeros in place of what did not come."""
+        graph, width = client.full_graph, self.embedding_width
+        if self.refine_by == "latents":
+            net = self.fit_vgae(client)
+            with torch.no_grad():
+                return net(graph)[0]
+        if self.refine_by == "local":
+            with seeded(client.rng("contrast")):
+                net_ = Contrast(graph.num_features, width, 1)
+            rngs = [client.rng("corrupt")]
+            return harmonise([graph], net_, rngs, self.contrast_lr, self.contrast_epochs, self.contrast_patience)[0]
+        if self.refine_by == "noise":
+            return torch.randn(graph.num_nodes, width, generator=client.rng("noise"))
+        return torch.zeros(graph.num_nodes, width)
+
+    # ---- server ----
+    def embed(self, server: Server, sent: Mapping[str, Message]) -> dict[str, Message]:
+        """Lines 12-19: H̃ for every client that sent a pseudo-graph."""
+        graphs = [received(reply, server.facts.num_features, client) for client, reply in sent.items()]
+        with seeded(server.rng("contrast")):
+            net = Contrast(server.facts.num_features, self.embedding_width, len(graphs) if self.encoder_per_client else 1)
+        rngs = [server.rng(f"corrupt {client}") for client in sent]
+        made = harmonise(graphs, net, rngs, self.contrast_lr, self.contrast_epochs, self.contrast_patience)
+        return {client: {"embeddings": H.to(DTYPES[self.precision])} for client, H in zip(sent, made, strict=True)}
+
+    def prepare_clients(self, server: Server) -> None:
+        """Algorithm 1 up to the federated training."""
+        if not self.embedding_width:
+            return
+        made: dict[str, Message] = {}
+        if self.refine_by == "server":
+            sent = server.ask(self.send_top_entries if self.top_entries else self.send_pseudo_graph)
+            made = self.embed(server, sent) if sent else {}
+        server.ask(self.refine, each={client: made.get(client, {}) for client in server.clients})
+        server.facts = self.widened(server.facts)
+
+
+def received(reply: Message, num_features: int, client: str) -> Graph:
+    """The pseudo-graph that a client sent. MessageError if its edges or columns name what is not there."""
+    who, edges = f"client {client!r}", reply["edges"].long()
+    if "features" in reply:
+        x = reply["features"].float()
+    else:
+        columns = reply["columns"].long()
+        if columns.numel() and (columns.min() < 0 or columns.max() >= num_features):
+            raise MessageError(f"{who}: tensor 'columns' names one that is not among 0 to {num_features - 1}")
+        if len(columns) != len(reply["values"]):
+            raise MessageError(f"{who}: tensor 'columns' has {len(columns)} rows, 'values' {len(reply['values'])}")
+        x = torch.zeros(len(columns), num_features).scatter_(1, columns, reply["values"].float())
+    if len(x) == 0:
+        raise MessageError(f"{who}: tensor {'features' if 'features' in reply else 'values'!r} has no rows")
+    if edges.numel() and (edges.min() < 0 or edges.max() >= len(x)):
+        raise MessageError(f"{who}: tensor 'edges' names a node that is not among 0 to {len(x) - 1}")
+    return bare(x, edges)

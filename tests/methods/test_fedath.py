@@ -1,0 +1,334 @@
+"""FedATH: the weighted graph and its gradient, the evaluator, the dependence and both losses by hand; who learns from what; its limits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.watching import Largest
+
+from fedloom.data.synthetic import synthetic
+from fedloom.errors import ConfigError
+from fedloom.graph import Federation, Graph
+from fedloom.message import flatten
+from fedloom.methods.fedath import Evaluator, FedATH, entropy, hsic, weighed
+from fedloom.models import build
+from fedloom.party import Client, Facts
+from fedloom.runs import run
+
+SMALL = {"model": "gcn-2x8", "rounds": 3}
+SEEING = [
+    "gcn-2x8",
+    "sage-2x8",
+    "gin-2x8",
+    "gcnii-3x8",
+    "sgc-2x8",
+    "ssgc-2x8",
+    "sign-2x8",
+    "gamlp-2x8",
+    "appnp-3x8",
+    "dgcn-3x8",
+    "gcn-2x8+norm",
+]
+
+
+def small_graph(**changes):
+    """Six nodes; edges both ways, one way, weighted, one a self-loop; 5 has none. Nodes 0, 1, 2 have labels."""
+    graph = Graph(
+        torch.randn(6, 4, generator=torch.Generator().manual_seed(0)),
+        torch.tensor([[0, 1, 1, 2, 3, 3, 4], [1, 0, 2, 1, 3, 0, 3]]), torch.tensor([0, 1, 2, 0, 1, 2]), 3,
+        train=torch.tensor([True, True, True, False, False, False]), edge_weight=torch.tensor([1.0, 1.0, 2.0, 2.0, 5.0, 0.5, 1.5]),
+    )  # fmt: skip
+    return replace(graph, **changes)
+
+
+def scene(graph, spec="gcn-2x8", **settings):
+    """A method and a client that is set up."""
+    facts = Facts(graph.num_features, graph.num_classes, "node", ("0",), (spec,), dropout=0.0)
+    client, method = Client("0", graph, facts), FedATH(**settings)
+    method.setup(client)
+    return method, client
+
+
+def ends_of(graph):
+    """Targets and sources of the edges, in the order that scores have."""
+    bare = graph.adjacency("sum")
+    return bare.rows, bare.indices.long()
+
+
+@torch.no_grad()
+def gap(one, other):
+    assert one.keys() == other.keys()
+    return max(float((one[key] - other[key]).abs().max()) for key in one)
+
+
+def own_model(result, owner):
+    """The part of a client's model that travels."""
+    return {name.removeprefix("sees."): t for name, t in result.models[owner].items() if not name.startswith("evaluator.")}
+
+
+def show_all_edges(monkeypatch):
+    """Every edge gets a score of which σ is exactly 1."""
+    monkeypatch.setattr(Evaluator, "forward", lambda self, graph, rng=None: torch.full((graph.adjacency("sum").nnz,), 1e4))
+
+
+# ---- the weighted graph ----
+@pytest.mark.parametrize("kind", ["sym", "row", "mean", "sum", "sym-bare"])
+def test_products_and_gradients_are_those_of_a_dense_matrix(kind):
+    graph, rng = small_graph(), torch.Generator().manual_seed(1)
+    target, source = ends_of(graph)
+    score = torch.rand(len(source), generator=rng).requires_grad_()
+    h, onto = torch.randn(2, 6, 3, generator=rng)
+    A = torch.zeros(6, 6).index_put((target, source), graph.adjacency("sum").values * score)
+    A = A + torch.eye(6) if kind in ("sym", "row") else A
+    degree = A.sum(1)
+    inverse = torch.where(degree > 0, 1 / degree.clamp(min=1e-9), 0.0)
+    S = {"sum": A, "row": inverse[:, None] * A, "mean": inverse[:, None] * A}.get(kind, inverse.sqrt()[:, None] * A * inverse.sqrt())
+    got = weighed(graph, score).propagate(h, kind)
+    assert torch.allclose(got, S @ h, atol=1e-6)
+    expected, arrived = (torch.autograd.grad((out * onto).sum(), score)[0] for out in (S @ h, got))
+    assert torch.allclose(arrived, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", SEEING)
+def test_with_all_weights_one_every_model_sees_the_graph_itself(spec):
+    graph = small_graph()
+    net = build(spec, 4, 3, seed=0)
+    count = graph.adjacency("sum").nnz
+    assert torch.allclose(net(weighed(graph, torch.ones(count))), net(graph), atol=1e-5)
+    score = torch.linspace(0.1, 0.9, count).requires_grad_()
+    assert not torch.allclose(net(weighed(graph, score)), net(graph), atol=1e-4)
+    net(weighed(graph, score)).square().sum().backward()
+    assert score.grad.abs().sum() > 0
+
+
+def test_looking_at_a_weighted_graph_leaves_the_graph_as_it_is():
+    graph = small_graph()
+    net = build("sgc-2x8", 4, 3, seed=0)
+    before = net(replace(graph))
+    net(weighed(graph, torch.full((6,), 0.1)))
+    assert torch.equal(net(graph), before)
+
+
+@pytest.mark.parametrize("spec", ["gat-2x8", "mlp-2x8"])
+def test_models_that_look_at_no_edge_weights_are_refused(node_federation, spec, tmp_path):
+    with pytest.raises(ConfigError, match=rf"model '{spec}': fedath learns edge weights.*valid: .*gcn"):
+        run("fedath", node_federation, **{**SMALL, "model": spec}, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+# ---- the evaluator ----
+def test_scores_by_hand():
+    """The MLP of both ends' rows side by side, with PyTorch's own batch normalisation."""
+    _, client = scene(small_graph())
+    net, graph = client.state["model"].evaluator, client.graph
+    with torch.no_grad():
+        for parameter in net.norms.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(parameter))))
+    target, source = ends_of(graph)
+    h = net.gcn(graph)
+    pair = torch.cat([h[source], h[target]], 1)
+    first = pair @ torch.cat([net.source.weight, net.target.weight], 1).T
+    hidden = F.relu(F.batch_norm(first, None, None, net.norms[0].weight, net.norms[0].bias, training=True))
+    hidden = F.batch_norm(hidden @ net.hidden[0].weight.T, None, None, net.norms[1].weight, net.norms[1].bias, training=True)
+    expected = (F.relu(hidden) @ net.out.weight.T + net.out.bias).squeeze(1)
+    assert torch.allclose(net(graph), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("classes", [1, 2, 3, 7])
+def test_any_number_of_classes(classes):
+    graph = small_graph(num_classes=classes, y=torch.zeros(6, dtype=torch.int64))
+    method, client = scene(graph)
+    assert client.state["model"].evaluator(client.graph).shape == (6,)
+    method.descend(client, client.state["model"])
+    assert client.state["model"](client.graph).isfinite().all()
+
+
+@pytest.mark.parametrize("edges", [[[], []], [[2], [2]], [[0], [1]]])
+def test_no_edge_a_self_loop_and_a_single_edge(edges):
+    graph = small_graph(edge_index=torch.tensor(edges, dtype=torch.int64), edge_weight=None)
+    method, client = scene(graph)
+    of_causal, of_biased = method.losses(client, client.graph)
+    assert of_causal.isfinite()
+    assert of_biased.isfinite()
+    method.descend(client, client.state["model"])
+    assert all(p.isfinite().all() for net in ("model", "biased") for p in client.state[net].parameters())
+
+
+# ---- the dependence ----
+@given(st.integers(2, 9), st.integers(1, 4), st.integers(0, 99))
+def test_hsic_is_the_trace_of_centred_kernels(nodes, classes, seed):
+    one, other = torch.randn(2, nodes, classes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    H = torch.eye(nodes, dtype=torch.float64) - 1 / nodes
+    dense = torch.trace(one @ one.T @ H @ (other @ other.T) @ H) / nodes**2
+    assert torch.isclose(hsic(one, other), dense)
+    assert torch.isclose(hsic(one, other), hsic(other, one))
+    assert torch.isclose(hsic(one + 3, other - 1), dense)
+
+
+def test_what_is_constant_depends_on_nothing():
+    one = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    assert hsic(one, torch.ones(5, 3)) < 1e-12
+    assert hsic(one, one) > 0.01
+
+
+def test_entropy_by_hand():
+    p = torch.tensor([[0.5, 0.25, 0.25], [1 / 3] * 3])
+    expected = (1.5 * torch.tensor(2.0).log() + torch.tensor(3.0).log()) / 2
+    assert torch.isclose(entropy(p.log() + 4), expected)
+    assert torch.isclose(entropy(torch.tensor([[0.0, -200.0]])), torch.tensor(0.0))
+
+
+# ---- both losses ----
+@pytest.mark.parametrize(("compare", "per"), [("probabilities", "pairs"), ("logits", "nodes")])
+def test_both_losses_by_hand(compare, per):
+    method, client = scene(small_graph(), independence=0.3, compare=compare, per=per)
+    net, graph = client.state["model"], client.graph
+    s = net.evaluator(graph).sigmoid()
+    target, source = ends_of(graph)
+
+    def logits(model, share):
+        """Both convolutions with a dense S."""
+        A = torch.eye(6).index_put((target, source), graph.adjacency("sum").values * share, accumulate=True)
+        S = A.sum(1).rsqrt()[:, None] * A * A.sum(1).rsqrt()
+        h = torch.relu(S @ graph.x @ model.layers[0].weight + model.layers[0].bias)
+        return S @ h @ model.classifier.weight + model.classifier.bias
+
+    causal, biased = logits(net.sees, s), logits(client.state["biased"], 1 - s)
+    p, q = causal.softmax(1), biased.softmax(1)
+    ce = -torch.stack([p[i, graph.y[i]].log() for i in range(3)]).mean()
+    dependence = hsic(p, q) if compare == "probabilities" else hsic(causal, biased)
+    of_causal, of_biased = method.losses(client, graph)
+    assert torch.isclose(of_causal, ce + 0.3 * dependence * (6 if per == "nodes" else 1), atol=1e-5)
+    assert torch.isclose(of_biased, 0.3 * dependence + (q * q.log()).sum() / 6, atol=1e-5)
+
+
+@pytest.mark.parametrize("compare", ["probabilities", "logits"])
+def test_gradients_reach_whom_they_should(compare):
+    graph = synthetic(nodes=60, classes=4, features=12, degree=4.0, seed=0)
+    method, client = scene(replace(graph, train=torch.arange(60) < 30), compare=compare)
+    net, biased = client.state["model"], client.state["biased"]
+    of_causal, of_biased = method.losses(client, client.graph)
+    of_causal.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in net.parameters())
+    assert all(p.grad is None for p in biased.parameters())
+    net.zero_grad()
+    of_biased.backward()
+    assert all(p.grad is None for p in net.parameters())
+    assert all(p.grad.abs().sum() > 0 for p in biased.parameters())
+
+
+def test_the_dependence_alone_teaches_all_three():
+    """Without labels CE is 0, and what is left still reaches causal model, evaluator and biased model."""
+    graph = synthetic(nodes=60, classes=4, features=12, degree=4.0, seed=0)
+    method, client = scene(replace(graph, train=torch.zeros(60, dtype=torch.bool)))
+    of_causal, of_biased = method.losses(client, client.graph)
+    (of_causal + of_biased + entropy(torch.zeros(1, 4))).backward()
+    for net in (client.state["model"].sees, client.state["model"].evaluator, client.state["biased"]):
+        assert sum(float(p.grad.abs().sum()) for p in net.parameters()) > 0
+
+
+def test_training_drives_the_dependence_down_and_the_biased_entropy_up():
+    graph = synthetic(nodes=120, classes=3, features=12, degree=6.0, homophily=0.8, seed=1)
+    method, client = scene(replace(graph, train=torch.arange(120) < 60), epochs=60)
+    net, graph = client.state["model"], client.graph
+
+    def measured():
+        with torch.no_grad():
+            score = net.evaluator(graph)
+            causal, biased = net(graph), client.state["biased"](weighed(graph, (-score).sigmoid()))
+        return client.loss(causal, graph), entropy(biased)
+
+    before = measured()
+    method.descend(client, net)
+    after = measured()
+    assert after[0] < before[0]
+    assert after[1] > before[1]
+
+
+# ---- rounds ----
+def test_with_every_edge_and_no_dependence_it_is_fedavg(node_federation, monkeypatch):
+    plain = run("fedavg", node_federation, **SMALL)
+    other = run("fedath", node_federation, independence=0.0, **SMALL)
+    show_all_edges(monkeypatch)
+    same = run("fedath", node_federation, independence=0.0, **SMALL)
+    for owner in ("server", *node_federation.names):
+        assert gap(own_model(same, owner), plain.models[owner]) == 0
+        assert gap(own_model(other, owner), plain.models[owner]) > 1e-4
+
+
+def test_only_the_causal_model_travels(node_federation, trainings):
+    seen = trainings()
+    result = run("fedath", node_federation, **SMALL)
+    size = 12 * 8 + 8 + 8 * 3 + 3
+    for sent, replies in seen:
+        assert all(sum(t.numel() for t in flatten(m).values()) == size for messages in (sent, replies) for m in messages.values())
+    one, other = (result.models[c]["evaluator.out.weight"] for c in node_federation.names[:2])
+    assert not torch.equal(one, other)
+
+
+def test_without_dependence_the_biased_model_does_not_matter(node_federation):
+    one, other = (run("fedath", node_federation, independence=0.0, compare=c, **SMALL) for c in ("logits", "probabilities"))
+    assert gap(flatten(one.models), flatten(other.models)) == 0
+
+
+def test_prediction_is_on_the_causal_graph_also_with_the_global_weights():
+    method, client = scene(small_graph())
+    net = client.state["model"]
+    other = build("gcn-2x8", 4, 3, seed=5)
+    causal = weighed(client.full_graph, net.evaluator(client.full_graph).sigmoid())
+    assert torch.equal(method.predict(client, None), net.sees(causal))
+    assert torch.allclose(method.predict(client, dict(other.named_parameters())), other(causal))
+
+
+def test_finetuning_starts_from_the_global_weights_and_is_on_ce_alone():
+    method, client = scene(small_graph(), epochs=1)
+    net, other = client.state["model"], build("gcn-2x8", 4, 3, seed=5)
+    biased, evaluator = ({k: v.detach().clone() for k, v in m.named_parameters()} for m in (client.state["biased"], net.evaluator))
+    method.tune(client, {name: p.detach() for name, p in other.named_parameters()})
+    assert gap(dict(net.sees.named_parameters()), dict(other.named_parameters())) < 0.011  # one step of Adam
+    assert gap(dict(client.state["biased"].named_parameters()), biased) == 0
+    assert gap(dict(net.evaluator.named_parameters()), evaluator) > 0
+
+
+@pytest.mark.parametrize("evaluation", ["local", "global"])
+def test_both_evaluations(node_federation, evaluation):
+    assert 0 <= run("fedath", node_federation, evaluation=evaluation, finetune=1, **SMALL).accuracy <= 1
+
+
+# ---- bad input ----
+def test_a_client_of_one_class_and_one_without_labels(node_federation):
+    first, second, *rest = node_federation.graphs
+    one = replace(first, train=first.train & (first.y == 0), test=first.test | (first.train & (first.y != 0)))
+    bare = replace(second, train=torch.zeros_like(second.train))
+    for inductive in (False, True):
+        result = run("fedath", replace(node_federation, graphs=(one, bare, *rest), whole=None, inductive=inductive), **SMALL)
+        assert all(t.isfinite().all() for t in flatten(result.models).values())
+
+
+def test_a_client_without_edges_takes_part(node_federation):
+    alone = replace(node_federation.graphs[0], edge_index=torch.zeros(2, 0, dtype=torch.int64))
+    result = run("fedath", Federation((alone, *node_federation.graphs[1:])), **SMALL)
+    assert all(t.isfinite().all() for t in flatten(result.models).values())
+
+
+def test_values_that_make_no_sense_are_refused_by_name():
+    for field, value in (("independence", -1.0), ("compare", "ranks"), ("per", "edges")):
+        with pytest.raises(ConfigError, match=rf"method\.{field}"):
+            FedATH(**{field: value})
+
+
+def test_graph_tasks_are_refused(graph_federation):
+    with pytest.raises(ConfigError, match="node"):
+        run("fedath", graph_federation, **SMALL)
+
+
+def test_nothing_is_nodes_by_nodes_or_edges_by_width():
+    graph = synthetic(nodes=3000, classes=3, features=12, degree=6.0, seed=0)
+    method, client = scene(replace(graph, train=torch.arange(3000) < 300), spec="gcn-2x64")
+    with Largest() as seen:
+        method.descend(client, client.state["model"])
+    assert seen.numel == 3000 * 64  # what one convolution gives; edges have C columns, and fewer
+    assert graph.num_edges * 3 < seen.numel < graph.num_edges * 64

@@ -1,0 +1,533 @@
+"""FedGH: the autoencoder, the diffusion and the contrast by hand and at their limits; what is refined and what is not; what travels."""
+
+import math
+from dataclasses import fields, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.watching import Largest
+from torch import nn
+
+from fedloom.data.synthetic import synthetic
+from fedloom.engines.loop import Engine as Loop
+from fedloom.errors import ConfigError, MessageError
+from fedloom.graph import Federation, Graph
+from fedloom.learn import seeded
+from fedloom.message import flatten
+from fedloom.method import Plugin, in_front_of, make_method, method_class, method_names
+from fedloom.methods import fedgh
+from fedloom.methods.fedavg import FedAvg
+from fedloom.methods.fedgh import (
+    Contrast,
+    Denoiser,
+    FedGH,
+    Schedule,
+    bare,
+    contrast_loss,
+    diffusion_loss,
+    divergence,
+    edge_loss,
+    harmonise,
+    minimise,
+    other_pairs,
+    received,
+    reconstruction,
+    refined,
+    reverse,
+    time_embedding,
+)  # fmt: skip
+from fedloom.party import Client, Facts
+from fedloom.recipe import make_recipe
+from fedloom.runs import run
+
+SMALL = {"vgae": "gcn-2x8", "latent_width": 4, "vgae_epochs": 4, "diffusion_steps": 5, "diffusion_epochs": 4, "embedding_width": 3,
+         "contrast_epochs": 4, "add_edges": 1}  # fmt: skip
+QUICK = {**SMALL, "diffusion_rows": 8, "contrast_lr": 0.1, "contrast_patience": 1, "contrast_epochs": 8}
+OTHER = {"base": "fedprox", "vgae": "gin-2x8", "add_above": 0.5, "top_entries": 2, "contrast_patience": 0, "last_beta": 0.5}
+BESIDE = {"contrast_epochs": {"contrast_patience": 0}}
+BASES = [name for name in method_names() if name not in ("fedgh", "central") and "node" in method_class(name).tasks]
+
+
+def rng(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def client_of(graph, **facts):
+    known = Facts(graph.num_features, graph.num_classes, "node", ("0",), ("gcn-2x8",), dropout=0.0, **facts)
+    return Client("0", graph, known)
+
+
+def models_of(result):
+    return {f"{owner}/{name}": t for owner, model in result.models.items() for name, t in flatten(model).items()}
+
+
+def same_models(one, other):
+    one, other = models_of(one), models_of(other)
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def path(n=4, **more):
+    ends = torch.stack([torch.arange(n - 1), torch.arange(1, n)])
+    x = torch.rand(n, 3, generator=rng())
+    return Graph(x, torch.cat([ends, ends.flip(0)], 1), torch.zeros(n, dtype=torch.int64), 2, **more)
+
+
+# ---- the autoencoder ----
+def test_its_terms_by_hand():
+    mu, log_sigma = torch.tensor([[1.0, 0.0], [2.0, -1.0]]), torch.tensor([[0.0, 0.5], [-0.5, 0.0]])
+    by_hand = sum(-0.5 * (1 + 2 * s - m**2 - math.exp(2 * s)) for m, s in ((1, 0), (0, 0.5), (2, -0.5), (-1, 0))) / 2 / 2
+    assert divergence(mu, log_sigma) == pytest.approx(by_hand)
+    H = torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 3.0]])
+    edges, others = torch.tensor([[0], [1]]), torch.tensor([[0, 1], [2, 2]])
+
+    def sigmoid(v):
+        return 1 / (1 + math.exp(-v))
+
+    by_hand = (-math.log(sigmoid(2)) - (math.log(1 - sigmoid(0)) + math.log(1 - sigmoid(3))) / 2) / 2
+    assert edge_loss(H, edges, others) == pytest.approx(by_hand)
+    assert edge_loss(H, edges[:, :0], others[:, :0]) == 0
+
+
+def test_features_are_reconstructed_by_their_kind():
+    x = torch.tensor([[1.0, 0, 0, 0], [0, 0, 0, 1.0]])
+    out = torch.tensor([[2.0, -1, 0, 0], [0, 0, 1.0, 3.0]])
+    p = out.sigmoid()
+    weighted = -(3 * x * p.log() + (1 - x) * (1 - p).log()).mean()  # six zeros for two ones
+    assert torch.allclose(reconstruction(x)(out), weighted)
+    rare = torch.zeros(10, 10)
+    rare[0, 0] = 1
+    assert torch.allclose(reconstruction(rare)(torch.zeros(10, 10)), torch.tensor(math.log(2) * (99 + 20) / 100))
+    real = torch.tensor([[0.5, 2.0], [1.5, 2.0]])
+    assert reconstruction(real)(real.mean(0).expand(2, 2)) == pytest.approx(1.0)  # the mean is as far as the variance
+    constant = torch.full((3, 2), 0.3)
+    assert reconstruction(constant)(constant) == 0
+
+
+def test_other_pairs_are_no_edges():
+    edges = torch.tensor([[0, 0, 1], [1, 2, 3]])
+    for seed in range(20):
+        drawn = other_pairs(edges, 5, rng(seed))
+        assert (drawn[0] < drawn[1]).all()
+        assert not {(0, 1), (0, 2), (1, 3)} & set(map(tuple, drawn.T.tolist()))
+    assert other_pairs(torch.tensor([[0], [1]]), 2, rng()).shape[1] == 0  # all pairs are edges
+
+
+def test_it_learns_the_graph():
+    graph = synthetic(nodes=200, classes=3, features=12, degree=8.0, homophily=0.9, seed=1)
+    before, after = (make_method("fedgh", {**SMALL, "vgae_epochs": e, "latent_width": 8}).fit_vgae(client_of(graph)) for e in (1, 100))
+    linked = fedgh.pairs(graph.edge_index, graph.num_nodes)
+    scores = []
+    for net in (before, after):
+        mu, _ = net(graph)
+        scores.append(edge_loss(mu, linked, other_pairs(linked, graph.num_nodes, rng())).item())
+    assert scores[1] < scores[0]
+
+
+# ---- the diffusion ----
+def test_the_forward_process_ends_in_noise():
+    schedule = Schedule(100, 1e-3, 0.2)
+    assert schedule.alpha_bar[100] == pytest.approx(2e-5, rel=0.3)
+    h, noise = torch.randn(4000, 2, generator=rng()) * 0.5 + 3, torch.randn(4000, 2, generator=rng(1))
+
+    def at(t):
+        return schedule.noised(h, torch.full((4000,), t), noise)
+
+    assert at(100).mean().abs() < 0.06
+    assert at(100).var() == pytest.approx(1, abs=0.05)
+    assert torch.allclose(at(0), h)
+    # A row at its own time
+    mixed = schedule.noised(h[:2], torch.tensor([1, 50]), noise[:2])
+    kept = (1 - torch.linspace(1e-3, 0.2, 100))[:50].prod()
+    assert torch.allclose(mixed[1], kept.sqrt() * h[1] + (1 - kept).sqrt() * noise[1])
+
+
+def test_an_oracle_brings_the_latents_back():
+    schedule, h_0 = Schedule(100, 1e-3, 0.2), torch.randn(50, 8, generator=rng())
+
+    def oracle(h, t):
+        kept = schedule.alpha_bar[t]
+        return (h - kept.sqrt() * h_0) / (1 - kept).sqrt()
+
+    assert torch.allclose(reverse(torch.randn(50, 8, generator=rng(1)), oracle, schedule, None), h_0, atol=1e-4)
+    # The last step adds no noise: an oracle ends there with noise on the way too.
+    assert torch.allclose(reverse(torch.randn(50, 8, generator=rng(1)), oracle, schedule, rng(2)), h_0, atol=1e-4)
+
+
+def test_the_condition_ties_rows_to_nodes():
+    h_0 = F.normalize(torch.randn(4, 6, generator=rng()))[torch.arange(60) % 4] * 3 + 0.1 * torch.randn(60, 6, generator=rng(1))
+    agreement = {}
+    for regulated in (True, False):
+        method = make_method("fedgh", {"latent_width": 6, "regulated": regulated, "diffusion_epochs": 400, "diffusion_lr": 3e-3})
+        drawn = method.diffuse(client_of(path()), h_0)
+        assert drawn.shape == h_0.shape
+        ranks = [(F.normalize(h - h.mean(0)) @ F.normalize(h - h.mean(0)).T)[*torch.triu_indices(60, 60, 1)].argsort().argsort().double()
+                 for h in (h_0, drawn)]  # fmt: skip
+        agreement[regulated] = torch.corrcoef(torch.stack(ranks))[0, 1].item()
+    assert agreement[True] > 0.3
+    assert abs(agreement[False]) < 0.1
+
+
+def test_the_denoiser_sees_a_latent_through_noise_alone():
+    h, h_0, t = torch.randn(5, 4, generator=rng()), torch.randn(5, 4, generator=rng(1)), torch.tensor([1, 2, 3, 4, 5])
+    with seeded(rng()):
+        with_r, without = Denoiser(4, True, 1.0), Denoiser(4, False, 1.0)
+    assert not torch.equal(with_r(h, h_0, t, rng(2)), with_r(h, h_0, t, rng(3)))  # fresh noise every time
+    assert not torch.equal(with_r(h, h_0, t, rng(2)), with_r(h, h_0 + 1, t, rng(2)))
+    assert torch.equal(without(h, h_0, t, rng(2)), without(h, h_0 + 1, t, rng(3)))
+    with_r.noise = 0.0
+    assert torch.equal(with_r(h, h_0, t, rng(2)), with_r(h, h_0, t, rng(3)))
+    diffusion_loss(with_r, h_0, Schedule(5, 0.1, 0.2), rng()).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in with_r.parameters())
+
+
+def test_times_are_told_apart():
+    told = time_embedding(torch.arange(1, 101))
+    assert told.shape == (100, fedgh.TIME)
+    assert torch.cdist(told, told).fill_diagonal_(1).min() > 0.05
+
+
+# ---- the contrast ----
+def test_contrast_loss_by_hand():
+    B, hs, cs = torch.tensor([[1.0, 0.5], [0.0, 2.0]]), [torch.tensor([[1.0, 0], [0, 1.0]]), torch.tensor([[2.0, -1.0]])], None
+    cs = [h.flip(1) for h in hs]
+    s = [h.mean(0).sigmoid() for h in hs]
+
+    def D(h, j):
+        return (h @ B @ s[j]).sigmoid()
+
+    for k, loss in enumerate(contrast_loss(B, hs, cs)):
+        n = len(hs[k])
+        by_hand = -sum(D(hs[k][i], j).log() + (1 - D(cs[k][i], j)).log() for i in range(n) for j in range(2)) / (2 * n * 2)
+        assert torch.allclose(loss, by_hand)
+
+
+def test_a_literal_shuffle_of_embeddings_teaches_nothing_and_corruption_does():
+    """Permuted embeddings are the same vectors: whatever D says of one side it says of the other, and ½ is the best it can say."""
+    hs = [torch.randn(30, 4, generator=rng(k)) for k in range(2)]
+    B = nn.Parameter(torch.randn(4, 4, generator=rng(9)))
+    lowest = math.inf
+    for _ in range(300):
+        shuffled = [h[torch.randperm(30, generator=rng(3))] for h in hs]
+        losses = contrast_loss(B, hs, shuffled)
+        lowest = min(lowest, *(loss.item() for loss in losses))
+        (gradient,) = torch.autograd.grad(sum(losses), B)
+        with torch.no_grad():
+            B -= 0.1 * gradient
+    assert lowest >= math.log(2) - 1e-6
+
+    x = torch.eye(2)[torch.arange(40) // 20] + 0.1 * torch.randn(40, 2, generator=rng())  # two blocks, each with its own features
+    ends = torch.stack([torch.arange(40), torch.arange(40) // 20 * 20 + torch.randint(20, (40,), generator=rng())])
+    graph = bare(x, fedgh.pairs(torch.cat([ends, ends.roll(1, 1)], 1), 40))
+    with seeded(rng()):
+        net = Contrast(2, 8, 1)
+    harmonise([graph], net, [rng()], 0.01, 300, 0)
+    projected = net.project([graph])
+    mixed = [projected[0][torch.randperm(40, generator=rng(5))]]
+    (loss,) = contrast_loss(net.bilinear, net.encode([graph], projected), net.encode([graph], mixed))
+    assert loss < 0.9 * math.log(2)
+
+
+def test_embeddings_are_of_the_one_encoder_or_of_each_clients_own():
+    graphs = [path(), path(6)]
+    for encoders in (1, 2):
+        with seeded(rng()):
+            net = Contrast(3, 4, encoders)
+        made = harmonise(graphs, net, [rng(), rng(1)], 0.01, 5, 0)
+        for k, (graph, H) in enumerate(zip(graphs, made, strict=True)):
+            S = graph.adjacency("sym").dense()
+            e = k % encoders
+            assert torch.allclose(H, F.prelu(S @ graph.x @ net.weight[e] + net.bias[e], net.slope[e]), atol=1e-6)
+
+
+def test_minimise_stops_when_it_stalls():
+    calls = []
+    p = nn.Parameter(torch.zeros(1))
+    minimise([p], lambda: calls.append(1) or (p * 0).sum() + 1.0, 0.1, 50, 3)
+    assert len(calls) == 4
+
+
+# ---- the refined graph ----
+def test_edges_are_added_and_nothing_else_changes():
+    graph = path(5, train=torch.tensor([True, False, False, False, False]), edge_weight=torch.full((8,), 2.0))
+    H = torch.tensor([[1.0, 0], [0, 1], [1, 0.1], [0, 1.1], [-1, 0.5]])
+    new = refined(graph, H, append=True, count=1, threshold=1.0)
+    assert torch.equal(new.edge_index[:, :8], graph.edge_index)
+    added = set(map(tuple, new.edge_index[:, 8:].T.tolist()))
+    assert added == {(0, 2), (2, 0), (1, 3), (3, 1), (1, 4), (4, 1)} or added == {(0, 2), (2, 0), (1, 3), (3, 1)}  # 4-3 is there already
+    assert torch.equal(new.edge_weight, torch.cat([torch.full((8,), 2.0), torch.ones(len(added))]))
+    assert torch.equal(new.x[:, :3], graph.x)
+    assert torch.allclose(new.x[:, 3:].norm(dim=1), torch.ones(5))
+    assert torch.equal(new.y, graph.y)
+    assert torch.equal(new.train, graph.train)
+    assert torch.equal(refined(graph, H, False, 1, 1.0).x, graph.x)
+    # By similarity: everybody within 0.9, and with both rules their union
+    close = refined(graph, H, False, 0, 0.9)
+    assert set(map(tuple, close.edge_index[:, 8:].T.tolist())) == {(0, 2), (2, 0), (1, 3), (3, 1)}
+    assert refined(graph, H, False, 1, 0.9).num_edges == new.num_edges
+    assert torch.equal(refined(graph, H, False, 0, 1.0).edge_index, graph.edge_index)
+
+
+def test_rows_of_zeros_are_like_nobody():
+    new = refined(path(5), torch.zeros(5, 2), True, 3, 1.0)
+    assert new.num_edges == 8
+    assert torch.isfinite(new.x).all()
+
+
+def test_too_many_similar_nodes_are_refused():
+    with pytest.raises(ConfigError, match="more than 30000 pairs of 300 nodes"):  # of 44850 pairs
+        refined(bare(torch.ones(300, 1), fedgh.NO_EDGES), torch.ones(300, 2), False, 0, -1.0)
+
+
+# ---- the whole ----
+def prepared(federation, **settings):
+    """What `fedgh` makes of a federation's clients, and what passed between them and the server."""
+    seen, kept = [], {}
+    original = Loop.call
+
+    def call(self, phase, messages):
+        replies = original(self, phase, messages)
+        seen.append((phase, messages, replies))
+        kept.update(self.clients)
+        return replies
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "call", call)
+        result = run("fedgh", federation, model="gcn-2x8", rounds=2, **{**SMALL, **settings})
+    return result, kept, seen
+
+
+def test_one_upload_and_one_download_before_training_of_the_stated_sizes(node_federation):
+    result, clients, seen = prepared(node_federation)
+    assert [phase for phase, _, _ in seen][:3] == ["send_pseudo_graph", "refine", "setup"]
+    booked = result.traffic["phases"]
+    assert booked["send_pseudo_graph"]["messages"] == booked["refine"]["messages"] == node_federation.num_clients
+    d = node_federation.num_features
+    for name, graph in zip(node_federation.names, node_federation.graphs, strict=True):
+        up, down = seen[0][2][name], seen[1][1][name]
+        assert up["features"].shape == (graph.num_nodes, d)
+        assert up["edges"].shape[0] == 2
+        assert down["embeddings"].shape == (graph.num_nodes, 3)  # and of this client alone
+        new = clients[name].full_graph
+        assert new.num_features == d + 3
+        assert torch.equal(new.edge_index[:, : graph.num_edges], graph.edge_index)
+        for part in ("y", "train", "val", "test", "node_id"):
+            assert torch.equal(getattr(new, part), getattr(graph, part))
+        assert torch.equal(clients[name].graph.y, torch.where(graph.train, graph.y, -1))
+    nodes = sum(g.num_nodes for g in node_federation.graphs)
+    links = sum(seen[0][2][name]["edges"].shape[1] for name in node_federation.names)
+    assert booked["send_pseudo_graph"]["scalars_up"] == nodes * d + 2 * links
+    assert booked["refine"]["scalars_down"] == nodes * 3
+    assert booked["refine"]["scalars_up"] == 0
+
+
+def test_half_precision_and_top_entries_are_what_travels(node_federation):
+    whole, _, seen = prepared(node_federation)
+    half, _, halves = prepared(node_federation, precision="float16")
+    few, _, tops = prepared(node_federation, top_entries=2)
+    name = node_federation.names[0]
+    full = seen[0][2][name]["features"]
+    assert halves[0][2][name]["features"].dtype == torch.float16
+    assert halves[1][1][name]["embeddings"].dtype == torch.float16
+    assert torch.allclose(halves[0][2][name]["features"].float(), full, atol=1e-2, rtol=1e-2)
+    told = tops[0][2][name]
+    for i, (values, columns) in enumerate(zip(told["values"], told["columns"].long(), strict=True)):
+        assert set(columns.tolist()) == set(full[i].abs().topk(2).indices.tolist())
+        assert torch.equal(values, full[i, columns])
+    sizes = [r.traffic["phases"][p]["bytes_up"] for r, p in
+             ((whole, "send_pseudo_graph"), (half, "send_pseudo_graph"), (few, "send_top_entries"))]  # fmt: skip
+    assert sizes[1] < sizes[0]
+    assert sizes[2] < sizes[0]
+
+
+@pytest.mark.parametrize("settings", [{"embedding_width": 0}, {"append": False, "add_edges": 0}])
+def test_with_nothing_refined_it_is_the_base_method_bit_for_bit(settings, node_federation):
+    for base in ("fedavg", "fedprox", "local"):
+        plain = run(base, node_federation, model="gcn-2x8", rounds=2)
+        assert same_models(plain, run("fedgh", node_federation, model="gcn-2x8", rounds=2, base=base, **{**SMALL, **settings}))
+    unrefined = run("fedgh", node_federation, model="gcn-2x8", rounds=2, embedding_width=0)
+    assert unrefined.summary["history_hash"] == run("fedavg", node_federation, model="gcn-2x8", rounds=2).summary["history_hash"]
+
+
+def test_the_base_method_runs_on_the_refined_graphs_unchanged(node_federation):
+    result, clients, _ = prepared(node_federation, base="fedprox")
+    graphs = tuple(clients[name].full_graph for name in node_federation.names)
+    assert same_models(result, run("fedprox", replace(node_federation, graphs=graphs, whole=None), model="gcn-2x8", rounds=2))
+
+
+@pytest.mark.parametrize("model", ["gat-2x8", "sage-2x8", "gin-2x8", "sgc-2x8", "appnp-2x8"])
+def test_in_front_of_any_architecture(model, node_federation):
+    assert run("fedgh", node_federation, base="fedprox", model=model, rounds=2, **SMALL).summary["status"] == "completed"
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_in_front_of_any_method(base, node_federation, cross_federation):
+    cls = method_class("fedgh", {"base": base})
+    federation = cross_federation if cls.crosses else node_federation
+    own = __import__(f"tests.methods.test_{method_names()[base]}", fromlist=["x"])
+    quick = {"rounds": 1, "model": getattr(own, "CONTRACT_MODEL", "gcn-2x8"), **getattr(own, "QUICK", {})}
+    result = run("fedgh", federation, base=base, **{**SMALL, **quick, "rounds": 1})
+    assert result.summary["status"] == "completed"
+    assert all(torch.isfinite(t).all() for t in models_of(result).values())
+    assert {f.name for f in fields(method_class(base))} <= {f.name for f in fields(cls)}
+
+
+def test_different_architectures_where_the_base_allows_them(node_federation):
+    assert run("fedgh", node_federation, base="fedpg", model="gcn-2x8,gat-2x8", rounds=1, **SMALL).summary["status"] == "completed"
+
+
+def test_controls_are_what_they_say(node_federation):
+    for name, silent in (("local", True), ("latents", True), ("noise", True), ("pseudo-graph", True), ("server", False)):
+        result, clients, seen = prepared(node_federation, refine_by=name)
+        sent = [phase for phase, _, replies in seen if phase in ("send_pseudo_graph", "refine") and any(replies.values())]
+        assert bool(sent) != silent
+        graph, new = node_federation.graphs[0], clients[node_federation.names[0]].full_graph
+        width = {"pseudo-graph": 0, "latents": 4}.get(name, 3)
+        assert new.num_features == graph.num_features + width
+        if name == "pseudo-graph":
+            assert not torch.equal(new.x, graph.x)
+            assert torch.equal(new.y, graph.y)
+        assert result.models[node_federation.names[0]]["layers.0.weight"].shape[0] == graph.num_features + width
+
+
+def test_without_diffusion_the_pseudo_graph_is_the_autoencoders(node_federation):
+    client = client_of(node_federation.graphs[0])
+    method = make_method("fedgh", {**SMALL, "diffused": False})
+    net = method.fit_vgae(client_of(node_federation.graphs[0]))
+    x, edges = method.pseudo_graph(client)
+    with torch.no_grad():
+        expected = net.decoder(net(client.full_graph)[0])
+    assert torch.equal(x, expected if not fedgh.is_bag_of_words(client.full_graph.x) else expected.sigmoid())
+    real = fedgh.pairs(client.full_graph.edge_index, len(x)).shape[1]
+    assert real / 2 <= edges.shape[1] <= 2 * real
+
+
+def test_bag_of_words_features_become_probabilities():
+    graph = replace(path(), x=(torch.rand(4, 3, generator=rng()) > 0.5).float())
+    x, _ = make_method("fedgh", SMALL).pseudo_graph(client_of(graph))
+    assert ((x > 0) & (x < 1)).all()
+
+
+# ---- bad input ----
+LONE = Graph(torch.rand(1, 3, generator=rng()), torch.zeros(2, 0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 2)
+STRANGE = {
+    "one node": LONE,
+    "no edges": replace(path(), edge_index=torch.zeros(2, 0, dtype=torch.int64)),
+    "constant features": replace(path(), x=torch.full((4, 3), 0.5)),
+    "no features at all": replace(path(), x=torch.zeros(4, 3)),
+    "all pairs are edges": replace(path(3), edge_index=torch.tensor([[0, 1, 0, 2, 1, 2], [1, 0, 2, 0, 2, 1]])),
+    "a loop": replace(path(), edge_index=torch.tensor([[0, 1, 2], [0, 2, 1]])),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize("by", ["server", "local", "latents", "pseudo-graph"])
+def test_strange_clients_take_part(kind, by):
+    usual = path(6, train=torch.tensor([True] * 3 + [False] * 3))
+    result = run("fedgh", Federation((usual, STRANGE[kind])), model="gcn-2x8", rounds=1, refine_by=by, **SMALL)
+    assert all(torch.isfinite(t).all() for t in models_of(result).values())
+
+
+def test_who_sends_nothing_gets_zeros_and_no_edges(node_federation, monkeypatch):
+    original, absent, kept = Loop.call, node_federation.names[1], {}
+
+    def call(self, phase, messages):
+        kept.update(self.clients)
+        replies = original(self, phase, messages)
+        return {c: r for c, r in replies.items() if phase != "send_pseudo_graph" or c != absent}
+
+    monkeypatch.setattr(Loop, "call", call)
+    run("fedgh", node_federation, model="gcn-2x8", rounds=1, **SMALL)
+    graph = node_federation.graphs[1]
+    assert torch.equal(kept[absent].full_graph.x[:, graph.num_features :], torch.zeros(graph.num_nodes, 3))
+    assert torch.equal(kept[absent].full_graph.edge_index, graph.edge_index)
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"diffusion_steps": 0}, r"method\.diffusion_steps is 0, must be a whole number at least 1"),
+    ({"add_above": 1.5}, r"method\.add_above is 1\.5, must be a number at least -1 and at most 1"),
+    ({"add_above": -2}, r"method\.add_above is -2"),
+    ({"base": "fedavgg"}, "fedavg"),
+    ({"base": 3}, r"method\.base is 3, must be a text"),
+    ({"base": "fedgh"}, "itself comes in front of a method"),
+    ({"base": "central"}, "sees all graphs in one place"),
+    ({"base": "gcfl+"}, "does graph tasks, not node ones"),
+    ({"refine_by": "magic"}, "server or local or latents or noise or pseudo-graph"),
+    ({"base": "fedprox", "muu": 1}, "Did you mean 'mu'"),
+    ({"mu": 1}, "setting of method 'fedgh': 'mu'"),
+])  # fmt: skip
+def test_bad_settings_are_refused_by_name(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        make_method("fedgh", settings)
+    with pytest.raises(ConfigError, match=words):
+        make_recipe({"method": {"name": "fedgh", **settings}})
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"vgae": "gcm"}, "gcn"),
+    ({"top_entries": 1000}, r"method\.top_entries is 1000, must be at most"),
+    ({"first_beta": 0.3}, r"method\.first_beta is 0\.3, must not exceed method\.last_beta"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused_before_anything_runs(settings, words, node_federation):
+    with pytest.raises(ConfigError, match=words):
+        run("fedgh", node_federation, model="gcn-2x8", rounds=1, **settings)
+
+
+def test_graph_tasks_and_inductive_federations_are_refused(graph_federation, node_federation):
+    with pytest.raises(ConfigError, match="does node tasks"):
+        run("fedgh", graph_federation, model="gcn-2x8", rounds=1)
+    with pytest.raises(ConfigError, match="has to see all nodes before training"):
+        run("fedgh", replace(node_federation, inductive=True), model="gcn-2x8", rounds=1)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"edges": torch.tensor([[0], [4]], dtype=torch.int32)}, "'edges' names a node that is not among 0 to 3"),
+    ({"edges": torch.tensor([[-1], [2]], dtype=torch.int32)}, "'edges' names a node"),
+    ({"features": torch.zeros(0, 3)}, "'features' has no rows"),
+])  # fmt: skip
+def test_a_pseudo_graph_with_wrong_numbers_is_refused(change, words):
+    good = {"features": torch.zeros(4, 3), "edges": torch.tensor([[0], [1]], dtype=torch.int32)}
+    assert received(good, 3, "a").num_edges == 2
+    with pytest.raises(MessageError, match=words):
+        received({**good, **change}, 3, "a")
+    sparse = {"values": torch.ones(4, 2), "columns": torch.tensor([[0, 3]] * 4, dtype=torch.int32), "edges": good["edges"]}
+    with pytest.raises(MessageError, match="'columns' names one that is not among 0 to 2"):
+        received(sparse, 3, "a")
+    with pytest.raises(MessageError, match="'columns' has 4 rows, 'values' 3"):
+        received({**sparse, "values": torch.ones(3, 2)}, 4, "a")
+
+
+def test_a_name_that_means_two_things_is_refused():
+    class Clash(FedAvg):
+        append = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedloom.method.method_class", lambda name: Clash)
+        with pytest.raises(ConfigError, match="whose 'append' has the name of something in FedGH"):
+            in_front_of(FedGH, "clash.py")
+
+
+def test_it_is_a_plugin_in_front_of_fedavg_by_default():
+    cls = method_class("fedgh")
+    assert issubclass(cls, Plugin)
+    assert issubclass(cls, FedAvg)
+    assert cls is method_class("fedgh", {"base": "fedavg"})
+    assert make_method("fedgh", {"base": "fedprox", "mu": 0.5}).mu == 0.5
+
+
+# ---- size ----
+def test_memory_is_linear_in_nodes_and_edges():
+    """The largest tensor that any step makes, for twice the nodes and edges."""
+    largest = []
+    for n in (4000, 8000):
+        ends = torch.randint(n, (2, 2 * n), generator=rng())
+        graph = Graph(torch.rand(n, 4, generator=rng()), torch.cat([ends, ends.flip(0)], 1), torch.zeros(n, dtype=torch.int64), 2)
+        client = client_of(graph)
+        method = make_method("fedgh", {**SMALL, "vgae_epochs": 1, "diffusion_epochs": 1, "diffusion_steps": 1, "diffusion_rows": 64})
+        with Largest() as seen, pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fedloom.similar.ENTRIES", 2**16)
+            x, _ = method.pseudo_graph(client)
+            refined(graph, x, True, 3, 1.0)
+        largest.append(seen.numel)
+    assert largest[1] <= 2.1 * largest[0]
+    assert largest[1] < 8000 * 8000 / 10

@@ -1,0 +1,55 @@
+"""Who is like whom: the same pairs as the whole matrix of inner products gives, a few rows at a time."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.watching import Largest
+
+from fedloom import similar
+from fedloom.errors import ConfigError
+from fedloom.similar import above, linked_to_nearest, nearest, pairs
+
+
+@pytest.fixture
+def z():
+    return torch.randn(23, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(params=["rows", "entries"])
+def in_blocks(request, monkeypatch):
+    monkeypatch.setattr(similar, *{"rows": ("ROWS", 5), "entries": ("ENTRIES", 3 * 23)}[request.param])
+
+
+def test_nearest_are_those_of_the_whole_matrix(z, in_blocks):
+    cosine = F.cosine_similarity(z.unsqueeze(1), z.unsqueeze(0), dim=2).fill_diagonal_(-2)
+    assert torch.equal(nearest(F.normalize(z), 3), cosine.topk(3).indices)
+    assert torch.equal(nearest(z, 2), (z @ z.T).fill_diagonal_(-torch.inf).topk(2).indices)  # long rows come first
+
+
+def test_pairs_above_a_threshold_are_those_of_the_whole_matrix(z, in_blocks):
+    unit = F.normalize(z)
+    expected = (unit @ unit.T > 0.5).triu(1).nonzero().T
+    assert torch.equal(above(unit, 0.5, 1000), expected)
+    with pytest.raises(ConfigError, match=r"threshold -1: more than 50 pairs of 23 nodes"):
+        above(unit, -1.0, 50)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_few_rows_have_few_others(n):
+    z = torch.ones(n, 3)
+    assert nearest(z, 5).shape == (n, max(n - 1, 0))
+    assert linked_to_nearest(z, 5).shape == (2, n * max(n - 1, 0))
+    assert above(z, 0.0, 10).shape == (2, n // 2)
+
+
+def test_pairs_are_each_once_and_no_loops():
+    ends = torch.tensor([[3, 1, 1, 2, 0, 1], [1, 3, 3, 2, 2, 0]])
+    assert pairs(ends, 4).tolist() == [[0, 0, 1], [1, 2, 3]]
+    assert pairs(ends[:, :0], 4).shape == (2, 0)
+
+
+def test_no_matrix_of_all_pairs_is_held():
+    z = torch.randn(20_000, 2, generator=torch.Generator().manual_seed(0))
+    with Largest() as watch:
+        nearest(z, 2)
+    assert watch.numel <= similar.ENTRIES < 20_000**2
