@@ -43,7 +43,7 @@ def sweep(
     """
     done: dict[Cell, dict[str, Any]] = {}
     known = {(line["tables"], line["seed"]): line["summary"] for line in map(json.loads, _lines(kept))}
-    as_text = {label: json.dumps([_code(tables["method"]["name"]), tables], sort_keys=True) for label, tables in recipes.items()}
+    as_text = {label: json.dumps([_code(**_named(tables["method"])), tables], sort_keys=True) for label, tables in recipes.items()}
     wanted = [(label, seed) for seed in range(seeds) for label in recipes]  # seeds outermost: soon every label has a number
     done |= {cell: known[as_text[cell[0]], cell[1]] for cell in wanted if (as_text[cell[0]], cell[1]) in known}
     if not run:
@@ -62,13 +62,17 @@ def sweep(
     return {label: [done[label, seed] for seed in range(seeds)] for label in recipes}
 
 
+def _named(method: dict[str, Any]) -> dict[str, str]:
+    return {key: method[key] for key in ("name", "base") if key in method}
+
+
 @cache
-def _code(method: str) -> str:
+def _code(name: str, **base: str) -> str:
     """A digest of the modules that a method's numbers depend on: data, graphs, models, learning, its own file and its parents'."""
     root = Path(fedloom.__file__).parent
-    names = ("graph", "sparse", "models", "learn", "task", "party", "method", "hops", "structure", "prototypes", "views")
+    names = ("graph", "sparse", "models", "learn", "task", "party", "method", "hops", "structure", "prototypes", "views", "similar")
     files = [root / f"{name}.py" for name in names] + sorted(root.glob("data/*.py"))
-    files += [Path(inspect.getfile(cls)) for cls in method_class(method).__mro__ if cls.__module__.startswith("fedloom.methods.")]
+    files += [Path(inspect.getfile(cls)) for cls in method_class(name, base).__mro__ if cls.__module__.startswith("fedloom.methods.")]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

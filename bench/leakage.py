@@ -1,0 +1,133 @@
+"""What FedGH's pseudo-graphs give away, and whether its embeddings bring clients together: tables in docs/results.md and a picture.
+
+python bench/leakage.py docs/results.md      (20 minutes on a quiet core; runs/pseudo keeps pseudo-graphs)
+"""
+
+import sys
+from itertools import combinations
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import torch
+import torch.nn.functional as F
+from fedgh import remember_pseudo_graphs
+from matplotlib.collections import LineCollection
+from sklearn.cluster import KMeans
+from sklearn.manifold import TSNE
+from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score, silhouette_score
+from sweep import markdown, put_between
+
+from fedloom.engines.loop import Engine
+from fedloom.graph import Federation
+from fedloom.method import make_method
+from fedloom.party import Client, Rules, Server
+from fedloom.privacy.leakage import edge_auc, reidentified
+from fedloom.recipe import make_recipe
+from fedloom.runs import RunSettings, agree_on_facts
+from fedloom.similar import pairs
+
+mpl.use("agg")
+from matplotlib import pyplot as plt
+
+DATASETS, SEEDS = ("cora", "pubmed", "photo"), 3
+MADE = {"FedGH": {}, "σ_c = 0.5": {"regulator_noise": 0.5}, "w/o C": {"regulated": False}, "without diffusion": {"diffused": False}}
+EMBEDDED = {"DGI at home": {"refine_by": "local"}, "FedGH": {}, "without diffusion": {"diffused": False}}
+AT_MOST = 1000  # nodes of a pair of clients whose silhouette is taken
+
+
+def federation(data: str, seed: int) -> Federation:
+    """Ten clients by Louvain."""
+    return make_recipe({"data": {"dataset": data, "split": "20/40/40"}, "partition": {"clients": 10}, "run": {"seed": seed}}).federation()
+
+
+def clients_of(parties: Federation, seed: int, **settings: Any) -> tuple[Any, dict[str, Client], Server]:
+    """A FedGH, its clients, and a server that asks them, as in a run."""
+    method = make_method("fedgh", settings)
+    facts = agree_on_facts(method, "fedgh", parties, "gcn-2x64", 0.5, RunSettings(seed=seed))
+    clients = {name: Client(name, graph, facts) for name, graph in zip(parties.names, parties.graphs, strict=True)}
+    return method, clients, Server(method, facts, Engine(method, clients.values()).call, Rules("local"), None)  # type: ignore[arg-type]
+
+
+def spread(values: list[float]) -> str:
+    """Mean and deviation over seeds."""
+    return f"{mean(values):.3f} ± {stdev(values):.3f}" if len(values) > 1 else f"{values[0]:.3f}"
+
+
+def leaks() -> str:
+    """Attacks on what clients send."""
+    rows = []
+    for data in DATASETS:
+        for row, settings in MADE.items():
+            found, chance, edges, alone = [], [], [], []
+            for seed in range(SEEDS):
+                method, clients, _ = clients_of(federation(data, seed), seed, **settings)
+                sent = {name: method.pseudo_graph(client) for name, client in clients.items()}
+                graphs = {name: client.full_graph for name, client in clients.items()}
+                rng = torch.Generator().manual_seed(seed)
+                found.append(mean(reidentified(graphs[c].x, x) for c, (x, _) in sent.items()))
+                chance.append(mean(1 / graphs[c].num_nodes for c in sent))
+                edges.append(mean(edge_auc(graphs[c].edge_index, x, links, rng) for c, (x, links) in sent.items()))
+                # What anybody could guess from the real features without a pseudo-graph: how much is the data's own homophily
+                alone.append(mean(edge_auc(graphs[c].edge_index, graphs[c].x, links[:, :0], rng) for c, (_, links) in sent.items()))
+            rows.append([data, row, *map(spread, (found, chance, edges, alone))])
+            print(rows[-1], flush=True)
+    head = ["data", "made by", "rows re-identified", "by chance", "edges inferred, AUC (chance 0.5)", "AUC from the real features alone"]
+    return markdown(head, rows)
+
+
+def quality(z: torch.Tensor, y: torch.Tensor) -> tuple[float, float, float]:
+    """NMI, ARI and silhouette of k-means on the rows of two clients, with as many clusters as they have classes."""
+    rows, classes = z.numpy().astype(np.float64), len(y.unique())
+    guessed = KMeans(classes, n_init=3, random_state=0).fit_predict(rows)
+    some = np.random.default_rng(0).permutation(len(rows))[:AT_MOST]
+    shape = silhouette_score(rows[some], y.numpy()[some]) if len(y[some].unique()) > 1 else float("nan")
+    return normalized_mutual_info_score(y, guessed), adjusted_rand_score(y, guessed), float(shape)
+
+
+def clustering() -> str:
+    """How well the classes of two clients' nodes can be told by clustering their rows together."""
+    rows = []
+    for data in DATASETS:
+        tables: dict[str, dict[str, torch.Tensor]] = {}
+        parties = federation(data, 0)
+        labels = dict(zip(parties.names, (g.y for g in parties.graphs), strict=True))
+        tables["features"] = dict(zip(parties.names, (F.normalize(g.x) for g in parties.graphs), strict=True))
+        for row, settings in EMBEDDED.items():
+            method, clients, server = clients_of(parties, 0, **settings)
+            method.prepare_clients(server)
+            tables[row] = {name: client.full_graph.x[:, -method.embedding_width :] for name, client in clients.items()}
+        for row, z in tables.items():
+            both = [quality(torch.cat([z[a], z[b]]), torch.cat([labels[a], labels[b]])) for a, b in combinations(z, 2)]
+            rows.append([data, row, *(f"{np.nanmean(column):.3f}" for column in zip(*both, strict=True))])
+            print(rows[-1], flush=True)
+    return markdown(["data", "rows", "NMI", "ARI", "silhouette of the classes"], rows)
+
+
+def picture(path: Path) -> None:
+    """The first client's graph beside its pseudo-graph: t-SNE of the features, coloured by class."""
+    figure, axes = plt.subplots(len(DATASETS), 2, figsize=(8, 4 * len(DATASETS)))
+    for data, row in zip(DATASETS, axes, strict=True):
+        method, clients, _ = clients_of(federation(data, 0), 0)
+        client = next(iter(clients.values()))
+        graph = client.full_graph
+        x, links = method.pseudo_graph(client)
+        drawn = {"its own": (graph.x, pairs(graph.edge_index, graph.num_nodes)), "pseudo-graph": (x, links)}
+        for axis, (title, (features, ends)) in zip(row, drawn.items(), strict=True):
+            place = TSNE(random_state=0, init="pca", perplexity=min(30, graph.num_nodes / 4)).fit_transform(features.numpy())
+            axis.add_collection(LineCollection(list(place[ends.T.numpy()]), colors="0.8", linewidths=0.2, zorder=0))
+            axis.scatter(*place.T, c=graph.y.numpy(), cmap="tab10", s=6)
+            axis.set(title=f"{data}, client 0: {title}", xticks=[], yticks=[])
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    remember_pseudo_graphs()
+    put_between(target, "fedgh-leaks", leaks())
+    put_between(target, "fedgh-clusters", clustering())
+    picture(target.with_name("pseudo-graphs.png"))
