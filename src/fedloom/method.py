@@ -317,9 +317,8 @@ class Plugin(ABC):
 
 
 @lru_cache(maxsize=256)
-def in_front_of(plugin: type[Plugin], name: str) -> type[Method]:
-    """The class of a method with a plug-in in front of it."""
-    method = method_class(name)
+def in_front_of(plugin: type[Plugin], method: type[Method], name: str) -> type[Method]:
+    """The class of a method, found by that name, with a plug-in in front of it."""
     if issubclass(method, Plugin):
         raise ConfigError(f"method.base is {name!r}, which itself comes in front of a method; give that method")
     if method.pooled:
@@ -370,7 +369,8 @@ def method_class(name: str, settings: Mapping[str, Any] = types.MappingProxyType
     if issubclass(found, Method):
         return found
     (base,) = (f for f in fields(found) if f.name == "base")
-    return in_front_of(found, check_setting(base, settings.get("base", base.default), "method"))
+    after = check_setting(base, settings.get("base", base.default), "method")
+    return in_front_of(found, method_class(after), after)
 
 
 def _import_file(path: Path) -> types.ModuleType:

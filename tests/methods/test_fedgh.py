@@ -501,10 +501,8 @@ def test_a_name_that_means_two_things_is_refused():
     class Clash(FedAvg):
         append = True
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedloom.method.method_class", lambda name: Clash)
-        with pytest.raises(ConfigError, match="whose 'append' has the name of something in FedGH"):
-            in_front_of(FedGH, "clash.py")
+    with pytest.raises(ConfigError, match=r"method\.base is 'clash\.py', whose 'append' has the name of something in FedGH"):
+        in_front_of(FedGH, Clash, "clash.py")
 
 
 def test_it_is_a_plugin_in_front_of_fedavg_by_default():
