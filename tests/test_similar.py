@@ -7,7 +7,7 @@ from tests.watching import Largest
 
 from fedloom import similar
 from fedloom.errors import ConfigError
-from fedloom.similar import above, linked_to_nearest, nearest, pairs
+from fedloom.similar import above, linked_to_nearest, nearest, other_pairs, pairs
 
 
 @pytest.fixture
@@ -53,3 +53,12 @@ def test_no_matrix_of_all_pairs_is_held():
     with Largest() as watch:
         nearest(z, 2)
     assert watch.numel <= similar.ENTRIES < 20_000**2
+
+
+def test_other_pairs_are_no_edges():
+    edges = torch.tensor([[0, 0, 1], [1, 2, 3]])
+    for seed in range(20):
+        drawn = other_pairs(edges, 5, torch.Generator().manual_seed(seed))
+        assert (drawn[0] < drawn[1]).all()
+        assert not {(0, 1), (0, 2), (1, 3)} & set(map(tuple, drawn.T.tolist()))
+    assert other_pairs(torch.tensor([[0], [1]]), 2, torch.Generator()).shape[1] == 0  # all pairs are edges

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from fedloom.errors import ConfigError
 
@@ -50,3 +50,9 @@ def pairs(ends: Tensor, n: int) -> Tensor:
     low, high = ends.sort(0).values
     key = (low * n + high)[low != high].unique()
     return torch.stack([key // n, key % n])
+
+
+def other_pairs(edges: Tensor, n: int, rng: Generator) -> Tensor:
+    """About as many random pairs i < j of n nodes as there are edges [2, edges], i < j, none of them an edge."""
+    drawn = pairs(torch.randint(n, edges.shape, generator=rng), n)
+    return drawn[:, ~torch.isin(drawn[0] * n + drawn[1], edges[0] * n + edges[1])]

@@ -30,7 +30,6 @@ from fedloom.methods.fedgh import (
     edge_loss,
     harmonise,
     minimise,
-    other_pairs,
     received,
     reconstruction,
     refined,
@@ -40,6 +39,7 @@ from fedloom.methods.fedgh import (
 from fedloom.party import Client, Facts
 from fedloom.recipe import make_recipe
 from fedloom.runs import run
+from fedloom.similar import other_pairs
 
 SMALL = {"vgae": "gcn-2x8", "latent_width": 4, "vgae_epochs": 4, "diffusion_steps": 5, "diffusion_epochs": 4, "embedding_width": 3,
          "contrast_epochs": 4, "add_edges": 1}  # fmt: skip
@@ -102,15 +102,6 @@ def test_features_are_reconstructed_by_their_kind():
     assert reconstruction(real)(real.mean(0).expand(2, 2)) == pytest.approx(1.0)  # the mean is as far as the variance
     constant = torch.full((3, 2), 0.3)
     assert reconstruction(constant)(constant) == 0
-
-
-def test_other_pairs_are_no_edges():
-    edges = torch.tensor([[0, 0, 1], [1, 2, 3]])
-    for seed in range(20):
-        drawn = other_pairs(edges, 5, rng(seed))
-        assert (drawn[0] < drawn[1]).all()
-        assert not {(0, 1), (0, 2), (1, 3)} & set(map(tuple, drawn.T.tolist()))
-    assert other_pairs(torch.tensor([[0], [1]]), 2, rng()).shape[1] == 0  # all pairs are edges
 
 
 def test_it_learns_the_graph():

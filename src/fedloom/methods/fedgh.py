@@ -7,7 +7,7 @@ What travels, per client, once, before the method `base` begins:
     down  embeddings             H̃ [n_k, d̃], to the client that the rows belong to
 
     μ, log σ = VGAE's encoder (X, A); H = μ + σ ⊙ η; X̂ = MLP(H); Â = sigmoid(H Hᵀ)               `VGAE`
-    L_vgae = BCE over edges and as many other pairs + λ_x rec(X, X̂) + γ KL / n                   `vgae_loss`        Eq. 5-7
+    L_vgae = BCE over edges and as many other pairs + λ_x rec(X, X̂) + γ KL / n                   `fit_vgae`         Eq. 5-7
     h_t = √ᾱ_t h_0 + √(1 − ᾱ_t) ε, h_0 = μ standardised                                          `Schedule.noised`  Eq. 8
     L_diff = ‖ε − ε_θ(h_t, r, t)‖²,  r = F_ω(h_0 + η), η ~ N(0, σ_c²)                            `Denoiser`, `diffusion_loss`  Eq. 9, 10
     from h_T ~ N(0, I):  h ← (h − β_t ε_θ / √(1 − ᾱ_t)) / √α_t + √β_t z                          `reverse`
@@ -45,7 +45,7 @@ from fedloom.learn import make_optimizer, seeded, step
 from fedloom.message import DTYPES, Message
 from fedloom.method import Plugin, phase, setting
 from fedloom.party import Client, Facts, Server
-from fedloom.similar import above, linked_to_nearest, pairs
+from fedloom.similar import above, linked_to_nearest, other_pairs, pairs
 
 HIDDEN = 128  # of the feature decoder
 DENOISER, CONDITION, TIME = 256, 64, 64  # widths of the denoiser's layers, of r, and of what it is told of t
@@ -86,7 +86,7 @@ class VGAE(nn.Module):
     def forward(self, graph: Graph) -> tuple[Tensor, Tensor]:
         """μ and log σ."""
         mu, log_sigma = self.encoder(graph).chunk(2, 1)
-        return mu, log_sigma.clamp(max=10.0)
+        return mu, log_sigma.clamp(max=10.0)  # its exponential must stay finite, whatever the features
 
 
 def is_bag_of_words(x: Tensor) -> bool:
@@ -102,12 +102,6 @@ def reconstruction(x: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda out: F.binary_cross_entropy_with_logits(out, x, pos_weight=weight)
     variance = (x - x.mean(0)).square().mean().clamp(min=1e-12)
     return lambda out: (out - x).square().mean() / variance
-
-
-def other_pairs(edges: Tensor, n: int, rng: Generator) -> Tensor:
-    """About as many random pairs i < j as there are edges, none of them an edge."""
-    drawn = pairs(torch.randint(n, edges.shape, generator=rng), n)
-    return drawn[:, ~torch.isin(drawn[0] * n + drawn[1], edges[0] * n + edges[1])]
 
 
 def edge_loss(H: Tensor, edges: Tensor, others: Tensor) -> Tensor:
@@ -353,8 +347,7 @@ class FedGH(Plugin):
         net = self.fit_vgae(client)
         with torch.no_grad():
             mu, _ = net(client.full_graph)
-        with torch.enable_grad():
-            return self.decode(client, net, self.diffuse(client, mu) if self.diffused else mu)
+        return self.decode(client, net, self.diffuse(client, mu) if self.diffused else mu)
 
     # ---- what travels ----
     @phase(features=":precision[n,d]", edges="int32[2,n]")
@@ -394,22 +387,22 @@ class FedGH(Plugin):
             with torch.no_grad():
                 return net(graph)[0]
         if self.refine_by == "local":
-            with seeded(client.rng("contrast")):
-                net_ = Contrast(graph.num_features, width, 1)
-            rngs = [client.rng("corrupt")]
-            return harmonise([graph], net_, rngs, self.contrast_lr, self.contrast_epochs, self.contrast_patience)[0]
+            return self.contrasted([graph], client.rng("contrast"), [client.rng("corrupt")])[0]
         if self.refine_by == "noise":
             return torch.randn(graph.num_nodes, width, generator=client.rng("noise"))
         return torch.zeros(graph.num_nodes, width)
 
-    # ---- server ----
+    # ---- server (and the control without one) ----
+    def contrasted(self, graphs: Sequence[Graph], rng: Generator, corrupt: Sequence[Generator]) -> list[Tensor]:
+        """Embeddings of graphs by an encoder that learns to tell their nodes from corrupted ones."""
+        with seeded(rng):
+            net = Contrast(graphs[0].num_features, self.embedding_width, len(graphs) if self.encoder_per_client else 1)
+        return harmonise(graphs, net, corrupt, self.contrast_lr, self.contrast_epochs, self.contrast_patience)
+
     def embed(self, server: Server, sent: Mapping[str, Message]) -> dict[str, Message]:
         """Lines 12-19: H̃ for every client that sent a pseudo-graph."""
         graphs = [received(reply, server.facts.num_features, client) for client, reply in sent.items()]
-        with seeded(server.rng("contrast")):
-            net = Contrast(server.facts.num_features, self.embedding_width, len(graphs) if self.encoder_per_client else 1)
-        rngs = [server.rng(f"corrupt {client}") for client in sent]
-        made = harmonise(graphs, net, rngs, self.contrast_lr, self.contrast_epochs, self.contrast_patience)
+        made = self.contrasted(graphs, server.rng("contrast"), [server.rng(f"corrupt {client}") for client in sent])
         return {client: {"embeddings": H.to(DTYPES[self.precision])} for client, H in zip(sent, made, strict=True)}
 
     def prepare_clients(self, server: Server) -> None:

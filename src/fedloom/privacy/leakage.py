@@ -15,7 +15,7 @@ from sklearn.metrics import roc_auc_score
 from torch import Generator, Tensor
 
 from fedloom.errors import ConfigError
-from fedloom.similar import pairs
+from fedloom.similar import other_pairs, pairs
 
 ROWS = 1024  # of similarities that are held at once
 
@@ -43,19 +43,16 @@ def edge_auc(edge_index: Tensor, sent: Tensor, links: Tensor, rng: Generator) ->
     """How well linked nodes are told from others by what was sent: the area under the ROC curve, chance is 0.5.
 
     edge_index: the real edges [2, edges]. sent, links: the made-up rows [n, d] and their links [2, m]. A pair scores the cosine of its
-    rows, and 2 more if it is linked. As many pairs that are no edges are drawn as there are edges; nan without any of either kind.
+    rows, and 2 more if it is linked. About as many pairs that are no edges are drawn as there are edges; nan without any of either kind.
     """
     n = len(sent)
     edges, linked = pairs(edge_index, n), pairs(links, n)
-    there = edges[0] * n + edges[1]
-    drawn = pairs(torch.randint(n, (2, 2 * len(there)), generator=rng), n)
-    others = drawn[:, ~torch.isin(drawn[0] * n + drawn[1], there)]
-    others = others[:, torch.randperm(others.shape[1], generator=rng)[: len(there)]]
-    if not len(there) or not others.shape[1]:
+    others = other_pairs(edges, n, rng)
+    if not edges.shape[1] or not others.shape[1]:
         return float("nan")
     unit, both = F.normalize(sent), torch.cat([edges, others], 1)
     score = (unit[both[0]] * unit[both[1]]).sum(1) + 2 * torch.isin(both[0] * n + both[1], linked[0] * n + linked[1])
-    return float(roc_auc_score(torch.cat([torch.ones(len(there)), torch.zeros(others.shape[1])]).numpy(), score.numpy()))
+    return float(roc_auc_score([1] * edges.shape[1] + [0] * others.shape[1], score.numpy()))
 
 
 def forward_noise_epsilon(alpha_bar: float, bound: float, delta: float = 1e-5) -> float:
