@@ -4,8 +4,8 @@ python bench/fedgh.py docs/results.md [--only "10, cora"] [--skip pubmed]      (
 """
 
 import hashlib
-import inspect
 import json
+import os
 from dataclasses import fields
 from pathlib import Path
 from statistics import mean
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from sweep import Found, Tables, make_tables, markdown, paired, scores_of, spread, verdict
+from sweep import Found, Tables, code_of, make_tables, markdown, paired, scores_of, spread, verdict
 
 from fedloom.methods.fedgh import FedGH
 from fedloom.party import Client
@@ -59,7 +59,7 @@ def remember_pseudo_graphs() -> None:
     make = FedGH.pseudo_graph
     names = [f.name for f in fields(FedGH)]
     makes = [n for n in names if n.startswith(("vgae", "latent", "diffus", "regul", "first", "last", "feature", "kl"))]
-    code = Path(inspect.getfile(FedGH)).read_bytes()
+    code = code_of("fedgh").encode()
 
     def remembered(self: FedGH, client: Client) -> tuple[torch.Tensor, torch.Tensor]:
         graph = client.full_graph
@@ -70,7 +70,7 @@ def remember_pseudo_graphs() -> None:
         if not path.exists():
             PSEUDO.mkdir(parents=True, exist_ok=True)
             x, edges = make(self, client)
-            fresh = path.with_suffix(f".{client.name}.new")
+            fresh = path.with_suffix(f".{os.getpid()}.new")
             save_file({"x": x.contiguous(), "edges": edges.contiguous()}, fresh)
             fresh.replace(path)
         found = load_file(path)
@@ -160,12 +160,10 @@ def _traffic(found: Found) -> str:
         for s in found.get(f"10, {data}: FedGH + FedAvg", [])[:1]:
             phases, K = s["traffic"]["phases"], s["clients"]
             up, down, rounds = (phases[name] for name in ("send_pseudo_graph", "refine", "train"))
-            seconds = [f"{s['seconds'][part]:.0f}" for part in ("setup", "total")]
             a_round = rounds["scalars_up"] / K / s["rounds"]
             rows.append([data, *(f"{n:,.0f}" for n in (up["scalars_up"] / K, down["scalars_down"] / K, a_round)),
-                         f"{up['scalars_up'] / K / a_round:.1f}", *seconds])  # fmt: skip
-    head = ["10 clients", "numbers up, once", "numbers down, once", "a round's upload (FedAvg)", "uploads that the refinement is worth",
-            "seconds before training", "seconds in all"]  # fmt: skip
+                         f"{up['scalars_up'] / K / a_round:.1f}"])  # fmt: skip
+    head = ["10 clients", "numbers up, once", "numbers down, once", "a round's upload (FedAvg)", "FedAvg uploads that it costs"]
     return markdown(head, rows)
 
 

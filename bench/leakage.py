@@ -12,7 +12,6 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import torch
-import torch.nn.functional as F
 from fedgh import remember_pseudo_graphs
 from matplotlib.collections import LineCollection
 from sklearn.cluster import KMeans
@@ -23,6 +22,7 @@ from sweep import markdown, put_between
 from fedloom.engines.loop import Engine
 from fedloom.graph import Federation
 from fedloom.method import make_method
+from fedloom.methods.fedgh import directions
 from fedloom.party import Client, Rules, Server
 from fedloom.privacy.leakage import edge_auc, reidentified
 from fedloom.recipe import make_recipe
@@ -33,7 +33,7 @@ mpl.use("agg")
 from matplotlib import pyplot as plt
 
 DATASETS, SEEDS = ("cora", "pubmed", "photo"), 3
-MADE = {"FedGH": {}, "σ_c = 0.5": {"regulator_noise": 0.5}, "w/o C": {"regulated": False}, "without diffusion": {"diffused": False}}
+MADE = {"FedGH": {}, "w/o C": {"regulated": False}, "without diffusion": {"diffused": False}}
 EMBEDDED = {"DGI at home": {"refine_by": "local"}, "FedGH": {}, "without diffusion": {"diffused": False}}
 AT_MOST = 1000  # nodes of a pair of clients whose silhouette is taken
 
@@ -94,7 +94,7 @@ def clustering() -> str:
         tables: dict[str, dict[str, torch.Tensor]] = {}
         parties = federation(data, 0)
         labels = dict(zip(parties.names, (g.y for g in parties.graphs), strict=True))
-        tables["features"] = dict(zip(parties.names, (F.normalize(g.x) for g in parties.graphs), strict=True))
+        tables["features"] = dict(zip(parties.names, (directions(g.x) for g in parties.graphs), strict=True))  # as `refined` treats H̃
         for row, settings in EMBEDDED.items():
             method, clients, server = clients_of(parties, 0, **settings)
             method.prepare_clients(server)

@@ -2,9 +2,10 @@
 
 import argparse
 import hashlib
-import inspect
+import importlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
@@ -43,7 +44,7 @@ def sweep(
     """
     done: dict[Cell, dict[str, Any]] = {}
     known = {(line["tables"], line["seed"]): line["summary"] for line in map(json.loads, _lines(kept))}
-    as_text = {label: json.dumps([_code(**_named(tables["method"])), tables], sort_keys=True) for label, tables in recipes.items()}
+    as_text = {label: json.dumps([code_of(**_named(tables["method"])), tables], sort_keys=True) for label, tables in recipes.items()}
     wanted = [(label, seed) for seed in range(seeds) for label in recipes]  # seeds outermost: soon every label has a number
     done |= {cell: known[as_text[cell[0]], cell[1]] for cell in wanted if (as_text[cell[0]], cell[1]) in known}
     if not run:
@@ -67,13 +68,22 @@ def _named(method: dict[str, Any]) -> dict[str, str]:
 
 
 @cache
-def _code(name: str, **base: str) -> str:
-    """A digest of the modules that a method's numbers depend on: data, graphs, models, learning, its own file and its parents'."""
+def code_of(name: str, **base: str) -> str:
+    """A digest of the modules that a method's numbers depend on: data, graphs, models, learning, its own file and those it takes from."""
     root = Path(fedloom.__file__).parent
     names = ("graph", "sparse", "models", "learn", "task", "party", "method", "hops", "structure", "prototypes", "views", "similar")
     files = [root / f"{name}.py" for name in names] + sorted(root.glob("data/*.py"))
-    files += [Path(inspect.getfile(cls)) for cls in method_class(name, base).__mro__ if cls.__module__.startswith("fedloom.methods.")]
+    own = [cls for cls in method_class(name, base).__mro__ if cls.__module__.startswith("fedloom.methods.")]
+    used = {module for cls in own for module in _methods_in(cls.__module__)}
+    files += [Path(str(importlib.import_module(module).__file__)) for module in sorted(used)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _methods_in(module: str) -> set[str]:
+    """A method's module and those of the methods that it takes something from."""
+    text = Path(str(importlib.import_module(module).__file__)).read_text()
+    found, todo = {module}, set(re.findall(r"^from (fedloom\.methods\.\w+) import", text, re.M))
+    return found.union(*(_methods_in(other) for other in todo))
 
 
 def _lines(path: Path | None) -> list[str]:

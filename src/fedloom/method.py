@@ -302,9 +302,13 @@ class Plugin(ABC):
 
     base: str = setting("fedavg", "the method that trains: a name (see `fedloom methods`) or a file")
 
+    # As in Method: what is true of either is true of both.
     tasks: ClassVar[tuple[str, ...]] = ("node", "graph")
+    crosses: ClassVar[bool] = False
     transductive: ClassVar[bool] = False
+    validates: ClassVar[bool] = False
     discloses: ClassVar[str] = ""
+    tells: ClassVar[str] = ""
 
     @abstractmethod
     def prepare_clients(self, server: Server) -> None:
@@ -325,15 +329,14 @@ def in_front_of(plugin: type[Plugin], method: type[Method], name: str) -> type[M
         raise ConfigError(f"method.base is {name!r}, which sees all graphs in one place: there are no clients to prepare")
     if not (tasks := tuple(t for t in plugin.tasks if t in method.tasks)):
         raise ConfigError(f"method.base is {name!r}, which does {' and '.join(method.tasks)} tasks, not {' or '.join(plugin.tasks)} ones")
-    shared = {"base", "run", "check", "tasks", "transductive", "discloses"}  # what joins, or calls, both
-    for key in sorted(dir(plugin)):
-        if not key.startswith("_") and key not in shared and hasattr(method, key):
-            raise ConfigError(f"method.base is {name!r}, whose {key!r} has the name of something in {plugin.__name__}: rename it there")
-    joined = {
-        "__module__": plugin.__module__, "__doc__": plugin.__doc__, "tasks": tasks,
-        "transductive": plugin.transductive or method.transductive,
-        "discloses": "; ".join(text for text in (plugin.discloses, method.discloses) if text),
-    }  # fmt: skip
+    either, both = ("crosses", "transductive", "validates"), ("discloses", "tells")
+    shared = {"run", "check", "tasks", *either, *both}  # what calls, or joins, both
+    names = {key for key in (*dir(plugin), *(f.name for f in fields(plugin))) if not key.startswith(("__", "_abc_"))}
+    for key in sorted(names & {*dir(method), *(f.name for f in fields(method))} - shared):
+        raise ConfigError(f"method.base is {name!r}: its {key!r} and that of {plugin.__name__} are two things of one name; rename one")
+    joined: dict[str, Any] = {"__module__": plugin.__module__, "__doc__": plugin.__doc__, "tasks": tasks}
+    joined |= {key: getattr(plugin, key) or getattr(method, key) for key in either}
+    joined |= {key: "; ".join(filter(None, (getattr(plugin, key), getattr(method, key)))) for key in both}
     return dataclass(frozen=True)(type(f"{plugin.__name__}{method.__name__}", (plugin, method), joined))
 
 

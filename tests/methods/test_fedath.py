@@ -212,7 +212,8 @@ def test_gradients_reach_whom_they_should(compare):
     net, biased = client.state["model"], client.state["biased"]
     of_causal, of_biased = method.losses(client, client.graph)
     of_causal.backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in net.parameters())
+    learnt = {name: p for name, p in net.named_parameters() if name != "evaluator.gcn.classifier.bias"}  # edges' scores are normed
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in learnt.values())
     assert all(p.grad is None for p in biased.parameters())
     net.zero_grad()
     of_biased.backward()
@@ -227,7 +228,7 @@ def test_the_dependence_alone_teaches_all_three():
     of_causal, of_biased = method.losses(client, client.graph)
     (of_causal + of_biased + entropy(torch.zeros(1, 4))).backward()
     for net in (client.state["model"].sees, client.state["model"].evaluator, client.state["biased"]):
-        assert sum(float(p.grad.abs().sum()) for p in net.parameters()) > 0
+        assert sum(float(p.grad.abs().sum()) for p in net.parameters() if p.grad is not None) > 0
 
 
 def test_training_drives_the_dependence_down_and_the_biased_entropy_up():

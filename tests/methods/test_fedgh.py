@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import fields, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -29,12 +30,14 @@ from fedloom.methods.fedgh import (
     divergence,
     edge_loss,
     harmonise,
+    levelled,
     minimise,
     received,
     reconstruction,
     refined,
     reverse,
     time_embedding,
+    units,
 )  # fmt: skip
 from fedloom.party import Client, Facts
 from fedloom.recipe import make_recipe
@@ -99,20 +102,52 @@ def test_features_are_reconstructed_by_their_kind():
     rare[0, 0] = 1
     assert torch.allclose(reconstruction(rare)(torch.zeros(10, 10)), torch.tensor(math.log(2) * (99 + 20) / 100))
     real = torch.tensor([[0.5, 2.0], [1.5, 2.0]])
-    assert reconstruction(real)(real.mean(0).expand(2, 2)) == pytest.approx(1.0)  # the mean is as far as the variance
+    centre, scale = units(real)
+    assert centre.tolist() == [1.0, 2.0]
+    assert scale == pytest.approx(0.5 / 2**0.5)
+    assert reconstruction(real)(torch.zeros(2, 2)) == pytest.approx(1.0)  # the mean of every column is as far as the deviation
+    assert reconstruction(real)((real - centre) / scale) == pytest.approx(0.0, abs=1e-12)
     constant = torch.full((3, 2), 0.3)
-    assert reconstruction(constant)(constant) == 0
+    assert reconstruction(constant)(torch.zeros(3, 2)) == 0
 
 
 def test_it_learns_the_graph():
     graph = synthetic(nodes=200, classes=3, features=12, degree=8.0, homophily=0.9, seed=1)
-    before, after = (make_method("fedgh", {**SMALL, "vgae_epochs": e, "latent_width": 8}).fit_vgae(client_of(graph)) for e in (1, 100))
+    fits = [make_method("fedgh", {**SMALL, "vgae_epochs": e, "latent_width": 8}).fit_vgae(client_of(graph)) for e in (1, 100)]
     linked = fedgh.pairs(graph.edge_index, graph.num_nodes)
     scores = []
-    for net in (before, after):
-        mu, _ = net(graph)
+    for _, mu in fits:
         scores.append(edge_loss(mu, linked, other_pairs(linked, graph.num_nodes, rng())).item())
     assert scores[1] < scores[0]
+
+
+@pytest.mark.parametrize("size", [0.01, 1.0, 100.0])
+def test_it_learns_features_of_any_size(size):
+    """An encoder that sees features as they are learns nothing of small ones: a step of Adam is larger than they are."""
+    graph = synthetic(nodes=200, classes=3, features=12, degree=8.0, homophily=0.9, seed=1)
+    graph = replace(graph, x=size * graph.x)
+    net, mu = make_method("fedgh", {**SMALL, "vgae": "gcn-2x32", "vgae_epochs": 100, "latent_width": 8}).fit_vgae(client_of(graph))
+    assert reconstruction(graph.x)(net.decoder(mu)) < 0.9  # the means of the columns give 1
+
+
+def test_encoders_see_rows_of_one_length():
+    xs = [0.01 * torch.rand(5, 3, generator=rng()), 0.01 * torch.rand(4, 3, generator=rng(1)) + 1]
+    made = torch.cat(levelled(xs))
+    assert torch.allclose(made.mean(0), torch.zeros(3), atol=1e-5)
+    assert made.norm(dim=1).mean() == pytest.approx(fedgh.LENGTH)
+    ratio = made / (torch.cat(xs) - torch.cat(xs).mean(0))
+    assert torch.allclose(ratio, ratio[0, 0].expand_as(ratio), rtol=1e-3)  # one scale for all
+    assert torch.equal(levelled([torch.ones(3, 2)])[0], torch.zeros(3, 2))
+
+
+def test_all_clients_start_alike(node_federation):
+    method = make_method("fedgh", {**SMALL, "vgae_epochs": 1, "vgae_lr": 1e-12})
+    graph = node_federation.graphs[0]
+    facts = Facts(graph.num_features, graph.num_classes, "node", ("0", "1"), ("gcn-2x8",) * 2)
+    (one, _), (other, _) = (method.fit_vgae(Client(name, graph, facts)) for name in ("0", "1"))
+    assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    method = make_method("fedgh", {**SMALL, "refine_by": "local", "contrast_epochs": 1, "contrast_lr": 1e-12})
+    assert torch.allclose(*(method.own_embeddings(Client(name, graph, facts)) for name in ("0", "1")), atol=1e-6)
 
 
 # ---- the diffusion ----
@@ -141,8 +176,26 @@ def test_an_oracle_brings_the_latents_back():
         return (h - kept.sqrt() * h_0) / (1 - kept).sqrt()
 
     assert torch.allclose(reverse(torch.randn(50, 8, generator=rng(1)), oracle, schedule, None), h_0, atol=1e-4)
+    low, high = h_0.amin(0), h_0.amax(0)
+    assert torch.allclose(reverse(torch.randn(50, 8, generator=rng(1)), oracle, schedule, None, low, high), h_0, atol=1e-4)
     # The last step adds no noise: an oracle ends there with noise on the way too.
     assert torch.allclose(reverse(torch.randn(50, 8, generator=rng(1)), oracle, schedule, rng(2)), h_0, atol=1e-4)
+
+
+def test_a_wrong_denoiser_cannot_leave_the_latents_range():
+    schedule, low, high = Schedule(20, 1e-3, 0.2), torch.tensor([-1.0, 0.0]), torch.tensor([2.0, 0.5])
+    far = reverse(torch.randn(50, 2, generator=rng()), lambda h, t: -9.0 * h, schedule, rng(1))
+    held = reverse(torch.randn(50, 2, generator=rng()), lambda h, t: -9.0 * h, schedule, rng(1), low, high)
+    assert far.abs().max() > 10
+    assert (held >= low - 1e-5).all()
+    assert (held <= high + 1e-5).all()
+
+
+def test_steps_may_be_very_small():
+    schedule = Schedule(3, 1e-9, 1e-8)
+    h = torch.randn(4, 2, generator=rng())
+    assert torch.isfinite(reverse(h, lambda h, t: 0 * h, schedule, rng())).all()
+    assert torch.isfinite(make_method("fedgh", {**SMALL, "first_beta": 1e-9}).pseudo_graph(client_of(path()))[0]).all()
 
 
 def test_the_condition_ties_rows_to_nodes():
@@ -213,6 +266,7 @@ def test_a_literal_shuffle_of_embeddings_teaches_nothing_and_corruption_does():
     with seeded(rng()):
         net = Contrast(2, 8, 1)
     harmonise([graph], net, [rng()], 0.01, 300, 0)
+    graph = replace(graph, x=levelled([graph.x])[0])  # what the encoder sees
     projected = net.project([graph])
     mixed = [projected[0][torch.randperm(40, generator=rng(5))]]
     (loss,) = contrast_loss(net.bilinear, net.encode([graph], projected), net.encode([graph], mixed))
@@ -228,7 +282,8 @@ def test_embeddings_are_of_the_one_encoder_or_of_each_clients_own():
         for k, (graph, H) in enumerate(zip(graphs, made, strict=True)):
             S = graph.adjacency("sym").dense()
             e = k % encoders
-            assert torch.allclose(H, F.prelu(S @ graph.x @ net.weight[e] + net.bias[e], net.slope[e]), atol=1e-6)
+            x = levelled([g.x for g in graphs])[k]
+            assert torch.allclose(H, F.prelu(S @ x @ net.weight[e] + net.bias[e], net.slope[e]), atol=1e-6)
 
 
 def test_minimise_stops_when_it_stalls():
@@ -241,11 +296,11 @@ def test_minimise_stops_when_it_stalls():
 # ---- the refined graph ----
 def test_edges_are_added_and_nothing_else_changes():
     graph = path(5, train=torch.tensor([True, False, False, False, False]), edge_weight=torch.full((8,), 2.0))
-    H = torch.tensor([[1.0, 0], [0, 1], [1, 0.1], [0, 1.1], [-1, 0.5]])
+    H = 3 + torch.tensor([[1.0, 0], [-1, 1.1], [1, 0.1], [-1, 1], [0, -2.2]])  # their mean is 3
     new = refined(graph, H, append=True, count=1, threshold=1.0)
     assert torch.equal(new.edge_index[:, :8], graph.edge_index)
     added = set(map(tuple, new.edge_index[:, 8:].T.tolist()))
-    assert added == {(0, 2), (2, 0), (1, 3), (3, 1), (1, 4), (4, 1)} or added == {(0, 2), (2, 0), (1, 3), (3, 1)}  # 4-3 is there already
+    assert added == {(0, 2), (2, 0), (1, 3), (3, 1), (0, 4), (4, 0)}  # 4 is nearest to 0
     assert torch.equal(new.edge_weight, torch.cat([torch.full((8,), 2.0), torch.ones(len(added))]))
     assert torch.equal(new.x[:, :3], graph.x)
     assert torch.allclose(new.x[:, 3:].norm(dim=1), torch.ones(5))
@@ -259,15 +314,27 @@ def test_edges_are_added_and_nothing_else_changes():
     assert torch.equal(refined(graph, H, False, 0, 1.0).edge_index, graph.edge_index)
 
 
-def test_rows_of_zeros_are_like_nobody():
-    new = refined(path(5), torch.zeros(5, 2), True, 3, 1.0)
-    assert new.num_edges == 8
-    assert torch.isfinite(new.x).all()
+@pytest.mark.parametrize("H", [torch.zeros(500, 3), torch.rand(3, generator=rng()).expand(500, 3), torch.full((500, 3), 1e20)])
+@pytest.mark.parametrize("threshold", [1.0, -0.5])
+def test_equal_rows_are_like_nobody(H, threshold):
+    graph = path(500)
+    new = refined(graph, H, True, 3, threshold)
+    assert torch.equal(new.edge_index, graph.edge_index)
+    assert torch.equal(new.x[:, 3:], torch.zeros(500, 3))  # not rounding, blown up to unit length
+
+
+def test_some_rows_of_zeros_leave_the_others():
+    H = torch.tensor([[2.0, 0], [0, 2], [2, 0.2], [0, 2.2], [1, 1.1]])
+    H[4] = H[:4].mean(0)  # so it is the mean of all five
+    new = refined(path(5), H, True, 1, 1.0)
+    assert torch.equal(new.x[4, 3:], torch.zeros(2))
+    assert not (new.edge_index[:, 8:] == 4).any()
+    assert set(map(tuple, new.edge_index[:, 8:].T.tolist())) == {(0, 2), (2, 0), (1, 3), (3, 1)}
 
 
 def test_too_many_similar_nodes_are_refused():
     with pytest.raises(ConfigError, match="more than 30000 pairs of 300 nodes"):  # of 44850 pairs
-        refined(bare(torch.ones(300, 1), fedgh.NO_EDGES), torch.ones(300, 2), False, 0, -1.0)
+        refined(bare(torch.ones(300, 1), fedgh.NO_EDGES), torch.randn(300, 2, generator=rng()), False, 0, -1.0)
 
 
 # ---- the whole ----
@@ -384,11 +451,11 @@ def test_controls_are_what_they_say(node_federation):
 def test_without_diffusion_the_pseudo_graph_is_the_autoencoders(node_federation):
     client = client_of(node_federation.graphs[0])
     method = make_method("fedgh", {**SMALL, "diffused": False})
-    net = method.fit_vgae(client_of(node_federation.graphs[0]))
+    net, mu = method.fit_vgae(client_of(node_federation.graphs[0]))
     x, edges = method.pseudo_graph(client)
     with torch.no_grad():
-        expected = net.decoder(net(client.full_graph)[0])
-    assert torch.equal(x, expected if not fedgh.is_bag_of_words(client.full_graph.x) else expected.sigmoid())
+        centre, scale = units(client.full_graph.x)
+        assert torch.equal(x, centre + scale * net.decoder(mu))
     real = fedgh.pairs(client.full_graph.edge_index, len(x)).shape[1]
     assert real / 2 <= edges.shape[1] <= 2 * real
 
@@ -455,7 +522,8 @@ def test_bad_settings_are_refused_by_name(settings, words):
 
 
 @pytest.mark.parametrize(("settings", "words"), [
-    ({"vgae": "gcm"}, "gcn"),
+    ({"vgae": "gcm"}, r"method\.vgae: .*gcn"),
+    ({"vgae": "gat-2x7"}, r"method\.vgae: .*7"),
     ({"top_entries": 1000}, r"method\.top_entries is 1000, must be at most"),
     ({"first_beta": 0.3}, r"method\.first_beta is 0\.3, must not exceed method\.last_beta"),
 ])  # fmt: skip
@@ -488,11 +556,38 @@ def test_a_pseudo_graph_with_wrong_numbers_is_refused(change, words):
         received({**sparse, "values": torch.ones(3, 2)}, 4, "a")
 
 
+def test_what_half_precision_cannot_hold_is_refused_by_name():
+    graph = replace(path(), x=1e6 * path().x)
+    with pytest.raises(ConfigError, match=r"method\.precision is 'float16', which cannot hold"):
+        make_method("fedgh", {**SMALL, "precision": "float16"}).send_pseudo_graph(client_of(graph))
+
+
+def test_a_plugin_says_for_both_what_either_is():
+    class Teller(Plugin):
+        tells: ClassVar[str] = "a rumour"
+        validates: ClassVar[bool] = True
+
+        def prepare_clients(self, server):
+            pass
+
+        def _objective(self):
+            pass
+
+    joined = in_front_of(Teller, method_class("fedgcn"), "fedgcn")
+    assert joined.crosses
+    assert joined.validates
+    assert joined.transductive
+    assert joined.tells.startswith("a rumour; to the owner of a cross edge's target")
+    assert joined.discloses == method_class("fedgcn").discloses
+    with pytest.raises(ConfigError, match="its '_objective' and that of Teller"):
+        in_front_of(Teller, method_class("fedstruct"), "fedstruct")
+
+
 def test_a_name_that_means_two_things_is_refused():
     class Clash(FedAvg):
         append = True
 
-    with pytest.raises(ConfigError, match=r"method\.base is 'clash\.py', whose 'append' has the name of something in FedGH"):
+    with pytest.raises(ConfigError, match=r"method\.base is 'clash\.py': its 'append' and that of FedGH are two things of one name"):
         in_front_of(FedGH, Clash, "clash.py")
 
 

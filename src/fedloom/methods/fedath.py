@@ -182,6 +182,7 @@ class Evaluator(nn.Module):
         C = facts.num_classes
         widths = (C, max(C // 2, 1))
         self.gcn = facts.build(f"gcn-2x{facts.width}", client.name, "evaluator")
+        self.gcn.classifier.bias.requires_grad_(False)  # a constant, which the first norm takes away
         with seeded(client.rng("evaluator")):
             self.source, self.target = (nn.Linear(C, C, bias=False) for _ in range(2))
             self.hidden = nn.ModuleList(nn.Linear(*sizes, bias=False) for sizes in pairwise(widths))

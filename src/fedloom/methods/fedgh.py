@@ -18,14 +18,18 @@ What travels, per client, once, before the method `base` begins:
 Row i of a pseudo-graph stands for node i only through r_i, and is as private as the noise in it: see `fedloom.privacy.leakage`.
 
 Departures. Eq. 7 prints the ELBO, which is to be maximised; its negative is minimised here. Eq. 8-10 lose the bars of ᾱ. h_0 is μ, not a
-draw. Alg. 1 samples in every step of the diffusion's training; once after it is enough. Real-valued features: squared error in units of
-their variance, without which it would be far smaller than the other terms. Â keeps each node's links to the ⌈|E_k| / n_k⌉ others with
-the largest cosine (so about |E_k|): by h_i · h_j, as the decoder has it, nodes with long h would take most of them. f and D are the same
-for all clients: embeddings of encoders that each client has for itself do not fit one model (`encoder_per_client`). H̃' is made of permuted
-rows of X̂, as in DGI: permuting H̃, as the text says, leaves the same vectors on both sides and nothing to learn. Rows of H̃ are taken from
-their mean and have unit length. A client whose pseudo-graph is missing gets zeros and no edges. `embedding_width` = 0 leaves `base` alone.
+draw. Alg. 1 samples in every step of the diffusion's training; once after it is enough. Encoders see features less their mean, in rows of
+one length on average, and real-valued ones are decoded in units of their deviation: with Adam, whose steps are of one size, an encoder of
+features as small as PubMed's, or as many as Photo's, learns nothing. A reverse step that aims beyond the range of the client's latents is
+held there: else a few in a hundred rows drift far away. The VGAE does not stop early. Â keeps each node's links to the ⌈|E_k| / n_k⌉ others
+with the largest cosine (so about |E_k|): by h_i · h_j, as the decoder has it, nodes with long h would take most of them. f and D are the
+same for all clients: embeddings of encoders that each client has for itself do not fit one model (`encoder_per_client`). H̃' is made of
+permuted rows of X̂, as in DGI: permuting H̃, as the text says, leaves the same vectors on both sides and nothing to learn. Rows of H̃ are
+taken from their mean and have unit length. A client whose pseudo-graph is missing gets zeros and no edges. `embedding_width` = 0 leaves
+`base` alone.
 
-`refine_by` and `diffused` hold the controls: what H̃ would be without this method. "pseudo-graph" is the paper's "w/o CL".
+`refine_by` and `diffused` hold the controls: what H̃ would be without this method. "pseudo-graph" is the paper's "w/o CL": it is
+trained and evaluated on. VGAEs, and the control's DGI, start from the same weights at all clients, which costs no traffic.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ from torch import Generator, Tensor, nn
 from fedloom import models
 from fedloom.errors import ConfigError, MessageError
 from fedloom.graph import Graph
-from fedloom.learn import make_optimizer, seeded, step
+from fedloom.learn import make_optimizer, seeded, step, stream_seed
 from fedloom.message import DTYPES, Message
 from fedloom.method import Plugin, phase, setting
 from fedloom.party import Client, Facts, Server
@@ -49,6 +53,7 @@ from fedloom.similar import above, linked_to_nearest, other_pairs, pairs
 
 HIDDEN = 128  # of the feature decoder
 DENOISER, CONDITION, TIME = 256, 64, 64  # widths of the denoiser's layers, of r, and of what it is told of t
+LENGTH = 4.0  # of a row of features as encoders see it: Adam's steps are of one size, whatever the features
 RAREST = 20.0  # weight of a one in bag-of-words features, at most
 MOST_EDGES = 100  # a node, that similarity above τ may add on average
 NO_EDGES = torch.zeros(2, 0, dtype=torch.int64)
@@ -76,7 +81,7 @@ def minimise(parameters: Sequence[Tensor], loss: Step, lr: float, epochs: int, p
 
 # ---- client: a variational autoencoder of the graph ----
 class VGAE(nn.Module):
-    """Encoder to the mean and the logarithm of the deviation of every node's latent, [n, q] each; decoder of features."""
+    """Encoder to the mean and the logarithm of the deviation of every node's latent, [n, q] each; decoder of features, in their units."""
 
     def __init__(self, encoder: models.Model, width: int, num_features: int):
         super().__init__()
@@ -89,19 +94,33 @@ class VGAE(nn.Module):
         return mu, log_sigma.clamp(max=10.0)  # its exponential must stay finite, whatever the features
 
 
+def levelled(xs: Sequence[Tensor]) -> list[Tensor]:
+    """Features less their mean over all rows, scaled to rows that are `LENGTH` long on average."""
+    centre = torch.cat(list(xs)).mean(0)
+    xs = [x - centre for x in xs]
+    length = torch.cat([x.norm(dim=1) for x in xs]).mean()
+    return [x * (LENGTH / length if length > 1e-12 else 1.0) for x in xs]
+
+
 def is_bag_of_words(x: Tensor) -> bool:
     """Whether all features are 0 or 1."""
     return bool(((x == 0) | (x == 1)).all())
 
 
+def units(x: Tensor) -> tuple[Tensor, Tensor]:
+    """What a decoder's output of real-valued features counts from, [d], and in: their means, and how far they are from these."""
+    scale = (x - x.mean(0)).square().mean().sqrt()
+    return x.mean(0), scale.where(scale > 1e-12, 1.0)
+
+
 def reconstruction(x: Tensor) -> Callable[[Tensor], Tensor]:
-    """How far a decoder's output [n, d] is from x: cross-entropy for 0/1 features, where a one weighs more; else squares over variance."""
+    """How far a decoder's output [n, d] is from x: cross-entropy for 0/1 features, where a one weighs more; else squares in `units`."""
     if is_bag_of_words(x):
         ones = x.sum()
         weight = ((x.numel() - ones) / ones.clamp(min=1)).clamp(max=RAREST)
         return lambda out: F.binary_cross_entropy_with_logits(out, x, pos_weight=weight)
-    variance = (x - x.mean(0)).square().mean().clamp(min=1e-12)
-    return lambda out: (out - x).square().mean() / variance
+    centre, scale = units(x)
+    return lambda out: F.mse_loss(out, (x - centre) / scale)
 
 
 def edge_loss(H: Tensor, edges: Tensor, others: Tensor) -> Tensor:
@@ -120,7 +139,8 @@ class Schedule:
     """β_1 ... β_T in equal steps, α = 1 − β, ᾱ_t = Π α. Index t counts from 1."""
 
     def __init__(self, steps: int, first: float, last: float):
-        self.beta = torch.cat([torch.zeros(1), torch.linspace(first, last, steps)])
+        # In double precision: 1 − ᾱ_1 may be very small.
+        self.beta = torch.cat([torch.zeros(1, dtype=torch.float64), torch.linspace(first, last, steps, dtype=torch.float64)])
         self.alpha = 1 - self.beta
         self.alpha_bar = self.alpha.cumprod(0)
         self.steps = steps
@@ -128,16 +148,26 @@ class Schedule:
     def noised(self, h: Tensor, t: Tensor, noise: Tensor) -> Tensor:
         """h_t of the rows of h [n, q] at their own times t [n]."""
         kept = self.alpha_bar[t].unsqueeze(1)
-        return kept.sqrt() * h + (1 - kept).sqrt() * noise
+        return kept.sqrt().float() * h + (1 - kept).sqrt().float() * noise
 
 
-def reverse(h: Tensor, predict: Callable[[Tensor, int], Tensor], schedule: Schedule, rng: Generator | None) -> Tensor:
-    """From h_T [n, q] back to h_0. predict(h, t): the noise in h. Without `rng` no noise is added on the way."""
+def reverse(
+    h: Tensor, predict: Callable[[Tensor, int], Tensor], schedule: Schedule, rng: Generator | None, low: Tensor | None = None,
+    high: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """From h_T [n, q] back to h_0. predict(h, t): the noise in h. Without `rng` no noise is added on the way.
+
+    low, high: what h_0 is known to lie between, [q]; a step that aims beyond is held there.
+    """
     for t in range(schedule.steps, 0, -1):
-        beta, kept = schedule.beta[t], schedule.alpha_bar[t]
-        h = (h - beta / (1 - kept).sqrt() * predict(h, t)) / schedule.alpha[t].sqrt()
+        beta, kept = float(schedule.beta[t]), float(schedule.alpha_bar[t])
+        noise = predict(h, t)
+        if low is not None:
+            aim = ((h - (1 - kept) ** 0.5 * noise) / kept**0.5).clamp(low, high)
+            noise = (h - kept**0.5 * aim) / (1 - kept) ** 0.5
+        h = (h - beta / (1 - kept) ** 0.5 * noise) / (1 - beta) ** 0.5
         if rng is not None and t > 1:
-            h = h + beta.sqrt() * torch.randn(h.shape, generator=rng)
+            h = h + beta**0.5 * torch.randn(h.shape, generator=rng)
     return h
 
 
@@ -210,6 +240,7 @@ def contrast_loss(bilinear: Tensor, embedded: Sequence[Tensor], corrupted: Seque
 
 def harmonise(graphs: Sequence[Graph], net: Contrast, rngs: Sequence[Generator], lr: float, epochs: int, patience: int) -> list[Tensor]:
     """Fits encoder and discriminator to graphs, gives the embeddings of each. rngs: of each graph, for corrupting it."""
+    graphs = [replace(graph, x=x) for graph, x in zip(graphs, levelled([graph.x for graph in graphs]), strict=True)]
 
     def loss() -> Tensor:
         projected = net.project(graphs)
@@ -223,12 +254,21 @@ def harmonise(graphs: Sequence[Graph], net: Contrast, rngs: Sequence[Generator],
 
 
 # ---- client: refinement ----
+def directions(H: Tensor) -> Tensor:
+    """Rows of H less their mean (what all nodes have in common says nothing of any), of unit length; 0 where only rounding is left."""
+    apart = H - H.mean(0)
+    length = apart.norm(dim=1, keepdim=True)
+    return torch.where(length > 1e-5 * H.norm(dim=1).max(), apart / length.clamp(min=1e-30), 0.0)
+
+
 def refined(graph: Graph, H: Tensor, append: bool, count: int, threshold: float) -> Graph:
     """The graph with edges between similar rows of H [n, d̃], each node's `count` and all above `threshold`, and H as further features."""
-    n, unit = graph.num_nodes, F.normalize(H - H.mean(0))  # what all nodes have in common says nothing of any
-    near = [linked_to_nearest(unit, count) if count else NO_EDGES, above(unit, threshold, MOST_EDGES * n) if threshold < 1 else NO_EDGES]
-    found = pairs(torch.cat(near, 1), n)
-    found = found[:, ((unit[found[0]] != 0).any(1)) & ((unit[found[1]] != 0).any(1))]  # a row of zeros is like nobody
+    n, unit = graph.num_nodes, directions(H)
+    some = (unit != 0).any(1).nonzero().flatten()  # a row of zeros is like nobody
+    near = [linked_to_nearest(unit[some], count) if count else NO_EDGES]
+    if threshold < 1:
+        near.append(above(unit[some], threshold, MOST_EDGES * n))
+    found = pairs(some[torch.cat(near, 1)], n)
     old = pairs(graph.edge_index, n)
     found = found[:, ~torch.isin(found[0] * n + found[1], old[0] * n + old[1])]
     weight = graph.edge_weight
@@ -281,7 +321,10 @@ class FedGH(Plugin):
 
     def check(self, facts: Facts) -> None:
         """The encoder must exist, a row must have the entries that are to travel, and the base method must go with the wider features."""
-        models.parse(self.vgae)
+        try:
+            models.build(self.vgae, 1, 2, seed=0)
+        except ConfigError as error:
+            raise ConfigError(f"method.vgae: {error}") from error
         if self.first_beta > self.last_beta:
             raise ConfigError(f"method.first_beta is {self.first_beta:g}, must not exceed method.last_beta = {self.last_beta:g}")
         if self.top_entries > facts.num_features:
@@ -296,22 +339,23 @@ class FedGH(Plugin):
         return replace(facts, num_features=facts.num_features + width)
 
     # ---- a client's pseudo-graph ----
-    def fit_vgae(self, client: Client) -> VGAE:
-        """Trained on the client's whole graph, no labels read."""
-        graph, rng, width = client.full_graph, client.rng("vgae"), self.latent_width
-        seed = int(torch.randint(2**62, (), generator=rng))
-        with seeded(rng):
-            net = VGAE(models.build(self.vgae, graph.num_features, 2 * width, dropout=0.0, seed=seed), width, graph.num_features)
+    def fit_vgae(self, client: Client) -> tuple[VGAE, Tensor]:
+        """Trained on the client's whole graph, no labels read; and the latents' means μ [n, q]. All clients start from the same weights."""
+        graph, rng, width, first = client.full_graph, client.rng("vgae"), self.latent_width, stream_seed(client.facts.seed, "vgae")
+        with seeded(torch.Generator().manual_seed(first)):
+            net = VGAE(models.build(self.vgae, graph.num_features, 2 * width, dropout=0.0, seed=first), width, graph.num_features)
         edges, missed = pairs(graph.edge_index, graph.num_nodes), reconstruction(graph.x)
+        seen = replace(graph, x=levelled([graph.x])[0])
 
         def loss() -> Tensor:
-            mu, log_sigma = net(graph)
+            mu, log_sigma = net(seen)
             H = mu + log_sigma.exp() * torch.randn(mu.shape, generator=rng)
-            seen = edge_loss(H, edges, other_pairs(edges, graph.num_nodes, rng))
-            return seen + self.feature_loss * missed(net.decoder(H)) + self.kl_weight * divergence(mu, log_sigma)
+            links = edge_loss(H, edges, other_pairs(edges, graph.num_nodes, rng))
+            return links + self.feature_loss * missed(net.decoder(H)) + self.kl_weight * divergence(mu, log_sigma)
 
         minimise(list(net.parameters()), loss, self.vgae_lr, self.vgae_epochs)
-        return net
+        with torch.no_grad():
+            return net, net(seen)[0]
 
     def diffuse(self, client: Client, mu: Tensor) -> Tensor:
         """Fits the diffusion to latents [n, q] and draws as many from it."""
@@ -330,38 +374,43 @@ class FedGH(Plugin):
         minimise(list(net.parameters()), loss, self.diffusion_lr, self.diffusion_epochs)
         with torch.no_grad():
             drawn = torch.randn(h_0.shape, generator=rng)
-            drawn = reverse(drawn, lambda h, t: net(h, h_0, torch.full((len(h),), t), rng), schedule, rng)
+            limits = h_0.amin(0), h_0.amax(0)
+            drawn = reverse(drawn, lambda h, t: net(h, h_0, torch.full((len(h),), t), rng), schedule, rng, *limits)
         return drawn * scale + centre
 
     @torch.no_grad()
     def decode(self, client: Client, net: VGAE, H: Tensor) -> tuple[Tensor, Tensor]:
         """X̂ [n, d] and the pairs of Â [2, edges] from latents [n, q]."""
-        x = net.decoder(H)
-        if is_bag_of_words(client.full_graph.x):
-            x = x.sigmoid()
+        centre, scale = units(client.full_graph.x)
+        x = net.decoder(H).sigmoid() if is_bag_of_words(client.full_graph.x) else centre + scale * net.decoder(H)
         edges, n = pairs(client.full_graph.edge_index, len(H)).shape[1], len(H)
         return x, pairs(linked_to_nearest(F.normalize(H), -(-edges // n)), n)
 
     def pseudo_graph(self, client: Client) -> tuple[Tensor, Tensor]:
         """X̂ [n, d] and the pairs of Â [2, edges] of the client: row i stands for its node i."""
-        net = self.fit_vgae(client)
-        with torch.no_grad():
-            mu, _ = net(client.full_graph)
+        net, mu = self.fit_vgae(client)
         return self.decode(client, net, self.diffuse(client, mu) if self.diffused else mu)
 
     # ---- what travels ----
+    def rounded(self, x: Tensor) -> Tensor:
+        """x as it travels."""
+        told = x.to(DTYPES[self.precision])
+        if not told.isfinite().all() and x.isfinite().all():
+            raise ConfigError(f"method.precision is {self.precision!r}, which cannot hold {x.abs().max():g}; take 'float32'")
+        return told
+
     @phase(features=":precision[n,d]", edges="int32[2,n]")
     def send_pseudo_graph(self, client: Client) -> Message:
         """The pseudo-graph."""
         x, edges = self.pseudo_graph(client)
-        return {"features": x.to(DTYPES[self.precision]), "edges": edges.int()}
+        return {"features": self.rounded(x), "edges": edges.int()}
 
     @phase(values=":precision[n,top_entries]", columns="int32[n,top_entries]", edges="int32[2,n]")
     def send_top_entries(self, client: Client) -> Message:
         """The same with the largest entries of every row alone."""
         x, edges = self.pseudo_graph(client)
         columns = x.abs().topk(self.top_entries).indices.sort().values
-        return {"values": x.gather(1, columns).to(DTYPES[self.precision]), "columns": columns.int(), "edges": edges.int()}
+        return {"values": self.rounded(x.gather(1, columns)), "columns": columns.int(), "edges": edges.int()}
 
     @phase()
     def refine(self, client: Client, embeddings: Tensor | None = None) -> Message:
@@ -383,11 +432,10 @@ class FedGH(Plugin):
         """H̃ without a server: of a control, or zeros in place of what did not come."""
         graph, width = client.full_graph, self.embedding_width
         if self.refine_by == "latents":
-            net = self.fit_vgae(client)
-            with torch.no_grad():
-                return net(graph)[0]
+            return self.fit_vgae(client)[1]
         if self.refine_by == "local":
-            return self.contrasted([graph], client.rng("contrast"), [client.rng("corrupt")])[0]
+            first = torch.Generator().manual_seed(stream_seed(client.facts.seed, "contrast"))  # the same for all: no traffic is needed
+            return self.contrasted([graph], first, [client.rng("corrupt")])[0]
         if self.refine_by == "noise":
             return torch.randn(graph.num_nodes, width, generator=client.rng("noise"))
         return torch.zeros(graph.num_nodes, width)
@@ -403,7 +451,7 @@ class FedGH(Plugin):
         """Lines 12-19: H̃ for every client that sent a pseudo-graph."""
         graphs = [received(reply, server.facts.num_features, client) for client, reply in sent.items()]
         made = self.contrasted(graphs, server.rng("contrast"), [server.rng(f"corrupt {client}") for client in sent])
-        return {client: {"embeddings": H.to(DTYPES[self.precision])} for client, H in zip(sent, made, strict=True)}
+        return {client: {"embeddings": self.rounded(H)} for client, H in zip(sent, made, strict=True)}
 
     def prepare_clients(self, server: Server) -> None:
         """Algorithm 1 up to the federated training."""
