@@ -31,7 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
 CONTROLS: dict[str, dict[str, Any]] = {
     "edges too, k = 3": EDGES, "noise": {"refine_by": "noise"}, "DGI at home": {"refine_by": "local"},
     "VGAE at home": {"refine_by": "latents"}, "without diffusion": {"diffused": False},
-    "edges only, k = 3": {**EDGES, "append": False}, "DGI at home, edges too": {**EDGES, "refine_by": "local"},
+    "edges only, k = 3": {**EDGES, "append": 0.0}, "DGI at home, edges too": {**EDGES, "refine_by": "local"},
 }  # fmt: skip
 FEWER = ("FedATH", "without diffusion", "edges only, k = 3", "DGI at home, edges too")  # with 10 clients only
 PARTS: dict[str, dict[str, Any]] = {

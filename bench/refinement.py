@@ -23,7 +23,7 @@ if refining:
     method = make_method("fedgh", {{"vgae_epochs": 5, "diffusion_epochs": 20, "diffusion_steps": 10}})
     pseudo = bare(*method.pseudo_graph(client))
     (H,) = harmonise([pseudo], Contrast(64, 64, 1), [torch.Generator()], 1e-3, 5, 0)
-    refined(graph, H, True, 3, 1.0)
+    refined(graph, H, 0.25, 3, 1.0)
 print(graph.num_edges, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, time.perf_counter() - began)
 """
 

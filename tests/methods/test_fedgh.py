@@ -48,7 +48,7 @@ SMALL = {"vgae": "gcn-2x8", "latent_width": 4, "vgae_epochs": 4, "diffusion_step
          "contrast_epochs": 4, "add_edges": 1}  # fmt: skip
 QUICK = {**SMALL, "diffusion_rows": 8, "contrast_lr": 0.1, "contrast_patience": 1, "contrast_epochs": 8}
 OTHER = {"base": "fedprox", "vgae": "gin-2x8", "add_above": 0.5, "top_entries": 2, "contrast_patience": 0, "last_beta": 0.5}
-BESIDE = {"contrast_epochs": {"contrast_patience": 0}}
+BESIDE = {"contrast_epochs": {"contrast_patience": 0}, "contrast_patience": {"contrast_lr": 5.0, "contrast_epochs": 20}}
 BASES = [name for name in method_names() if name not in ("fedgh", "central") and "node" in method_class(name).tasks]
 
 
@@ -297,28 +297,28 @@ def test_minimise_stops_when_it_stalls():
 def test_edges_are_added_and_nothing_else_changes():
     graph = path(5, train=torch.tensor([True, False, False, False, False]), edge_weight=torch.full((8,), 2.0))
     H = 3 + torch.tensor([[1.0, 0], [-1, 1.1], [1, 0.1], [-1, 1], [0, -2.2]])  # their mean is 3
-    new = refined(graph, H, append=True, count=1, threshold=1.0)
+    new = refined(graph, H, 0.25, count=1, threshold=1.0)
     assert torch.equal(new.edge_index[:, :8], graph.edge_index)
     added = set(map(tuple, new.edge_index[:, 8:].T.tolist()))
     assert added == {(0, 2), (2, 0), (1, 3), (3, 1), (0, 4), (4, 0)}  # 4 is nearest to 0
     assert torch.equal(new.edge_weight, torch.cat([torch.full((8,), 2.0), torch.ones(len(added))]))
     assert torch.equal(new.x[:, :3], graph.x)
-    assert torch.allclose(new.x[:, 3:].norm(dim=1), torch.ones(5))
+    assert torch.allclose(new.x[:, 3:].norm(dim=1), graph.x.norm(dim=1).mean() / 4)
     assert torch.equal(new.y, graph.y)
     assert torch.equal(new.train, graph.train)
-    assert torch.equal(refined(graph, H, False, 1, 1.0).x, graph.x)
+    assert torch.equal(refined(graph, H, 0.0, 1, 1.0).x, graph.x)
     # By similarity: everybody within 0.9, and with both rules their union
-    close = refined(graph, H, False, 0, 0.9)
+    close = refined(graph, H, 0.0, 0, 0.9)
     assert set(map(tuple, close.edge_index[:, 8:].T.tolist())) == {(0, 2), (2, 0), (1, 3), (3, 1)}
-    assert refined(graph, H, False, 1, 0.9).num_edges == new.num_edges
-    assert torch.equal(refined(graph, H, False, 0, 1.0).edge_index, graph.edge_index)
+    assert refined(graph, H, 0.0, 1, 0.9).num_edges == new.num_edges
+    assert torch.equal(refined(graph, H, 0.0, 0, 1.0).edge_index, graph.edge_index)
 
 
 @pytest.mark.parametrize("H", [torch.zeros(500, 3), torch.rand(3, generator=rng()).expand(500, 3), torch.full((500, 3), 1e20)])
 @pytest.mark.parametrize("threshold", [1.0, -0.5])
 def test_equal_rows_are_like_nobody(H, threshold):
     graph = path(500)
-    new = refined(graph, H, True, 3, threshold)
+    new = refined(graph, H, 0.25, 3, threshold)
     assert torch.equal(new.edge_index, graph.edge_index)
     assert torch.equal(new.x[:, 3:], torch.zeros(500, 3))  # not rounding, blown up to unit length
 
@@ -326,7 +326,7 @@ def test_equal_rows_are_like_nobody(H, threshold):
 def test_some_rows_of_zeros_leave_the_others():
     H = torch.tensor([[2.0, 0], [0, 2], [2, 0.2], [0, 2.2], [1, 1.1]])
     H[4] = H[:4].mean(0)  # so it is the mean of all five
-    new = refined(path(5), H, True, 1, 1.0)
+    new = refined(path(5), H, 0.25, 1, 1.0)
     assert torch.equal(new.x[4, 3:], torch.zeros(2))
     assert not (new.edge_index[:, 8:] == 4).any()
     assert set(map(tuple, new.edge_index[:, 8:].T.tolist())) == {(0, 2), (2, 0), (1, 3), (3, 1)}
@@ -334,7 +334,7 @@ def test_some_rows_of_zeros_leave_the_others():
 
 def test_too_many_similar_nodes_are_refused():
     with pytest.raises(ConfigError, match="more than 30000 pairs of 300 nodes"):  # of 44850 pairs
-        refined(bare(torch.ones(300, 1), fedgh.NO_EDGES), torch.randn(300, 2, generator=rng()), False, 0, -1.0)
+        refined(bare(torch.ones(300, 1), fedgh.NO_EDGES), torch.randn(300, 2, generator=rng()), 0.0, 0, -1.0)
 
 
 # ---- the whole ----
@@ -398,7 +398,7 @@ def test_half_precision_and_top_entries_are_what_travels(node_federation):
     assert sizes[2] < sizes[0]
 
 
-@pytest.mark.parametrize("settings", [{"embedding_width": 0}, {"append": False, "add_edges": 0}])
+@pytest.mark.parametrize("settings", [{"embedding_width": 0}, {"append": 0.0, "add_edges": 0}])
 def test_with_nothing_refined_it_is_the_base_method_bit_for_bit(settings, node_federation):
     for base in ("fedavg", "fedprox", "local"):
         plain = run(base, node_federation, model="gcn-2x8", rounds=2)
@@ -585,7 +585,7 @@ def test_a_plugin_says_for_both_what_either_is():
 
 def test_a_name_that_means_two_things_is_refused():
     class Clash(FedAvg):
-        append = True
+        append = 1.0
 
     with pytest.raises(ConfigError, match=r"method\.base is 'clash\.py': its 'append' and that of FedGH are two things of one name"):
         in_front_of(FedGH, Clash, "clash.py")
@@ -611,7 +611,7 @@ def test_memory_is_linear_in_nodes_and_edges():
         with Largest() as seen, pytest.MonkeyPatch.context() as patch:
             patch.setattr("fedloom.similar.ENTRIES", 2**16)
             x, _ = method.pseudo_graph(client)
-            refined(graph, x, True, 3, 1.0)
+            refined(graph, x, 0.25, 3, 1.0)
         largest.append(seen.numel)
     assert largest[1] <= 2.1 * largest[0]
     assert largest[1] < 8000 * 8000 / 10

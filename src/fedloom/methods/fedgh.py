@@ -25,8 +25,8 @@ held there: else a few in a hundred rows drift far away. The VGAE does not stop 
 with the largest cosine (so about |E_k|): by h_i · h_j, as the decoder has it, nodes with long h would take most of them. f and D are the
 same for all clients: embeddings of encoders that each client has for itself do not fit one model (`encoder_per_client`). H̃' is made of
 permuted rows of X̂, as in DGI: permuting H̃, as the text says, leaves the same vectors on both sides and nothing to learn. Rows of H̃ are
-taken from their mean and have unit length. A client whose pseudo-graph is missing gets zeros and no edges. `embedding_width` = 0 leaves
-`base` alone.
+taken from their mean and have one length, a quarter of the features': longer, they drown features that matter more. A client whose
+pseudo-graph is missing gets zeros and no edges. `embedding_width` = 0 leaves `base` alone.
 
 `refine_by` and `diffused` hold the controls: what H̃ would be without this method. "pseudo-graph" is the paper's "w/o CL": it is
 trained and evaluated on. VGAEs, and the control's DGI, start from the same weights at all clients, which costs no traffic.
@@ -261,8 +261,11 @@ def directions(H: Tensor) -> Tensor:
     return torch.where(length > 1e-5 * H.norm(dim=1).max(), apart / length.clamp(min=1e-30), 0.0)
 
 
-def refined(graph: Graph, H: Tensor, append: bool, count: int, threshold: float) -> Graph:
-    """The graph with edges between similar rows of H [n, d̃], each node's `count` and all above `threshold`, and H as further features."""
+def refined(graph: Graph, H: Tensor, scale: float, count: int, threshold: float) -> Graph:
+    """The graph with edges between similar rows of H [n, d̃], each node's `count` and all above `threshold`; H as further features.
+
+    scale: how long a row of these is, in lengths of an average row of the graph's own features (1, if all of these are 0); 0 = none.
+    """
     n, unit = graph.num_nodes, directions(H)
     some = (unit != 0).any(1).nonzero().flatten()  # a row of zeros is like nobody
     near = [linked_to_nearest(unit[some], count) if count else NO_EDGES]
@@ -275,7 +278,9 @@ def refined(graph: Graph, H: Tensor, append: bool, count: int, threshold: float)
     if weight is not None:
         weight = torch.cat([weight, torch.ones(2 * found.shape[1])])
     edges = torch.cat([graph.edge_index, found, found.flip(0)], 1)
-    return replace(graph, x=torch.cat([graph.x, unit], 1) if append else graph.x, edge_index=edges, edge_weight=weight)
+    length = graph.x.norm(dim=1).mean()
+    x = torch.cat([graph.x, scale * length.where(length > 0, 1.0) * unit], 1) if scale else graph.x
+    return replace(graph, x=x, edge_index=edges, edge_weight=weight)
 
 
 @dataclass(frozen=True)
@@ -306,7 +311,9 @@ class FedGH(Plugin):
     contrast_lr: float = setting(0.001, "its learning rate", above=0)
     contrast_patience: int = setting(20, "it stops after so many steps without a lower loss (0 = never)", at_least=0)
     encoder_per_client: bool = setting(False, "an encoder for each client rather than one for all")
-    append: bool = setting(True, "H̃ is appended to the features")
+    append: float = setting(
+        0.25, "H̃ is appended to the features, in rows of this length (theirs is 1 on average); 0 = it is not", at_least=0
+    )
     add_edges: int = setting(0, "k, similar nodes that a node is linked to (0: chosen by validation, see docs/results.md)", at_least=0)
     add_above: float = setting(1.0, "τ, similarity (a cosine) above which nodes are linked (1 = none are)", at_least=-1, at_most=1)
     precision: str = setting("float32", "numbers of features and embeddings as they travel", choices=("float32", "float16"))
