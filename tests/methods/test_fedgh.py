@@ -333,7 +333,7 @@ def test_some_rows_of_zeros_leave_the_others():
 
 
 def test_too_many_similar_nodes_are_refused():
-    with pytest.raises(ConfigError, match="more than 30000 pairs of 300 nodes"):  # of 44850 pairs
+    with pytest.raises(ConfigError, match=r"method\.add_above: threshold -1: more than 30000 pairs of 300 nodes"):  # of 44850 pairs
         refined(bare(torch.ones(300, 1), fedgh.NO_EDGES), torch.randn(300, 2, generator=rng()), 0.0, 0, -1.0)
 
 

@@ -66,17 +66,15 @@ def bare(x: Tensor, edges: Tensor) -> Graph:
     return Graph(x=x, edge_index=torch.cat([edges, edges.flip(0)], 1), y=torch.full((len(x),), -1), num_classes=1)
 
 
-def minimise(parameters: Sequence[Tensor], loss: Step, lr: float, epochs: int, patience: int = 0) -> float:
-    """Adam on `loss()`; stops after `patience` steps without a lower value (0 = never). Gives the last value."""
-    optimizer, best, since, last = make_optimizer("adam", parameters, lr, 0.0), float("inf"), 0, float("nan")
+def minimise(parameters: Sequence[Tensor], loss: Step, lr: float, epochs: int, patience: int = 0) -> None:
+    """Adam on `loss()`; stops after `patience` steps without a lower value (0 = never)."""
+    optimizer, best, since = make_optimizer("adam", parameters, lr, 0.0), float("inf"), 0
     for _ in range(epochs):
         value = loss()
         step(optimizer, value)
-        last = value.item()
-        best, since = (last, 0) if last < best else (best, since + 1)
+        best, since = (value.item(), 0) if value < best else (best, since + 1)
         if patience and since >= patience:
             break
-    return last
 
 
 # ---- client: a variational autoencoder of the graph ----
@@ -270,7 +268,10 @@ def refined(graph: Graph, H: Tensor, scale: float, count: int, threshold: float)
     some = (unit != 0).any(1).nonzero().flatten()  # a row of zeros is like nobody
     near = [linked_to_nearest(unit[some], count) if count else NO_EDGES]
     if threshold < 1:
-        near.append(above(unit[some], threshold, MOST_EDGES * n))
+        try:
+            near.append(above(unit[some], threshold, MOST_EDGES * n))
+        except ConfigError as error:
+            raise ConfigError(f"method.add_above: {error}") from error
     found = pairs(some[torch.cat(near, 1)], n)
     old = pairs(graph.edge_index, n)
     found = found[:, ~torch.isin(found[0] * n + found[1], old[0] * n + old[1])]
@@ -340,7 +341,7 @@ class FedGH(Plugin):
 
     def widened(self, facts: Facts) -> Facts:
         """The facts once the clients' graphs are refined."""
-        if self.refine_by == "pseudo-graph" or not self.append:
+        if self.refine_by == "pseudo-graph" or not self.append or not self.embedding_width:
             return facts
         width = self.latent_width if self.refine_by == "latents" else self.embedding_width
         return replace(facts, num_features=facts.num_features + width)
