@@ -225,7 +225,8 @@ def linear(layer: nn.Module) -> nn.Module:
 
 
 def gin(layer: models.SumNeighbour) -> nn.Module:
-    mlp = nn.Sequential(linear(layer), layer.norm, nn.ReLU(), linear(layer.outer))
+    norm = loaded(nn.LayerNorm(len(layer.bias)), weight=layer.norm.weight, bias=layer.norm.bias)
+    mlp = nn.Sequential(linear(layer), norm, nn.ReLU(), linear(layer.outer))
     state = {f"nn__{key}": value.clone() for key, value in mlp.state_dict().items()}
     return loaded(pyg.GINConv(copy.deepcopy(mlp), train_eps=True), eps=layer.eps, **state)  # GINConv resets what it is given
 

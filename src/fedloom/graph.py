@@ -119,6 +119,15 @@ class Graph:
         """adjacency(kind) @ h."""
         return self.adjacency(kind) @ h
 
+    # A stack of graphs (`fedloom.stack`) has a parameter for each: models meet them in `project` and here, nowhere else.
+    def product(self, h: Tensor) -> Callable[[Tensor], Tensor]:
+        """W ↦ h W, for a tensor whose rows are this graph's nodes or items."""
+        return h.matmul
+
+    def spread(self, parameter: Tensor, h: Tensor) -> Tensor:
+        """A vector [width] in the form in which it is added to, or multiplied with, every row of h."""
+        return parameter
+
     # ---- derived graphs ----
     def flowing(self, way: str) -> Graph:
         """The graph with its edges as they are ("forward"), turned round ("reversed"), or both, each edge once; see `FLOWS`."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from fedloom.families import AtOnce, clear_gradients, hand_out_gradients, leaf_of, place_of, slots_of
 from fedloom.message import Message
+from fedloom.stack import backward as differentiate
+from fedloom.stack import common
+from fedloom.together import Operation, kept, others_go_on
 
 if TYPE_CHECKING:
     from fedloom.graph import Graph
@@ -35,16 +39,48 @@ def body(model: Message) -> Message:
     return {name: tensor for name, tensor in model.items() if not name.startswith("classifier.")}
 
 
-@torch.no_grad()
+class _Load(Operation):
+    """Overwrites a model's parameters in place, so that an optimiser that holds them stays valid."""
+
+    def alone(self, *args: Any) -> None:
+        net, new = args
+        own = dict(net.named_parameters())
+        if own.keys() != new.keys():
+            raise ValueError(f"weights do not fit the model: {sorted(own.keys() ^ new.keys())} on one side only")
+        for name, p in own.items():
+            if p.shape != new[name].shape:
+                raise ValueError(f"weights do not fit the model: {name!r} has shape {list(new[name].shape)}, expected {list(p.shape)}")
+        with torch.no_grad():
+            for name, p in own.items():
+                p.copy_(new[name])
+
+    def alike(self, *args: Any) -> Hashable:
+        net, new = args
+        own = {name: held[short] for held, short, name in slots_of(net)}
+        fits = own.keys() == new.keys() and all(p.shape == new[name].shape for name, p in own.items())
+        return tuple(place[:2] if (place := place_of(p)) else None for p in own.values()) if fits else None
+
+    @torch.no_grad()
+    def together(self, calls: Sequence[tuple[Any, ...]]) -> list[None]:
+        nets, news = zip(*calls, strict=True)
+        for j, (_, _, name) in enumerate(slots_of(nets[0])):
+            rows = [held[short] for held, short, _ in (slots_of(net)[j] for net in nets)]
+            tensors = [new[name] for new in news]
+            leaf, source = leaf_of(rows), common(tensors)
+            if leaf is not None:
+                leaf.copy_(torch.stack(tensors) if source is None else source)
+            else:
+                for row, tensor in zip(rows, tensors, strict=True):
+                    row.copy_(tensor)
+        return [None] * len(calls)
+
+
+_load = _Load()
+
+
 def load_weights(model: nn.Module, new: Message) -> None:
     """Overwrites the model's parameters in place, so that an optimiser that holds them stays valid."""
-    own = dict(model.named_parameters())
-    if own.keys() != new.keys():
-        raise ValueError(f"weights do not fit the model: {sorted(own.keys() ^ new.keys())} on one side only")
-    for name, p in own.items():
-        if p.shape != new[name].shape:
-            raise ValueError(f"weights do not fit the model: {name!r} has shape {list(new[name].shape)}, expected {list(p.shape)}")
-        p.copy_(new[name])
+    _load(model, new)
 
 
 def make_optimizer(
@@ -71,11 +107,63 @@ def seeded(rng: torch.Generator) -> Iterator[None]:
         yield
 
 
+class _Step(Operation):
+    """A step of an optimiser down the gradient of a loss."""
+
+    waits = True  # what several clients computed at once is differentiated at once, when all are ready
+
+    def alone(self, *args: Any) -> None:
+        self.together([args])
+
+    def alike(self, *args: Any) -> Hashable:
+        return True
+
+    def together(self, calls: Sequence[tuple[Any, ...]]) -> list[None]:
+        optimizers, losses = zip(*calls, strict=True)
+        held = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
+        clear_gradients(held)
+        differentiate(losses, [None] * len(losses), keep=others_go_on())
+        at_once = kept("optimizer", optimizers, lambda: AtOnce.of(optimizers, held)) if len(calls) > 1 else None
+        if at_once is None or not at_once.step():
+            hand_out_gradients(held)
+            for optimizer in optimizers:
+                optimizer.step()
+        return [None] * len(calls)
+
+
+_step = _Step()
+
+
 def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     """One step down the gradient of `loss`."""
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    _step(optimizer, loss)
+
+
+class _Backward(Operation):
+    """A backward pass that adds to the gradients of parameters."""
+
+    waits = True
+
+    def alone(self, *args: Any) -> None:
+        self.together([args])
+
+    def alike(self, *args: Any) -> Hashable:
+        return True
+
+    def together(self, calls: Sequence[tuple[Any, ...]]) -> list[None]:
+        parameters, roots, gradients = zip(*calls, strict=True)
+        clear_gradients(parameters, rows=False)
+        differentiate(roots, gradients, keep=others_go_on())
+        hand_out_gradients(parameters)
+        return [None] * len(calls)
+
+
+_backward = _Backward()
+
+
+def backward(net: nn.Module | Iterable[Tensor], root: Tensor, gradient: Tensor | None = None) -> None:
+    """Adds the gradient of `root` (or of ⟨root, gradient⟩) to the `grad` of a model's parameters, or of the given tensors."""
+    _backward(list(net.parameters() if isinstance(net, nn.Module) else net), root, gradient)
 
 
 def squared_distance(model: nn.Module, anchor: Message) -> Tensor:

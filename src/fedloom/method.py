@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from fedloom import learn, task
+from fedloom import learn, models, task
 from fedloom.errors import ConfigError, MessageError, unknown
 from fedloom.message import DTYPES, Message, Schema, schema_of
 
@@ -260,12 +260,11 @@ class Method(ABC):
     @phase(val="int64[C,C]", test="int64[C,C]", auc="float32[2]")
     def evaluate(self, client: Client, model: Message | None = None) -> Message:
         """Confusion matrices (and AUCs) of the client's model, or of `model` if one is sent, on its own held-out items."""
-        graph, classes = client.full_graph, client.facts.num_classes
+        graph = client.full_graph
         with torch.no_grad():
             logits = self.predict(client, model)
-        held_out = (graph.val, graph.test)
-        areas = [task.auc(logits, graph.y, mask) if client.facts.auc else task.UNDEFINED for mask in held_out]
-        val, test = (task.confusion(logits, graph.y, mask, classes) for mask in held_out)
+        areas = [task.auc(logits, graph.y, mask) if client.facts.auc else task.UNDEFINED for mask in (graph.val, graph.test)]
+        val, test = task.held_out(logits, graph)
         return {"val": val, "test": test, "auc": torch.tensor(areas)}
 
     @summed
@@ -280,7 +279,7 @@ class Method(ABC):
         net = client.state["model"]
         if model is None:
             return net(client.full_graph)
-        return torch.func.functional_call(net, model, (client.full_graph,))
+        return models.applied(net, client.full_graph, model)
 
     @classmethod
     def shares_width(cls) -> bool:

@@ -23,28 +23,32 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from fedloom.errors import ConfigError, unknown
+from fedloom.families import slots_of, stacked, using
 from fedloom.graph import SPARSE_FEATURES_BELOW, Graph, Task
 from fedloom.sparse import Sparse, weighted
+from fedloom.stack import Stack, Streams, common, joined, parted
+from fedloom.together import Operation, kept
 
 # W ↦ h W. A layer asks nothing else of its input h, so h may be a tensor or features that are never made dense.
 Product = Callable[[Tensor], Tensor]
+Noise: TypeAlias = Generator | Streams
 
 
 # ---- noise ----
 
 
-def dropout(h: Tensor, p: float, rng: Generator | None) -> Tensor:
+def dropout(h: Tensor, p: float, rng: Noise | None) -> Tensor:
     """h with a share p of its entries zeroed and the rest scaled up; h itself without `rng` (Srivastava et al., JMLR 2014).
 
     p is rounded to 256ths and the scale fits the rounded value, so the expectation is exactly h. One 64-bit draw serves eight
@@ -53,10 +57,17 @@ def dropout(h: Tensor, p: float, rng: Generator | None) -> Tensor:
     cut = min(round(256 * p), 255)
     if rng is None or cut == 0:
         return h
-    draws = torch.empty((h.numel() + 7) // 8, dtype=torch.int64).random_(-(2**63), None, generator=rng)
     # Compared as floats, in place: comparing bytes, or multiplying by a bool, takes several times as long.
-    keep = draws.view(torch.uint8)[: h.numel()].view(h.shape).to(h.dtype).ge_(cut)
+    keep = random_bytes(h, rng).to(h.dtype).ge_(cut)
     return h * keep.mul_(256 / (256 - cut))
+
+
+def random_bytes(h: Tensor, rng: Noise) -> Tensor:
+    """Uniform bytes in h's shape."""
+    if isinstance(rng, Streams):
+        return rng.bytes_like(h)
+    draws = torch.empty((h.numel() + 7) // 8, dtype=torch.int64).random_(-(2**63), None, generator=rng)
+    return draws.view(torch.uint8)[: h.numel()].view(h.shape)
 
 
 def maximum(a: Tensor, b: Tensor) -> Tensor:
@@ -127,7 +138,11 @@ class Dense(nn.Module):
 
     def forward(self, times: Product, graph: Graph) -> Tensor:
         """Takes the input's product and the graph, gives [nodes, num_out]."""
-        return times(self.weight) + self.bias
+        return self.shifted(times(self.weight), graph)
+
+    def shifted(self, h: Tensor, graph: Graph) -> Tensor:
+        """h + b."""
+        return h + graph.spread(self.bias, h)
 
 
 class Convolution(Dense):
@@ -135,7 +150,7 @@ class Convolution(Dense):
 
     def forward(self, times: Product, graph: Graph) -> Tensor:
         """As `Dense`."""
-        return graph.propagate(times(self.weight)) + self.bias
+        return self.shifted(graph.propagate(times(self.weight)), graph)
 
 
 class MeanNeighbour(Dense):
@@ -147,7 +162,7 @@ class MeanNeighbour(Dense):
 
     def forward(self, times: Product, graph: Graph) -> Tensor:
         """As `Dense`."""
-        return times(self.weight) + graph.propagate(times(self.neighbour), "mean") + self.bias
+        return self.shifted(times(self.weight) + graph.propagate(times(self.neighbour), "mean"), graph)
 
 
 class SumNeighbour(Dense):
@@ -157,14 +172,26 @@ class SumNeighbour(Dense):
         # The inner layer is never as narrow as the classes: few classes would starve it.
         super().__init__(num_in, num_in if last else num_out)
         self.eps = nn.Parameter(torch.zeros(1))
-        self.norm = nn.LayerNorm(len(self.bias))
+        self.norm = Norm(len(self.bias))
         self.outer = Dense(len(self.bias), num_out)
 
     def forward(self, times: Product, graph: Graph) -> Tensor:
         """As `Dense`."""
         h = times(self.weight)  # the sum is linear, so W may come first, where it makes h narrow
-        inner = F.relu(self.norm((1 + self.eps) * h + graph.propagate(h, "sum") + self.bias))
-        return self.outer(inner.matmul, graph)
+        inner = F.relu(self.norm(self.shifted((1 + graph.spread(self.eps, h)) * h + graph.propagate(h, "sum"), graph), graph))
+        return self.outer(graph.product(inner), graph)
+
+
+class Norm(nn.Module):
+    """LayerNorm (Ba et al., 2016)."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, h: Tensor, graph: Graph) -> Tensor:
+        """Takes and gives [nodes, width]."""
+        return F.layer_norm(h, h.shape[-1:]) * graph.spread(self.weight, h) + graph.spread(self.bias, h)
 
 
 class Attention(Dense):
@@ -187,15 +214,23 @@ class Attention(Dense):
         """As `Dense`."""
         edges = graph.adjacency("sym")  # its entries are the edges and self-loops
         source, target = graph.once("edges", lambda: (edges.indices.long(), edges.rows))
-        h = times(self.weight).unflatten(1, self.source.shape).transpose(0, 1).contiguous()  # [heads, nodes, columns]
-        sent, taken = (torch.stack([self.source, self.target], 1) @ h.transpose(1, 2)).unbind(1)  # [heads, nodes]: s·h and t·h
+        flat = times(self.weight)
+        s_and_t = torch.cat([by_head(self.source), by_head(self.target)], -1)
+        sent, taken = graph.product(flat)(s_and_t).t().contiguous().chunk(2)  # [heads, nodes]: s·h and t·h
+        h = flat.unflatten(1, self.source.shape[-2:]).transpose(0, 1).contiguous()  # [heads, nodes, columns]
         score = F.leaky_relu(sent.index_select(1, source).add_(taken.index_select(1, target)), 0.2)
         # A softmax over each target's edges. What is taken off first is no variable; exp then neither overflows nor vanishes.
         off = F.leaky_relu(taken + level(sent, source, target), 0.2).detach()
         share = score.sub_(off.index_select(1, target)).exp_()
         # A column of ones beside h adds up the shares.
         gathered, total = weighted(edges, share, F.pad(h, (0, 1), value=1.0)).split([h.shape[2], 1], 2)
-        return (gathered / total).transpose(0, 1).flatten(1) + self.bias
+        return self.shifted((gathered / total).transpose(0, 1).flatten(1), graph)
+
+
+def by_head(vectors: Tensor) -> Tensor:
+    """Takes [..., heads, columns], gives the matrix [..., heads · columns, heads] that multiplies every head's columns with its vector."""
+    apart = torch.eye(vectors.shape[-2]).unsqueeze(1)  # [heads, 1, heads]
+    return (vectors.unsqueeze(-1) * apart).flatten(-3, -2)
 
 
 def level(sent: Tensor, source: Tensor, target: Tensor) -> Tensor:
@@ -223,7 +258,7 @@ class InitialResidual(nn.Module):
     def forward(self, h: Tensor, h_0: Tensor, graph: Graph) -> Tensor:
         """Takes the last layer's and the first layer's output and the graph, gives [nodes, width]."""
         m = torch.lerp(graph.propagate(h), h_0, self.alpha)
-        return torch.addmm(m, m, self.weight, beta=1 - self.beta, alpha=self.beta)
+        return torch.lerp(m, graph.product(m)(self.weight), self.beta)
 
 
 class InputNorm(nn.Module):
@@ -239,14 +274,15 @@ class InputNorm(nn.Module):
 
     def forward(self, graph: Graph, weight: Tensor) -> Tensor:
         """Takes a graph and a [features, width] tensor, gives [nodes, width]."""
-        scaled = self.weight.unsqueeze(1) * weight
+        scaled = self.weight.unsqueeze(-1) * weight
         if graph.sparse_x is None:
-            standard: Tensor = graph.once("standardised features", lambda: F.layer_norm(graph.x, self.weight.shape))
-            out = standard @ scaled
+            standard: Tensor = graph.once("standardised features", lambda: F.layer_norm(graph.x, graph.x.shape[1:]))
+            out = graph.product(standard)(scaled)
         else:
             mean, deviation = graph.once("feature moments", lambda: _moments(graph.x))
-            out = (graph.project(scaled) - mean * scaled.sum(0)) / deviation
-        return out + self.bias @ weight
+            out = graph.project(scaled)
+            out = (out - mean * graph.spread(scaled.sum(-2), out)) / deviation
+        return out + graph.spread((self.bias.unsqueeze(-2) @ weight).squeeze(-2), out)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -292,6 +328,7 @@ class Model(nn.Module, ABC):
     def __init__(self, spec: Spec, num_features: int, num_classes: int, task: Task, dropout: float):
         super().__init__()
         self.spec, self.width, self.task, self.dropout = spec, spec.width, task, dropout
+        self.sizes = (num_features, num_classes)
         # Whether all work on the graph is the extractor's: logits of pooled graphs have no edges to travel on.
         self.linear = task == "graph" or "linear" in spec.options
         self.norm = InputNorm(num_features) if "norm" in spec.options else None
@@ -303,7 +340,7 @@ class Model(nn.Module, ABC):
         """The extractor's layers."""
 
     @abstractmethod
-    def nodes(self, graph: Graph, rng: Generator | None) -> Tensor:
+    def nodes(self, graph: Graph, rng: Noise | None) -> Tensor:
         """What the extractor gives for every node: [nodes, width]."""
 
     def last(self, num_classes: int) -> nn.Module:
@@ -317,21 +354,30 @@ class Model(nn.Module, ABC):
             return project
         # What +norm gives is never kept: it changes as γ and β learn.
         if self.norm is None and keep_smoothed(graph, len(coefficients) - 1):
-            return smoothed(graph, coefficients).matmul
+            return graph.product(smoothed(graph, coefficients))
         return lambda weight: polynomial(graph, project(weight), coefficients)
 
-    def embed(self, graph: Graph, rng: Generator | None = None) -> Tensor:
-        """Takes a graph, gives its items' embeddings [items, width]."""
+    def items(self, graph: Graph, rng: Noise | None) -> Tensor:
+        """What the extractor gives for every item: [items, width]."""
         h = self.nodes(graph, rng)
         return h if self.task == "node" else _pool(graph, self.pooling) @ h
 
+    def logits(self, z: Tensor, graph: Graph, rng: Noise | None) -> Tensor:
+        """What the head gives for every item: [items, classes]."""
+        return self.classifier(graph.product(dropout(z, self.dropout, rng)), graph)
+
+    # What others call. Clients who call the same in step have it done once for all of them.
+    def embed(self, graph: Graph, rng: Generator | None = None) -> Tensor:
+        """Takes a graph, gives its items' embeddings [items, width]."""
+        return EMBED(self, graph, rng)
+
     def head(self, z: Tensor, graph: Graph, rng: Generator | None = None) -> Tensor:
         """Takes embeddings [items, width] and their graph, gives logits [items, classes]."""
-        return self.classifier(dropout(z, self.dropout, rng).matmul, graph)
+        return HEAD(self, graph, rng, z)
 
     def forward(self, graph: Graph, rng: Generator | None = None) -> Tensor:
         """Takes a graph, gives its items' logits [items, classes]."""
-        return self.head(self.embed(graph, rng), graph, rng)
+        return FORWARD(self, graph, rng)
 
 
 def _pool(graph: Graph, how: str) -> Sparse:
@@ -343,6 +389,80 @@ def _pool(graph: Graph, how: str) -> Sparse:
         return Sparse.from_edges(batch, torch.arange(len(batch)), share, (graph.num_items, len(batch)))
 
     return graph.once(("pool", how), make)
+
+
+# ---- one model, or many at once ----
+
+
+class Pass(Operation):
+    """A pass through a model: takes the model, a graph, noise, and what the pass begins with if it begins inside."""
+
+    def __init__(self, through: Callable[..., Tensor]):
+        self.through = through
+
+    def alone(self, *args: Any) -> Tensor:
+        """One model's."""
+        return self.through(*args)
+
+    def alike(self, *args: Any) -> Hashable:
+        """Models of one kind, on graphs of one kind. Of what is not this package's own nothing is known."""
+        net, graph, rng, *begun = args
+        if type(graph) is not Graph or type(net) not in ARCHITECTURES.values() or graph.x.requires_grad:
+            return None
+        if any(len(h) != graph.num_items for h in begun):
+            return None  # embeddings that are not this graph's
+        trained = tuple(held[name].requires_grad for held, name, _ in slots_of(net))
+        return (net.spec, net.task, net.dropout, net.sizes, trained, rng is None, graph.sparse_x is None)
+
+    def together(self, calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
+        """Stacked models on a stack of graphs."""
+        nets, graphs, streams, *rest = zip(*calls, strict=True)
+        return self.on_stack(nets[0], stacked(nets), graphs, streams, *(joined(r) for r in rest))
+
+    def on_stack(
+        self, net: Model, parameters: Mapping[str, Tensor], graphs: Sequence[Graph], streams: Sequence[Any], *rest: Tensor
+    ) -> list[Tensor]:
+        """A pass through one model with the given parameters, stacked or not, on many graphs; gives each graph's part."""
+        stack = kept("stack", [graph._known for graph in graphs], lambda: Stack(graphs))
+        with using(net, parameters):
+            out = self.through(net, stack, None if streams[0] is None else Streams(streams, stack), *rest)
+        return parted(out, stack.item_sizes)
+
+
+EMBED = Pass(lambda net, graph, rng: net.items(graph, rng))
+HEAD = Pass(lambda net, graph, rng, z: net.logits(z, graph, rng))
+FORWARD = Pass(lambda net, graph, rng: net.logits(net.items(graph, rng), graph, rng))
+
+
+class Applied(Pass):
+    """A pass through a model with weights that are not its own: takes the model, a graph, and the weights by name."""
+
+    def __init__(self) -> None:
+        super().__init__(FORWARD.through)
+
+    def alone(self, *args: Any) -> Tensor:
+        """One model's."""
+        net, graph, weights = args
+        with using(net, weights):
+            return net(graph)
+
+    def alike(self, *args: Any) -> Hashable:
+        """As for any pass."""
+        net, graph, weights = args
+        if any(tensor.requires_grad for tensor in weights.values()):
+            return None
+        return super().alike(net, graph, None)
+
+    def together(self, calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
+        """If all have copies of the same weights, one model on a stack of graphs."""
+        nets, graphs, weights = zip(*calls, strict=True)
+        columns = {name: [of_client[name] for of_client in weights] for name in weights[0]}
+        shared = {name: source for name, column in columns.items() if (source := common(column)) is not None}
+        own = {name: torch.stack(column) for name, column in columns.items()} if len(shared) < len(columns) else {}
+        return self.on_stack(nets[0], own or shared, graphs, [None])
+
+
+applied = Applied()
 
 
 # ---- message passing ----
@@ -376,11 +496,11 @@ class LayerByLayer(Model):
         """What follows every layer of the extractor."""
         return F.relu(h)
 
-    def nodes(self, graph: Graph, rng: Generator | None) -> Tensor:
+    def nodes(self, graph: Graph, rng: Noise | None) -> Tensor:
         """The last layer's output, or with +jk the maximum over all layers'."""
         outputs: list[Tensor] = []
         for layer in self.layers:
-            times = dropout(outputs[-1], self.dropout, rng).matmul if outputs else self.features(graph)
+            times = graph.product(dropout(outputs[-1], self.dropout, rng)) if outputs else self.features(graph)
             outputs.append(self.activation(layer(times, graph)))
         return reduce(maximum, outputs) if "jk" in self.spec.options else outputs[-1]
 
@@ -430,7 +550,7 @@ class GCNII(Model):
         betas = [math.log(self.THETA / l + 1) for l in range(1, self.spec.layers + 1)]
         return [Dense(num_features, self.width), *(InitialResidual(self.width, self.ALPHA, beta) for beta in betas)]
 
-    def nodes(self, graph: Graph, rng: Generator | None) -> Tensor:
+    def nodes(self, graph: Graph, rng: Noise | None) -> Tensor:
         """h_0 = ReLU(X W + b), then h = ReLU(layer(h, h_0))."""
         first, *others = self.layers
         h = h_0 = F.relu(first(self.features(graph), graph))
@@ -453,7 +573,7 @@ class SGC(Model):
         """c_0 ... c_K of the polynomial that smooths the features."""
         return power(self.spec.layers)
 
-    def nodes(self, graph: Graph, rng: Generator | None) -> Tensor:
+    def nodes(self, graph: Graph, rng: Noise | None) -> Tensor:
         """(Σ_k c_k S^k X) W + b."""
         return self.layers[0](self.features(graph, self.coefficients()), graph)
 
@@ -475,12 +595,12 @@ class SIGN(Model):
         """One linear map of the K + 1 hops side by side."""
         return [Dense((self.spec.layers + 1) * num_features, self.width)]
 
-    def nodes(self, graph: Graph, rng: Generator | None) -> Tensor:
+    def nodes(self, graph: Graph, rng: Noise | None) -> Tensor:
         """ReLU(Σ_k S^k X W_k + b)."""
         hops = [self.features(graph, power(k)) for k in range(self.spec.layers + 1)]
 
         def side_by_side(weight: Tensor) -> Tensor:
-            return reduce(torch.add, [times(part) for times, part in zip(hops, weight.chunk(len(hops)), strict=True)])
+            return reduce(torch.add, [times(part) for times, part in zip(hops, weight.chunk(len(hops), -2), strict=True)])
 
         return F.relu(self.layers[0](side_by_side, graph))
 
@@ -493,13 +613,13 @@ class GAMLP(Model):
         hops, width = self.spec.layers + 1, self.width
         return [*(Dense(num_features, width) for _ in range(hops)), Dense(hops * width, width), Dense(2 * width, 1)]
 
-    def nodes(self, graph: Graph, rng: Generator | None) -> Tensor:
+    def nodes(self, graph: Graph, rng: Noise | None) -> Tensor:
         """ReLU(Σ_k α_k H_k), H_k = S^k X W_k + b_k, α = softmax_k σ(a·[R ‖ H_k]), R = ReLU([H_0 ‖ ... ‖ H_K] U)."""
         *each, reference, score = self.layers
         H = torch.stack([layer(self.features(graph, power(k)), graph) for k, layer in enumerate(each)], 1)
-        R = dropout(F.relu(reference(H.flatten(1).matmul, graph)), self.dropout, rng)
+        R = dropout(F.relu(reference(graph.product(H.flatten(1)), graph)), self.dropout, rng)
         # σ and not ReLU (the authors offer both): what is the same for all hops, as R is, cancels in a softmax of linear pieces.
-        delta = torch.sigmoid(score(torch.cat([R.unsqueeze(1).expand_as(H), H], 2).matmul, graph))
+        delta = torch.sigmoid(score(graph.product(torch.cat([R.unsqueeze(1).expand_as(H), H], 2)), graph))
         return F.relu((delta.softmax(1) * H).sum(1))
 
 
@@ -521,14 +641,14 @@ class APPNP(Model):
         stay = 1 - self.ALPHA
         return (*(self.ALPHA * stay**k for k in range(self.spec.layers)), stay**self.spec.layers)
 
-    def nodes(self, graph: Graph, rng: Generator | None) -> Tensor:
+    def nodes(self, graph: Graph, rng: Noise | None) -> Tensor:
         """ReLU(X W + b), spread here if the head must not."""
         h = F.relu(self.layers[0](self.features(graph), graph))
         return polynomial(graph, h, self.coefficients(), self.kind) if self.linear else h
 
-    def head(self, z: Tensor, graph: Graph, rng: Generator | None = None) -> Tensor:
+    def logits(self, z: Tensor, graph: Graph, rng: Noise | None) -> Tensor:
         """The MLP's second layer, then the spreading: it is cheaper over classes than over `width` columns."""
-        logits = super().head(z, graph, rng)
+        logits = super().logits(z, graph, rng)
         return logits if self.linear else polynomial(graph, logits, self.coefficients(), self.kind)
 
 

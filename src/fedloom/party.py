@@ -95,7 +95,7 @@ class Client:
 
     def loss(self, logits: Tensor, batch: Graph, reduction: str = "mean", of_class: Tensor | None = None) -> Tensor:
         """Cross-entropy of logits [items, classes] over the training items of a batch; 0 if it has none. of_class: class weights."""
-        return task.cross_entropy(logits, batch.y, batch.train, reduction, of_class)
+        return task.training_loss(logits, batch, reduction, of_class)
 
     @torch.no_grad()
     def validate(self, net: Model) -> float | None:

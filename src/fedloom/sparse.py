@@ -7,7 +7,9 @@ the transpose, so no edge-sized buffer of rows is ever made. int32 indices halve
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import accumulate, repeat
 
 import numpy as np
 import torch
@@ -86,6 +88,40 @@ class Sparse:
         """`self @ dense` for a dense [columns, width] tensor; differentiable in `dense`."""
         _check(self, dense)
         return _Product.apply(dense, self)  # type: ignore[no-untyped-call]
+
+
+class _Blocks(Sparse):
+    """A block-diagonal matrix; its transpose is made of the blocks', which may be known."""
+
+    blocks: Sequence[Sparse]
+
+    @cached_property
+    def transpose(self) -> Sparse:
+        """The transposed matrix."""
+        return block_diagonal([block.transpose for block in self.blocks])
+
+
+def block_diagonal(blocks: Sequence[Sparse]) -> Sparse:
+    """One matrix with the given ones along its diagonal."""
+    shape = (sum(b.shape[0] for b in blocks), sum(b.shape[1] for b in blocks))
+    made = _Blocks(*_put_below(blocks, accumulate((b.shape[1] for b in blocks), initial=0)), shape)
+    made.blocks = blocks
+    return made
+
+
+def below_each_other(blocks: Sequence[Sparse]) -> Sparse:
+    """One matrix with the rows of all the given ones, which are equally wide."""
+    return Sparse(*_put_below(blocks, repeat(0)), (sum(b.shape[0] for b in blocks), blocks[0].shape[1]))
+
+
+def _put_below(blocks: Sequence[Sparse], first_columns: Iterable[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Offsets, indices and values of matrices put below each other, each with its columns moved to where they begin."""
+    starts = list(accumulate((b.nnz for b in blocks), initial=0))
+    index_type = _index_type(sum(b.shape[1] for b in blocks), starts[-1])
+    offsets = [b.offsets[:-1].to(index_type) + start for b, start in zip(blocks, starts, strict=False)]
+    indices = [b.indices.to(index_type) + first for b, first in zip(blocks, first_columns, strict=False)]
+    end = torch.tensor(starts[-1:], dtype=index_type)
+    return torch.cat([*offsets, end]), torch.cat(indices), torch.cat([b.values for b in blocks])
 
 
 def weighted(matrix: Sparse, values: Tensor, dense: Tensor) -> Tensor:

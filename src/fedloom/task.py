@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fedloom.sparse import Sparse
+from fedloom.stack import joined, parted
+from fedloom.together import Operation, kept
 
 
 def cross_entropy(logits: Tensor, y: Tensor, mask: Tensor, reduction: str = "mean", of_class: Tensor | None = None) -> Tensor:
@@ -16,10 +21,69 @@ def cross_entropy(logits: Tensor, y: Tensor, mask: Tensor, reduction: str = "mea
     return F.cross_entropy(logits[mask], y[mask], weight=of_class, reduction=reduction)
 
 
+class _TrainingLoss(Operation):
+    """Cross-entropy over a graph's training items: takes logits, the graph, how to reduce, and class weights."""
+
+    def alone(self, *args: Any) -> Tensor:
+        logits, graph, reduction, of_class = args
+        return cross_entropy(logits, graph.y, graph.train, reduction, of_class)
+
+    def alike(self, *args: Any) -> Hashable:
+        logits, _, reduction, of_class = args
+        return (reduction, logits.shape[1]) if of_class is None and reduction in ("mean", "sum") else None
+
+    def together(self, calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
+        logits, graphs, reductions, _ = zip(*calls, strict=True)
+
+        def make() -> tuple[Tensor, Tensor, Sparse]:
+            """Rows of all training items, their classes, and the matrix that sums or averages them for each client."""
+            train, y = torch.cat([g.train for g in graphs]), torch.cat([g.y for g in graphs])
+            counts = torch.tensor([int(g.train.sum()) for g in graphs])
+            owner = torch.repeat_interleave(torch.arange(len(graphs)), counts)
+            share = torch.ones(len(owner)) if reductions[0] == "sum" else 1.0 / counts[owner]
+            return train.nonzero().flatten(), y[train], Sparse.from_edges(owner, torch.arange(len(owner)), share, (len(graphs), len(owner)))
+
+        rows, y, gather = kept(f"{reductions[0]} over training items", graphs, make)
+        each = F.cross_entropy(joined(logits).index_select(0, rows), y, reduction="none")
+        return parted((gather @ each.unsqueeze(1)).squeeze(1))
+
+
+training_loss = _TrainingLoss()
+
+
 def confusion(logits: Tensor, y: Tensor, mask: Tensor, num_classes: int) -> Tensor:
     """Counts [true class, predicted class] over the items in `mask`, int64."""
     cell = y[mask] * num_classes + logits[mask].argmax(1)
     return torch.bincount(cell, minlength=num_classes**2).view(num_classes, num_classes)
+
+
+class _HeldOut(Operation):
+    """Confusion matrices of a graph's validation and test items: takes logits and the graph, gives [2, classes, classes]."""
+
+    def alone(self, *args: Any) -> Tensor:
+        logits, graph = args
+        return torch.stack([confusion(logits, graph.y, mask, graph.num_classes) for mask in (graph.val, graph.test)])
+
+    def alike(self, *args: Any) -> Hashable:
+        return args[1].num_classes
+
+    def together(self, calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
+        logits, graphs = zip(*calls, strict=True)
+        C, K = graphs[0].num_classes, len(graphs)
+
+        def make() -> tuple[Tensor, Tensor]:
+            """Rows of all held-out items, and the first cell of each one's row in the matrices."""
+            masks, y = (torch.cat([getattr(g, part) for g in graphs]) for part in ("val", "test")), torch.cat([g.y for g in graphs])
+            owner = torch.repeat_interleave(torch.arange(K), torch.tensor([g.num_items for g in graphs]))
+            rows = [mask.nonzero().flatten() for mask in masks]
+            return torch.cat(rows), torch.cat([((2 * owner[r] + part) * C + y[r]) * C for part, r in enumerate(rows)])
+
+        rows, first = kept("held-out items", graphs, make)
+        cells = first + joined(logits).argmax(1).index_select(0, rows)
+        return list(torch.bincount(cells, minlength=2 * K * C * C).view(K, 2, C, C).unbind())
+
+
+held_out = _HeldOut()
 
 
 UNDEFINED = -1.0  # an AUC that does not exist travels as this: messages carry finite numbers only

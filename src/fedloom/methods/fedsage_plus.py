@@ -39,7 +39,7 @@ from torch import Generator, Tensor, nn
 from fedloom import models
 from fedloom.errors import MessageError
 from fedloom.graph import Graph
-from fedloom.learn import make_optimizer, stream_seed
+from fedloom.learn import backward, make_optimizer, stream_seed
 from fedloom.message import Message
 from fedloom.method import letters, phase, setting
 from fedloom.methods.fedavg import FedAvg
@@ -223,7 +223,7 @@ class FedSagePlus(FedAvg, FedSGD):
         if not memory["impaired"].graph.num_nodes:
             return {}  # an inductive client may have nothing to train on
         terms, inputs = self.generator_loss(client)
-        sum(terms.values(), torch.zeros(())).backward()
+        backward([*memory["encoder"].parameters(), *memory["classifier"].parameters()], sum(terms.values(), torch.zeros(())))
         if not len(inputs):
             return {}
         asked = inputs.detach()[torch.randperm(len(inputs), generator=client.rng("generator"))[: self.sample]]

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.learn import OPTIMIZERS, load_weights, make_optimizer
+from fedloom.learn import OPTIMIZERS, backward, load_weights, make_optimizer
 from fedloom.message import Message, flatten, tree_map
 from fedloom.method import Method, phase, setting, summed
 from fedloom.models import Model
@@ -51,7 +51,7 @@ class FedSGD(Method):
         net = client.state["model"]
         load_weights(net, model)
         net.zero_grad()
-        self.total_loss(client, net).backward()
+        backward(net, self.total_loss(client, net))
         gradient = {name: p.grad for name, p in sorted(net.named_parameters())}
         return {"gradient": gradient, "labelled": client.graph.train.sum()}
 

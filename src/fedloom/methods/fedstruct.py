@@ -63,7 +63,7 @@ from torch import Tensor, nn
 from fedloom import hops, structure
 from fedloom.errors import ConfigError, MessageError
 from fedloom.hops import Numbering, Part
-from fedloom.learn import load_weights, make_optimizer, seeded, stream_seed, weights
+from fedloom.learn import backward, load_weights, make_optimizer, seeded, stream_seed, weights
 from fedloom.message import Message
 from fedloom.method import letters, phase, setting, summed
 from fedloom.methods.fedsgd import FedSGD
@@ -497,7 +497,7 @@ class FedStruct(FedSGD):
         if not self.absorbed:
             load_weights(g, model["structure"])
             q = g(q, client.rng("structure dropout"))
-        self._objective(client, rows, rows.spread(q, beta)).backward()
+        backward(net, self._objective(client, rows, rows.spread(q, beta)))
         trained = {"feature": net} if self.absorbed else {"feature": net, "structure": g}
         gradient: Message = {name: _gradients(module) for name, module in trained.items()}
         gradient |= {name: leaf.grad for name, leaf in (("S", S), ("beta", beta)) if leaf is not None and leaf.requires_grad}
@@ -641,7 +641,7 @@ class FedStruct(FedSGD):
         net, rows = client.state["model"], client.memory["train"]
         load_weights(net, model["feature"])
         z = client.memory["z"][rows.nodes].requires_grad_()
-        self._objective(client, rows, z).backward()
+        backward(net, self._objective(client, rows, z))
         pull = torch.zeros(int(nodes), client.facts.num_classes)
         pull[rows.reach] = rows.powers[0].transpose @ z.grad
         return {"gradient": {"feature": _gradients(net)}, "labelled": client.graph.train.sum(), "pull": pull}
