@@ -17,13 +17,13 @@ def filled():
     """Two clients, two rounds, an evaluation."""
     ledger = Ledger()
     for client in ("0", "one, two"):
-        ledger.book(0, "setup", "up", client, SIZE)
+        ledger.book(0, "setup", "up", {client: SIZE})
     for number in (1, 2):
         for client in ("0", "one, two"):
-            ledger.book(number, "train", "down", client, MODEL)
-            ledger.book(number, "train", "up", client, {**MODEL, **SIZE})
-            ledger.book(number, "evaluate", "down", client, MODEL)
-            ledger.book(number, "evaluate", "up", client, {"test": torch.zeros(2, 2, dtype=torch.int64)})
+            ledger.book(number, "train", "down", {client: MODEL})
+            ledger.book(number, "train", "up", {client: {**MODEL, **SIZE}})
+            ledger.book(number, "evaluate", "down", {client: MODEL})
+            ledger.book(number, "evaluate", "up", {client: {"test": torch.zeros(2, 2, dtype=torch.int64)}})
     return ledger
 
 
@@ -35,7 +35,7 @@ def filled():
 )  # fmt: skip
 def test_a_booking_is_the_length_of_the_bytes_that_travel(message, phase):
     ledger = Ledger()
-    ledger.book(4, phase, "up", "a", message)
+    ledger.book(4, phase, "up", {"a": message})
     (row,) = ledger.rows
     scalars = sum(t.numel() for t in flatten(message).values())
     assert row == Booking(4, phase, "up", "a", len(encode(message, phase)), scalars, 0)
@@ -43,7 +43,7 @@ def test_a_booking_is_the_length_of_the_bytes_that_travel(message, phase):
 
 def test_an_empty_message_is_not_booked():
     ledger = Ledger()
-    ledger.book(1, "train", "down", "a", {})
+    ledger.book(1, "train", "down", {"a": {}})
     assert ledger.rows == []
     assert ledger.traffic()["messages"] == 0
 

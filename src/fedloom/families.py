@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 Slot = tuple[dict[str, Any], str, str]  # where a module keeps a parameter, under which name, and the parameter's full name
-_slots: WeakKeyDictionary[nn.Module, list[Slot]] = WeakKeyDictionary()
 
 
 def slots_of(net: nn.Module) -> list[Slot]:
-    """Where a model's parameters are, in the order of `named_parameters`."""
-    if net not in _slots:
+    """Where a model's parameters are, in the order of `named_parameters`; looked up once (a deep copy finds its own)."""
+    known: list[Slot] | None = net.__dict__.get("_slots")
+    if known is None:
         modules = dict(net.named_modules())
         named = [(name.rpartition("."), name) for name, _ in net.named_parameters()]
-        _slots[net] = [(modules[owner]._parameters, last, name) for (owner, _, last), name in named]
-    return _slots[net]
+        known = net.__dict__["_slots"] = [(modules[owner]._parameters, last, name) for (owner, _, last), name in named]
+    return known
 
 
 class Family:
@@ -105,7 +104,7 @@ def using(net: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
 # ---- gradients: some at the leaves, some at the rows; what counts is their sum ----
 
 
-def clear_gradients(parameters: Sequence[Sequence[Tensor]], rows: bool = True) -> None:
+def clear_gradients(parameters: Iterable[Sequence[Tensor]], rows: bool = True) -> None:
     """Forgets the gradients of many clients' parameters: those at the leaves, and (if `rows`) the parameters' own."""
     for own in parameters:
         for p in own:
@@ -116,7 +115,7 @@ def clear_gradients(parameters: Sequence[Sequence[Tensor]], rows: bool = True) -
                 family.leaves[j].grad = None
 
 
-def hand_out_gradients(parameters: Sequence[Sequence[Tensor]]) -> None:
+def hand_out_gradients(parameters: Iterable[Sequence[Tensor]]) -> None:
     """Adds to every parameter's own gradient its row of the leaf's."""
     for own in parameters:
         for p in own:
@@ -150,6 +149,11 @@ def gather_gradients(places: Sequence[tuple[Family, int]]) -> bool:
 # ---- optimisers ----
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """What an optimiser moves, in its order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 class AtOnce:
     """One optimiser of whole families, in place of each model's own, of whose state it has the stack."""
 
@@ -161,21 +165,32 @@ class AtOnce:
         groups = [{**group, "params": [next(leaves) for _ in group["params"]]} for group in optimizers[0].param_groups]
         self.own = type(optimizers[0])(groups)  # type: ignore[call-arg]
         self.steps = torch.zeros(len(places), len(optimizers))  # each model's, each parameter's
-        self.rows: dict[int, list[Tensor]] = {}  # of the first moments, by place
+        self.adopted: dict[int, list[Any]] = {}  # by place, the states of which the optimisers' moments were made rows
 
     @classmethod
-    def of(cls, optimizers: Sequence[Optimizer], parameters: Sequence[Sequence[Tensor]]) -> AtOnce | None:
-        """For optimisers and what each moves; None unless they are of one kind and move whole families in the families' order."""
+    def of(cls, optimizers: Sequence[Optimizer]) -> AtOnce | None:
+        """None unless they are of one kind and move whole families, in the families' order."""
         kind = type(optimizers[0])
-        if kind not in (Adam, SGD) or any(type(o) is not kind for o in optimizers) or len({len(own) for own in parameters}) > 1:
+        made_with = [[{**group, "params": len(group["params"])} for group in o.param_groups] for o in optimizers]
+        if kind not in (Adam, SGD) or any(type(o) is not kind for o in optimizers):
+            return None
+        if any({**a, "lr": 0} != {**b, "lr": 0} for own in made_with for a, b in zip(own, made_with[0], strict=True)):
             return None
         places: list[tuple[Family, int]] = []
-        for column in zip(*parameters, strict=True):
+        for column in zip(*map(parameters_of, optimizers), strict=True):
             place = place_of(column[0])
             if place is None or leaf_of(column) is None:
                 return None
             places.append(place[:2])
         return cls(optimizers, places)
+
+    def clear(self) -> None:
+        """Forgets all gradients."""
+        for family, j in self.places:
+            family.leaves[j].grad = None
+            for row in family.rows[j]:
+                if row.grad is not None:
+                    row.grad = None
 
     def step(self) -> bool:
         """Moves everybody down the gradients that are there; False, and nobody has moved, if they cannot move as one."""
@@ -194,24 +209,25 @@ class AtOnce:
         return True
 
     def _agree(self) -> bool:
-        """Whether all have the same settings, which may have changed since the last time; takes them over."""
+        """Whether all have the same rate and decay, which may have changed since the last time; takes them over."""
         for g, mine in enumerate(self.own.param_groups):
-            first = self.optimizers[0].param_groups[g]
-            for name, value in first.items():
-                if name != "params":
-                    if any(o.param_groups[g][name] != value for o in self.optimizers):
-                        return False
-                    mine[name] = value
+            lr, decay = (self.optimizers[0].param_groups[g][name] for name in ("lr", "weight_decay"))
+            for optimizer in self.optimizers:
+                group = optimizer.param_groups[g]
+                if group["lr"] != lr or group["weight_decay"] != decay:
+                    return False
+            mine["lr"], mine["weight_decay"] = lr, decay
         return True
 
     def _adopt(self, moved: Sequence[int]) -> None:
         """Makes each optimiser's moments rows of this one's, unless they are: at the first step, and after a resume."""
+        states = [o.state for o in self.optimizers]  # a resume gives an optimiser another
         for i in moved:
             family, j = self.places[i]
             leaf, rows = family.leaves[j], family.rows[j]
-            own = [o.state.get(row) for o, row in zip(self.optimizers, rows, strict=True)]
-            if i in self.rows and all(s and s["exp_avg"] is mine for s, mine in zip(own, self.rows[i], strict=True)):
+            if i in self.adopted and all(map(is_, states, self.adopted[i])):
                 continue
+            own = [state.get(row) for state, row in zip(states, rows, strict=True)]
             stacks = {name: torch.zeros_like(leaf, requires_grad=False) for name in self.MOMENTS}
             places = {name: stack.unbind() for name, stack in stacks.items()}
             for k, (optimizer, row) in enumerate(zip(self.optimizers, rows, strict=True)):
@@ -223,4 +239,4 @@ class AtOnce:
                     self.steps[i, k] = 0
                 optimizer.state[row] = {"step": self.steps[i, k], **{name: places[name][k] for name in self.MOMENTS}}
             self.own.state[leaf] = {"step": self.steps[i, 0].clone(), **stacks}
-            self.rows[i] = list(places["exp_avg"])
+            self.adopted[i] = states

@@ -124,8 +124,12 @@ class Graph:
         """W ↦ h W, for a tensor whose rows are this graph's nodes or items."""
         return h.matmul
 
+    def shift(self, h: Tensor, vector: Tensor) -> Tensor:
+        """h with a vector [width] added to every row."""
+        return h + vector
+
     def spread(self, parameter: Tensor, h: Tensor) -> Tensor:
-        """A vector [width] in the form in which it is added to, or multiplied with, every row of h."""
+        """A vector [width] in the form in which every row of h is multiplied with it."""
         return parameter
 
     # ---- derived graphs ----

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fedloom.families import AtOnce, clear_gradients, hand_out_gradients, leaf_of, place_of, slots_of
+from fedloom.families import AtOnce, clear_gradients, hand_out_gradients, leaf_of, parameters_of, place_of, slots_of
 from fedloom.message import Message
 from fedloom.stack import backward as differentiate
 from fedloom.stack import common
@@ -120,12 +120,14 @@ class _Step(Operation):
 
     def together(self, calls: Sequence[tuple[Any, ...]]) -> list[None]:
         optimizers, losses = zip(*calls, strict=True)
-        held = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
-        clear_gradients(held)
+        at_once = kept("optimizer", optimizers, lambda: AtOnce.of(optimizers)) if len(calls) > 1 else None
+        if at_once is not None:
+            at_once.clear()
+        else:
+            clear_gradients(map(parameters_of, optimizers))
         differentiate(losses, [None] * len(losses), keep=others_go_on())
-        at_once = kept("optimizer", optimizers, lambda: AtOnce.of(optimizers, held)) if len(calls) > 1 else None
         if at_once is None or not at_once.step():
-            hand_out_gradients(held)
+            hand_out_gradients(map(parameters_of, optimizers))
             for optimizer in optimizers:
                 optimizer.step()
         return [None] * len(calls)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import csv
 import json
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from fedloom.message import Message, Schema, encoded_size, schema_of
+from fedloom.message import Batch, Message, Schema, encoded_size, schema_of
 
 Direction = Literal["up", "down"]
 # Phases that only measure. They are booked like all others but kept out of the totals: a federation need not run them.
 MEASURING = ("evaluate", "evaluate_sum")
 
 
-@dataclass(frozen=True)
-class Booking:
+class Booking(NamedTuple):
     """One message. `round` 0 is before the first round; `schema` numbers an entry of `Ledger.schemas`."""
 
     round: int
@@ -40,19 +38,29 @@ class Ledger:
         self._numbers: dict[Schema, int] = {}
         self._written = 0  # schemas that are on disk already
 
-    def book(self, round: int, phase: str, direction: Direction, client: str, message: Message, book_as: str | None = None) -> None:
-        """Enters one message. An empty one (a bare request or acknowledgement) carries nothing and is not booked.
+    def book(
+        self, round: int, phase: str, direction: Direction, messages: Mapping[str, Message], book_as: str | None = None
+    ) -> None:  # fmt: skip
+        """Enters a message per client. An empty one (a bare request or acknowledgement) carries nothing and is not booked.
 
         book_as: the phase for whose sake it travels, if that is another (a key exchange for the sake of an evaluation).
         """
-        schema = schema_of(message)
+        if isinstance(messages, Batch):
+            entries = dict.fromkeys(messages, self._entry(messages.schema, phase))
+        else:
+            known = {id(message): message for message in messages.values()}  # many may be sent the same one
+            made = {key: self._entry(schema_of(message), phase) for key, message in known.items()}
+            entries = {client: made[id(message)] for client, message in messages.items()}
+        self.rows += [Booking(round, book_as or phase, direction, client, *entry) for client, entry in entries.items() if entry]
+
+    def _entry(self, schema: Schema, phase: str) -> tuple[int, int, int] | None:
+        """Bytes, scalars and number of a schema; None for nothing."""
         if not schema:
-            return
+            return None
         number = self._numbers.setdefault(schema, len(self.schemas))
         if number == len(self.schemas):
             self.schemas.append(schema)
-        scalars = sum(_count(shape) for _, _, shape in schema)
-        self.rows.append(Booking(round, book_as or phase, direction, client, encoded_size(schema, phase), scalars, number))
+        return encoded_size(schema, phase), sum(_count(shape) for _, _, shape in schema), number
 
     def traffic(self) -> dict[str, Any]:
         """Totals over clients and rounds: bytes and scalars up and down, again per phase, and what evaluation cost apart."""
@@ -73,8 +81,8 @@ class Ledger:
         with open(folder / "ledger.csv", "a" if since else "w", newline="") as file:
             table = csv.writer(file)
             if not since:
-                table.writerow(f.name for f in fields(Booking))
-            table.writerows(astuple(row) for row in self.rows[since:])
+                table.writerow(Booking._fields)
+            table.writerows(self.rows[since:])
         if not since or any(row.schema >= self._written for row in self.rows[since:]):
             listing = [[{"name": name, "dtype": dtype, "shape": shape} for name, dtype, shape in schema] for schema in self.schemas]
             (folder / "schemas.json").write_text(json.dumps(listing, indent=1) + "\n")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -27,6 +27,7 @@ FORMAT = "fedloom/1"
 DTYPES = {str(d).removeprefix("torch."): d for d in (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool
 )}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 DEFAULT_LIMIT = 2**31  # bytes; a deployment sets its own
 
 
@@ -85,7 +86,46 @@ def isolate(message: Message) -> Message:
 
 def schema_of(message: Message) -> Schema:
     """Names, dtypes and shapes of a message, sorted by name."""
-    return tuple((name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in flatten(message).items())
+    return tuple((name, _NAMES[t.dtype], tuple(t.shape)) for name, t in flatten(message).items())
+
+
+class Batch(Mapping[str, Message]):
+    """Messages of one schema from many clients, kept as one tensor [clients, ...] under each name."""
+
+    def __init__(self, clients: Sequence[str], stacks: dict[str, Tensor]):
+        self.clients, self.stacks = tuple(clients), stacks
+        self._place = {client: k for k, client in enumerate(self.clients)}
+
+    def __getitem__(self, client: str) -> Message:
+        k = self._place[client]
+        return unflatten({name: stack[k] for name, stack in self.stacks.items()})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.clients)
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    @property
+    def schema(self) -> Schema:
+        """What each message holds."""
+        return tuple((name, _NAMES[stack.dtype], tuple(stack.shape[1:])) for name, stack in self.stacks.items())
+
+
+def batched(messages: Mapping[str, Message]) -> Batch | None:
+    """Takes a message per client, gives a copy that shares no memory with them; None unless all have one schema (and a tensor)."""
+    first, *others = messages.values()
+    columns = {name: [tensor] for name, tensor in flatten(first).items()}
+    for message in others:
+        flat = flatten(message)
+        if flat.keys() != columns.keys():
+            return None
+        for name, tensor in flat.items():
+            columns[name].append(tensor)
+    kinds = [{(t.dtype, t.shape) for t in column} for column in columns.values()]
+    if not columns or any(len(kind) > 1 for kind in kinds):
+        return None
+    return Batch(tuple(messages), {name: torch.stack([t.detach() for t in column]) for name, column in columns.items()})
 
 
 # ---- the wire ----
@@ -170,17 +210,23 @@ def check(message: Message, expected: Schema, who: str) -> None:
 
     A -1 in an expected shape stands for any length.
     """
-    flat = flatten(message)
-    wanted = {name: (dtype, shape) for name, dtype, shape in expected}
-    for name in wanted.keys() - flat.keys():
-        raise MessageError(f"{who}: tensor {name!r} is missing")
-    for name in flat.keys() - wanted.keys():
-        raise MessageError(f"{who}: tensor {name!r} is not expected here; valid: {', '.join(wanted) or 'nothing'}")
-    for name, tensor in flat.items():
-        dtype, shape = wanted[name]
-        if tensor.dtype != DTYPES[dtype]:
-            raise MessageError(f"{who}: tensor {name!r} has dtype {tensor.dtype}, expected {dtype}")
-        fits = len(tensor.shape) == len(shape) and all(want in (-1, have) for want, have in zip(shape, tensor.shape, strict=True))
-        if not fits:
-            raise MessageError(f"{who}: tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}")
+    check_schema(schema_of(message), expected, who)
     require_finite(message, who)
+
+
+def check_schema(schema: Schema, expected: Schema, who: str) -> None:
+    """`check` of the names, dtypes and shapes alone."""
+    if schema == expected:
+        return
+    wanted = {name: (dtype, shape) for name, dtype, shape in expected}
+    given = {name: (dtype, shape) for name, dtype, shape in schema}
+    for name in wanted.keys() - given.keys():
+        raise MessageError(f"{who}: tensor {name!r} is missing")
+    for name in given.keys() - wanted.keys():
+        raise MessageError(f"{who}: tensor {name!r} is not expected here; valid: {', '.join(wanted) or 'nothing'}")
+    for name, (dtype, shape) in given.items():
+        want_type, want_shape = wanted[name]
+        if dtype != want_type:
+            raise MessageError(f"{who}: tensor {name!r} has dtype torch.{dtype}, expected {want_type}")
+        if len(shape) != len(want_shape) or any(want not in (-1, have) for want, have in zip(want_shape, shape, strict=True)):
+            raise MessageError(f"{who}: tensor {name!r} has shape {list(shape)}, expected {list(want_shape)}")

@@ -97,6 +97,7 @@ def phase(**reply: str) -> Callable[[F], F]:
 
     def mark(function: F) -> F:
         function.reply = reply  # type: ignore[attr-defined]
+        function.sized_by_reply = any("*" in d or d.startswith("factors") for d in reply.values())  # type: ignore[attr-defined]
         signature = inspect.signature(function).parameters
         if "secure" in signature:
             raise ValueError(f"phase: {function.__name__!r} cannot take a tensor called 'secure': secure sums use that name")

@@ -142,7 +142,7 @@ class Dense(nn.Module):
 
     def shifted(self, h: Tensor, graph: Graph) -> Tensor:
         """h + b."""
-        return h + graph.spread(self.bias, h)
+        return graph.shift(h, self.bias)
 
 
 class Convolution(Dense):
@@ -328,7 +328,8 @@ class Model(nn.Module, ABC):
     def __init__(self, spec: Spec, num_features: int, num_classes: int, task: Task, dropout: float):
         super().__init__()
         self.spec, self.width, self.task, self.dropout = spec, spec.width, task, dropout
-        self.sizes = (num_features, num_classes)
+        # Equal for models that differ in their parameters alone; a text, which knows its hash.
+        self.form = f"{spec} {num_features} {num_classes} {task} {dropout}"
         # Whether all work on the graph is the extractor's: logits of pooled graphs have no edges to travel on.
         self.linear = task == "graph" or "linear" in spec.options
         self.norm = InputNorm(num_features) if "norm" in spec.options else None
@@ -407,12 +408,12 @@ class Pass(Operation):
     def alike(self, *args: Any) -> Hashable:
         """Models of one kind, on graphs of one kind. Of what is not this package's own nothing is known."""
         net, graph, rng, *begun = args
-        if type(graph) is not Graph or type(net) not in ARCHITECTURES.values() or graph.x.requires_grad:
+        if type(graph) is not Graph or type(net) not in KINDS or graph.x.requires_grad:
             return None
-        if any(len(h) != graph.num_items for h in begun):
+        if begun and len(begun[0]) != graph.num_items:
             return None  # embeddings that are not this graph's
-        trained = tuple(held[name].requires_grad for held, name, _ in slots_of(net))
-        return (net.spec, net.task, net.dropout, net.sizes, trained, rng is None, graph.sparse_x is None)
+        trained = [held[name].requires_grad for held, name, _ in slots_of(net)]
+        return (net.form, *trained, rng is None, graph.sparse_x is None)
 
     def together(self, calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
         """Stacked models on a stack of graphs."""
@@ -670,6 +671,7 @@ class DGCN(APPNP):
 ARCHITECTURES: dict[str, type[Model]] = {
     model.__name__.lower(): model for model in (MLP, GCN, GAT, SAGE, GIN, GCNII, SGC, SSGC, SIGN, GAMLP, APPNP, DGCN)
 }
+KINDS = frozenset(ARCHITECTURES.values())
 
 
 # ---- from a name to a model ----

@@ -255,12 +255,12 @@ class Recorder:
 
     def evaluated(self, server: Server, replies: Replies, stage: str) -> None:
         """Turns the clients' confusion matrices into scores, each client's and averaged."""
+        columns = task.all_scores(*(replies.stack(name) for name in ("val", "test", "auc")))
         rows: list[dict[str, Any]] = [
-            {"id": c, **task.all_scores(reply["val"], reply["test"], reply["auc"])} for c, reply in replies.items()
+            {"id": c, **dict(zip(columns, values, strict=True))} for c, *values in zip(replies, *columns.values(), strict=True)
         ]
         size = dict(zip(self.federation.names, (g.num_items for g in self.federation.graphs), strict=True))
         by_size, equal = [float(size[r["id"]]) for r in rows], [1.0] * len(rows)
-        columns = {m: [r[m] for r in rows] for m in task.METRICS}
         weighted, plain = ({m: task.average(column, w) for m, column in columns.items()} for w in (by_size, equal))
         self._note(server, stage, weighted, plain, {"clients": rows})
 

@@ -99,21 +99,38 @@ class Stack(Graph):
         sizes = self.sizes if len(h) == self.num_nodes else self.item_sizes
         return lambda weight: h @ weight if weight.dim() == 2 else _Blockwise.apply(h, weight, sizes)  # type: ignore[no-untyped-call]
 
+    def shift(self, h: Tensor, vector: Tensor) -> Tensor:
+        """h with every graph's own vector, or one for all, added to its rows."""
+        return h + vector if vector.dim() == 1 else _Shifted.apply(h, vector, self._membership(len(h)))  # type: ignore[no-untyped-call]
+
     def spread(self, parameter: Tensor, h: Tensor) -> Tensor:
-        """A vector for all graphs as it is; [graphs, width] as rows to add to h's or to multiply them with."""
-        if parameter.dim() == 1:
-            return parameter
-        rows = self._membership(len(h)) @ parameter
-        return rows.view(len(h), *(1,) * (h.dim() - 2), -1)
+        """A vector for all graphs as it is; [graphs, width] as rows to multiply h's with."""
+        return parameter if parameter.dim() == 1 else self._membership(len(h)).transpose @ parameter
 
     def _membership(self, rows: int) -> Sparse:
+        """Which rows are a graph's: [graphs, rows]."""
         sizes = self.sizes if rows == self.num_nodes else self.item_sizes
 
         def make() -> Sparse:
             owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-            return Sparse.from_edges(torch.arange(rows), owner, torch.ones(rows), (rows, len(sizes)))
+            return Sparse.from_edges(owner, torch.arange(rows), torch.ones(rows), (len(sizes), rows))
 
         return self.once(("membership", rows), make)
+
+
+class _Shifted(torch.autograd.Function):
+    """A vector added to all rows of a block: takes [rows, ..., width], [blocks, width] and which rows are a block's."""
+
+    @staticmethod
+    def forward(ctx, h, vectors, membership):  # type: ignore[no-untyped-def]
+        ctx.membership = membership
+        added = membership.transpose @ vectors.detach()
+        return added.add_(h) if h.dim() == 2 else h + added.view(len(h), *(1,) * (h.dim() - 2), -1)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        of_rows = gradient.flatten(1, -2).sum(1) if gradient.dim() > 2 else gradient
+        return gradient, ctx.membership @ of_rows, None
 
 
 class _Blockwise(torch.autograd.Function):

@@ -101,37 +101,42 @@ def auc(logits: Tensor, y: Tensor, mask: Tensor) -> float:
     return sum(areas) / len(areas) if areas else UNDEFINED
 
 
-def scores(matrix: Tensor) -> dict[str, float | None]:
-    """From a confusion matrix: accuracy and F1 (macro over all classes, macro over present ones, support-weighted).
+def scores(matrices: Tensor) -> dict[str, list[float | None]]:
+    """From confusion matrices [..., C, C], a list each: accuracy, F1 (macro over all classes, over present ones, support-weighted).
 
-    Everything is None when the matrix is empty. A class without items or predictions counts 0 in `f1_macro`.
+    None where a matrix is empty. A class without items or predictions counts 0 in `f1_macro`.
     """
-    m = matrix.double()
-    total = m.sum().item()
-    if total == 0:
-        return dict.fromkeys(("accuracy", "f1_macro", "f1_present", "f1_weighted"))
-    hit, true, predicted = m.diagonal(), m.sum(1), m.sum(0)
+    m = matrices.double().flatten(0, -3)
+    hit, true, predicted = m.diagonal(dim1=1, dim2=2), m.sum(2), m.sum(1)
+    total, present = true.sum(1), (true > 0).double()
     f1 = 2 * hit / (true + predicted).clamp(min=1)
-    return {
-        "accuracy": hit.sum().item() / total,
-        "f1_macro": f1.mean().item(),
-        "f1_present": f1[true > 0].mean().item(),
-        "f1_weighted": ((f1 * true).sum() / total).item(),
+    at_least_one = total.clamp(min=1)
+    values = {
+        "accuracy": hit.sum(1) / at_least_one,
+        "f1_macro": f1.mean(1),
+        "f1_present": (f1 * present).sum(1) / present.sum(1).clamp(min=1),
+        "f1_weighted": (f1 * true).sum(1) / at_least_one,
     }
+    some = (total > 0).tolist()
+    return {name: [v if s else None for v, s in zip(column.tolist(), some, strict=True)] for name, column in values.items()}
 
 
 METRICS = ("accuracy", "f1_macro", "f1_present", "f1_weighted", "auc", "val_accuracy")
 
 
-def all_scores(val: Tensor, test: Tensor, areas: Tensor) -> dict[str, float | None]:
-    """A client's `METRICS` from its confusion matrices and AUCs (validation, test); None where one is not defined."""
-    area = areas[1].item()
-    return {**scores(test), "auc": None if area < 0 else area, "val_accuracy": scores(val)["accuracy"]}
+def all_scores(val: Tensor, test: Tensor, areas: Tensor) -> dict[str, list[float | None]]:
+    """The `METRICS`, a list each, from clients' confusion matrices [clients, C, C] and AUCs [clients, 2] (validation, test).
+
+    None where one is not defined.
+    """
+    auc = [None if area < 0 else area for area in areas[:, 1].tolist()]
+    return {**scores(test), "auc": auc, "val_accuracy": scores(val)["accuracy"]}
 
 
 def scores_to_add(val: Tensor, test: Tensor, areas: Tensor, items: int) -> Tensor:
     """A client's METRICS in a form of which the sum over clients gives both means: [metric, (items · value, items, value, 1)]."""
-    rows = [(0.0,) * 4 if v is None else (items * v, items, v, 1.0) for v in all_scores(val, test, areas).values()]
+    columns = all_scores(*(t.unsqueeze(0) for t in (val, test, areas))).values()
+    rows = [(0.0,) * 4 if v is None else (items * v, items, v, 1.0) for (v,) in columns]
     return torch.tensor(rows, dtype=torch.float64)
 
 

@@ -9,14 +9,11 @@ itself runs as in the loop, with the loop's memory.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
-import torch
-from torch import Tensor
-
 from fedloom.engines import loop
-from fedloom.message import Message, flatten, isolate, unflatten
+from fedloom.message import Message, batched, isolate
 from fedloom.method import Method, model_schema
 from fedloom.models import parse
 from fedloom.party import Client, perform
@@ -35,33 +32,39 @@ class Engine(loop.Engine):
         self.kept = {names: Crew() for names in self.crews}
         self.tally: dict[str, Counter[str]] = {}
 
-    def call(self, phase: str, messages: dict[str, Message]) -> dict[str, Message]:
-        """Takes a phase's name and a message per client, gives each client's reply."""
+    def call(self, phase: str, messages: dict[str, Message]) -> Mapping[str, Message]:  # type: ignore[override]
+        """Takes a phase's name and a message per client, gives each client's reply; all in one, if they are alike."""
         replies: dict[str, Message] = {}
         for names in self.crews:
             asked = [name for name in names if name in messages]
             received = delivered([messages[name] for name in asked])
             tasks = [partial(perform, self.method, self.clients[name], phase, sent) for name, sent in zip(asked, received, strict=True)]
             done = in_step(tasks, self.kept[names]) if len(tasks) > 1 else [task() for task in tasks]
-            replies.update(zip(asked, map(isolate, done), strict=True))
-        return {name: replies[name] for name in messages}
+            replies.update(zip(asked, done, strict=True))
+        ordered = {name: replies[name] for name in messages}
+        return batched(ordered) or {name: isolate(reply) for name, reply in ordered.items()}
 
 
 def delivered(messages: list[Message]) -> list[Message]:
-    """Copies that share no memory with the sender; a tensor that many are sent is copied once, and again only for who writes to it."""
-    flat = [flatten(message) for message in messages]
-    receivers: dict[int, list[tuple[int, str]]] = {}
-    tensors: dict[int, Tensor] = {}
-    for k, message in enumerate(flat):
-        for name, tensor in message.items():
-            receivers.setdefault(id(tensor), []).append((k, name))
-            tensors[id(tensor)] = tensor
-    arrived: list[dict[str, Tensor]] = [{} for _ in flat]
-    for key, places in receivers.items():
-        own = tensors[key].detach().clone(memory_format=torch.contiguous_format)
-        for (k, name), copy in zip(places, copies(own, len(places)), strict=True):
-            arrived[k][name] = copy
-    return [unflatten(message) for message in arrived]
+    """Copies that share no memory with the sender; a message that many are sent is copied once, and again only for who writes to it."""
+    receivers: dict[int, list[int]] = {}
+    for k, message in enumerate(messages):
+        receivers.setdefault(id(message), []).append(k)
+    arrived: list[Message] = [{} for _ in messages]
+    for who in receivers.values():
+        own = isolate(messages[who[0]])
+        for k, copy in zip(who, each_a_copy(own, len(who)), strict=True):
+            arrived[k] = copy
+    return arrived
+
+
+def each_a_copy(message: Message, count: int) -> list[Message]:
+    """So many copies of a message, of which nobody sees what another writes."""
+    made: list[Message] = [{} for _ in range(count)]
+    for name, content in message.items():
+        for own, copy in zip(made, each_a_copy(content, count) if isinstance(content, dict) else copies(content, count), strict=True):
+            own[name] = copy
+    return made
 
 
 def crews(clients: Iterable[Client], limit: float) -> Iterator[tuple[str, ...]]:
