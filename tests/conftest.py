@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import settings
 
 from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic, synthetic_graphs
+from fedloom.engines import engine_class
 from fedloom.engines.loop import Engine as Loop
 from fedloom.graph import Federation
 
@@ -43,6 +45,19 @@ def graph_federation() -> Federation:
 def federation(request, node_federation, graph_federation) -> Federation:
     """Both kinds of task."""
     return node_federation if request.param == "node" else graph_federation
+
+
+@pytest.fixture(scope="session")
+def local_ray():
+    """A Ray with two cores of this machine, for all tests together: starting it takes seconds."""
+    if find_spec("ray") is None:
+        pytest.skip("the extra 'ray' is not installed")
+    engine_class("ray")  # sets what Ray reads when it is imported
+    import ray
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield ray
+    ray.shutdown()
 
 
 @pytest.fixture

@@ -63,6 +63,12 @@ def test_json_is_one_object_and_nothing_else(tmp_path):
     assert (summary["rounds"], summary["clients"], summary["partition"]) == (3, 3, "random")
 
 
+def test_a_run_with_workers_says_how_many(tmp_path, here):
+    done = here("run", *SMALL, "--rounds", 1, "--engine", "processes", "--set", "run.workers=3", "--out", "x", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "engine processes: 3 workers with 1 client and 1 thread each" in done.stderr
+
+
 def test_a_run_is_shown_again_and_its_config_runs_again(tmp_path, here):
     first = here("run", *SMALL, "--rounds", 2, "--out", "x", "--json", cwd=tmp_path)
     again = here("show", "x", "--json", cwd=tmp_path)

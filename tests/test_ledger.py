@@ -81,12 +81,12 @@ def test_totals_of_nothing_are_zero():
 def test_what_is_written_is_read_again(tmp_path):
     ledger, other = filled(), Ledger()
     ledger.write(tmp_path)
-    other.book(9, "left", "up", "over", SIZE)
+    other.book(9, "left", "up", {"over": SIZE})
     other.read(tmp_path, len(ledger.rows))
     assert other.rows == ledger.rows
     assert other.schemas == ledger.schemas
     assert other.traffic() == ledger.traffic()
-    other.book(3, "train", "down", "0", MODEL)
+    other.book(3, "train", "down", {"0": MODEL})
     assert other.rows[-1].schema == 1  # known from the file
     other.read(tmp_path, 3)
     assert other.rows == ledger.rows[:3]
@@ -100,7 +100,7 @@ def test_writing_bit_by_bit_is_writing_at_once(tmp_path):
     growing, written = Ledger(), 0
     growing.write(tmp_path / "steps", since=0)  # nothing yet
     for row, message in zip(ledger.rows, replay(ledger), strict=True):
-        growing.book(row.round, row.phase, row.direction, row.client, message)
+        growing.book(row.round, row.phase, row.direction, {row.client: message})
         if len(growing.rows) in (3, 4, 11):
             growing.write(tmp_path / "steps", since=written)
             written = len(growing.rows)
@@ -121,7 +121,7 @@ def test_a_resumed_ledger_is_cut_back_and_goes_on(tmp_path):
     other.read(tmp_path, 10)
     other.write(tmp_path, since=0)
     for row, message in list(zip(ledger.rows, replay(ledger), strict=True))[10:]:
-        other.book(row.round, row.phase, row.direction, row.client, message)
+        other.book(row.round, row.phase, row.direction, {row.client: message})
     other.write(tmp_path, since=10)
     with open(tmp_path / "ledger.csv", newline="") as file:
         rows = list(csv.DictReader(file))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from fedloom.errors import MessageError
-from fedloom.message import DTYPES, check, decode, encode, encoded_size, flatten, isolate, schema_of, tree_map, unflatten
+from fedloom.message import DTYPES, batched, check, decode, encode, encoded_size, flatten, isolate, schema_of, tree_map, unflatten
 
 names = st.text(st.characters(codec="utf-8", exclude_characters="/", exclude_categories=("Cs",)), min_size=1, max_size=8).filter(
     lambda s: s != "__metadata__"
@@ -121,3 +121,24 @@ def test_isolate_shares_no_memory_and_sorts():
 def test_tree_map():
     a, b = {"x": {"y": torch.tensor(1.0)}}, {"x": {"y": torch.tensor(2.0)}}
     assert tree_map(torch.add, a, b) == {"x": {"y": torch.tensor(3.0)}}
+
+
+# ---- many messages in one ----
+def test_messages_of_one_schema_become_one_and_are_what_they_were():
+    sent = {c: {"model": {"w": torch.full((2, 3), float(k))}, "n": torch.tensor(k)} for k, c in enumerate("abc")}
+    batch = batched(sent)
+    assert list(batch) == list(sent)
+    assert batch.schema == schema_of(sent["a"])
+    for client, message in sent.items():
+        assert schema_of(batch[client]) == schema_of(message)
+        assert torch.equal(batch[client]["model"]["w"], message["model"]["w"])
+    sent["a"]["n"].add_(5)
+    assert batch["a"]["n"].item() == 0
+
+
+@pytest.mark.parametrize(
+    "other", [{}, {"v": torch.ones(2)}, {"w": torch.ones(3)}, {"w": torch.ones(2).double()}, {"w": torch.ones(2), "v": torch.ones(1)}]
+)
+def test_messages_that_differ_stay_apart(other):
+    assert batched({"a": {"w": torch.ones(2)}, "b": other}) is None
+    assert batched({"a": {}, "b": {}}) is None

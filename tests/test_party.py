@@ -1,6 +1,7 @@
 """The waist: who gets asked, what they get, what comes back, who can reach whom; and state that survives."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from fedloom.engines.loop import Engine
 from fedloom.errors import ConfigError, MessageError
 from fedloom.graph import Graph
 from fedloom.learn import make_optimizer, step, weights
-from fedloom.message import flatten, unflatten
+from fedloom.message import batched, flatten, unflatten
 from fedloom.method import Method, averaged, letters, phase, setting, summed
-from fedloom.party import Client, Facts, Replies, Rules, Server, restore, snapshot
+from fedloom.party import Client, Facts, Replies, Rules, Server, fingerprint, restore, snapshot
 
 NAMES = ("b", "a", "c")  # client order is not alphabetical
 SPEC = "gcn-2x4"
@@ -336,16 +337,20 @@ def test_a_server_has_no_way_to_a_graph():
 
 
 # ---- replies ----
-def replies():
+def answered(together):
     return Replies(
-        {
-            "b": {"w": torch.tensor([1.0, 2.0]), "g": {"n": torch.tensor(2)}},
-            "a": {"w": torch.tensor([3.0, 6.0]), "g": {"n": torch.tensor(4)}},
-        }
+        together(
+            {
+                "b": {"w": torch.tensor([1.0, 2.0]), "g": {"n": torch.tensor(2)}},
+                "a": {"w": torch.tensor([3.0, 6.0]), "g": {"n": torch.tensor(4)}},
+            }
+        )
     )
 
 
-def test_sum_mean_stack_and_column():
+@pytest.mark.parametrize("together", [dict, batched], ids=["one by one", "in one"])
+def test_sum_mean_stack_and_column(together):
+    replies = partial(answered, together)
     total = replies().sum()
     assert total["w"].tolist() == [4, 8]
     assert total["g"]["n"].item() == 6
@@ -358,8 +363,9 @@ def test_sum_mean_stack_and_column():
     assert list(replies().column("g")) == ["b", "a"]
 
 
-def test_sums_leave_the_replies_alone():
-    came = replies()
+@pytest.mark.parametrize("together", [dict, batched], ids=["one by one", "in one"])
+def test_sums_leave_the_replies_alone(together):
+    came = answered(together)
     came.sum()["w"].fill_(0)
     came.mean()["w"].fill_(0)
     assert came["b"]["w"].tolist() == [1, 2]
@@ -384,9 +390,9 @@ def test_the_server_sums_and_averages_what_it_asks_for():
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_a_nonsense_weight_is_refused_with_its_client(weight):
     with pytest.raises(MessageError, match=r"client 'a': weight is .* must be finite and not negative"):
-        replies().shares({"a": torch.tensor(weight), "b": torch.tensor(1.0)})
+        answered(dict).shares({"a": torch.tensor(weight), "b": torch.tensor(1.0)})
     with pytest.raises(MessageError, match="weight 0"):
-        replies().shares({"a": torch.tensor(0.0), "b": torch.tensor(0.0)})
+        answered(dict).shares({"a": torch.tensor(0.0), "b": torch.tensor(0.0)})
 
 
 @pytest.mark.parametrize("how", ["sum", "mean"])
@@ -634,3 +640,55 @@ def test_what_cannot_be_saved_is_refused_by_kind(thing):
 
 def test_a_transposed_tensor_is_saved_as_any_other():
     assert snapshot({"t": torch.ones(2, 3).t()})["t"].is_contiguous()
+
+
+class Told:
+    """Keeps nothing."""
+
+    def evaluated(self, *args):
+        """Nothing."""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"x": torch.tensor([1.0, float("nan")])}, "client 'b' in 'echo': tensor 'x' holds nan"),
+        ({"x": torch.ones(3)}, r"client '.' in 'echo': tensor 'x' has shape \[3\], expected \[2\]"),
+        ({"x": torch.ones(2).double()}, "tensor 'x' has dtype torch.float64, expected float32"),
+        ({"y": torch.ones(2)}, "tensor 'x' is missing"),
+    ],
+)
+def test_many_replies_in_one_are_held_to_what_is_expected(wrong, says):
+    @dataclass(frozen=True)
+    class Echo(Method):
+        """Answers what it got."""
+
+        @phase(x="=x")
+        def echo(self, client, x):
+            """The same."""
+            return {"x": x}
+
+        def run(self, server):
+            """Not used here."""
+
+    facts = Facts(4, 2, "node", ("a", "b", "c"), ("gcn-2x4",) * 3)
+    good = {"x": torch.ones(2)}
+    everybody_wrong = "nan" not in says
+    answers = {c: wrong if everybody_wrong or c == "b" else good for c in facts.clients}
+    method = Echo()
+    server = Server(method, facts, lambda phase, messages: batched(answers), Rules("local"), Told())
+    with pytest.raises(MessageError, match=says):
+        server.ask(method.echo, x=torch.ones(2))
+
+
+def test_fingerprints_differ_with_any_bit_and_not_with_the_way_a_tensor_lies_in_memory():
+    for size in (3, 4000):
+        tensor = torch.arange(float(size * 3)).view(size, 3)
+        seen = {fingerprint(tensor)}
+        for row, bit in ((0, 1e-3), (size - 1, -1.0)):
+            other = tensor.clone()
+            other[row, 1] += bit
+            seen.add(fingerprint(other))
+        assert len(seen) == 3
+        assert fingerprint(tensor.t().contiguous().t()) == fingerprint(tensor)
+    assert fingerprint(torch.zeros(0, 3)) == fingerprint(torch.zeros(0))

@@ -34,18 +34,21 @@ def test_scores_are_those_of_scikit_learn(case):
     matrix = confusion(*case, C)
     assert matrix.dtype == torch.int64
     assert (matrix.numpy() == confusion_matrix(true, predicted, labels=range(C))).all()
-    got = scores(matrix)
+    nothing = torch.zeros_like(matrix)
+    got = scores(torch.stack([nothing, matrix, nothing]))
     expected = {
         "accuracy": accuracy_score(true, predicted),
         "f1_macro": f1_score(true, predicted, labels=range(C), average="macro", zero_division=0),
         "f1_present": f1_score(true, predicted, labels=sorted(set(true)), average="macro", zero_division=0),
         "f1_weighted": f1_score(true, predicted, labels=range(C), average="weighted", zero_division=0),
     }
-    assert got == pytest.approx(expected, abs=1e-12)
+    assert all(first is last is None for first, _, last in got.values())
+    assert {name: value for name, (_, value, _) in got.items()} == pytest.approx(expected, abs=1e-12)
 
 
 def test_scores_of_nothing_are_none():
-    assert scores(torch.zeros(3, 3, dtype=torch.int64)) == dict.fromkeys(("accuracy", "f1_macro", "f1_present", "f1_weighted"))
+    nothing = scores(torch.zeros(1, 3, 3, dtype=torch.int64))
+    assert nothing == {name: [None] for name in ("accuracy", "f1_macro", "f1_present", "f1_weighted")}
     nobody = torch.zeros(4, dtype=torch.bool)
     assert confusion(torch.ones(4, 3), torch.tensor([0, 1, 2, -1]), nobody, 3).sum() == 0
 

@@ -42,7 +42,7 @@ def run(
     dataset: Dataset = None, clients: Clients = None, partition: Partition = None, split: Split = None,
     model: Annotated[str | None, option("e.g. gcn, gcn-4x128, or several dealt over the clients: gcn,gat,sage (default: gcn)")] = None,
     rounds: Annotated[int | None, option("communication rounds (default: 100)")] = None, seed: Seed = None,
-    engine: Annotated[str | None, option("loop or wire (default: loop)")] = None,
+    engine: Annotated[str | None, option("how phases get run: loop, wire, processes or ray (default: loop)")] = None,
     secure: Annotated[bool, option("the server gets masked sums of the clients' replies and nothing else")] = False,
     evaluation: Annotated[str | None, option("whose model is scored: local, global or common (default: the method's first)")] = None,
     set_: Set = [],  # noqa: B006

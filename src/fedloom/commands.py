@@ -41,7 +41,9 @@ def run(recipe: Path | None, given: Given, assignments: Iterable[str], folder: P
         each.check(federation)
     if idle := clients_without_training(federation):
         err.print(f"no training item at client {', '.join(idle)}: takes part, its loss is 0", style="yellow")
-    result = _with_progress(chosen, lambda step: chosen.carry_out(_fresh_folder(chosen, folder), step, federation=federation))
+    result = _with_progress(
+        chosen, lambda step: chosen.carry_out(_fresh_folder(chosen, folder), step, on_start=_announce, federation=federation)
+    )
     compared = [_with_progress(other, lambda step, o=other: o.carry_out(None, step, federation=federation)) for other in others]  # type: ignore[misc]
     _print(result, as_json, compared)
 
@@ -67,7 +69,7 @@ def resume(folder: Path, as_json: bool) -> None:
     if "partition" not in config:
         raise ConfigError(f"{folder} was made from Python with a federation of its own: fedloom.run(..., out=folder, resume=True) there")
     recipe = make_recipe(config)
-    _print(_with_progress(recipe, lambda step: recipe.carry_out(folder, step, resume=True)), as_json)
+    _print(_with_progress(recipe, lambda step: recipe.carry_out(folder, step, on_start=_announce, resume=True)), as_json)
 
 
 def show(folder: Path, as_json: bool) -> None:
@@ -125,6 +127,11 @@ def _fresh_folder(recipe: Recipe, asked: Path | None) -> Path:
     while (folder := Path("runs") / (name if count == 1 else f"{name}.{count}")).exists():
         count += 1
     return folder
+
+
+def _announce(started: dict[str, Any]) -> None:
+    if line := tables.workers(started):
+        err.print(line, style="dim")
 
 
 def _with_progress(recipe: Recipe, work: Callable[[Callable[[dict[str, Any], int], None]], Result]) -> Result:

@@ -288,7 +288,8 @@ class Server:
                 "(phases marked @summed or @averaged, as in fedavg and fedsgd)"
             )
         messages = self._address(phase, clients, each, message)
-        replies = self.exchange(name, messages, lambda client, reply: self._reply_of(phase, messages[client], client, reply))
+        expected = lambda client, reply: self._reply_of(phase, messages[client], client, reply)  # noqa: E731
+        replies = self.exchange(name, messages, expected, alike=not phase.sized_by_reply)
         self.remember(name, messages, replies)
         return replies
 
@@ -390,12 +391,16 @@ class Server:
         return expected_reply(self._method, phase, message, model_schema(self.facts.model_of[client], self.facts), self.facts, reply)
 
     def exchange(
-        self, name: str, messages: Mapping[str, Message], expected: Callable[[str, Message], Schema], book_as: str | None = None
-    ) -> Replies:
-        """Sends messages, gives what came back, each booked, and each reply held against the schema that is expected of it."""
+        self, name: str, messages: Mapping[str, Message], expected: Callable[[str, Message], Schema], book_as: str | None = None,
+        alike: bool = False,
+    ) -> Replies:  # fmt: skip
+        """Sends messages, gives what came back, each booked, and each reply held against the schema that is expected of it.
+
+        alike: what is expected depends on a client's model and on what it was sent, and on nothing else.
+        """
         self.ledger.book(self.round, name, "down", messages, book_as)
         answers = self._call(name, dict(messages))
-        if isinstance(answers, Batch) and not getattr(self._method, name).sized_by_reply:
+        if isinstance(answers, Batch) and alike:
             self._check_batch(name, answers, messages, expected)
         else:
             answers = {c: answers[c] for c in messages if c in answers}
@@ -405,7 +410,7 @@ class Server:
         return Replies(answers)
 
     def _check_batch(self, name: str, batch: Batch, messages: Mapping[str, Message], expected: Callable[[str, Message], Schema]) -> None:
-        """`check` of many replies: what is expected differs with the client's model and with what it was sent, with nothing else."""
+        """`check` of many replies of which alike ones are expected."""
         kinds: dict[tuple[str, int], str] = {}
         for client in batch:
             kinds.setdefault((self.facts.model_of[client], id(messages[client])), client)

@@ -122,15 +122,15 @@ class Recipe:
 
     def carry_out(
         self, out: Path | None = None, on_round: Callable[[dict[str, Any], int], None] | None = None, *,
-        resume: bool = False, federation: Federation | None = None,
+        on_start: Callable[[dict[str, Any]], None] | None = None, resume: bool = False, federation: Federation | None = None,
     ) -> Result:  # fmt: skip
         """Runs the recipe; `federation` spares dividing the graph again when several methods run on the same one."""
         config = self.config()  # a misspelt setting should not wait for the data
         began = time.perf_counter()
         federation = federation or self.federation()
         return run(
-            self.method, federation, model=self.model.name, dropout=self.model.dropout, out=out, on_round=on_round, resume=resume,
-            config=config, seconds_loading=time.perf_counter() - began, **_values(self.run), **self.method_settings,
+            self.method, federation, model=self.model.name, dropout=self.model.dropout, out=out, on_round=on_round, on_start=on_start,
+            resume=resume, config=config, seconds_loading=time.perf_counter() - began, **_values(self.run), **self.method_settings,
         )  # fmt: skip
 
 

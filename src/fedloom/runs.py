@@ -8,7 +8,7 @@ import platform
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -20,10 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from fedloom import models, task
 from fedloom.data.split import clients_without_training
-from fedloom.engines import engine_class, engine_names
+from fedloom.engines import engine_names, has_workers, make_engine
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.graph import Federation
-from fedloom.learn import weights
 from fedloom.ledger import Ledger
 from fedloom.message import Message, flatten, unflatten
 from fedloom.method import Method, check_setting, make_method, setting
@@ -53,12 +52,15 @@ class RunSettings:
     secure_bits: int = setting(64, "width of a masked number, 32 or 64", at_least=32, at_most=64)
     secure_range: float = setting(2.0**24, "largest absolute value that a client may add; beyond it is an error", above=0)
     threads: int = setting(1, "threads of a tensor operation; the same number gives the same bits", at_least=1, at_most=1024)
+    workers: int = setting(0, "processes that share the clients, in the engines that have such (0 = as the cores allow)", at_least=0)
 
     def __post_init__(self) -> None:
         for f in fields(self):
             object.__setattr__(self, f.name, check_setting(f, getattr(self, f.name), "run"))
         if self.engine not in engine_names():
             raise unknown("run.engine", self.engine, engine_names())
+        if not has_workers(self.engine) and self.workers:
+            raise ConfigError(f"run.workers is {self.workers}, engine {self.engine!r} has none; valid: 0, or run.engine processes or ray")
         _ = self.terms  # refuses what does not fit
 
     @property
@@ -95,15 +97,16 @@ class Result:
 
 def run(
     method: str | Method, federation: Federation, *, model: str = "gcn", dropout: float = 0.5, out: str | Path | None = None,
-    on_round: Callable[[dict[str, Any], int], None] | None = None, resume: bool = False,
-    config: Mapping[str, Any] | None = None, seconds_loading: float = 0.0, **settings: Any,
+    on_round: Callable[[dict[str, Any], int], None] | None = None, on_start: Callable[[dict[str, Any]], None] | None = None,
+    resume: bool = False, config: Mapping[str, Any] | None = None, seconds_loading: float = 0.0, **settings: Any,
 ) -> Result:  # fmt: skip
     """Runs a method on a federation.
 
     method: a name, a path to a method file, or a Method. model: a spec ("gcn", "gcn-4x128") or several, separated by commas, dealt
     over the clients in turn. out: a folder to keep the run in. on_round: called with each history entry and the number of rounds.
-    resume: go on from the checkpoint in `out`. settings: fields of the method (lr=...) and of RunSettings (seed=...). A recipe
-    also gives `config`, what the run folder keeps as its origin, and `seconds_loading`, what loading and dividing took.
+    on_start: called when the engine is there, with what the summary will say of it (`engine`, `engine_details`). resume: go on from
+    the checkpoint in `out`. settings: fields of the method (lr=...) and of RunSettings (seed=...). A recipe also gives `config`, what
+    the run folder keeps as its origin, and `seconds_loading`, what loading and dividing took.
     """
     of_run = {f.name for f in fields(RunSettings)}
     rules = RunSettings(**{k: v for k, v in settings.items() if k in of_run})
@@ -116,7 +119,7 @@ def run(
         name, chosen = method, make_method(method, of_method)
     federation = (federation.pooled() if chosen.pooled else federation).check()
     facts = agree_on_facts(chosen, name, federation, model, dropout, rules)
-    record = Recorder(federation, rules, _folder(out, resume), on_round)
+    record = Recorder(federation, rules, _folder(out, resume), on_round, on_start)
     record.config = dict(config or _config(name, chosen, federation, model, dropout, rules))
     with _threads(rules.threads):
         return record.carry_out(name, chosen, facts, resume, seconds_loading)
@@ -201,8 +204,8 @@ def _threads(count: int) -> Iterator[None]:
 class Recorder:
     """Keeps what happens in a run, in memory and, line by line, in its folder: whatever ends the run, the folder can be read."""
 
-    def __init__(self, federation: Federation, rules: RunSettings, folder: Path | None, on_round: Any):
-        self.federation, self.rules, self.folder, self.on_round = federation, rules, folder, on_round
+    def __init__(self, federation: Federation, rules: RunSettings, folder: Path | None, on_round: Any, on_start: Any = None):
+        self.federation, self.rules, self.folder, self.on_round, self.on_start = federation, rules, folder, on_round, on_start
         self.config: dict[str, Any] = {}
         self.history: list[dict[str, Any]] = []
         self.planned = 0
@@ -222,25 +225,29 @@ class Recorder:
         elif self.folder:
             _write(self.folder / "config.json", json.dumps(self.config, indent=1) + "\n")
         graphs = zip(self.federation.names, self.federation.graphs, strict=True)
-        self.engine = engine_class(self.rules.engine)(
-            method, [Client(client, graph, facts, self.federation.inductive) for client, graph in graphs]
-        )
-        server = Server(method, facts, self.engine.call, rules, self)
-        self.seconds = {"load": seconds_loading, "setup": 0.0, "train": 0.0, "evaluate": 0.0, "total": 0.0}
-        self._began, self._loop_began = began, began
-        status, cause = "failed", ""
-        try:
-            method.run(server)
-            status = "completed"
-        except KeyboardInterrupt:
-            status, cause = "stopped", "interrupted"
-            raise
-        except BaseException as error:
-            cause = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            result = self._finish(server, status, cause, rules.evaluation)
+        clients = (Client(client, graph, facts, self.federation.inductive) for client, graph in graphs)
+        with closing(make_engine(self.rules.engine, method, clients, self.rules.workers)) as self.engine:
+            if self.on_start:
+                self.on_start(self._engine())
+            server = Server(method, facts, self.engine.call, rules, self)
+            self.seconds = {"load": seconds_loading, "setup": 0.0, "train": 0.0, "evaluate": 0.0, "total": 0.0}
+            self._began, self._loop_began = began, began
+            status, cause = "failed", ""
+            try:
+                method.run(server)
+                status = "completed"
+            except KeyboardInterrupt:
+                status, cause = "stopped", "interrupted"
+                raise
+            except BaseException as error:
+                cause = f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                result = self._finish(server, status, cause, rules.evaluation)
         return result
+
+    def _engine(self) -> dict[str, Any]:
+        return {"engine": self.rules.engine, "engine_details": {"threads": self.rules.threads, **self.engine.about()}}
 
     # ---- called by the server ----
     def entered_rounds(self, server: Server, count: int) -> int:
@@ -310,7 +317,7 @@ class Recorder:
         self.seconds["evaluate"] = server.seconds_evaluating
         self.seconds["train"] = max(0.0, now - self._loop_began - server.seconds_evaluating)
         self.seconds["total"] = now - self._began + self.seconds["load"]
-        final = {name: weights(c.state["model"]) for name, c in self.engine.clients.items() if "model" in c.state}
+        final = self.engine.models()
         if isinstance(server.state.get("model"), dict):
             final["server"] = server.state["model"]
         summary = self._summary(server, status, cause, evaluation)
@@ -334,7 +341,7 @@ class Recorder:
             "status": status, **({"cause": cause} if cause else {}),
             "method": self.name, "dataset": about.get("dataset", self.federation.graphs[0].name),
             "partition": about.get("partition"), "clients": about.get("clients", self.federation.num_clients),
-            "model": self.config.get("model", {}).get("name"), "seed": self.rules.seed, "engine": self.rules.engine,
+            "model": self.config.get("model", {}).get("name"), "seed": self.rules.seed, **self._engine(),
             "task": self.federation.task, "evaluation": evaluation,
             "rounds": self.history[-1]["round"] if self.history else 0, "best_round": at_best.get("round"),
             **{m: at_best.get(m) for m in task.METRICS},

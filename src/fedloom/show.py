@@ -66,6 +66,20 @@ def result(summary: Mapping[str, Any], beside: Sequence[Mapping[str, Any]] = ())
     return Group(*parts)
 
 
+def workers(summary: Mapping[str, Any]) -> str:
+    """How an engine with workers has dealt the clients to them; empty for one without."""
+    details = summary["engine_details"]
+    if "workers" not in details:
+        return ""
+    held = sorted(details["clients_per_worker"])
+    clients = _plural(held[0], "client") if held[0] == held[-1] else f"{held[0]} to {held[-1]} clients"
+    return f"engine {summary['engine']}: {_plural(len(held), 'worker')} with {clients} and {_plural(details['threads'], 'thread')} each"
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"
+
+
 def _headline(s: Mapping[str, Any]) -> Text:
     line = f"{s['method']} on {s['dataset']}, {s['clients']} clients by {s['partition']}, {s['model']}, seed {s['seed']}: {s['status']}"
     return Text(line + (f" ({s['cause']})" if s.get("cause") else ""), style="bold")

@@ -102,11 +102,11 @@ def auc(logits: Tensor, y: Tensor, mask: Tensor) -> float:
 
 
 def scores(matrices: Tensor) -> dict[str, list[float | None]]:
-    """From confusion matrices [..., C, C], a list each: accuracy, F1 (macro over all classes, over present ones, support-weighted).
+    """From confusion matrices [clients, C, C], a list each: accuracy, F1 (macro over all classes, over present ones, support-weighted).
 
     None where a matrix is empty. A class without items or predictions counts 0 in `f1_macro`.
     """
-    m = matrices.double().flatten(0, -3)
+    m = matrices.double()
     hit, true, predicted = m.diagonal(dim1=1, dim2=2), m.sum(2), m.sum(1)
     total, present = true.sum(1), (true > 0).double()
     f1 = 2 * hit / (true + predicted).clamp(min=1)

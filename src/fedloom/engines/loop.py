@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from fedloom.learn import weights
 from fedloom.message import Message, isolate
 from fedloom.method import Method
 from fedloom.party import Client, perform, restore, snapshot
@@ -30,3 +31,14 @@ class Engine:
             restore(client.state, kept.get("state", {}))
             for purpose, state in kept.get("streams", {}).items():
                 client.rng(purpose).set_state(state)
+
+    def models(self) -> dict[str, Message]:
+        """The weights of each client's model, for those that have one."""
+        return {name: weights(client.state["model"]) for name, client in self.clients.items() if "model" in client.state}
+
+    def about(self) -> dict[str, Any]:
+        """What a run's summary says of the engine beside its name: nothing here."""
+        return {}
+
+    def close(self) -> None:
+        """Lets go of whatever the engine holds outside this process: nothing here."""

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from fedloom.engines import loop
 from fedloom.message import Message, batched, isolate
@@ -30,7 +31,7 @@ class Engine(loop.Engine):
         super().__init__(method, clients)
         self.crews = list(crews(self.clients.values(), CREW_BYTES))
         self.kept = {names: Crew() for names in self.crews}
-        self.tally: dict[str, Counter[str]] = {}
+        self.tally: dict[str, Counter[str]] = {}  # by phase: how many calls of operations were done "together" and how many "alone"
 
     def call(self, phase: str, messages: dict[str, Message]) -> Mapping[str, Message]:  # type: ignore[override]
         """Takes a phase's name and a message per client, gives each client's reply; all in one, if they are alike."""
@@ -39,10 +40,18 @@ class Engine(loop.Engine):
             asked = [name for name in names if name in messages]
             received = delivered([messages[name] for name in asked])
             tasks = [partial(perform, self.method, self.clients[name], phase, sent) for name, sent in zip(asked, received, strict=True)]
-            done = in_step(tasks, self.kept[names]) if len(tasks) > 1 else [task() for task in tasks]
+            self.kept[names].tally = self.tally.setdefault(phase, Counter())
+            done = in_step(tasks, self.kept[names]) if len(names) > 1 else [task() for task in tasks]
             replies.update(zip(asked, done, strict=True))
         ordered = {name: replies[name] for name in messages}
         return batched(ordered) or {name: isolate(reply) for name, reply in ordered.items()}
+
+    def about(self) -> dict[str, Any]:
+        """For a run's summary: clients in each crew, and by phase how many calls were done for several at once, and how many not."""
+        return {
+            "clients_per_crew": [len(names) for names in self.crews],
+            "phases": {phase: {how: tally[how] for how in ("together", "alone")} for phase, tally in self.tally.items() if tally},
+        }
 
 
 def delivered(messages: list[Message]) -> list[Message]:

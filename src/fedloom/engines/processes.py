@@ -1,0 +1,194 @@
+"""Worker processes on this machine, each with a share of the clients: for graphs on which arithmetic dominates. The same bits as the loop.
+
+Workers are forked. So they inherit their clients, of whatever method (a user's own file, a class made a moment ago): no graph is copied or
+written out, nothing is imported again, a script needs no `if __name__ == "__main__"`, and a start takes milliseconds where a spawned one
+takes seconds. What forking is feared for, a pool of OpenMP threads of which only the memory survives, does not come up: pools belong to the
+thread that opened them, and a worker does all its work in a fresh one (torch hangs in the inherited one, as soon as it wants two threads).
+
+    this process                                            worker k
+    tensors of all messages ──► memory that all can read ──► copied for each client, as in the loop
+    where they are, as JSON ──► a pipe                   ──► the phase, one client after another
+    copied for `run`        ◄── memory that k writes     ◄── replies
+                            ◄── a pipe                   ◄── where they are, as JSON
+
+What several clients get is written once. The memory has no name (memfd): it grows as needed, does not count against /dev/shm, and is gone
+with the last process that holds it, however that ends. A worker ends with its engine, or when this process is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import multiprocessing
+import os
+import signal
+import weakref
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.engines import loop
+from fedloom.engines._groups import Content, Failure, Groups, Outcome, WorkerError, describe, distinct, obey
+from fedloom.errors import ConfigError
+from fedloom.message import DTYPES, Message, isolate, unflatten
+from fedloom.method import Method
+from fedloom.party import Client
+
+if not hasattr(os, "memfd_create"):
+    raise ConfigError("run.engine 'processes' needs Linux (fork and memfd); use loop here")
+
+ALIGNED = 64  # bytes: where vector instructions like a tensor to begin
+Layout = list[tuple[list[str], list[tuple[str, str, list[int], int]]]]  # whose; name, dtype, shape and place of each tensor
+
+
+class Block:
+    """Memory that this process shares with those it forks. One side writes messages, the other reads them where they are."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("fedloom")
+        self._map: mmap.mmap | None = None
+
+    def write(self, contents: list[Content]) -> Layout:
+        """Writes messages over what was there, each different tensor once; gives where everything is."""
+        tensors = {id(t): t for flat, _ in contents for t in flat.values()}
+        place, end = {}, 0
+        for key, tensor in tensors.items():
+            place[key] = end
+            end += -(-tensor.nbytes // ALIGNED) * ALIGNED
+        if end > os.fstat(self._file).st_size:
+            os.posix_fallocate(self._file, 0, end)  # an error here, not a bus error later, if there is not that much
+        for key, tensor in tensors.items():
+            self._at(place[key], tensor.dtype, tensor.shape).copy_(tensor.detach())
+        return [
+            (clients, [(name, str(t.dtype).removeprefix("torch."), list(t.shape), place[id(t)]) for name, t in flat.items()])
+            for flat, clients in contents
+        ]
+
+    def read(self, layout: Layout) -> dict[str, Message]:
+        """The messages as they lie in the memory, good until the other side writes again: whoever keeps one copies it."""
+        read: dict[str, Message] = {}
+        for clients, rows in layout:
+            message = unflatten({name: self._at(place, DTYPES[dtype], shape) for name, dtype, shape, place in rows})
+            read |= dict.fromkeys(clients, message)
+        return read
+
+    def _at(self, place: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        count = math.prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        if self._map is None or place + count * dtype.itemsize > len(self._map):  # the other side may have made it grow
+            self._map = mmap.mmap(self._file, os.fstat(self._file).st_size)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=place).view(shape)
+
+    def close(self) -> None:
+        """Lets go of the memory; tensors that were read stay good."""
+        self._map = None
+        os.close(self._file)
+
+
+class Engine(Groups):
+    """Forks its workers when it is made and ends them when it is closed (or forgotten)."""
+
+    def cores(self) -> int:
+        """The cores that this process may use."""
+        return len(os.sched_getaffinity(0))
+
+    def start(self, method: Method, groups: list[list[Client]]) -> None:
+        """Forks a worker for each group."""
+        fork = multiprocessing.get_context("fork")
+        self._sent, self._answered = Block(), [Block() for _ in groups]
+        self._pipes: list[Connection] = []
+        self._workers: list[Any] = []
+        blocks = [self._sent, *self._answered]
+        self._ending = weakref.finalize(self, _end, os.getpid(), self._workers, self._pipes, blocks)  # at the latest when Python ends
+        for k, group in enumerate(groups):
+            here, there = fork.Pipe()
+            self._pipes.append(here)
+            # A worker that held on to this process's ends would keep its siblings waiting after this process is gone.
+            arguments = (method, group, self.threads, there, self._pipes, self._sent, self._answered[k])
+            worker = fork.Process(target=_work, args=arguments, name=f"fedloom worker {k}", daemon=True)
+            worker.start()
+            self._workers.append(worker)
+            there.close()
+
+    def exchange(self, order: str, phase: str, contents: list[Content]) -> list[Outcome]:
+        """Orders the workers of those who get something to `obey`, gives what came of it."""
+        shares: dict[int, Layout] = {}
+        for clients, rows in self._sent.write(contents):
+            for k in sorted({self.home[c] for c in clients}):
+                shares.setdefault(k, []).append(([c for c in clients if self.home[c] == k], rows))
+        for k, share in shares.items():
+            try:
+                self._pipes[k].send_bytes(json.dumps([order, phase, share]).encode())
+            except OSError:
+                raise self._lost(k) from None
+        pending, outcomes = {self._pipes[k]: k for k in shares}, {}
+        while pending:  # whoever is ready first, or dies first
+            for pipe in wait(list(pending)):
+                k = pending.pop(pipe)  # type: ignore[call-overload]
+                outcomes[k] = self._outcome(k)
+        return [outcomes[k] for k in shares]
+
+    def _outcome(self, k: int) -> Outcome:
+        try:
+            layout, failure = json.loads(self._pipes[k].recv_bytes())
+        except (EOFError, OSError):
+            raise self._lost(k) from None
+        return k, {client: isolate(message) for client, message in self._answered[k].read(layout).items()}, failure
+
+    def stop(self) -> None:
+        """Ends the workers, whatever they are at."""
+        self._ending()
+
+    def _lost(self, k: int) -> WorkerError:
+        self._workers[k].join()
+        code = self._workers[k].exitcode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        hint = " (when memory runs out, the system kills: fewer workers need less)" if -code == signal.SIGKILL else ""
+        return WorkerError(f"worker {k} {how}{hint}; it had clients {', '.join(c for c in self.names if self.home[c] == k)}")
+
+
+def _end(owner: int, workers: list[Any], pipes: list[Connection], blocks: list[Block]) -> None:
+    if os.getpid() != owner:
+        return  # a fork's copy of an engine has no say over its workers
+    for worker in workers:
+        worker.kill()  # it has nothing to put in order
+    for worker in workers:
+        worker.join()
+        worker.close()
+    for pipe in pipes:
+        pipe.close()
+    for block in blocks:
+        block.close()
+
+
+# ---- in the worker ----
+def _work(
+    method: Method, clients: list[Client], threads: int, pipe: Connection, others: list[Connection], sent: Block, answered: Block
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; this process is told by its pipe
+    for other in others:
+        other.close()
+    answering = Thread(target=_answer_all, args=(loop.Engine(method, clients), threads, pipe, sent, answered))
+    answering.start()
+    answering.join()
+
+
+def _answer_all(engine: loop.Engine, threads: int, pipe: Connection, sent: Block, answered: Block) -> None:
+    torch.set_num_threads(threads)
+    while True:
+        try:
+            order, phase, share = json.loads(pipe.recv_bytes())
+        except EOFError:
+            return  # nobody is there any more
+        failure: Failure | None = None
+        try:
+            layout = answered.write(distinct(obey(engine, order, phase, sent.read(share))))
+        except Exception as error:  # noqa: BLE001  (it is raised where the phase was asked for)
+            layout, failure = [], describe(error)
+        pipe.send_bytes(json.dumps([layout, failure]).encode())
