@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import DataError, unknown
+from fedloom.products import product
 from fedloom.sparse import Sparse
 
 Task = Literal["node", "graph"]
@@ -122,7 +124,7 @@ class Graph:
     # A stack of graphs (`fedloom.stack`) has a parameter for each: models meet them in `project` and here, nowhere else.
     def product(self, h: Tensor) -> Callable[[Tensor], Tensor]:
         """W ↦ h W, for a tensor whose rows are this graph's nodes or items."""
-        return h.matmul
+        return partial(product, h)
 
     def shift(self, h: Tensor, vector: Tensor) -> Tensor:
         """h with a vector [width] added to every row."""

@@ -81,7 +81,7 @@ def maximum(a: Tensor, b: Tensor) -> Tensor:
 def polynomial(graph: Graph, h: Tensor, coefficients: tuple[float, ...], kind: str = "sym") -> Tensor:
     """Σ_k c_k S^k h, by Horner's rule: takes [nodes, width], c_0 ... c_K; gives [nodes, width] after K products with S."""
     *lower, top = coefficients
-    out = top * h
+    out = h if top == 1 else top * h
     for c in reversed(lower):
         out = graph.propagate(out, kind)
         if c:
@@ -140,6 +140,10 @@ class Dense(nn.Module):
         """Takes the input's product and the graph, gives [nodes, num_out]."""
         return self.shifted(times(self.weight), graph)
 
+    def of_features(self, model: Model, graph: Graph) -> Tensor:
+        """The layer's output if it is the model's first."""
+        return self(model.features(graph), graph)
+
     def shifted(self, h: Tensor, graph: Graph) -> Tensor:
         """h + b."""
         return graph.shift(h, self.bias)
@@ -151,6 +155,10 @@ class Convolution(Dense):
     def forward(self, times: Product, graph: Graph) -> Tensor:
         """As `Dense`."""
         return self.shifted(graph.propagate(times(self.weight)), graph)
+
+    def of_features(self, model: Model, graph: Graph) -> Tensor:
+        """(S X) W + b, with S X kept where that is quicker."""
+        return self.shifted(model.features(graph, power(1))(self.weight), graph)
 
 
 class MeanNeighbour(Dense):
@@ -499,10 +507,11 @@ class LayerByLayer(Model):
 
     def nodes(self, graph: Graph, rng: Noise | None) -> Tensor:
         """The last layer's output, or with +jk the maximum over all layers'."""
-        outputs: list[Tensor] = []
-        for layer in self.layers:
-            times = graph.product(dropout(outputs[-1], self.dropout, rng)) if outputs else self.features(graph)
-            outputs.append(self.activation(layer(times, graph)))
+        first, *others = self.layers
+        assert isinstance(first, Dense)
+        outputs = [self.activation(first.of_features(self, graph))]
+        for layer in others:
+            outputs.append(self.activation(layer(graph.product(dropout(outputs[-1], self.dropout, rng)), graph)))
         return reduce(maximum, outputs) if "jk" in self.spec.options else outputs[-1]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from fedloom.graph import Graph
+from fedloom.products import blockwise, product
 from fedloom.sparse import Sparse, below_each_other, block_diagonal
 
 # ---- graphs ----
@@ -97,7 +98,7 @@ class Stack(Graph):
     def product(self, h: Tensor) -> Callable[[Tensor], Tensor]:
         """W ↦ h W, each graph's rows with its own W."""
         sizes = self.sizes if len(h) == self.num_nodes else self.item_sizes
-        return lambda weight: h @ weight if weight.dim() == 2 else _Blockwise.apply(h, weight, sizes)  # type: ignore[no-untyped-call]
+        return lambda weight: product(h, weight) if weight.dim() == 2 else blockwise(h, weight, sizes)
 
     def shift(self, h: Tensor, vector: Tensor) -> Tensor:
         """h with every graph's own vector, or one for all, added to its rows."""
@@ -131,52 +132,6 @@ class _Shifted(torch.autograd.Function):
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         of_rows = gradient.flatten(1, -2).sum(1) if gradient.dim() > 2 else gradient
         return gradient, ctx.membership @ of_rows, None
-
-
-class _Blockwise(torch.autograd.Function):
-    """Rows in blocks, each block times its own matrix: takes [rows, ..., in], [blocks, in, out] and the blocks' sizes."""
-
-    @staticmethod
-    def forward(ctx, h, weight, sizes):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(h, weight)
-        ctx.sizes = sizes
-        return _blockwise(h.detach(), weight.detach(), sizes)
-
-    @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        (h, weight), sizes = ctx.saved_tensors, ctx.sizes
-        to_h, to_weight, _ = ctx.needs_input_grad
-        return (
-            _blockwise(gradient, weight.transpose(1, 2), sizes) if to_h else None,
-            _outer(h, gradient, weight, sizes) if to_weight else None,
-            None,
-        )
-
-
-def _blockwise(h: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
-    inner = h.shape[1:-1].numel()
-    out = h.new_empty(*h.shape[:-1], weight.shape[2])
-    if sizes.count(sizes[0]) == len(sizes):
-        torch.bmm(h.reshape(len(sizes), -1, h.shape[-1]), weight, out=out.view(len(sizes), -1, weight.shape[2]))
-        return out
-    rows = [size * inner for size in sizes]
-    of_blocks = h.reshape(-1, h.shape[-1]).split(rows), weight.unbind(), out.view(-1, weight.shape[2]).split(rows)
-    for block, own, into in zip(*of_blocks, strict=True):
-        torch.mm(block, own, out=into)
-    return out
-
-
-def _outer(h: Tensor, gradient: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
-    inner = h.shape[1:-1].numel()
-    out = torch.empty_like(weight)
-    if sizes.count(sizes[0]) == len(sizes):
-        left, right = (t.reshape(len(sizes), -1, t.shape[-1]) for t in (h, gradient))
-        return torch.bmm(left.transpose(1, 2), right, out=out)
-    rows = [size * inner for size in sizes]
-    of_blocks = h.reshape(-1, h.shape[-1]).split(rows), gradient.reshape(-1, gradient.shape[-1]).split(rows), out.unbind()
-    for block, pull, into in zip(*of_blocks, strict=True):
-        torch.mm(block.t(), pull, out=into)
-    return out
 
 
 # ---- noise ----
