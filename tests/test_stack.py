@@ -14,6 +14,7 @@ from fedloom.party import Client, Facts
 from fedloom.stack import Stack, common, copies, joined, parted, whole_of
 from fedloom.task import held_out, training_loss
 from fedloom.together import Crew, in_step
+from fedloom.views import thinned
 
 CLASSES, FEATURES = 3, 10
 SIZES = (5, 9, 1, 6)  # of unequal clients
@@ -81,6 +82,22 @@ def test_every_architecture(name, options, task, sparse, sizes):
     assert crew.tally["alone"] == 0
     for one, other in zip(alone, together, strict=True):
         assert close(one, other)
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "gcn+norm"])
+def test_views(name, sparse):
+    parts, crew = graphs(sparse=sparse), Crew()
+    name, plus, option = name.partition("+")
+
+    def seen():
+        return [thinned(graph, 0.3, 0.4, Generator().manual_seed(k)) for k, graph in enumerate(parts)]
+
+    alone = [everything(f"{name}-2x8{plus}{option}", "node", seen())(k) for k in range(4)]
+    work = everything(f"{name}-2x8{plus}{option}", "node", seen())
+    for one, other in zip(alone, in_step([partial(work, k) for k in range(4)], crew), strict=True):
+        assert close(one, other)
+    assert crew.tally["alone"] == 0
 
 
 def test_clients_of_different_architectures_run_side_by_side():

@@ -37,8 +37,9 @@ from fedloom.errors import ConfigError, unknown
 from fedloom.families import slots_of, stacked, using
 from fedloom.graph import SPARSE_FEATURES_BELOW, Graph, Task
 from fedloom.sparse import Sparse, weighted
-from fedloom.stack import Stack, Streams, common, joined, parted
-from fedloom.together import Operation, kept
+from fedloom.stack import Streams, common, joined, parted
+from fedloom.together import Operation
+from fedloom.views import View, stack_of
 
 # W ↦ h W. A layer asks nothing else of its input h, so h may be a tensor or features that are never made dense.
 Product = Callable[[Tensor], Tensor]
@@ -416,12 +417,15 @@ class Pass(Operation):
     def alike(self, *args: Any) -> Hashable:
         """Models of one kind, on graphs of one kind. Of what is not this package's own nothing is known."""
         net, graph, rng, *begun = args
-        if type(graph) is not Graph or type(net) not in KINDS or graph.x.requires_grad:
+        if type(graph) not in (Graph, View) or type(net) not in KINDS:
+            return None
+        data = graph.whole if isinstance(graph, View) else graph
+        if data.x.requires_grad:
             return None
         if begun and len(begun[0]) != graph.num_items:
             return None  # embeddings that are not this graph's
         trained = [held[name].requires_grad for held, name, _ in slots_of(net)]
-        return (net.form, *trained, rng is None, graph.sparse_x is None)
+        return (net.form, *trained, rng is None, graph.fleeting, data.sparse_x is None)
 
     def together(self, calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
         """Stacked models on a stack of graphs."""
@@ -432,7 +436,7 @@ class Pass(Operation):
         self, net: Model, parameters: Mapping[str, Tensor], graphs: Sequence[Graph], streams: Sequence[Any], *rest: Tensor
     ) -> list[Tensor]:
         """A pass through one model with the given parameters, stacked or not, on many graphs; gives each graph's part."""
-        stack = kept("stack", [graph._known for graph in graphs], lambda: Stack(graphs))
+        stack = stack_of(graphs)
         with using(net, parameters):
             out = self.through(net, stack, None if streams[0] is None else Streams(streams, stack), *rest)
         return parted(out, stack.item_sizes)

@@ -7,6 +7,7 @@ be looked at; what makes graphs of graphs (`replace`, `subgraph`) takes the whol
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Generator, Tensor
 
 from fedloom.graph import WITH_LOOPS, Graph, scaled
 from fedloom.sparse import Sparse
+from fedloom.stack import Stack
+from fedloom.together import kept
 
 
 class View(Graph):
@@ -95,6 +98,32 @@ class View(Graph):
             turned.__dict__["rows"] = target
             matrix.__dict__["transpose"] = turned
         return matrix
+
+
+class ViewStack(Stack):
+    """Views of many graphs as one: the graphs' own stack, which is kept, with each view's columns masked and its edges left out."""
+
+    def __init__(self, parts: Sequence[View], whole: Stack):
+        super().__init__(parts)
+        object.__setattr__(self, "whole", whole)
+        object.__setattr__(self, "columns", torch.stack([part.columns for part in parts]).unsqueeze(-1))
+
+    whole: Stack
+    columns: Tensor  # [views, features, 1]
+
+    def project(self, weight: Tensor) -> Tensor:
+        """x @ weight, each view's with its own."""
+        return self.whole.project(weight * self.columns)
+
+
+def stack_of(graphs: Sequence[Graph]) -> Stack:
+    """For an operation's `together`: graphs as one, or views as one; made once for the same ones."""
+
+    def make() -> Stack:
+        views = [graph for graph in graphs if isinstance(graph, View)]
+        return ViewStack(views, stack_of([view.whole for view in views])) if views else Stack(graphs)
+
+    return kept("stack", [graph._known for graph in graphs], make)
 
 
 class Entries:
