@@ -18,7 +18,7 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
-from fedloom import models, task
+from fedloom import memory, models, task
 from fedloom.data.split import clients_without_training
 from fedloom.engines import engine_class, engine_names
 from fedloom.errors import ConfigError, DataError, unknown
@@ -116,7 +116,10 @@ def run(
         name, chosen = method, make_method(method, of_method)
     federation = (federation.pooled() if chosen.pooled else federation).check()
     facts = agree_on_facts(chosen, name, federation, model, dropout, rules)
+    at_once = 1 if rules.engine in ("loop", "wire") else federation.num_clients
+    predicted_mb = memory.require(memory.predict(federation, facts, at_once))
     record = Recorder(federation, rules, _folder(out, resume), on_round)
+    record.predicted_mb = predicted_mb
     record.config = dict(config or _config(name, chosen, federation, model, dropout, rules))
     with _threads(rules.threads):
         return record.carry_out(name, chosen, facts, resume, seconds_loading)
@@ -204,6 +207,7 @@ class Recorder:
     def __init__(self, federation: Federation, rules: RunSettings, folder: Path | None, on_round: Any):
         self.federation, self.rules, self.folder, self.on_round = federation, rules, folder, on_round
         self.config: dict[str, Any] = {}
+        self.predicted_mb = 0.0  # peak of memory, as it was foreseen
         self.history: list[dict[str, Any]] = []
         self.planned = 0
         self._evaluation: dict[str, Any] = {}
@@ -344,6 +348,7 @@ class Recorder:
             "without_training_items": clients_without_training(self.federation),
             "secure": masked.report(server), "notes": server.notes,
             "traffic": server.ledger.traffic(), "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
+            "memory_predicted_mb": round(self.predicted_mb, 1),
             "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
             "history_hash": server.history_hash.hex(), "versions": _versions(), "config": self.config,
         }  # fmt: skip
