@@ -33,8 +33,8 @@ format: setup  ## put the code in its usual form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup  ## rounds against a plain PyG loop in the same run; secure sums of 1,000 clients, 15,000 dropout patterns; FedStruct's exchange
-	$(BIN)/python bench/rounds.py
+bench: setup  ## speed, memory and growth against a plain PyG loop: docs/benchmarks.md; secure sums, 15,000 dropout patterns; FedStruct's exchange
+	OMP_NUM_THREADS=1 $(BIN)/python bench/speed.py --write docs/benchmarks.md
 	$(BIN)/python bench/secure_sum.py
 	$(BIN)/python bench/hops.py
 	FEDLOOM_SECURE_CASES=2500 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 tests/privacy/test_secure_sum.py

@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from unittest import mock
 
 import networkx as nx
 import numpy as np
@@ -19,7 +21,7 @@ from fedloom.data.partition import assign, divide, partition_settings, partition
 from fedloom.errors import ConfigError, DataError, FedloomError
 from fedloom.graph import Graph
 
-RANDOM = sorted(set(partitions()) - {"metis"})  # Metis may find the same cut for any seed
+RANDOM = sorted(set(partitions()) - {"metis", "blocks"})  # Metis may find the same cut for any seed
 
 
 @st.composite
@@ -162,7 +164,8 @@ def test_global_random_state_is_left_alone():
 
 
 def test_names_and_settings_come_from_the_functions():
-    assert {"louvain", "louvain-cyclic", "louvain+", "metis", "metis+", "kmeans", "random", "uniform", "dirichlet"} == set(partitions())
+    names = {"louvain", "louvain-cyclic", "louvain+", "metis", "metis+", "kmeans", "random", "uniform", "blocks", "dirichlet"}
+    assert names == set(partitions())
     assert all(len(text) > 20 and "\n" not in text for text in partitions().values())
     assert partition_settings("louvain") == {"delta": 20, "resolution": 1.0}
     assert partition_settings("louvain+") == {"parts": 100, "delta": 20, "resolution": 1.0}
@@ -332,6 +335,37 @@ def test_kmeans_on_equal_features_still_gives_everyone_something():
     assert torch.bincount(assign(alike, 6, "kmeans")).min() > 0
 
 
+def test_blocks_are_shares_in_the_order_given():
+    assert assign(clubs(), 12, "blocks").equal(torch.arange(12).repeat_interleave(50))
+    assert torch.bincount(assign(clubs((10, 11)), 4, "blocks")).tolist() == [6, 5, 5, 5]
+    assert (assign(small_graphs(5), 2, "blocks")).tolist() == [0, 0, 0, 1, 1]
+
+
+FIELDS = ("x", "edge_index", "y", "train", "val", "test", "edge_weight", "node_id", "cross_edges", "batch")
+
+
+@given(graph=graphs(), clients=st.integers(1, 6), weighted=st.booleans(), in_pieces=st.booleans())
+def test_cutting_in_one_pass_gives_what_selecting_client_by_client_gives(graph, clients, weighted, in_pieces):
+    rng = torch.Generator().manual_seed(graph.num_edges)
+    if weighted:
+        graph = replace(graph, edge_weight=torch.rand(graph.num_edges, generator=rng))
+    owner = torch.randint(clients, (graph.num_items,), generator=rng)
+    with mock.patch.object(module, "_CHUNK", 7 if in_pieces else 2**22):
+        parts = module.cut(graph, owner, clients)
+    for k, part in enumerate(parts):
+        assert all(_alike(getattr(part, key), getattr(graph.select_items(owner == k), key)) for key in FIELDS)
+
+
+def test_cutting_sets_of_graphs():
+    graph, owner = small_graphs(7), torch.tensor([1, 0, 2, 1, 1, 0, 2])
+    for k, part in enumerate(module.cut(graph, owner, 3)):
+        assert all(_alike(getattr(part, key), getattr(graph.select_items(owner == k), key)) for key in FIELDS)
+
+
+def _alike(one, other):
+    return one is other if one is None or other is None else one.dtype == other.dtype and torch.equal(one, other)
+
+
 def test_random_and_uniform():
     graph = clubs()
     sizes = torch.bincount(assign(graph, 7, "random"))
@@ -456,7 +490,7 @@ def test_one_client_holds_everything():
         ({"clients": 2.0}, "got 2.0"),
         ({"clients": True}, "got True"),
         ({"clients": "5"}, "got '5'"),
-        ({"partition": "luvain"}, "unknown partition 'luvain'. Did you mean 'louvain'? Valid: dirichlet, kmeans, louvain,"),
+        ({"partition": "luvain"}, "unknown partition 'luvain'. Did you mean 'louvain'? Valid: blocks, dirichlet, kmeans, louvain,"),
         ({"options": {"detla": 3}}, "unknown option of partition 'louvain' 'detla'. Did you mean 'delta'? Valid: delta, resolution"),
         ({"partition": "random", "options": {"delta": 3}}, "partition 'random' has no options, got 'delta'"),
         ({"options": {"delta": -1}}, "partition 'louvain': delta must be a whole number, 0 or more, got -1"),
@@ -483,7 +517,7 @@ def test_errors_name_the_field_and_what_is_valid(arguments, text):
 
 
 def test_graph_level_tasks_refuse_partitions_along_edges():
-    with pytest.raises(ConfigError, match=r"'paths' is a set of graphs\. Valid: dirichlet, random, uniform"):
+    with pytest.raises(ConfigError, match=r"'paths' is a set of graphs\. Valid: blocks, dirichlet, random, uniform"):
         assign(small_graphs(), 4, "louvain")
     with pytest.raises(ConfigError, match="cross_edges 'known': 'paths' is a set of graphs"):
         divide(small_graphs(), 4, "uniform", cross_edges="known")

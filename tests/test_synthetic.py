@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.data.synthetic import from_text, synthetic, synthetic_graphs
+from fedloom.data import synthetic as module
+from fedloom.data.synthetic import from_text, synthetic, synthetic_clients, synthetic_graphs
 from fedloom.errors import ConfigError
 from fedloom.graph import Graph
 
@@ -89,6 +90,51 @@ def test_seed_decides_and_nothing_else():
     assert torch.equal(one.edge_index, wider.edge_index)  # other features, same edges
 
 
+@pytest.mark.parametrize(
+    ("name", "classes", "features", "degree", "homophily"), [("arxiv", 40, 128, 13.67, 0.65), ("products", 47, 100, 50.52, 0.81)]
+)
+def test_named_shapes(name, classes, features, degree, homophily):
+    graph = from_text(f"synthetic-{name}:nodes=10000").check()  # any of their sizes can be overridden
+    assert (graph.num_classes, graph.num_features, graph.name) == (classes, features, f"synthetic-{name}")
+    assert graph.num_edges / 10000 == pytest.approx(degree, abs=0.01)
+    assert same_class(graph) == pytest.approx(homophily, abs=0.02)
+    assert degrees(graph).max() > 10 * degree
+
+
+def test_arxiv_has_its_full_size():
+    graph = from_text("synthetic-arxiv")
+    assert (graph.num_nodes, graph.num_edges) == (169_343, 2_315_598)
+
+
+def test_drawing_in_pieces_gives_the_same(monkeypatch):
+    whole = synthetic(nodes=500, blocks=2)
+    monkeypatch.setattr(module, "DRAWN", 13)
+    assert torch.equal(synthetic(nodes=500, blocks=2).edge_index, whole.edge_index)
+
+
+@pytest.mark.parametrize("homophily", [0.0, 0.7, 1.0])
+def test_blocks_have_no_edges_between_them(homophily):
+    graph = synthetic(nodes=1200, classes=3, homophily=homophily, blocks=12).check()
+    block = torch.arange(1200) // 100
+    assert (block[graph.edge_index[0]] == block[graph.edge_index[1]]).all()
+    assert same_class(graph) == pytest.approx(homophily, abs=0.03)
+    assert graph.num_edges == 1200 * 8
+    for k in range(12):
+        assert torch.bincount(graph.y[block == k]).tolist() == [33, 34, 33]
+    assert not torch.equal(graph.y[:100], graph.y[100:200])  # shuffled, each block its own way
+
+
+def test_clients_hold_a_block_each():
+    federation = synthetic_clients(20, nodes=50, classes=4, features=6, split="40/30/30", seed=3, degree=5)
+    assert (federation.num_clients, federation.num_features, federation.num_classes) == (20, 6, 4)
+    assert {g.num_nodes for g in federation.graphs} == {50}
+    assert federation.about["edges_cut"] == 0
+    assert sum(g.num_edges for g in federation.graphs) == 20 * 50 * 5
+    assert federation.graphs[0].train.any()
+    with pytest.raises(ConfigError, match="synthetic-clients: clients is 0"):
+        synthetic_clients(0)
+
+
 def test_graphs():
     graph = synthetic_graphs(graphs=90, classes=3, nodes=(10, 20)).check()
     assert graph.task == "graph"
@@ -133,6 +179,8 @@ def test_from_text():
         ("synthetic:label_skew=1", "label_skew is 1.0, must be a number from 0 to 0.99"),
         ("synthetic:degree_exponent=1.5", "degree_exponent is 1.5, must be a number at least 2.01"),
         ("synthetic:nodes=40,degree=30", "degree is 30.0, too dense"),
+        ("synthetic:nodes=10,classes=2,blocks=6", "blocks is 6, must be a whole number from 1 to 5"),
+        ("synthetic:nodes=10,classes=2,blocks=3", "blocks is 3, must divide nodes, which is 10"),
         ("synthetic-graphs:nodes=5-9", r"nodes\[0\] is 5"),
         ("synthetic-graphs:nodes=10-9", r"nodes\[1\] is 9"),
         ("synth", "unknown dataset 'synth'"),

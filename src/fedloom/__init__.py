@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fedloom.data.partition import partitions as partitions
     from fedloom.data.split import apply_split as apply_split
     from fedloom.data.synthetic import synthetic as synthetic
+    from fedloom.data.synthetic import synthetic_clients as synthetic_clients
     from fedloom.data.synthetic import synthetic_graphs as synthetic_graphs
     from fedloom.errors import ConfigError as ConfigError
     from fedloom.errors import DataError as DataError
@@ -45,7 +46,7 @@ _HOMES = {
     "data.holdings": ("holdings", "plot_holdings"),
     "data.partition": ("divide", "partitions"),
     "data.split": ("apply_split",),
-    "data.synthetic": ("synthetic", "synthetic_graphs"),
+    "data.synthetic": ("synthetic", "synthetic_clients", "synthetic_graphs"),
     "errors": ("ConfigError", "DataError", "FedloomError", "MessageError"),
     "graph": ("Federation", "Graph"),
     "method": ("Method", "method_class", "method_names", "phase", "setting"),

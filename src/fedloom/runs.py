@@ -18,7 +18,7 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
-from fedloom import models, task
+from fedloom import memory, models, task
 from fedloom.data.split import clients_without_training
 from fedloom.engines import engine_names, has_workers, make_engine
 from fedloom.errors import ConfigError, DataError, unknown
@@ -119,7 +119,11 @@ def run(
         name, chosen = method, make_method(method, of_method)
     federation = (federation.pooled() if chosen.pooled else federation).check()
     facts = agree_on_facts(chosen, name, federation, model, dropout, rules)
+    # A crew of the stacked engine is one client, or works on a few megabytes.
+    at_once = (rules.workers or os.cpu_count() or 1) if has_workers(rules.engine) else 1
+    predicted_mb = memory.require(memory.predict(federation, facts, at_once))
     record = Recorder(federation, rules, _folder(out, resume), on_round, on_start)
+    record.predicted_mb = predicted_mb
     record.config = dict(config or _config(name, chosen, federation, model, dropout, rules))
     with _threads(rules.threads):
         return record.carry_out(name, chosen, facts, resume, seconds_loading)
@@ -207,6 +211,7 @@ class Recorder:
     def __init__(self, federation: Federation, rules: RunSettings, folder: Path | None, on_round: Any, on_start: Any = None):
         self.federation, self.rules, self.folder, self.on_round, self.on_start = federation, rules, folder, on_round, on_start
         self.config: dict[str, Any] = {}
+        self.predicted_mb = 0.0  # peak of memory, as it was foreseen
         self.history: list[dict[str, Any]] = []
         self.planned = 0
         self._evaluation: dict[str, Any] = {}
@@ -351,6 +356,7 @@ class Recorder:
             "without_training_items": clients_without_training(self.federation),
             "secure": masked.report(server), "notes": server.notes,
             "traffic": server.ledger.traffic(), "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
+            "memory_predicted_mb": round(self.predicted_mb, 1),
             "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
             "history_hash": server.history_hash.hex(), "versions": _versions(), "config": self.config,
         }  # fmt: skip

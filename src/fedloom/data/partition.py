@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fedloom.data.files import as_graph
 from fedloom.data.holdings import count_edges, is_undirected
-from fedloom.data.split import DEFAULT_SPLIT, apply_split, check_split
+from fedloom.data.split import DEFAULT_SPLIT, apply_split, check_split, order_by_owner
 from fedloom.errors import ConfigError, unknown
 from fedloom.graph import Federation, Graph
 from fedloom.learn import stream_seed
@@ -43,6 +43,7 @@ Alpha = Annotated[float, 1e-3]  # Dirichlet draws underflow below
 _PARTITIONERS: dict[str, Partitioner] = {}
 _FOR_GRAPHS: set[str] = set()  # those that need no edges between the items
 _REDRAWS = 100
+_CHUNK = 2**22  # edges looked at at a time: what is made of them on the way stays small beside the graph
 
 
 def partitioner(name: str, *, graphs: bool = False) -> Callable[[Partitioner], Partitioner]:
@@ -90,6 +91,40 @@ def assign(graph: Graph, clients: int, partition: str = "louvain", seed: int = 0
     return torch.from_numpy(_fill_empty(_PARTITIONERS[partition](graph, clients, seed, **settings), clients))
 
 
+def cut(graph: Graph, owner: Tensor, clients: int) -> list[Graph]:
+    """Each client's part: its items in their order, with the edges among them. One pass over the edges, however many clients.
+
+    owner: client number of every item, as `assign` gives it. The parts are named after the graph, "cora/0", "cora/1", ...
+    """
+    items, place = _numbered(owner, clients)
+    holder, nodes, position = owner, items, place
+    if graph.batch is not None:
+        holder = owner[graph.batch]
+        nodes, position = _numbered(holder, clients)
+    weight = graph.edge_weight
+    edges = [[graph.edge_index[:, :0]] for _ in range(clients)]
+    weights = [[] if weight is None else [weight[:0]] for _ in range(clients)]
+    narrow = _narrow(holder, clients)
+    for start in range(0, graph.num_edges, _CHUNK):
+        ends = graph.edge_index[:, start : start + _CHUNK]
+        here, there = narrow.take(ends.numpy())
+        inside = np.flatnonzero(here == there)
+        order, counts = _grouped(here[inside], clients)
+        kept = torch.from_numpy(inside[order])
+        _deal(edges, position.take(ends[:, kept]), counts)
+        if weight is not None:
+            _deal(weights, weight[start : start + _CHUNK][kept], counts)
+    return [
+        replace(
+            graph, x=graph.x[nodes[k]], edge_index=torch.cat(edges[k], 1), edge_weight=None if weight is None else torch.cat(weights[k]),
+            y=graph.y[items[k]], train=graph.train[items[k]], val=graph.val[items[k]], test=graph.test[items[k]],
+            node_id=graph.node_id[nodes[k]], cross_edges=graph.cross_edges[:, :0],
+            batch=None if graph.batch is None else place[graph.batch[nodes[k]]], name=f"{graph.name}/{k}",
+        )
+        for k in range(clients)
+    ]  # fmt: skip
+
+
 def divide(
     graph: Graph | Any,
     clients: int,
@@ -120,7 +155,7 @@ def divide(
     split_seed = seed if split_seed is None else split_seed
     owner = assign(graph, clients, partition, seed, **(options or {}))
     whole = apply_split(graph, split, split_seed, owner=owner)
-    graphs = [replace(whole.select_items(owner == k), name=f"{graph.name}/{k}") for k in range(clients)]
+    graphs = cut(whole, owner, clients)
     if cross_edges == "known":
         graphs = [replace(g, cross_edges=c) for g, c in zip(graphs, _cross_edges(graph, owner, clients), strict=True)]
     undirected = is_undirected(graph)
@@ -197,6 +232,12 @@ def _uniform(graph: Graph, clients: int, seed: int) -> Numbers:
     return _rng(seed).permutation(graph.num_items) % clients
 
 
+@partitioner("blocks", graphs=True)
+def _blocks(graph: Graph, clients: int, seed: int) -> Numbers:
+    """Equal shares of the items in the order they are stored in; for graphs that lie one after another (synthetic:blocks=...)."""
+    return np.arange(graph.num_items) * clients // graph.num_items
+
+
 @partitioner("dirichlet", graphs=True)
 def _dirichlet(graph: Graph, clients: int, seed: int, *, alpha: Alpha = 0.5, min_items: FromOne = 5) -> Numbers:
     """Label skew: each class is shared out by Dirichlet(alpha) over the clients that hold n/K items or fewer."""
@@ -238,8 +279,10 @@ def _small_seed(seed: int) -> int:
 def _adjacency(graph: Graph) -> csr_matrix:
     """The 0/1 adjacency, symmetric, without self-loops."""
     source, target = graph.edge_index[:, graph.edge_index[0] != graph.edge_index[1]].numpy()
-    rows, columns = np.concatenate([source, target]), np.concatenate([target, source])
-    adjacency = csr_matrix((np.ones(len(rows), dtype=np.float32), (rows, columns)), shape=(graph.num_nodes,) * 2)
+    adjacency = csr_matrix((np.ones(len(source), dtype=np.float32), (source, target)), shape=(graph.num_nodes,) * 2)
+    turned = adjacency.T.tocsr()
+    if not (np.array_equal(adjacency.indptr, turned.indptr) and np.array_equal(adjacency.indices, turned.indices)):
+        adjacency += turned  # some edges have one direction only
     adjacency.data[:] = 1  # repeated edges were added up
     return adjacency
 
@@ -378,18 +421,45 @@ def _fill_empty(owner: Numbers, clients: int) -> Numbers:
     return owner
 
 
+def _narrow(owner: Tensor, clients: int) -> npt.NDArray[Any]:
+    """Client numbers in as few bytes as they need: looked up edge by edge, they should stay in the processor's cache."""
+    return owner.numpy().astype(np.min_scalar_type(clients))
+
+
+def _grouped(owner: npt.NDArray[Any], clients: int) -> tuple[Numbers, list[int]]:
+    """The order that puts entries of one owner together, each owner's in the order given, and how many every owner has."""
+    return order_by_owner(owner, clients), np.bincount(owner, minlength=clients).tolist()
+
+
+def _numbered(owner: Tensor, clients: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The members of every client in their order, and everybody's number among its client's."""
+    order, counts = _grouped(owner.numpy(), clients)
+    number = np.empty_like(order)
+    number[order] = np.concatenate([np.arange(count) for count in counts])
+    return torch.from_numpy(order).split(counts), torch.from_numpy(number)
+
+
+def _deal(piles: list[list[Tensor]], columns: Tensor, counts: list[int]) -> None:
+    """Puts each client's share of the columns, which lie one client after another, on its pile."""
+    for pile, share in zip(piles, columns.split(counts, -1), strict=True):
+        pile.append(share)
+
+
 def _cross_edges(graph: Graph, owner: Tensor, clients: int) -> list[Tensor]:
     """Per client the cut edges it has an end of, [4, cut], as `Graph.cross_edges` describes them."""
-    order = torch.argsort(owner, stable=True)
-    sizes = torch.bincount(owner, minlength=clients)
-    local = torch.empty_like(owner)
-    local[order] = torch.arange(len(owner)) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
-    source, target = graph.edge_index[:, owner[graph.edge_index[0]] != owner[graph.edge_index[1]]]
-    mine, other = torch.cat([source, target]), torch.cat([target, source])
-    incoming = torch.cat([torch.zeros_like(source), torch.ones_like(target)])
-    rows = torch.stack([local[mine], graph.node_id[other], owner[other], incoming])
-    by_holder = torch.argsort(owner[mine], stable=True)
-    return [r.contiguous() for r in rows[:, by_holder].split(torch.bincount(owner[mine], minlength=clients).tolist(), dim=1)]
+    narrow, (_, local) = _narrow(owner, clients), _numbered(owner, clients)
+    # Each client's outgoing edges come before its incoming ones.
+    piles: tuple[list[list[Tensor]], ...] = tuple([[graph.cross_edges[:, :0]] for _ in range(clients)] for _ in range(2))
+    for start in range(0, graph.num_edges, _CHUNK):
+        ends = graph.edge_index[:, start : start + _CHUNK]
+        here, there = narrow.take(ends.numpy())
+        ends = ends[:, torch.from_numpy(here != there)]
+        for incoming, (mine, other) in enumerate((ends, ends.flip(0))):
+            order, counts = _grouped(narrow.take(mine.numpy()), clients)
+            mine, other = mine[order], other[order]
+            rows = torch.stack([local[mine], graph.node_id[other], owner[other], torch.full_like(mine, incoming)])
+            _deal(piles[incoming], rows, counts)
+    return [torch.cat(outgoing + incoming, 1) for outgoing, incoming in zip(*piles, strict=True)]
 
 
 # ---- options ----

@@ -1,5 +1,8 @@
 """Graphs made from a recipe: a degree-corrected contextual stochastic block model, and a small graph-level dataset.
 
+Named shapes: "synthetic-arxiv" and "synthetic-products" have the sizes of ogbn-arxiv and ogbn-products. Many small graphs, a client
+each: `synthetic_clients`.
+
 Sizes legend: n nodes, m undirected edges, C classes, d features. Time and memory are O(m log n + n·d); nothing is n×n.
 """
 
@@ -8,19 +11,24 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from fedloom.data.partition import divide
+from fedloom.data.split import DEFAULT_SPLIT
 from fedloom.errors import ConfigError, unknown
-from fedloom.graph import Graph
+from fedloom.graph import Federation, Graph
 
 Array = np.ndarray
 # How often missing edges are drawn again before the recipe is called too dense to be filled.
 ROUNDS = 200
 # Rows of features that get their class mean at a time: the temporary stays small beside the features themselves.
 CHUNK = 65536
+# Edges drawn at a time: what is looked up for them stays in the processor's cache.
+DRAWN = 2**20
 
 
 def synthetic(
@@ -34,6 +42,7 @@ def synthetic(
     degree_exponent: float | None = 2.5,
     seed: int = 0,
     name: str = "synthetic",
+    blocks: int = 1,
 ) -> Graph:
     """An undirected graph with planted classes (degree-corrected contextual SBM); the same seed gives the same graph.
 
@@ -41,7 +50,8 @@ def synthetic(
     homophily: fraction of the edges that join two nodes of one class. signal: distance between two class means of the
     features, in units of the noise (exact if features >= classes, else on average about that). label_skew: each class
     has (1 - label_skew) times the size of the one before it. degree_exponent: nodes' propensities follow a power law with
-    this exponent, cut at √n; 0 or None makes them equal. Splits are left empty.
+    this exponent, cut at √n; 0 or None makes them equal. blocks: that many graphs of equal size, one after another, without an edge
+    between them; partition "blocks" gives each to a client. Splits are left empty.
 
     A first end is drawn in proportion to the propensities, the second one likewise among the nodes of the same class or of
     the others. Edges that exist already are drawn again.
@@ -56,48 +66,81 @@ def synthetic(
     _check("synthetic", "seed", seed, int, 0)
     if degree_exponent:
         _check("synthetic", "degree_exponent", degree_exponent, float, 2.01)
+    _check("synthetic", "blocks", blocks, int, 1, nodes // classes)
+    if nodes % blocks:
+        raise ConfigError(f"synthetic: blocks is {blocks}, must divide nodes, which is {nodes}")
     # One stream per purpose: asking for other features leaves the edges as they are.
     order_rng, edge_rng, noise_rng = _streams(seed, 3)
 
-    # Nodes are laid out class by class while edges are drawn, and shuffled at the end.
-    sizes = _class_sizes(nodes, classes, label_skew)
-    label = np.repeat(np.arange(classes), sizes)
+    # Nodes are laid out block by block and class by class while edges are drawn, and shuffled within their block at the end.
+    size = nodes // blocks
+    sizes = np.tile(_class_sizes(size, classes, label_skew), blocks)
+    kind = np.repeat(np.arange(blocks * classes), sizes)  # block · classes + class
     weight = np.ones(nodes)
     if degree_exponent:
-        weight = np.minimum((1 - edge_rng.random(nodes)) ** (-1 / (degree_exponent - 1)), math.sqrt(nodes))
+        weight = np.minimum((1 - edge_rng.random(nodes)) ** (-1 / (degree_exponent - 1)), math.sqrt(size))
     bounds = np.concatenate([[0.0], np.cumsum(weight)])  # node i owns the interval [bounds[i], bounds[i+1])
-    starts = bounds[np.concatenate([[0], np.cumsum(sizes)])]  # class c owns [starts[c], starts[c+1])
+    starts = bounds[np.concatenate([[0], np.cumsum(sizes)])]  # kind k owns [starts[k], starts[k+1])
 
-    def draw(count: int, same: bool) -> tuple[Array, Array]:
+    def pair(first_spot: Array, toss: Array, same: bool) -> Array:
+        first = _owner(bounds, first_spot)
+        mine = kind[first]
+        low, high = starts[mine], starts[mine + 1]
+        if same:
+            spot = low + toss * (high - low)
+        else:  # another class: go round the block's circle from the end of the own class to its beginning
+            begin = starts[mine // classes * classes]
+            width = starts[(mine // classes + 1) * classes] - begin
+            spot = (high - begin + toss * (width - high + low)) % width + begin
+        order = np.argsort(spot)
+        first, second = first[order], _owner(bounds, spot[order])
+        mine, other = kind[first], kind[second]
+        # Rounding may put a draw just over a border.
+        right = ((mine == other) == same) & (mine // classes == other // classes) & (first != second)
+        first, second = first[right], second[right]
+        return np.minimum(first, second) * nodes + np.maximum(first, second)
+
+    def draw(count: int, same: bool) -> Array:
         # The order of the edges does not matter, and sorted spots are looked up several times as fast.
-        first = _owner(bounds, np.sort(edge_rng.random(count)) * bounds[-1])
-        low, high = starts[label[first]], starts[label[first] + 1]
-        toss = edge_rng.random(count)
-        # Another class: go round the circle from the end of the own class to its beginning.
-        spot = low + toss * (high - low) if same else (high + toss * (bounds[-1] - high + low)) % bounds[-1]
-        second = _owner(bounds, spot)
-        right = (label[first] == label[second]) == same  # rounding may put a draw just over a class's border
-        return first[right], second[right]
+        first_spot, toss = edge_rng.random(count), edge_rng.random(count)
+        first_spot.sort()
+        first_spot *= bounds[-1]
+        parts = [pair(first_spot[k : k + DRAWN], toss[k : k + DRAWN], same) for k in range(0, count, DRAWN)]
+        return np.concatenate(parts)
 
     edges = round(nodes * degree / 2)
     inside = round(edges * homophily)
-    keys = [_distinct(lambda k: draw(k, True), inside, nodes), _distinct(lambda k: draw(k, False), edges - inside, nodes)]
+    keys = [_distinct(partial(draw, same=True), inside), _distinct(partial(draw, same=False), edges - inside)]
     if sum(map(len, keys)) < edges:
         raise ConfigError(
             f"synthetic: degree is {degree}, too dense: {nodes} nodes in {classes} classes have no room for {edges} distinct "
             f"edges with homophily {homophily}. Lower degree, or raise nodes"
         )
+    # Every block's numbers in random order, block after block.
     shuffle = order_rng.permutation(nodes)
+    shuffle = shuffle[np.argsort(shuffle // size, kind="stable")]
     y = np.empty(nodes, dtype=np.int64)
-    y[shuffle] = label
-    ends = np.stack(np.divmod(np.concatenate(keys), nodes))
+    y[shuffle] = kind % classes
     return Graph(
         x=torch.from_numpy(_features(y, classes, features, signal, noise_rng)),
-        edge_index=torch.from_numpy(_both_ways(shuffle[ends], nodes)),
+        edge_index=torch.from_numpy(_both_ways(keys, shuffle)),
         y=torch.from_numpy(y),
         num_classes=classes,
         name=name,
     )
+
+
+def synthetic_clients(
+    clients: int = 1000, nodes: int = 100, classes: int = 5, features: int = 32, *, split: str = DEFAULT_SPLIT, seed: int = 0, **recipe: Any
+) -> Federation:
+    """A federation of many small graphs, one for each client, that share classes and what their features mean.
+
+    clients: how many. nodes: of each. split: see `fedloom.data.split`. recipe: further arguments of `synthetic`.
+    """
+    _check("synthetic-clients", "clients", clients, int, 1)
+    _check("synthetic-clients", "nodes", nodes, int, 2)
+    graph = synthetic(clients * nodes, classes, features, blocks=clients, seed=seed, **recipe)
+    return divide(graph, clients, "blocks", seed, split=split)
 
 
 def synthetic_graphs(
@@ -140,7 +183,7 @@ def synthetic_graphs(
     x[:, 1:] = _features(y[batch], classes, features - 1, signal, noise_rng)
     return Graph(
         x=torch.from_numpy(x),
-        edge_index=torch.from_numpy(_both_ways(np.concatenate(keys, axis=1), total)),
+        edge_index=torch.from_numpy(_both_ways([low * total + high for low, high in keys], np.arange(total))),
         y=torch.from_numpy(y),
         num_classes=classes,
         batch=torch.from_numpy(batch),
@@ -148,7 +191,17 @@ def synthetic_graphs(
     )
 
 
-MAKERS: dict[str, Callable[..., Graph]] = {"synthetic": synthetic, "synthetic-graphs": synthetic_graphs}
+MAKERS: dict[str, Callable[..., Graph]] = {
+    "synthetic": synthetic,
+    "synthetic-graphs": synthetic_graphs,
+    # Sizes of the graphs that the Open Graph Benchmark publishes under these names; about their homophily.
+    "synthetic-arxiv": partial(
+        synthetic, nodes=169_343, classes=40, features=128, degree=2_315_598 / 169_343, homophily=0.65, name="synthetic-arxiv"
+    ),
+    "synthetic-products": partial(
+        synthetic, nodes=2_449_029, classes=47, features=100, degree=123_718_280 / 2_449_029, homophily=0.81, name="synthetic-products"
+    ),
+}
 
 
 def from_text(text: str) -> Graph:
@@ -211,27 +264,42 @@ def _owner(bounds: Array, spot: Array) -> Array:
     return np.minimum(np.searchsorted(bounds, spot, side="right") - 1, len(bounds) - 2)
 
 
-def _distinct(draw: Callable[[int], tuple[Array, Array]], count: int, nodes: int) -> Array:
-    """`count` different undirected edges from `draw(how many)`, as sorted keys low·nodes + high; fewer if there seem to be none."""
-    keys = np.empty(0, dtype=np.int64)
+def _distinct(draw: Callable[[int], Array], count: int) -> Array:
+    """`count` different undirected edges from `draw(how many)`, as sorted keys; fewer if there seem to be no more."""
+    found: list[Array] = []
+    missing = count
     for _ in range(ROUNDS):
-        if len(keys) == count:
+        if not missing:
             break
         # Exactly as many as are missing: a surplus would have to be dropped at random.
-        first, second = draw(count - len(keys))
-        proper = first != second
-        low, high = np.minimum(first, second)[proper], np.maximum(first, second)[proper]
-        keys = np.concatenate([keys, low * nodes + high])
+        keys = draw(missing)
         keys.sort()  # np.unique hashes whole numbers, several times slower at this size
         keys = keys[np.diff(keys, prepend=-1) > 0]
-    return keys
+        for known in found:
+            keys = keys[known[np.searchsorted(known, keys).clip(max=len(known) - 1)] != keys]
+        if len(keys):
+            found.append(keys)
+            missing -= len(keys)
+    return np.sort(np.concatenate(found)) if found else np.empty(0, dtype=np.int64)
 
 
-def _both_ways(ends: Array, nodes: int) -> Array:
-    """[2, m] undirected edges -> [2, 2m] directed ones, sorted by source, then target."""
-    keys = np.concatenate([ends[0] * nodes + ends[1], ends[1] * nodes + ends[0]])
+def _both_ways(parts: list[Array], shuffle: Array) -> Array:
+    """Keys low·n + high of undirected edges -> [2, 2m] directed ones under their shuffled names, sorted by source, then target."""
+    nodes, count = len(shuffle), sum(map(len, parts))
+    keys = np.empty(2 * count, dtype=np.int64)
+    start = 0
+    for part in parts:
+        for k in range(0, len(part), DRAWN):
+            low, high = np.divmod(part[k : k + DRAWN], nodes)
+            low, high = shuffle[low], shuffle[high]
+            end = start + len(low)
+            keys[start:end], keys[count + start : count + end] = low * nodes + high, high * nodes + low
+            start = end
     keys.sort()
-    return np.stack(np.divmod(keys, nodes))
+    ends = np.empty((2, len(keys)), dtype=np.int64)
+    np.floor_divide(keys, nodes, out=ends[0])
+    np.subtract(keys, ends[0] * nodes, out=ends[1])  # dividing once is twice as fast as np.divmod
+    return ends
 
 
 def _features(y: Array, classes: int, width: int, signal: float, rng: np.random.Generator) -> Array:

@@ -1,0 +1,465 @@
+"""How fast, how large, how it grows: every number of docs/benchmarks.md.
+
+    python bench/speed.py                                  every part, one after another (an hour or two on a quiet machine)
+    python bench/speed.py cora10 startup                   these parts only; the others keep their last result
+    python bench/speed.py --write docs/benchmarks.md       afterwards (or alone, with "none"): makes the page of what is kept
+    python bench/speed.py --quick --keep /tmp/kept.jsonl   everything on tiny graphs, to see that it runs
+
+Results are kept as JSON lines, one for each part. Times are wall times on one thread; ways that are compared take turns in one process,
+and a ratio is the median over the turns, so that a noisy neighbour disturbs all alike. What is measured for its memory has a process of
+its own. There are no instruction counts: virtual machines rarely have the counters, and torch under valgrind takes longer to import than
+all parts here take to run.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import fedloom
+from fedloom.engines import engine_names
+from fedloom.method import method_class, method_names
+
+HERE = Path(__file__).resolve().parent
+KEPT = HERE.parent / "docs" / "benchmarks.jsonl"
+Row = dict[str, Any]
+Part = Callable[[bool], list[Row]]
+PARTS: dict[str, Part] = {}  # in the order of the page
+JOBS: dict[str, Callable[..., Row]] = {}  # what runs in a process of its own
+ENGINES = [name for name in ("loop", "wire", "stacked") if name in engine_names()]
+FASTEST = ENGINES[-1] if "stacked" in ENGINES else "loop"
+MODEL = "gcn-2x64"
+PLAIN = "plain"
+
+
+def part(function: Part) -> Part:
+    """Decorator: a part of the benchmarks, run by its name. It takes whether to be quick, and gives rows for the page."""
+    PARTS[function.__name__] = function
+    return function
+
+
+def job(function: Callable[..., Row]) -> Callable[..., Row]:
+    """Decorator: makes calls run in a fresh process, whose peak of memory and whose imports are its own."""
+    JOBS[function.__name__] = function
+
+    def call(**arguments: Any) -> Row:
+        asked = [sys.executable, str(HERE / "speed.py"), "--job", function.__name__, json.dumps(arguments)]
+        done = subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True)
+        return {**arguments, **json.loads(done.stdout.splitlines()[-1])}
+
+    return call
+
+
+# ---- what is measured with ----
+
+
+def each_round(way: str, federation: fedloom.Federation, rounds: int, ended: Callable[[], None], epochs: int = 3, **settings: Any) -> None:
+    """FedAvg by the plain loop ("plain") or an engine (or what `settings` say); calls `ended` after every round."""
+    if way == PLAIN:
+        import plain
+
+        for _ in plain.fedavg(federation, rounds, epochs):
+            ended()
+        return
+    settings = {"method": "fedavg", "model": MODEL, "epochs": epochs, **settings}
+    fedloom.run(federation=federation, engine=way, rounds=rounds, on_round=lambda entry, planned: ended(), **settings)
+
+
+def seconds_a_round(way: str, federation: fedloom.Federation, rounds: int, epochs: int = 3, **settings: Any) -> list[float]:
+    """The seconds of every round but the first. Set-up does not count."""
+    clock: list[float] = []
+    each_round(way, federation, rounds, lambda: clock.append(time.perf_counter()), epochs, **settings)
+    return gaps(clock)
+
+
+def gaps(clock: Sequence[float]) -> list[float]:
+    """What lies between one reading of a clock and the next."""
+    return [after - before for before, after in pairwise(clock)]
+
+
+def in_turns(ways: dict[str, Callable[[], float]], turns: int, base: str) -> list[Row]:
+    """Calls every way in turns; gives its median in ms, and the median over turns of how many times as fast as `base` it was."""
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(turns):
+        for name, way in ways.items():
+            took[name].append(way())
+    ratio = {name: median(b / t for b, t in zip(took[base], times, strict=True)) for name, times in took.items()}
+    return [{"way": name, "ms": 1000 * median(times), "ratio": ratio[name]} for name, times in took.items()]
+
+
+def memory(field: str) -> float:
+    """MB of this process: "VmRSS", what it holds now, or "VmHWM", the most it held since `forget_peak`."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
+    return int(line.split()[1]) / 1024
+
+
+def forget_peak() -> None:
+    """The peak of memory starts anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """The exponent k of y ~ x^k, by least squares of logarithms."""
+    lx, ly = [math.log(v) for v in x], [math.log(v) for v in y]
+    mx, my = sum(lx) / len(lx), sum(ly) / len(ly)
+    return sum((a - mx) * (b - my) for a, b in zip(lx, ly, strict=True)) / sum((a - mx) ** 2 for a in lx)
+
+
+# ---- a round of FedAvg against the plain loop ----
+
+
+def against_plain(federation: fedloom.Federation, rounds: int, turns: int, epochs: int = 3) -> list[Row]:
+    """The plain loop and every engine in turns on one federation."""
+    ways = {way: lambda w=way: median(seconds_a_round(w, federation, rounds, epochs)) for way in (PLAIN, *ENGINES)}
+    for way in ways:
+        seconds_a_round(way, federation, 2, epochs)  # warm
+    return in_turns(ways, turns, PLAIN)
+
+
+def cut(dataset: str, clients: int, partition: str, quick: bool) -> fedloom.Federation:
+    """A dataset over clients; a small synthetic graph instead, if it is to be quick."""
+    return fedloom.divide(fedloom.load("synthetic:nodes=300" if quick else dataset), 3 if quick else clients, partition, 0)
+
+
+@part
+def cora10(quick: bool) -> list[Row]:
+    """FedAvg, Cora over 10 clients by Louvain."""
+    return against_plain(cut("cora", 10, "louvain", quick), 3 if quick else 15, 1 if quick else 7)
+
+
+@part
+def citeseer10(quick: bool) -> list[Row]:
+    """FedAvg, CiteSeer over 10 clients by Louvain."""
+    return against_plain(cut("citeseer", 10, "louvain", quick), 3 if quick else 10, 1 if quick else 7)
+
+
+@part
+def pubmed10(quick: bool) -> list[Row]:
+    """FedAvg, PubMed over 10 clients by Louvain."""
+    return against_plain(cut("pubmed", 10, "louvain", quick), 3 if quick else 8, 1 if quick else 5)
+
+
+@part
+def cora100(quick: bool) -> list[Row]:
+    """FedAvg, Cora over 100 clients at random."""
+    return against_plain(cut("cora", 100, "random", quick), 3 if quick else 5, 1 if quick else 5)
+
+
+@part
+def small1000(quick: bool) -> list[Row]:
+    """FedAvg, 1,000 clients with synthetic graphs of 100 nodes."""
+    return against_plain(fedloom.synthetic_clients(5 if quick else 1000), 3, 1 if quick else 3)
+
+
+# ---- every method, stacked against loop ----
+
+# What keeps set-up short, or what a method asks for; the rest are its defaults.
+OF_METHOD: dict[str, dict[str, Any]] = {
+    "dense": {"epochs": 20, "finetune": 0, "batches": 5},
+    "coboost": {"epochs": 20, "finetune": 0, "batches": 5},
+    "opfgl": {"condense_steps": 100, "steps": 100},
+    "fedgh": {"vgae_epochs": 5, "diffusion_epochs": 10, "contrast_epochs": 10},
+    "fedsage+": {"generator_rounds": 5, "model": "sage-2x64"},
+    "adafgl": {"personal": 5},
+    "fedgen": {"model": "gcn-2x64+linear"},
+    "gcfl+": {"model": "gin-2x64"},
+    "fedstar": {"model": "gin-2x64"},
+}
+
+
+def whole_or_round(way: str, federation: fedloom.Federation, name: str, rounds: int) -> float:
+    """Seconds of a round of a method, or of the whole run if it has but one."""
+    cls = method_class(name)
+    one_shot = next(f for f in cls.__dataclass_fields__.values() if f.name == "rounds").metadata["bounds"]["at most"] == 1
+    settings = {"model": MODEL, "method": name, "engine": way, "rounds": 1 if one_shot else rounds, **OF_METHOD.get(name, {})}
+    clock = [time.perf_counter()]
+    fedloom.run(federation=federation, on_round=lambda entry, planned: clock.append(time.perf_counter()), **settings)
+    took = gaps(clock)
+    return sum(took) if one_shot else median(took[2:])
+
+
+@part
+def methods(quick: bool) -> list[Row]:
+    """A round of every method, the stacked engine against the loop (Cora, 10 clients by Louvain; graph tasks: synthetic graphs)."""
+    if "stacked" not in ENGINES:
+        return []
+    kept: dict[str, fedloom.Federation] = {}
+    rows = []
+    for name in ("fedavg", "fedproto") if quick else sorted(method_names()):
+        cls = method_class(name)
+        kind = "graph" if "node" not in cls.tasks else "known" if cls.crosses else "none"
+        if kind not in kept:
+            graph = fedloom.load("synthetic-graphs" if kind == "graph" else "synthetic:nodes=300" if quick else "cora")
+            cutting = {"partition": "uniform"} if kind == "graph" else {"cross_edges": kind}
+            kept[kind] = fedloom.divide(graph, 3 if quick else 10, **cutting)
+        ways = {way: lambda w=way, n=name, k=kind: whole_or_round(w, kept[k], n, 4 if quick else 8) for way in ("loop", "stacked")}
+        loop, stacked = in_turns(ways, 1 if quick else 3, "loop")
+        rows.append({"method": name, "loop_ms": loop["ms"], "stacked_ms": stacked["ms"], "ratio": stacked["ratio"]})
+    return rows
+
+
+# ---- where the time goes ----
+
+
+@part
+def kernels(quick: bool) -> list[Row]:
+    """The share of a round that is spent outside of tensor kernels, by torch's profiler (Cora, 10 clients by Louvain)."""
+    federation = cut("cora", 10, "louvain", quick)
+    return [profiled(way, federation, 2 if quick else 10) for way in (PLAIN, *ENGINES)]
+
+
+def profiled(way: str, federation: fedloom.Federation, rounds: int) -> Row:
+    """Time of aten's operators themselves and wall time, a round; what the profiler adds counts as outside."""
+    from torch.profiler import ProfilerActivity, profile
+
+    seconds_a_round(way, federation, 2)
+    bare = median(seconds_a_round(way, federation, rounds + 1))
+    trace = profile(activities=[ProfilerActivity.CPU])
+    clock: list[float] = []
+
+    def ended() -> None:  # the first round goes by, the others are profiled
+        clock.append(time.perf_counter())
+        if len(clock) == 1:
+            trace.start()
+            clock[0] = time.perf_counter()
+        elif len(clock) == rounds + 1:
+            trace.stop()
+
+    each_round(way, federation, rounds + 1, ended)
+    inside = sum(event.self_cpu_time_total for event in trace.key_averages() if event.key.startswith("aten::")) / 1e6
+    return {"way": way, "ms": 1000 * bare, "kernels_ms": 1000 * inside / rounds, "outside": 1 - inside / (clock[-1] - clock[0])}
+
+
+# ---- start-up ----
+
+
+@part
+def startup(quick: bool) -> list[Row]:
+    """Seconds until `fedloom --help` has answered and until `fedloom run` on Cora has done its first round; what imports take."""
+    data = ["--dataset", "synthetic:nodes=300", "--partition", "random"] if quick else []
+    times = range(1 if quick else 7)
+    helped = [_until("", "--help") for _ in times]
+    ran = [_until("round 1 of 10", "run", "--rounds", "10", *data) for _ in times]
+    commands = {"fedloom --help": helped, "fedloom run, first round done": ran}
+    rows: list[Row] = [{"what": what, "seconds": median(took), "least": min(took)} for what, took in commands.items()]
+    spent: dict[str, float] = defaultdict(float)
+    with tempfile.TemporaryDirectory() as folder:
+        told = _fedloom("run", "--rounds", "1", *data, "--out", folder, options=("-X", "importtime")).communicate()[1]
+    for line in told.splitlines():
+        if line.startswith("import time:") and "self [us]" not in line:
+            own, _, module = line.removeprefix("import time:").split("|")
+            spent[module.strip().split(".")[0]] += int(own) / 1e6
+    return rows + [{"package": name, "seconds": took} for name, took in sorted(spent.items(), key=lambda item: -item[1])[:10]]
+
+
+def _fedloom(*arguments: str, options: Sequence[str] = ()) -> subprocess.Popen:
+    command = [sys.executable, *options, "-c", "from fedloom.cli import main; main()", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def _until(sign: str, *arguments: str) -> float:
+    """Seconds until the command has printed the sign; without one, until it has ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        begun = time.perf_counter()
+        process = _fedloom(*arguments, *(("--out", folder) if arguments[0] == "run" else ()))
+        assert process.stderr is not None
+        if sign and not any(sign in line for line in process.stderr):
+            raise RuntimeError(f"fedloom {' '.join(arguments)} never printed {sign!r}")
+        if not sign:
+            process.wait()
+        took = time.perf_counter() - begun
+        process.communicate()
+    return took
+
+
+# ---- large graphs ----
+
+
+@part
+def arxiv(quick: bool) -> list[Row]:
+    """FedAvg on a graph of ogbn-arxiv's size, full batch, one epoch a round: time in turns, peak memory each in its own process."""
+    dataset = "synthetic-arxiv:nodes=2000" if quick else "synthetic-arxiv"
+    took = one_large(dataset=dataset, ways=[PLAIN, *ENGINES], turns=1 if quick else 5)["rows"]
+    return [{**row, "peak_mb": one_large(dataset=dataset, ways=[row["way"]], turns=1)["peak_mb"]} for row in took]
+
+
+@job
+def one_large(dataset: str, ways: list[str], turns: int) -> Row:
+    """Rounds of FedAvg in turns, and the whole process's peak."""
+    federation = fedloom.divide(fedloom.load(dataset), 10, "louvain", 0)
+    called = {way: lambda w=way: median(seconds_a_round(w, federation, 4, epochs=1)) for way in ways}
+    return {"rows": in_turns(called, turns, ways[0]), "peak_mb": memory("VmHWM")}
+
+
+@part
+def products(quick: bool) -> list[Row]:
+    """A federation on a graph of ogbn-products' size with decoupled models, end to end: partition, propagation, 20 rounds of FedAvg."""
+    dataset = "synthetic-products:nodes=3000" if quick else "synthetic-products"
+    cases = [("sgc-2x64", "louvain"), ("sgc-2x64", "random"), ("sign-2x64", "louvain")]
+    return [end_to_end(dataset=dataset, model=model, partition=name, rounds=20) for model, name in cases]
+
+
+@job
+def end_to_end(dataset: str, model: str, partition: str, rounds: int) -> Row:
+    """Seconds of each stage and the whole process's peak."""
+    clock = [time.perf_counter()]
+    graph = fedloom.load(dataset)
+    clock.append(time.perf_counter())
+    federation = fedloom.divide(graph, 10, partition, 0)
+    del graph
+    clock.append(time.perf_counter())
+    made = memory("VmHWM")
+    result = fedloom.run(
+        "fedavg", federation, model=model, rounds=rounds, epochs=1, engine=FASTEST,
+        on_round=lambda entry, planned: clock.append(time.perf_counter()),
+    )  # fmt: skip
+    made_in, divided_in, first, *others = gaps(clock)
+    return {
+        "graph_s": made_in, "partition_s": divided_in, "first_round_s": first, "round_s": median(others), "total_s": clock[-1] - clock[0],
+        "peak_before_mb": made, "peak_mb": memory("VmHWM"), "accuracy": result.accuracy,
+    }  # fmt: skip
+
+
+@part
+def prediction(quick: bool) -> list[Row]:
+    """Peak memory as a run foresees it, against what it held; FedAvg, 10 clients by Louvain, a process each."""
+    sets = ("synthetic:nodes=300",) if quick else ("cora", "pubmed", "photo", "synthetic-arxiv")
+    return [foreseen(dataset=dataset, model=model) for dataset in sets for model in ("gcn-2x64", "sgc-2x64", "gat-2x64")]
+
+
+@job
+def foreseen(dataset: str, model: str) -> Row:
+    """MB held before the run, at its peak, and at its peak as foreseen; the peak of what came before it does not count."""
+    federation = fedloom.divide(fedloom.load(dataset), 10, "louvain", 0)
+    forget_peak()
+    before = memory("VmRSS")
+    summary = fedloom.run("fedavg", federation, model=model, rounds=3, engine=FASTEST).summary
+    return {"before_mb": before, "predicted_mb": summary["memory_predicted_mb"], "peak_mb": memory("VmHWM")}
+
+
+# ---- growth ----
+
+
+@part
+def growth(quick: bool) -> list[Row]:
+    """Time and memory of a round of FedAvg against nodes, edges and features, one after the other, each over two decades."""
+    steps = (1, 10) if quick else (1, 3.1623, 10, 31.623, 100)
+    small = {"nodes": 2000 if quick else 10_000, "degree": 8.0, "features": 32}
+    axes = {
+        "nodes": [{**small, "nodes": round(small["nodes"] * k / 10) * 10} for k in steps],
+        "edges": [{**small, "nodes": 2 * small["nodes"], "degree": 2.0 * k} for k in steps],
+        "features": [{**small, "nodes": 2 * small["nodes"], "features": round(10 * k)} for k in steps],
+    }
+    rows = []
+    for axis, points in axes.items():
+        found = [growing(**point) for point in points]
+        amounts = [row["nodes"] * row["degree"] if axis == "edges" else row[axis] for row in found]
+        rows += [{"axis": axis, "amount": amount, **row} for amount, row in zip(amounts, found, strict=True)]
+    return rows
+
+
+@job
+def growing(nodes: int, degree: float, features: int) -> Row:
+    """A round's ms over 10 clients, and the MB of graphs and run together."""
+    begun = memory("VmRSS")
+    graph = fedloom.synthetic(nodes, 5, features, degree, degree_exponent=0, blocks=10)
+    federation = fedloom.divide(graph, 10, "blocks", 0)
+    del graph
+    forget_peak()
+    took = seconds_a_round(FASTEST, federation, 7)
+    return {"ms": 1000 * median(took), "mb": max(1.0, memory("VmHWM") - begun)}
+
+
+@part
+def clients(quick: bool) -> list[Row]:
+    """A round of FedAvg and of FedProto with 100 to 10,000 clients of 100 nodes."""
+    counts = (2, 20) if quick else (100, 316, 1000, 3162, 10_000)
+    return [{"amount": count, **crowded(count=count, method=method)} for method in ("fedavg", "fedproto") for count in counts]
+
+
+@job
+def crowded(count: int, method: str) -> Row:
+    """A round's ms, and the MB of graphs and run together."""
+    begun = memory("VmRSS")
+    federation = fedloom.synthetic_clients(count)
+    forget_peak()
+    took = seconds_a_round(FASTEST, federation, 4, method=method)
+    return {"ms": 1000 * median(took), "mb": max(1.0, memory("VmHWM") - begun)}
+
+
+# ---- keeping and running ----
+
+
+def machine() -> dict[str, str]:
+    """What the numbers were measured on, and with."""
+    cpu = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "?")
+    gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    packages = ("fedloom", "torch", "torch_geometric", "numpy", "scipy")
+    versions = ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)])
+    return {"machine": f"{cpu}, {os.cpu_count()} cores, {gigabytes:.0f} GB", "versions": versions}
+
+
+def read(kept: Path) -> dict[str, Row]:
+    """The last result of every part."""
+    lines = kept.read_text().splitlines() if kept.exists() else []
+    return {result["part"]: result for result in map(json.loads, lines)}
+
+
+def keep(kept: Path, result: Row) -> None:
+    """Puts a part's result in the place of its last one."""
+    found = {**read(kept), result["part"]: result}
+    fresh = kept.with_suffix(".new")
+    fresh.write_text("".join(json.dumps(found[name]) + "\n" for name in PARTS if name in found))
+    os.replace(fresh, kept)
+
+
+def main() -> None:
+    """Runs parts, keeps what they give, writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}, or none (default: all)")
+    parser.add_argument("--quick", action="store_true", help="tiny graphs, one turn")
+    parser.add_argument("--keep", type=Path, default=KEPT, metavar="FILE", help="JSON lines, one for each part")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="a Markdown file to make of what is kept, and a .png beside it")
+    parser.add_argument("--job", nargs=2, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    if asked.job:
+        name, arguments = asked.job
+        each_round("loop", fedloom.synthetic_clients(2, nodes=50), 1, lambda: None)  # the first optimiser loads half of torch
+        print(json.dumps(JOBS[name](**json.loads(arguments))))
+        return
+    if unknown := set(asked.parts) - {*PARTS, "none"}:
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}, and none")
+    for name in asked.parts or PARTS:
+        if name == "none":
+            continue
+        begun = time.perf_counter()
+        load = os.getloadavg()[0]
+        rows = PARTS[name](asked.quick)
+        took = time.perf_counter() - begun
+        print(f"{name}: {took:.0f} s", *map(json.dumps, rows), sep="\n  ", flush=True)
+        date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+        keep(asked.keep, {"part": name, "made": date, "took_s": round(took), "load": round(load, 1), **machine(), "rows": rows})
+    if asked.write:
+        import speed_page
+
+        speed_page.write(asked.write, read(asked.keep), {name: function.__doc__ or "" for name, function in PARTS.items()}, slope)
+
+
+if __name__ == "__main__":
+    main()
