@@ -288,7 +288,10 @@ class Server:
                 "(phases marked @summed or @averaged, as in fedavg and fedsgd)"
             )
         messages = self._address(phase, clients, each, message)
-        expected = lambda client, reply: self._reply_of(phase, messages[client], client, reply)  # noqa: E731
+
+        def expected(client: str, reply: Message) -> Schema:
+            return self._reply_of(phase, messages[client], client, reply)
+
         replies = self.exchange(name, messages, expected, alike=not phase.sized_by_reply)
         self.remember(name, messages, replies)
         return replies
