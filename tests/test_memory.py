@@ -45,9 +45,9 @@ def test_needs_grow_with_what_they_are_for(larger, part, times):
 def test_adjacencies_grow_with_edges_and_smoothed_features_with_features():
     plain = need_of(federation_of())
     assert need_of(federation_of(degree=16.0))[GRAPHS] > 1.3 * plain[GRAPHS]
-    assert need_of(federation_of(features=160))[GRAPHS] == pytest.approx(plain[GRAPHS], rel=0.05)  # GCN keeps none of them
-    smooth, wide = need_of(federation_of(), "sgc-3"), need_of(federation_of(features=160), "sgc-3")
-    assert wide[GRAPHS] - smooth[GRAPHS] == pytest.approx(3 * 2000 * 144 * 4, rel=0.05)  # three hops of 144 more numbers a node
+    for spec, hops in (("gin", 0), ("gcn", 1), ("sgc-3", 1), ("sign-3", 3)):  # that are kept, each 144 more numbers a node
+        narrow, wide = need_of(federation_of(), spec), need_of(federation_of(features=160), spec)
+        assert wide[GRAPHS] - narrow[GRAPHS] == pytest.approx(hops * 2000 * 144 * 4, rel=0.05, abs=1e4), spec
 
 
 def test_what_runs_at_once_and_wider_or_deeper_models_need_more():

@@ -381,6 +381,17 @@ def test_propagated_grows_and_is_kept() -> None:
     torch.testing.assert_close(long[3], S @ S @ S @ graph.x)
 
 
+def test_smoothed_features_are_kept_without_the_hops_below() -> None:
+    graph = random_graph()
+    S = graph.adjacency("sym").dense()
+    third = models.smoothed(graph, models.power(3))
+    torch.testing.assert_close(third, S @ S @ S @ graph.x)
+    assert models.smoothed(graph, models.power(3)) is third
+    assert [key for key in graph._known if "smoothed" in key] == [("smoothed", models.power(3))]
+    torch.testing.assert_close(models.smoothed(graph, models.power(4)), S @ third)
+    torch.testing.assert_close(models.smoothed(graph, (0.5, 0.0, 2.0)), 0.5 * graph.x + 2 * S @ S @ graph.x)
+
+
 # ---- noise and initialisation ----
 
 

@@ -89,12 +89,12 @@ def family_of(slots: list[list[Slot]]) -> Family | None:
 
 @contextmanager
 def using(net: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """A model with other parameters, by full name, in place of its own."""
+    """A model with other parameters, by full name, in place of its own; it keeps those that are not given."""
     slots = slots_of(net)
     own = [held[name] for held, name, _ in slots]
     try:
         for held, name, full in slots:
-            held[name] = parameters[full]
+            held[name] = parameters.get(full, held[name])
         yield
     finally:
         for (held, name, _), parameter in zip(slots, own, strict=True):

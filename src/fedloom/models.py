@@ -104,10 +104,15 @@ def propagated(graph: Graph, kind: str, hops: int) -> list[Tensor]:
 
 
 def smoothed(graph: Graph, coefficients: tuple[float, ...]) -> Tensor:
-    """Σ_k c_k S^k X for the graph's raw features, [nodes, features], kept on the graph."""
-    hops = propagated(graph, "sym", len(coefficients) - 1)
-    terms = (x if c == 1 else c * x for c, x in zip(coefficients, hops, strict=True) if c)
-    return graph.once(("smoothed", coefficients), lambda: reduce(torch.add, terms))
+    """Σ_k c_k S^k X for the graph's raw features, [nodes, features], kept on the graph; the hops below are not."""
+    first, *higher = coefficients
+
+    def make() -> Tensor:
+        # Without X itself it is one step from what begins one hop earlier, which models that look at every hop have asked for just before.
+        before = graph._known.get(("smoothed", tuple(higher))) if first == 0 else None
+        return polynomial(graph, graph.x, coefficients) if before is None else graph.propagate(before)
+
+    return graph.once(("smoothed", coefficients), make)
 
 
 def keep_smoothed(graph: Graph, hops: int) -> bool:
@@ -462,7 +467,7 @@ class Applied(Pass):
     def alike(self, *args: Any) -> Hashable:
         """As for any pass."""
         net, graph, weights = args
-        if any(tensor.requires_grad for tensor in weights.values()):
+        if any(tensor.requires_grad for tensor in weights.values()) or weights.keys() != {name for _, _, name in slots_of(net)}:
             return None
         return super().alike(net, graph, None)
 

@@ -89,6 +89,10 @@ class Stack(Graph):
 
         return self.once(put, make)
 
+    def _sizes_of(self, h: Tensor) -> list[int]:
+        """How many of h's rows, nodes or items, are each graph's."""
+        return self.sizes if len(h) == self.num_nodes else self.item_sizes
+
     # ---- where parameters come in: [in, out] for all graphs, or [graphs, in, out] ----
     def project(self, weight: Tensor) -> Tensor:
         """x @ weight, each graph's with its own."""
@@ -97,12 +101,14 @@ class Stack(Graph):
 
     def product(self, h: Tensor) -> Callable[[Tensor], Tensor]:
         """W ↦ h W, each graph's rows with its own W."""
-        sizes = self.sizes if len(h) == self.num_nodes else self.item_sizes
+        sizes = self._sizes_of(h)
         return lambda weight: product(h, weight) if weight.dim() == 2 else blockwise(h, weight, sizes)
 
     def shift(self, h: Tensor, vector: Tensor) -> Tensor:
         """h with every graph's own vector, or one for all, added to its rows."""
-        return h + vector if vector.dim() == 1 else _Shifted.apply(h, vector, self._membership(len(h)))  # type: ignore[no-untyped-call]
+        if vector.dim() == 1:
+            return h + vector
+        return _Shifted.apply(h, vector, self._membership(len(h)), self._sizes_of(h))  # type: ignore[no-untyped-call]
 
     def spread(self, parameter: Tensor, h: Tensor) -> Tensor:
         """A vector for all graphs as it is; [graphs, width] as rows to multiply h's with."""
@@ -120,18 +126,18 @@ class Stack(Graph):
 
 
 class _Shifted(torch.autograd.Function):
-    """A vector added to all rows of a block: takes [rows, ..., width], [blocks, width] and which rows are a block's."""
+    """A vector added to all rows of a block: takes [rows, ..., width], [blocks, width], which rows are a block's, and how many."""
 
     @staticmethod
-    def forward(ctx, h, vectors, membership):  # type: ignore[no-untyped-def]
-        ctx.membership = membership
+    def forward(ctx, h, vectors, membership, sizes):  # type: ignore[no-untyped-def]
+        ctx.sizes = sizes
         added = membership.transpose @ vectors.detach()
         return added.add_(h) if h.dim() == 2 else h + added.view(len(h), *(1,) * (h.dim() - 2), -1)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        of_rows = gradient.flatten(1, -2).sum(1) if gradient.dim() > 2 else gradient
-        return gradient, ctx.membership @ of_rows, None
+        # Block by block: `sum` is more exact than a product with ones, and a bias's gradient may be what is left of large terms.
+        return gradient, torch.stack([block.flatten(0, -2).sum(0) for block in gradient.split(ctx.sizes)]), None, None
 
 
 # ---- noise ----
@@ -145,7 +151,7 @@ class Streams:
 
     def bytes_like(self, h: Tensor) -> Tensor:
         """Random bytes in h's shape; see `models.random_bytes`."""
-        sizes = self.stack.sizes if len(h) == self.stack.num_nodes else self.stack.item_sizes
+        sizes = self.stack._sizes_of(h)
         width = h.shape[1:].numel()
         counts = [(size * width + 7) // 8 for size in sizes]
         draws = torch.empty(sum(counts), dtype=torch.int64)

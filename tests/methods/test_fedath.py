@@ -256,7 +256,7 @@ def test_with_every_edge_and_no_dependence_it_is_fedavg(node_federation, monkeyp
     show_all_edges(monkeypatch)
     same = run("fedath", node_federation, independence=0.0, **SMALL)
     for owner in ("server", *node_federation.names):
-        assert gap(own_model(same, owner), plain.models[owner]) == 0
+        assert gap(own_model(same, owner), plain.models[owner]) < 1e-6  # (S X) W there, S (X W) here
         assert gap(own_model(other, owner), plain.models[owner]) > 1e-4
 
 

@@ -12,6 +12,7 @@ from tests.methods.test_fed_pub import EvenFedAvg, gap
 
 from fedloom.graph import Federation, Graph
 from fedloom.message import flatten
+from fedloom.method import phase
 from fedloom.methods.fedgta import FedGTA, confidence, known, moments, shares, spread
 from fedloom.methods.local import Local
 from fedloom.party import Client, Facts
@@ -159,12 +160,11 @@ def test_everybody_in_with_equal_confidences_is_fedavg_of_clients_that_count_ali
 
 def test_threshold_one_is_local_training_from_one_first_model(node_federation):
     class FromOneModel(Local):
+        @phase()
         def setup(self, client):
             super().setup(client)
             client.state["model"].load_state_dict(client.facts.build("gcn-2x8", "server").state_dict())
             return {}
-
-        setup.reply, setup.takes, setup.needs = {}, (), frozenset()
 
     result, alone = run("fedgta", node_federation, threshold=1.0, **SMALL), run(FromOneModel(rounds=3), node_federation, model="gcn-2x8")
     assert gap({c: result.models[c] for c in node_federation.names}, alone.models) == 0

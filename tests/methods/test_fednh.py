@@ -81,7 +81,7 @@ def test_a_round_of_the_server_by_hand(node_federation, monkeypatch, trainings):
         clients.setdefault(client.name, [z[graph.train & (graph.y == c)] for c in range(3)])
         return reply
 
-    for mark in ("reply", "takes", "needs", "aggregate", "by"):
+    for mark in ("reply", "takes", "needs", "sized_by_reply", "aggregate", "by"):
         setattr(train, mark, getattr(original, mark))
     monkeypatch.setattr(FedNH, "train", train)
     run("fednh", node_federation, rho=0.6, **{**SMALL, "rounds": 2})
