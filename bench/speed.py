@@ -308,7 +308,7 @@ def one_large(dataset: str, ways: list[str], turns: int) -> Row:
 
 @part
 def products(quick: bool) -> list[Row]:
-    """A federation on a graph of ogbn-products' size with decoupled models, end to end: partition, propagation, 20 rounds of FedAvg."""
+    """A federation on a graph of ogbn-products' size with decoupled models, end to end: partition, propagation, 20 rounds of one epoch."""
     dataset = "synthetic-products:nodes=3000" if quick else "synthetic-products"
     cases = [("sgc-2x64", "louvain"), ("sgc-2x64", "random"), ("sign-2x64", "louvain")]
     return [end_to_end(dataset=dataset, model=model, partition=name, rounds=20) for model, name in cases]
