@@ -3,7 +3,7 @@
     python bench/speed.py                                  every part, one after another (an hour or two on a quiet machine)
     python bench/speed.py cora10 startup                   these parts only; the others keep their last result
     python bench/speed.py --write docs/benchmarks.md       afterwards (or alone, with "none"): makes the page of what is kept
-    python bench/speed.py --quick --keep /tmp/kept.jsonl   everything on tiny graphs, to see that it runs
+    python bench/speed.py --quick --keep kept.jsonl        everything on tiny graphs, to see that it runs
 
 Results are kept as JSON lines, one for each part. Times are wall times on one thread; ways that are compared take turns in one process,
 and a ratio is the median over the turns, so that a noisy neighbour disturbs all alike. What is measured for its memory has a process of

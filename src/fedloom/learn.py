@@ -107,16 +107,20 @@ def seeded(rng: torch.Generator) -> Iterator[None]:
         yield
 
 
-class _Step(Operation):
-    """A step of an optimiser down the gradient of a loss."""
+class _Differentiation(Operation):
+    """What goes back through what several clients computed at once: for all of them at once, when all are ready."""
 
-    waits = True  # what several clients computed at once is differentiated at once, when all are ready
+    waits = True
 
     def alone(self, *args: Any) -> None:
         self.together([args])
 
     def alike(self, *args: Any) -> Hashable:
         return True
+
+
+class _Step(_Differentiation):
+    """A step of an optimiser down the gradient of a loss."""
 
     def together(self, calls: Sequence[tuple[Any, ...]]) -> list[None]:
         optimizers, losses = zip(*calls, strict=True)
@@ -141,16 +145,8 @@ def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     _step(optimizer, loss)
 
 
-class _Backward(Operation):
+class _Backward(_Differentiation):
     """A backward pass that adds to the gradients of parameters."""
-
-    waits = True
-
-    def alone(self, *args: Any) -> None:
-        self.together([args])
-
-    def alike(self, *args: Any) -> Hashable:
-        return True
 
     def together(self, calls: Sequence[tuple[Any, ...]]) -> list[None]:
         parameters, roots, gradients = zip(*calls, strict=True)
