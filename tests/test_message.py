@@ -142,3 +142,4 @@ def test_messages_of_one_schema_become_one_and_are_what_they_were():
 def test_messages_that_differ_stay_apart(other):
     assert batched({"a": {"w": torch.ones(2)}, "b": other}) is None
     assert batched({"a": {}, "b": {}}) is None
+    assert batched({}) is None

@@ -163,6 +163,21 @@ def test_steps_at_once_are_each_ones_own(kind, case):
         assert all(torch.allclose(left[i][name], right[i][name], atol=1e-5) for i in left for name in left[i])
 
 
+def test_optimisers_that_hold_different_things_move_each_for_itself():
+    models, parts = nets("gcn-2x8"), graphs()
+    held = [[{"params": list(net.parameters())}] for net in models]
+    held[1] = [{"params": [p]} for p in models[1].parameters()]
+    held[2] = [{"params": list(models[2].parameters())[:2]}]
+    optimizers = [make_optimizer("adam", groups, 0.1, 0.0) for groups in held]
+    before = [weights(net)["classifier.bias"].clone() for net in models]
+    in_step(
+        [partial(lambda k: step(optimizers[k], training_loss(models[k](parts[k]), parts[k], "mean", None)), k) for k in range(4)], Crew()
+    )
+    moved = [not torch.equal(old, weights(net)["classifier.bias"]) for old, net in zip(before, models, strict=True)]
+    assert moved[1]
+    assert not moved[2]
+
+
 def test_all_move_as_one_when_they_can(monkeypatch):
     moved = []
     monkeypatch.setattr(AtOnce, "step", lambda self, step=AtOnce.step: moved.append(step(self)) or moved[-1])
@@ -172,10 +187,7 @@ def test_all_move_as_one_when_they_can(monkeypatch):
 
 def test_a_state_that_was_put_back_is_taken_up():
     _, optimizers, _ = trained("adam", "stacked")
-    _, others, crew = trained("adam", "loop")
-    for one, other in zip(optimizers, others, strict=True):
-        other.load_state_dict(one.state_dict())
-    parts = graphs()
+    parts, crew = graphs(), Crew()
     models = nets("gcn-2x8")
     fresh = [make_optimizer("adam", net.parameters(), 0.1, 0.01) for net in models]
     alike = nets("gcn-2x8")

@@ -171,10 +171,8 @@ class AtOnce:
     def of(cls, optimizers: Sequence[Optimizer]) -> AtOnce | None:
         """None unless they are of one kind and move whole families, in the families' order."""
         kind = type(optimizers[0])
-        made_with = [[{**group, "params": len(group["params"])} for group in o.param_groups] for o in optimizers]
-        if kind not in (Adam, SGD) or any(type(o) is not kind for o in optimizers):
-            return None
-        if any({**a, "lr": 0} != {**b, "lr": 0} for own in made_with for a, b in zip(own, made_with[0], strict=True)):
+        made_with = [[{**group, "params": len(group["params"]), "lr": 0} for group in o.param_groups] for o in optimizers]
+        if kind not in (Adam, SGD) or any(type(o) is not kind for o in optimizers) or any(own != made_with[0] for own in made_with):
             return None
         places: list[tuple[Family, int]] = []
         for column in zip(*map(parameters_of, optimizers), strict=True):

@@ -114,6 +114,8 @@ class Batch(Mapping[str, Message]):
 
 def batched(messages: Mapping[str, Message]) -> Batch | None:
     """Takes a message per client, gives a copy that shares no memory with them; None unless all have one schema (and a tensor)."""
+    if not messages:
+        return None
     first, *others = messages.values()
     columns = {name: [tensor] for name, tensor in flatten(first).items()}
     for message in others:

@@ -164,7 +164,7 @@ class Replies(Mapping[str, Message]):
     def stack(self, name: str) -> Tensor:
         """The clients' tensors of that name, stacked along a new first axis."""
         if isinstance(self.messages, Batch):
-            return self.messages.stacks[name]
+            return self.messages.stacks[name].clone()
         return torch.stack(list(self.column(name).values()))
 
     def sum(self) -> Message:
@@ -476,17 +476,18 @@ def _require_aggregate(phase: Any, how: str) -> None:
 
 
 def fingerprint(tensor: Tensor) -> bytes:
-    """32 bytes that tell two tensors of one shape apart. For large ones sums over their bits, which take a tenth of a hash's time:
+    """32 bytes that tell two tensors of one shape apart.
 
-    they are no proof against somebody who wants them to agree, and nobody but chance wants two runs to.
+    Of a large one's 64-bit words, 64 to a row, the sums of all rows and of all columns are hashed: a few times quicker than all bytes, and
+    other values or the same in another order change some of them. No proof against somebody who wants two runs to agree.
     """
     flat = tensor.detach().contiguous().view(-1)
     raw = flat.view(torch.uint8).numpy() if len(flat) else np.zeros(0, np.uint8)  # an empty tensor may have any stride
     if len(raw) < SUMMED_FROM:
         return hashlib.sha256(raw.data).digest()
-    words = raw[: len(raw) // 8 * 8].view(np.uint64)
-    sums = np.add.reduce(words), np.bitwise_xor.reduce(words)
-    return hashlib.sha256(b"".join(s.tobytes() for s in sums) + raw[len(words) * 8 :].tobytes()).digest()
+    whole = len(raw) // 512 * 512
+    words = raw[:whole].view(np.uint64).reshape(-1, 64)
+    return hashlib.sha256(words.sum(0).tobytes() + words.sum(1).tobytes() + raw[whole:].tobytes()).digest()
 
 
 # ---- what survives: state as tensors ----

@@ -1,7 +1,7 @@
 """Stacks: many clients' graphs as one block-diagonal graph, their models' parameters as one tensor with a row a client.
 
 What a model does with a `Graph` and its parameters it does with a `Stack` and stacked parameters in the same words: `project`, `propagate`,
-`product` and `spread` are all that ever brings the two together.
+`product`, `shift` and `spread` are all that ever brings the two together.
 """
 
 from __future__ import annotations
