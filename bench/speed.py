@@ -5,10 +5,10 @@
     python bench/speed.py --write docs/benchmarks.md       afterwards (or alone, with "none"): makes the page of what is kept
     python bench/speed.py --quick --keep kept.jsonl        everything on tiny graphs, to see that it runs
 
-Results are kept as JSON lines, one for each part. Times are wall times on one thread; ways that are compared take turns in one process,
-and a ratio is the median over the turns, so that a noisy neighbour disturbs all alike. What is measured for its memory has a process of
-its own. There are no instruction counts: virtual machines rarely have the counters, and torch under valgrind takes longer to import than
-all parts here take to run.
+Results are kept as JSON lines, one for each part. Times are wall times on one thread; ways that are compared take turns, and a ratio is
+the median over the turns, so that a noisy neighbour disturbs all alike. The plain loop and the engines have a process each, and so has
+what is measured for its memory. There are no instruction counts: virtual machines rarely have the counters, and torch under valgrind
+takes longer to import than all parts here take to run.
 """
 
 import argparse
@@ -23,11 +23,12 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -123,12 +124,65 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 # ---- a round of FedAvg against the plain loop ----
 
 
-def against_plain(federation: fedloom.Federation, rounds: int, turns: int, epochs: int = 3) -> list[Row]:
-    """The plain loop and every engine in turns on one federation."""
-    ways = {way: lambda w=way: median(seconds_a_round(w, federation, rounds, epochs)) for way in (PLAIN, *ENGINES)}
-    for way in ways:
-        seconds_a_round(way, federation, 2, epochs)  # warm
-    return in_turns(ways, turns, PLAIN)
+class Turns:
+    """A process that measures one way of doing a case's rounds, whenever it is told to.
+
+    Each way has its own: what fedloom tells the C library's allocator must not help the plain loop.
+    """
+
+    def __init__(self, case: str, way: str, quick: bool):
+        command = [sys.executable, str(HERE / "speed.py"), "--turns", case, way, *(["--quick"] if quick else [])]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def answer(self) -> Row:
+        """What it says next."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{' '.join(self.process.args)} has ended with exit code {self.process.wait()}")  # type: ignore[arg-type]
+        return json.loads(line)
+
+    def seconds(self) -> float:
+        """One more turn: the median of its rounds."""
+        assert self.process.stdin is not None
+        print("go", file=self.process.stdin, flush=True)
+        return self.answer()["seconds"]
+
+    def end(self) -> float:
+        """Ends it; gives the most MB it ever held."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        peak = self.answer()["peak_mb"]
+        self.process.wait()
+        return peak
+
+
+def take_turns(case: str, way: str, quick: bool) -> None:
+    """The other side of `Turns`."""
+    federation, rounds, epochs = CASES[case].make(quick), 3 if quick else CASES[case].rounds, CASES[case].epochs
+    seconds_a_round(way, federation, 2, epochs)
+    print(json.dumps({"warm": True}), flush=True)
+    for _ in sys.stdin:
+        print(json.dumps({"seconds": median(seconds_a_round(way, federation, rounds, epochs))}), flush=True)
+    print(json.dumps({"peak_mb": memory("VmHWM")}))
+
+
+class Case(NamedTuple):
+    """Rounds of FedAvg on a federation, the plain loop and every engine in turns."""
+
+    about: str
+    make: Callable[[bool], fedloom.Federation]  # takes whether it is to be a tiny one
+    rounds: int  # in a turn
+    turns: int
+    epochs: int = 3
+
+    def measure(self, name: str, quick: bool) -> list[Row]:
+        """A row for each way: its median in ms, how many times as fast as the plain loop it was, and its peak of memory."""
+        workers = {way: Turns(name, way, quick) for way in (PLAIN, *ENGINES)}
+        for worker in workers.values():
+            worker.answer()  # it is warm
+        rows = in_turns({way: worker.seconds for way, worker in workers.items()}, 1 if quick else self.turns, PLAIN)
+        return [{**row, "peak_mb": workers[row["way"]].end()} for row in rows]
 
 
 def cut(dataset: str, clients: int, partition: str, quick: bool) -> fedloom.Federation:
@@ -136,34 +190,34 @@ def cut(dataset: str, clients: int, partition: str, quick: bool) -> fedloom.Fede
     return fedloom.divide(fedloom.load("synthetic:nodes=300" if quick else dataset), 3 if quick else clients, partition, 0)
 
 
-@part
-def cora10(quick: bool) -> list[Row]:
-    """FedAvg, Cora over 10 clients by Louvain."""
-    return against_plain(cut("cora", 10, "louvain", quick), 3 if quick else 15, 1 if quick else 7)
+CASES = {
+    "cora10": Case("FedAvg, Cora over 10 clients by Louvain.", partial(cut, "cora", 10, "louvain"), 15, 7),
+    "citeseer10": Case("FedAvg, CiteSeer over 10 clients by Louvain.", partial(cut, "citeseer", 10, "louvain"), 10, 7),
+    "pubmed10": Case("FedAvg, PubMed over 10 clients by Louvain.", partial(cut, "pubmed", 10, "louvain"), 8, 5),
+    "cora100": Case("FedAvg, Cora over 100 clients at random.", partial(cut, "cora", 100, "random"), 5, 5),
+    "small1000": Case(
+        "FedAvg, 1,000 clients with synthetic graphs of 100 nodes.", lambda quick: fedloom.synthetic_clients(5 if quick else 1000), 3, 3
+    ),
+    "arxiv": Case(
+        "FedAvg on a graph of ogbn-arxiv's size over 10 clients by Louvain, full batch, one epoch a round.",
+        partial(cut, "synthetic-arxiv", 10, "louvain"), 4, 5, epochs=1,
+    ),
+}  # fmt: skip
 
 
-@part
-def citeseer10(quick: bool) -> list[Row]:
-    """FedAvg, CiteSeer over 10 clients by Louvain."""
-    return against_plain(cut("citeseer", 10, "louvain", quick), 3 if quick else 10, 1 if quick else 7)
+def measured(name: str) -> Part:
+    """A case as a part."""
+
+    def run(quick: bool) -> list[Row]:
+        return CASES[name].measure(name, quick)
+
+    run.__name__, run.__doc__ = name, CASES[name].about
+    return run
 
 
-@part
-def pubmed10(quick: bool) -> list[Row]:
-    """FedAvg, PubMed over 10 clients by Louvain."""
-    return against_plain(cut("pubmed", 10, "louvain", quick), 3 if quick else 8, 1 if quick else 5)
-
-
-@part
-def cora100(quick: bool) -> list[Row]:
-    """FedAvg, Cora over 100 clients at random."""
-    return against_plain(cut("cora", 100, "random", quick), 3 if quick else 5, 1 if quick else 5)
-
-
-@part
-def small1000(quick: bool) -> list[Row]:
-    """FedAvg, 1,000 clients with synthetic graphs of 100 nodes."""
-    return against_plain(fedloom.synthetic_clients(5 if quick else 1000), 3, 1 if quick else 3)
+for name in CASES:
+    if name != "arxiv":  # which comes with the other large ones
+        part(measured(name))
 
 
 # ---- every method, stacked against loop ----
@@ -290,20 +344,7 @@ def _until(sign: str, *arguments: str) -> float:
 # ---- large graphs ----
 
 
-@part
-def arxiv(quick: bool) -> list[Row]:
-    """FedAvg on a graph of ogbn-arxiv's size, full batch, one epoch a round: time in turns, peak memory each in its own process."""
-    dataset = "synthetic-arxiv:nodes=2000" if quick else "synthetic-arxiv"
-    took = one_large(dataset=dataset, ways=[PLAIN, *ENGINES], turns=1 if quick else 5)["rows"]
-    return [{**row, "peak_mb": one_large(dataset=dataset, ways=[row["way"]], turns=1)["peak_mb"]} for row in took]
-
-
-@job
-def one_large(dataset: str, ways: list[str], turns: int) -> Row:
-    """Rounds of FedAvg in turns, and the whole process's peak."""
-    federation = fedloom.divide(fedloom.load(dataset), 10, "louvain", 0)
-    called = {way: lambda w=way: median(seconds_a_round(w, federation, 4, epochs=1)) for way in ways}
-    return {"rows": in_turns(called, turns, ways[0]), "peak_mb": memory("VmHWM")}
+part(measured("arxiv"))
 
 
 @part
@@ -436,12 +477,16 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, default=KEPT, metavar="FILE", help="JSON lines, one for each part")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="a Markdown file to make of what is kept, and a .png beside it")
     parser.add_argument("--job", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--turns", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     if asked.job:
         name, arguments = asked.job
         each_round("loop", fedloom.synthetic_clients(2, nodes=50), 1, lambda: None)  # the first optimiser loads half of torch
         print(json.dumps(JOBS[name](**json.loads(arguments))))
+        return
+    if asked.turns:
+        take_turns(*asked.turns, asked.quick)
         return
     if unknown := set(asked.parts) - {*PARTS, "none"}:
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}, and none")

@@ -106,11 +106,11 @@ class Graph:
     def sparse_x(self) -> Sparse | None:
         """The features as a sparse matrix if they are sparse enough for that to be quicker, else None."""
 
-        def make() -> Sparse | None:
-            filled = torch.count_nonzero(self.x).item() / max(self.x.numel(), 1)
-            return Sparse.from_dense(self.x) if filled < SPARSE_FEATURES_BELOW else None
+        return self.once("features", self._as_sparse)
 
-        return self.once("features", make)
+    def _as_sparse(self) -> Sparse | None:
+        filled = torch.count_nonzero(self.x).item() / max(self.x.numel(), 1)
+        return Sparse.from_dense(self.x) if filled < SPARSE_FEATURES_BELOW else None
 
     def project(self, weight: Tensor) -> Tensor:
         """x @ weight, the quickest way: takes a [features, width] tensor, gives [nodes, width]."""
@@ -127,8 +127,8 @@ class Graph:
         return partial(product, h)
 
     def shift(self, h: Tensor, vector: Tensor) -> Tensor:
-        """h with a vector [width] added to every row."""
-        return h + vector
+        """h itself, with a vector [width] added to every row."""
+        return h.add_(vector)
 
     def spread(self, parameter: Tensor, h: Tensor) -> Tensor:
         """A vector [width] in the form in which every row of h is multiplied with it."""

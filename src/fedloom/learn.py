@@ -31,7 +31,12 @@ def stream_seed(*names: object) -> int:
 
 def weights(model: nn.Module) -> Message:
     """The model's parameters by name, detached (they share memory with the model; engines copy what travels)."""
-    return {name: p.detach() for name, p in sorted(model.named_parameters())}
+    return {name: p.detach() for name, p in sorted(_named(model))}
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """`named_parameters` without a walk through the modules."""
+    return ((name, held[last]) for held, last, name in slots_of(model))
 
 
 def body(model: Message) -> Message:
@@ -44,7 +49,7 @@ class _Load(Operation):
 
     def alone(self, *args: Any) -> None:
         net, new = args
-        own = dict(net.named_parameters())
+        own = dict(_named(net))
         if own.keys() != new.keys():
             raise ValueError(f"weights do not fit the model: {sorted(own.keys() ^ new.keys())} on one side only")
         for name, p in own.items():
@@ -56,7 +61,7 @@ class _Load(Operation):
 
     def alike(self, *args: Any) -> Hashable:
         net, new = args
-        own = {name: held[short] for held, short, name in slots_of(net)}
+        own = dict(_named(net))
         fits = own.keys() == new.keys() and all(p.shape == new[name].shape for name, p in own.items())
         return tuple(place[:2] if (place := place_of(p)) else None for p in own.values()) if fits else None
 
@@ -166,9 +171,9 @@ def backward(net: nn.Module | Iterable[Tensor], root: Tensor, gradient: Tensor |
 
 def squared_distance(model: nn.Module, anchor: Message) -> Tensor:
     """‖θ − anchor‖² summed over all parameters, differentiable in θ."""
-    return sum(((p - anchor[name]).square().sum() for name, p in sorted(model.named_parameters())), torch.zeros(()))
+    return sum(((p - anchor[name]).square().sum() for name, p in sorted(_named(model))), torch.zeros(()))
 
 
 def inner_product(model: nn.Module, direction: Message) -> Tensor:
     """⟨θ, direction⟩ summed over all parameters, differentiable in θ."""
-    return sum(((p * direction[name]).sum() for name, p in sorted(model.named_parameters())), torch.zeros(()))
+    return sum(((p * direction[name]).sum() for name, p in sorted(_named(model))), torch.zeros(()))

@@ -114,20 +114,26 @@ class Batch(Mapping[str, Message]):
 
 def batched(messages: Mapping[str, Message]) -> Batch | None:
     """Takes a message per client, gives a copy that shares no memory with them; None unless all have one schema (and a tensor)."""
-    if not messages:
+    first = next(iter(messages.values()), {})
+    names = [name.split("/") for name in flatten(first)]
+    stacks = {"/".join(parts): _stacked(list(messages.values()), parts) for parts in names}
+    complete = {name: stack for name, stack in stacks.items() if stack is not None}
+    if not stacks or len(complete) < len(stacks) or any(_leaves(message) != len(names) for message in messages.values()):
         return None
-    first, *others = messages.values()
-    columns = {name: [tensor] for name, tensor in flatten(first).items()}
-    for message in others:
-        flat = flatten(message)
-        if flat.keys() != columns.keys():
-            return None
-        for name, tensor in flat.items():
-            columns[name].append(tensor)
-    kinds = [{(t.dtype, t.shape) for t in column} for column in columns.values()]
-    if not columns or any(len(kind) > 1 for kind in kinds):
+    return Batch(tuple(messages), complete)
+
+
+def _stacked(messages: Sequence[Any], parts: Sequence[str]) -> Tensor | None:
+    """What all messages hold under a nested name, as one tensor; None unless all hold tensors of one dtype and shape."""
+    for part in parts:
+        messages = [message.get(part) if isinstance(message, dict) else None for message in messages]
+    if any(not isinstance(t, Tensor) for t in messages) or len({(t.dtype, t.shape) for t in messages}) > 1:
         return None
-    return Batch(tuple(messages), {name: torch.stack([t.detach() for t in column]) for name, column in columns.items()})
+    return torch.stack([t.detach() for t in messages])
+
+
+def _leaves(message: Message) -> int:
+    return sum(_leaves(value) if isinstance(value, dict) else 1 for value in message.values())
 
 
 # ---- the wire ----

@@ -422,15 +422,13 @@ class Pass(Operation):
     def alike(self, *args: Any) -> Hashable:
         """Models of one kind, on graphs of one kind. Of what is not this package's own nothing is known."""
         net, graph, rng, *begun = args
-        if type(graph) not in (Graph, View) or type(net) not in KINDS:
-            return None
-        data = graph.whole if isinstance(graph, View) else graph
-        if data.x.requires_grad:
+        data = graph.whole if type(graph) is View else graph
+        if type(data) is not Graph or type(net) not in KINDS or data.x.requires_grad:
             return None
         if begun and len(begun[0]) != graph.num_items:
             return None  # embeddings that are not this graph's
         trained = [held[name].requires_grad for held, name, _ in slots_of(net)]
-        return (net.form, *trained, rng is None, graph.fleeting, data.sparse_x is None)
+        return (net.form, *trained, rng is None, data is graph, data.sparse_x is None)
 
     def together(self, calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
         """Stacked models on a stack of graphs."""
@@ -511,8 +509,8 @@ class LayerByLayer(Model):
         return super().last(num_classes) if self.linear else self.layer(self.width, num_classes, last=True)
 
     def activation(self, h: Tensor) -> Tensor:
-        """What follows every layer of the extractor."""
-        return F.relu(h)
+        """What follows every layer of the extractor; h is overwritten."""
+        return h.relu_()
 
     def nodes(self, graph: Graph, rng: Noise | None) -> Tensor:
         """The last layer's output, or with +jk the maximum over all layers'."""
@@ -543,7 +541,7 @@ class GAT(LayerByLayer):
 
     def activation(self, h: Tensor) -> Tensor:
         """ELU, as in the paper."""
-        return F.elu(h)
+        return F.elu_(h)
 
 
 class SAGE(LayerByLayer):

@@ -111,15 +111,17 @@ class Client:
 
         Which graphs share a batch is drawn once, so that a batch's adjacency is normalised once; epochs differ in the order.
         """
-        if self.graph.task == "node":
-            return [self.graph] if self.graph.train.any() else []  # Adam would scale the bare L2 penalty up to full steps
         of_graph, of_size, batches = self._batches
-        if of_graph is not self.graph or of_size != size:
+        if of_graph is self.graph and of_size == size:
+            return batches
+        if self.graph.task == "node":
+            batches = [self.graph] if self.graph.train.any() else []  # Adam would scale the bare L2 penalty up to full steps
+        else:
             items = self.graph.train.nonzero().flatten()
             rng = torch.Generator().manual_seed(learn.stream_seed(self.facts.seed, "client", self.name, "batches"))
             chunks = items[torch.randperm(len(items), generator=rng)].split(size or max(len(items), 1)) if len(items) else ()
             batches = [self.graph.select_items(chunk) for chunk in chunks]
-            self._batches = (self.graph, size, batches)
+        self._batches = (self.graph, size, batches)
         return batches
 
     def shuffled(self, size: int) -> list[Graph]:

@@ -29,7 +29,9 @@ class _Narrow(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, weight):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(h, weight)
-        return (weight.t() @ h.t()).t()
+        out = _columns_first(len(h), weight.shape[1], h)
+        torch.mm(weight.t(), h.t(), out=out.t())
+        return out
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
@@ -59,22 +61,29 @@ class _Blockwise(torch.autograd.Function):
 def _by_block(h: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
     blocks, width = len(sizes), weights.shape[2]
     flat, inner = h.reshape(-1, h.shape[-1]), h.shape[1:-1].numel()
-    if _equal(sizes):
-        rows = flat.view(blocks, -1, h.shape[-1])
-        if width < NARROW <= h.shape[-1]:
-            return torch.bmm(weights.transpose(1, 2), rows.transpose(1, 2)).transpose(1, 2).reshape(*h.shape[:-1], width)
-        return torch.bmm(rows, weights).view(*h.shape[:-1], width)
-    spans = [size * inner for size in sizes]
-    if width < NARROW <= h.shape[-1]:
-        out = h.new_empty(width, len(flat))
-        for block, own, into in zip(flat.split(spans), weights.unbind(), out.split(spans, 1), strict=True):
+    narrow = width < NARROW <= h.shape[-1]
+    if narrow and h.dim() == 2 and not equal(sizes):
+        out = _columns_first(len(h), width, h)
+        for block, own, into in zip(flat.split(sizes), weights.unbind(), out.t().split(sizes, 1), strict=True):
             torch.mm(own.t(), block.t(), out=into)
-        out = out.t()
-    else:
-        out = h.new_empty(len(flat), width)
-        for block, own, into in zip(flat.split(spans), weights.unbind(), out.split(spans), strict=True):
-            torch.mm(block, own, out=into)
-    return out.reshape(*h.shape[:-1], width)
+        return out
+    out = h.new_empty(*h.shape[:-1], width)
+    if equal(sizes):
+        rows, into = flat.view(blocks, -1, h.shape[-1]), out.view(blocks, -1, width)
+        if narrow:
+            into.copy_(torch.bmm(weights.transpose(1, 2), rows.transpose(1, 2)).transpose(1, 2))
+        else:
+            torch.bmm(rows, weights, out=into)
+        return out
+    spans = [size * inner for size in sizes]
+    for block, own, into in zip(flat.split(spans), weights.unbind(), out.view(-1, width).split(spans), strict=True):
+        torch.mm(block, own, out=into)
+    return out
+
+
+def _columns_first(rows: int, columns: int, like: Tensor) -> Tensor:
+    """A matrix without values whose transpose is contiguous. No view of another, which nobody could then write to."""
+    return torch.empty_strided((rows, columns), (1, rows), dtype=like.dtype)
 
 
 def _outer_by_block(h: Tensor, gradient: Tensor, sizes: list[int]) -> Tensor:
@@ -84,7 +93,7 @@ def _outer_by_block(h: Tensor, gradient: Tensor, sizes: list[int]) -> Tensor:
     if narrow:
         left, right = right, left
     blocks, inner = len(sizes), h.shape[1:-1].numel()
-    if _equal(sizes):
+    if equal(sizes):
         out = torch.bmm(left.view(blocks, -1, left.shape[1]).transpose(1, 2), right.view(blocks, -1, right.shape[1]))
     else:
         out = h.new_empty(blocks, left.shape[1], right.shape[1])
@@ -94,5 +103,6 @@ def _outer_by_block(h: Tensor, gradient: Tensor, sizes: list[int]) -> Tensor:
     return out.transpose(1, 2).contiguous() if narrow else out
 
 
-def _equal(sizes: list[int]) -> bool:
+def equal(sizes: list[int]) -> bool:
+    """Whether all blocks have the same number of rows."""
     return sizes.count(sizes[0]) == len(sizes)

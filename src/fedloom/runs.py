@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fedloom import memory, models, task
+from fedloom.allocator import freed_is_kept
 from fedloom.data.split import clients_without_training
 from fedloom.engines import engine_names, has_workers, make_engine
 from fedloom.errors import ConfigError, DataError, unknown
@@ -125,7 +126,7 @@ def run(
     record = Recorder(federation, rules, _folder(out, resume), on_round, on_start)
     record.predicted_mb = predicted_mb
     record.config = dict(config or _config(name, chosen, federation, model, dropout, rules))
-    with _threads(rules.threads):
+    with _threads(rules.threads), freed_is_kept():
         return record.carry_out(name, chosen, facts, resume, seconds_loading)
 
 

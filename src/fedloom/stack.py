@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from fedloom.graph import Graph
-from fedloom.products import blockwise, product
+from fedloom.products import blockwise, equal, product
 from fedloom.sparse import Sparse, below_each_other, block_diagonal
 
 # ---- graphs ----
@@ -105,9 +105,9 @@ class Stack(Graph):
         return lambda weight: product(h, weight) if weight.dim() == 2 else blockwise(h, weight, sizes)
 
     def shift(self, h: Tensor, vector: Tensor) -> Tensor:
-        """h with every graph's own vector, or one for all, added to its rows."""
+        """h itself, with every graph's own vector, or one for all, added to its rows."""
         if vector.dim() == 1:
-            return h + vector
+            return h.add_(vector)
         return _Shifted.apply(h, vector, self._membership(len(h)), self._sizes_of(h))  # type: ignore[no-untyped-call]
 
     def spread(self, parameter: Tensor, h: Tensor) -> Tensor:
@@ -126,18 +126,37 @@ class Stack(Graph):
 
 
 class _Shifted(torch.autograd.Function):
-    """A vector added to all rows of a block: takes [rows, ..., width], [blocks, width], which rows are a block's, and how many."""
+    """A vector added, in place, to all rows of a block: takes [rows, ..., width], [blocks, width], which rows are a block's, and how many.
+
+    Blocks of one size are the slices of one tensor; small ones go through a product with what says whose a row is, large ones one by one.
+    """
+
+    SMALL = 64  # rows of a block, on average, below which a call for each takes longer than the product
 
     @staticmethod
     def forward(ctx, h, vectors, membership, sizes):  # type: ignore[no-untyped-def]
-        ctx.sizes = sizes
-        added = membership.transpose @ vectors.detach()
-        return added.add_(h) if h.dim() == 2 else h + added.view(len(h), *(1,) * (h.dim() - 2), -1)
+        ctx.membership, ctx.sizes = membership, sizes
+        if equal(sizes):
+            h.view(len(sizes), -1, h.shape[-1]).add_(vectors.unsqueeze(1))
+        elif len(h) < _Shifted.SMALL * len(sizes):
+            h.add_((membership.transpose @ vectors.detach()).view(len(h), *(1,) * (h.dim() - 2), -1))
+        else:
+            for block, vector in zip(h.split(sizes), vectors.unbind(), strict=True):
+                block.add_(vector)
+        ctx.mark_dirty(h)
+        return h
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        # Block by block: `sum` is more exact than a product with ones, and a bias's gradient may be what is left of large terms.
-        return gradient, torch.stack([block.flatten(0, -2).sum(0) for block in gradient.split(ctx.sizes)]), None, None
+        membership, sizes = ctx.membership, ctx.sizes
+        # `sum` is more exact than a product with ones, and a bias's gradient may be what is left of large terms.
+        if equal(sizes):
+            added = gradient.reshape(len(sizes), -1, gradient.shape[-1]).sum(1)
+        elif gradient.dim() == 2 and len(gradient) < _Shifted.SMALL * len(sizes):
+            added = membership @ gradient
+        else:
+            added = torch.stack([block.flatten(0, -2).sum(0) for block in gradient.split(sizes)])
+        return gradient, added, None, None
 
 
 # ---- noise ----

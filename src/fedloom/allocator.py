@@ -1,0 +1,29 @@
+"""The C library's allocator, told to keep what is freed: a training step asks for the same blocks as the step before it.
+
+Left alone, glibc gives large blocks back to the system as soon as they are freed, and every step then pays for fresh pages: on small graphs
+that is a quarter of the time.
+"""
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+LARGE = 256 * 2**20  # bytes of a block from which on it is given back at once
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
+CHOSEN_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
+
+
+@contextmanager
+def freed_is_kept() -> Iterator[None]:
+    """Freed memory stays with the process until the end, then all of it goes back. Where it is not glibc's, nothing is changed."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim") or any(name in os.environ for name in CHOSEN_BY_USER):
+        yield
+        return
+    libc.mallopt(M_MMAP_THRESHOLD, LARGE)
+    libc.mallopt(M_TRIM_THRESHOLD, 4 * LARGE)
+    try:
+        yield
+    finally:
+        libc.malloc_trim(ctypes.c_size_t(0))
