@@ -21,7 +21,7 @@ from fedloom.party import Client, perform
 from fedloom.stack import copies
 from fedloom.together import Crew, in_step
 
-CREW_BYTES = 32e6  # what a crew's clients work on at once: parameters, their optimisers' moments and gradients, and activations
+CREW_BYTES = 128e6  # what a crew's clients work on at once: parameters, their optimisers' moments and gradients, and activations
 
 
 class Engine(loop.Engine):
