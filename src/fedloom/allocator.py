@@ -16,7 +16,10 @@ CHOSEN_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUN
 
 @contextmanager
 def freed_is_kept() -> Iterator[None]:
-    """Freed memory stays with the process until the end, then all of it goes back. Where it is not glibc's, nothing is changed."""
+    """Freed memory stays with the process until the end, then all of it goes back. Where the allocator is not glibc's, nothing is changed.
+
+    glibc cannot be asked how it was set, so it is left as it is afterwards. Who has set it by its own variables is not overruled.
+    """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim") or any(name in os.environ for name in CHOSEN_BY_USER):
         yield

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
+from fedloom import optimizers
+
 Slot = tuple[dict[str, Any], str, str]  # where a module keeps a parameter, under which name, and the parameter's full name
 
 
@@ -154,6 +156,9 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+KNOWN = (Adam, SGD, optimizers.Adam, optimizers.SGD)  # and no subclass, which may do more
+
+
 class AtOnce:
     """One optimiser of whole families, in place of each model's own, of whose state it has the stack."""
 
@@ -172,7 +177,7 @@ class AtOnce:
         """None unless they are of one kind and move whole families, in the families' order."""
         kind = type(optimizers[0])
         made_with = [[{**group, "params": len(group["params"]), "lr": 0} for group in o.param_groups] for o in optimizers]
-        if kind not in (Adam, SGD) or any(type(o) is not kind for o in optimizers) or any(own != made_with[0] for own in made_with):
+        if kind not in KNOWN or any(type(o) is not kind for o in optimizers) or any(own != made_with[0] for own in made_with):
             return None
         places: list[tuple[Family, int]] = []
         for column in zip(*map(parameters_of, optimizers), strict=True):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +35,6 @@ COPIES_AT_CLIENT, COPIES_AT_SERVER = 4, 3
 # A step's saved tensors, against all that is held at its worst moment: gradients, what is made only to be added to something, and, about
 # half of it, what the allocator leaves between blocks that differ in size from client to client (measured: 4 to 7).
 STEP = 6.0
-# What a first optimiser makes torch load.
-LIBRARIES = 80 * MB
 ADVICE = {
     "kept with the graphs": "fewer features or edges, or a model that keeps no smoothed features (gcn, appnp)",
     "a training step": "more clients with smaller graphs, a narrower model, or one that smooths features once (sgc, sign)",
@@ -59,8 +56,8 @@ class Need:
 
     @property
     def largest(self) -> str:
-        """What takes the most, of what somebody can do something about."""
-        return max(ADVICE, key=lambda name: self.parts[name])
+        """What takes the most."""
+        return max(self.parts, key=lambda name: self.parts[name])
 
 
 def predict(federation: Federation, facts: Facts, at_once: int = 1) -> Need:
@@ -80,7 +77,7 @@ def predict(federation: Federation, facts: Facts, at_once: int = 1) -> Need:
         weights += cost.weights * len(sizes) * (COPIES_AT_CLIENT + COPIES_AT_SERVER)
     parts = {
         "kept with the graphs": kept, "a training step": step, "building adjacencies": SORTING * max(size.values()),
-        "models and messages": weights, "libraries": 0 if "torch._dynamo" in sys.modules else LIBRARIES,
+        "models and messages": weights,
     }  # fmt: skip
     return Need({name: round(value) for name, value in parts.items()})
 

@@ -181,7 +181,7 @@ class _Weighted(torch.autograd.Function):
         ctx.matrix = matrix
         lead, width = dense.shape[:-2], dense.shape[-1]
         product = _multiply(matrix.stacked(lead.numel()), values.detach().flatten(), dense.detach().flatten(0, -2))
-        return product.view(*lead, matrix.shape[0], width)
+        return product.view(*lead, matrix.shape[0], width) if lead else product  # nobody may write to a view
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
