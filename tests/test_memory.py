@@ -18,9 +18,9 @@ def federation_of(nodes=2000, features=16, degree=8.0, clients=4, inductive=Fals
     return divide(synthetic(nodes, 4, features, degree, degree_exponent=0), clients, "random", inductive=inductive)
 
 
-def need_of(federation, model="gcn-2x64", at_once=1):
+def need_of(federation, model="gcn-2x64", at_once=1, engine="processes"):
     facts = agree_on_facts(make_method("local", {}), "local", federation, model, 0.5, RunSettings())
-    return predict(federation, facts, at_once).parts
+    return predict(federation, facts, engine, at_once).parts
 
 
 GRAPHS, STEP, BUILDING, WEIGHTS = memory.ADVICE

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from fedloom.engines import has_workers, stacked
 from fedloom.errors import ConfigError
 from fedloom.graph import Federation, Graph
 
@@ -60,10 +61,16 @@ class Need:
         return max(self.parts, key=lambda name: self.parts[name])
 
 
-def predict(federation: Federation, facts: Facts, at_once: int = 1) -> Need:
-    """Takes a federation, the facts of the run and how many clients train at once; gives what the run will need."""
+def predict(federation: Federation, facts: Facts, engine: str = "loop", workers: int = 0) -> Need:
+    """Takes a federation, the facts of the run, and the engine with its workers (0 = as many as there are cores); gives what is needed."""
     graphs = federation.graphs
+    at_once = (workers or os.cpu_count() or 1) if has_workers(engine) else 1
     size = dict(zip(federation.names, (graph.num_nodes + graph.num_edges for graph in graphs), strict=True))
+    # What clients who run in step compute with: their graphs once more, as one, and the steps of all at the same time.
+    crews: list[tuple[str, ...]] = []
+    if engine == "stacked":
+        nodes = dict(zip(federation.names, (graph.num_nodes for graph in graphs), strict=True))
+        crews = [crew for crew in stacked.crews(facts, nodes) if len(crew) > 1]
     again = 0.0  # share of a graph that its client trains on a copy of
     if federation.inductive or federation.task == "graph":
         again = sum(int(g.train.sum()) for g in graphs) / max(sum(g.num_items for g in graphs), 1)
@@ -72,8 +79,9 @@ def predict(federation: Federation, facts: Facts, at_once: int = 1) -> Need:
     for spec in set(facts.models):
         sizes = sorted((size[client] for client in facts.clients if facts.model_of[client] == spec), reverse=True)
         cost = _try(_piece(federation), facts, spec)
-        kept += cost.kept * (1 + again) * sum(sizes)
-        step = max(step, STEP * cost.saved * sum(sizes[:at_once]))
+        together = [sum(size[client] for client in crew if facts.model_of[client] == spec) for crew in crews]
+        kept += cost.kept * (1 + again) * (sum(sizes) + sum(together))
+        step = max(step, STEP * cost.saved * max(sum(sizes[:at_once]), *together, 0))
         weights += cost.weights * len(sizes) * (COPIES_AT_CLIENT + COPIES_AT_SERVER)
     parts = {
         "kept with the graphs": kept, "a training step": step, "building adjacencies": SORTING * max(size.values()),

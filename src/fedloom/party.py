@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -484,12 +483,14 @@ def fingerprint(tensor: Tensor) -> bytes:
     other values or the same in another order change some of them. No proof against somebody who wants two runs to agree.
     """
     flat = tensor.detach().contiguous().view(-1)
-    raw = flat.view(torch.uint8).numpy() if len(flat) else np.zeros(0, np.uint8)  # an empty tensor may have any stride
+    if not len(flat):
+        return hashlib.sha256(b"").digest()  # an empty tensor may have any stride
+    raw = flat.view(torch.uint8)
     if len(raw) < SUMMED_FROM:
-        return hashlib.sha256(raw.data).digest()
+        return hashlib.sha256(raw.numpy().data).digest()
     whole = len(raw) // 512 * 512
-    words = raw[:whole].view(np.uint64).reshape(-1, 64)
-    return hashlib.sha256(words.sum(0).tobytes() + words.sum(1).tobytes() + raw[whole:].tobytes()).digest()
+    words = raw[:whole].view(torch.int64).view(-1, 64)  # sums are modulo 2^64
+    return hashlib.sha256(b"".join(part.numpy().tobytes() for part in (words.sum(0), words.sum(1), raw[whole:]))).digest()
 
 
 # ---- what survives: state as tensors ----

@@ -121,9 +121,7 @@ def run(
         name, chosen = method, make_method(method, of_method)
     federation = (federation.pooled() if chosen.pooled else federation).check()
     facts = agree_on_facts(chosen, name, federation, model, dropout, rules)
-    # A crew of the stacked engine is one client, or works on a few megabytes.
-    at_once = (rules.workers or os.cpu_count() or 1) if has_workers(rules.engine) else 1
-    predicted_mb = memory.require(memory.predict(federation, facts, at_once))
+    predicted_mb = memory.require(memory.predict(federation, facts, rules.engine, rules.workers))
     record = Recorder(federation, rules, _folder(out, resume), on_round, on_start)
     record.predicted_mb = predicted_mb
     record.config = dict(config or _config(name, chosen, federation, model, dropout, rules))

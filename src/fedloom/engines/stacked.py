@@ -9,7 +9,7 @@ itself runs as in the loop, with the loop's memory.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from fedloom.engines import loop
 from fedloom.message import Message, batched, isolate
 from fedloom.method import Method, model_schema
 from fedloom.models import parse
-from fedloom.party import Client, perform
+from fedloom.party import Client, Facts, perform
 from fedloom.stack import copies
 from fedloom.together import Crew, in_step
 
@@ -29,7 +29,8 @@ class Engine(loop.Engine):
 
     def __init__(self, method: Method, clients: Iterable[Client]):
         super().__init__(method, clients)
-        self.crews = list(crews(self.clients.values(), CREW_BYTES))
+        nodes = {client.name: client.full_graph.num_nodes for client in self.clients.values()}
+        self.crews = crews(next(iter(self.clients.values())).facts, nodes) if self.clients else []
         self.kept = {names: Crew() for names in self.crews}
         self.tally: dict[str, Counter[str]] = {}  # by phase: how many calls of operations were done "together" and how many "alone"
 
@@ -76,23 +77,23 @@ def each_a_copy(message: Message, count: int) -> list[Message]:
     return made
 
 
-def crews(clients: Iterable[Client], limit: float) -> Iterator[tuple[str, ...]]:
-    """Clients' names in groups that follow each other, each at most `limit` bytes of work at once, or one client."""
+def crews(facts: Facts, nodes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Clients' names in groups that follow each other, each at most `CREW_BYTES` of work at once, or one client."""
+    found: list[tuple[str, ...]] = []
     crew: list[str] = []
     filled = 0.0
-    for client in clients:
-        size = working_set(client)
-        if crew and filled + size > limit:
-            yield tuple(crew)
+    for client, count in nodes.items():
+        size = working_set(facts, client, count)
+        if crew and filled + size > CREW_BYTES:
+            found.append(tuple(crew))
             crew, filled = [], 0.0
-        crew.append(client.name)
+        crew.append(client)
         filled += size
-    if crew:
-        yield tuple(crew)
+    return [*found, tuple(crew)] if crew else found
 
 
-def working_set(client: Client) -> float:
+def working_set(facts: Facts, client: str, nodes: int) -> float:
     """About how many bytes a training step of a client touches."""
-    spec = client.facts.model_of[client.name]
-    parameters = sum(math.prod(shape) for _, _, shape in model_schema(spec, client.facts))
-    return 4 * (4 * parameters + 8 * client.full_graph.num_nodes * parse(spec).width)
+    spec = facts.model_of[client]
+    parameters = sum(math.prod(shape) for _, _, shape in model_schema(spec, facts))
+    return 4 * (4 * parameters + 8 * nodes * parse(spec).width)
