@@ -341,3 +341,10 @@ def test_cora_agrees_with_the_loop_to_the_bit():
     assert one.summary["history_hash"] == other.summary["history_hash"]
     assert one.traffic == other.traffic
     assert same_bits(one, other)
+
+
+def test_the_workers_memory_counts(node_federation):
+    alone, shared = (
+        fedloom.run("fedavg", node_federation, rounds=1, **engine).summary for engine in ({}, {"engine": "processes", "workers": 2})
+    )
+    assert shared["peak_rss_mb"] > 1.5 * alone["peak_rss_mb"]

@@ -6,6 +6,8 @@ that is a quarter of the time.
 
 import ctypes
 import os
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,3 +32,8 @@ def freed_is_kept() -> Iterator[None]:
         yield
     finally:
         libc.malloc_trim(ctypes.c_size_t(0))
+
+
+def peak() -> int:
+    """The most bytes that this process has had in memory so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

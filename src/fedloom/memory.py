@@ -9,7 +9,6 @@ structure matrices, is not foreseen.
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from fedloom.allocator import peak
 from fedloom.engines import has_workers, stacked
 from fedloom.errors import ConfigError
 from fedloom.graph import Federation, Graph
@@ -99,8 +99,7 @@ def require(need: Need) -> float:
             f"memory: this run needs about {need.total / MB:,.0f} MB more ({listing}), and {free / MB:,.0f} MB are available. "
             f"{need.largest.capitalize()} take{'s' if need.largest.startswith('a ') else ''} the most: try {ADVICE[need.largest]}"
         )
-    peak_so_far = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return max(peak_so_far, (_held_now() + need.total) / MB)
+    return max(peak(), _held_now() + need.total) / MB
 
 
 def available() -> int | None:
@@ -134,7 +133,7 @@ def _held_now() -> int:
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak()
 
 
 # ---- what a node and an edge cost ----

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import platform
-import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -359,7 +358,7 @@ class Recorder:
             "secure": masked.report(server), "notes": server.notes,
             "traffic": server.ledger.traffic(), "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
             "memory_predicted_mb": round(self.predicted_mb, 1),
-            "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+            "peak_rss_mb": round(self.engine.peak_mb(), 1),
             "history_hash": server.history_hash.hex(), "versions": _versions(), "config": self.config,
         }  # fmt: skip
 

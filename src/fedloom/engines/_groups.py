@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedloom.allocator import peak
 from fedloom.engines import loop
 from fedloom.errors import FedloomError
 from fedloom.message import Message, flatten, isolate
@@ -47,12 +48,14 @@ def distinct(messages: Mapping[str, Message]) -> list[Content]:
 
 # ---- a worker's side ----
 def obey(engine: loop.Engine, order: str, phase: str, messages: dict[str, Message]) -> dict[str, Message]:
-    """Has a worker's own engine do what was ordered (call, snapshot, restore or models), gives a message per client."""
+    """Has a worker's own engine do what was ordered (call, snapshot, restore, models or peak), gives a message per client."""
     if order == "call":
         return engine.call(phase, messages)
     if order == "restore":
         engine.restore({client: isolate(saved) for client, saved in messages.items()})
         return {}
+    if order == "peak":
+        return {next(iter(engine.clients)): {"mb": torch.tensor(engine.peak_mb())}}
     return engine.snapshot() if order == "snapshot" else engine.models()
 
 
@@ -138,6 +141,11 @@ class Groups(ABC):
         """For a run's summary: the number of workers, and of each one's clients."""
         held = list(self.home.values())
         return {"workers": max(held) + 1, "clients_per_worker": [held.count(k) for k in range(max(held) + 1)]}
+
+    def peak_mb(self) -> float:
+        """The most memory that this process and each worker have held, added up; pages that they share count for each."""
+        workers = self._order("peak", "", {name: {} for name in self.names}) if self.open else {}
+        return peak() / 2**20 + sum(float(told["mb"]) for told in workers.values())
 
     def close(self) -> None:
         """Ends the workers; nothing of them is left behind."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from fedloom.allocator import peak
 from fedloom.learn import weights
 from fedloom.message import Message, isolate
 from fedloom.method import Method
@@ -39,6 +40,10 @@ class Engine:
     def about(self) -> dict[str, Any]:
         """What a run's summary says of the engine beside its name: nothing here."""
         return {}
+
+    def peak_mb(self) -> float:
+        """The most memory that this process, and whoever works for it, have held so far."""
+        return peak() / 2**20
 
     def close(self) -> None:
         """Lets go of whatever the engine holds outside this process: nothing here."""
