@@ -170,6 +170,7 @@ class AtOnce:
         groups = [{**group, "params": [next(leaves) for _ in group["params"]]} for group in optimizers[0].param_groups]
         self.own = type(optimizers[0])(groups)  # type: ignore[call-arg]
         self.steps = torch.zeros(len(places), len(optimizers))  # each model's, each parameter's
+        self.counted = -1  # the version of `steps` in which all models' were last seen to be equal
         self.adopted: dict[int, list[Any]] = {}  # by place, the states of which the optimisers' moments were made rows
 
     @classmethod
@@ -202,13 +203,25 @@ class AtOnce:
         moved = [i for i, (family, j) in enumerate(self.places) if family.leaves[j].grad is not None]
         if isinstance(self.own, Adam):
             self._adopt(moved)
+            if not self._count():
+                return False
+        self.own.step()
+        if len(moved) == len(self.places):
+            self.steps += 1
+            self.counted += 1
+        else:
+            self.steps[moved] += 1
+        return True
+
+    def _count(self) -> bool:
+        """Whether all models have made as many steps; takes their number over. Who steps alone changes the version of `steps`."""
+        if self.steps._version != self.counted:
             if not bool((self.steps == self.steps[:, :1]).all()):
                 return False
-            for i in moved:
-                family, j = self.places[i]
-                self.own.state[family.leaves[j]]["step"] = self.steps[i, 0].clone()
-        self.own.step()
-        self.steps[moved] += 1
+            for i, (family, j) in enumerate(self.places):
+                if (state := self.own.state.get(family.leaves[j])) is not None:
+                    state["step"] = self.steps[i, 0].clone()
+            self.counted = self.steps._version
         return True
 
     def _agree(self) -> bool:

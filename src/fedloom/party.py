@@ -453,7 +453,8 @@ class Server:
 
     def remember(self, phase: str, messages: Mapping[str, Message], replies: Mapping[str, Message]) -> None:
         """Chains this exchange into the history hash: who, what, every byte of every tensor, both ways."""
-        digests: dict[int, bytes] = {}  # a broadcast tensor is hashed once
+        digests: dict[int, bytes] = {}  # a tensor that many are sent is hashed once, a message put into words once
+        words: dict[int, list[bytes]] = {}
         chain = hashlib.sha256(self.history_hash + f"{self.round} {phase}".encode())
         for direction, side in (("down", messages), ("up", replies)):
             if isinstance(side, Replies) and isinstance(side.messages, Batch):
@@ -463,10 +464,12 @@ class Server:
                     )
                 continue
             for client, content in side.items():
-                for name, tensor in flatten(content).items():
-                    if id(tensor) not in digests:
-                        digests[id(tensor)] = fingerprint(tensor)
-                    chain.update(f"{direction} {client} {name} {tensor.dtype} {list(tensor.shape)}".encode() + digests[id(tensor)])
+                if id(content) not in words:
+                    flat = flatten(content)
+                    digests |= {id(t): fingerprint(t) for t in flat.values() if id(t) not in digests}
+                    words[id(content)] = [f" {name} {t.dtype} {list(t.shape)}".encode() + digests[id(t)] for name, t in flat.items()]
+                for told in words[id(content)]:
+                    chain.update(f"{direction} {client}".encode() + told)
         self.history_hash = chain.digest()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 NARROW = 16  # columns below which the other order is quicker
 FEW = 128  # rows below which nothing is gained
+split = torch.split_with_sizes  # what `Tensor.split` comes to, without its checks
 
 
 def product(h: Tensor, weight: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ def _by_block(h: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
     narrow = width < NARROW <= h.shape[-1]
     if narrow and h.dim() == 2 and not equal(sizes):
         out = _columns_first(len(h), width, h)
-        for block, own, into in zip(flat.split(sizes), weights.unbind(), out.t().split(sizes, 1), strict=True):
+        for block, own, into in zip(split(flat, sizes), weights.unbind(), split(out.t(), sizes, 1), strict=True):
             torch.mm(own.t(), block.t(), out=into)
         return out
     out = h.new_empty(*h.shape[:-1], width)
@@ -76,7 +77,7 @@ def _by_block(h: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
             torch.bmm(rows, weights, out=into)
         return out
     spans = [size * inner for size in sizes]
-    for block, own, into in zip(flat.split(spans), weights.unbind(), out.view(-1, width).split(spans), strict=True):
+    for block, own, into in zip(split(flat, spans), weights.unbind(), split(out.view(-1, width), spans), strict=True):
         torch.mm(block, own, out=into)
     return out
 
@@ -98,7 +99,7 @@ def _outer_by_block(h: Tensor, gradient: Tensor, sizes: list[int]) -> Tensor:
     else:
         out = h.new_empty(blocks, left.shape[1], right.shape[1])
         spans = [size * inner for size in sizes]
-        for a, b, into in zip(left.split(spans), right.split(spans), out.unbind(), strict=True):
+        for a, b, into in zip(split(left, spans), split(right, spans), out.unbind(), strict=True):
             torch.mm(a.t(), b, out=into)
     return out.transpose(1, 2).contiguous() if narrow else out
 

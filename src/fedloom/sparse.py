@@ -153,9 +153,8 @@ def _multiply(places: tuple[Tensor, Tensor], values: Tensor, dense: Tensor) -> T
     offsets, indices = places
     if len(indices) == 0:
         return dense.new_zeros(len(offsets) - 1, dense.shape[1])
-    return F.embedding_bag(
-        indices, dense.contiguous(), offsets, mode="sum", per_sample_weights=values.to(dense.dtype), include_last_offset=True
-    )  # fmt: skip
+    # As `F.embedding_bag` calls it: sums (mode 0), gradients that are not sparse, the last offset given.
+    return torch.embedding_bag(dense.contiguous(), indices, offsets, False, 0, False, values.to(dense.dtype), True)[0]
 
 
 class _Product(torch.autograd.Function):

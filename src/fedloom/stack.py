@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from fedloom.graph import Graph
-from fedloom.products import blockwise, equal, product
+from fedloom.products import blockwise, equal, product, split
 from fedloom.sparse import Sparse, below_each_other, block_diagonal
 
 # ---- graphs ----
@@ -91,7 +91,7 @@ class Stack(Graph):
 
     def _sizes_of(self, h: Tensor) -> list[int]:
         """How many of h's rows, nodes or items, are each graph's."""
-        return self.sizes if len(h) == self.num_nodes else self.item_sizes
+        return self.sizes if h.shape[0] == self.num_nodes else self.item_sizes
 
     # ---- where parameters come in: [in, out] for all graphs, or [graphs, in, out] ----
     def project(self, weight: Tensor) -> Tensor:
@@ -141,21 +141,21 @@ class _Shifted(torch.autograd.Function):
         elif len(h) < _Shifted.SMALL * len(sizes):
             h.add_((membership.transpose @ vectors.detach()).view(len(h), *(1,) * (h.dim() - 2), -1))
         else:
-            for block, vector in zip(h.split(sizes), vectors.unbind(), strict=True):
+            for block, vector in zip(split(h, sizes), vectors.unbind(), strict=True):
                 block.add_(vector)
         ctx.mark_dirty(h)
         return h
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        membership, sizes = ctx.membership, ctx.sizes
+        membership, sizes, axes = ctx.membership, ctx.sizes, tuple(range(gradient.dim() - 1))
         # `sum` is more exact than a product with ones, and a bias's gradient may be what is left of large terms.
         if equal(sizes):
             added = gradient.reshape(len(sizes), -1, gradient.shape[-1]).sum(1)
         elif gradient.dim() == 2 and len(gradient) < _Shifted.SMALL * len(sizes):
             added = membership @ gradient
         else:
-            added = torch.stack([block.flatten(0, -2).sum(0) for block in gradient.split(sizes)])
+            added = torch.stack([block.sum(axes) for block in split(gradient, sizes)])
         return gradient, added, None, None
 
 
@@ -174,11 +174,11 @@ class Streams:
         width = h.shape[1:].numel()
         counts = [(size * width + 7) // 8 for size in sizes]
         draws = torch.empty(sum(counts), dtype=torch.int64)
-        for part, stream in zip(draws.split(counts), self.streams, strict=True):
+        for part, stream in zip(split(draws, counts), self.streams, strict=True):
             part.random_(-(2**63), None, generator=stream)
         drawn = draws.view(torch.uint8)
         if len(drawn) != h.numel():
-            pieces = zip(drawn.split([8 * count for count in counts]), sizes, strict=True)
+            pieces = zip(split(drawn, [8 * count for count in counts]), sizes, strict=True)
             drawn = torch.cat([piece[: size * width] for piece, size in pieces])
         return drawn.view(h.shape)
 
@@ -197,12 +197,12 @@ class _Whole:
 
 def parted(whole: Tensor, sizes: list[int] | None = None) -> list[Tensor]:
     """Takes one tensor of all clients, gives each one's rows (`sizes` of them, or one each, without its axis)."""
-    parts = list(whole.unbind() if sizes is None else whole.split(sizes))
+    parts = list(whole.unbind() if sizes is None else split(whole, sizes))
     if whole.requires_grad:
         whole.register_hook(_only_together)
     origin = _Whole(whole, len(parts))
     for k, part in enumerate(parts):
-        part._part = (origin, k)
+        part._part = (origin, k)  # type: ignore[attr-defined]
     return parts
 
 
