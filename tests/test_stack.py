@@ -11,6 +11,7 @@ from fedloom.graph import Graph
 from fedloom.learn import backward, load_weights, make_optimizer, step, weights
 from fedloom.models import ARCHITECTURES, FORWARD, applied, build
 from fedloom.party import Client, Facts
+from fedloom.products import blockwise
 from fedloom.stack import Stack, common, copies, joined, parted, whole_of
 from fedloom.task import held_out, training_loss
 from fedloom.together import Crew, in_step
@@ -318,3 +319,13 @@ def test_clients_share_no_memory_with_each_other():
     with torch.no_grad():
         models[0].classifier.bias.add_(1)
     assert torch.equal(weights(models[1])["classifier.bias"], before)
+
+
+@pytest.mark.parametrize("sizes", [[0, 0], [0, 3], [2, 2]])
+def test_blocks_may_be_empty(sizes):
+    h, weights = torch.randn(sum(sizes), 20, requires_grad=True), torch.randn(2, 20, 3, requires_grad=True)
+    out = blockwise(h, weights, sizes)
+    assert torch.allclose(out, torch.cat([part @ own for part, own in zip(h.split(sizes), weights, strict=True)]), atol=1e-5)
+    out.sum().backward()
+    expected = torch.stack([part.sum(0).unsqueeze(1).expand(20, 3) for part in h.detach().split(sizes)])
+    assert torch.allclose(weights.grad, expected, atol=1e-5)

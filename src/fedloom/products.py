@@ -60,7 +60,7 @@ class _Blockwise(torch.autograd.Function):
 
 
 def _by_block(h: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
-    blocks, width = len(sizes), weights.shape[2]
+    width = weights.shape[2]
     flat, inner = h.reshape(-1, h.shape[-1]), h.shape[1:-1].numel()
     narrow = width < NARROW <= h.shape[-1]
     if narrow and h.dim() == 2 and not equal(sizes):
@@ -70,7 +70,7 @@ def _by_block(h: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
         return out
     out = h.new_empty(*h.shape[:-1], width)
     if equal(sizes):
-        rows, into = flat.view(blocks, -1, h.shape[-1]), out.view(blocks, -1, width)
+        rows, into = in_blocks(flat, sizes), in_blocks(out, sizes)
         if narrow:
             into.copy_(torch.bmm(weights.transpose(1, 2), rows.transpose(1, 2)).transpose(1, 2))
         else:
@@ -95,7 +95,7 @@ def _outer_by_block(h: Tensor, gradient: Tensor, sizes: list[int]) -> Tensor:
         left, right = right, left
     blocks, inner = len(sizes), h.shape[1:-1].numel()
     if equal(sizes):
-        out = torch.bmm(left.view(blocks, -1, left.shape[1]).transpose(1, 2), right.view(blocks, -1, right.shape[1]))
+        out = torch.bmm(in_blocks(left, sizes).transpose(1, 2), in_blocks(right, sizes))
     else:
         out = h.new_empty(blocks, left.shape[1], right.shape[1])
         spans = [size * inner for size in sizes]
@@ -107,3 +107,8 @@ def _outer_by_block(h: Tensor, gradient: Tensor, sizes: list[int]) -> Tensor:
 def equal(sizes: list[int]) -> bool:
     """Whether all blocks have the same number of rows."""
     return sizes.count(sizes[0]) == len(sizes)
+
+
+def in_blocks(h: Tensor, sizes: list[int]) -> Tensor:
+    """Rows of a contiguous tensor in blocks of one size: takes [rows, ..., width], gives a view [blocks, rows of a block, width]."""
+    return h.view(len(sizes), h.shape[:-1].numel() // len(sizes), h.shape[-1])

@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from fedloom.graph import Graph
-from fedloom.products import blockwise, equal, product, split
+from fedloom.products import blockwise, equal, in_blocks, product, split
 from fedloom.sparse import Sparse, below_each_other, block_diagonal
 
 # ---- graphs ----
@@ -137,7 +137,7 @@ class _Shifted(torch.autograd.Function):
     def forward(ctx, h, vectors, membership, sizes):  # type: ignore[no-untyped-def]
         ctx.membership, ctx.sizes = membership, sizes
         if equal(sizes):
-            h.view(len(sizes), -1, h.shape[-1]).add_(vectors.unsqueeze(1))
+            in_blocks(h, sizes).add_(vectors.unsqueeze(1))
         elif len(h) < _Shifted.SMALL * len(sizes):
             h.add_((membership.transpose @ vectors.detach()).view(len(h), *(1,) * (h.dim() - 2), -1))
         else:
@@ -151,7 +151,7 @@ class _Shifted(torch.autograd.Function):
         membership, sizes, axes = ctx.membership, ctx.sizes, tuple(range(gradient.dim() - 1))
         # `sum` is more exact than a product with ones, and a bias's gradient may be what is left of large terms.
         if equal(sizes):
-            added = gradient.reshape(len(sizes), -1, gradient.shape[-1]).sum(1)
+            added = in_blocks(gradient.contiguous(), sizes).sum(1)
         elif gradient.dim() == 2 and len(gradient) < _Shifted.SMALL * len(sizes):
             added = membership @ gradient
         else:
