@@ -11,7 +11,7 @@ import torch
 
 import fedloom
 from fedloom import optimizers
-from fedloom.allocator import CHOSEN_BY_USER
+from fedloom.allocator import CHOSEN_BY_USER, peak
 
 KINDS = {
     "adam": (optimizers.Adam, torch.optim.Adam, {"lr": 0.1, "weight_decay": 0.01, "fused": True}),
@@ -101,3 +101,11 @@ def test_after_a_run_python_looks_everywhere_for_garbage_again(node_federation):
     fedloom.run("fedavg", node_federation, rounds=2, on_round=lambda entry, planned: frozen.append(gc.get_freeze_count()))
     assert min(frozen) > 0
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems tell a child's peak from its parent's")
+def test_a_peak_is_the_process_own():
+    block = torch.ones(2**26)  # 256 MB, which a child must not inherit
+    assert peak() > block.nbytes
+    (child,) = map(int, fresh("import fedloom.allocator as a; print(a.peak())"))
+    assert child < block.nbytes
