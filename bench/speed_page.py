@@ -135,7 +135,7 @@ def _draw(picture: Path, parts: dict[str, list[Row]]) -> None:
     bars.axhline(1, color="0.5", linewidth=1)
     bars.set(yscale="log", ylabel="times as fast as a plain PyG loop", xticks=range(len(cases)), xticklabels=cases)
     if cases:
-        bars.legend()
+        bars.legend(ncols=len(ways), loc="lower center", bbox_to_anchor=(0.5, 1.0))
     grown = [(row["axis"], row) for row in parts.get("growth", [])]
     grown += [(f"clients, {row['method']}", row) for row in parts.get("clients", [])]
     for label, group in groupby(grown, lambda pair: pair[0]):
