@@ -148,3 +148,12 @@ def test_clients_need_not_be_alike():
     one, other = unlike.graphs
     small = other.subgraph(torch.arange(10))
     assert need_of(replace(unlike, graphs=(one, small)))[STEP] == pytest.approx(need_of(alike)[STEP], rel=0.3)  # the larger one's
+
+
+def test_clients_in_step_hold_their_graphs_twice_and_all_steps_at_once(monkeypatch):
+    federation = federation_of()
+    alone, together = need_of(federation, engine="loop"), need_of(federation, engine="stacked")
+    assert together[GRAPHS] == pytest.approx(2 * alone[GRAPHS])
+    assert together[STEP] == pytest.approx(4 * alone[STEP], rel=0.15)
+    monkeypatch.setattr("fedloom.engines.stacked.CREW_BYTES", 0)
+    assert need_of(federation, engine="stacked") == alone
