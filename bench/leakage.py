@@ -47,7 +47,7 @@ def federation(data: str, seed: int) -> Federation:
 def clients_of(parties: Federation, seed: int, **settings: Any) -> tuple[Any, dict[str, Client], Server]:
     """A FedGH, its clients, and a server that asks them, as in a run."""
     method = make_method("fedgh", settings)
-    facts = agree_on_facts(method, "fedgh", parties, "gcn-2x64", 0.5, RunSettings(seed=seed))
+    facts = agree_on_facts(method, "fedgh", parties.roster, "gcn-2x64", 0.5, RunSettings(seed=seed))
     clients = {name: Client(name, graph, facts) for name, graph in zip(parties.names, parties.graphs, strict=True)}
     return method, clients, Server(method, facts, Engine(method, clients.values()).call, Rules("local"), None)  # type: ignore[arg-type]
 

@@ -19,7 +19,7 @@ def federation_of(nodes=2000, features=16, degree=8.0, clients=4, inductive=Fals
 
 
 def need_of(federation, model="gcn-2x64", at_once=1, engine="processes"):
-    facts = agree_on_facts(make_method("local", {}), "local", federation, model, 0.5, RunSettings())
+    facts = agree_on_facts(make_method("local", {}), "local", federation.roster, model, 0.5, RunSettings())
     return predict(federation, facts, engine, at_once).parts
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.data.partition import divide
-from fedloom.data.split import apply_split, clients_without_training
+from fedloom.data.split import apply_split
 from fedloom.errors import ConfigError, DataError
 from fedloom.graph import Federation, Graph
 
@@ -162,5 +162,5 @@ def test_graph_level_items_are_split_like_nodes():
 def test_clients_without_training_are_named():
     train = torch.tensor([True, False])
     federation = Federation((labelled([0, 1], train=train), labelled([0, 1])), names=("has", "lacks"))
-    assert clients_without_training(federation) == ["lacks"]
-    assert clients_without_training(divide(mixed(), 5, "random")) == []
+    assert federation.roster.without_training == ["lacks"]
+    assert divide(mixed(), 5, "random").roster.without_training == []

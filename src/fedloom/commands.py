@@ -17,7 +17,6 @@ from fedloom import show as tables
 from fedloom.data.datasets import catalogue, find
 from fedloom.data.holdings import holdings, plot_holdings
 from fedloom.data.partition import partitions
-from fedloom.data.split import clients_without_training
 from fedloom.errors import ConfigError
 from fedloom.method import Method, method_class, method_names
 from fedloom.models import models
@@ -39,7 +38,7 @@ def run(recipe: Path | None, given: Given, assignments: Iterable[str], folder: P
     federation = chosen.federation()
     for each in (chosen, *others):  # before the first of them takes its time
         each.check(federation)
-    if idle := clients_without_training(federation):
+    if idle := federation.roster.without_training:
         err.print(f"no training item at client {', '.join(idle)}: takes part, its loss is 0", style="yellow")
     result = _with_progress(
         chosen, lambda step: chosen.carry_out(_fresh_folder(chosen, folder), step, on_start=_announce, federation=federation)

@@ -288,6 +288,54 @@ def scaled(kind: str, source: Tensor, target: Tensor, weight: Tensor, degree: Te
     return weight
 
 
+@dataclass(frozen=True)
+class Holding:
+    """How much a party holds: nodes, items, and how many of these train, validate and test."""
+
+    name: str
+    nodes: int
+    items: int
+    train: int
+    val: int
+    test: int
+
+    @classmethod
+    def of(cls, name: str, graph: Graph) -> Holding:
+        """The counts of a party's graph."""
+        return cls(name, graph.num_nodes, graph.num_items, *(int(getattr(graph, part).sum()) for part in ("train", "val", "test")))
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Who takes part, and the facts about their data that everybody may know: all that a coordinator has of a federation.
+
+    knows_cross_edges: whether some party knows an edge that leads to another's node. The rest is as in `Federation`.
+    """
+
+    holdings: tuple[Holding, ...]
+    num_features: int
+    num_classes: int
+    task: Task
+    inductive: bool = False
+    knows_cross_edges: bool = False
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parties' names, in client order."""
+        return tuple(holding.name for holding in self.holdings)
+
+    @property
+    def num_clients(self) -> int:
+        """Number of parties."""
+        return len(self.holdings)
+
+    @property
+    def without_training(self) -> list[str]:
+        """The names of the parties that have no training item: legal, but they can only receive."""
+        return [holding.name for holding in self.holdings if not holding.train]
+
+
 @dataclass(frozen=True, eq=False)
 class Federation:
     """The parties' graphs, and the facts about them that everybody may know.
@@ -350,6 +398,14 @@ class Federation:
                         f"cross_edges of {name!r}: owner {owner} is not another party's number (0 to {len(self.graphs) - 1}, not its own)"
                     )
         return self
+
+    @property
+    def roster(self) -> Roster:
+        """What a coordinator may know of it."""
+        held = tuple(Holding.of(name, graph) for name, graph in zip(self.names, self.graphs, strict=True))
+        knows = any(graph.cross_edges.shape[1] for graph in self.graphs)
+        about = {"dataset": self.graphs[0].name, "clients": self.num_clients, **self.about}
+        return Roster(held, self.num_features, self.num_classes, self.task, self.inductive, knows, about)
 
     def pooled(self) -> Federation:
         """One party that holds everything: the uncut graph if known, else the disjoint union of the parties' graphs."""

@@ -118,7 +118,7 @@ class Recipe:
     def check(self, federation: Federation) -> None:
         """Raises a ConfigError if the recipe's method and models do not fit the federation: before anything runs."""
         method = make_method(self.method, self.method_settings)
-        agree_on_facts(method, self.method, federation, self.model.name, self.model.dropout, self.run)
+        agree_on_facts(method, self.method, federation.roster, self.model.name, self.model.dropout, self.run)
 
     def carry_out(
         self, out: Path | None = None, on_round: Callable[[dict[str, Any], int], None] | None = None, *,

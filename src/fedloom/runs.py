@@ -20,10 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from fedloom import memory, models, task
 from fedloom.allocator import freed_is_kept
-from fedloom.data.split import clients_without_training
 from fedloom.engines import engine_names, has_workers, make_engine
 from fedloom.errors import ConfigError, DataError, unknown
-from fedloom.graph import Federation
+from fedloom.graph import Federation, Roster
 from fedloom.ledger import Ledger
 from fedloom.message import Message, flatten, unflatten
 from fedloom.method import Method, check_setting, make_method, setting
@@ -119,45 +118,48 @@ def run(
     else:
         name, chosen = method, make_method(method, of_method)
     federation = (federation.pooled() if chosen.pooled else federation).check()
-    facts = agree_on_facts(chosen, name, federation, model, dropout, rules)
+    facts = agree_on_facts(chosen, name, federation.roster, model, dropout, rules)
     predicted_mb = memory.require(memory.predict(federation, facts, rules.engine, rules.workers))
-    record = Recorder(federation, rules, _folder(out, resume), on_round, on_start)
+    record = Recorder(federation.roster, rules, run_folder(out, resume), on_round, on_start)
     record.predicted_mb = predicted_mb
     record.config = dict(config or _config(name, chosen, federation, model, dropout, rules))
-    with _threads(rules.threads), freed_is_kept():
-        return record.carry_out(name, chosen, facts, resume, seconds_loading)
+
+    def engine() -> Any:
+        graphs = zip(federation.names, federation.graphs, strict=True)
+        clients = (Client(client, graph, facts, federation.inductive) for client, graph in graphs)
+        return make_engine(rules.engine, chosen, clients, rules.workers)
+
+    with threads(rules.threads), freed_is_kept():
+        return record.carry_out(name, chosen, facts, engine, resume, seconds_loading)
 
 
-def agree_on_facts(method: Method, name: str, federation: Federation, model: str, dropout: float, rules: RunSettings) -> Facts:
+def agree_on_facts(method: Method, name: str, roster: Roster, model: str, dropout: float, rules: RunSettings) -> Facts:
     """What every party will know before training, or a ConfigError if method, models and data do not fit each other."""
     if not 0 <= dropout < 1:
         raise ConfigError(f"model.dropout is {dropout!r}, must be at least 0 and below 1")
-    if federation.task not in method.tasks:
-        raise ConfigError(f"method {name!r} does {' and '.join(method.tasks)} tasks, the data are a {federation.task} task")
+    if roster.task not in method.tasks:
+        raise ConfigError(f"method {name!r} does {' and '.join(method.tasks)} tasks, the data are a {roster.task} task")
     specs = [spec.strip().lower() for spec in model.split(",")]
-    dealt = tuple(specs[k % len(specs)] for k in range(federation.num_clients))
+    dealt = tuple(specs[k % len(specs)] for k in range(roster.num_clients))
     if method.one_model and len(set(dealt)) > 1:
         raise ConfigError(f"model: method {name!r} averages weights and needs one model for all clients, got {', '.join(specs)}")
     if method.shares_width() and len({models.parse(spec).width for spec in dealt}) > 1:
         raise ConfigError(f"model: all clients' models must share one embedding width for this method, got {', '.join(specs)}")
-    if method.transductive and federation.inductive:
+    if method.transductive and roster.inductive:
         raise ConfigError(f"data.inductive: method {name!r} has to see all nodes before training, those to be predicted too")
     if method.crosses:
-        _require_cross_edges(name, federation)
+        _require_cross_edges(name, roster)
     secure = rules.terms if not method.pooled else None  # a single party has nobody to hide from
     if secure:
-        masked.require_cohort(round(rules.participation * federation.num_clients), "run.participation x partition.clients")
-    auc = rules.auc or federation.num_classes == 2
-    facts = Facts(
-        federation.num_features, federation.num_classes, federation.task, federation.names, dealt, dropout, rules.seed, auc, secure
-    )
+        masked.require_cohort(round(rules.participation * roster.num_clients), "run.participation x partition.clients")
+    auc = rules.auc or roster.num_classes == 2
+    facts = Facts(roster.num_features, roster.num_classes, roster.task, roster.names, dealt, dropout, rules.seed, auc, secure)
     method.check(facts)
     return facts
 
 
-def _require_cross_edges(name: str, federation: Federation) -> None:
-    known = any(graph.cross_edges.shape[1] for graph in federation.graphs)
-    if not known and federation.num_clients > 1 and federation.about.get("edges_cut", 1):
+def _require_cross_edges(name: str, roster: Roster) -> None:
+    if not roster.knows_cross_edges and roster.num_clients > 1 and roster.about.get("edges_cut", 1):
         raise ConfigError(f"method {name!r} works on the edges between clients: set partition.cross_edges = 'known'")
 
 
@@ -168,7 +170,8 @@ def evaluation(method: Method | type[Method], name: str, asked: str) -> str:
     return asked or method.evaluations[0]
 
 
-def _folder(out: str | Path | None, resume: bool) -> Path | None:
+def run_folder(out: str | Path | None, resume: bool) -> Path | None:
+    """The folder that a run is kept in, made if need be; ConfigError if it cannot be written to, or holds another run."""
     if out is None:
         if resume:
             raise ConfigError("out: resuming needs the folder of the run")
@@ -195,7 +198,8 @@ def _config(name: str, method: Method, federation: Federation, model: str, dropo
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads(count: int) -> Iterator[None]:
+    """So many threads for tensor operations, inside."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -207,8 +211,8 @@ def _threads(count: int) -> Iterator[None]:
 class Recorder:
     """Keeps what happens in a run, in memory and, line by line, in its folder: whatever ends the run, the folder can be read."""
 
-    def __init__(self, federation: Federation, rules: RunSettings, folder: Path | None, on_round: Any, on_start: Any = None):
-        self.federation, self.rules, self.folder, self.on_round, self.on_start = federation, rules, folder, on_round, on_start
+    def __init__(self, roster: Roster, rules: RunSettings, folder: Path | None, on_round: Any, on_start: Any = None):
+        self.roster, self.rules, self.folder, self.on_round, self.on_start = roster, rules, folder, on_round, on_start
         self.config: dict[str, Any] = {}
         self.predicted_mb = 0.0  # peak of memory, as it was foreseen
         self.history: list[dict[str, Any]] = []
@@ -218,8 +222,11 @@ class Recorder:
         self._pending: Checkpoint | None = None  # read, and to be put back when the round loop begins
 
     # ---- the whole of it ----
-    def carry_out(self, name: str, method: Method, facts: Facts, resume: bool, seconds_loading: float) -> Result:
-        """Runs the method and writes the folder; also when it ends by an error or Ctrl-C, which is raised again."""
+    def carry_out(
+        self, name: str, method: Method, facts: Facts, make: Callable[[], Any], resume: bool, seconds_loading: float
+    ) -> Result:  # fmt: skip
+        """Runs the method in the engine that `make` gives, and writes the folder; also when it ends by an error or Ctrl-C, which is
+        raised again."""
         began = time.perf_counter()
         self.name = name
         rules = Rules(evaluation(method, name, self.rules.evaluation), self.rules.participation, self.rules.evaluate_every)
@@ -228,9 +235,7 @@ class Recorder:
             self._pending = self._read_checkpoint(self.folder)  # refuse before anything in the folder is touched
         elif self.folder:
             _write(self.folder / "config.json", json.dumps(self.config, indent=1) + "\n")
-        graphs = zip(self.federation.names, self.federation.graphs, strict=True)
-        clients = (Client(client, graph, facts, self.federation.inductive) for client, graph in graphs)
-        with closing(make_engine(self.rules.engine, method, clients, self.rules.workers)) as self.engine:
+        with closing(make()) as self.engine:
             if self.on_start:
                 self.on_start(self._engine())
             server = Server(method, facts, self.engine.call, rules, self)
@@ -272,7 +277,7 @@ class Recorder:
         rows: list[dict[str, Any]] = [
             {"id": c, **dict(zip(columns, values, strict=True))} for c, *values in zip(replies, *columns.values(), strict=True)
         ]
-        size = dict(zip(self.federation.names, (g.num_items for g in self.federation.graphs), strict=True))
+        size = {holding.name: holding.items for holding in self.roster.holdings}
         by_size, equal = [float(size[r["id"]]) for r in rows], [1.0] * len(rows)
         weighted, plain = ({m: task.average(column, w) for m, column in columns.items()} for w in (by_size, equal))
         self._note(server, stage, weighted, plain, {"clients": rows})
@@ -341,20 +346,20 @@ class Recorder:
         best = max(scored, key=lambda e: -1.0 if e["val_accuracy"] is None else e["val_accuracy"], default=None)
         if best is not None and best["val_accuracy"] is None:
             best = scored[-1]  # nothing to choose by
-        about = self.federation.about
+        about = self.roster.about
         at_best = best or {}
         return {
             "status": status, **({"cause": cause} if cause else {}),
-            "method": self.name, "dataset": about.get("dataset", self.federation.graphs[0].name),
-            "partition": about.get("partition"), "clients": about.get("clients", self.federation.num_clients),
+            "method": self.name, "dataset": about["dataset"],
+            "partition": about.get("partition"), "clients": about["clients"],
             "model": self.config.get("model", {}).get("name"), "seed": self.rules.seed, **self._engine(),
-            "task": self.federation.task, "evaluation": evaluation,
+            "task": self.roster.task, "evaluation": evaluation,
             "rounds": self.history[-1]["round"] if self.history else 0, "best_round": at_best.get("round"),
             **{m: at_best.get(m) for m in task.METRICS},
             **{f"{m}_mean": at_best.get(f"{m}_mean") for m in task.METRICS if m != "val_accuracy"},
             "final_accuracy": scored[-1]["accuracy"] if scored else None,
             "per_client": self._per_client(at_best),
-            "without_training_items": clients_without_training(self.federation),
+            "without_training_items": self.roster.without_training,
             "secure": masked.report(server), "notes": server.notes,
             "traffic": server.ledger.traffic(), "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
             "memory_predicted_mb": round(self.predicted_mb, 1),
@@ -366,12 +371,11 @@ class Recorder:
         scored = {row["id"]: row for row in at_best.get("clients", [])}
         return [
             {
-                "id": name, "nodes": g.num_nodes, "items": g.num_items,
-                **{part: int(getattr(g, part).sum()) for part in ("train", "val", "test")},
-                "accuracy": scored.get(name, {}).get("accuracy"), "f1": scored.get(name, {}).get("f1_macro"),
-                **{m: scored.get(name, {}).get(m) for m in ("f1_macro", "f1_present", "f1_weighted", "auc", "val_accuracy")},
+                "id": held.name, **{count: getattr(held, count) for count in ("nodes", "items", "train", "val", "test")},
+                "accuracy": scored.get(held.name, {}).get("accuracy"), "f1": scored.get(held.name, {}).get("f1_macro"),
+                **{m: scored.get(held.name, {}).get(m) for m in ("f1_macro", "f1_present", "f1_weighted", "auc", "val_accuracy")},
             }
-            for name, g in zip(self.federation.names, self.federation.graphs, strict=True)
+            for held in self.roster.holdings
         ]  # fmt: skip
 
     # ---- checkpoints ----

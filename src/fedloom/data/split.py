@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import ConfigError
-from fedloom.graph import Federation, Graph
+from fedloom.graph import Graph
 from fedloom.learn import stream_seed
 
 DEFAULT_SPLIT = "20/40/40"
@@ -87,11 +87,6 @@ def check_split(split: str) -> tuple[str | None, tuple[Fraction, Fraction] | Non
 def order_by_owner(owner: npt.NDArray[Any], owners: int) -> npt.NDArray[np.int64]:
     """The order that puts what one owner has together, in the order given. By counting, so that many owners cost no more than few."""
     return np.argsort(owner.astype(np.min_scalar_type(owners)), kind="stable")  # numpy counts up to 16 bits, and merges beyond
-
-
-def clients_without_training(federation: Federation) -> list[str]:
-    """The names of the clients that have no training item: legal, but they can only receive."""
-    return [name for name, graph in zip(federation.names, federation.graphs, strict=True) if not graph.train.any()]
 
 
 def _draw(strata: npt.NDArray[np.int64], shares: tuple[Fraction, Fraction], seed: int, *stream: str) -> npt.NDArray[np.int64]:
