@@ -82,8 +82,8 @@ def test_same_seed_same_bits_and_another_seed_others(name, federation):
     assert first.summary["rounds"] == rounds_of(name)
 
 
-# An actor of Ray takes seconds to start: tests/test_ray.py runs one method of each kind there.
-@pytest.mark.parametrize("engine", [e for e in engine_names() if e not in ("loop", "ray")])
+# What takes seconds to start has tests of its own: tests/test_ray.py, tests/deploy/test_flower.py.
+@pytest.mark.parametrize("engine", [e for e in engine_names() if e not in ("loop", "ray", "flower")])
 def test_engines_agree_with_the_loop(name, engine, federation):
     loop, other = go(name, federation, engine="loop"), go(name, federation, engine=engine)
     assert loop.traffic == other.traffic

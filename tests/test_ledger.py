@@ -78,71 +78,101 @@ def test_totals_of_nothing_are_zero():
     assert traffic["bytes_up"] == traffic["bytes_down"] == 0
 
 
+FORMS = [SIZE, MODEL, {**MODEL, **SIZE}, {"test": torch.zeros(2, 2, dtype=torch.int64)}]
+
+
+def rows_of(folder):
+    with open(folder / "ledger.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def size_of(folder, rows):
+    """Bytes of ledger.csv up to and with so many rows."""
+    lines = (folder / "ledger.csv").read_bytes().splitlines(keepends=True)
+    return sum(len(line) for line in lines[: 1 + rows])
+
+
+def replay(ledger, rows):
+    for row in rows:
+        ledger.book(row.round, row.phase, row.direction, {row.client: FORMS[row.schema]})
+
+
 def test_what_is_written_is_read_again(tmp_path):
-    ledger, other = filled(), Ledger()
+    ledger = filled()
+    booked = list(ledger.rows)
     ledger.write(tmp_path)
-    other.book(9, "left", "up", {"over": SIZE})
-    other.read(tmp_path, len(ledger.rows))
-    assert other.rows == ledger.rows
+    assert [tuple(row.values()) for row in rows_of(tmp_path)] == [tuple(map(str, row)) for row in booked]
+    other = Ledger.read(tmp_path, ledger.sync())
     assert other.schemas == ledger.schemas
     assert other.traffic() == ledger.traffic()
     other.book(3, "train", "down", {"0": MODEL})
     assert other.rows[-1].schema == 1  # known from the file
-    other.read(tmp_path, 3)
-    assert other.rows == ledger.rows[:3]
+
+
+def test_what_is_written_is_not_kept_in_memory(tmp_path):
+    ledger = filled()
+    before = ledger.traffic()
+    ledger.write(tmp_path)
+    assert ledger.rows == []
+    assert ledger.traffic() == before
 
 
 def test_writing_bit_by_bit_is_writing_at_once(tmp_path):
-    ledger = filled()
+    rows = filled().rows
     for folder in ("once", "steps"):
         (tmp_path / folder).mkdir()
-    ledger.write(tmp_path / "once")
-    growing, written = Ledger(), 0
-    growing.write(tmp_path / "steps", since=0)  # nothing yet
-    for row, message in zip(ledger.rows, replay(ledger), strict=True):
-        growing.book(row.round, row.phase, row.direction, {row.client: message})
-        if len(growing.rows) in (3, 4, 11):
-            growing.write(tmp_path / "steps", since=written)
-            written = len(growing.rows)
-    growing.write(tmp_path / "steps", since=written)
+    filled().write(tmp_path / "once")
+    growing = Ledger()
+    growing.write(tmp_path / "steps")  # nothing yet
+    for start, end in ((0, 3), (3, 4), (4, 11), (11, len(rows))):
+        replay(growing, rows[start:end])
+        growing.write(tmp_path / "steps")
     for file in ("ledger.csv", "schemas.json"):
-        assert (tmp_path / "once" / file).read_text() == (tmp_path / "steps" / file).read_text(), file
+        assert (tmp_path / "once" / file).read_bytes() == (tmp_path / "steps" / file).read_bytes(), file
 
 
-def replay(ledger):
-    forms = [SIZE, MODEL, {**MODEL, **SIZE}, {"test": torch.zeros(2, 2, dtype=torch.int64)}]
-    return [forms[row.schema] for row in ledger.rows]
+@pytest.mark.parametrize("kept", [0, 1, 2, 10, 18])
+def test_a_resumed_ledger_is_cut_back_and_goes_on(tmp_path, kept):
+    ledger = filled()
+    rows = ledger.rows
+    ledger.write(tmp_path)
+    whole = {file: (tmp_path / file).read_bytes() for file in ("ledger.csv", "schemas.json")}
+    other, expected = Ledger.read(tmp_path, size_of(tmp_path, kept)), Ledger()
+    replay(expected, rows[:kept])
+    assert (other.schemas, other.traffic()) == (expected.schemas, expected.traffic())
+    other.write(tmp_path)
+    assert len(rows_of(tmp_path)) == kept
+    replay(other, rows[kept:])
+    other.write(tmp_path)
+    assert {file: (tmp_path / file).read_bytes() for file in whole} == whole
+    assert other.traffic() == ledger.traffic()
 
 
-def test_a_resumed_ledger_is_cut_back_and_goes_on(tmp_path):
+def test_what_was_half_written_is_written_over(tmp_path):
     ledger = filled()
     ledger.write(tmp_path)
-    other = Ledger()
-    other.read(tmp_path, 10)
-    other.write(tmp_path, since=0)
-    for row, message in list(zip(ledger.rows, replay(ledger), strict=True))[10:]:
-        other.book(row.round, row.phase, row.direction, {row.client: message})
-    other.write(tmp_path, since=10)
-    with open(tmp_path / "ledger.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == len(ledger.rows)
-    assert [int(row["bytes"]) for row in rows] == [row.bytes for row in ledger.rows]
-    assert {row["client"] for row in rows} == {"0", "one, two"}
-    schemas = json.loads((tmp_path / "schemas.json").read_text())
-    assert schemas[1] == [{"name": "model/b", "dtype": "float32", "shape": [4]}, {"name": "model/w", "dtype": "float32", "shape": [3, 4]}]
+    whole = (tmp_path / "ledger.csv").read_bytes()
+    with open(tmp_path / "ledger.csv", "ab") as file:
+        file.write(b"3,train,up,0,1")
+    ledger.write(tmp_path)
+    assert (tmp_path / "ledger.csv").read_bytes() == whole
 
 
 def test_an_empty_ledger_is_read_again(tmp_path):
-    Ledger().write(tmp_path)
-    other = Ledger()
-    other.read(tmp_path, 0)
-    assert other.rows == []
+    empty = Ledger()
+    empty.write(tmp_path)
+    assert Ledger.read(tmp_path, empty.sync()).traffic() == empty.traffic()
 
 
 def test_a_ledger_that_lost_lines_is_refused(tmp_path):
     ledger = filled()
     ledger.write(tmp_path)
-    text = (tmp_path / "ledger.csv").read_text().splitlines(keepends=True)
-    (tmp_path / "ledger.csv").write_text("".join(text[:5]))
-    with pytest.raises(ValueError, match="ledger"):
-        Ledger().read(tmp_path, len(ledger.rows))
+    size = ledger.sync()
+    schemas = (tmp_path / "schemas.json").read_text()
+    (tmp_path / "schemas.json").write_text(json.dumps(json.loads(schemas)[:2]))
+    with pytest.raises(ValueError, match="schemas.json has lost schemas: 2 of 4"):
+        Ledger.read(tmp_path, size)
+    (tmp_path / "schemas.json").write_text(schemas)
+    (tmp_path / "ledger.csv").write_bytes((tmp_path / "ledger.csv").read_bytes()[:100])
+    with pytest.raises(ValueError, match=f"ledger.csv has lost lines: 100 of {size} bytes"):
+        Ledger.read(tmp_path, size)

@@ -226,12 +226,43 @@ def test_a_run_that_patience_stopped_stays_stopped_when_resumed(play, tmp_path):
     assert without_time(resumed) == without_time(unbroken)
 
 
+def content(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_a_refused_resume_leaves_the_run_as_it_was(play, tmp_path):
-    play([5, 6], out=tmp_path / "x")
-    before = {path: path.read_bytes() for path in (tmp_path / "x").rglob("*") if path.is_file()}
-    with pytest.raises(DataError, match=r"no checkpoint\.safetensors.*checkpoint_every"):
-        play([5, 6], out=tmp_path / "x", resume=True)
-    assert {path: path.read_bytes() for path in (tmp_path / "x").rglob("*") if path.is_file()} == before
+    with pytest.raises(Killed):
+        play([1, 2, 3], out=tmp_path / "x", checkpoint_every=1, on_round=stop_at(3))
+    for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
+        (tmp_path / "x" / name).write_bytes(b"nothing of the kind")
+    before = content(tmp_path / "x")
+    with pytest.raises(DataError, match=r"checkpoint\.safetensors in .* is damaged.*checkpoint\.previous\.safetensors in .* is damaged"):
+        play([1, 2, 3], out=tmp_path / "x", resume=True)
+    assert content(tmp_path / "x") == before
+
+
+def test_resuming_a_completed_run_gives_its_result_and_changes_nothing(play, tmp_path):
+    first = play([5, 6], out=tmp_path / "x", checkpoint_every=1)
+    before = content(tmp_path / "x")
+    again = play([5, 6], out=tmp_path / "x", resume=True, on_round=lambda entry, planned: pytest.fail("nothing is left to do"))
+    assert content(tmp_path / "x") == before
+    assert (again.summary, again.history) == (json.loads(json.dumps(first.summary)), first.history)
+
+
+def test_a_run_without_a_checkpoint_begins_again(play, tmp_path):
+    unbroken = play([1, 2, 3], out=tmp_path / "unbroken")
+    with pytest.raises(Killed):
+        play([1, 2, 3], out=tmp_path / "x", on_round=stop_at(2))
+    resumed = play([1, 2, 3], out=tmp_path / "x", resume=True)
+    assert without_time(resumed) == without_time(unbroken)
+    assert resumed.summary["history_hash"] == unbroken.summary["history_hash"]
+    assert (tmp_path / "x" / "ledger.csv").read_text() == (tmp_path / "unbroken" / "ledger.csv").read_text()
+
+
+def test_what_was_never_begun_is_not_resumed(play, tmp_path):
+    with pytest.raises(DataError, match=r"is not a run folder \(config.json: No such file"):
+        play([1], out=tmp_path / "x", resume=True)
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_resume_that_is_interrupted_early_can_be_resumed_again(play, tmp_path, monkeypatch):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from inspect import getdoc, getmodule
 from pathlib import Path
@@ -17,11 +19,12 @@ from fedloom import show as tables
 from fedloom.data.datasets import catalogue, find
 from fedloom.data.holdings import holdings, plot_holdings
 from fedloom.data.partition import partitions
+from fedloom.deploy.keys import make_authority, make_party, party_files
 from fedloom.errors import ConfigError
 from fedloom.method import Method, method_class, method_names
 from fedloom.models import models
 from fedloom.recipe import Recipe, make_recipe, override, read_tables
-from fedloom.runs import Result, read_run
+from fedloom.runs import Result, is_completed, read_config, read_run
 
 # Tables keep their columns when the output is a pipe or a file.
 out = Console(width=None if sys.stdout.isatty() else 160, markup=False)
@@ -41,9 +44,9 @@ def run(recipe: Path | None, given: Given, assignments: Iterable[str], folder: P
     if idle := federation.roster.without_training:
         err.print(f"no training item at client {', '.join(idle)}: takes part, its loss is 0", style="yellow")
     result = _with_progress(
-        chosen, lambda step: chosen.carry_out(_fresh_folder(chosen, folder), step, on_start=_announce, federation=federation)
+        chosen.method, lambda step: chosen.carry_out(_fresh_folder(chosen, folder), step, on_start=_announce, federation=federation)
     )
-    compared = [_with_progress(other, lambda step, o=other: o.carry_out(None, step, federation=federation)) for other in others]  # type: ignore[misc]
+    compared = [_with_progress(other.method, lambda step, o=other: o.carry_out(None, step, federation=federation)) for other in others]  # type: ignore[misc]
     _print(result, as_json, compared)
 
 
@@ -63,12 +66,29 @@ def _as_baseline(base: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def resume(folder: Path, as_json: bool) -> None:
-    """Goes on from a run folder's checkpoint."""
-    config = read_run(folder).summary["config"]
+    """Goes on with a run from its checkpoint, or from the beginning if it has none; prints the result of one that is completed."""
+    if is_completed(folder):
+        err.print("this run is completed: nothing is left to do", style="dim")
+        show(folder, as_json)
+        return
+    config = read_config(folder)
+    if "deployment" in config:
+        kept = config["deployment"]
+        serve(Path(kept["agreement"]), Path(kept["keys"]), folder, kept["wait"], kept["insecure"], as_json, resumed=config)
+        return
     if "partition" not in config:
         raise ConfigError(f"{folder} was made from Python with a federation of its own: fedloom.run(..., out=folder, resume=True) there")
     recipe = make_recipe(config)
-    _print(_with_progress(recipe, lambda step: recipe.carry_out(folder, step, on_start=_announce, resume=True)), as_json)
+    with _lines_for_warnings():
+        _print(_with_progress(recipe.method, lambda step: recipe.carry_out(folder, step, on_start=_announce, resume=True)), as_json)
+
+
+@contextmanager
+def _lines_for_warnings() -> Iterator[None]:
+    """A warning, of a checkpoint that cannot be used, is a line, as everything else here."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: err.print(str(message), style="yellow")
+        yield
 
 
 def show(folder: Path, as_json: bool) -> None:
@@ -117,15 +137,82 @@ def partition(given: Given, assignments: Iterable[str], plot: Path | None, as_js
         out.print(tables.holdings(held))
 
 
+def keys(host: str | None, parties: Sequence[str], folder: Path) -> None:
+    """Makes the coordinator's certificates if a host is given, keys for each party, and prints who has to get which file."""
+    if not host and not parties:
+        raise ConfigError("keys for whom? Give the coordinator's HOST, --party NAME, or both")
+    if twice := sorted({name for name in parties if parties.count(name) > 1}):
+        raise ConfigError(f"party {twice[0]!r} is named twice")
+    for name in parties:  # nothing is written if one of them cannot be
+        party_files(folder, name)
+    written = make_authority(folder, host) if host else []
+    for name in parties:
+        written += make_party(folder, name)
+    out.print(tables.listing({str(path): _goes_to(path) for path in written}))
+
+
+def _goes_to(path: Path) -> str:
+    if path.name in ("ca.key", "server.key"):
+        return "secret: stays with the coordinator"
+    if path.name == "server.crt":
+        return "stays with the coordinator, which shows it to whoever connects"
+    if path.name == "ca.crt":
+        return "to every party: by it they know the coordinator"
+    return f"secret: to party {path.stem} and nobody else" if path.suffix == ".key" else "to the coordinator"
+
+
+def serve(
+    agreement: Path, keys: Path, folder: Path | None, wait: float, insecure: bool, as_json: bool, resumed: dict[str, Any] | None = None
+) -> None:
+    """Coordinates a federation. resumed: the config of the run to go on with."""
+    from fedloom.deploy.agreement import read_agreement
+    from fedloom.deploy.serve import serve as coordinate
+
+    agreed = read_agreement(agreement)
+    folder = folder or _unused(Path("runs") / f"{agreement.stem}-{Path(agreed.method).stem}-s{agreed.run.seed}")
+    origin = {"agreement": str(agreement.resolve()), "keys": str(keys.resolve()), "wait": wait, "insecure": insecure}
+    with _lines_for_warnings():
+        result = _with_progress(
+            agreed.method,
+            lambda step: coordinate(
+                agreed, keys, folder, insecure=insecure, wait=wait, resumed=resumed, origin=origin, say=_say, on_round=step
+            ),
+        )  # fmt: skip
+    _print(result, as_json)
+
+
+def join(agreement: Path, party: str, key: Path, data: Path, state: Path | None, patience: float, insecure: bool) -> None:
+    """Takes part in a federation until the run is over."""
+    from fedloom.deploy.agreement import read_agreement, require_tls
+    from fedloom.deploy.join import Party, take_part
+    from fedloom.deploy.keys import read_party_key
+
+    agreed = read_agreement(agreement)
+    require_tls(agreed, insecure)
+    member = Party(agreed, party, read_party_key(key), agreed.graph(data, party), state or Path(f"fedloom-{party}"))
+    status = take_part(member, _say, patience)
+    _say(f"the run is {status}; this party's model: {member.model}" if member.model.exists() else f"the run is {status}")
+
+
+def _say(line: str) -> None:
+    err.print(line, style="dim", highlight=False)
+
+
 def _fresh_folder(recipe: Recipe, asked: Path | None) -> Path:
     if asked is not None:
         return asked
     parts = (Path(recipe.data.dataset).name, f"{recipe.partition.name}{recipe.partition.clients}", Path(recipe.method).stem)
     name = "-".join((*parts, recipe.model.name, f"s{recipe.run.seed}")).replace(",", "_").replace(":", "_").replace("=", "_")
-    count = 1
-    while (folder := Path("runs") / (name if count == 1 else f"{name}.{count}")).exists():
+    return _unused(Path("runs") / name)
+
+
+def _unused(folder: Path) -> Path:
+    """The folder, or one named after it that is not there yet."""
+    count, found = 1, folder
+    while found.exists():
         count += 1
-    return folder
+        found = folder.with_name(f"{folder.name}.{count}")
+    return found
 
 
 def _announce(started: dict[str, Any]) -> None:
@@ -133,12 +220,12 @@ def _announce(started: dict[str, Any]) -> None:
         err.print(line, style="dim")
 
 
-def _with_progress(recipe: Recipe, work: Callable[[Callable[[dict[str, Any], int], None]], Result]) -> Result:
+def _with_progress(method: str, work: Callable[[Callable[[dict[str, Any], int], None]], Result]) -> Result:
     """A bar on a terminal; in a pipe or a log a line for every tenth of the rounds."""
     clock = (TimeElapsedColumn(), TimeRemainingColumn())
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *clock, TextColumn("{task.fields[score]}"))
     with Progress(*columns, console=err, disable=not err.is_terminal) as bar:
-        task = bar.add_task(recipe.method, total=None, score="")
+        task = bar.add_task(method, total=None, score="")
         last = ""
 
         def step(entry: dict[str, Any], planned: int) -> None:
@@ -151,7 +238,7 @@ def _with_progress(recipe: Recipe, work: Callable[[Callable[[dict[str, Any], int
                 and entry.get("stage") != "finetune"
                 and done * 10 // max(planned, 1) > (done - 1) * 10 // max(planned, 1)
             ):
-                err.print(f"{recipe.method}: round {done} of {planned}, {last}", style="dim", highlight=False)
+                err.print(f"{method}: round {done} of {planned}, {last}", style="dim", highlight=False)
 
         return work(step)
 

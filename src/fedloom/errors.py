@@ -5,7 +5,7 @@ from difflib import get_close_matches
 
 
 class FedloomError(ValueError):
-    """Base of every error that is the input's fault, not the program's. The command line prints it and exits with 2."""
+    """Base of every error that is not the program's fault, but the input's. The command line prints it and exits with 2."""
 
 
 class DataError(FedloomError):
@@ -18,6 +18,10 @@ class ConfigError(FedloomError):
 
 class MessageError(FedloomError):
     """A message that breaks the rules of the wire: the text names the tensor."""
+
+
+class RoundFailed(FedloomError):  # noqa: N818
+    """Too few clients answered, and asking again did not help: nobody's input is wrong. The command line exits with 1."""
 
 
 def unknown(kind: str, name: str, choices: Iterable[str]) -> ConfigError:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from fedloom import disk
 from fedloom.message import Batch, Message, Schema, encoded_size, schema_of
 
 Direction = Literal["up", "down"]
@@ -30,12 +31,14 @@ class Booking(NamedTuple):
 
 
 class Ledger:
-    """Books messages and adds them up."""
+    """Books messages and adds them up. `rows` are those that are in no file yet: what is written down, memory lets go of."""
 
     def __init__(self) -> None:
         self.rows: list[Booking] = []
         self.schemas: list[Schema] = []
         self._numbers: dict[Schema, int] = {}
+        self._phases: dict[str, Counter[str]] = {}  # totals
+        self._log: disk.Log | None = None  # since the first writing
         self._written = 0  # schemas that are on disk already
 
     def book(
@@ -51,7 +54,12 @@ class Ledger:
             known = {id(message): message for message in messages.values()}  # many may be sent the same one
             made = {key: self._entry(schema_of(message), phase) for key, message in known.items()}
             entries = {client: made[id(message)] for client, message in messages.items()}
-        self.rows += [Booking(round, book_as or phase, direction, client, *entry) for client, entry in entries.items() if entry]
+        booked = book_as or phase
+        self.rows += [Booking(round, booked, direction, client, *entry) for client, entry in entries.items() if entry]
+        for entry, count in Counter(entries.values()).items():
+            if entry:
+                size, scalars, _ = entry
+                self._add(booked, direction, size, scalars, count)
 
     def _entry(self, schema: Schema, phase: str) -> tuple[int, int, int] | None:
         """Bytes, scalars and number of a schema; None for nothing."""
@@ -62,43 +70,57 @@ class Ledger:
             self.schemas.append(schema)
         return encoded_size(schema, phase), sum(_count(shape) for _, _, shape in schema), number
 
+    def _add(self, phase: str, direction: str, size: int, scalars: int, count: int = 1) -> None:
+        counter = self._phases.setdefault(phase, Counter(dict.fromkeys(_KEYS, 0)))
+        counter[f"bytes_{direction}"] += count * size
+        counter[f"scalars_{direction}"] += count * scalars
+        counter["messages"] += count
+
     def traffic(self) -> dict[str, Any]:
         """Totals over clients and rounds: bytes and scalars up and down, again per phase, and what evaluation cost apart."""
-        phases: dict[str, Counter[str]] = {}
-        for row in self.rows:
-            counter = phases.setdefault(row.phase, Counter(dict.fromkeys(_KEYS, 0)))
-            counter[f"bytes_{row.direction}"] += row.bytes
-            counter[f"scalars_{row.direction}"] += row.scalars
-            counter["messages"] += 1
         return {
-            **_total(counter for name, counter in phases.items() if name not in MEASURING),
-            "phases": {name: dict(counter) for name, counter in phases.items()},
-            "measuring": _total(counter for name, counter in phases.items() if name in MEASURING),
+            **_total(counter for name, counter in self._phases.items() if name not in MEASURING),
+            "phases": {name: dict(counter) for name, counter in self._phases.items()},
+            "measuring": _total(counter for name, counter in self._phases.items() if name in MEASURING),
         }
 
-    def write(self, folder: Path, since: int = 0) -> None:
-        """Writes rows from number `since` on to ledger.csv (a line per message; 0 starts it anew) and schemas.json (what was in them)."""
-        with open(folder / "ledger.csv", "a" if since else "w", newline="") as file:
-            table = csv.writer(file)
-            if not since:
-                table.writerow(Booking._fields)
-            table.writerows(self.rows[since:])
-        if not since or any(row.schema >= self._written for row in self.rows[since:]):
-            listing = [[{"name": name, "dtype": dtype, "shape": shape} for name, dtype, shape in schema] for schema in self.schemas]
-            (folder / "schemas.json").write_text(json.dumps(listing, indent=1) + "\n")
-            self._written = len(self.schemas)
+    def write(self, folder: Path) -> None:
+        """Writes what was booked since the last time to ledger.csv, a line per message; what messages hold is in schemas.json.
 
-    def read(self, folder: Path, count: int) -> None:
-        """Takes the first `count` rows of a run folder's ledger for its own, in place of what it has."""
-        listing = json.loads((folder / "schemas.json").read_text())
-        self.schemas = [tuple((row["name"], row["dtype"], tuple(row["shape"])) for row in schema) for schema in listing]
-        self._numbers, self._written = {schema: k for k, schema in enumerate(self.schemas)}, len(self.schemas)
-        with open(folder / "ledger.csv", newline="") as file:
-            rows = list(islice(csv.DictReader(file), count))
-        if len(rows) < count:
-            raise ValueError(f"ledger.csv has lost lines: {len(rows)} of {count}")
-        numbers = ("round", "bytes", "scalars", "schema")
-        self.rows = [Booking(**{key: int(value) if key in numbers else value for key, value in row.items()}) for row in rows]  # type: ignore[arg-type]
+        The first time begins both anew, or, if the ledger was read from them, cuts back what was written since.
+        """
+        if self._log is None or len(self.schemas) > self._written:  # before the rows that name them
+            listing = [[{"name": name, "dtype": dtype, "shape": shape} for name, dtype, shape in schema] for schema in self.schemas]
+            disk.put(folder / "schemas.json", (json.dumps(listing, indent=1) + "\n").encode())
+            self._written = len(self.schemas)
+        if self._log is None:
+            self._log = disk.Log(folder / "ledger.csv")
+        heading = [] if self._log.size else [Booking._fields]
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows([*heading, *self.rows])
+        self._log.append(text.getvalue().encode())
+        self.rows = []
+
+    def sync(self) -> int:
+        """Waits until ledger.csv is on the disk; gives how many bytes it has."""
+        assert self._log is not None
+        return self._log.sync()
+
+    @classmethod
+    def read(cls, folder: Path, size: int) -> Ledger:
+        """The ledger of a run folder as it was when ledger.csv had `size` bytes. ValueError if the files do not have it any more."""
+        ledger = cls()
+        ledger._log = disk.Log(folder / "ledger.csv", size)
+        used = 0
+        for row in csv.DictReader(io.StringIO(ledger._log.read(), newline="")):
+            ledger._add(row["phase"], row["direction"], int(row["bytes"]), int(row["scalars"]))
+            used = max(used, int(row["schema"]) + 1)
+        listing = json.loads((folder / "schemas.json").read_text())[:used]  # the others came later
+        ledger.schemas = [tuple((tensor["name"], tensor["dtype"], tuple(tensor["shape"])) for tensor in schema) for schema in listing]
+        if len(ledger.schemas) < used:
+            raise ValueError(f"schemas.json has lost schemas: {len(ledger.schemas)} of {used}")
+        ledger._numbers, ledger._written = {schema: k for k, schema in enumerate(ledger.schemas)}, used
+        return ledger
 
 
 _KEYS = ("bytes_up", "bytes_down", "scalars_up", "scalars_down", "messages")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -29,11 +30,14 @@ DTYPES = {str(d).removeprefix("torch."): d for d in (
 )}  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 DEFAULT_LIMIT = 2**31  # bytes; a deployment sets its own
+DEPTH_LIMIT = 64  # groups within groups, and dimensions of a tensor: beyond it Python's recursion and torch give up
 
 
 # ---- shape of a message ----
 def flatten(message: Message) -> dict[str, Tensor]:
     """Takes a nested message, gives {"outer/inner": tensor} sorted by name. Anything but tensors in dicts is refused by name."""
+    if not isinstance(message, dict):
+        raise MessageError(f"message: it is a {type(message).__name__}; only dicts of tensors travel")
     return dict(sorted(_walk(message, "")))
 
 
@@ -136,6 +140,27 @@ def _leaves(message: Message) -> int:
     return sum(_leaves(value) if isinstance(value, dict) else 1 for value in message.values())
 
 
+@dataclass(frozen=True)
+class Absent:
+    """What an engine gives in place of a client's answer.
+
+    cause: why there is none, in one line. error: the client's own exception, if it is that. forgot: the client is there again, but has
+    lost its state, so that all that came before the rounds has to be handed in to it again.
+    """
+
+    cause: str
+    error: Exception | None = None
+    forgot: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cause", " ".join(self.cause.split()))
+
+    @classmethod
+    def by(cls, error: Exception) -> Absent:
+        """Takes the exception that a client's phase has ended with."""
+        return cls(f"{type(error).__qualname__}: {error}", error)
+
+
 # ---- the wire ----
 def encode(message: Message, phase: str) -> bytes:
     """Takes a message and the phase it belongs to, gives the bytes that travel."""
@@ -152,15 +177,21 @@ def decode(data: bytes, phase: str, limit: int = DEFAULT_LIMIT) -> Message:
     if len(data) > limit:
         raise MessageError(f"message for {phase!r}: {len(data)} bytes, more than the limit of {limit}")
     header = _header(data, phase)
-    said = header.get("__metadata__")
-    if not isinstance(said, dict) or said.get("format") != FORMAT:
-        raise MessageError(f"message for {phase!r}: format is {said and said.get('format')!r}, this side speaks {FORMAT!r}")
+    metadata = header.get("__metadata__")
+    said = metadata if isinstance(metadata, dict) else {}
+    if said.get("format") != FORMAT:
+        raise MessageError(f"message for {phase!r}: format is {said.get('format')!r:.80}, this side speaks {FORMAT!r}")
     if said.get("phase") != phase:
-        raise MessageError(f"message for {phase!r}: it says it belongs to {said.get('phase')!r}")
+        raise MessageError(f"message for {phase!r}: it says it belongs to {said.get('phase')!r:.80}")
+    if len(said) > 2:
+        raise MessageError(f"message for {phase!r}: metadata besides format and phase: no text travels")
     try:
         flat = load_safetensors(data)
-    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise MessageError(f"message for {phase!r}: damaged ({error})") from error
+    except (SafetensorError, KeyError, ValueError, RuntimeError, TypeError) as error:  # TypeError: a length of 2**63 or more
+        raise MessageError(f"message for {phase!r}: damaged ({_printable(error)})") from error
+    for name, tensor in flat.items():
+        if max(name.count("/"), tensor.dim()) > DEPTH_LIMIT:
+            raise MessageError(f"message for {phase!r}: tensor {name[:80]!r} has more than {DEPTH_LIMIT} levels or dimensions")
     message = unflatten(flat)
     require_finite(message, f"message for {phase!r}")  # and names and dtypes by the same rules as on the sending side
     return message
@@ -173,12 +204,28 @@ def _header(data: bytes, phase: str) -> dict[str, Any]:
     if length > len(data) - 8:
         raise MessageError(f"message for {phase!r}: cut off (the header claims {length} bytes, {len(data) - 8} came)")
     try:
-        header = json.loads(data[8 : 8 + length])
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        # As text, because of bytes json guesses the encoding: the sender would choose which codecs are imported here.
+        header = json.loads(data[8 : 8 + length].decode("utf-8"), object_pairs_hook=_without_twins)
+    except MessageError as error:
+        raise MessageError(f"message for {phase!r}: {error}") from None
+    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a number of thousands of digits
         raise MessageError(f"message for {phase!r}: header is not JSON ({type(error).__name__})") from error
     if not isinstance(header, dict):
         raise MessageError(f"message for {phase!r}: header is not a JSON object")
     return header
+
+
+def _printable(error: Exception) -> str:
+    """An error's text without the control characters a sender may have put into what it quotes: it may end up in a log or a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in str(error)[:300])
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict. Two readers may take different ones of two equal names, so there must be none."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        raise MessageError("header has a name twice")
+    return members
 
 
 def require_finite(message: Message, who: str) -> None:

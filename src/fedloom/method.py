@@ -239,6 +239,8 @@ class Method(ABC):
     transductive: ClassVar[bool] = False  # has to see all nodes before training, those to be predicted too (never their labels)
     tasks: ClassVar[tuple[str, ...]] = ("node", "graph")
     validates: ClassVar[bool] = False  # whether clients choose between models by their validation items (never: train on them)
+    minimum: ClassVar[int] = 1  # fewest answers to an exchange that it can go on with, whatever the quorum
+    everybody: ClassVar[tuple[str, ...]] = ()  # phases that nobody may be absent from, whatever the quorum
     discloses: ClassVar[str] = ""  # what the server learns that is as large as a client's data, if anything
     tells: ClassVar[str] = ""  # what other clients learn of a client's features and labels, other than by the model, if anything
 
@@ -307,6 +309,7 @@ class Plugin(ABC):
     crosses: ClassVar[bool] = False
     transductive: ClassVar[bool] = False
     validates: ClassVar[bool] = False
+    everybody: ClassVar[tuple[str, ...]] = ()
     discloses: ClassVar[str] = ""
     tells: ClassVar[str] = ""
 
@@ -330,11 +333,12 @@ def in_front_of(plugin: type[Plugin], method: type[Method], name: str) -> type[M
     if not (tasks := tuple(t for t in plugin.tasks if t in method.tasks)):
         raise ConfigError(f"method.base is {name!r}, which does {' and '.join(method.tasks)} tasks, not {' or '.join(plugin.tasks)} ones")
     either, both = ("crosses", "transductive", "validates"), ("discloses", "tells")
-    shared = {"run", "check", "tasks", *either, *both}  # what calls, or joins, both
+    shared = {"run", "check", "tasks", "everybody", *either, *both}  # what calls, or joins, both
     names = {key for key in (*dir(plugin), *(f.name for f in fields(plugin))) if not key.startswith(("__", "_abc_"))}
     for key in sorted(names & {*dir(method), *(f.name for f in fields(method))} - shared):
         raise ConfigError(f"method.base is {name!r}: its {key!r} and that of {plugin.__name__} are two things of one name; rename one")
     joined: dict[str, Any] = {"__module__": plugin.__module__, "__doc__": plugin.__doc__, "tasks": tasks}
+    joined["everybody"] = (*plugin.everybody, *method.everybody)
     joined |= {key: getattr(plugin, key) or getattr(method, key) for key in either}
     joined |= {key: "; ".join(filter(None, (getattr(plugin, key), getattr(method, key)))) for key in both}
     return dataclass(frozen=True)(type(f"{plugin.__name__}{method.__name__}", (plugin, method), joined))

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fedloom import learn, models, task
-from fedloom.errors import ConfigError, MessageError, unknown
+from fedloom.errors import ConfigError, MessageError, RoundFailed, unknown
+from fedloom.faults import SILENT, Attendance, Held, Patience, listed, too_few
 from fedloom.graph import Graph
-from fedloom.ledger import Ledger
-from fedloom.message import Batch, Message, Schema, check, check_schema, flatten, require_finite, tree_map, unflatten
+from fedloom.ledger import MEASURING, Ledger
+from fedloom.message import Absent, Batch, Message, Schema, check, check_schema, flatten, require_finite, tree_map, unflatten
 from fedloom.method import expected_letters, expected_reply, model_schema, require_names
 from fedloom.models import Model
 from fedloom.privacy import masked, sealed
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 SUMMED_FROM = 4096  # bytes of a tensor from which on its fingerprint is taken of sums
 Weights = Mapping[str, Tensor]  # a number per client
-Call = Callable[[str, dict[str, Message]], Mapping[str, Message]]  # an engine: (phase name, {client: message}) -> {client: reply}
+Call = Callable[[str, dict[str, Message]], Mapping[str, Message | Absent]]  # an engine: phase's name, {client: message} -> {client: reply}
+Expected = Callable[[str, Message], Schema]  # (client, its reply) -> what the reply must look like
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Client:
 
     def __init__(self, name: str, graph: Graph, facts: Facts, inductive: bool = False):
         self.name, self.facts = name, facts
-        self.full_graph = graph
+        self.full_graph, self.inductive = graph, inductive
         self.graph = graph.training_view(inductive)
         self.state: dict[str, Any] = {}
         self.memory: dict[str, Any] = {}
@@ -195,12 +197,23 @@ class Replies(Mapping[str, Message]):
             raise MessageError("nobody answered: there is nothing to average")
         raw = {c: 1.0 if weight is None else float(weight[c]) for c in self}
         for client, value in raw.items():
-            if not 0 <= value < float("inf"):
-                raise MessageError(f"client {client!r}: weight is {value}, must be finite and not negative")
+            _require_weight(client, value)
         total = sum(raw.values())
         if total <= 0:
             raise MessageError("weights: all clients that answered have weight 0")
         return {c: value / total for c, value in raw.items()}
+
+
+def _require_weight(client: str, value: float) -> None:
+    if not 0 <= value < float("inf"):
+        raise MessageError(f"client {client!r}: weight is {value}, must be finite and not negative")
+
+
+def _refuse_negative(client: str, reply: Message) -> None:
+    """Refuses a weight below 0; one that is a vector may have such entries."""
+    for weight in flatten(reply).values():
+        if weight.dim() == 0:
+            _require_weight(client, float(weight))
 
 
 class Observer(Protocol):
@@ -221,11 +234,16 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class Rules:
-    """How rounds are run: share of clients that take part, how often to evaluate, which model to evaluate."""
+    """How rounds are run: which model to evaluate, share of clients that take part, how often to evaluate, what absence is borne.
+
+    retries: how often those who have not answered are asked again, if too few have, before the run fails.
+    """
 
     evaluation: str
     participation: float = 1.0
     evaluate_every: int = 1
+    patience: Patience = Patience()
+    retries: int = 2
 
 
 class Server:
@@ -245,6 +263,8 @@ class Server:
         self.seconds_evaluating = 0.0
         self.notes: dict[str, float] = {}  # what a method wants in the run's summary
         self.keys_met = False  # whether the clients have each other's keys for letters, in a secure run
+        self.attendance = Attendance()
+        self._model_before: Any = None  # the model when the round began, for a round that fails
 
     # ---- what run may ask for ----
     def rng(self, purpose: str) -> torch.Generator:
@@ -263,14 +283,18 @@ class Server:
         if self.round:
             raise RuntimeError("rounds: a run has one round loop; what comes before or after it is asked outside")
         self.round = done = self._observer.entered_rounds(self, count)
+        if done:
+            self.attendance.report()  # what is done again after a resume is in the history already
         for number in range(done + 1, (done if self.over else count) + 1):
             self.round, self._last_round = number, number == count
             self.participants, self.in_round = self._draw(), True
+            self._begin_round()
             yield number
             self.in_round = False
             if self._observer.finished_round(self):
                 break
         self.participants = self.clients
+        self._begin_round()  # what comes after the rounds is done whole, too
 
     def ask(
         self, phase: Any, *, clients: Sequence[str] | None = None, each: Mapping[str, Message] | None = None, **message: Any
@@ -280,6 +304,13 @@ class Server:
         phase: one of the method's phases. clients: whom to ask (this round's participants). each: what to send to each client
         on top of what all get (then its keys say whom to ask). message: what all get.
         """
+        return self._ask(phase, clients, each, message)
+
+    def _ask(
+        self, phase: Any, clients: Sequence[str] | None, each: Mapping[str, Message] | None, message: Message, needed: int | None = None,
+        refuse: Callable[[str, Message], None] = lambda client, reply: None,
+    ) -> Replies:  # fmt: skip
+        """`ask`, with another number of clients that must answer, and with a check of what they say beside that of its form."""
         name = phase.__name__
         if hasattr(phase, "read_by"):
             raise ConfigError(f"server.ask: phase {name!r} writes letters to other clients; use server.relay")
@@ -291,9 +322,10 @@ class Server:
         messages = self._address(phase, clients, each, message)
 
         def expected(client: str, reply: Message) -> Schema:
+            refuse(client, reply)
             return self._reply_of(phase, messages[client], client, reply)
 
-        replies = self.exchange(name, messages, expected, alike=not phase.sized_by_reply)
+        replies = self.exchange(name, messages, expected, alike=not phase.sized_by_reply, needed=needed)
         self.remember(name, messages, replies)
         return replies
 
@@ -395,25 +427,149 @@ class Server:
         return expected_reply(self._method, phase, message, model_schema(self.facts.model_of[client], self.facts), self.facts, reply)
 
     def exchange(
-        self, name: str, messages: Mapping[str, Message], expected: Callable[[str, Message], Schema], book_as: str | None = None,
-        alike: bool = False,
+        self, name: str, messages: Mapping[str, Message], expected: Expected, book_as: str | None = None, alike: bool = False,
+        needed: int | None = None,
     ) -> Replies:  # fmt: skip
         """Sends messages, gives what came back, each booked, and each reply held against the schema that is expected of it.
 
-        alike: what is expected depends on a client's model and on what it was sent, and on nothing else.
-        """
-        self.ledger.book(self.round, name, "down", messages, book_as)
-        answers = self._call(name, dict(messages))
-        if isinstance(answers, Batch) and alike:
-            self._check_batch(name, answers, messages, expected)
-        else:
-            answers = {c: answers[c] for c in messages if c in answers}
-            for client, reply in answers.items():
-                check(reply, expected(client, reply), f"client {client!r} in {name!r}")
-        self.ledger.book(self.round, name, "up", answers, book_as)
-        return Replies(answers)
+        With a quorum of 1, a client's error is raised, and a reply that is not as expected is an error. Below, either makes the client
+        absent: if too few have answered, those who have not are asked again, and if that does not help, it is RoundFailed. What absence
+        means for later exchanges is said in `Attendance`. Who is silent for no known reason is left out, with a quorum of 1, too.
 
-    def _check_batch(self, name: str, batch: Batch, messages: Mapping[str, Message], expected: Callable[[str, Message], Schema]) -> None:
+        alike: what is expected depends on a client's model and on what it was sent, and on nothing else. needed: how many must answer, if
+        not as many as the quorum and the method say.
+        """
+        answers: dict[str, Message] = {}
+        absent: dict[str, Absent] = {}
+        measuring = (book_as or name) in MEASURING
+        needed = self._needed(name, len(messages)) if needed is None else needed
+        due, known = dict(messages), set() if measuring else set(self.attendance.out)
+        for attempt in range(self.attempts):
+            self.attendance.asked_again += len(due) if attempt else 0
+            present, away = self.present(due, measuring)
+            came, lost = self._send(name, present, expected, book_as, alike)
+            if isinstance(came, Batch):
+                return Replies(came)
+            answers |= came
+            absent = {c: why for c, why in (absent | away | lost).items() if c not in answers}
+            due = {c: messages[c] for c in messages if c in absent and c not in self.attendance.out}
+            if len(answers) >= needed or not due:
+                break
+        self.attendance.note(name, {c: why for c, why in absent.items() if c not in known})
+        if len(answers) < needed and self.survives:
+            raise self.failed(name, too_few(answers, len(messages), needed), absent)
+        self.conclude(name, messages, absent, book_as)
+        return Replies({c: answers[c] for c in messages if c in answers})
+
+    def stage(
+        self, name: str, messages: Mapping[str, Message], expected: Expected, book_as: str | None, lost: dict[str, Absent]
+    ) -> Replies:  # fmt: skip
+        """`exchange` for one stage of several: nobody is asked twice, how many are enough and what follows is the caller's affair.
+
+        lost: where those who are absent are entered.
+        """
+        came, absent = self._send(name, messages, expected, book_as)
+        self.attendance.note(name, absent)
+        lost |= absent
+        return Replies(came)
+
+    @property
+    def survives(self) -> bool:
+        """Whether the run goes on without somebody who does not answer."""
+        return self._rules.patience.survives
+
+    @property
+    def attempts(self) -> int:
+        """How often an exchange may be tried: once, if every absence is an error."""
+        return 1 + self._rules.retries if self.survives else 1
+
+    def _needed(self, name: str, asked: int) -> int:
+        return max(self.least(name, asked), self._rules.patience.enough(asked))
+
+    def least(self, name: str, asked: int) -> int:
+        """How many of so many clients must answer a phase for the method to go on, whatever the quorum."""
+        return asked if name in self._method.everybody else min(asked, self._method.minimum)
+
+    def present(self, messages: Mapping[str, Message], measuring: bool) -> tuple[dict[str, Message], dict[str, Absent]]:
+        """Of those who are to be asked: who can be, and why the others cannot. Hands in first what they have missed before the rounds."""
+        kept = self.attendance
+        absent = {} if measuring else {c: why for c, why in kept.out.items() if c in messages}
+        for number, held in enumerate(kept.held):
+            due = {c: held.messages[c] for c in messages if kept.lacks(c, number) and c not in absent}
+            if not held.repeatable:
+                absent |= dict.fromkeys(due, Absent(f"missed {held.name!r} before the rounds, which a secure run does not repeat"))
+            elif due:
+                came, lost = self._send(held.name, due, None, held.book_as)
+                for client in came:
+                    kept.caught_up(client, number)
+                absent |= {c: Absent(f"behind since {held.name!r}: {why.cause}", why.error) for c, why in lost.items()}
+        return {c: message for c, message in messages.items() if c not in absent}, absent
+
+    def _send(
+        self, name: str, messages: Mapping[str, Message], expected: Expected | None, book_as: str | None, alike: bool = False
+    ) -> tuple[Mapping[str, Message], dict[str, Absent]]:  # fmt: skip
+        """One try: the answers that are as expected, booked, and why there are no others. expected: None if nobody reads them."""
+        self.ledger.book(self.round, name, "down", messages, book_as)
+        given = self._call(name, dict(messages))
+        if isinstance(given, Batch) and alike and expected is not None and not self.survives:
+            self._check_batch(name, given, messages, expected)
+            self.ledger.book(self.round, name, "up", given, book_as)
+            return given, {}
+        answers: dict[str, Message] = {}
+        absent: dict[str, Absent] = {}
+        for client in messages:
+            reply, who = given.get(client, SILENT), f"client {client!r} in {name!r}"
+            if not isinstance(reply, Absent) and expected is not None:
+                try:
+                    check(reply, expected(client, reply), who)
+                except MessageError as error:
+                    if not self.survives:
+                        raise
+                    reply = Absent(f"refused: {str(error).removeprefix(who + ': ')}", error)
+            if isinstance(reply, Absent):
+                absent[client] = reply
+            else:
+                answers[client] = reply
+        self.ledger.book(self.round, name, "up", answers, book_as)
+        self._bear(name, absent, (book_as or name) in MEASURING)
+        return answers, absent
+
+    def _bear(self, name: str, absent: Mapping[str, Absent], measuring: bool) -> None:
+        """With a quorum of 1, raises what keeps a client from answering; below, sees to those who have lost their state."""
+        reasons = {c: why for c, why in absent.items() if why is not SILENT}
+        if not self.survives:
+            for error in (why.error for why in reasons.values() if why.error is not None):
+                raise error
+            if reasons:
+                raise self.failed(name, "all clients are needed (run.quorum is 1)", reasons)
+        for client, why in reasons.items():
+            if why.forgot:
+                self.attendance.forgot(client, why, self.round > 0, measuring)
+
+    def conclude(
+        self, name: str, messages: Mapping[str, Message], absent: Mapping[str, Absent], book_as: str | None, repeatable: bool = True
+    ) -> None:  # fmt: skip
+        """What follows from an exchange for those who were absent; repeatable: whether it can be handed in again to them."""
+        if not self.survives or (book_as or name) in MEASURING:
+            return
+        if self.round:
+            self.attendance.out |= absent
+        else:
+            self.attendance.hold(Held(name, messages, book_as, repeatable), absent)
+
+    def failed(self, name: str, why: str, absent: Mapping[str, Absent]) -> RoundFailed:
+        """The error of a round that cannot go on. The server's model is put back to what it was when the round began."""
+        if self.in_round and self._model_before is not None:
+            self.state["model"] = self._model_before
+        when = f"round {self.round}" if self.round else "before round 1"
+        return RoundFailed(f"{when}, {name!r}: {why}; absent: {listed(absent)}")
+
+    def _begin_round(self) -> None:
+        self.attendance.begin_round()
+        model = self.state.get("model")
+        self._model_before = snapshot(model) if isinstance(model, dict) and self.survives else None
+
+    def _check_batch(self, name: str, batch: Batch, messages: Mapping[str, Message], expected: Expected) -> None:
         """`check` of many replies of which alike ones are expected."""
         kinds: dict[tuple[str, int], str] = {}
         for client in batch:
@@ -447,7 +603,8 @@ class Server:
         known = self.state.setdefault("weights of means", {}).setdefault(by, {})  # a name that no method takes for its own
         unknown_yet = [c for c in clients if c not in known]
         if unknown_yet:
-            for client, reply in self.ask(getattr(self._method, by), clients=unknown_yet).items():
+            needed = self._needed(by, len(clients)) - (len(clients) - len(unknown_yet))
+            for client, reply in self._ask(getattr(self._method, by), unknown_yet, None, {}, needed, _refuse_negative).items():
                 (known[client],) = reply.values()
         return {c: known[c] for c in clients if c in known}
 

@@ -191,15 +191,17 @@ def make_recipe(tables: Mapping[str, Any]) -> Recipe:
     for key in options:
         if key not in valid:
             raise unknown("setting in [partition]:", key, (*own, *valid))
-    built = {name: _table(name, given[name]) for name in TABLES}
+    built = {name: table(name, TABLES[name], given[name]) for name in TABLES}
     for spec in built["model"].name.split(","):
         models.parse(spec.strip().lower())
     evaluation(method_class(method, given["method"]), method, built["run"].evaluation)
     return Recipe(method=method, method_settings=given["method"], options=options, **built)
 
 
-def _table(name: str, given: Mapping[str, Any]) -> Any:
-    cls = TABLES[name]
+def table(name: str, cls: Any, given: Any) -> Any:
+    """A table of a TOML file as the dataclass that describes it; a ConfigError that names table, key and what would be valid."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{name} is {given!r}, must be a table: [{name}]")
     known = {f.name: f for f in fields(cls)}
     for key in given:
         if key not in known:

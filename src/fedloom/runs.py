@@ -4,34 +4,36 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import safetensors
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 
-from fedloom import memory, models, task
-from fedloom.allocator import freed_is_kept
-from fedloom.engines import engine_names, has_workers, make_engine
+from fedloom import checkpoint, crash, disk, memory, models, task
+from fedloom.allocator import freed_is_kept, peak
+from fedloom.checkpoint import Checkpoint
+from fedloom.engines import Patience, engine_class, engine_names, has_workers, make_engine
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.graph import Federation, Roster
+from fedloom.history import History, read_history
 from fedloom.ledger import Ledger
-from fedloom.message import Message, flatten, unflatten
+from fedloom.message import Absent, Message, flatten, unflatten
 from fedloom.method import Method, check_setting, make_method, setting
 from fedloom.party import Client, Facts, Replies, Rules, Server, restore, snapshot
 from fedloom.privacy import masked
 from fedloom.privacy.secure_sum import Terms
+from fedloom.stopping import undisturbed
 
 Scores: TypeAlias = dict[str, float | None]
-Checkpoint: TypeAlias = tuple[dict[str, Any], Message, list[dict[str, Any]], Ledger]
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ class RunSettings:
     secure_range: float = setting(2.0**24, "largest absolute value that a client may add; beyond it is an error", above=0)
     threads: int = setting(1, "threads of a tensor operation; the same number gives the same bits", at_least=1, at_most=1024)
     workers: int = setting(0, "processes that share the clients, in the engines that have such (0 = as the cores allow)", at_least=0)
+    quorum: float = setting(1.0, "share of the clients asked that must answer; below 1 the others may be absent", above=0, at_most=1)
+    deadline: float = setting(0.0, "seconds that an exchange may take, in the engines that can do without who is late", at_least=0)
+    grace: float = setting(0.0, "seconds that the others have once a quorum has answered (0 = until the deadline)", at_least=0)
+    retries: int = setting(2, "how often the others are asked again, if too few have answered, before the run fails", at_least=0)
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -61,6 +67,14 @@ class RunSettings:
             raise unknown("run.engine", self.engine, engine_names())
         if not has_workers(self.engine) and self.workers:
             raise ConfigError(f"run.workers is {self.workers}, engine {self.engine!r} has none; valid: 0, or run.engine processes or ray")
+        engine = engine_class(self.engine)
+        if self.quorum < 1 and not engine.outlives:
+            others = "1, or run.engine loop, wire, processes, ray or flower"
+            raise ConfigError(f"run.quorum is {self.quorum:g}, in engine {self.engine!r} nobody can do without a client; valid: {others}")
+        for name in ("deadline", "grace"):
+            if getattr(self, name) and not engine.interrupts:
+                others = "0, or run.engine processes, ray or flower"
+                raise ConfigError(f"run.{name} is {getattr(self, name):g}, engine {self.engine!r} has none; valid: {others}")
         _ = self.terms  # refuses what does not fit
 
     @property
@@ -75,9 +89,14 @@ class Result:
     """What a run gives. `summary` is what `--json` prints; the properties are its most used entries."""
 
     summary: dict[str, Any]
-    history: list[dict[str, Any]]
     models: dict[str, Message] = field(default_factory=dict, repr=False)
     folder: Path | None = None
+    entries: list[dict[str, Any]] = field(default_factory=list, repr=False)  # of the history, if there is no folder to read it from
+
+    @cached_property
+    def history(self) -> list[dict[str, Any]]:
+        """An entry for each round, and for each evaluation outside of the rounds; read from the folder when first asked for."""
+        return read_history(self.folder) if self.folder else self.entries
 
     @property
     def accuracy(self) -> float | None:
@@ -104,9 +123,10 @@ def run(
 
     method: a name, a path to a method file, or a Method. model: a spec ("gcn", "gcn-4x128") or several, separated by commas, dealt
     over the clients in turn. out: a folder to keep the run in. on_round: called with each history entry and the number of rounds.
-    on_start: called when the engine is there, with what the summary will say of it (`engine`, `engine_details`). resume: go on from
-    the checkpoint in `out`. settings: fields of the method (lr=...) and of RunSettings (seed=...). A recipe also gives `config`, what
-    the run folder keeps as its origin, and `seconds_loading`, what loading and dividing took.
+    on_start: called when the engine is there, with what the summary will say of it (`engine`, `engine_details`). resume: go on with
+    the run in `out`, from its checkpoint or, if it has none, from the beginning; one that is completed is read. settings: fields of the
+    method (lr=...) and of RunSettings (seed=...). A recipe also gives `config`, what the run folder keeps as its origin, and
+    `seconds_loading`, what loading and dividing took.
     """
     of_run = {f.name for f in fields(RunSettings)}
     rules = RunSettings(**{k: v for k, v in settings.items() if k in of_run})
@@ -127,10 +147,15 @@ def run(
     def engine() -> Any:
         graphs = zip(federation.names, federation.graphs, strict=True)
         clients = (Client(client, graph, facts, federation.inductive) for client, graph in graphs)
-        return make_engine(rules.engine, chosen, clients, rules.workers)
+        return make_engine(rules.engine, chosen, clients, rules.workers, patience_of(rules))
 
     with threads(rules.threads), freed_is_kept():
         return record.carry_out(name, chosen, facts, engine, resume, seconds_loading)
+
+
+def patience_of(rules: RunSettings) -> Patience:
+    """What absence a run bears, for its engine and its server (`rules.patience` is something else: for how long scores may stand still)."""
+    return Patience(rules.quorum, rules.grace, rules.deadline)
 
 
 def agree_on_facts(method: Method, name: str, roster: Roster, model: str, dropout: float, rules: RunSettings) -> Facts:
@@ -171,12 +196,17 @@ def evaluation(method: Method | type[Method], name: str, asked: str) -> str:
 
 
 def run_folder(out: str | Path | None, resume: bool) -> Path | None:
-    """The folder that a run is kept in, made if need be; ConfigError if it cannot be written to, or holds another run."""
+    """The folder that a run is kept in, made if need be; ConfigError if it cannot be written to, or holds another run.
+
+    resume: the folder must be there, with a run that was begun in it; DataError if not.
+    """
     if out is None:
         if resume:
             raise ConfigError("out: resuming needs the folder of the run")
         return None
     folder = Path(out)
+    if resume:
+        read_config(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not resume and any(folder.iterdir()):
@@ -209,17 +239,17 @@ def threads(count: int) -> Iterator[None]:
 
 
 class Recorder:
-    """Keeps what happens in a run, in memory and, line by line, in its folder: whatever ends the run, the folder can be read."""
+    """Keeps what happens in a run, line by line in its folder if it has one: whatever ends the run, the folder can be read."""
 
     def __init__(self, roster: Roster, rules: RunSettings, folder: Path | None, on_round: Any, on_start: Any = None):
         self.roster, self.rules, self.folder, self.on_round, self.on_start = roster, rules, folder, on_round, on_start
         self.config: dict[str, Any] = {}
         self.predicted_mb = 0.0  # peak of memory, as it was foreseen
-        self.history: list[dict[str, Any]] = []
+        self.history = History(folder, rules.patience)
         self.planned = 0
+        self.engine: Any = None
         self._evaluation: dict[str, Any] = {}
-        self._booked = 0
-        self._pending: Checkpoint | None = None  # read, and to be put back when the round loop begins
+        self._pending: tuple[Checkpoint, Ledger] | None = None  # read, and to be put back when the round loop begins
 
     # ---- the whole of it ----
     def carry_out(
@@ -227,37 +257,57 @@ class Recorder:
     ) -> Result:  # fmt: skip
         """Runs the method in the engine that `make` gives, and writes the folder; also when it ends by an error or Ctrl-C, which is
         raised again."""
-        began = time.perf_counter()
         self.name = name
-        rules = Rules(evaluation(method, name, self.rules.evaluation), self.rules.participation, self.rules.evaluate_every)
-        if resume:
-            assert self.folder is not None
-            self._pending = self._read_checkpoint(self.folder)  # refuse before anything in the folder is touched
+        asked = self.rules
+        evaluated = evaluation(method, name, asked.evaluation)
+        rules = Rules(evaluated, asked.participation, asked.evaluate_every, patience_of(asked), asked.retries)
+        self.seconds = {"load": seconds_loading, "setup": 0.0, "train": 0.0, "evaluate": 0.0, "total": 0.0}
+        self._began = self._loop_began = time.perf_counter()
+        if self.folder and resume:
+            self._require_same_run(self.folder)
+            if is_completed(self.folder):
+                return read_run(self.folder)
+            self._reopen(self.folder)
         elif self.folder:
-            _write(self.folder / "config.json", json.dumps(self.config, indent=1) + "\n")
-        with closing(make()) as self.engine:
-            if self.on_start:
-                self.on_start(self._engine())
-            server = Server(method, facts, self.engine.call, rules, self)
-            self.seconds = {"load": seconds_loading, "setup": 0.0, "train": 0.0, "evaluate": 0.0, "total": 0.0}
-            self._began, self._loop_began = began, began
-            status, cause = "failed", ""
+            disk.put(self.folder / "config.json", (json.dumps(self.config, indent=1) + "\n").encode())
+        self.server = server = Server(method, facts, self._call, rules, self)
+        failure: BaseException | None = None
+        with ExitStack() as stack:
             try:
+                self.engine = stack.enter_context(closing(make()))
+                if self.on_start:
+                    self.on_start(self._engine())
+                crash.point("nothing-asked")
                 method.run(server)
-                status = "completed"
-            except KeyboardInterrupt:
-                status, cause = "stopped", "interrupted"
-                raise
-            except BaseException as error:
-                cause = f"{type(error).__name__}: {error}"
-                raise
-            finally:
-                gc.unfreeze()
-                result = self._finish(server, status, cause, rules.evaluation)
+                self.engine.finish()
+            except BaseException as error:  # noqa: BLE001  (it is raised as soon as the folder is in order)
+                failure = error
+            gc.unfreeze()
+            with undisturbed():
+                result, failure = self._finish(server, failure, rules.evaluation)
+        if failure is not None:
+            raise failure
         return result
 
+    def _reopen(self, folder: Path) -> None:
+        """Cuts the folder's files back to where the run goes on: to its checkpoint, to nothing if it has none."""
+        found = checkpoint.read(folder)
+        if found:
+            self._pending = found, self._read_records(folder, found)
+        (folder / "summary.json").unlink(missing_ok=True)  # of the run that stopped; killed from here on, it is unfinished
+        self.history.cut()
+        (self._pending[1] if self._pending else Ledger()).write(folder)
+
+    def _call(self, phase: str, messages: dict[str, Message]) -> Mapping[str, Message | Absent]:
+        crash.point("exchange-unsent")
+        self.engine.round = self.server.round
+        answers = self.engine.call(phase, messages)
+        crash.point("exchange-answered")
+        return answers
+
     def _engine(self) -> dict[str, Any]:
-        return {"engine": self.rules.engine, "engine_details": {"threads": self.rules.threads, **self.engine.about()}}
+        about = self.engine.about() if self.engine else {}
+        return {"engine": self.rules.engine, "engine_details": {"threads": self.rules.threads, **about}}
 
     # ---- called by the server ----
     def entered_rounds(self, server: Server, count: int) -> int:
@@ -267,7 +317,7 @@ class Recorder:
         self.seconds["setup"] = self._loop_began - self._began
         gc.freeze()  # what is there stays: of a thousand clients, Python need not look for garbage again and again
         if self._pending is None:
-            self._flush(server)
+            self._write_down(server)
             return 0
         return self._put_back(server)
 
@@ -293,77 +343,90 @@ class Recorder:
 
     def finished_round(self, server: Server) -> bool:
         """Writes the round down; tells whether patience has run out."""
+        crash.point("round-unclosed")
         self._close_entry(server)
         every = self.rules.checkpoint_every
         if self.folder and every and server.round % every == 0:
-            self._save_checkpoint(server)
-        return self._out_of_patience()
-
-    def _out_of_patience(self) -> bool:
-        if not self.rules.patience:
-            return False
-        marks = [e["val_accuracy"] for e in self.history if e.get("val_accuracy") is not None]
-        return len(marks) > self.rules.patience and max(marks[-self.rules.patience :]) <= max(marks[: -self.rules.patience])
+            self._save_checkpoint(self.folder, server)
+        crash.point("round-closed")
+        return self.history.out_of_patience()
 
     # ---- writing ----
     def _close_entry(self, server: Server) -> None:
         elapsed = round(time.perf_counter() - self._began, 4)
         entry = {"round": server.round, "participants": list(server.participants), **self._evaluation, "seconds": elapsed}
+        entry |= server.attendance.report()
         self._evaluation = {}
-        self.history.append(entry)
-        if self.folder:
-            with open(self.folder / "history.jsonl", "a") as file:
-                file.write(json.dumps(entry) + "\n")
-        self._flush(server)
+        if self._pending is not None:
+            return  # set-up is being done again, and this was written down the first time
+        self._write_down(server, entry)
         if self.on_round:
             self.on_round(entry, self.planned)
 
-    def _flush(self, server: Server) -> None:
-        if self.folder:
-            server.ledger.write(self.folder, since=self._booked)
-            self._booked = len(server.ledger.rows)
+    def _write_down(self, server: Server, entry: dict[str, Any] | None = None) -> None:
+        with undisturbed():
+            if entry is not None:
+                self.history.add(entry)
+            if self.folder:
+                server.ledger.write(self.folder)
 
-    def _finish(self, server: Server, status: str, cause: str, evaluation: str) -> Result:
+    def _finish(self, server: Server, failure: BaseException | None, evaluation: str) -> tuple[Result, BaseException | None]:
+        """Writes what is left to write. Gives the result, and what ended the run if it is not completed."""
         now = time.perf_counter()
         self.seconds["evaluate"] = server.seconds_evaluating
         self.seconds["train"] = max(0.0, now - self._loop_began - server.seconds_evaluating)
         self.seconds["total"] = now - self._began + self.seconds["load"]
-        final = self.engine.models()
-        if isinstance(server.state.get("model"), dict):
-            final["server"] = server.state["model"]
-        summary = self._summary(server, status, cause, evaluation)
-        if self.folder and self._pending is None:  # a resume that ended before its checkpoint was put back leaves all as it was
-            self._flush(server)
-            (self.folder / "models").mkdir(exist_ok=True)
-            for owner, content in final.items():
-                save_file({n: t.contiguous() for n, t in flatten(content).items()}, self.folder / "models" / f"{owner}.safetensors")
-            _write(self.folder / "summary.json", json.dumps(summary, indent=1) + "\n")
-        return Result(summary, self.history, final, self.folder)
+        final: dict[str, Message] = {}
+        try:
+            if self._pending is None:
+                final = self._models(server)
+                self._keep_models(server, final)
+            else:  # a resume that ended in set-up: all is as the checkpoint says
+                self._put_back_records(server)
+        except Exception as error:  # noqa: BLE001  (it is raised unless another one was first; the summary has to be written)
+            failure = _first_of(failure, error)
+        summary = self._summary(server, failure, evaluation)
+        if self.folder:
+            try:
+                disk.put(self.folder / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+            except OSError as error:
+                failure = _first_of(failure, error)
+        return Result(summary, final, self.folder, self.history.entries), failure
 
-    def _summary(self, server: Server, status: str, cause: str, evaluation: str) -> dict[str, Any]:
-        scored = [e for e in self.history if "accuracy" in e]
-        scored = [e for e in scored if e["stage"] == scored[-1]["stage"]]  # after fine-tuning, what counts is fine-tuned
-        best = max(scored, key=lambda e: -1.0 if e["val_accuracy"] is None else e["val_accuracy"], default=None)
-        if best is not None and best["val_accuracy"] is None:
-            best = scored[-1]  # nothing to choose by
+    def _models(self, server: Server) -> dict[str, Message]:
+        final = self.engine.models() if self.engine else {}
+        return {**final, "server": server.state["model"]} if isinstance(server.state.get("model"), dict) else final
+
+    def _keep_models(self, server: Server, final: Mapping[str, Message]) -> None:
+        """The ledger's last rows, and everybody's model."""
+        if not self.folder:
+            return
+        server.ledger.write(self.folder)
+        (self.folder / "models").mkdir(exist_ok=True)
+        for owner, content in final.items():
+            tensors = {name: tensor.contiguous() for name, tensor in flatten(content).items()}
+            disk.put(self.folder / "models" / f"{owner}.safetensors", save(tensors), "models")
+
+    def _summary(self, server: Server, failure: BaseException | None, evaluation: str) -> dict[str, Any]:
+        at_best, last = self.history.scored()
+        self.history.absences.add(server.attendance.report())  # of a round that was not finished
         about = self.roster.about
-        at_best = best or {}
         return {
-            "status": status, **({"cause": cause} if cause else {}),
+            **_ending(failure),
             "method": self.name, "dataset": about["dataset"],
             "partition": about.get("partition"), "clients": about["clients"],
             "model": self.config.get("model", {}).get("name"), "seed": self.rules.seed, **self._engine(),
             "task": self.roster.task, "evaluation": evaluation,
-            "rounds": self.history[-1]["round"] if self.history else 0, "best_round": at_best.get("round"),
+            "rounds": self.history.round, "best_round": at_best.get("round"),
             **{m: at_best.get(m) for m in task.METRICS},
             **{f"{m}_mean": at_best.get(f"{m}_mean") for m in task.METRICS if m != "val_accuracy"},
-            "final_accuracy": scored[-1]["accuracy"] if scored else None,
+            "final_accuracy": last.get("accuracy"),
             "per_client": self._per_client(at_best),
             "without_training_items": self.roster.without_training,
-            "secure": masked.report(server), "notes": server.notes,
+            "secure": masked.report(server), "notes": server.notes, **self.history.absences.told(),
             "traffic": server.ledger.traffic(), "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
             "memory_predicted_mb": round(self.predicted_mb, 1),
-            "peak_rss_mb": round(self.engine.peak_mb(), 1),
+            "peak_rss_mb": round(self.engine.peak_mb() if self.engine else peak() / 2**20, 1),
             "history_hash": server.history_hash.hex(), "versions": _versions(), "config": self.config,
         }  # fmt: skip
 
@@ -379,64 +442,62 @@ class Recorder:
         ]  # fmt: skip
 
     # ---- checkpoints ----
-    def _save_checkpoint(self, server: Server) -> None:
-        """Everything the next round depends on, written beside the old checkpoint and then put in its place in one step."""
-        assert self.folder is not None
-        tensors = flatten(snapshot({"server": {"state": server.state, "streams": server.streams}, "clients": self.engine.snapshot()}))
-        meta = {
-            "round": server.round, "history": len(self.history), "booked": len(server.ledger.rows),
-            "hash": server.history_hash.hex(), "seed": self.rules.seed, "secure": self.rules.secure,
+    def _save_checkpoint(self, folder: Path, server: Server) -> None:
+        """Everything the next round depends on, and how far history and ledger were; they are on the disk before it says so."""
+        about = {
+            "round": server.round, "hash": server.history_hash.hex(), "notes": server.notes,
+            "bytes": {"history": self.history.sync(), "ledger": server.ledger.sync()},
         }  # fmt: skip
-        target, fresh = self.folder / "checkpoint.safetensors", self.folder / "checkpoint.new"
-        save_file(tensors, fresh, metadata={"fedloom": json.dumps(meta)})
-        with open(fresh, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(fresh, target)
+        state = snapshot({"server": {"state": server.state, "streams": server.streams}, "clients": self.engine.snapshot()})
+        with undisturbed():
+            checkpoint.write(folder, Checkpoint(about, state))
 
-    def _read_checkpoint(self, folder: Path) -> Checkpoint:
-        path, ledger = folder / "checkpoint.safetensors", Ledger()
+    def _require_same_run(self, folder: Path) -> None:
+        of_run = read_config(folder).get("run", {})
+        for key in ("seed", "secure"):  # an engine or a number of rounds may be another
+            if (was := of_run.get(key)) != getattr(self.rules, key):
+                raise ConfigError(f"resume: the run in {str(folder)!r} has run.{key} = {json.dumps(was)}")
+
+    def _read_records(self, folder: Path, found: Checkpoint) -> Ledger:
+        """History and ledger as they were at the checkpoint."""
         try:
-            with safetensors.safe_open(path, "pt") as file:
-                meta = json.loads(file.metadata()["fedloom"])
-            saved = unflatten(load_file(path))
-            lines = (folder / "history.jsonl").read_text().splitlines()[: meta["history"]]
-            history = [json.loads(line) for line in lines]
-            ledger.read(folder, meta["booked"])
-            if len(history) < meta["history"]:
-                raise ValueError(f"history.jsonl has lost lines: {len(history)} of {meta['history']}")
-        except FileNotFoundError as error:
-            lacking = Path(error.filename or path).name
-            raise DataError(f"resume: {str(folder)!r} has no {lacking}; only runs with run.checkpoint_every > 0 can go on") from error
-        except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"resume: {path.name} in {str(folder)!r} is damaged ({error})") from error
-        if meta["seed"] != self.rules.seed:
-            raise ConfigError(f"resume: the run in {str(folder)!r} has seed {meta['seed']}, not {self.rules.seed}")
-        if meta.get("secure", False) != self.rules.secure:
-            raise ConfigError(f"resume: the run in {str(folder)!r} has run.secure = {str(meta.get('secure', False)).lower()}")
-        return meta, saved, history, ledger
+            self.history.go_on_from(found.about["bytes"]["history"])
+            return Ledger.read(folder, found.about["bytes"]["ledger"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise DataError(f"resume: {str(folder)!r} is damaged ({error})") from error
+
+    def _put_back_records(self, server: Server) -> Checkpoint:
+        assert self._pending is not None
+        (found, server.ledger), self._pending = self._pending, None
+        server.history_hash, server.notes = bytes.fromhex(found.about["hash"]), found.about["notes"]
+        return found
 
     def _put_back(self, server: Server) -> int:
-        assert self.folder is not None
-        assert self._pending is not None
-        meta, saved, self.history, server.ledger = self._pending
-        restore(server.state, saved.get("server", {}).get("state", {}))
-        for purpose, state in saved.get("server", {}).get("streams", {}).items():
+        found = self._put_back_records(server)
+        kept = found.state.get("server", {})
+        restore(server.state, kept.get("state", {}))
+        for purpose, state in kept.get("streams", {}).items():
             server.rng(purpose).set_state(state)
-        self.engine.restore(saved.get("clients", {}))
-        server.history_hash, server.seconds_evaluating = bytes.fromhex(meta["hash"]), 0.0
-        server.over = self._out_of_patience()
-        (self.folder / "summary.json").unlink(missing_ok=True)  # of the run that stopped; killed from here on, it is unfinished
-        _write(self.folder / "history.jsonl", "".join(json.dumps(entry) + "\n" for entry in self.history))
-        server.ledger.write(self.folder, since=0)
-        self._booked, self._pending = len(server.ledger.rows), None
-        return int(meta["round"])
+        self.engine.restore(found.state.get("clients", {}))
+        server.seconds_evaluating, server.over = 0.0, self.history.out_of_patience()
+        return int(found.about["round"])
 
 
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all: a reader never sees half a file."""
-    fresh = path.with_suffix(path.suffix + ".new")
-    fresh.write_text(text)
-    os.replace(fresh, path)
+def _ending(failure: BaseException | None) -> dict[str, str]:
+    """How a run ended, for its summary: completed, stopped from outside, or failed."""
+    if failure is None:
+        return {"status": "completed"}
+    if isinstance(failure, KeyboardInterrupt | SystemExit):
+        return {"status": "stopped", "cause": "interrupted" if isinstance(failure, KeyboardInterrupt) else "terminated"}
+    return {"status": "failed", "cause": f"{type(failure).__name__}: {failure}"}
+
+
+def _first_of(earlier: BaseException | None, error: Exception) -> BaseException:
+    """What ended a run when several things went wrong: the first of them, with a note of the other."""
+    if earlier is None:
+        return error
+    earlier.add_note(f"and then, while the folder was put in order: {type(error).__name__}: {error}")
+    return earlier
 
 
 def _versions() -> dict[str, str]:
@@ -444,22 +505,47 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """What the run in a folder was begun with. DataError if none was, or the file is damaged."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except OSError as error:
+        raise DataError(f"run: {str(folder)!r} is not a run folder (config.json: {error.strerror})") from error
+    except ValueError as error:
+        raise DataError(f"run: {str(folder)!r} is damaged (config.json: {error})") from error
+    if not isinstance(config, dict):
+        raise DataError(f"run: {str(folder)!r} is damaged (config.json is not a run's)")
+    return config
+
+
+def is_completed(folder: Path) -> bool:
+    """Whether the run in a folder went to its end. DataError if its summary is damaged."""
+    return (_read_summary(folder) or {}).get("status") == "completed"
+
+
+def _read_summary(folder: Path) -> dict[str, Any] | None:
+    """What a folder's summary.json says; None if there is none, because the run was killed or is still under way."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"run: {str(folder)!r} is damaged (summary.json: {error})") from error
+    if not isinstance(summary, dict) or not {"status", "config"} <= summary.keys():
+        raise DataError(f"run: {str(folder)!r} is damaged (summary.json is not a run's)")
+    return summary
+
+
 def read_run(folder: str | Path) -> Result:
     """Reads a run folder back, also one of a run that was stopped or killed. DataError if it is not one or is damaged."""
     folder = Path(folder)
+    summary = _read_summary(folder)
+    config = read_config(folder) if summary is None else summary["config"]
     try:
-        finished = (folder / "summary.json").exists()
-        summary = json.loads((folder / ("summary.json" if finished else "config.json")).read_text())
-        written = (folder / "history.jsonl").read_text() if (folder / "history.jsonl").exists() else ""
-        # What follows the last line's end was being written when the run was killed.
-        history = [json.loads(line) for line in written[: written.rfind("\n") + 1].splitlines()]
-        kept = {p.stem: load_file(p) for p in sorted((folder / "models").glob("*.safetensors"))}
-    except OSError as error:
-        raise DataError(f"run: {str(folder)!r} is not a run folder ({Path(error.filename).name}: {error.strerror})") from error
-    except (ValueError, safetensors.SafetensorError) as error:
+        history = read_history(folder)
+        kept = {path.stem: unflatten(load_file(path)) for path in sorted((folder / "models").glob("*.safetensors"))}
+    except (OSError, ValueError, SafetensorError) as error:
         raise DataError(f"run: {str(folder)!r} is damaged ({error})") from error
-    if not isinstance(summary, dict) or (finished and not {"status", "config"} <= summary.keys()):
-        raise DataError(f"run: {str(folder)!r} is damaged ({'summary' if finished else 'config'}.json is not a run's)")
-    if not finished:
-        summary = {"status": "unfinished", "config": summary, "rounds": history[-1]["round"] if history else 0}
-    return Result(summary, history, kept, folder)
+    if summary is None:
+        summary = {"status": "unfinished", "config": config, "rounds": history[-1]["round"] if history else 0}
+    return Result(summary, kept, folder)

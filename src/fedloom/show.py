@@ -57,6 +57,8 @@ def result(summary: Mapping[str, Any], beside: Sequence[Mapping[str, Any]] = ())
     if summary.get("without_training_items"):
         idle = ", ".join(summary["without_training_items"])
         parts.insert(1, Text(f"clients without a training item: {idle} (they take part, their loss is 0)", style="yellow"))
+    if summary.get("absences"):
+        parts.insert(1, Text(_absences(summary), style="yellow"))
     secure = summary.get("secure")
     if secure:
         parts.append(Text(f"secure: {secure['sums']} masked sums, each over {secure['fewest_clients']} clients or more"))
@@ -78,6 +80,12 @@ def workers(summary: Mapping[str, Any]) -> str:
 
 def _plural(count: int, word: str) -> str:
     return f"{count} {word}{'s' * (count != 1)}"
+
+
+def _absences(s: Mapping[str, Any]) -> str:
+    often = sorted(s["absences"].items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{client} {count}x" for client, count in often[:10]) + (f" and {len(often) - 10} more" if len(often) > 10 else "")
+    return f"absent from exchanges: {shown}; asked again: {s['asked_again']} (history.jsonl says when and why)"
 
 
 def _headline(s: Mapping[str, Any]) -> Text:

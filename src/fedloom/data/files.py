@@ -34,6 +34,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fedloom.errors import ConfigError, DataError, unknown
@@ -237,6 +239,30 @@ def to_folder(graph: Graph, path: str | Path) -> Path:
     ]
     (path / "graph.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+# ---- one file ----
+def to_file(graph: Graph, path: str | Path) -> Path:
+    """Writes a graph of any kind, with all it has, as one .safetensors file, which `from_file` reads back to the bit; gives the path."""
+    path = Path(path)
+    if path.exists():
+        raise DataError(f"{path} exists already: choose another name")
+    tensors = {f.name: v.contiguous() for f in fields(Graph) if isinstance(v := getattr(graph, f.name), Tensor)}
+    save_file(tensors, path, metadata={"fedloom-graph": json.dumps({"num_classes": graph.num_classes, "name": graph.name})})
+    return path
+
+
+def from_file(path: str | Path) -> Graph:
+    """A graph from the file that `to_file` wrote. DataError if it is not one, or damaged."""
+    try:
+        with safe_open(path, "pt") as file:
+            said = json.loads((file.metadata() or {})["fedloom-graph"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no dict)
+        return Graph(num_classes=int(said["num_classes"]), name=str(said["name"]), **tensors).check()
+    except OSError as error:
+        raise DataError(f"graph: cannot read {str(path)!r} ({error.strerror or error})") from error
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise DataError(f"graph: {str(path)!r} is not a graph's .safetensors file ({error})") from error
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Engines: how phases get run.
 
-Each file has a class `Engine(method, clients)` with `call(phase, {client: message}) -> {client: reply}`, `snapshot`, `restore`, `models`,
-`about` and `close`, as in `loop`; those with workers take their number too. A file "_name.py" holds what several engines share.
+Each file has a class `Engine(method, clients, patience=...)` with `call(phase, {client: message}) -> {client: reply or Absent}`,
+`snapshot`, `restore`, `models`, `about`, `finish` and `close`, as in `loop`; those with workers take their number too. `outlives` says
+whether others go on when a client fails, `interrupts` whether they can do without who is late. A file "_name.py" holds what several share.
 """
 
 import importlib
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import unknown
+from fedloom.faults import Patience as Patience  # what every engine is told
 
 if TYPE_CHECKING:
     from fedloom.method import Method
@@ -35,7 +37,9 @@ def has_workers(name: str) -> bool:
     return issubclass(engine_class(name), Groups)
 
 
-def make_engine(name: str, method: "Method", clients: Iterable["Client"], workers: int = 0) -> Any:
+def make_engine(
+    name: str, method: "Method", clients: Iterable["Client"], workers: int = 0, patience: Patience = Patience()
+) -> Any:  # fmt: skip
     """The engine of that name over these clients. workers: how many, in engines that have them (0 = chosen)."""
     cls = engine_class(name)
-    return cls(method, clients, workers) if has_workers(name) else cls(method, clients)
+    return cls(method, clients, workers, patience=patience) if has_workers(name) else cls(method, clients, patience=patience)

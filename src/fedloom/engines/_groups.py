@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import monotonic
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,13 +15,15 @@ from torch import Tensor
 from fedloom.allocator import peak
 from fedloom.engines import loop
 from fedloom.errors import FedloomError
-from fedloom.message import Message, flatten, isolate
+from fedloom.faults import Patience
+from fedloom.message import Absent, Message, flatten, isolate
 from fedloom.method import Method
 from fedloom.party import Client
 
 Content = tuple[dict[str, Tensor], list[str]]  # a message, flat, and whose it is
-Failure = Mapping[str, str]  # an exception in words: its class, its text, its traceback
-Outcome = tuple[int, dict[str, Message], Failure | None]  # a worker's number, and what it answered or how it failed
+Failure = Mapping[str, str]  # an exception in words: its class, the class's name, its text, its traceback
+Failures = dict[str, Failure]  # by client
+T = TypeVar("T")
 
 
 class WorkerError(RuntimeError):
@@ -47,8 +51,22 @@ def distinct(messages: Mapping[str, Message]) -> list[Content]:
 
 
 # ---- a worker's side ----
-def obey(engine: loop.Engine, order: str, phase: str, messages: dict[str, Message]) -> dict[str, Message]:
-    """Has a worker's own engine do what was ordered (call, snapshot, restore, models or peak), gives a message per client."""
+def obey(
+    engine: loop.Engine, order: str, phase: str, messages: dict[str, Message], pack: Callable[[list[Content]], T]
+) -> tuple[T, Failures]:  # fmt: skip
+    """Has a worker's own engine do what was ordered (call, snapshot, restore, models or peak).
+
+    Gives the clients' messages as `pack` makes them travel, and how clients have failed; all of them, if it was not the fault of one.
+    """
+    try:
+        given = _done(engine, order, phase, messages)
+        packed = pack(distinct({client: message for client, message in given.items() if not isinstance(message, Absent)}))
+    except Exception as error:  # noqa: BLE001  (it is raised where the order came from)
+        return pack([]), dict.fromkeys(messages, describe(error))
+    return packed, {client: describe(absent.error) for client, absent in given.items() if isinstance(absent, Absent) and absent.error}
+
+
+def _done(engine: loop.Engine, order: str, phase: str, messages: dict[str, Message]) -> Mapping[str, Message | Absent]:
     if order == "call":
         return engine.call(phase, messages)
     if order == "restore":
@@ -59,10 +77,10 @@ def obey(engine: loop.Engine, order: str, phase: str, messages: dict[str, Messag
     return engine.snapshot() if order == "snapshot" else engine.models()
 
 
-def describe(error: BaseException) -> Failure:
+def describe(error: Exception) -> Failure:
     """An exception as texts, to be raised again elsewhere by `revive`."""
-    cls = type(error)
-    return {"class": f"{cls.__module__}.{cls.__qualname__}", "text": str(error), "traceback": "".join(traceback.format_exception(error))}
+    cls, told = type(error), "".join(traceback.format_exception(error))
+    return {"class": f"{cls.__module__}.{cls.__qualname__}", "name": cls.__qualname__, "text": str(error), "traceback": told}
 
 
 # ---- the other side ----
@@ -86,12 +104,23 @@ def _with_descendants(cls: type[FedloomError]) -> Iterator[type[FedloomError]]:
 class Groups(ABC):
     """An engine whose clients live in workers, each of which runs the loop over its share of them for the whole run.
 
-    method, clients: as in every engine. workers: how many there should be, at most one per client; 0 = as many as there are cores for. A
-    worker has as many threads as this process has when the engine is made.
+    method, clients, patience: as in every engine. workers: how many there should be, at most one per client; 0 = as many as there are cores
+    for. A worker has as many threads as this process has when the engine is made.
+
+    A worker has one order at a time. If it does not answer while an exchange is open, its clients are late; what it answers in the end is
+    thrown away, and only then it gets the next order. Until then its clients are absent, and nobody waits for them, unless there is no
+    quorum without them. If a worker dies, its clients are absent for good.
     """
 
-    def __init__(self, method: Method, clients: Iterable[Client], workers: int = 0):
+    outlives: ClassVar[bool] = True
+    interrupts: ClassVar[bool] = True
+
+    def __init__(self, method: Method, clients: Iterable[Client], workers: int = 0, *, patience: Patience = Patience()):
         clients = list(clients)
+        self.patience = patience
+        self.number = 0  # of the exchange under way, or of the last one
+        self.at: dict[int, tuple[int, str]] = {}  # what a worker is at: the number of an exchange, and what was asked
+        self.lost: dict[int, str] = {}  # how a worker that is gone has ended
         self.threads = torch.get_num_threads()
         groups = deal(clients, min(workers or max(1, self.cores() // self.threads), len(clients)))
         self.names = [client.name for client in clients]
@@ -113,29 +142,48 @@ class Groups(ABC):
         """Starts a worker for each group."""
 
     @abstractmethod
-    def exchange(self, order: str, phase: str, contents: list[Content]) -> list[Outcome]:
-        """Orders the workers of those who get something to `obey`, gives what came of it."""
+    def share_out(self, contents: list[Content]) -> dict[int, Any]:
+        """Takes messages, gives {worker: what to `send` it}, for the workers of those who get something."""
+
+    @abstractmethod
+    def send(self, worker: int, order: str, phase: str, share: Any) -> None:
+        """Orders a worker to `obey`. WorkerError if it is gone."""
+
+    @abstractmethod
+    def ready(self, workers: list[int], seconds: float | None) -> list[int]:
+        """Waits, no longer than so many seconds, until some of these workers have answered or are gone; gives which."""
+
+    @abstractmethod
+    def receive(self, worker: int) -> tuple[dict[str, Message], Failures]:
+        """What a worker that is ready has answered. WorkerError if it is gone."""
 
     @abstractmethod
     def stop(self) -> None:
         """Ends the workers, whatever they are at."""
 
     # ---- what every engine has ----
-    def call(self, phase: str, messages: dict[str, Message]) -> dict[str, Message]:
-        """Takes a phase's name and a message per client, gives each client's reply."""
-        return self._order("call", phase, messages)
+    def call(self, phase: str, messages: dict[str, Message]) -> dict[str, Message | Absent]:
+        """Takes a phase's name and a message per client, gives each client's reply.
+
+        Who fails, is late, or was in a worker that is gone, is absent; if everybody has to answer, errors are raised instead.
+        """
+        given = self._order("call", phase, messages)
+        for absent in given.values():
+            if isinstance(absent, Absent) and absent.error is not None and not self.patience.survives:
+                raise absent.error
+        return given
 
     def snapshot(self) -> Message:
-        """Everything of the clients that a later round depends on, as tensors."""
-        return self._order("snapshot", "", {name: {} for name in self.names})
+        """Everything of the clients that a later round depends on, as tensors; nothing of those whose worker is gone or busy."""
+        return self._tell("snapshot")
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Puts the clients back to a snapshot; they must have been set up before."""
-        self._order("restore", "", {name: saved.get(name, {}) for name in self.names})
+        """Puts the clients back to a snapshot; they must have been set up before, and who is not in it stays so."""
+        self._tell("restore", saved)
 
     def models(self) -> dict[str, Message]:
         """The weights of each client's model; none once the engine is closed, be it by an interrupt or because a worker was lost."""
-        return self._order("models", "", {name: {} for name in self.names}) if self.open else {}
+        return self._tell("models") if self.open else {}
 
     def about(self) -> dict[str, Any]:
         """For a run's summary: the number of workers, and of each one's clients."""
@@ -144,8 +192,11 @@ class Groups(ABC):
 
     def peak_mb(self) -> float:
         """The most memory that this process and each worker have held, added up; pages that they share count for each."""
-        workers = self._order("peak", "", {name: {} for name in self.names}) if self.open else {}
+        workers = self._tell("peak") if self.open else {}
         return peak() / 2**20 + sum(float(told["mb"]) for told in workers.values())
+
+    def finish(self) -> None:
+        """Told that the run is completed: nothing follows from that here."""
 
     def close(self) -> None:
         """Ends the workers; nothing of them is left behind."""
@@ -153,18 +204,71 @@ class Groups(ABC):
             self.open = False
             self.stop()
 
-    def _order(self, order: str, phase: str, messages: dict[str, Message]) -> dict[str, Message]:
+    def _tell(self, order: str, messages: dict[str, Message] | None = None) -> dict[str, Message]:
+        """What comes of an order to all workers, or to those of `messages`; errors are raised, whatever the quorum."""
+        given = self._order(order, "", {name: {} for name in self.names} if messages is None else messages)
+        for absent in given.values():
+            if isinstance(absent, Absent) and absent.error is not None:
+                raise absent.error
+        return {name: message for name, message in given.items() if not isinstance(message, Absent)}
+
+    def _order(self, order: str, phase: str, messages: dict[str, Message]) -> dict[str, Message | Absent]:
         if not self.open:
             raise WorkerError("the engine is closed")
         contents = distinct(messages)
         try:
-            outcomes = self.exchange(order, phase, contents)
+            given = self._exchange(order, phase, contents, len(messages))
         except BaseException:  # an interrupt, a lost worker: who has answered what is anybody's guess from here on
             self.close()
             raise
-        answers: dict[str, Message] = {}
-        for worker, answered, failure in outcomes:
-            if failure is not None:
-                raise revive(failure, worker)
-            answers |= answered
-        return {name: answers[name] for name in messages if name in answers}
+        return {name: given[name] for name in messages if name in given}
+
+    def _exchange(self, order: str, phase: str, contents: list[Content], asked: int) -> dict[str, Message | Absent]:
+        self.number += 1
+        shares = self.share_out(contents)
+        given: dict[str, Message | Absent] = {}
+        answered: set[int] = set()
+        begun, reached = monotonic(), None  # reached: when there was a quorum
+        while due := [k for k in shares if k not in answered and k not in self.lost]:
+            for k in [k for k in due if k not in self.at]:
+                with self._losing(k):
+                    self.send(k, order, phase, shares[k])
+                    self.at[k] = (self.number, repr(phase) if phase else order)
+            if reached is None and sum(not isinstance(g, Absent) for g in given.values()) >= self.patience.enough(asked):
+                reached = monotonic()
+            waiting = [k for k in due if k in self.at]
+            if reached is not None and not any(self.at[k][0] == self.number for k in waiting):
+                break  # who is at something else is not waited for
+            closes = self.patience.closes(begun, reached)
+            heard = self.ready(waiting, None if closes is None else max(0.0, closes - monotonic())) if waiting else []
+            if waiting and not heard:
+                break
+            for k in heard:
+                number, _ = self.at.pop(k)
+                with self._losing(k):
+                    answers, failures = self.receive(k)
+                    if number == self.number:  # else it comes late, and counts for nothing
+                        answered.add(k)
+                        given |= answers | {c: Absent(f"{f['name']}: {f['text']}", revive(f, k)) for c, f in failures.items()}
+        late = self._late(begun, reached)
+        for k in shares.keys() - answered:
+            number, what = self.at.get(k, (0, ""))
+            cause = self.lost.get(k) or (late if number == self.number else f"still busy with {what}")
+            given |= {c: Absent(cause) for _, clients in contents for c in clients if self.home[c] == k}
+        return given
+
+    def _late(self, begun: float, reached: float | None) -> str:
+        if self.patience.deadline and monotonic() >= begun + self.patience.deadline:
+            return f"late: no answer within {self.patience.deadline:g} s"
+        return f"late: no answer within {self.patience.grace:g} s after a quorum"
+
+    @contextmanager
+    def _losing(self, worker: int) -> Iterator[None]:
+        """Inside, it may turn out that a worker is gone; if everybody has to answer, that is raised."""
+        try:
+            yield
+        except WorkerError as error:
+            if not self.patience.survives:
+                held = ", ".join(c for c in self.names if self.home[c] == worker)
+                raise WorkerError(f"{error}; it had clients {held}") from None
+            self.lost[worker] = str(error)

@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 
 from fedloom.engines import loop
-from fedloom.engines._groups import Content, Failure, Groups, Outcome, WorkerError, describe, distinct, obey
+from fedloom.engines._groups import Content, Failures, Groups, WorkerError, obey
 from fedloom.errors import ConfigError
+from fedloom.faults import Patience
 from fedloom.message import DTYPES, Message, isolate, unflatten
 from fedloom.method import Method
 from fedloom.party import Client
@@ -52,16 +53,17 @@ class Block:
     def __init__(self) -> None:
         self._file = os.memfd_create("fedloom")
         self._map: mmap.mmap | None = None
+        self.end = 0  # of what was written last
 
-    def write(self, contents: list[Content]) -> Layout:
-        """Writes messages over what was there, each different tensor once; gives where everything is."""
+    def write(self, contents: list[Content], begin: int = 0) -> Layout:
+        """Writes messages over what was there from `begin` on, each different tensor once; gives where everything is."""
         tensors = {id(t): t for flat, _ in contents for t in flat.values()}
-        place, end = {}, 0
+        place, self.end = {}, begin
         for key, tensor in tensors.items():
-            place[key] = end
-            end += -(-tensor.nbytes // ALIGNED) * ALIGNED
-        if end > os.fstat(self._file).st_size:
-            os.posix_fallocate(self._file, 0, end)  # an error here, not a bus error later, if there is not that much
+            place[key] = self.end
+            self.end += -(-tensor.nbytes // ALIGNED) * ALIGNED
+        if self.end > os.fstat(self._file).st_size:
+            os.posix_fallocate(self._file, 0, self.end)  # an error here, not a bus error later, if there is not that much
         for key, tensor in tensors.items():
             self._at(place[key], tensor.dtype, tensor.shape).copy_(tensor.detach())
         return [
@@ -102,6 +104,7 @@ class Engine(Groups):
         """Forks a worker for each group."""
         fork = multiprocessing.get_context("fork")
         self._sent, self._answered = Block(), [Block() for _ in groups]
+        self._reads: dict[int, int] = {}  # up to where in the memory a worker that has not answered may still read
         self._pipes: list[Connection] = []
         self._workers: list[Any] = []
         blocks = [self._sent, *self._answered]
@@ -110,47 +113,52 @@ class Engine(Groups):
             here, there = fork.Pipe()
             self._pipes.append(here)
             # A worker that held on to this process's ends would keep its siblings waiting after this process is gone.
-            arguments = (method, group, self.threads, there, self._pipes, self._sent, self._answered[k])
+            arguments = (method, group, self.patience, self.threads, there, self._pipes, self._sent, self._answered[k])
             worker = fork.Process(target=_work, args=arguments, name=f"fedloom worker {k}", daemon=True)
             worker.start()
             self._workers.append(worker)
             there.close()
 
-    def exchange(self, order: str, phase: str, contents: list[Content]) -> list[Outcome]:
-        """Orders the workers of those who get something to `obey`, gives what came of it."""
+    def share_out(self, contents: list[Content]) -> dict[int, Layout]:
+        """Writes messages into the memory, behind what workers may be reading; gives where each finds those to its clients."""
         shares: dict[int, Layout] = {}
-        for clients, rows in self._sent.write(contents):
+        for clients, rows in self._sent.write(contents, max(self._reads.values(), default=0)):
             for k in sorted({self.home[c] for c in clients}):
                 shares.setdefault(k, []).append(([c for c in clients if self.home[c] == k], rows))
-        for k, share in shares.items():
-            try:
-                self._pipes[k].send_bytes(json.dumps([order, phase, share]).encode())
-            except OSError:
-                raise self._lost(k) from None
-        pending, outcomes = {self._pipes[k]: k for k in shares}, {}
-        while pending:  # whoever is ready first, or dies first
-            for pipe in wait(list(pending)):
-                k = pending.pop(pipe)  # type: ignore[call-overload]
-                outcomes[k] = self._outcome(k)
-        return [outcomes[k] for k in shares]
+        return shares
 
-    def _outcome(self, k: int) -> Outcome:
+    def send(self, worker: int, order: str, phase: str, share: Layout) -> None:
+        """Orders a worker to `obey`. WorkerError if it is gone."""
         try:
-            layout, failure = json.loads(self._pipes[k].recv_bytes())
+            self._pipes[worker].send_bytes(json.dumps([order, phase, share]).encode())
+        except OSError:
+            raise self._gone(worker) from None
+        self._reads[worker] = self._sent.end
+
+    def ready(self, workers: list[int], seconds: float | None) -> list[int]:
+        """Waits until some of these workers have answered or died; gives which."""
+        heard = wait([self._pipes[k] for k in workers], seconds)
+        return [k for k in workers if self._pipes[k] in heard]
+
+    def receive(self, worker: int) -> tuple[dict[str, Message], Failures]:
+        """What a worker that is ready has answered. WorkerError if it is gone."""
+        del self._reads[worker]
+        try:
+            layout, failures = json.loads(self._pipes[worker].recv_bytes())
         except (EOFError, OSError):
-            raise self._lost(k) from None
-        return k, {client: isolate(message) for client, message in self._answered[k].read(layout).items()}, failure
+            raise self._gone(worker) from None
+        return {client: isolate(message) for client, message in self._answered[worker].read(layout).items()}, failures
 
     def stop(self) -> None:
         """Ends the workers, whatever they are at."""
         self._ending()
 
-    def _lost(self, k: int) -> WorkerError:
+    def _gone(self, k: int) -> WorkerError:
         self._workers[k].join()
         code = self._workers[k].exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         hint = " (when memory runs out, the system kills: fewer workers need less)" if -code == signal.SIGKILL else ""
-        return WorkerError(f"worker {k} {how}{hint}; it had clients {', '.join(c for c in self.names if self.home[c] == k)}")
+        return WorkerError(f"worker {k} {how}{hint}")
 
 
 def _end(owner: int, workers: list[Any], pipes: list[Connection], blocks: list[Block]) -> None:
@@ -169,12 +177,13 @@ def _end(owner: int, workers: list[Any], pipes: list[Connection], blocks: list[B
 
 # ---- in the worker ----
 def _work(
-    method: Method, clients: list[Client], threads: int, pipe: Connection, others: list[Connection], sent: Block, answered: Block
-) -> None:
+    method: Method, clients: list[Client], patience: Patience, threads: int, pipe: Connection, others: list[Connection], sent: Block,
+    answered: Block,
+) -> None:  # fmt: skip
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; this process is told by its pipe
     for other in others:
         other.close()
-    answering = Thread(target=_answer_all, args=(loop.Engine(method, clients), threads, pipe, sent, answered))
+    answering = Thread(target=_answer_all, args=(loop.Engine(method, clients, patience=patience), threads, pipe, sent, answered))
     answering.start()
     answering.join()
 
@@ -186,9 +195,4 @@ def _answer_all(engine: loop.Engine, threads: int, pipe: Connection, sent: Block
             order, phase, share = json.loads(pipe.recv_bytes())
         except EOFError:
             return  # nobody is there any more
-        failure: Failure | None = None
-        try:
-            layout = answered.write(distinct(obey(engine, order, phase, sent.read(share))))
-        except Exception as error:  # noqa: BLE001  (it is raised where the phase was asked for)
-            layout, failure = [], describe(error)
-        pipe.send_bytes(json.dumps([layout, failure]).encode())
+        pipe.send_bytes(json.dumps(obey(engine, order, phase, sent.read(share), answered.write)).encode())

@@ -21,8 +21,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fedloom.engines import loop
-from fedloom.engines._groups import Content, Failure, Groups, Outcome, WorkerError, describe, distinct, obey
+from fedloom.engines._groups import Content, Failures, Groups, WorkerError, obey
 from fedloom.errors import ConfigError
+from fedloom.faults import Patience
 from fedloom.graph import Graph
 from fedloom.message import Message, isolate, unflatten
 from fedloom.method import Method
@@ -43,10 +44,11 @@ Parcel = tuple[list[str], bytes]  # who gets or sends it, and its message
 class Engine(Groups):
     """Makes its actors when it is made, and ends them when it is closed."""
 
-    def __init__(self, method: Method, clients: Iterable[Client], workers: int = 0):
+    def __init__(self, method: Method, clients: Iterable[Client], workers: int = 0, *, patience: Patience = Patience()):
         self._started = _connect()
         self._actors: list[Any] = []
-        super().__init__(method, clients, workers)
+        self._answers: dict[int, Any] = {}  # what will be there when a worker has answered
+        super().__init__(method, clients, workers, patience=patience)
 
     def cores(self) -> int:
         """The cores of the whole cluster."""
@@ -59,24 +61,35 @@ class Engine(Groups):
                 cloudpickle.register_pickle_by_value(sys.modules[cls.__module__])  # other processes cannot import it
         actor = ray.remote(Worker).options(scheduling_strategy="SPREAD")
         for group in groups:
-            self._actors.append(actor.remote(method, group[0].facts, self.threads, *(ray.put(_holding(c)) for c in group)))
+            holdings = (ray.put(_holding(c)) for c in group)
+            self._actors.append(actor.remote(method, group[0].facts, self.patience, self.threads, *holdings))
         for k, made in enumerate(self._actors):
-            self._get(k, made.__ray_ready__.remote())
+            _get(k, made.__ray_ready__.remote())
 
-    def exchange(self, order: str, phase: str, contents: list[Content]) -> list[Outcome]:
-        """Orders the workers of those who get something to `obey`, gives what came of it."""
+    def share_out(self, contents: list[Content]) -> dict[int, list[tuple[list[str], Any]]]:
+        """Puts what goes to several workers into the object store; gives each one's messages, and whose they are."""
         shares: dict[int, list[tuple[list[str], Any]]] = {}
         for clients, content in _pack(contents):
             homes = sorted({self.home[c] for c in clients})
             sent = ray.put(content) if len(homes) > 1 else content
             for k in homes:
                 shares.setdefault(k, []).append(([c for c in clients if self.home[c] == k], sent))
-        under_way = {
-            k: self._actors[k].obey.remote(order, phase, [clients for clients, _ in share], *(sent for _, sent in share))
-            for k, share in shares.items()
-        }
-        outcomes = {k: self._get(k, answer) for k, answer in under_way.items()}
-        return [(k, _unpack(parcels), failure) for k, (parcels, failure) in outcomes.items()]
+        return shares
+
+    def send(self, worker: int, order: str, phase: str, share: list[tuple[list[str], Any]]) -> None:
+        """Orders a worker to `obey`; whether it is gone shows when it should have answered."""
+        whose, sent = [clients for clients, _ in share], (content for _, content in share)
+        self._answers[worker] = self._actors[worker].obey.remote(order, phase, whose, *sent)
+
+    def ready(self, workers: list[int], seconds: float | None) -> list[int]:
+        """Waits until some of these workers have answered or are gone; gives which."""
+        heard, _ = ray.wait([self._answers[k] for k in workers], num_returns=1, timeout=seconds)
+        return [k for k in workers if self._answers[k] in heard]
+
+    def receive(self, worker: int) -> tuple[dict[str, Message], Failures]:
+        """What a worker that is ready has answered. WorkerError if it is gone."""
+        parcels, failures = _get(worker, self._answers.pop(worker))
+        return _unpack(parcels), failures
 
     def stop(self) -> None:
         """Ends the actors, and Ray if it was started here."""
@@ -85,12 +98,12 @@ class Engine(Groups):
         if self._started:
             ray.shutdown()
 
-    def _get(self, k: int, answer: Any) -> Any:
-        try:
-            return ray.get(answer)
-        except ray.exceptions.RayError as error:
-            held = ", ".join(c for c in self.names if self.home[c] == k)
-            raise WorkerError(f"worker {k} was lost; it had clients {held}: {error}") from None
+
+def _get(worker: int, answer: Any) -> Any:
+    try:
+        return ray.get(answer)
+    except ray.exceptions.RayError as error:
+        raise WorkerError(f"worker {worker} was lost ({error})") from None
 
 
 def _connect() -> bool:
@@ -133,14 +146,12 @@ def _holding(client: Client) -> Holding:
 class Worker:
     """What an actor does: it holds its clients and obeys."""
 
-    def __init__(self, method: Method, facts: Facts, threads: int, *holdings: Holding):
+    def __init__(self, method: Method, facts: Facts, patience: Patience, threads: int, *holdings: Holding):
         torch.set_num_threads(threads)
         graphs = [(name, Graph(**isolate(load(tensors)), **rest), inductive) for name, tensors, rest, inductive in holdings]
-        self.engine = loop.Engine(method, [Client(name, graph, facts, inductive) for name, graph, inductive in graphs])
+        clients = [Client(name, graph, facts, inductive) for name, graph, inductive in graphs]
+        self.engine = loop.Engine(method, clients, patience=patience)
 
-    def obey(self, order: str, phase: str, whose: list[list[str]], *contents: bytes) -> tuple[list[Parcel], Failure | None]:
-        """Takes messages and whose each is, gives the clients' answers, or how it failed."""
-        try:
-            return _pack(distinct(obey(self.engine, order, phase, _unpack(zip(whose, contents, strict=True))))), None
-        except Exception as error:  # noqa: BLE001  (it is raised where the phase was asked for)
-            return [], describe(error)
+    def obey(self, order: str, phase: str, whose: list[list[str]], *contents: bytes) -> tuple[list[Parcel], Failures]:
+        """Takes messages and whose each is, gives the clients' answers, and how clients have failed."""
+        return obey(self.engine, order, phase, _unpack(zip(whose, contents, strict=True)), _pack)

@@ -11,9 +11,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from fedloom.engines import loop
+from fedloom.faults import Patience
 from fedloom.message import Message, batched, isolate
 from fedloom.method import Method, model_schema
 from fedloom.models import parse
@@ -27,8 +28,10 @@ CREW_BYTES = 128e6  # what a crew's clients work on at once: parameters, their o
 class Engine(loop.Engine):
     """Runs clients in crews."""
 
-    def __init__(self, method: Method, clients: Iterable[Client]):
-        super().__init__(method, clients)
+    outlives: ClassVar[bool] = False  # who fails in step takes its crew along
+
+    def __init__(self, method: Method, clients: Iterable[Client], *, patience: Patience = Patience()):
+        super().__init__(method, clients, patience=patience)
         nodes = {client.name: client.full_graph.num_nodes for client in self.clients.values()}
         self.crews = crews(next(iter(self.clients.values())).facts, nodes) if self.clients else []
         self.kept = {names: Crew() for names in self.crews}

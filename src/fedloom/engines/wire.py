@@ -7,8 +7,6 @@ from fedloom.message import Message, decode, encode
 class Engine(loop.Engine):
     """Gives the same bits as the loop; what could not travel between organisations fails here."""
 
-    def call(self, phase: str, messages: dict[str, Message]) -> dict[str, Message]:
-        """Takes a phase's name and a message per client, gives each client's reply."""
-        arrived = {name: decode(encode(message, phase), phase) for name, message in messages.items()}
-        replies = super().call(phase, arrived)
-        return {name: decode(encode(reply, phase), phase) for name, reply in replies.items()}
+    def reach(self, name: str, phase: str, message: Message) -> Message:
+        """One client's reply."""
+        return decode(encode(super().reach(name, phase, decode(encode(message, phase), phase)), phase), phase)

@@ -152,7 +152,7 @@ class Dense(FedAvg):
         server.ask(self.setup)
         state = server.state
         for _ in server.rounds(self.rounds):
-            size = server.ask(self.size).column("size")
+            size = server.weights("size", server.participants)
             replies = server.ask(self.train, clients=list(size))
             state["model"] = self.distil(server, replies.mean(size)["model"], replies.column("model").values())
             server.evaluate(model=state["model"])

@@ -148,6 +148,7 @@ class FedStruct(FedSGD):
     crosses: ClassVar[bool] = True
     transductive: ClassVar[bool] = True
     tasks: ClassVar[tuple[str, ...]] = ("node",)
+    everybody: ClassVar[tuple[str, ...]] = ("describe", "reveal")  # fixed features are made once: nodes left out would have none for good
     discloses: ClassVar[str] = (
         "if the run is not secure, the edges between clients, relayed blocks of the powers of the adjacency, and every client's gradients; "
         "with structure = deg or fed every node's degree (fed: and return probabilities), with node2vec or gdv all edges, otherwise the "

@@ -57,12 +57,13 @@ class Scaffold(FedAvg):
     def run(self, server: Server) -> None:
         """Algorithm 1."""
         server.ask(self.setup)
-        size = server.ask(self.size).column("size")
+        server.weights("size", server.clients)
         state = server.state
         state["model"] = server.model()
         state["control"] = tree_map(torch.zeros_like, state["model"])
         for _ in server.rounds(self.rounds):
-            replies = server.ask(self.train, model=state["model"], control=state["control"])
+            size = server.weights("size", server.participants)
+            replies = server.ask(self.train, clients=list(size), model=state["model"], control=state["control"])
             state["model"] = replies.mean(size)["model"]
             moved = replies.sum()["change"]
             state["control"] = tree_map(lambda c, m: c + m / len(server.clients), state["control"], moved)

@@ -23,11 +23,23 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import ConfigError, MessageError
+from fedloom.faults import SILENT, too_few
 from fedloom.ledger import MEASURING
-from fedloom.message import DTYPES, Message, Schema, check, flatten, unflatten
+from fedloom.message import DTYPES, Absent, Message, Schema, check, flatten, unflatten
 from fedloom.method import expected_reply, weights_schema
 from fedloom.privacy import sealed
-from fedloom.privacy.secure_sum import ADVERTISED_BYTES, CIPHERTEXT_BYTES, SHARE_BYTES, Collector, Member, Refusal, Terms, decode, encode
+from fedloom.privacy.secure_sum import (
+    ADVERTISED_BYTES,
+    CIPHERTEXT_BYTES,
+    SHARE_BYTES,
+    Collector,
+    Member,
+    Refusal,
+    Terms,
+    TooFew,
+    decode,
+    encode,
+)
 
 if TYPE_CHECKING:
     from fedloom.method import Method
@@ -113,54 +125,93 @@ def _weight(method: Method, client: Client, phase: Any) -> Tensor:
 
 # ---- the server's side ----
 def total(server: Server, phase: Any, messages: dict[str, Message], reply: Schema) -> Message:
-    """Takes a phase, a message per client and the schema of what each would reply, gives the sum of the replies, or their mean."""
-    terms, position = _terms(server, phase), {name: number for number, name in enumerate(server.clients)}
-    book_as = phase.__name__ if phase.__name__ in MEASURING else None  # the keys of an evaluation are for measuring only
-    roster = np.array([name in messages for name in server.clients])
-    parties = int(roster.sum())
+    """Takes a phase, a message per client and the schema of what each would reply, gives the sum of the replies, or their mean.
+
+    How many clients are enough is the sum's own threshold. No stage is asked for twice, since a second answer under the same pads would
+    lay the first one open. If too few are there before anybody was asked for the phase itself, a new sum is begun, with a number and
+    keys of its own (if the run's quorum is below 1); from then on clients have done the phase, and the round has failed.
+    """
+    lost: dict[str, Absent] = {}
+    try:
+        return _total(server, phase, messages, reply, lost)
+    except TooFew as error:
+        if not server.survives:
+            raise
+        raise server.failed(phase.__name__, str(error), lost) from error
+
+
+def _total(server: Server, phase: Any, messages: dict[str, Message], reply: Schema, lost: dict[str, Absent]) -> Message:
+    terms, name = _terms(server, phase), phase.__name__
     mean = phase.aggregate == "mean"
     like = {name: ("float64" if mean or DTYPES[dtype].is_floating_point else dtype, shape) for name, dtype, shape in reply}
     if mean:
         like[WEIGHT] = ("float64", ())
     size = sum(int(np.prod(shape)) for _, shape in like.values())
-    run, number = _next_number(server)
-    collector = Collector(terms, run.numpy().tobytes(), number, roster, size)
-
-    def stage(name: str, sent: dict[int, Message], **declared: tuple[str, tuple[int, ...]]) -> Iterator[tuple[int, Any]]:
-        """Sends each party its message, gives (position, array) of what came back."""
-        ((answer, (dtype, shape)),) = declared.items()
-        named = {server.clients[at]: content for at, content in sent.items()}
-        for client, reply in server.exchange(name, named, lambda *_: ((answer, dtype, shape),), book_as).items():
-            yield position[client], reply[answer].numpy()
-
-    threshold = torch.tensor(collector.threshold)
-    proposal = {"run": run, "number": torch.tensor(number), "roster": torch.from_numpy(roster), "threshold": threshold}
-    arrived = stage("advertise_keys", {position[c]: proposal for c in messages}, keys=("uint8", (ADVERTISED_BYTES,)))
-    keys = {at: {"keys": _tensor(k), "answered": _tensor(a)} for at, (k, a) in collector.take_keys(arrived).items()}
-    arrived = stage("share_keys", keys, shares=("uint8", (collector.degree, CIPHERTEXT_BYTES)))
-    asked = {at: {**messages[server.clients[at]], "secure": {"shared": _tensor(s)}} for at, (s,) in collector.take_shares(arrived).items()}
-    words = stage(phase.__name__, asked, masked=(f"int{terms.bits}", (size,)))  # the wire has signed words only
-    arrived = ((at, signed.view(terms.word)) for at, signed in words)
-    post = {at: {"survivors": _tensor(s), "shares": _tensor(c)} for at, (s, c) in collector.take_vectors(arrived).items()}
-    arrived = stage("unmask", post, revealed=("uint8", (collector.degree + 1, SHARE_BYTES)))
-    added = decode(collector.take_reveals(arrived), like, terms, parties)
+    collector, shared = _begin(server, name, messages, terms, size, lost, server.attempts)
+    asked = {at: {**messages[server.clients[at]], "secure": {"shared": _tensor(s)}} for at, (s,) in shared.items()}
+    words = _stage(server, name, asked, name, lost, masked=(f"int{terms.bits}", (size,)))  # the wire has signed words only
+    vectors = ((at, signed.view(terms.word)) for at, signed in words)
+    post = {at: {"survivors": _tensor(s), "shares": _tensor(c)} for at, (s, c) in collector.take_vectors(vectors).items()}
+    survivors = {server.clients[at]: messages[server.clients[at]] for at in post}
+    if server.survives and len(post) < (least := server.least(name, len(messages))):
+        raise server.failed(name, too_few(survivors, len(messages), least), lost)
+    reveals = _stage(server, "unmask", post, name, lost, revealed=("uint8", (collector.degree + 1, SHARE_BYTES)))
+    added = decode(collector.take_reveals(reveals), like, terms, int(collector.roster.sum()))
     tensors = {name: torch.from_numpy(np.asarray(array)) for name, array in added.items()}
     if mean:
         weight = tensors.pop(WEIGHT)
         if weight <= 0:
-            raise MessageError(f"secure mean of {phase.__name__!r}: all clients that answered have weight 0")
+            raise MessageError(f"secure mean of {name!r}: all clients that answered have weight 0")
         tensors = {name: tensor / weight for name, tensor in tensors.items()}
     kinds = {name: DTYPES[dtype] for name, dtype, _ in reply}
     if mean:
         kinds = {name: kind if kind.is_floating_point else torch.float32 for name, kind in kinds.items()}  # a mean of integers is none
     shaped = {name: tensors[name].to(kind) for name, kind in kinds.items()}
-    for name, tensor in shaped.items():
-        if not tensor.is_floating_point() and not torch.equal(tensor.long(), tensors[name]):
-            raise MessageError(f"secure sum of {phase.__name__!r}: the sum of {name!r} does not fit into {tensor.dtype}; declare int64")
+    for tensor_name, tensor in shaped.items():
+        if not tensor.is_floating_point() and not torch.equal(tensor.long(), tensors[tensor_name]):
+            raise MessageError(f"secure sum of {name!r}: the sum of {tensor_name!r} does not fit into {tensor.dtype}; declare int64")
     # The masks are different every time; what was asked, who is in the sum, and the sum are not.
-    _note_cohort(server, phase.__name__, np.isin(server.clients, [server.clients[at] for at in post]))
-    server.remember(phase.__name__, {server.clients[at]: messages[server.clients[at]] for at in post}, {"sum": unflatten(shaped)})
+    _note_cohort(server, name, np.isin(server.clients, list(survivors)))
+    server.remember(name, survivors, {"sum": unflatten(shaped)})
+    server.conclude(name, messages, {c: lost.get(c, SILENT) for c in messages if c not in survivors}, None, repeatable=False)
     return unflatten(shaped)
+
+
+def _begin(
+    server: Server, phase: str, messages: dict[str, Message], terms: Terms, size: int, lost: dict[str, Absent], attempts: int
+) -> tuple[Collector, dict[int, Any]]:  # fmt: skip
+    """The first two stages: a sum with a number of its own, and who has shared its secrets, as `Collector.take_shares` gives it."""
+    present, absent = server.present(messages, phase in MEASURING)
+    lost |= absent
+    roster = np.array([name in present for name in server.clients])
+    run, number = _next_number(server)
+    try:
+        collector = Collector(terms, run.numpy().tobytes(), number, roster, size)
+        threshold = torch.tensor(collector.threshold)
+        proposal = {"run": run, "number": torch.tensor(number), "roster": torch.from_numpy(roster), "threshold": threshold}
+        sent = dict.fromkeys(np.flatnonzero(roster).tolist(), proposal)
+        arrived = _stage(server, "advertise_keys", sent, phase, lost, keys=("uint8", (ADVERTISED_BYTES,)))
+        keys = {at: {"keys": _tensor(k), "answered": _tensor(a)} for at, (k, a) in collector.take_keys(arrived).items()}
+        arrived = _stage(server, "share_keys", keys, phase, lost, shares=("uint8", (collector.degree, CIPHERTEXT_BYTES)))
+        return collector, collector.take_shares(arrived)
+    except TooFew:
+        if attempts == 1:
+            raise
+    lost.clear()
+    server.attendance.asked_again += len(present)
+    return _begin(server, phase, messages, terms, size, lost, attempts - 1)
+
+
+def _stage(
+    server: Server, name: str, sent: dict[int, Message], phase: str, lost: dict[str, Absent], **declared: tuple[str, tuple[int, ...]]
+) -> Iterator[tuple[int, Any]]:  # fmt: skip
+    """Sends each party its message, for the sake of a phase, gives (position, array) of what came back."""
+    ((answer, (dtype, shape)),) = declared.items()
+    book_as = phase if phase in MEASURING else None  # the keys of an evaluation are for measuring only
+    place = {server.clients[at]: at for at in sent}
+    named = {server.clients[at]: content for at, content in sent.items()}
+    for client, reply in server.stage(name, named, lambda *_: ((answer, dtype, shape),), book_as, lost).items():
+        yield place[client], reply[answer].numpy()
 
 
 def _next_number(server: Server) -> tuple[Tensor, int]:

@@ -1,0 +1,243 @@
+"""A party: holds its graph, does what the coordinator orders as far as the agreement allows it, and signs its answers.
+
+Orders and answers travel in envelopes (`fedloom.deploy.envelope`). Besides the method's phases there are
+
+    fedloom_hello     {}                             ► who is there?         ◄ what it has agreed to, how much it holds, a fresh number
+    fedloom_begin     facts, what is agreed, number  ► a run begins          ◄ ready, or why not
+    fedloom_keep      mark                           ► keep your state       ◄ kept, in the party's own folder
+    fedloom_restore   mark                           ► go back to that state
+    fedloom_finish    status                         ► it is over: the party writes its model to its own folder, and leaves
+
+A party begins a run only if the coordinator shows the number that it has just drawn itself, so that recorded orders begin nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from fedloom import checkpoint, disk
+from fedloom.deploy.agreement import Agreement, differences, holding
+from fedloom.deploy.envelope import EnvelopeError, Header, open_order, sign
+from fedloom.deploy.keys import PartyKey
+from fedloom.deploy.mailbox import Mailbox, RefusedError, UnreachableError
+from fedloom.errors import ConfigError, DataError, FedloomError, MessageError, unknown
+from fedloom.graph import Graph
+from fedloom.learn import weights
+from fedloom.message import decode, encode, flatten
+from fedloom.method import Method, require_names
+from fedloom.party import Client, Facts, perform, restore, snapshot
+from fedloom.privacy.secure_sum import Terms
+
+KEPT = 3  # states that a party keeps: the coordinator may have to go back to the one before the last
+FIRST_PAUSE = 0.2  # seconds before a coordinator that is not there is looked for again; longer every time
+ERROR_LENGTH = 1000  # of what a party says went wrong
+
+
+class ForgottenError(FedloomError):
+    """The party is asked to go on with something that it knows nothing of: it has been started anew."""
+
+
+class Party:
+    """What answers orders. agreement: the party's own copy. folder: where it keeps its states and, in the end, its model."""
+
+    def __init__(self, agreement: Agreement, name: str, key: PartyKey, graph: Graph, folder: Path):
+        if name not in agreement.parties:
+            raise unknown("party", name, agreement.parties)
+        if key.public.text() != agreement.parties[name].text():
+            raise ConfigError(f"key: it is not that of party {name!r} in the agreement")
+        self.agreement, self.name, self.key, self.graph, self.folder = agreement, name, key, graph, folder
+        self.agreed = agreement.agreed()
+        self.over = ""  # how the run ended, once it has
+        self._nonce, self._run, self._lineage = "", "", ""
+        self._sequence, self._answer = -1, b""  # the last order of this run, and what was answered: the same order gets the same answer
+        self._to_restore = ""  # the state to go back to before the first order of a round
+        self._method: Method | None = None
+        self._client: Client | None = None
+
+    @property
+    def model(self) -> Path:
+        """Where its model is when the run is over."""
+        return self.folder / "model.safetensors"
+
+    def answer(self, data: bytes) -> bytes:
+        """Takes an order's envelope, gives the answer's. An EnvelopeError if it is no order of the coordinator's to this party, now."""
+        header, body = open_order(data, self.name, self.agreement.coordinator)
+        if header.phase == "fedloom_hello":
+            if header.run != self._run:
+                self._run, self._sequence, self._client = header.run, -1, None
+        elif header.run != self._run:
+            raise EnvelopeError("run", f"of run {header.run}, which has not been announced")
+        if header.sequence == self._sequence:
+            return self._answer
+        if header.sequence < self._sequence:
+            raise EnvelopeError("replay", f"order {header.sequence} was given before, the last one was {self._sequence}")
+        self._sequence = header.sequence
+        kind, reply = self._obey(header, body)
+        self._answer = sign(reply, Header(header.run, header.round, header.sequence, self.name, header.phase, kind), self.key)
+        return self._answer
+
+    def _obey(self, header: Header, body: bytes) -> Any:
+        own = {
+            "fedloom_hello": self._hello, "fedloom_begin": self._begin, "fedloom_keep": self._keep,
+            "fedloom_restore": self._restore, "fedloom_finish": self._finish,
+        }  # fmt: skip
+        try:
+            if header.phase in own:
+                return "answer", json.dumps(own[header.phase](json.loads(body))).encode()
+            return "answer", self._perform(header, body)
+        except Exception as error:  # noqa: BLE001  (told to the coordinator, who decides)
+            cause = f"{type(error).__name__}: {' '.join(str(error).split())}"[:ERROR_LENGTH]
+            return "error", json.dumps({"cause": cause, "forgot": isinstance(error, ForgottenError)}).encode()
+
+    # ---- orders ----
+    def _hello(self, _: dict[str, Any]) -> dict[str, Any]:
+        self._nonce = secrets.token_hex(16)
+        knows = bool(self.graph.cross_edges.shape[1])
+        held = holding(self.name, self.graph)
+        return {"nonce": self._nonce, "agreed": self.agreed, "holding": held, "knows_cross_edges": knows}
+
+    def _begin(self, order: dict[str, Any]) -> dict[str, Any]:
+        if not self._nonce or order["nonce"] != self._nonce:
+            raise MessageError("the number shown is not the one that was given: this order is not of now")
+        self._nonce = ""
+        if found := differences(self.agreed, order["agreed"]):
+            raise ConfigError(f"party {self.name!r} has agreed to something else: {'; '.join(found)}")
+        facts = facts_from(order["facts"])
+        if (facts.num_features, facts.num_classes, facts.task) != (self.graph.num_features, self.graph.num_classes, self.graph.task):
+            raise ConfigError(f"party {self.name!r}: the facts do not fit its graph")
+        if facts.secure != self.agreement.run.terms and not self.agreement.make_method().pooled:
+            raise ConfigError(f"party {self.name!r}: the terms of secure sums are not the agreed ones")
+        torch.set_num_threads(self.agreement.run.threads)
+        self._method, self._lineage = self.agreement.make_method(), str(order["lineage"])
+        self._client = Client(self.name, self.graph, facts, self.agreement.data.inductive)
+        # Started anew in the middle of a run, it goes on from the last state that it kept itself.
+        self._to_restore = self._latest() if order["rejoin"] else ""
+        return {}
+
+    def _perform(self, header: Header, body: bytes) -> bytes:
+        method, client = self._ready()
+        if self._to_restore and header.round > 0:
+            self._restore({"mark": self._to_restore})
+        message = decode(body, header.phase)
+        phase = getattr(method, header.phase, None)
+        if phase is not None:
+            if not hasattr(phase, "reply"):
+                raise MessageError(f"{header.phase!r} is not a phase of method {self.agreement.method!r}")
+            if client.facts.secure is None:
+                require_names(phase, message, f"to party {self.name!r}")
+        return encode(perform(method, client, header.phase, message), header.phase)
+
+    def _keep(self, order: dict[str, Any]) -> dict[str, Any]:
+        _, client = self._ready()
+        self._kept().mkdir(parents=True, exist_ok=True, mode=0o700)
+        state = snapshot({"state": client.state, "streams": client.streams})
+        disk.put(self._kept() / f"{_mark(order)}.safetensors", checkpoint.encode(checkpoint.Checkpoint({}, state)))
+        for old in self._marks()[:-KEPT]:
+            old.unlink()
+        return {}
+
+    def _restore(self, order: dict[str, Any]) -> dict[str, Any]:
+        _, client = self._ready()
+        path = self._kept() / f"{_mark(order)}.safetensors"
+        if not path.exists():
+            raise DataError(f"party {self.name!r} has kept no state {_mark(order)}")
+        saved = checkpoint.decode(path.read_bytes()).state
+        restore(client.state, saved.get("state", {}))
+        for purpose, state in saved.get("streams", {}).items():
+            client.rng(purpose).set_state(state)
+        self._to_restore = ""
+        return {}
+
+    def _finish(self, order: dict[str, Any]) -> dict[str, Any]:
+        if self._client is not None and "model" in self._client.state:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tensors = {name: tensor.contiguous() for name, tensor in flatten(weights(self._client.state["model"])).items()}
+            disk.put(self.model, save(tensors))
+        self.over = str(order["status"])
+        return {}
+
+    def _ready(self) -> tuple[Method, Client]:
+        if self._method is None or self._client is None:
+            raise ForgottenError(f"party {self.name!r} has not begun this run")
+        return self._method, self._client
+
+    def _kept(self) -> Path:
+        return self.folder / "states" / self._lineage
+
+    def _marks(self) -> list[Path]:
+        return sorted(self._kept().glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+
+    def _latest(self) -> str:
+        marks = self._marks() if self._kept().is_dir() else []
+        return marks[-1].stem if marks else ""
+
+
+def _mark(order: dict[str, Any]) -> str:
+    mark = str(order["mark"])
+    if not mark.isalnum() or len(mark) > 64:
+        raise MessageError("mark is not a valid one")
+    return mark
+
+
+def facts_to(facts: Facts) -> dict[str, Any]:
+    """What everybody knows before training, as JSON would say it."""
+    told = {f.name: getattr(facts, f.name) for f in fields(Facts)}
+    secure = facts.secure and {f.name: getattr(facts.secure, f.name) for f in fields(Terms)}
+    return {**told, "clients": list(facts.clients), "models": list(facts.models), "secure": secure}
+
+
+def facts_from(told: dict[str, Any]) -> Facts:
+    """The inverse of `facts_to`."""
+    secure = None if told["secure"] is None else Terms(**told["secure"])
+    return Facts(**{**told, "clients": tuple(told["clients"]), "models": tuple(told["models"]), "secure": secure})
+
+
+def take_part(party: Party, say: Callable[[str], None], patience: float = math.inf) -> str:
+    """Answers orders until the run is over; gives how it ended. The coordinator may die and come back: it is waited for.
+
+    say: told what happens, a line each. patience: seconds without a coordinator after which it gives up; one that does not know this
+    party, or cannot be trusted, is given ten at most.
+    """
+    federation = party.agreement.federation
+    mailbox = Mailbox(federation.address, party.agreement.authority, party.key)
+    connected, lost, pause = False, time.monotonic(), FIRST_PAUSE
+    try:
+        while not party.over:
+            try:
+                if not connected:
+                    mailbox.connect()
+                    connected, pause = True, FIRST_PAUSE
+                    say(f"connected to {federation.address}")
+                _answer_one(party, mailbox, say)
+                lost = time.monotonic()
+            except (UnreachableError, RefusedError) as error:
+                if connected:
+                    say(f"lost the coordinator ({error}); waiting for it")
+                connected, gone = False, time.monotonic() - lost
+                if gone > (patience if isinstance(error, UnreachableError) else min(patience, 10.0)):
+                    raise
+                time.sleep(pause)
+                pause = min(2 * pause, 2.0)
+    finally:
+        mailbox.close()
+    return party.over
+
+
+def _answer_one(party: Party, mailbox: Mailbox, say: Callable[[str], None]) -> None:
+    if (letter := mailbox.receive()) is not None:
+        try:
+            envelope = party.answer(letter.envelope)
+        except EnvelopeError as error:
+            say(f"refused: {error}")
+        else:
+            mailbox.answer(letter, envelope)

@@ -1,0 +1,342 @@
+"""Identities of a deployment: a small certificate authority for the coordinator's TLS, and two keys for each party.
+
+    file         what                                     who has it
+    ca.key       signs the server's certificates          the coordinator alone
+    ca.crt       tells parties whom to believe            everybody
+    server.key   the coordinator's TLS key                the coordinator alone
+    server.crt   its certificate                          the coordinator shows it to whoever connects
+    NAME.key     a party's keys: node (P-384), signing    that party alone
+    NAME.pub     their public halves, one line of text    the coordinator
+
+A party has two keys because Flower authenticates nodes by an EC key, and only that; answers are signed by an Ed25519 key that Flower
+never sees. Files with secrets have mode 0600 from their first byte, and no file is ever written over.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat, load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedloom.errors import ConfigError
+
+AUTHORITY_DAYS = 3650  # an authority outlives its servers' certificates, so that renewing one changes nothing for the parties
+CLOCKS_APART = timedelta(hours=1)  # certificates are valid from a little before they are made: other machines' clocks may be behind
+PARTY_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+RESERVED = ("ca", "server")  # their .key files are the authority's and the server's
+_DNS_NAME = re.compile(r"(?=.{1,253}$)(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)*(?!\d+$)[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+_PEM = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----[^-]*-----END \1-----\s*")
+
+
+# ---- a party's keys ----
+@dataclass(frozen=True)
+class PublicKey:
+    """What others know of a party: by `node` Flower admits it, by `signing` its answers are told from forged ones."""
+
+    node: ec.EllipticCurvePublicKey
+    signing: Ed25519PublicKey
+
+    def text(self) -> str:
+        """Both keys in one line, e.g. for a TOML file; `public_key_of` reads it."""
+        point = self.node.public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
+        return f"p384:{_base64(point)} ed25519:{_base64(self.signing.public_bytes_raw())}"
+
+
+@dataclass(frozen=True)
+class PartyKey:
+    """A party's secrets; `public` is what it gives to the coordinator."""
+
+    node: ec.EllipticCurvePrivateKey
+    signing: Ed25519PrivateKey
+
+    @property
+    def public(self) -> PublicKey:
+        """The public halves."""
+        return PublicKey(self.node.public_key(), self.signing.public_key())
+
+
+def make_party(folder: Path, name: str) -> list[Path]:
+    """Takes a folder and a party's name, makes keys, writes NAME.key and NAME.pub; gives the two paths."""
+    files = party_files(folder, name)
+    key = PartyKey(ec.generate_private_key(ec.SECP384R1()), Ed25519PrivateKey.generate())
+    _make_folder(folder)
+    _write(files[0], _pem(key.node) + _pem(key.signing), secret=True)
+    _write(files[1], key.public.text().encode() + b"\n")
+    return files
+
+
+def party_files(folder: Path, name: str) -> list[Path]:
+    """The two files `make_party` will write; a ConfigError if the name is not valid or one of them exists."""
+    require_party_name(name)
+    files = [folder / f"{name}.key", folder / f"{name}.pub"]
+    _require_absent(files)
+    return files
+
+
+def require_party_name(name: str) -> None:
+    """Raises ConfigError unless a party may be called so."""
+    if not PARTY_NAME.fullmatch(name) or name in RESERVED:
+        rule = "1 to 64 of a-z, 0-9, '.', '_', '-', the first a letter or digit"
+        raise ConfigError(f"party {name!r} is not a valid name: {rule}; not {' or '.join(map(repr, RESERVED))}")
+
+
+def read_party_key(path: Path) -> PartyKey:
+    """Takes the path of a NAME.key, gives its keys; a ConfigError if others may read it, or it is not what `make_party` writes."""
+    require_private(path)
+    keys = [_private_key(path, block) for block in _blocks(path)]
+    node = [key for key in keys if isinstance(key, ec.EllipticCurvePrivateKey) and isinstance(key.curve, ec.SECP384R1)]
+    signing = [key for key in keys if isinstance(key, Ed25519PrivateKey)]
+    if len(node) != 1 or len(signing) != 1 or len(keys) != 2:
+        raise ConfigError(f"{path}: must hold an EC P-384 and an Ed25519 private key, one of each; it holds {_kinds(keys)}")
+    return PartyKey(node[0], signing[0])
+
+
+def read_public_key(path: Path) -> PublicKey:
+    """Takes the path of a NAME.pub, gives its keys."""
+    try:
+        return public_key_of(_read(path).decode("ascii"))
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not a public key: not text") from None
+    except _NotAKeyError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def public_key_of(text: str) -> PublicKey:
+    """Takes what `PublicKey.text` gave, gives the keys; a ConfigError that says what is wrong with it."""
+    found = re.fullmatch(r"\s*p384:(\S+)\s+ed25519:(\S+)\s*", text)
+    if found is None:
+        raise _NotAKeyError("not a public key: must be 'p384:... ed25519:...', as in the party's .pub file")
+    try:
+        node = ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP384R1(), base64.b64decode(found[1], validate=True))
+    except (ValueError, binascii.Error):
+        raise _NotAKeyError("not a public key: what follows 'p384:' is not one") from None
+    try:
+        signing = Ed25519PublicKey.from_public_bytes(base64.b64decode(found[2], validate=True))
+    except (ValueError, binascii.Error):
+        raise _NotAKeyError("not a public key: what follows 'ed25519:' is not one") from None
+    return PublicKey(node, signing)
+
+
+class _NotAKeyError(ConfigError):
+    """Not a key; who knows where the text stood puts that in front."""
+
+
+def require_private(path: Path) -> None:
+    """Raises ConfigError unless the file is there and nobody but its owner may do anything with it."""
+    try:
+        mode = path.stat().st_mode & 0o777
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    if mode & 0o077:
+        raise ConfigError(f"{path}: holds a secret, but others have access to it (mode {mode:04o}): chmod 600 {path}")
+
+
+# ---- the coordinator's certificates ----
+def make_authority(folder: Path, host: str, days: int = 365) -> list[Path]:
+    """Takes a folder, the name or address that parties will connect to, and for how many days; gives the paths of what it wrote.
+
+    Writes ca.key, ca.crt, server.key and server.crt. An authority that is there already is used, and so is a server.key: to renew
+    a certificate, move the old server.crt away and call again. A certificate never outlives its authority.
+    """
+    if days < 1:
+        raise ConfigError(f"days is {days}, must be at least 1")
+    names = _alternative_names(host)
+    paths = {name: folder / name for name in ("ca.key", "ca.crt", "server.key", "server.crt")}
+    _require_absent([paths["server.crt"]])
+    known = [paths[name].exists() for name in ("ca.key", "ca.crt")]
+    if any(known) and not all(known):
+        there, gone = ("ca.key", "ca.crt") if known[0] else ("ca.crt", "ca.key")
+        raise ConfigError(f"{paths[gone]}: no such file, but {there} is there: an authority needs both")
+    _make_folder(folder)
+    written = []
+    if all(known):
+        authority_key, authority = _read_authority(paths["ca.key"], paths["ca.crt"])
+    else:
+        if paths["server.key"].exists():  # before an authority is made for nothing
+            _read_ec_key(paths["server.key"])
+        authority_key = ec.generate_private_key(ec.SECP256R1())
+        authority = _authority_certificate(authority_key, max(days, AUTHORITY_DAYS))
+        _write(paths["ca.key"], _pem(authority_key), secret=True)
+        _write(paths["ca.crt"], authority.public_bytes(Encoding.PEM))
+        written += [paths["ca.key"], paths["ca.crt"]]
+    if paths["server.key"].exists():
+        server_key = _read_ec_key(paths["server.key"])
+    else:
+        server_key = ec.generate_private_key(ec.SECP256R1())
+        _write(paths["server.key"], _pem(server_key), secret=True)
+        written.append(paths["server.key"])
+    certificate = _server_certificate(server_key.public_key(), names, days, authority_key, authority)
+    _write(paths["server.crt"], certificate.public_bytes(Encoding.PEM))
+    return [*written, paths["server.crt"]]
+
+
+def _alternative_names(host: str) -> list[x509.GeneralName]:
+    """What a certificate for this host is for: the host, and this machine's own names if that is where it is."""
+    names: list[x509.GeneralName]
+    try:
+        address = ip_address(host)
+    except ValueError:
+        host = host.lower()
+        if not _DNS_NAME.fullmatch(host):
+            raise ConfigError(f"host {host!r} is not a DNS name or an IP address (no port, no scheme, no '*')") from None
+        names, loopback = [x509.DNSName(host)], host == "localhost"
+    else:
+        if address.is_unspecified or address.is_multicast or "%" in host:
+            raise ConfigError(f"host {host!r} is not an address that parties can connect to")
+        names, loopback = [x509.IPAddress(address)], address.is_loopback
+    own = [x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.1"))] if loopback else []
+    return [*names, *(name for name in own if name not in names)]
+
+
+def _authority_certificate(key: ec.EllipticCurvePrivateKey, days: int) -> x509.Certificate:
+    # Parties may know several authorities: a name of its own keeps them apart.
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"fedloom authority {secrets.token_hex(4)}")])
+    mark = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    return (
+        _certificate(name, name, key.public_key(), _now() + timedelta(days))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs_certificates=True), critical=True)
+        .add_extension(mark, critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(mark), critical=False)
+        .sign(key, SHA256())
+    )
+
+
+def _server_certificate(
+    key: ec.EllipticCurvePublicKey,
+    names: Iterable[x509.GeneralName],
+    days: int,
+    authority_key: ec.EllipticCurvePrivateKey,
+    authority: x509.Certificate,
+) -> x509.Certificate:
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedloom coordinator")])  # hosts are in the alternative names alone
+    end = min(_now() + timedelta(days), authority.not_valid_after_utc)
+    mark = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    return (
+        _certificate(authority.subject, subject, key, end)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(mark), critical=False)
+        .sign(authority_key, SHA256())
+    )
+
+
+def _certificate(issuer: x509.Name, subject: x509.Name, key: ec.EllipticCurvePublicKey, end: datetime) -> x509.CertificateBuilder:
+    builder = x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(key)
+    return builder.serial_number(x509.random_serial_number()).not_valid_before(_now() - CLOCKS_APART).not_valid_after(end)
+
+
+def _usage(signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates, key_cert_sign=signs_certificates, crl_sign=signs_certificates,
+        content_commitment=False, key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False,
+        decipher_only=False,
+    )  # fmt: skip
+
+
+def _read_authority(key_path: Path, path: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    """An authority's key and certificate, if they belong together and may sign today."""
+    key = _read_ec_key(key_path)
+    try:
+        certificate = x509.load_pem_x509_certificate(_read(path))
+        may_sign = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+        certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
+    except (ValueError, x509.ExtensionNotFound):
+        raise ConfigError(f"{path}: not the certificate of an authority") from None
+    if not may_sign:
+        raise ConfigError(f"{path}: not the certificate of an authority")
+    if certificate.public_key() != key.public_key():
+        raise ConfigError(f"{path}: does not belong to {key_path.name}")
+    if not certificate.not_valid_before_utc <= _now() < certificate.not_valid_after_utc:
+        raise ConfigError(f"{path}: not valid today, only from {certificate.not_valid_before_utc} to {certificate.not_valid_after_utc}")
+    return key, certificate
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+# ---- files ----
+def _read_ec_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    require_private(path)
+    keys = [_private_key(path, block) for block in _blocks(path)]
+    if len(keys) != 1 or not isinstance(keys[0], ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{path}: must hold one EC private key; it holds {_kinds(keys)}")
+    return keys[0]
+
+
+def _blocks(path: Path) -> list[bytes]:
+    """The PEM blocks of a file that has nothing else in it."""
+    data = _read(path)
+    if not data.strip() or _PEM.sub(b"", data).strip():
+        raise ConfigError(f"{path}: not a key file (PEM blocks and nothing else)")
+    return [found[0] for found in _PEM.finditer(data)]
+
+
+def _private_key(path: Path, block: bytes) -> object:
+    try:
+        return load_pem_private_key(block, password=None)
+    except TypeError:
+        raise ConfigError(f"{path}: the key is under a password: fedloom cannot ask for one") from None
+    except (ValueError, UnsupportedAlgorithm):
+        raise ConfigError(f"{path}: not a private key") from None
+
+
+def _kinds(keys: Iterable[object]) -> str:
+    return ", ".join(key.curve.name if isinstance(key, ec.EllipticCurvePrivateKey) else type(key).__name__ for key in keys)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}") from None
+
+
+def _require_absent(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if os.path.lexists(path):
+            raise ConfigError(f"{path}: exists already, and keys are never written over: move it away or choose another folder")
+
+
+def _write(path: Path, content: bytes, *, secret: bool = False) -> None:
+    """Writes a file that must not be there yet: what opens it also says who may read it, so there is no moment when others can."""
+    _require_absent([path])
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644), "wb") as file:
+            file.write(content)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+
+
+def _pem(key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()

@@ -1,0 +1,188 @@
+"""The flower engine: every client in a process of its own, messages over Flower with TLS, keys and signatures, all on this machine.
+
+For trying a deployment out, and for tests: what `fedloom serve` and `fedloom join` do between organisations, with the same code. `Remote`
+is an engine whose clients are parties, wherever they are; `Engine` starts the parties itself. Parties keep their states and models.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import socket
+import tempfile
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from inspect import getfile
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from fedloom.allocator import peak
+from fedloom.errors import ConfigError
+from fedloom.faults import Patience
+from fedloom.message import Absent, Message, decode, encode
+from fedloom.method import Method, method_names
+from fedloom.party import Client
+
+try:
+    from fedloom.deploy.agreement import OWN_SPLIT, Agreement, read_agreement
+    from fedloom.deploy.coordinator import Coordinator
+    from fedloom.deploy.keys import make_authority, make_party, read_party_key
+    from fedloom.deploy.local import LocalParty
+    from fedloom.deploy.office import Address, Office
+except ModuleNotFoundError as error:
+    raise ConfigError(f"run.engine flower needs the package {error.name!r}: pip install 'fedloom[flower]'") from error
+
+JOIN_SECONDS = 120.0  # that the parties on this machine have to come in
+
+
+class Remote:
+    """An engine over a coordinator whose parties have begun."""
+
+    outlives: ClassVar[bool] = True
+    interrupts: ClassVar[bool] = True
+
+    def __init__(self, coordinator: Coordinator):
+        self.coordinator = coordinator
+        self.round = 0  # the one under way, as the server counts
+
+    def call(self, phase: str, messages: dict[str, Message]) -> Mapping[str, Message | Absent]:
+        """Takes a phase's name and a message per client, gives each client's reply, or why there is none."""
+        bodies: dict[int, bytes] = {}  # what all are sent is put into bytes once
+        for message in messages.values():
+            if id(message) not in bodies:
+                bodies[id(message)] = encode(message, phase)
+        answers = self.coordinator.ask(phase, {name: bodies[id(message)] for name, message in messages.items()}, self.round)
+        return {name: answer if isinstance(answer, Absent) else _decoded(answer, phase) for name, answer in answers.items()}
+
+    def snapshot(self) -> Message:
+        """Has every party keep its state with itself; gives the mark by which they find it again, and nothing of the state."""
+        mark = secrets.token_hex(8)
+        self._require(self.coordinator.tell("fedloom_keep", {name: {"mark": mark} for name in sorted(self.coordinator.ready)}))
+        return {"mark": {"kept": torch.tensor(list(bytes.fromhex(mark)), dtype=torch.uint8)}}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Has every party go back to the state that it kept under a mark."""
+        mark = bytes(saved["mark"]["kept"].tolist()).hex()
+        self._require(self.coordinator.tell("fedloom_restore", {name: {"mark": mark} for name in sorted(self.coordinator.ready)}))
+
+    def _require(self, answers: Mapping[str, dict[str, Any] | Absent]) -> None:
+        absent = {name: answer.cause for name, answer in answers.items() if isinstance(answer, Absent)}
+        if absent and not self.coordinator.patience.survives:
+            raise ConfigError("; ".join(f"party {name!r}: {cause}" for name, cause in absent.items()))
+
+    def models(self) -> dict[str, Message]:
+        """None: a party's model stays with the party."""
+        return {}
+
+    def about(self) -> dict[str, Any]:
+        """For a run's summary: what answers were refused, by reason."""
+        return {"parties": len(self.coordinator.agreement.parties), "refused": dict(self.coordinator.refused)}
+
+    def peak_mb(self) -> float:
+        """The most memory that the coordinator's process has held."""
+        return peak() / 2**20
+
+    def finish(self) -> None:
+        """Tells the parties that the run is completed. After anything else they wait for the coordinator to come back."""
+        self.coordinator.tell("fedloom_finish", {name: {"status": "completed"} for name in sorted(self.coordinator.ready)})
+
+    def close(self) -> None:
+        """Ends the link."""
+        self.coordinator.office.close()
+
+
+class Engine(Remote):
+    """Parties on this machine, started and ended with the engine; keys, certificates, graphs and states are in a folder that goes too."""
+
+    def __init__(self, method: Method, clients: Iterable[Client], *, patience: Patience = Patience()):
+        clients = list(clients)
+        facts = clients[0].facts
+        self.folder = Path(tempfile.mkdtemp(prefix="fedloom-"))  # readable by nobody else
+        self.parties: list[LocalParty] = []
+        office: Office | None = None
+        try:
+            make_authority(self.folder, "127.0.0.1")
+            for name in ("coordinator", *facts.clients):
+                make_party(self.folder, name)
+            port = _free_port()
+            agreement = self._agree(method, clients, port)
+            address = Address("127.0.0.1", port, self.folder / "server.crt", self.folder / "server.key", agreement.authority)
+            office = Office(address, agreement.parties, log=self.folder / "link.log")
+            self.parties = [LocalParty(self.folder, client) for client in clients]
+            coordinator = Coordinator(agreement, office, read_party_key(self.folder / "coordinator.key"), secrets.token_hex(8), patience)
+            coordinator.gather(JOIN_SECONDS, len(clients), lambda line: self._require_parties())
+            coordinator.begin(facts)
+        except BaseException:
+            if office is not None:
+                office.close()
+            self._clear()
+            raise
+        super().__init__(coordinator)
+
+    def _agree(self, method: Method, clients: list[Client], port: int) -> Agreement:
+        """Writes and reads the agreement."""
+        facts, graph = clients[0].facts, clients[0].full_graph
+        run: dict[str, Any] = {"seed": facts.seed, "threads": torch.get_num_threads()}
+        if facts.secure is not None:
+            run |= {"secure": True} | {f"secure_{f.name}": getattr(facts.secure, f.name) for f in fields(facts.secure)}
+        tables: dict[str, dict[str, Any]] = {
+            "federation": {"address": f"127.0.0.1:{port}", "authority": "ca.crt", "coordinator": "coordinator.pub"},
+            "parties": {name: f"{name}.pub" for name in facts.clients},
+            "data": {
+                "num_features": graph.num_features, "num_classes": graph.num_classes, "task": facts.task, "split": OWN_SPLIT,
+                "inductive": clients[0].inductive,
+            },
+            "model": {"name": ",".join(facts.models), "dropout": facts.dropout},
+            "method": {"name": _name_of(method), **method.settings()}, "run": run,
+        }  # fmt: skip
+        lines = [line for name, table in tables.items() for line in (f"[{name}]", *(f"{k} = {_toml(v)}" for k, v in table.items()))]
+        path = self.folder / "federation.toml"
+        path.write_text("\n".join(lines) + "\n")
+        return read_agreement(path)
+
+    def _require_parties(self) -> None:
+        for party in self.parties:
+            party.require_alive()
+
+    def close(self) -> None:
+        """Ends link and parties; nothing of them is left."""
+        super().close()
+        self._clear()
+
+    def _clear(self) -> None:
+        for party in self.parties:
+            party.end()
+        shutil.rmtree(self.folder)
+
+
+def _decoded(answer: bytes, phase: str) -> Message | Absent:
+    try:
+        return decode(answer, phase)
+    except ValueError as error:
+        return Absent(f"refused: {error}", error)
+
+
+def _name_of(method: Method) -> str:
+    """The name by which a method is found, or its file's path."""
+    known = {f"fedloom.methods.{module}": name for name, module in method_names().items()}
+    module = type(method).__module__
+    return known.get(module) or str(Path(getfile(type(method))).resolve())
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML writes it."""
+    text = str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, int | float) else None
+    if text is None:
+        text = json.dumps(value)
+    assert tomllib.loads(f"v = {text}")["v"] == value
+    return text
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

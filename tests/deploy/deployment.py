@@ -1,0 +1,159 @@
+"""A federation on this machine as users run it: `fedloom serve` and `fedloom join` as processes, keys, TLS, graphs in files."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import fedloom
+from fedloom.data.files import to_file
+from fedloom.deploy.keys import make_authority, make_party
+
+SLOW = """
+import time
+from dataclasses import dataclass
+from fedloom.learn import load_weights, weights
+from fedloom.method import averaged, phase, setting
+from fedloom.methods.fedavg import FedAvg as Quick
+
+@dataclass(frozen=True)
+class Slow(Quick):
+    seconds: float = setting(0.3, "that a client takes for nothing", at_least=0)
+    fails: str = setting("", "who fails in training")
+
+    @averaged(by="size")
+    @phase(model="=model")
+    def train(self, client, model):
+        time.sleep(self.seconds)
+        if client.name == self.fails:
+            raise RuntimeError("the disk of this party is full of sand")
+        return super().train(client, model)
+"""
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+class Deployment:
+    """Everything in `folder`; processes end with the deployment."""
+
+    def __init__(self, folder, parties=("bank-a", "bank-b", "bank-c"), rounds=4, method="fedavg", run=None, settings=None, tls=True):
+        self.folder, self.parties, self.port, self.processes = Path(folder), parties, free_port(), {}
+        make_authority(self.folder, "127.0.0.1")
+        for name in ("coordinator", *parties):
+            make_party(self.folder, name)
+        (self.folder / "slow.py").write_text(SLOW)
+        graph = fedloom.load("synthetic:nodes=120,features=8")
+        self.federation = fedloom.divide(graph, len(parties), "random", 0)
+        for name, own in zip(parties, self.federation.graphs, strict=True):
+            to_file(own, self.folder / f"{name}.safetensors")
+        self.settings = {"name": method, "rounds": rounds, **(settings or {})}
+        self.run = {"seed": 7, "checkpoint_every": 1, **(run or {})}
+        self.tls = tls
+        self.write()
+
+    def write(self, path="federation.toml", **changed):
+        """Writes the agreement, with other settings of the method if some are given."""
+        tables = {
+            "federation": {"address": f"127.0.0.1:{self.port}", **({"authority": "ca.crt"} if self.tls else {}), "coordinator": "coordinator.pub"},
+            "parties": {name: f"{name}.pub" for name in self.parties},
+            "data": {"num_features": self.federation.num_features, "num_classes": self.federation.num_classes, "split": "own"},
+            "model": {"name": "gcn-2x8"}, "method": {**self.settings, **changed}, "run": self.run,
+        }  # fmt: skip
+        lines = [line for name, table in tables.items() for line in (f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in table.items()))]
+        (self.folder / path).write_text("\n".join(lines) + "\n")
+        return self.folder / path
+
+    def start(self, who, *arguments, **environment):
+        """Starts `fedloom ARGUMENTS`; what it says goes to who.log."""
+        with open(self.folder / f"{who}.log", "ab") as log:
+            settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+            command = [sys.executable, "-m", "fedloom", *map(str, arguments)]
+            self.processes[who] = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, env=settings, start_new_session=True)
+        return self.processes[who]
+
+    def serve(self, *more, out="run", **environment):
+        return self.start("coordinator", "serve", "federation.toml", "--keys", ".", "--out", out, "--wait", 60, *more, **environment)
+
+    def resume(self, out="run"):
+        return self.start("coordinator", "resume", out)
+
+    def join(self, name, *more, key=None, agreement="federation.toml"):
+        given = ["--party", name, "--key", key or f"{name}.key", "--data", f"{name}.safetensors", "--state", f"state-{name}"]
+        return self.start(name, "join", agreement, *given, *more)
+
+    def join_all(self):
+        return [self.join(name) for name in self.parties]
+
+    def said(self, who):
+        path = self.folder / f"{who}.log"
+        return path.read_text() if path.exists() else ""
+
+    def until(self, condition, seconds=60):
+        """Waits until something is so; fails with all that was said if it does not become so."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "\n".join(f"{who}:\n{self.said(who)}" for who in self.processes)
+            time.sleep(0.05)
+
+    def rounds_done(self, out="run"):
+        path = self.folder / out / "history.jsonl"
+        return path.read_text().count("\n") if path.exists() else 0
+
+    def completed(self, seconds=90, out="run"):
+        """Waits until the coordinator has ended well; gives the summary."""
+        try:
+            code = self.processes["coordinator"].wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = "still running"
+        assert code == 0, f"{code}\n" + "\n".join(f"{who}:\n{self.said(who)}" for who in self.processes)
+        return self.summary(out)
+
+    def summary(self, out="run"):
+        return json.loads((self.folder / out / "summary.json").read_text())
+
+    def history(self, out="run"):
+        return [json.loads(line) for line in (self.folder / out / "history.jsonl").read_text().splitlines()]
+
+    def link(self):
+        """The process id of the link."""
+        found = subprocess.run(["pgrep", "-P", str(self.processes["coordinator"].pid)], stdout=subprocess.PIPE, text=True).stdout.split()
+        return next(int(pid) for pid in found if "fedloom.deploy.link" in Path(f"/proc/{pid}/cmdline").read_text())
+
+    def reference(self, method="fedavg", **settings):
+        """What the loop engine makes of the same graphs."""
+        from dataclasses import replace
+
+        named = replace(self.federation, names=tuple(self.parties))
+        of_method = {k: v for k, v in self.settings.items() if k != "name"}
+        chosen = str(self.folder / self.settings["name"]) if self.settings["name"].endswith(".py") else self.settings["name"]
+        return fedloom.run(chosen, named, model="gcn-2x8", seed=self.run["seed"], **{**of_method, **settings})
+
+    def end(self):
+        for process in self.processes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def port_is_free(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def same_weights(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def lines_of(text, pattern):
+    return [line for line in text.splitlines() if re.search(pattern, line)]
