@@ -6,11 +6,12 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from tests.faults.schedule import Schedule
 
 from fedloom.commands import _as_baseline
 from fedloom.engines import engine_names
 from fedloom.engines.loop import Engine as Loop
-from fedloom.errors import ConfigError, MessageError
+from fedloom.errors import ConfigError, MessageError, RoundFailed
 from fedloom.graph import Federation
 from fedloom.ledger import MEASURING
 from fedloom.message import flatten, unflatten
@@ -300,6 +301,27 @@ def test_a_client_that_does_not_answer_is_left_out(name, node_federation, monkey
 
     monkeypatch.setattr(Loop, "call", call)
     assert go(name, node_federation).summary["status"] == "completed"
+
+
+@pytest.mark.parametrize("when", ["before", "in"])
+def test_who_fails_in_every_phase_is_survived_or_the_method_says_that_it_needs_everybody(name, when, node_federation, monkeypatch):
+    number = 0 if when == "before" else min(2, rounds_of(name))
+    cls = method_class(name)
+    absent = None if cls.pooled else node_federation.names[1]  # in one place there is nobody else
+    schedule = Schedule(monkeypatch, {(number, None, absent): RuntimeError("out of order")})
+    failed = ""
+    try:
+        result = go(name, node_federation, quorum=0.5)
+    except RoundFailed as error:
+        failed = str(error)
+    if failed:
+        assert cls.pooled or any(repr(phase) in failed for phase in cls.everybody)
+        return
+    assert result.summary["status"] == "completed"
+    assert all(torch.isfinite(t).all() for t in weights_of(result).values())
+    asked = any((round_, client) == (number, absent) for round_, _, client in schedule.asked)
+    assert bool(result.summary["absences"]) == asked
+    assert not cls.pooled
 
 
 @pytest.mark.parametrize("inductive", [False, True])

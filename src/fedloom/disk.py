@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from fedloom import crash
 
@@ -19,7 +19,7 @@ def put(path: Path, content: bytes, kind: str = "", keep: Path | None = None) ->
     kind, fresh = kind or path.stem, path.with_name(path.name + ".new")
     with _named(path):
         try:
-            with open(fresh, "wb") as file:
+            with open(fresh, "wb", buffering=0) as file:
                 _write(file, content, kind)
                 os.fsync(file.fileno())
         except OSError:
@@ -43,9 +43,13 @@ class Log:
 
     def append(self, content: bytes) -> None:
         """Adds a piece, in place of whatever follows what counts."""
-        with _named(self.path), open(self.path, "ab") as file:
+        with _named(self.path), open(self.path, "ab", buffering=0) as file:
             file.truncate(self.size)
-            _write(file, content, self.path.stem)
+            try:
+                _write(file, content, self.path.stem)
+            except OSError:
+                file.truncate(self.size)
+                raise
         self.size += len(content)
 
     def cut(self) -> None:
@@ -78,11 +82,11 @@ def _named(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _write(file: BinaryIO, content: bytes, kind: str) -> None:
+def _write(file: FileIO, content: bytes, kind: str) -> None:
     view = memoryview(content)
     for part, step in ((view[: len(view) // 2], "half"), (view[len(view) // 2 :], "written")):  # two steps: a test stops in between
-        file.write(part)
-        file.flush()
+        while part:
+            part = part[file.write(part) :]  # the system may take less at once
         crash.point(f"{kind}-{step}")
 
 

@@ -171,11 +171,11 @@ def _value(text: str) -> Any:
 
 def make_recipe(tables: Mapping[str, Any]) -> Recipe:
     """Checks tables and gives the recipe. Every mistake is a ConfigError that names table, key and what would be valid."""
-    for name, table in tables.items():
+    for name, content in tables.items():
         if name not in (*TABLES, "method"):
             raise unknown("table of a recipe:", name, (*TABLES, "method"))
-        if not isinstance(table, Mapping):
-            raise ConfigError(f"{name} is {table!r}, must be a table: [{name}]")
+        if not isinstance(content, Mapping):
+            raise ConfigError(f"{name} is {content!r}, must be a table: [{name}]")
     given = {name: dict(tables.get(name, {})) for name in (*TABLES, "method")}
     method = given["method"].pop("name", "fedavg")
     if not isinstance(method, str):

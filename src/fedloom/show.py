@@ -84,7 +84,8 @@ def _plural(count: int, word: str) -> str:
 
 def _absences(s: Mapping[str, Any]) -> str:
     often = sorted(s["absences"].items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{client} {count}x" for client, count in often[:10]) + (f" and {len(often) - 10} more" if len(often) > 10 else "")
+    shown = ", ".join(f"{client} ({'once' if count == 1 else f'{count} times'})" for client, count in often[:10])
+    shown += f" and {len(often) - 10} more" if len(often) > 10 else ""
     return f"absent from exchanges: {shown}; asked again: {s['asked_again']} (history.jsonl says when and why)"
 
 

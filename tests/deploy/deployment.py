@@ -64,8 +64,9 @@ class Deployment:
 
     def write(self, path="federation.toml", **changed):
         """Writes the agreement, with other settings of the method if some are given."""
+        authority = {"authority": "ca.crt"} if self.tls else {}
         tables = {
-            "federation": {"address": f"127.0.0.1:{self.port}", **({"authority": "ca.crt"} if self.tls else {}), "coordinator": "coordinator.pub"},
+            "federation": {"address": f"127.0.0.1:{self.port}", **authority, "coordinator": "coordinator.pub"},
             "parties": {name: f"{name}.pub" for name in self.parties},
             "data": {"num_features": self.federation.num_features, "num_classes": self.federation.num_classes, "split": "own"},
             "model": {"name": "gcn-2x8"}, "method": {**self.settings, **changed}, "run": self.run,

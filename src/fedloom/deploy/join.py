@@ -27,7 +27,7 @@ from safetensors.torch import save
 
 from fedloom import checkpoint, disk
 from fedloom.deploy.agreement import Agreement, differences, holding
-from fedloom.deploy.envelope import EnvelopeError, Header, open_order, sign
+from fedloom.deploy.envelope import EnvelopeError, Header, Kind, open_order, sign
 from fedloom.deploy.keys import PartyKey
 from fedloom.deploy.mailbox import Mailbox, RefusedError, UnreachableError
 from fedloom.errors import ConfigError, DataError, FedloomError, MessageError, unknown
@@ -72,21 +72,22 @@ class Party:
     def answer(self, data: bytes) -> bytes:
         """Takes an order's envelope, gives the answer's. An EnvelopeError if it is no order of the coordinator's to this party, now."""
         header, body = open_order(data, self.name, self.agreement.coordinator)
-        if header.phase == "fedloom_hello":
-            if header.run != self._run:
-                self._run, self._sequence, self._client = header.run, -1, None
-        elif header.run != self._run:
-            raise EnvelopeError("run", f"of run {header.run}, which has not been announced")
+        if header.run != self._run:
+            if header.phase != "fedloom_hello":
+                return self._signed(header, *_failure(ForgottenError(f"party {self.name!r} knows nothing of this run")))
+            self._run, self._sequence, self._client = header.run, -1, None
         if header.sequence == self._sequence:
             return self._answer
         if header.sequence < self._sequence:
             raise EnvelopeError("replay", f"order {header.sequence} was given before, the last one was {self._sequence}")
         self._sequence = header.sequence
-        kind, reply = self._obey(header, body)
-        self._answer = sign(reply, Header(header.run, header.round, header.sequence, self.name, header.phase, kind), self.key)
+        self._answer = self._signed(header, *self._obey(header, body))
         return self._answer
 
-    def _obey(self, header: Header, body: bytes) -> Any:
+    def _signed(self, header: Header, kind: Kind, reply: bytes) -> bytes:
+        return sign(reply, Header(header.run, header.round, header.sequence, self.name, header.phase, kind), self.key)
+
+    def _obey(self, header: Header, body: bytes) -> tuple[Kind, bytes]:
         own = {
             "fedloom_hello": self._hello, "fedloom_begin": self._begin, "fedloom_keep": self._keep,
             "fedloom_restore": self._restore, "fedloom_finish": self._finish,
@@ -96,8 +97,7 @@ class Party:
                 return "answer", json.dumps(own[header.phase](json.loads(body))).encode()
             return "answer", self._perform(header, body)
         except Exception as error:  # noqa: BLE001  (told to the coordinator, who decides)
-            cause = f"{type(error).__name__}: {' '.join(str(error).split())}"[:ERROR_LENGTH]
-            return "error", json.dumps({"cause": cause, "forgot": isinstance(error, ForgottenError)}).encode()
+            return _failure(error)
 
     # ---- orders ----
     def _hello(self, _: dict[str, Any]) -> dict[str, Any]:
@@ -180,6 +180,12 @@ class Party:
     def _latest(self) -> str:
         marks = self._marks() if self._kept().is_dir() else []
         return marks[-1].stem if marks else ""
+
+
+def _failure(error: Exception) -> tuple[Kind, bytes]:
+    """What a party answers that could not do as it was told."""
+    cause = f"{type(error).__name__}: {' '.join(str(error).split())}"[:ERROR_LENGTH]
+    return "error", json.dumps({"cause": cause, "forgot": isinstance(error, ForgottenError)}).encode()
 
 
 def _mark(order: dict[str, Any]) -> str:

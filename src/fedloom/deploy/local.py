@@ -25,14 +25,18 @@ class LocalParty:
     def __init__(self, folder: Path, client: Client):
         from fedloom.data.files import to_file
 
-        self.name, self.log = client.name, folder / f"{client.name}.log"
+        self.name, self.folder, self.log = client.name, folder, folder / f"{client.name}.log"
         to_file(client.full_graph, folder / f"{client.name}.safetensors")
+        self.start()
+
+    def start(self) -> None:
+        """Starts the process; also again, if it has ended."""
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "fedloom.deploy.local"], stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )  # a session of its own: Ctrl-C is the coordinator's to hear
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"folder": str(folder), "name": client.name}).encode() + b"\n")
+        self.process.stdin.write(json.dumps({"folder": str(self.folder), "name": self.name}).encode() + b"\n")
         self.process.stdin.flush()
 
     def require_alive(self) -> None:

@@ -6,13 +6,16 @@ side runs, as `fedloom join` is that of a client side, so that graphs, models an
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import secrets
 import socket
 import ssl
 import subprocess
 import sys
 import time
+import zipfile
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +30,6 @@ from fedloom.errors import ConfigError, FedloomError
 quiet()
 import httpx  # noqa: E402  (Flower looks at the environment when it is imported)
 from flwr.app import ConfigRecord, Message, RecordDict  # noqa: E402
-from flwr.cli.build import build_fab_from_files  # noqa: E402
 from flwr.common.serde import fab_to_proto, run_from_proto  # noqa: E402
 from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest  # noqa: E402
 from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest  # noqa: E402
@@ -54,6 +56,15 @@ dependencies = []
 serverapp = "fedloom.deploy.serve:app"
 clientapp = "fedloom.deploy.join:app"
 """
+
+
+def _bundle() -> bytes:
+    """The app as Flower wants it handed in: a zip file with its settings. It holds no code, everybody has that."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as file:
+        file.writestr("pyproject.toml", APP)
+        file.writestr(".info/CONTENT", f"pyproject.toml,{sha256(APP).hexdigest()},{8 * len(APP)}")
+    return packed.getvalue()
 
 
 class LinkError(FedloomError):
@@ -108,10 +119,21 @@ class _Grid(HttpGrid):
         self._client = _client(RuntimeHttpClient, address, interceptors)
 
 
+def _trust(address: Address) -> ssl.SSLContext | bool:
+    """How the coordinator knows its own link: by the authority. The certificate's name is the one that parties use, maybe not its own."""
+    if address.authority is None:
+        return True
+    context = ssl.create_default_context(cafile=str(address.authority))
+    context.check_hostname = False
+    return context
+
+
+def _url(address: Address) -> str:
+    return f"{'http' if address.insecure else 'https'}://{address.own}"
+
+
 def _client(kind: Any, address: Address, interceptors: Sequence[Any]) -> Any:
-    verify = True if address.authority is None else ssl.create_default_context(cafile=str(address.authority))
-    scheme = "http" if address.insecure else "https"
-    return kind(f"{scheme}://{address.own}", interceptors=interceptors, verify=verify, timeout=30.0)
+    return kind(_url(address), interceptors=interceptors, verify=_trust(address), timeout=30.0)
 
 
 class Office:
@@ -123,12 +145,13 @@ class Office:
     def __init__(self, address: Address, parties: Mapping[str, PublicKey], log: Path | None = None):
         self.address, self.secret = address, secrets.token_hex(32)
         self.node_of: dict[str, int] = {}
+        self.grid: Any = None
         self.key_of = {name: public_key_to_bytes(key.node) for name, key in parties.items()}
         self._process = self._start(log)
+        self._http = httpx.Client(base_url=_url(address), headers={SECRET: self.secret}, verify=_trust(address), timeout=10.0)
         self._beat: HeartbeatSender | None = None
         try:
             self._wait_until_it_listens()
-            self._http = self._plain_client()
             with _client(ControlHttpClient, address, [RuntimeVersionHttpInterceptor("CLI"), _WithHeaders(self.secret)]) as control:
                 for name, key in self.key_of.items():
                     self.node_of[name] = control.RegisterNode(RegisterNodeRequest(public_key=key)).node_id
@@ -150,11 +173,11 @@ class Office:
         files = {"certificate": self.address.certificate, "key": self.address.key}
         settings = {"host": self.address.host, "port": self.address.port, "secret": self.secret}
         settings |= {name: None if path is None else str(path) for name, path in files.items()}
-        out = open(log, "ab") if log else subprocess.DEVNULL  # noqa: SIM115  (the child's)
-        # A session of its own: Ctrl-C is the coordinator's to hear, which ends the link by closing its standard input.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fedloom.deploy.link"], stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True
-        )
+        with open(log or os.devnull, "ab") as out:
+            # A session of its own: Ctrl-C is the coordinator's to hear, which ends the link by closing its standard input.
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fedloom.deploy.link"], stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True
+            )
         assert process.stdin is not None
         process.stdin.write(json.dumps(settings).encode() + b"\n")
         process.stdin.flush()
@@ -173,14 +196,9 @@ class Office:
                 return
         raise LinkError(f"the link did not listen on {self.address.text} within {START_SECONDS:.0f} s")
 
-    def _plain_client(self) -> httpx.Client:
-        verify: Any = True if self.address.authority is None else ssl.create_default_context(cafile=str(self.address.authority))
-        scheme = "http" if self.address.insecure else "https"
-        return httpx.Client(base_url=f"{scheme}://{self.address.own}", headers={SECRET: self.secret}, verify=verify, timeout=10.0)
-
     def _submit(self, control: ControlHttpClient) -> None:
         """Starts the app's run, and takes over its server side."""
-        bundle, _ = build_fab_from_files({"pyproject.toml": APP})
+        bundle = _bundle()
         fab = Fab(sha256(bundle).hexdigest(), bundle, {})
         run_id = control.StartRun(StartRunRequest(fab=fab_to_proto(fab))).run_id
         runtime = _client(RuntimeHttpClient, self.address, [RuntimeVersionHttpInterceptor("SuperExec"), _WithHeaders(self.secret)])
@@ -245,6 +263,9 @@ class Office:
         """Ends the link; nothing of it is left."""
         if self._beat is not None and self._beat.is_running:
             self._beat.stop()
+        if self.grid is not None:
+            self.grid.close()
+        self._http.close()
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:

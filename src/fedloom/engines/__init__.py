@@ -1,6 +1,6 @@
 """Engines: how phases get run.
 
-Each file has a class `Engine(method, clients, patience=...)` with `call(phase, {client: message}) -> {client: reply or Absent}`,
+Each file has a class `Engine(method, clients, patience)` with `call(phase, {client: message}) -> {client: reply or Absent}`,
 `snapshot`, `restore`, `models`, `about`, `finish` and `close`, as in `loop`; those with workers take their number too. `outlives` says
 whether others go on when a client fails, `interrupts` whether they can do without who is late. A file "_name.py" holds what several share.
 """
@@ -42,4 +42,4 @@ def make_engine(
 ) -> Any:  # fmt: skip
     """The engine of that name over these clients. workers: how many, in engines that have them (0 = chosen)."""
     cls = engine_class(name)
-    return cls(method, clients, workers, patience=patience) if has_workers(name) else cls(method, clients, patience=patience)
+    return cls(method, clients, workers, patience) if has_workers(name) else cls(method, clients, patience)

@@ -115,7 +115,7 @@ class Groups(ABC):
     outlives: ClassVar[bool] = True
     interrupts: ClassVar[bool] = True
 
-    def __init__(self, method: Method, clients: Iterable[Client], workers: int = 0, *, patience: Patience = Patience()):
+    def __init__(self, method: Method, clients: Iterable[Client], workers: int = 0, patience: Patience = Patience()):
         clients = list(clients)
         self.patience = patience
         self.number = 0  # of the exchange under way, or of the last one
@@ -195,7 +195,7 @@ class Groups(ABC):
         workers = self._tell("peak") if self.open else {}
         return peak() / 2**20 + sum(float(told["mb"]) for told in workers.values())
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027  (nothing follows from it here)
         """Told that the run is completed: nothing follows from that here."""
 
     def close(self) -> None:

@@ -98,7 +98,7 @@ class Remote:
 class Engine(Remote):
     """Parties on this machine, started and ended with the engine; keys, certificates, graphs and states are in a folder that goes too."""
 
-    def __init__(self, method: Method, clients: Iterable[Client], *, patience: Patience = Patience()):
+    def __init__(self, method: Method, clients: Iterable[Client], patience: Patience = Patience()):
         clients = list(clients)
         facts = clients[0].facts
         self.folder = Path(tempfile.mkdtemp(prefix="fedloom-"))  # readable by nobody else

@@ -17,7 +17,7 @@ class Engine:
     outlives: ClassVar[bool] = True  # a client that fails leaves the others as they are
     interrupts: ClassVar[bool] = False  # nobody can be left behind in the middle of a phase
 
-    def __init__(self, method: Method, clients: Iterable[Client], *, patience: Patience = Patience()):
+    def __init__(self, method: Method, clients: Iterable[Client], patience: Patience = Patience()):
         self.method, self.patience = method, patience
         self.clients = {client.name: client for client in clients}
 

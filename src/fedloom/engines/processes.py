@@ -183,7 +183,7 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; this process is told by its pipe
     for other in others:
         other.close()
-    answering = Thread(target=_answer_all, args=(loop.Engine(method, clients, patience=patience), threads, pipe, sent, answered))
+    answering = Thread(target=_answer_all, args=(loop.Engine(method, clients, patience), threads, pipe, sent, answered))
     answering.start()
     answering.join()
 

@@ -44,11 +44,11 @@ Parcel = tuple[list[str], bytes]  # who gets or sends it, and its message
 class Engine(Groups):
     """Makes its actors when it is made, and ends them when it is closed."""
 
-    def __init__(self, method: Method, clients: Iterable[Client], workers: int = 0, *, patience: Patience = Patience()):
+    def __init__(self, method: Method, clients: Iterable[Client], workers: int = 0, patience: Patience = Patience()):
         self._started = _connect()
         self._actors: list[Any] = []
         self._answers: dict[int, Any] = {}  # what will be there when a worker has answered
-        super().__init__(method, clients, workers, patience=patience)
+        super().__init__(method, clients, workers, patience)
 
     def cores(self) -> int:
         """The cores of the whole cluster."""
@@ -150,7 +150,7 @@ class Worker:
         torch.set_num_threads(threads)
         graphs = [(name, Graph(**isolate(load(tensors)), **rest), inductive) for name, tensors, rest, inductive in holdings]
         clients = [Client(name, graph, facts, inductive) for name, graph, inductive in graphs]
-        self.engine = loop.Engine(method, clients, patience=patience)
+        self.engine = loop.Engine(method, clients, patience)
 
     def obey(self, order: str, phase: str, whose: list[list[str]], *contents: bytes) -> tuple[list[Parcel], Failures]:
         """Takes messages and whose each is, gives the clients' answers, and how clients have failed."""

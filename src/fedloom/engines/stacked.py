@@ -30,8 +30,8 @@ class Engine(loop.Engine):
 
     outlives: ClassVar[bool] = False  # who fails in step takes its crew along
 
-    def __init__(self, method: Method, clients: Iterable[Client], *, patience: Patience = Patience()):
-        super().__init__(method, clients, patience=patience)
+    def __init__(self, method: Method, clients: Iterable[Client], patience: Patience = Patience()):
+        super().__init__(method, clients, patience)
         nodes = {client.name: client.full_graph.num_nodes for client in self.clients.values()}
         self.crews = crews(next(iter(self.clients.values())).facts, nodes) if self.clients else []
         self.kept = {names: Crew() for names in self.crews}

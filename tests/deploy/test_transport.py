@@ -1,0 +1,196 @@
+"""Who gets through to the coordinator, and who does not: a real link, TLS, keys."""
+
+import socket
+import ssl
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import httpx
+import pytest
+from deployment import free_port, port_is_free
+
+from fedloom.deploy import keys
+from fedloom.deploy.agreement import read_agreement, require_tls
+from fedloom.deploy.keys import make_authority, make_party, read_party_key, read_public_key
+from fedloom.deploy.link import SECRET
+from fedloom.deploy.mailbox import Mailbox, RefusedError, UnreachableError
+from fedloom.deploy.office import Address, LinkError, Office
+from fedloom.errors import ConfigError
+
+
+def made(folder, host="127.0.0.1"):
+    make_authority(folder, host)
+    for name in ("bank-a", "bank-b", "stranger"):
+        make_party(folder, name)
+    return folder
+
+
+def opened(folder, **changed):
+    files = {"certificate": folder / "server.crt", "key": folder / "server.key", "authority": folder / "ca.crt", **changed}
+    known = {name: read_public_key(folder / f"{name}.pub") for name in ("bank-a", "bank-b")}
+    return Office(Address("127.0.0.1", free_port(), **files), known, log=folder / "link.log")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = made(tmp_path_factory.mktemp("keys"))
+    office = opened(folder)
+    yield folder, office
+    office.close()
+    assert port_is_free(office.address.port)
+
+
+@contextmanager
+def mailbox(place, name="bank-a", authority="ca.crt"):
+    folder, office = place
+    made = Mailbox(office.address.text, folder / authority if authority else None, read_party_key(folder / f"{name}.key"))
+    with closing(made):
+        yield made
+
+
+def test_a_known_party_gets_in_and_messages_come_and_go(place):
+    _, office = place
+    with mailbox(place) as post:
+        post.connect()
+        waiting = office.post({"bank-a": b"an order"})
+        letter = None
+        while letter is None:
+            letter = post.receive()
+        assert letter.envelope == b"an order"
+        post.answer(letter, b"an answer")
+        answers = []
+        while not answers:
+            answers = list(office.collect(waiting, 1.0))
+        assert answers == [(next(iter(waiting)), b"an answer")]
+        assert office.silence()["bank-a"] < 5
+
+
+def test_a_key_that_is_not_registered_is_refused(place):
+    with mailbox(place, "stranger") as post, pytest.raises(RefusedError):
+        post.connect()
+
+
+def test_a_server_of_another_authority_is_not_trusted(place, tmp_path):
+    make_authority(tmp_path, "127.0.0.1")
+    folder, office = place
+    post = Mailbox(office.address.text, tmp_path / "ca.crt", read_party_key(folder / "bank-a.key"))
+    with closing(post), pytest.raises(RefusedError, match="certificate is not to be trusted"):
+        post.connect()
+
+
+def test_plain_http_gets_nowhere_and_nothing_below_tls_1_2(place):
+    with mailbox(place, authority=None) as post, pytest.raises((UnreachableError, RefusedError)):
+        post.connect()
+    _, office = place
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
+    with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+        context.maximum_version = ssl.TLSVersion.TLSv1_1
+    with socket.create_connection(("127.0.0.1", office.address.port)) as plain, pytest.raises(ssl.SSLError):
+        context.wrap_socket(plain)
+
+
+def test_the_certificate_is_for_the_host_that_parties_use_and_no_other(tmp_path):
+    folder = made(tmp_path, "fed.example.org")
+    office = opened(folder)  # the coordinator finds its own link, whatever the certificate is called
+    try:
+        with mailbox((folder, office)) as post, pytest.raises(RefusedError, match="certificate is not to be trusted"):
+            post.connect()
+    finally:
+        office.close()
+
+
+def test_an_expired_certificate_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(keys, "_now", lambda: datetime.now(UTC) - timedelta(40))
+    folder = made(tmp_path)
+    (folder / "server.crt").unlink()
+    make_authority(folder, "127.0.0.1", days=30)
+    with pytest.raises(LinkError, match="expired"):
+        opened(folder)
+
+
+def test_flowers_control_and_runtime_interfaces_are_the_coordinators_alone(place):
+    folder, office = place
+    context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+    with httpx.Client(base_url=f"https://{office.address.text}", verify=context) as anybody:
+        for path in (
+            "/v1/control/start-run",
+            "/v1/control/register-node",
+            "/v1/runtime/acquire-task",
+            "/docs",
+            "/openapi.json",
+            "/fedloom/seen",
+        ):
+            assert anybody.post(path, content=b"").status_code == 403
+            assert anybody.post(path, content=b"", headers={SECRET: "0" * 64}).status_code == 403
+        # It is the secret that opens the door: with it, Flower itself answers.
+        told = anybody.post(
+            "/v1/control/list-nodes", content=b"", headers={SECRET: office.secret, "content-type": "application/x-protobuf"}
+        )
+        assert told.status_code != 403
+
+
+def test_the_link_dies_with_its_coordinator(tmp_path):
+    office = opened(made(tmp_path))
+    pid = office._process.pid
+    office._process.stdin.close()  # what the system does when a process dies, however it dies
+    office._process.wait(5)
+    assert not Path(f"/proc/{pid}").exists()
+    with pytest.raises(LinkError, match="has ended"):
+        office.require_alive()
+    office.close()
+
+
+def test_a_port_that_is_taken_is_named(tmp_path):
+    folder = made(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"address: cannot listen on 127.0.0.1:{port}"):
+            Office(Address("127.0.0.1", port), {}, log=folder / "link.log")
+
+
+AGREEMENT = """
+[federation]
+address = "{address}"
+{authority}
+coordinator = "bank-a.pub"
+[parties]
+bank-a = "bank-a.pub"
+bank-b = "bank-b.pub"
+[data]
+num_features = 8
+num_classes = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("address", "authority", "insecure", "told"),
+    [
+        ("fed.example.org:8443", "", True, "without TLS only on this machine"),
+        ("fed.example.org:8443", "", False, "without TLS only on this machine"),
+        ("127.0.0.1:8443", "", False, "only with --insecure"),
+        ("127.0.0.1:8443", 'authority = "ca.crt"', True, "leave one of them out"),
+    ],
+)
+def test_nothing_starts_without_tls_unless_it_stays_on_this_machine_and_is_asked_for(tmp_path, address, authority, insecure, told):
+    folder = made(tmp_path)
+    (folder / "federation.toml").write_text(AGREEMENT.format(address=address, authority=authority))
+    agreement = read_agreement(folder / "federation.toml")
+    with pytest.raises(ConfigError, match=told):
+        require_tls(agreement, insecure)
+
+
+def test_on_loopback_it_runs_without_tls_if_asked_for(tmp_path):
+    folder = made(tmp_path)
+    (folder / "federation.toml").write_text(AGREEMENT.format(address="127.0.0.1:8443", authority=""))
+    require_tls(read_agreement(folder / "federation.toml"), insecure=True)
+    office = opened(folder, certificate=None, key=None, authority=None)
+    try:
+        with mailbox((folder, office), authority=None) as post:
+            post.connect()
+        with mailbox((folder, office), "stranger", authority=None) as post, pytest.raises(RefusedError):  # keys count all the same
+            post.connect()
+    finally:
+        office.close()

@@ -1,0 +1,188 @@
+"""Ctrl-C and SIGTERM, as real signals to real processes: how soon, with which exit code, and what is left behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from fedloom import checkpoint
+from fedloom.stopping import in_order, undisturbed
+
+SMALL = ["--dataset", "synthetic:nodes=150,classes=3,features=8", "--clients", "3", "--partition", "random", "--model", "gcn-2x8"]
+# A shell that runs the tests in the background has them ignore Ctrl-C, and their children too: a user's terminal does not.
+PROGRAM = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from fedloom.cli import main; main()"
+
+STUBBORN = '''"""Stubborn: does not let go.
+
+What travels: as in FedAvg.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedloom.method import phase, setting
+from fedloom.methods.fedavg import FedAvg
+
+
+@dataclass(frozen=True)
+class Stubborn(FedAvg):
+    """Takes no notice of Ctrl-C."""
+
+    how: str = setting("python", "where it sits")
+
+    @phase()
+    def setup(self, client):
+        """Never ends."""
+        Path("sitting").touch()
+        if self.how == "c":
+            sum(range(10**12))  # one call into C, which lets no other thread run
+        while True:
+            try:
+                time.sleep(100)
+            except KeyboardInterrupt:
+                Path("noticed").touch()
+'''
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts `fedloom run` in a process group of its own, waits until a file is there, and ends it if the test did not."""
+    started = []
+
+    def go(*more, until, lines=0):
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, "run", *SMALL, "--rounds", "100000", "--out", "x", *more],
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        started.append(process)
+        wait_for(lambda: (tmp_path / until).exists() and (tmp_path / until).read_text().count("\n") >= lines, 60, process)
+        return process
+
+    yield go
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(condition, seconds, process=None):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.005)
+
+
+def ended(process, seconds):
+    """The exit code of a process that has so many seconds to end, and what it said."""
+    _, stderr = process.communicate(timeout=seconds)
+    return process.returncode, stderr
+
+
+def group(process):
+    """Who is alive in the process's group."""
+    alive = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, of_group = stat.read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended
+        if int(of_group) == process.pid and state != "Z":
+            alive.append(int(stat.parent.name))
+    return alive
+
+
+@pytest.mark.parametrize(("number", "code", "cause"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")])
+@pytest.mark.parametrize("engine", ["loop", "processes"])
+def test_one_signal_stops_the_run_in_order(number, code, cause, engine, start, tmp_path):
+    process = start("--engine", engine, "--set", "run.checkpoint_every=1", until="x/history.jsonl", lines=5)
+    assert len(group(process)) == (1 if engine == "loop" else 1 + min(3, len(os.sched_getaffinity(0))))
+    process.send_signal(number)
+    returned, stderr = ended(process, 5)
+    assert returned == code, stderr
+    assert "Traceback" not in stderr
+    wait_for(lambda: not group(process), 5)
+    summary = json.loads((tmp_path / "x" / "summary.json").read_text())
+    assert (summary["status"], summary["cause"]) == ("stopped", cause)
+    entries = [json.loads(line) for line in (tmp_path / "x" / "history.jsonl").read_text().splitlines()]
+    assert summary["rounds"] == entries[-1]["round"] >= 5
+    found = checkpoint.read(tmp_path / "x")
+    assert found.about["round"] in (summary["rounds"], summary["rounds"] - 1)  # of the last round, or that one's was about to be written
+    assert not list((tmp_path / "x").rglob("*.new"))
+
+
+@pytest.mark.parametrize("how", ["python", "c"])
+def test_a_second_signal_ends_the_process_whatever_it_is_doing(how, start, tmp_path):
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    process = start("--method", "stubborn.py", "--set", f"method.how={how}", until="sitting")
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    if how == "python":
+        wait_for(lambda: (tmp_path / "noticed").exists(), 5, process)
+    time.sleep(0.2)
+    assert process.poll() is None  # the first was not enough
+    process.send_signal(signal.SIGINT)
+    returned, _ = ended(process, 1)
+    assert returned == -signal.SIGINT  # a shell calls that 130
+    assert not group(process)
+
+
+def test_what_is_ignored_stays_ignored(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "PROGRAM", re.sub("signal.default_int_handler", "signal.SIG_IGN", PROGRAM))
+    process = start(until="x/history.jsonl", lines=3)
+    process.send_signal(signal.SIGINT)
+    lines = (tmp_path / "x" / "history.jsonl").read_text().count("\n")
+    wait_for(lambda: (tmp_path / "x" / "history.jsonl").read_text().count("\n") > lines + 3, 5, process)
+
+
+# ---- in this process ----
+@pytest.fixture
+def as_in_a_terminal():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def press(times, number=signal.SIGINT):
+    """So many signals while nobody is to be disturbed; gives how many it was not disturbed by."""
+    done = 0
+    try:
+        with undisturbed():
+            for _ in range(times):
+                signal.raise_signal(number)
+                done += 1
+    except KeyboardInterrupt:
+        return done
+    pytest.fail("it was not raised afterwards")
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_one_signal_is_held_back_and_a_second_one_is_not(times, as_in_a_terminal):
+    assert press(times) == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+@pytest.mark.parametrize("inside", [nullcontext, undisturbed])
+def test_after_the_first_the_next_one_kills(number, raised, inside, as_in_a_terminal):
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(raised), in_order(), inside():
+            signal.raise_signal(number)
+        assert {signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)} == {signal.SIG_DFL}
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_without_a_signal_all_is_as_before(as_in_a_terminal):
+    before = signal.getsignal(signal.SIGTERM)
+    with in_order(), undisturbed():
+        pass
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == (signal.default_int_handler, before)

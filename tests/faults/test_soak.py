@@ -1,0 +1,41 @@
+"""Memory does not grow with the rounds of a run that is kept in a folder; `bench/soak.py` is the long version."""
+
+import gc
+import tracemalloc
+
+from fedloom.history import read_history
+from fedloom.runs import run
+
+
+def growth(federation, rounds, out):
+    """Bytes a round that Python holds more at the end than after a third of the rounds."""
+    held = {}
+
+    def look(entry, planned):
+        if entry["round"] in (rounds // 3, rounds):
+            gc.collect()
+            held[entry["round"]] = tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        run("fedavg", federation, model="gcn-2x8", epochs=1, rounds=rounds, checkpoint_every=10, out=out, on_round=look)
+    finally:
+        tracemalloc.stop()
+    return (held[rounds] - held[rounds // 3]) / (rounds - rounds // 3)
+
+
+def test_what_is_in_the_folder_is_not_in_memory(node_federation, tmp_path):
+    assert growth(node_federation, 150, tmp_path / "x") < 1024
+    assert len(read_history(tmp_path / "x")) == 150
+
+
+def test_without_a_folder_everything_is(node_federation):
+    """The control: this is what the folder spares."""
+    assert growth(node_federation, 150, None) > 2000
+
+
+def test_the_history_is_read_when_it_is_asked_for(node_federation, tmp_path):
+    result = run("fedavg", node_federation, model="gcn-2x8", rounds=3, out=tmp_path / "x")
+    assert result.entries == []
+    assert [entry["round"] for entry in result.history] == [1, 2, 3]
+    assert result.history is result.history
