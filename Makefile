@@ -15,7 +15,7 @@ setup: .venv/ready  ## the environment, in .venv
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot,tables,demo,he,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot,tables,demo,he,flower,dev]'
 	@touch $@
 
 demo: setup  ## a federation on Cora: FedAvg, with local and central training beside it
@@ -33,10 +33,12 @@ format: setup  ## put the code in its usual form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup  ## speed, memory and growth against a plain PyG loop: docs/benchmarks.md; secure sums, 15,000 dropout patterns; FedStruct's exchange
+bench: setup  ## speed, memory and growth against a plain PyG loop: docs/benchmarks.md; secure sums, 15,000 dropout patterns; FedStruct's exchange; 2,000 rounds without growing; deployments over Flower
 	OMP_NUM_THREADS=1 $(BIN)/python bench/speed.py --write docs/benchmarks.md
 	$(BIN)/python bench/secure_sum.py
 	$(BIN)/python bench/hops.py
+	OMP_NUM_THREADS=1 $(BIN)/python bench/soak.py
+	OMP_NUM_THREADS=1 $(BIN)/python bench/flower.py
 	FEDLOOM_SECURE_CASES=2500 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 tests/privacy/test_secure_sum.py
 
 reproduce: setup  ## run the short recipes over their seeds and compare with what they should give

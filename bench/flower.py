@@ -69,7 +69,7 @@ def exchange(parties: int = 10, size: int = 100_000, times: int = 20) -> bool:
     with closing(Office(address, {name: read_public_key(folder / f"{name}.pub") for name in names}, folder / "link.log")) as office:
         children = [subprocess.Popen([sys.executable, __file__, "--echo", address.text, str(folder), name]) for name in names]
         try:
-            while len(office.silence()) < parties:
+            while len(office.seen()) < parties:
                 time.sleep(0.1)
             took, body = [], os.urandom(size)
             for _ in range(times):
@@ -102,11 +102,8 @@ def methods(clients: int = 4) -> bool:
             took[engine] = time.perf_counter() - began
         same = hashes["loop"] == hashes["flower"]
         right &= same
-        verdict = "same hash" if same else "ANOTHER HASH"
-        print(
-            f"methods: {name}, Cora, {clients} parties: {verdict} ({took['loop']:.1f} s in the loop, {took['flower']:.1f} s over Flower)",
-            flush=True,
-        )
+        verdict, times = "same hash" if same else "ANOTHER HASH", f"{took['loop']:.1f} s in the loop, {took['flower']:.1f} s over Flower"
+        print(f"methods: {name}, Cora, {clients} parties: {verdict} ({times})", flush=True)
     return right
 
 
@@ -169,10 +166,8 @@ def twenty() -> bool:
     began = time.perf_counter()
     result = Watched(20, 20, on_round).result
     summary = result.summary
-    took = time.perf_counter() - began
-    print(
-        f"twenty: 20 parties, 20 rounds, three killed and started again: {summary['status']} after {took:.0f} s; absences {summary['absences']}"
-    )
+    took, absences = time.perf_counter() - began, summary["absences"]
+    print(f"twenty: 20 parties, 20 rounds, three killed and started again: {summary['status']} after {took:.0f} s; absences {absences}")
     print("twenty: memory, MB: " + ", ".join(f"{who} {mb:.0f}" for who, mb in memory.items()))
     back = [client for client in summary["absences"] if not any(a["client"] == client for a in result.history[-1].get("absent", ()))]
     print(f"twenty: back in the last round: {', '.join(back) or 'nobody'}")
@@ -188,6 +183,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--echo"]:
         echo(sys.argv[2], Path(sys.argv[3]), sys.argv[4])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="which parts (default: all)")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="which parts (default: all)")
     chosen = parser.parse_args().parts or list(PARTS)
-    sys.exit(0 if all([PARTS[name]() for name in chosen]) else 1)
+    verdicts = [PARTS[name]() for name in chosen]
+    sys.exit(0 if all(verdicts) else 1)

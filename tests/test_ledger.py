@@ -170,7 +170,7 @@ def test_a_ledger_that_lost_lines_is_refused(tmp_path):
     size = ledger.sync()
     schemas = (tmp_path / "schemas.json").read_text()
     (tmp_path / "schemas.json").write_text(json.dumps(json.loads(schemas)[:2]))
-    with pytest.raises(ValueError, match="schemas.json has lost schemas: 2 of 4"):
+    with pytest.raises(ValueError, match=r"schemas\.json has lost schemas: 2 of 4"):
         Ledger.read(tmp_path, size)
     (tmp_path / "schemas.json").write_text(schemas)
     (tmp_path / "ledger.csv").write_bytes((tmp_path / "ledger.csv").read_bytes()[:100])

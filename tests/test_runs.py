@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from fedloom import task
+from fedloom import runs, task
 from fedloom.errors import ConfigError, DataError
 from fedloom.graph import Federation, Graph
 from fedloom.method import Method, phase, setting
@@ -279,6 +279,10 @@ def test_a_resume_that_is_interrupted_early_can_be_resumed_again(play, tmp_path,
         patch.setattr(Scripted, "setup", phase()(interrupted))
         with pytest.raises(KeyboardInterrupt):
             play(**settings, out=tmp_path / "x", resume=True)
+    stopped = read_run(tmp_path / "x")  # as the checkpoint says
+    assert (stopped.summary["status"], stopped.summary["rounds"], len(stopped.history)) == ("stopped", 2, 2)
+    assert [stopped.traffic["phases"][name]["messages"] for name in ("advance", "evaluate")] == [4, 4]
+    assert len((tmp_path / "x" / "ledger.csv").read_text().splitlines()) == 1 + 4 + 4
     resumed = play(**settings, out=tmp_path / "x", resume=True)
     assert resumed.traffic == unbroken.traffic
 
@@ -358,6 +362,27 @@ def test_a_failed_run_says_so_and_keeps_what_it_had(play, tmp_path):
     assert set(kept.models) == {"a", "b"}
     assert kept.traffic["phases"]["advance"]["messages"] == 6  # the last round's exchange too
     assert len((tmp_path / "x" / "ledger.csv").read_text().splitlines()) == 1 + 6 + 4
+
+
+def test_a_run_whose_engine_fails_says_so(play, tmp_path, monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("no such machine")
+
+    monkeypatch.setattr(runs, "make_engine", broken)
+    with pytest.raises(RuntimeError, match="no such machine"):
+        play([4], out=tmp_path / "x")
+    kept = read_run(tmp_path / "x").summary
+    assert (kept["status"], kept["cause"], kept["rounds"]) == ("failed", "RuntimeError: no such machine", 0)
+
+
+def test_a_run_that_the_system_ends_says_so(play, tmp_path):
+    def terminate(entry, planned):
+        raise SystemExit(143)
+
+    with pytest.raises(SystemExit):
+        play([4, 5], out=tmp_path / "x", on_round=terminate)
+    kept = read_run(tmp_path / "x").summary
+    assert (kept["status"], kept["cause"], kept["rounds"]) == ("stopped", "terminated", 1)
 
 
 def test_an_interrupted_run_says_so(play, tmp_path):

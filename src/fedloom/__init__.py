@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedloom.data.datasets import catalogue as catalogue
     from fedloom.data.datasets import load as load
+    from fedloom.data.files import from_file as from_file
     from fedloom.data.files import from_folder as from_folder
     from fedloom.data.files import from_networkx as from_networkx
     from fedloom.data.files import from_pyg as from_pyg
+    from fedloom.data.files import to_file as to_file
     from fedloom.data.files import to_folder as to_folder
     from fedloom.data.holdings import holdings as holdings
     from fedloom.data.holdings import plot_holdings as plot_holdings
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 # The public names and where they live. They are imported when first used: `fedloom --help` should not wait for torch.
 _HOMES = {
     "data.datasets": ("catalogue", "load"),
-    "data.files": ("from_folder", "from_networkx", "from_pyg", "to_folder"),
+    "data.files": ("from_file", "from_folder", "from_networkx", "from_pyg", "to_file", "to_folder"),
     "data.holdings": ("holdings", "plot_holdings"),
     "data.partition": ("divide", "partitions"),
     "data.split": ("apply_split",),

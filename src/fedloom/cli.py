@@ -1,7 +1,9 @@
-"""The command line: what a user can type. Errors of input are one line on stderr and exit code 2, Ctrl-C is 130, SIGTERM 143."""
+"""What a user can type. Errors of input are a line on stderr and exit code 2; a failed round 1, Ctrl-C 130, SIGTERM 143."""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -155,6 +157,7 @@ def main() -> None:
     """Entry point of `fedloom`: every error of input is one line on stderr and exit code 2."""
     if len(sys.argv) == 1:
         sys.argv.append("--help")
+    atexit.register(gc.freeze)  # else Python looks for garbage among all that torch has made, before it ends: half a second
     try:
         with in_order():
             sys.exit(app(standalone_mode=False))  # 130 after Ctrl-C

@@ -7,6 +7,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -402,10 +403,15 @@ class Recorder:
         if not self.folder:
             return
         server.ledger.write(self.folder)
-        (self.folder / "models").mkdir(exist_ok=True)
-        for owner, content in final.items():
-            tensors = {name: tensor.contiguous() for name, tensor in flatten(content).items()}
-            disk.put(self.folder / "models" / f"{owner}.safetensors", save(tensors), "models")
+        place = self.folder / "models"
+        place.mkdir(exist_ok=True)
+
+        def keep(owner: str) -> None:
+            tensors = {name: tensor.contiguous() for name, tensor in flatten(final[owner]).items()}
+            disk.put(place / f"{owner}.safetensors", save(tensors), "models")
+
+        with ThreadPoolExecutor(16) as pool:  # a disk is as long with one file as with many at a time
+            list(pool.map(keep, final))
 
     def _summary(self, server: Server, failure: BaseException | None, evaluation: str) -> dict[str, Any]:
         at_best, last = self.history.scored()

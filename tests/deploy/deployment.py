@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -62,11 +64,11 @@ class Deployment:
         self.tls = tls
         self.write()
 
-    def write(self, path="federation.toml", **changed):
-        """Writes the agreement, with other settings of the method if some are given."""
+    def write(self, path="federation.toml", address=None, **changed):
+        """Writes the agreement, with another way to the coordinator, or other settings of the method, if given."""
         authority = {"authority": "ca.crt"} if self.tls else {}
         tables = {
-            "federation": {"address": f"127.0.0.1:{self.port}", **authority, "coordinator": "coordinator.pub"},
+            "federation": {"address": address or f"127.0.0.1:{self.port}", **authority, "coordinator": "coordinator.pub"},
             "parties": {name: f"{name}.pub" for name in self.parties},
             "data": {"num_features": self.federation.num_features, "num_classes": self.federation.num_classes, "split": "own"},
             "model": {"name": "gcn-2x8"}, "method": {**self.settings, **changed}, "run": self.run,
@@ -145,6 +147,59 @@ class Deployment:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+class Wire:
+    """What lies between a port of its own and another one: it can be cut, and it can spoil what passes."""
+
+    def __init__(self, to):
+        self.to, self.whole, self.spoil, self.open = to, True, 0, []
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listening.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        while True:
+            try:
+                near, _ = self.listening.accept()
+            except OSError:
+                return
+            try:
+                if not self.whole:
+                    raise OSError
+                far = socket.create_connection(("127.0.0.1", self.to))
+            except OSError:
+                near.close()
+                continue
+            self.open += [near, far]
+            for one, other in ((near, far), (far, near)):
+                threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
+
+    def _carry(self, one, other):
+        try:
+            while data := one.recv(65536):
+                if self.spoil and len(data) > 100:
+                    self.spoil -= 1
+                    data = data[:60] + bytes([data[60] ^ 1]) + data[61:]
+                other.sendall(data)
+        except OSError:
+            pass  # cut
+        for end in (one, other):
+            end.close()
+
+    def cut(self):
+        self.whole = False
+        ends, self.open = self.open, []
+        for end in ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def mend(self):
+        self.whole = True
+
+    def close(self):
+        self.listening.close()
+        self.cut()
 
 
 def port_is_free(port):

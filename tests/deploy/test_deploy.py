@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from deployment import port_is_free, same_weights
+from deployment import Wire, port_is_free, same_weights
 from safetensors.torch import load_file
 
 import fedloom
@@ -85,6 +85,30 @@ def test_a_killed_link_is_started_again_and_the_run_goes_on_to_the_bit(deploy):
     os.kill(d.link(), signal.SIGKILL)
     summary = d.completed()
     assert "starting it again" in d.said("coordinator")
+    assert summary["history_hash"] == d.reference().summary["history_hash"]
+
+
+@pytest.mark.parametrize("how", ["cut", "spoil"])
+def test_a_party_that_is_cut_off_for_a_while_loses_nothing(deploy, how):
+    d = deploy(rounds=4, method="slow.py", settings={"seconds": 0.8})
+    wire = Wire(d.port)
+    d.write("through.toml", address=f"127.0.0.1:{wire.port}")
+    d.serve()
+    for name in d.parties:
+        d.join(name, agreement="through.toml" if name == "bank-b" else "federation.toml")
+    d.until(lambda: d.rounds_done() >= 1)
+    try:
+        if how == "cut":
+            wire.cut()
+            time.sleep(2)
+            wire.mend()
+        else:
+            wire.spoil = 1  # TLS notices, and both ends hang up
+        summary = d.completed()
+    finally:
+        wire.close()
+    assert "lost the coordinator" in d.said("bank-b"), "it was cut off"
+    assert summary["absences"] == {}
     assert summary["history_hash"] == d.reference().summary["history_hash"]
 
 

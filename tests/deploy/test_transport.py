@@ -63,7 +63,7 @@ def test_a_known_party_gets_in_and_messages_come_and_go(place):
         while not answers:
             answers = list(office.collect(waiting, 1.0))
         assert answers == [(next(iter(waiting)), b"an answer")]
-        assert office.silence()["bank-a"] < 5
+        assert office.seen()["bank-a"].silent < 5
 
 
 def test_a_key_that_is_not_registered_is_refused(place):

@@ -178,7 +178,7 @@ def command(*arguments, cwd, **environment):
 
 def test_the_command_line_resumes_what_was_killed_and_leaves_what_is_completed(tmp_path):
     recipe = ("run", *SMALL, "--rounds", 3, "--set", "run.checkpoint_every=1")
-    killed = command(*recipe, "--out", "x", cwd=tmp_path, FEDLOOM_CRASH_AT="ledger-half:3")
+    killed = command(*recipe, "--out", "x", cwd=tmp_path, FEDLOOM_CRASH_AT="ledger-half:4")
     assert killed.returncode == -signal.SIGKILL
     checkpoint = tmp_path / "x" / "checkpoint.safetensors"
     checkpoint.write_bytes(checkpoint.read_bytes()[:-1])

@@ -49,6 +49,8 @@ class Unsure(FedAvg):
                     time.sleep(0.1)  # other threads may be stopped first
                 case "exit":
                     os._exit(3)
+                case "sleep":
+                    time.sleep(4)
         return super().train(client, model)
 
     @phase(pid="int64[]")
@@ -196,6 +198,14 @@ def test_what_a_late_worker_has_yet_to_read_is_not_written_over(engine):
     assert os.fstat(engine._sent._file).st_size == size  # and memory does not grow with every exchange
 
 
+def test_a_stopped_worker_cannot_keep_anybody_from_sending_to_it(engine):
+    os.kill(pid_of(engine, "b"), signal.SIGSTOP)
+    many = {str(k): torch.ones(1) for k in range(20_000)}  # a list of them is longer than what a pipe takes
+    begun = time.monotonic()
+    assert "b" in causes(engine.call("mirror", {name: {"x": torch.ones(1), **many} for name in NAMES}))
+    assert time.monotonic() - begun < DEADLINE + 10
+
+
 @pytest.mark.parametrize("engine", [{"grace": 0.3, "deadline": 60.0}], indirect=True)
 def test_the_others_have_some_grace_once_a_quorum_has_answered(engine):
     begun = time.monotonic()
@@ -261,3 +271,17 @@ def test_a_checkpoint_without_somebody_leaves_it_as_it_was_set_up(engine):
     fresh.restore(saved)
     assert all(torch.equal(t, before["b"][k]) for k, t in fresh.models()["b"].items())
     fresh.close()
+
+
+# ---- the same on Ray ----
+@pytest.mark.parametrize(
+    ("how", "words"), [("raise", "KeyError: 'not there'"), ("exit", "worker [01] was lost"), ("sleep", "late: .* 2 s")]
+)
+def test_a_run_on_ray_survives_too(how, words, node_federation, local_ray):
+    deadline = 2.0 if how == "sleep" else 0.0  # Ray may take longer to notice that an actor is lost
+    result = go(Unsure(rounds=4, when=2, how=how), node_federation, engine="ray", workers=2, deadline=deadline)
+    assert result.summary["status"] == "completed"
+    gone = {(number, client): cause for number, phase_name, client, cause in absences(result) if phase_name == "train"}
+    assert re.fullmatch(words, gone[2, "1"]), gone
+    assert (1, "1") not in gone
+    assert ((4, "1") in gone) == (how != "raise")  # rounds are quicker than who sleeps

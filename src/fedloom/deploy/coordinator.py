@@ -7,7 +7,6 @@ of life is not waited for. What answers another exchange, or is not signed by th
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import time
 from collections import Counter
@@ -18,7 +17,7 @@ from fedloom.deploy.agreement import Agreement, differences
 from fedloom.deploy.envelope import EnvelopeError, Gate, Header, sign
 from fedloom.deploy.join import facts_to
 from fedloom.deploy.keys import PartyKey
-from fedloom.deploy.office import Office
+from fedloom.deploy.office import Office, Seen
 from fedloom.errors import ConfigError, MessageError
 from fedloom.faults import Patience
 from fedloom.graph import Holding, Roster
@@ -26,6 +25,7 @@ from fedloom.message import Absent
 from fedloom.party import Facts
 
 DEAD_AFTER = 6.0  # seconds without a sign of life; a party gives one every two
+RETURNED = 5  # times that Flower may give an order back (it takes a party for gone that is there) before its party is absent
 LOOK_EVERY = 1.0  # seconds between looks at who is alive
 
 
@@ -137,37 +137,47 @@ class Coordinator:
         if not bodies:
             return {}
         self._sequence += 1
-        began, silence = time.monotonic(), self.office.silence()
-        answers: dict[str, bytes | Absent] = {
-            name: _silent(silence.get(name)) for name in bodies if silence.get(name, math.inf) > DEAD_AFTER
-        }  # nothing is sent to who is not there: it would find the order later, when it means nothing any more
+        began, seen = time.monotonic(), self.office.seen()
+        # Nothing is sent to who is not there: it would find the order later, when it means nothing any more.
+        answers: dict[str, bytes | Absent] = {name: _gone(seen.get(name)) for name in bodies if _is_gone(seen.get(name))}
         orders = {name: self._order(phase, name, body, round) for name, body in bodies.items() if name not in answers}
         waiting = self.office.post(orders) if orders else {}
         looked, reached = began, None
-        while waiting:
+        returned: Counter[str] = Counter()  # how often Flower has given back an order to a party, instead of an answer
+        undelivered: dict[str, str] = {}  # why, for those whose order is to be sent again
+        while waiting or undelivered:
             now = time.monotonic()
             closes = patience.closes(began, reached)
             if closes is not None and now >= closes:
-                answers |= dict.fromkeys(waiting.values(), Absent(f"late: no answer within {now - began:.1f} s"))
+                answers |= dict.fromkeys([*waiting.values(), *undelivered], Absent(f"late: no answer within {now - began:.1f} s"))
                 break
             for number, data in self.office.collect(waiting, LOOK_EVERY if closes is None else min(closes - now, LOOK_EVERY)):
                 name = waiting.pop(number)
-                answers[name] = self._opened(name, data, phase, round)
+                if isinstance(data, bytes):
+                    answers[name] = self._opened(name, data, phase, round)
+                else:
+                    undelivered[name] = data
+                    returned[name] += 1
             if reached is None and sum(not isinstance(a, Absent) for a in answers.values()) >= patience.enough(len(bodies)):
                 reached = time.monotonic()
-            if waiting and time.monotonic() - looked > LOOK_EVERY:
-                looked, silence = time.monotonic(), self.office.silence()
-                for number, name in list(waiting.items()):
-                    if silence.get(name, math.inf) > DEAD_AFTER:
-                        answers[waiting.pop(number)] = _silent(silence.get(name))
+            if (waiting or undelivered) and time.monotonic() - looked > LOOK_EVERY:
+                looked, before, seen = time.monotonic(), seen, self.office.seen()
+                for name in [name for name in (*waiting.values(), *undelivered) if _is_gone(seen.get(name))]:
+                    answers[name] = _gone(seen.get(name))
+                for name in [name for name in undelivered if returned[name] > RETURNED and name not in answers]:
+                    answers[name] = Absent(undelivered[name])
+                # Who was cut off and has connected again may have lost the order, or its answer; told twice, it does nothing twice.
+                back = {n for n in waiting.values() if n not in before or seen.get(n, before[n]).connections != before[n].connections}
+                again = {name: orders[name] for name in sorted(back | undelivered.keys()) if name not in answers}
+                waiting = {number: name for number, name in waiting.items() if name not in answers and name not in again}
+                undelivered = {}
+                waiting |= self.office.post(again) if again else {}
         return answers
 
     def _order(self, phase: str, name: str, body: bytes, round: int) -> bytes:
         return sign(body, Header(self.run, round, self._sequence, name, phase, "order"), self.key)
 
-    def _opened(self, name: str, data: bytes | str, phase: str, round: int) -> bytes | Absent:
-        if isinstance(data, str):
-            return Absent(data)
+    def _opened(self, name: str, data: bytes, phase: str, round: int) -> bytes | Absent:
         try:
             opened = self.gate.open(data, sender=name, round=round, sequence=self._sequence, phase=phase)
             if opened.kind == "answer":
@@ -178,7 +188,7 @@ class Coordinator:
             return Absent(f"refused: {error}", error)
 
     def _alive(self) -> set[str]:
-        return {name for name, seconds in self.office.silence().items() if seconds <= DEAD_AFTER}
+        return {name for name, seen in self.office.seen().items() if not _is_gone(seen)}
 
     @property
     def refused(self) -> Counter[str]:
@@ -186,8 +196,12 @@ class Coordinator:
         return self.gate.refused
 
 
-def _silent(seconds: float | None) -> Absent:
-    return Absent("has not joined" if seconds is None else f"no sign of life for {seconds:.0f} s")
+def _is_gone(seen: Seen | None) -> bool:
+    return seen is None or seen.silent > DEAD_AFTER
+
+
+def _gone(seen: Seen | None) -> Absent:
+    return Absent("has not joined" if seen is None else f"no sign of life for {seen.silent:.0f} s")
 
 
 def _object(body: bytes) -> dict[str, Any]:

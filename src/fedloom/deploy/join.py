@@ -216,7 +216,8 @@ def take_part(party: Party, say: Callable[[str], None], patience: float = math.i
     """
     federation = party.agreement.federation
     mailbox = Mailbox(federation.address, party.agreement.authority, party.key)
-    connected, lost, pause = False, time.monotonic(), FIRST_PAUSE
+    connected, pause = False, FIRST_PAUSE
+    lost: float | None = None  # since when nothing works
     try:
         while not party.over:
             try:
@@ -225,12 +226,12 @@ def take_part(party: Party, say: Callable[[str], None], patience: float = math.i
                     connected, pause = True, FIRST_PAUSE
                     say(f"connected to {federation.address}")
                 _answer_one(party, mailbox, say)
-                lost = time.monotonic()
+                lost = None
             except (UnreachableError, RefusedError) as error:
                 if connected:
                     say(f"lost the coordinator ({error}); waiting for it")
-                connected, gone = False, time.monotonic() - lost
-                if gone > (patience if isinstance(error, UnreachableError) else min(patience, 10.0)):
+                connected, lost = False, lost or time.monotonic()
+                if time.monotonic() - lost > (patience if isinstance(error, UnreachableError) else min(patience, 10.0)):
                     raise
                 time.sleep(pause)
                 pause = min(2 * pause, 2.0)

@@ -18,6 +18,8 @@ import os
 import sys
 import threading
 import time
+from base64 import b64decode
+from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -31,15 +33,19 @@ PATIENCE = "x-fedloom-wait"  # how many seconds the coordinator's request for me
 PARTY_KEY = "flwr-public-key"  # the header in which Flower's fleet interface finds the key of who asks
 WAIT = 2.0  # seconds that a request for messages waits for some to come; also how often a waiting party shows that it is alive
 SETTLED = "/fedloom/settled"  # everything that belongs to the messages just sent has arrived: who waits may look
-SEEN = "/fedloom/seen"  # seconds since each party was last heard of
+SEEN = "/fedloom/seen"  # of each party: seconds since it was last heard of, and how often it has connected
 
 
 class Door:
-    """What stands in front of Flower's application: who may enter, who has to wait, who was there."""
+    """What stands in front of Flower's application: who may enter, who has to wait, who was there.
 
-    def __init__(self, inside: Application, secret: str):
-        self.inside, self.secret = inside, secret
+    let_go: takes a party's key, makes Flower believe that the party has left.
+    """
+
+    def __init__(self, inside: Application, secret: str, let_go: Callable[[str], None]):
+        self.inside, self.secret, self.let_go = inside, secret, let_go
         self.heard: dict[str, float] = {}  # when a party's request was last answered, by its key
+        self.connected: Counter[str] = Counter()  # how often it has said that it is there
         self.posted = {"down": 0, "up": 0}  # how often messages have settled on their way to parties, and to the coordinator
         self.looked: dict[str, int] = {}  # what `posted` was when one who waits last looked
         self.changed = asyncio.Condition()
@@ -57,12 +63,17 @@ class Door:
             await _answer(send, 200, {})
         elif path == SEEN and trusted:
             now = time.monotonic()
-            await _answer(send, 200, {key: now - then for key, then in self.heard.items()})
+            await _answer(send, 200, {key: [now - then, self.connected[key]] for key, then in self.heard.items()})
         elif path.startswith("/v1/fleet/"):
             if path.endswith("/pull-messages"):
                 await self._wait(party, "down", WAIT)
-            if await self._status(scope, receive, send) == 200:
+            status = await self._status(scope, receive, send)
+            if status == 200:
                 self.heard[party] = time.monotonic()
+                self.connected[party] += path.endswith("/activate-node")
+            elif path.endswith("/activate-node") and status != 401 and party in self.heard:
+                # It has proved who it is, and Flower takes it for one that is there already: it died a moment ago, and was started anew.
+                self.let_go(party)
         elif trusted:
             if path.endswith("/pull-messages"):
                 await self._wait(SECRET, "up", float(headers.get(PATIENCE, WAIT)))
@@ -118,8 +129,14 @@ def serve(host: str, port: int, secret: str, certificate: str | None, key: str |
 
     app = create_app()  # in memory: what has to survive is in the run's folder and with the parties
     app.state.enable_supernode_auth = True  # nobody registers a key but the coordinator
+
+    def let_go(party: str) -> None:
+        state = app.state.linkstate_factory.state()
+        if (node := state.get_node_id_by_public_key(b64decode(party))) is not None:
+            state.deactivate_node(node)
+
     uvicorn.run(
-        Door(app, secret), host=host, port=port, ssl_certfile=certificate, ssl_keyfile=key, log_level="warning", access_log=False,
+        Door(app, secret, let_go), host=host, port=port, ssl_certfile=certificate, ssl_keyfile=key, log_level="warning", access_log=False,
         timeout_graceful_shutdown=1,
     )  # fmt: skip
 

@@ -35,7 +35,12 @@ from flwr.supercore.inflatable.inflatable_protobuf_utils import (  # noqa: E402
     make_pull_object_fn_protobuf,
     make_push_object_fn_protobuf,
 )
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects, push_objects  # noqa: E402
+from flwr.supercore.inflatable.inflatable_utils import (  # noqa: E402
+    ObjectPullError,
+    inflate_object_from_contents,
+    pull_objects,
+    push_objects,
+)
 from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor  # noqa: E402
 from flwr.supernode.fleet_http_client import FleetHttpClient  # noqa: E402
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor  # noqa: E402
@@ -43,6 +48,8 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor  #
 BEAT_SECONDS = 2.0  # between signs of life, also while a phase is being computed
 FLOWERS_INTERVAL = 10.0  # what Flower is told instead, since it takes no less
 FIRST_LOOK_AGAIN = 0.02  # seconds until what is not there yet is asked for again
+
+PULL_SECONDS = 60.0  # that the parts of a message have to come in
 
 T = TypeVar("T")
 
@@ -80,6 +87,7 @@ class Mailbox:
         """Says that the party is there. UnreachableError or RefusedError if that does not work."""
         from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
+        self._node = None  # no beats meanwhile: by them Flower would take it for one that is there already
         public = public_key_to_bytes(self._key.public.node)
         answer = self._ask(self._client.ActivateNode, ActivateNodeRequest(public_key=public, heartbeat_interval=FLOWERS_INTERVAL))
         self._node = Node(node_id=answer.node_id)
@@ -96,7 +104,12 @@ class Mailbox:
         message, tree = message_from_proto(answer.messages_list[0]), answer.message_object_trees[0]
         run, number = message.metadata.run_id, message.metadata.message_id
         pull = make_pull_object_fn_protobuf(lambda request: self._ask(self._client.PullObject, request), node, run)
-        parts = pull_objects([part.object_id for part in iterate_object_tree(tree)], pull, initial_backoff=FIRST_LOOK_AGAIN)
+        try:
+            parts = pull_objects(
+                [part.object_id for part in iterate_object_tree(tree)], pull, initial_backoff=FIRST_LOOK_AGAIN, max_time=PULL_SECONDS
+            )
+        except ObjectPullError:
+            return None  # it was taken back, or never came whole: the coordinator has to send it again
         whole = cast(Message, inflate_object_from_contents(number, parts))
         whole.metadata.__dict__["_message_id"] = number
         make_confirm_message_received_fn_protobuf(
@@ -154,9 +167,9 @@ class Mailbox:
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
-            if self._node is not None:
+            if (node := self._node) is not None:
                 try:
-                    self._client.SendNodeHeartbeat(SendNodeHeartbeatRequest(node=self._node, heartbeat_interval=FLOWERS_INTERVAL))
+                    self._client.SendNodeHeartbeat(SendNodeHeartbeatRequest(node=node, heartbeat_interval=FLOWERS_INTERVAL))
                 except httpx.HTTPError:
                     continue  # whoever receives or answers finds out, and connects again
 

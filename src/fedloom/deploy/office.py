@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedloom.deploy.keys import PublicKey
 from fedloom.deploy.link import PATIENCE, SECRET, SEEN, SETTLED, quiet
@@ -95,6 +95,13 @@ class Address:
     def insecure(self) -> bool:
         """Whether it is without TLS."""
         return self.certificate is None
+
+
+class Seen(NamedTuple):
+    """Of a party: seconds since it was last heard of, and how often it has connected."""
+
+    silent: float
+    connections: int
 
 
 class _WithHeaders:
@@ -249,15 +256,15 @@ class Office:
             self.require_alive()
             raise LinkError(f"the link gives no messages ({error})") from error
 
-    def silence(self) -> dict[str, float]:
-        """Seconds since each party was last heard of; those that have never been are not in it."""
+    def seen(self) -> dict[str, Seen]:
+        """When each party was last heard of; those that have never been are not in it."""
         try:
             seen = self._http.get(SEEN).raise_for_status().json()
         except httpx.HTTPError as error:
             self.require_alive()
             raise LinkError(f"the link does not say who is there ({error})") from error
         names = {b64encode(key).decode("ascii"): name for name, key in self.key_of.items()}
-        return {names[key]: seconds for key, seconds in seen.items() if key in names}
+        return {names[key]: Seen(*told) for key, told in seen.items() if key in names}
 
     def close(self) -> None:
         """Ends the link; nothing of it is left."""

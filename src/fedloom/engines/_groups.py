@@ -270,5 +270,5 @@ class Groups(ABC):
         except WorkerError as error:
             if not self.patience.survives:
                 held = ", ".join(c for c in self.names if self.home[c] == worker)
-                raise WorkerError(f"{error}; it had clients {held}") from None
+                raise WorkerError(f"{error}; it had clients {held}") from error.__cause__
             self.lost[worker] = str(error)

@@ -7,12 +7,14 @@ thread that opened them, and a worker does all its work in a fresh one (torch ha
 
     this process                                            worker k
     tensors of all messages ──► memory that all can read ──► copied for each client, as in the loop
-    where they are, as JSON ──► a pipe                   ──► the phase, one client after another
+    where to look           ──► a pipe                   ──► the phase, one client after another
     copied for `run`        ◄── memory that k writes     ◄── replies
-                            ◄── a pipe                   ◄── where they are, as JSON
+                            ◄── a pipe                   ◄── where to look
 
-What several clients get is written once. The memory has no name (memfd): it grows as needed, does not count against /dev/shm, and is gone
-with the last process that holds it, however that ends. A worker ends with its engine, or when this process is gone.
+What several clients get is written once. Where everything is, and who has failed, is JSON in the same memory: through the pipe go a few
+bytes, so that no worker can keep anybody from writing or reading on. The memory has no name (memfd): it grows as needed, does not count
+against /dev/shm, and is gone with the last process that holds it, however that ends. A worker ends with its engine, or when this process
+is gone.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ if not hasattr(os, "memfd_create"):
     raise ConfigError("run.engine 'processes' needs Linux (fork and memfd); use loop here")
 
 ALIGNED = 64  # bytes: where vector instructions like a tensor to begin
+Place = tuple[int, int]  # begin and length
 Layout = list[tuple[list[str], list[tuple[str, str, list[int], int]]]]  # whose; name, dtype, shape and place of each tensor
 
 
@@ -70,6 +73,17 @@ class Block:
             (clients, [(name, str(t.dtype).removeprefix("torch."), list(t.shape), place[id(t)]) for name, t in flat.items()])
             for flat, clients in contents
         ]
+
+    def append(self, content: Any) -> Place:
+        """Writes what JSON can say behind what was written last; gives where it is."""
+        text, begin = json.dumps(content).encode(), self.end
+        self.write([({"": torch.frombuffer(bytearray(text), dtype=torch.uint8)}, [])], begin)
+        return begin, len(text)
+
+    def content(self, place: Place) -> Any:
+        """What was appended there."""
+        begin, length = place
+        return json.loads(self._at(begin, torch.uint8, [length]).numpy().tobytes())
 
     def read(self, layout: Layout) -> dict[str, Message]:
         """The messages as they lie in the memory, good until the other side writes again: whoever keeps one copies it."""
@@ -119,15 +133,15 @@ class Engine(Groups):
             self._workers.append(worker)
             there.close()
 
-    def share_out(self, contents: list[Content]) -> dict[int, Layout]:
+    def share_out(self, contents: list[Content]) -> dict[int, Place]:
         """Writes messages into the memory, behind what workers may be reading; gives where each finds those to its clients."""
         shares: dict[int, Layout] = {}
         for clients, rows in self._sent.write(contents, max(self._reads.values(), default=0)):
             for k in sorted({self.home[c] for c in clients}):
                 shares.setdefault(k, []).append(([c for c in clients if self.home[c] == k], rows))
-        return shares
+        return {k: self._sent.append(share) for k, share in shares.items()}
 
-    def send(self, worker: int, order: str, phase: str, share: Layout) -> None:
+    def send(self, worker: int, order: str, phase: str, share: Place) -> None:
         """Orders a worker to `obey`. WorkerError if it is gone."""
         try:
             self._pipes[worker].send_bytes(json.dumps([order, phase, share]).encode())
@@ -144,7 +158,7 @@ class Engine(Groups):
         """What a worker that is ready has answered. WorkerError if it is gone."""
         del self._reads[worker]
         try:
-            layout, failures = json.loads(self._pipes[worker].recv_bytes())
+            layout, failures = self._answered[worker].content(json.loads(self._pipes[worker].recv_bytes()))
         except (EOFError, OSError):
             raise self._gone(worker) from None
         return {client: isolate(message) for client, message in self._answered[worker].read(layout).items()}, failures
@@ -195,4 +209,5 @@ def _answer_all(engine: loop.Engine, threads: int, pipe: Connection, sent: Block
             order, phase, share = json.loads(pipe.recv_bytes())
         except EOFError:
             return  # nobody is there any more
-        pipe.send_bytes(json.dumps(obey(engine, order, phase, sent.read(share), answered.write)).encode())
+        place = answered.append(obey(engine, order, phase, sent.read(sent.content(share)), answered.write))
+        pipe.send_bytes(json.dumps(place).encode())

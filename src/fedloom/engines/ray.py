@@ -103,7 +103,7 @@ def _get(worker: int, answer: Any) -> Any:
     try:
         return ray.get(answer)
     except ray.exceptions.RayError as error:
-        raise WorkerError(f"worker {worker} was lost ({error})") from None
+        raise WorkerError(f"worker {worker} was lost") from error
 
 
 def _connect() -> bool:
