@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import networkx as nx
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import fedloom
 from fedloom.data.files import from_folder, from_networkx, from_pyg, to_folder
 from fedloom.data.synthetic import synthetic, synthetic_graphs
 from fedloom.errors import DataError, FedloomError
@@ -353,3 +354,30 @@ def test_pyg_errors(change, message):
     good = {"x": torch.ones(2, 1), "edge_index": torch.tensor([[0], [1]]), "y": torch.tensor([0, 1])}
     with pytest.raises(DataError, match=message):
         from_pyg(Data(**(good | change)))
+
+
+@pytest.mark.parametrize("name", ["synthetic:nodes=50", "synthetic-graphs"])
+def test_one_file_gives_a_graph_of_any_kind_back_to_the_bit(name, tmp_path):
+    how = {"partition": "uniform"} if "graphs" in name else {"partition": "random", "cross_edges": "known"}
+    federation = fedloom.divide(fedloom.load(name), 2, **how)
+    graph = federation.graphs[1]
+    again = fedloom.from_file(fedloom.to_file(graph, tmp_path / "graph.safetensors"))
+    for field in fields(Graph):
+        one, other = getattr(graph, field.name), getattr(again, field.name)
+        if isinstance(one, torch.Tensor):
+            assert torch.equal(one, other), field.name
+        elif field.init:
+            assert one == other, field.name
+
+
+def test_a_file_that_is_no_graph_or_damaged_is_named(tmp_path):
+    path = fedloom.to_file(fedloom.load("synthetic:nodes=50"), tmp_path / "graph.safetensors")
+    with pytest.raises(DataError, match="exists already"):
+        fedloom.to_file(fedloom.load("synthetic:nodes=50"), path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=r"graph\.safetensors' is not a graph's"):
+        fedloom.from_file(path)
+    (tmp_path / "pickle.pt").write_bytes(b"\x80\x04N.")
+    for other in ("pickle.pt", "none.safetensors"):
+        with pytest.raises(DataError, match=other):
+            fedloom.from_file(tmp_path / other)

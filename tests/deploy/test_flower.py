@@ -36,6 +36,21 @@ def test_it_gives_the_loops_hash(method, settings, federation, tmp_path):
     assert set(flower.models) <= {"server"}
 
 
+def test_a_run_that_was_stopped_is_resumed_to_the_bit(federation, tmp_path):
+    class StoppedError(Exception):
+        """Stands for whatever ends a run."""
+
+    def stop(entry, planned):
+        if entry["round"] == 2:
+            raise StoppedError
+
+    chosen = {"model": "gcn-2x8", "rounds": 3, "seed": 3, "checkpoint_every": 1}
+    with pytest.raises(StoppedError):
+        run("fedavg", federation, engine="flower", out=tmp_path / "run", on_round=stop, **chosen)
+    resumed = run("fedavg", federation, engine="flower", out=tmp_path / "run", resume=True, **chosen)
+    assert resumed.summary["history_hash"] == run("fedavg", federation, **chosen).summary["history_hash"]
+
+
 def test_killed_parties_are_left_out_and_nothing_is_left_behind(federation):
     engines, begun = [], []
 

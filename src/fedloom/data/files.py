@@ -247,7 +247,10 @@ def to_file(graph: Graph, path: str | Path) -> Path:
     path = Path(path)
     if path.exists():
         raise DataError(f"{path} exists already: choose another name")
-    tensors = {f.name: v.contiguous() for f in fields(Graph) if isinstance(v := getattr(graph, f.name), Tensor)}
+    # Copies: masks that are all empty may be one and the same tensor, which safetensors refuses.
+    tensors = {
+        f.name: v.clone(memory_format=torch.contiguous_format) for f in fields(Graph) if isinstance(v := getattr(graph, f.name), Tensor)
+    }
     save_file(tensors, path, metadata={"fedloom-graph": json.dumps({"num_classes": graph.num_classes, "name": graph.name})})
     return path
 

@@ -172,7 +172,7 @@ class Party:
         return self._method, self._client
 
     def _kept(self) -> Path:
-        return self.folder / "states" / self._lineage
+        return kept_in(self.folder, self._lineage)
 
     def _marks(self) -> list[Path]:
         return sorted(self._kept().glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
@@ -180,6 +180,11 @@ class Party:
     def _latest(self) -> str:
         marks = self._marks() if self._kept().is_dir() else []
         return marks[-1].stem if marks else ""
+
+
+def kept_in(folder: Path, lineage: str) -> Path:
+    """Where a party with that folder keeps the states of a run."""
+    return folder / "states" / lineage
 
 
 def _failure(error: Exception) -> tuple[Kind, bytes]:

@@ -39,6 +39,12 @@ class LocalParty:
         self.process.stdin.write(json.dumps({"folder": str(self.folder), "name": self.name}).encode() + b"\n")
         self.process.stdin.flush()
 
+    def state(self, lineage: str, mark: str) -> Path:
+        """Where the party keeps a state."""
+        from fedloom.deploy.join import kept_in
+
+        return kept_in(self.folder / self.name, lineage) / f"{mark}.safetensors"
+
     def require_alive(self) -> None:
         """Raises if the process has ended."""
         if (code := self.process.poll()) is not None:

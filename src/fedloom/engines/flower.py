@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fedloom import checkpoint
 from fedloom.allocator import peak
 from fedloom.errors import ConfigError
 from fedloom.faults import Patience
@@ -62,11 +63,11 @@ class Remote:
         """Has every party keep its state with itself; gives the mark by which they find it again, and nothing of the state."""
         mark = secrets.token_hex(8)
         self._require(self.coordinator.tell("fedloom_keep", {name: {"mark": mark} for name in sorted(self.coordinator.ready)}))
-        return {"mark": {"kept": torch.tensor(list(bytes.fromhex(mark)), dtype=torch.uint8)}}
+        return _marked(mark)
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Has every party go back to the state that it kept under a mark."""
-        mark = bytes(saved["mark"]["kept"].tolist()).hex()
+        mark = _read(saved)
         self._require(self.coordinator.tell("fedloom_restore", {name: {"mark": mark} for name in sorted(self.coordinator.ready)}))
 
     def _require(self, answers: Mapping[str, dict[str, Any] | Absent]) -> None:
@@ -144,6 +145,21 @@ class Engine(Remote):
         path.write_text("\n".join(lines) + "\n")
         return read_agreement(path)
 
+    def snapshot(self) -> Message:
+        """Everything of the clients that a later round depends on, as in the loop: these parties' folder goes when the engine does."""
+        mark = _read(super().snapshot())
+        kept = {party.name: party.state(self.coordinator.lineage, mark) for party in self.parties}
+        return {name: checkpoint.decode(path.read_bytes()).state for name, path in kept.items() if path.exists()}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Puts the clients back to a snapshot; they must have been set up before."""
+        mark = secrets.token_hex(8)
+        for party in self.parties:
+            path = party.state(self.coordinator.lineage, mark)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(checkpoint.encode(checkpoint.Checkpoint({}, saved.get(party.name, {}))))
+        super().restore(_marked(mark))
+
     def _require_parties(self) -> None:
         for party in self.parties:
             party.require_alive()
@@ -157,6 +173,16 @@ class Engine(Remote):
         for party in self.parties:
             party.end()
         shutil.rmtree(self.folder)
+
+
+def _marked(mark: str) -> Message:
+    """A mark as a message: what a checkpoint holds of parties that keep their states themselves."""
+    return {"mark": {"kept": torch.tensor(list(bytes.fromhex(mark)), dtype=torch.uint8)}}
+
+
+def _read(saved: Message) -> str:
+    """The inverse of `_marked`."""
+    return bytes(saved["mark"]["kept"].tolist()).hex()
 
 
 def _decoded(answer: bytes, phase: str) -> Message | Absent:
