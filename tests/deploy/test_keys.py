@@ -357,6 +357,7 @@ GOOD = PublicKey(NODE.public_key(), SIGNING.public_key()).text()
     "content",
     ["", "hello", GOOD.split()[0], GOOD.split()[1], " ".join(reversed(GOOD.split())), GOOD + " more", GOOD[:-4], GOOD[:-1] + "!",
      "p384:AAAA " + GOOD.split()[1], GOOD.split()[0] + " ed25519:AAAA", "p384:ü ed25519:ü", pem(NODE).decode()],
+    ids=range(12),  # keys are drawn anew in every process, and would be part of the tests' names
 )  # fmt: skip
 def test_texts_that_are_not_a_public_key(tmp_path, content):
     with pytest.raises(ConfigError, match="not a public key") as refused:

@@ -11,7 +11,8 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 from fedloom.deploy.agreement import Agreement, differences
 from fedloom.deploy.envelope import EnvelopeError, Gate, Header, sign
@@ -26,7 +27,15 @@ from fedloom.party import Facts
 
 DEAD_AFTER = 6.0  # seconds without a sign of life; a party gives one every two
 RETURNED = 5  # times that Flower may give an order back (it takes a party for gone that is there) before its party is absent
+TELL_SECONDS = 60.0  # that parties have for orders that take no time
 LOOK_EVERY = 1.0  # seconds between looks at who is alive
+
+
+class Late(NamedTuple):
+    """An order that has not been answered: the message's number, and what was ordered."""
+
+    number: str
+    what: str
 
 
 class Coordinator:
@@ -44,25 +53,28 @@ class Coordinator:
         self.ready: set[str] = set()  # parties that have begun
         self.joined: Callable[[Holding], None] = lambda holding: None  # told of parties that come late
         self._sequence = -1
+        self._late: dict[str, Late] = {}  # whose answer did not come while the exchange was open
 
     # ---- before the run ----
-    def gather(self, seconds: float, needed: int, say: Callable[[str], None]) -> Roster:
-        """Waits until all parties have said hello, or so many once the time is over; gives what they hold. ConfigError if too few came."""
+    def gather(self, seconds: float, needed: int, say: Callable[[str], None], watch: Callable[[], None] = lambda: None) -> Roster:
+        """Waits until all parties have said hello, or so many once the time is over; gives what they hold. ConfigError if too few came, or
+        if one has agreed to something else. watch: called again and again meanwhile.
+        """
         until, told = time.monotonic() + seconds, set[str]()
-        while True:
-            self._greet(sorted(self._alive() - self.holdings.keys()))
+        while len(self.holdings) < len(self.agreement.parties):
+            watch()
+            for name, why in self._greet(sorted(self._alive() - self.holdings.keys()))[1].items():
+                if why.error is not None:
+                    raise ConfigError(f"party {name!r} {why.cause}")
             for name in sorted(self.holdings.keys() - told):
                 told.add(name)
                 say(f"{name} is there: {self.holdings[name].items} items ({len(told)} of {len(self.agreement.parties)})")
-            if len(self.holdings) == len(self.agreement.parties):
-                break
             if time.monotonic() > until:
                 if len(self.holdings) >= needed:
                     break
                 missing = ", ".join(name for name in self.agreement.parties if name not in self.holdings)
-                raise ConfigError(
-                    f"{len(self.holdings)} of {len(self.agreement.parties)} parties came within {seconds:.0f} s; missing: {missing}"
-                )
+                came = f"{len(self.holdings)} of {len(self.agreement.parties)} parties came"
+                raise ConfigError(f"{came} within {seconds:.0f} s, {needed} are needed; missing: {missing}")
             time.sleep(0.1)
         return self.roster()
 
@@ -76,24 +88,42 @@ class Coordinator:
     def begin(self, facts: Facts) -> None:
         """Tells everybody who is there that the run begins; ConfigError if one of them will not."""
         self.facts = facts
-        for name, answer in self._introduce(self._greet(sorted(self.holdings)), rejoin=False).items():
+        drawn, absent = self._greet(sorted(self.holdings))
+        answers = {**absent, **self._introduce(drawn, rejoin=False)}
+        for name, answer in answers.items():
             if isinstance(answer, Absent):
                 raise ConfigError(f"party {name!r} does not begin: {answer.cause}")
 
-    def _greet(self, names: Sequence[str]) -> dict[str, str]:
-        """Says hello; gives the number that each who answers has drawn. ConfigError if a party has agreed to something else."""
+    def _greet(self, names: Sequence[str]) -> tuple[dict[str, str], dict[str, Absent]]:
+        """Says hello; gives the number that each has drawn who answers as it should, and why others do not."""
         drawn: dict[str, str] = {}
+        absent: dict[str, Absent] = {}
         for name, told in self.tell("fedloom_hello", {name: {} for name in names}).items():
             if isinstance(told, Absent):
+                absent[name] = told
                 continue
-            if found := differences(told["agreed"], self.agreement.agreed()):
-                raise ConfigError(f"party {name!r} has agreed to something else: {'; '.join(found)}")
-            drawn[name], held = str(told["nonce"]), Holding(**{**told["holding"], "name": name})
-            self.knows_cross_edges |= bool(told["knows_cross_edges"])
+            try:
+                drawn[name], held = self._checked(name, told)
+            except (ConfigError, MessageError) as error:
+                absent[name] = Absent(str(error), error)
+                continue
             if self.holdings.get(name) != held:
                 self.holdings[name] = held
                 self.joined(held)
-        return drawn
+        return drawn, absent
+
+    def _checked(self, name: str, told: dict[str, Any]) -> tuple[str, Holding]:
+        """What a party says of itself: its number, and what it holds. ConfigError if it has agreed to something else."""
+        agreed, held, nonce = told.get("agreed"), told.get("holding"), told.get("nonce")
+        counts = {f.name for f in fields(Holding)} - {"name"}
+        if not isinstance(agreed, dict) or not isinstance(nonce, str) or not isinstance(held, dict):
+            raise MessageError("does not say who it is")
+        if any(type(held.get(count)) is not int or held[count] < 0 for count in counts):
+            raise MessageError("does not say how much it holds")
+        if found := differences(agreed, self.agreement.agreed()):
+            raise ConfigError(f"has agreed to something else: {'; '.join(found)}")
+        self.knows_cross_edges |= told.get("knows_cross_edges") is True
+        return nonce, Holding(name, **{count: held[count] for count in counts})
 
     def _introduce(self, drawn: Mapping[str, str], rejoin: bool) -> dict[str, dict[str, Any] | Absent]:
         """Has parties that have just been greeted begin; gives what each says to that."""
@@ -106,10 +136,9 @@ class Coordinator:
     def tell(self, phase: str, orders: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any] | Absent]:
         """One of fedloom's own orders to parties; gives what each says to it."""
         bodies = {name: json.dumps(order).encode() for name, order in orders.items()}
-        return {
-            name: answer if isinstance(answer, Absent) else _object(answer)
-            for name, answer in self._exchange(phase, bodies, 0, Patience(deadline=60.0)).items()
-        }
+        # Who is busy is not waited for: whether all must do as they are told, is for the caller to say.
+        answers = self._exchange(phase, bodies, 0, Patience(quorum=1e-9, deadline=TELL_SECONDS))
+        return {name: answer if isinstance(answer, Absent) else _object(answer) for name, answer in answers.items()}
 
     # ---- exchanges ----
     def ask(self, phase: str, bodies: Mapping[str, bytes], round: int) -> dict[str, bytes | Absent]:
@@ -120,7 +149,7 @@ class Coordinator:
         """
         alive = self._alive()
         anew = {name for name in bodies if name in alive and name not in self.ready}
-        answers: dict[str, bytes | Absent] = {name: self._admit(name) for name in anew}
+        answers: dict[str, bytes | Absent] = {name: self._admit(name) for name in sorted(anew)}
         asked = {name: body for name, body in bodies.items() if name not in anew}
         for name, answer in self._exchange(phase, asked, round, self.patience).items():
             if isinstance(answer, Absent) and answer.forgot:
@@ -130,7 +159,8 @@ class Coordinator:
         return {name: answers[name] for name in bodies}
 
     def _admit(self, name: str) -> Absent:
-        answer = self._introduce(self._greet([name]), rejoin=True).get(name, Absent("does not answer"))
+        drawn, absent = self._greet([name])
+        answer = {**absent, **self._introduce(drawn, rejoin=True)}[name]
         return answer if isinstance(answer, Absent) else Absent("was started anew", forgot=True)
 
     def _exchange(self, phase: str, bodies: Mapping[str, bytes], round: int, patience: Patience) -> dict[str, bytes | Absent]:
@@ -140,6 +170,9 @@ class Coordinator:
         began, seen = time.monotonic(), self.office.seen()
         # Nothing is sent to who is not there: it would find the order later, when it means nothing any more.
         answers: dict[str, bytes | Absent] = {name: _gone(seen.get(name)) for name in bodies if _is_gone(seen.get(name))}
+        busy = self._busy(phase, round).keys() & bodies.keys() - answers.keys()
+        if len(bodies) - len(answers) - len(busy) >= patience.enough(len(bodies)):
+            answers |= {name: Absent(f"still busy with {self._late[name].what}") for name in busy}
         orders = {name: self._order(phase, name, body, round) for name, body in bodies.items() if name not in answers}
         waiting = self.office.post(orders) if orders else {}
         looked, reached = began, None
@@ -149,6 +182,7 @@ class Coordinator:
             now = time.monotonic()
             closes = patience.closes(began, reached)
             if closes is not None and now >= closes:
+                self._late |= {name: Late(number, f"{phase!r} of round {round}") for number, name in waiting.items()}
                 answers |= dict.fromkeys([*waiting.values(), *undelivered], Absent(f"late: no answer within {now - began:.1f} s"))
                 break
             for number, data in self.office.collect(waiting, LOOK_EVERY if closes is None else min(closes - now, LOOK_EVERY)):
@@ -174,6 +208,17 @@ class Coordinator:
                 waiting |= self.office.post(again) if again else {}
         return answers
 
+    def _busy(self, phase: str, round: int) -> dict[str, Late]:
+        """Who has not answered an earlier order yet. What others have answered to one that was closed is thrown away."""
+        if self._late:
+            for number, data in self.office.collect({late.number: name for name, late in self._late.items()}, 0.0):
+                name = next(name for name, late in self._late.items() if late.number == number)
+                del self._late[name]
+                if isinstance(data, bytes):
+                    self._opened(name, data, phase, round)  # the gate refuses it, and counts that
+        self._late = {name: late for name, late in self._late.items() if name in self.ready}
+        return self._late
+
     def _order(self, phase: str, name: str, body: bytes, round: int) -> bytes:
         return sign(body, Header(self.run, round, self._sequence, name, phase, "order"), self.key)
 
@@ -183,8 +228,8 @@ class Coordinator:
             if opened.kind == "answer":
                 return opened.body
             told = _object(opened.body)
-            return Absent(str(told.get("cause", "")), forgot=bool(told.get("forgot")))
-        except (EnvelopeError, MessageError) as error:
+            return told if isinstance(told, Absent) else Absent(str(told.get("cause", "")), forgot=told.get("forgot") is True)
+        except EnvelopeError as error:
             return Absent(f"refused: {error}", error)
 
     def _alive(self) -> set[str]:
@@ -204,11 +249,10 @@ def _gone(seen: Seen | None) -> Absent:
     return Absent("has not joined" if seen is None else f"no sign of life for {seen.silent:.0f} s")
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def _object(body: bytes) -> dict[str, Any] | Absent:
+    """What a party says in JSON."""
     try:
         told = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise MessageError(f"an answer that is not JSON ({type(error).__name__})") from error
-    if not isinstance(told, dict):
-        raise MessageError("an answer that is not a JSON object")
-    return told
+        return Absent(f"refused: an answer that is not JSON ({type(error).__name__})")
+    return told if isinstance(told, dict) else Absent("refused: an answer that is not a JSON object")

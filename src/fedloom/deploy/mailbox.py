@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import ssl
 import threading
+from base64 import b64encode
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from fedloom.deploy.keys import PartyKey
-from fedloom.deploy.link import SETTLED, quiet
+from fedloom.deploy.link import PARTY_KEY, SETTLED, quiet
 from fedloom.errors import FedloomError
 
 quiet()
 import httpx  # noqa: E402  (Flower looks at the environment when it is imported)
 from flwr.app import ConfigRecord, Message, RecordDict  # noqa: E402
+from flwr.app.message import remove_content_from_message  # noqa: E402
 from flwr.common.serde import message_from_proto, message_to_proto  # noqa: E402
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest, PullMessagesRequest, PushMessagesRequest  # noqa: E402
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest  # noqa: E402
@@ -42,13 +44,13 @@ from flwr.supercore.inflatable.inflatable_utils import (  # noqa: E402
     push_objects,
 )
 from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor  # noqa: E402
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes  # noqa: E402
 from flwr.supernode.fleet_http_client import FleetHttpClient  # noqa: E402
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor  # noqa: E402
 
 BEAT_SECONDS = 2.0  # between signs of life, also while a phase is being computed
 FLOWERS_INTERVAL = 10.0  # what Flower is told instead, since it takes no less
 FIRST_LOOK_AGAIN = 0.02  # seconds until what is not there yet is asked for again
-
 PULL_SECONDS = 60.0  # that the parts of a message have to come in
 
 T = TypeVar("T")
@@ -75,7 +77,7 @@ class Mailbox:
     def __init__(self, address: str, authority: Path | None, key: PartyKey):
         verify: Any = True if authority is None else ssl.create_default_context(cafile=str(authority))
         interceptors: Any = [RuntimeVersionHttpInterceptor("SuperNode"), NodeAuthHttpInterceptor(key.node, key.public.node)]
-        self.address, self._key = address, key
+        self.address, self._public = address, public_key_to_bytes(key.public.node)
         self._client = FleetHttpClient(
             f"{'http' if authority is None else 'https'}://{address}", interceptors=interceptors, verify=verify, timeout=30.0
         )
@@ -85,11 +87,8 @@ class Mailbox:
 
     def connect(self) -> None:
         """Says that the party is there. UnreachableError or RefusedError if that does not work."""
-        from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-
         self._node = None  # no beats meanwhile: by them Flower would take it for one that is there already
-        public = public_key_to_bytes(self._key.public.node)
-        answer = self._ask(self._client.ActivateNode, ActivateNodeRequest(public_key=public, heartbeat_interval=FLOWERS_INTERVAL))
+        answer = self._ask(self._client.ActivateNode, ActivateNodeRequest(public_key=self._public, heartbeat_interval=FLOWERS_INTERVAL))
         self._node = Node(node_id=answer.node_id)
         if self._beating is None:
             self._beating = threading.Thread(target=self._beat, name="fedloom beat", daemon=True)
@@ -125,7 +124,7 @@ class Mailbox:
         reply = Message(RecordDict({"fedloom": ConfigRecord({"envelope": envelope})}), reply_to=letter.message)
         with no_object_id_recompute():
             reply.metadata.__dict__["_message_id"] = reply.object_id
-            bare = message_to_proto(_without_content(reply))
+            bare = message_to_proto(remove_content_from_message(reply))
             accepted = self._ask(
                 self._client.PushMessages,
                 PushMessagesRequest(
@@ -155,13 +154,9 @@ class Mailbox:
 
     def _settle(self) -> None:
         """Tells the link that an answer is complete, so that it lets the coordinator look."""
-        from base64 import b64encode
-
-        from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-
-        public = b64encode(public_key_to_bytes(self._key.public.node)).decode("ascii")
+        headers = {PARTY_KEY: b64encode(self._public).decode("ascii")}
         try:
-            self._client._client.post(f"{self._client._base_url}{SETTLED}", headers={"flwr-public-key": public})
+            self._client._client.post(f"{self._client._base_url}{SETTLED}", headers=headers)
         except httpx.HTTPError as error:
             raise UnreachableError(f"{self.address} does not answer ({error})") from error
 
@@ -198,9 +193,3 @@ def _said(response: httpx.Response) -> str:
         return str(told.get("message") or told.get("detail") or told)
     except ValueError:
         return f"status {response.status_code}"
-
-
-def _without_content(message: Message) -> Message:
-    from flwr.app.message import remove_content_from_message
-
-    return remove_content_from_message(message)

@@ -46,7 +46,7 @@ def serve(
             return _one_life(agreement, Coordinator(agreement, office, key, config["deployment"]["lineage"], patience_of(agreement.run)),
                              folder, config, wait, resume, say, on_round)  # fmt: skip
         except LinkError as error:
-            lives, resume = lives + 1, True
+            lives, resume = lives + 1, (folder / "config.json").exists()
             if lives == LINKS:
                 raise
             say(f"{error}; starting it again")

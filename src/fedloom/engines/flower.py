@@ -115,7 +115,7 @@ class Engine(Remote):
             office = Office(address, agreement.parties, log=self.folder / "link.log")
             self.parties = [LocalParty(self.folder, client) for client in clients]
             coordinator = Coordinator(agreement, office, read_party_key(self.folder / "coordinator.key"), secrets.token_hex(8), patience)
-            coordinator.gather(JOIN_SECONDS, len(clients), lambda line: self._require_parties())
+            coordinator.gather(JOIN_SECONDS, len(clients), lambda line: None, self._require_parties)
             coordinator.begin(facts)
         except BaseException:
             if office is not None:
