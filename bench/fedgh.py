@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from sweep import Found, Tables, code_of, make_tables, markdown, paired, scores_of, spread, verdict
+from sweep import Found, Tables, code_of, counted, make_tables, markdown, paired, scores_of, spread, verdict
 
 from fedloom.methods.fedgh import FedGH
 from fedloom.party import Client
@@ -144,9 +144,9 @@ def _parts(found: Found) -> str:
         whole = f"10, {data}: FedGH + FedAvg"
         for row, label in {"FedGH + FedAvg": whole, **{row: f"parts, {data}: {row}" for row in PARTS}}.items():
             if label in found:
-                up = mean(s["traffic"]["phases"].get(_upload(s), {}).get("bytes_up", 0) / s["clients"] / 1e3 for s in found[label])
+                sent = [s["traffic"]["phases"].get(_upload(s), {}).get("bytes_up", 0) / s["clients"] / 1e3 for s in counted(found, label)]
                 less = verdict(paired(found[label], found[whole])) if label != whole and whole in found else "-"
-                rows.append([row, data, spread(scores_of(found, label)), less, f"{up:,.0f}"])
+                rows.append([row, data, spread(scores_of(found, label)), less, f"{mean(sent):,.0f}" if sent else "-"])
     return markdown(["10 clients", "data", "accuracy", "less FedGH, points over seeds and clients", "kB of the upload a client"], rows)
 
 
@@ -157,7 +157,7 @@ def _upload(s: dict[str, Any]) -> str:
 def _traffic(found: Found) -> str:
     rows = []
     for data in DATASETS:
-        for s in found.get(f"10, {data}: FedGH + FedAvg", [])[:1]:
+        for s in counted(found, f"10, {data}: FedGH + FedAvg")[:1]:
             phases, K = s["traffic"]["phases"], s["clients"]
             up, down, rounds = (phases[name] for name in ("send_pseudo_graph", "refine", "train"))
             a_round = rounds["scalars_up"] / K / s["rounds"]

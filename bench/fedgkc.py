@@ -6,7 +6,7 @@ python bench/fedgkc.py docs/results.md [--only "A 10"] [--write]      (runs/fedg
 from statistics import mean
 from typing import Any
 
-from sweep import Found, Tables, average, make_tables, markdown, paired, scores_of, spread, verdict
+from sweep import Found, Tables, average, counted, make_tables, markdown, paired, scores_of, spread, verdict
 
 SEEDS, ROUNDS, EVERY = 3, 40, 2
 KEY = "accuracy_mean"  # the paper's: plain mean over clients
@@ -183,7 +183,7 @@ def _parts(found: Found) -> str:
 def _traffic(found: Found) -> str:
     rows = []
     for row in METHODS:
-        runs = found.get(f"A 10, cora: {row}")
+        runs = counted(found, f"A 10, cora: {row}")
         if runs:
             per = [{d: s["traffic"][f"bytes_{d}"] / s["rounds"] / s["clients"] / 1e3 for d in ("up", "down")} for s in runs]
             rows.append([row, *(f"{mean(p[d] for p in per):,.1f}" for d in ("up", "down"))])

@@ -6,7 +6,7 @@ python bench/fedpg.py docs/results.md [--only nodes] [--skip physics]      (75 m
 from statistics import mean
 from typing import Any
 
-from sweep import Found, Tables, average, make_tables, markdown, paired, scores_of, spread, verdict
+from sweep import Found, Tables, average, counted, make_tables, markdown, paired, scores_of, spread, verdict
 
 SEEDS = 3
 DATASETS = ("cora", "citeseer", "pubmed", "computers", "physics")
@@ -137,7 +137,7 @@ def _around(found: Found) -> str:
 def _traffic(found: Found) -> str:
     rows, base = [], None
     for row in ("Local", "FedAvg", "FedTGP", "FedPG"):
-        runs = found.get(f"traffic, physics: {row}")
+        runs = counted(found, f"traffic, physics: {row}")
         if runs:
             sent = mean(s["traffic"]["phases"].get("train", {}).get("scalars_up", 0) / s["rounds"] / s["clients"] for s in runs)
             base = sent if row == "FedAvg" else base

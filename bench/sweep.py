@@ -94,7 +94,7 @@ def make_tables(about: str, name: str, cells: dict[str, Tables], seeds: int, sec
     """The command of a file that fills tables in a Markdown file: runs what is not in runs/NAME.jsonl, then writes each section's text.
 
     about: the file's docstring. cells: {label: recipe}, the most wanted first. sections: {mark in the Markdown: what makes its text}.
-    Beside the Markdown file goes results-NAME.json, with what the tables were made of.
+    Beside the Markdown file is results-NAME.json, with what the tables were made of: what is not in runs/ is taken from there.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path)
@@ -110,20 +110,52 @@ def make_tables(about: str, name: str, cells: dict[str, Tables], seeds: int, sec
     found = sweep(recipes, seeds, tell, Path(f"runs/{name}.jsonl"), run=not asked.write)
     if asked.only:
         return
-    lines = [f"{json.dumps(label)}: {json.dumps([_short(s) for s in runs])}" for label, runs in found.items()]
-    asked.target.with_name(f"results-{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    kept = asked.target.with_name(f"results-{name}.json")
+    found = {label: runs for label, runs in {**_remembered(kept), **found}.items() if label in cells}
+    lines = [f"{json.dumps(label)}: {json.dumps([_short(s) for s in found[label]])}" for label in cells if label in found]
+    kept.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     for mark, text in sections.items():
-        put_between(asked.target, mark, text(found))
+        if made := text(found):  # else nothing is known that it needs, and what stands there stays
+            put_between(asked.target, mark, made)
+
+
+_KEPT = (
+    "method", "seed", "accuracy", "accuracy_mean", "auc", "final_accuracy", "val_accuracy", "best_round", "history_hash", "engine",
+    "rounds", "clients", "traffic",
+)  # fmt: skip
 
 
 def _short(s: dict[str, Any]) -> dict[str, Any]:
-    keys = ("method", "seed", "accuracy", "accuracy_mean", "auc", "final_accuracy", "val_accuracy", "best_round", "history_hash")
+    """What the repository keeps of a run: enough for the tables."""
     per_client = [round(c["accuracy"], 4) if c["accuracy"] is not None else None for c in s["per_client"]]
-    return {**{k: s[k] for k in keys}, "per_client": per_client, "seconds": s["seconds"]["total"], "settings": s["config"]["method"]}
+    settings = {"seconds": s["seconds"]["total"], "settings": s["config"]["method"]}
+    return {**{k: s[k] for k in _KEPT if k in s}, "per_client": per_client, **settings}
+
+
+def counted(found: Found, label: str) -> list[dict[str, Any]]:
+    """A label's runs whose traffic is known: the first results that were kept had none."""
+    return [s for s in found.get(label, []) if "traffic" in s]
+
+
+def _remembered(path: Path) -> Found:
+    """The inverse of `_short` for all that the repository keeps: runs that were made on another machine."""
+    if not path.exists():
+        return {}
+    kept = json.loads(path.read_text())
+    return {
+        label: [
+            {**s, "per_client": [{"accuracy": a} for a in s["per_client"]], "seconds": {"total": s["seconds"]},
+             "config": {"method": s["settings"]}} for s in runs
+        ]
+        for label, runs in kept.items()
+    }  # fmt: skip
 
 
 def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
-    """A Markdown table."""
+    """A Markdown table; nothing without rows."""
+    rows = list(rows)
+    if not rows:
+        return ""
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows]) + "\n"
 
 

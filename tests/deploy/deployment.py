@@ -1,4 +1,4 @@
-"""A federation on this machine as users run it: `fedloom serve` and `fedloom join` as processes, keys, TLS, graphs in files."""
+"""A federation on this machine as users run it: `fedloom serve` and `fedloom join` in processes of their own, with keys and TLS."""
 
 import json
 import os
@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 import fedloom
+from fedloom.cli import main
 from fedloom.data.files import to_file
 from fedloom.deploy.keys import make_authority, make_party
 
@@ -44,6 +46,45 @@ def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+class Command:
+    """`fedloom ARGUMENTS` in a child of this process, which has everything imported already. The rest is as in `subprocess.Popen`."""
+
+    def __init__(self, arguments, folder, log):
+        self.returncode, self.pid = None, os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.setsid()
+                os.chdir(folder)
+                for number in (1, 2):
+                    os.dup2(log, number)
+                sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115  (it ends with the process)
+                sys.argv = ["fedloom", *arguments]
+                main()
+            except SystemExit as ended:
+                code = ended.code or 0
+            except BaseException:  # noqa: BLE001  (a child must never go on with its parent's tests)
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+
+    def poll(self):
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, seconds=30):
+        end = time.monotonic() + seconds
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("fedloom", seconds)
+            time.sleep(0.02)
+        return self.returncode
 
 
 class Deployment:
@@ -77,16 +118,14 @@ class Deployment:
         (self.folder / path).write_text("\n".join(lines) + "\n")
         return self.folder / path
 
-    def start(self, who, *arguments, **environment):
+    def start(self, who, *arguments):
         """Starts `fedloom ARGUMENTS`; what it says goes to who.log."""
         with open(self.folder / f"{who}.log", "ab") as log:
-            settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-            command = [sys.executable, "-m", "fedloom", *map(str, arguments)]
-            self.processes[who] = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, env=settings, start_new_session=True)
+            self.processes[who] = Command([str(argument) for argument in arguments], self.folder, log.fileno())
         return self.processes[who]
 
-    def serve(self, *more, out="run", **environment):
-        return self.start("coordinator", "serve", "federation.toml", "--keys", ".", "--out", out, "--wait", 60, *more, **environment)
+    def serve(self, *more, out="run"):
+        return self.start("coordinator", "serve", "federation.toml", "--keys", ".", "--out", out, "--wait", 60, *more)
 
     def resume(self, out="run"):
         return self.start("coordinator", "resume", out)
