@@ -1,4 +1,5 @@
-"""A long run in one process: does its memory grow? 2,000 rounds of a small federation in the loop engine, kept in a folder.
+"""A long run in one process: does its memory grow? 2,000 rounds of a small federation in the loop engine, kept in a folder, in which a
+client fails in three exchanges of ten.
 
 python bench/soak.py [--rounds 2000] [--no-folder]          (about half a minute; exits with 1 above 1 kB a round)
 
@@ -7,6 +8,7 @@ rounds. So what Python has allocated is counted too. Without a folder the histor
 """
 
 import argparse
+import random
 import sys
 import tempfile
 import tracemalloc
@@ -15,10 +17,13 @@ from statistics import median
 from typing import Any
 
 import fedloom
+from fedloom.methods.fedavg import FedAvg
+from fedloom.party import Client
 
 EVERY = 100  # rounds between two looks
 ALLOWED = 1.0  # kB a round
-SETTINGS = {"model": "gcn-2x8", "epochs": 1, "checkpoint_every": 10}
+SETTINGS = {"model": "gcn-2x8", "epochs": 1, "checkpoint_every": 10, "quorum": 0.5}
+FAILING = 0.3  # share of the exchanges in which one of the clients fails
 
 
 def resident() -> float:
@@ -31,6 +36,20 @@ def slope(points: list[tuple[int, float]]) -> float:
     return median((b[1] - a[1]) / (b[0] - a[0]) for k, a in enumerate(points) for b in points[k + 1 :])
 
 
+class Unreliable(FedAvg):
+    """FedAvg with a client that fails every now and then, by a schedule that is the same every time."""
+
+    chance = random.Random(0)
+    fails = 0
+
+    def objective(self, client: Client, batch: Any, net: Any, model: Any) -> Any:
+        """As FedAvg's, if it comes to that."""
+        if client.name == "2" and self.chance.random() < FAILING:
+            type(self).fails += 1
+            raise RuntimeError("out of order")
+        return super().objective(client, batch, net, model)
+
+
 def measure(rounds: int, folder: Path | None) -> list[tuple[int, float, float]]:
     """(round, kB in memory, kB that Python has allocated), every hundred rounds. The first fifth is left out: caches fill."""
     federation = fedloom.divide(fedloom.synthetic(nodes=200, classes=3, features=8, seed=0), 4, "random", 0)
@@ -41,7 +60,11 @@ def measure(rounds: int, folder: Path | None) -> list[tuple[int, float, float]]:
             seen.append((entry["round"], resident(), tracemalloc.get_traced_memory()[0] / 1024))
 
     tracemalloc.start()
-    fedloom.run("fedavg", federation, rounds=rounds, out=folder, on_round=look, **SETTINGS)
+    of_method = {"rounds": rounds, "epochs": SETTINGS["epochs"]}
+    of_run = {key: value for key, value in SETTINGS.items() if key != "epochs"}
+    result = fedloom.run(Unreliable(**of_method), federation, out=folder, on_round=look, **of_run)
+    print(f"absences: {result.summary['absences']} in {rounds} rounds")
+    assert result.summary["absences"] == {"2": Unreliable.fails}
     return seen[len(seen) // 5 :]
 
 
