@@ -100,6 +100,15 @@ def test_engines_agree_with_the_loop(name, engine, federation):
     assert same_bits(loop, other)
 
 
+def test_in_step_the_states_are_the_loops_where_steps_follow_the_gradient(name, node_federation):
+    """To 1e-5, everywhere: what Adam makes of rounding, which is why the test above allows for more, is not in the way of SGD."""
+    if "optimizer" not in {f.name for f in fields(method_class(name))}:
+        pytest.skip(f"{name} has no choice of optimisers")
+    one, two = (weights_of(go(name, node_federation, engine=engine, optimizer="sgd")) for engine in ("loop", "stacked"))
+    assert one.keys() == two.keys()
+    assert max(((one[key] - two[key]).abs().max().item() for key in one), default=0.0) < 1e-5
+
+
 def test_the_global_random_state_is_neither_read_nor_moved(name, node_federation):
     torch.manual_seed(1)
     before = torch.get_rng_state()
