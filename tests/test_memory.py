@@ -23,7 +23,7 @@ def need_of(federation, model="gcn-2x64", at_once=1, engine="processes"):
     return predict(federation, facts, engine, at_once).parts
 
 
-GRAPHS, STEP, BUILDING, WEIGHTS = memory.ADVICE
+GRAPHS, STEP, BUILDING, WEIGHTS, PROCESSES = memory.ADVICE
 
 
 @pytest.mark.parametrize(
@@ -157,3 +157,9 @@ def test_clients_in_step_hold_their_graphs_twice_and_all_steps_at_once(monkeypat
     assert together[STEP] == pytest.approx(4 * alone[STEP], rel=0.15)
     monkeypatch.setattr("fedloom.engines.stacked.CREW_BYTES", 0)
     assert need_of(federation, engine="stacked") == alone
+
+
+def test_parties_in_processes_of_their_own_take_memory_each():
+    federation = federation_of()
+    loop, flower = (need_of(federation, engine=engine) for engine in ("loop", "flower"))
+    assert flower == {**loop, PROCESSES: federation.num_clients * memory.PROCESS}

@@ -693,4 +693,7 @@ def test_fingerprints_differ_with_any_bit_and_not_with_the_way_a_tensor_lies_in_
             seen.add(fingerprint(tensor[order]))  # the same rows, of other clients
         assert len(seen) == 5
         assert fingerprint(tensor.t().contiguous().t()) == fingerprint(tensor)
+        for start in (1, 2, 3):  # where a 64-bit word may not begin
+            held = torch.cat([torch.zeros(start, dtype=tensor.dtype), tensor.flatten()])
+            assert fingerprint(held[start:].view(tensor.shape)) == fingerprint(tensor)
     assert fingerprint(torch.zeros(0, 3)) == fingerprint(torch.zeros(0))

@@ -36,11 +36,14 @@ COPIES_AT_CLIENT, COPIES_AT_SERVER = 4, 3
 # A step's saved tensors, against all that is held at its worst moment: gradients, what is made only to be added to something, and, about
 # half of it, what the allocator leaves between blocks that differ in size from client to client (measured: 4 to 7).
 STEP = 6.0
+# A party's process in the flower engine, before it has computed anything: mostly PyTorch (measured: 250 to 340 MB).
+PROCESS = 300 * MB
 ADVICE = {
     "kept with the graphs": "fewer features or edges, or a model that keeps no smoothed features (gcn, appnp)",
     "a training step": "more clients with smaller graphs, a narrower model, or one that smooths features once (sgc, sign)",
     "building adjacencies": "more clients with smaller graphs",
     "models and messages": "a narrower model, fewer features, fewer clients, or run.participation below 1",
+    "processes": "fewer clients, or an engine in which they share one (loop, stacked)",
 }
 
 
@@ -85,7 +88,7 @@ def predict(federation: Federation, facts: Facts, engine: str = "loop", workers:
         weights += cost.weights * len(sizes) * (COPIES_AT_CLIENT + COPIES_AT_SERVER)
     parts = {
         "kept with the graphs": kept, "a training step": step, "building adjacencies": SORTING * max(size.values()),
-        "models and messages": weights,
+        "models and messages": weights, "processes": len(graphs) * PROCESS if engine == "flower" else 0,
     }  # fmt: skip
     return Need({name: round(value) for name, value in parts.items()})
 

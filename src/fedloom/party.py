@@ -643,6 +643,8 @@ def fingerprint(tensor: Tensor) -> bytes:
     other values or the same in another order change some of them. No proof against somebody who wants two runs to agree.
     """
     flat = tensor.detach().contiguous().view(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()  # a part of another tensor need not begin where a 64-bit word may
     if not len(flat):
         return hashlib.sha256(b"").digest()  # an empty tensor may have any stride
     raw = flat.view(torch.uint8)

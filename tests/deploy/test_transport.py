@@ -132,6 +132,24 @@ def test_flowers_control_and_runtime_interfaces_are_the_coordinators_alone(place
         assert told.status_code != 403
 
 
+def test_what_is_too_long_or_does_not_say_how_long_it_is_is_refused_before_it_is_read(place):
+    folder, office = place
+    context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+    for head in (f"content-length: {2**30 + 1}", "content-length: -5", "content-length: many", "transfer-encoding: chunked"):
+        plain = socket.create_connection(("127.0.0.1", office.address.port))
+        with plain, context.wrap_socket(plain, server_hostname="127.0.0.1") as wire:
+            wire.sendall(f"POST /v1/fleet/push-object HTTP/1.1\r\nhost: x\r\n{head}\r\n\r\n".encode())
+            assert wire.recv(100).split()[1] in (b"413", b"400")  # 400: the server's own reading of nonsense
+    office.require_alive()
+
+
+def test_a_secret_in_strange_letters_is_just_a_wrong_one(place):
+    folder, office = place
+    context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+    with httpx.Client(base_url=f"https://{office.address.text}", verify=context) as anybody:
+        assert anybody.post("/v1/control/start-run", headers={SECRET: "ü".encode("latin-1")}).status_code == 403
+
+
 def test_the_link_dies_with_its_coordinator(tmp_path):
     office = opened(made(tmp_path))
     pid = office._process.pid

@@ -155,7 +155,7 @@ def read_agreement(path: Path) -> Agreement:
     if isinstance(of_run := tables.setdefault("run", {}), dict):
         if "engine" in of_run:
             raise ConfigError("run.engine: an agreement has none, parties are where they are")
-        of_run["engine"] = "flower"
+        of_run |= {"engine": "flower", "checkpoint_every": of_run.get("checkpoint_every", 1)}  # a deployment can always be resumed
     built = {name: table(name, cls, tables.get(name, {})) for name, cls in TABLES.items()}
     parties = tables.get("parties", {})
     if not parties:

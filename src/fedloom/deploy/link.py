@@ -31,6 +31,7 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 SECRET = "x-fedloom-secret"
 PATIENCE = "x-fedloom-wait"  # how many seconds the coordinator's request for messages may wait
 PARTY_KEY = "flwr-public-key"  # the header in which Flower's fleet interface finds the key of who asks
+LIMIT = 2**30  # bytes of a request; Flower would take any number
 WAIT = 2.0  # seconds that a request for messages waits for some to come; also how often a waiting party shows that it is alive
 SETTLED = "/fedloom/settled"  # everything that belongs to the messages just sent has arrived: who waits may look
 SEEN = "/fedloom/seen"  # of each party: seconds since it was last heard of, and how often it has connected
@@ -56,16 +57,18 @@ class Door:
             await self.inside(scope, receive, send)
             return
         path, headers = scope["path"], {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        trusted = hmac.compare_digest(headers.get(SECRET, ""), self.secret)
+        trusted = hmac.compare_digest(headers.get(SECRET, "").encode("latin-1"), self.secret.encode())
         party = headers.get(PARTY_KEY, "")
-        if path == SETTLED and (trusted or party in self.heard):
+        if not 0 <= _length(headers) <= LIMIT:  # before anything of it is in memory
+            await _answer(send, 413, {"detail": f"a request has its length in its header, and at most {LIMIT} bytes"})
+        elif path == SETTLED and (trusted or party in self.heard):
             await self._settle("down" if trusted else "up")
             await _answer(send, 200, {})
         elif path == SEEN and trusted:
             now = time.monotonic()
             await _answer(send, 200, {key: [now - then, self.connected[key]] for key, then in self.heard.items()})
         elif path.startswith("/v1/fleet/"):
-            if path.endswith("/pull-messages"):
+            if path.endswith("/pull-messages") and party in self.heard:  # who has never proved who it is does not wait here
                 await self._wait(party, "down", WAIT)
             status = await self._status(scope, receive, send)
             if status == 200:
@@ -108,6 +111,12 @@ class Door:
         return status
 
 
+def _length(headers: dict[str, str]) -> int:
+    """How many bytes follow, as a request says; -1 if it does not."""
+    said = headers.get("content-length", "-1" if "transfer-encoding" in headers else "0")
+    return int(said) if said.isascii() and said.isdigit() else -1
+
+
 async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
     body = json.dumps(content).encode()
     await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
@@ -127,6 +136,7 @@ def serve(host: str, port: int, secret: str, certificate: str | None, key: str |
     import uvicorn
     from flwr.superlink.main import create_app
 
+    logging.getLogger("flwr").setLevel(logging.WARNING)  # at Flower's own level the log would grow by lines for every message
     app = create_app()  # in memory: what has to survive is in the run's folder and with the parties
     app.state.enable_supernode_auth = True  # nobody registers a key but the coordinator
 
@@ -149,5 +159,4 @@ def _end_with_parent() -> None:
 if __name__ == "__main__":
     settings = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    logging.getLogger("flwr").setLevel(logging.ERROR)
     serve(**settings)
