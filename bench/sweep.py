@@ -39,10 +39,11 @@ def sweep(
 ) -> Found:
     """Takes {label: tables}, runs each with seeds 0 .. seeds-1, gives {label: summaries by seed}; `report` hears of each as it ends.
 
-    kept: a file of finished runs, a line each. What is in it with the same tables, seed and code is not run again.
-    run: False gives what is kept of all seeds, and runs nothing.
+    A run that fails is an error when all others are done. kept: a file of finished runs, a line each. What is in it with the same tables,
+    seed and code is not run again. run: False gives what is kept of all seeds, and runs nothing.
     """
     done: dict[Cell, dict[str, Any]] = {}
+    failed: dict[Cell, BaseException] = {}
     known = {(line["tables"], line["seed"]): line["summary"] for line in map(json.loads, _lines(kept))}
     as_text = {label: json.dumps([code_of(**_named(tables["method"])), tables], sort_keys=True) for label, tables in recipes.items()}
     wanted = [(label, seed) for seed in range(seeds) for label in recipes]  # seeds outermost: soon every label has a number
@@ -54,12 +55,17 @@ def sweep(
         jobs = {pool.submit(run_one, recipes[label], seed): (label, seed) for label, seed in wanted if (label, seed) not in done}
         for job in as_completed(jobs):
             label, seed = jobs[job]
+            if (error := job.exception()) is not None:  # the others go on: hours of them may follow
+                failed[label, seed] = error
+                continue
             done[label, seed] = job.result()
             if kept:
                 kept.parent.mkdir(exist_ok=True)
                 with open(kept, "a") as file:
                     file.write(json.dumps({"tables": as_text[label], "seed": seed, "summary": done[label, seed]}) + "\n")
             report(label, seed, done[label, seed])
+    for (label, seed), error in failed.items():
+        raise RuntimeError(f"{len(failed)} runs failed, the first of them {label}, seed {seed}") from error
     return {label: [done[label, seed] for seed in range(seeds)] for label in recipes}
 
 

@@ -1,5 +1,6 @@
 """Runs: which round counts, what is averaged over whom, what a folder holds, and what becomes of a run that ends early."""
 
+import gc
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from fedloom.errors import ConfigError, DataError
 from fedloom.graph import Federation, Graph
 from fedloom.method import Method, phase, setting
 from fedloom.models import build
+from fedloom.party import Client
 from fedloom.runs import RunSettings, read_run, run
 
 MODEL = "gcn-2x8"
@@ -623,3 +625,15 @@ def test_a_method_file_may_postpone_its_annotations(node_federation, tmp_path):
         '    """Mine."""\n\n    lr: float = setting(0.05, "rate", above=0)\n'
     )
     assert run(str(tmp_path / "mine.py"), node_federation, model=MODEL, rounds=1).summary["status"] == "completed"
+
+
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+def test_what_a_run_held_goes_with_it(engine, node_federation):
+    """Without garbage collection: many runs in one process must not pile up their clients."""
+    gc.collect()
+    gc.disable()
+    try:
+        run("fedavg", node_federation, model="gcn-2x8", rounds=2, engine=engine)
+        assert not [held for held in gc.get_objects() if type(held) is Client]  # not isinstance, which asks proxies too
+    finally:
+        gc.enable()

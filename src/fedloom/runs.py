@@ -286,6 +286,7 @@ class Recorder:
             gc.unfreeze()
             with undisturbed():
                 result, failure = self._finish(server, failure, rules.evaluation)
+        del self.server  # it knows this recorder: in a circle, both would keep all graphs until Python looks for garbage
         if failure is not None:
             raise failure
         return result
