@@ -58,6 +58,14 @@ def place_of(parameter: Tensor) -> tuple[Family, int, int] | None:
     return getattr(parameter, "_place", None)
 
 
+def part(parameters: Iterable[Tensor]) -> None:
+    """Has parameters leave their families. A family and its rows know each other: in a circle they would stay until Python looks for
+    garbage."""
+    for parameter in parameters:
+        if place_of(parameter) is not None:
+            del parameter._place  # type: ignore[attr-defined]
+
+
 def leaf_of(parameters: Sequence[Tensor]) -> Tensor | None:
     """The leaf whose rows these are, all of them and in order; None if there is no such."""
     place = place_of(parameters[0])

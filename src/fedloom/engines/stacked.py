@@ -9,11 +9,14 @@ itself runs as in the loop, with the loop's memory.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
+from torch import nn
+
 from fedloom.engines import loop
+from fedloom.families import part
 from fedloom.faults import Patience
 from fedloom.message import Message, batched, isolate
 from fedloom.method import Method, model_schema
@@ -50,12 +53,26 @@ class Engine(loop.Engine):
         ordered = {name: replies[name] for name in messages}
         return batched(ordered) or {name: isolate(reply) for name, reply in ordered.items()}
 
+    def close(self) -> None:
+        """Lets models be each client's own again."""
+        for client in self.clients.values():
+            part(parameter for net in _models(client.state) for parameter in net.parameters())
+
     def about(self) -> dict[str, Any]:
         """For a run's summary: clients in each crew, and by phase how many calls were done for several at once, and how many not."""
         return {
             "clients_per_crew": [len(names) for names in self.crews],
             "phases": {phase: {how: tally[how] for how in ("together", "alone")} for phase, tally in self.tally.items() if tally},
         }
+
+
+def _models(state: dict[str, Any]) -> Iterator[nn.Module]:
+    """The models that a state holds, also in groups."""
+    for value in state.values():
+        if isinstance(value, nn.Module):
+            yield value
+        elif isinstance(value, dict):
+            yield from _models(value)
 
 
 def delivered(messages: list[Message]) -> list[Message]:
