@@ -169,8 +169,7 @@ class Deployment:
 
     def link(self):
         """The process id of the link."""
-        found = subprocess.run(["pgrep", "-P", str(self.processes["coordinator"].pid)], stdout=subprocess.PIPE, text=True).stdout.split()
-        return next(int(pid) for pid in found if "fedloom.deploy.link" in Path(f"/proc/{pid}/cmdline").read_text())
+        return next(pid for pid, parent in running("fedloom.deploy.link").items() if parent == self.processes["coordinator"].pid)
 
     def reference(self, method="fedavg", **settings):
         """What the loop engine makes of the same graphs."""
@@ -186,6 +185,16 @@ class Deployment:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def running(module):
+    """{process: its parent} of the processes that run a module."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            if module in (folder / "cmdline").read_text().split("\0"):
+                found[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    return found
 
 
 class Wire:

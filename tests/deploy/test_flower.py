@@ -2,10 +2,9 @@
 
 import os
 import signal
-import subprocess
 
 import pytest
-from deployment import port_is_free
+from deployment import port_is_free, running
 
 import fedloom
 from fedloom.engines.flower import Engine
@@ -74,16 +73,14 @@ def test_killed_parties_are_left_out_and_nothing_is_left_behind(federation):
     (engine,) = engines
     assert not engine.folder.exists()
     assert port_is_free(engine.coordinator.office.address.port)
-    left = subprocess.run(["pgrep", "-f", "fedloom.deploy"], stdout=subprocess.PIPE, text=True).stdout.split()
-    assert not set(map(int, left)) & set(begun)
+    assert not running("fedloom.deploy.local").keys() & set(begun)
 
 
 def test_too_few_parties_end_the_run_with_who_and_why(federation):
     def kill_all(entry, planned):
-        for pid in subprocess.run(
-            ["pgrep", "-P", str(os.getpid()), "-f", "fedloom.deploy.local"], stdout=subprocess.PIPE, text=True
-        ).stdout.split():
-            os.kill(int(pid), signal.SIGKILL)
+        for pid, parent in running("fedloom.deploy.local").items():
+            if parent == os.getpid():
+                os.kill(pid, signal.SIGKILL)
 
     with pytest.raises(RoundFailed, match="no sign of life"):
         run("fedavg", federation, model="gcn-2x8", rounds=3, engine="flower", quorum=0.6, retries=0, on_round=kill_all)
