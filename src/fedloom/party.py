@@ -96,6 +96,17 @@ class Client:
         """The client's own random stream for a purpose; it goes on where it stopped."""
         return _stream(self.streams, self.facts.seed, "client", self.name, purpose)
 
+    def snapshot(self) -> Message:
+        """Everything of it that a later round depends on, as tensors."""
+        kept: Message = snapshot({"state": self.state, "streams": self.streams})
+        return kept
+
+    def restore(self, saved: Message) -> None:
+        """Puts it back to a snapshot; it must have been set up before."""
+        restore(self.state, saved.get("state", {}))
+        for purpose, state in saved.get("streams", {}).items():
+            self.rng(purpose).set_state(state)
+
     def loss(self, logits: Tensor, batch: Graph, reduction: str = "mean", of_class: Tensor | None = None) -> Tensor:
         """Cross-entropy of logits [items, classes] over the training items of a batch; 0 if it has none. of_class: class weights."""
         return task.training_loss(logits, batch, reduction, of_class)

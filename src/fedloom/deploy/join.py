@@ -35,7 +35,7 @@ from fedloom.graph import Graph
 from fedloom.learn import weights
 from fedloom.message import decode, encode, flatten
 from fedloom.method import Method, require_names
-from fedloom.party import Client, Facts, perform, restore, snapshot
+from fedloom.party import Client, Facts, perform
 from fedloom.privacy.secure_sum import Terms
 
 KEPT = 3  # states that a party keeps: the coordinator may have to go back to the one before the last
@@ -118,7 +118,7 @@ class Party:
         if facts.secure != self.agreement.run.terms and not self.agreement.make_method().pooled:
             raise ConfigError(f"party {self.name!r}: the terms of secure sums are not the agreed ones")
         torch.set_num_threads(self.agreement.run.threads)
-        self._method, self._lineage = self.agreement.make_method(), str(order["lineage"])
+        self._method, self._lineage = self.agreement.make_method(), _plain(order, "lineage")
         self._client = Client(self.name, self.graph, facts, self.agreement.data.inductive)
         # Started anew in the middle of a run, it goes on from the last state that it kept itself.
         self._to_restore = self._latest() if order["rejoin"] else ""
@@ -140,21 +140,18 @@ class Party:
     def _keep(self, order: dict[str, Any]) -> dict[str, Any]:
         _, client = self._ready()
         self._kept().mkdir(parents=True, exist_ok=True, mode=0o700)
-        state = snapshot({"state": client.state, "streams": client.streams})
-        disk.put(self._kept() / f"{_mark(order)}.safetensors", checkpoint.encode(checkpoint.Checkpoint({}, state)))
+        disk.put(self._kept() / f"{_plain(order, 'mark')}.safetensors", checkpoint.encode(checkpoint.Checkpoint({}, client.snapshot())))
         for old in self._marks()[:-KEPT]:
             old.unlink()
         return {}
 
     def _restore(self, order: dict[str, Any]) -> dict[str, Any]:
         _, client = self._ready()
-        path = self._kept() / f"{_mark(order)}.safetensors"
+        mark = _plain(order, "mark")
+        path = self._kept() / f"{mark}.safetensors"
         if not path.exists():
-            raise DataError(f"party {self.name!r} has kept no state {_mark(order)}")
-        saved = checkpoint.decode(path.read_bytes()).state
-        restore(client.state, saved.get("state", {}))
-        for purpose, state in saved.get("streams", {}).items():
-            client.rng(purpose).set_state(state)
+            raise DataError(f"party {self.name!r} has kept no state {mark}")
+        client.restore(checkpoint.decode(path.read_bytes()).state)
         self._to_restore = ""
         return {}
 
@@ -193,11 +190,12 @@ def _failure(error: Exception) -> tuple[Kind, bytes]:
     return "error", json.dumps({"cause": cause, "forgot": isinstance(error, ForgottenError)}).encode()
 
 
-def _mark(order: dict[str, Any]) -> str:
-    mark = str(order["mark"])
-    if not mark.isalnum() or len(mark) > 64:
-        raise MessageError("mark is not a valid one")
-    return mark
+def _plain(order: dict[str, Any], name: str) -> str:
+    """A word of an order that becomes the name of a file or folder here."""
+    word = order[name]
+    if not isinstance(word, str) or not word.isascii() or not word.isalnum() or len(word) > 64:
+        raise MessageError(f"{name} is not 1 to 64 letters and digits")
+    return word
 
 
 def facts_to(facts: Facts) -> dict[str, Any]:

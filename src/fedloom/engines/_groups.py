@@ -114,6 +114,7 @@ class Groups(ABC):
 
     outlives: ClassVar[bool] = True
     interrupts: ClassVar[bool] = True
+    round: int = 0
 
     def __init__(self, method: Method, clients: Iterable[Client], workers: int = 0, patience: Patience = Patience()):
         clients = list(clients)

@@ -45,10 +45,10 @@ class Remote:
 
     outlives: ClassVar[bool] = True
     interrupts: ClassVar[bool] = True
+    round: int = 0
 
     def __init__(self, coordinator: Coordinator):
         self.coordinator = coordinator
-        self.round = 0  # the one under way, as the server counts
 
     def call(self, phase: str, messages: dict[str, Message]) -> Mapping[str, Message | Absent]:
         """Takes a phase's name and a message per client, gives each client's reply, or why there is none."""

@@ -8,7 +8,7 @@ from fedloom.faults import Patience
 from fedloom.learn import weights
 from fedloom.message import Absent, Message, isolate
 from fedloom.method import Method
-from fedloom.party import Client, perform, restore, snapshot
+from fedloom.party import Client, perform
 
 
 class Engine:
@@ -16,6 +16,7 @@ class Engine:
 
     outlives: ClassVar[bool] = True  # a client that fails leaves the others as they are
     interrupts: ClassVar[bool] = False  # nobody can be left behind in the middle of a phase
+    round: int = 0  # the one under way, as the server counts
 
     def __init__(self, method: Method, clients: Iterable[Client], patience: Patience = Patience()):
         self.method, self.patience = method, patience
@@ -42,15 +43,12 @@ class Engine:
 
     def snapshot(self) -> Message:
         """Everything of the clients that a later round depends on, as tensors."""
-        return snapshot({name: {"state": c.state, "streams": c.streams} for name, c in self.clients.items()})
+        return {name: kept for name, client in self.clients.items() if (kept := client.snapshot())}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Puts the clients back to a snapshot; they must have been set up before, and who is not in it stays so."""
         for name, kept in saved.items():
-            client = self.clients[name]
-            restore(client.state, kept.get("state", {}))
-            for purpose, state in kept.get("streams", {}).items():
-                client.rng(purpose).set_state(state)
+            self.clients[name].restore(kept)
 
     def models(self) -> dict[str, Message]:
         """The weights of each client's model, for those that have one."""
