@@ -389,7 +389,7 @@ def test_the_server_sums_and_averages_what_it_asks_for():
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_a_nonsense_weight_is_refused_with_its_client(weight):
-    with pytest.raises(MessageError, match=r"client 'a': weight is .* must be finite and not negative"):
+    with pytest.raises(MessageError, match=r"client 'a': weight is .* must be finite, not negative and at most"):
         answered(dict).shares({"a": torch.tensor(weight), "b": torch.tensor(1.0)})
     with pytest.raises(MessageError, match="weight 0"):
         answered(dict).shares({"a": torch.tensor(0.0), "b": torch.tensor(0.0)})

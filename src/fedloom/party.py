@@ -17,7 +17,7 @@ from fedloom.errors import ConfigError, MessageError, RoundFailed, unknown
 from fedloom.faults import SILENT, Attendance, Held, Patience, listed, too_few
 from fedloom.graph import Graph
 from fedloom.ledger import MEASURING, Ledger
-from fedloom.message import Absent, Batch, Message, Schema, check, check_schema, flatten, require_finite, tree_map, unflatten
+from fedloom.message import Absent, Batch, Message, Schema, check, check_schema, flatten, require_finite, travels, tree_map, unflatten
 from fedloom.method import expected_letters, expected_reply, model_schema, require_names
 from fedloom.models import Model
 from fedloom.privacy import masked, sealed
@@ -27,6 +27,7 @@ from fedloom.privacy.secure_sum import Member, Terms
 if TYPE_CHECKING:
     from fedloom.method import Method
 
+MOST = 2.0**53  # a client's weight in a mean: what can be counted one by one
 SUMMED_FROM = 4096  # bytes of a tensor from which on its fingerprint is taken of sums
 Weights = Mapping[str, Tensor]  # a number per client
 Call = Callable[[str, dict[str, Message]], Mapping[str, Message | Absent]]  # an engine: phase's name, {client: message} -> {client: reply}
@@ -216,8 +217,8 @@ class Replies(Mapping[str, Message]):
 
 
 def _require_weight(client: str, value: float) -> None:
-    if not 0 <= value < float("inf"):
-        raise MessageError(f"client {client!r}: weight is {value}, must be finite and not negative")
+    if not 0 <= value <= MOST:
+        raise MessageError(f"client {client!r}: weight is {value}, must be finite, not negative and at most 2^53")
 
 
 def _refuse_negative(client: str, reply: Message) -> None:
@@ -587,7 +588,7 @@ class Server:
             kinds.setdefault((self.facts.model_of[client], id(messages[client])), client)
         for client in kinds.values():
             check_schema(batch.schema, expected(client, {}), f"client {client!r} in {name!r}")
-        if not all(stack.sum().isfinite() for stack in batch.stacks.values() if stack.is_floating_point()):
+        if not all(map(travels, batch.stacks.values())):
             for client, reply in batch.items():
                 require_finite(reply, f"client {client!r} in {name!r}")
 

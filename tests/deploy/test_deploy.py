@@ -197,7 +197,7 @@ def test_ctrl_c_stops_the_coordinator_in_order_and_nothing_is_left(deploy):
     d.until(lambda: d.rounds_done() >= 2)
     process, link = d.processes["coordinator"], d.link()
     os.kill(process.pid, signal.SIGINT)
-    assert process.wait(10) == 130
+    assert process.wait(5) == 130
     assert d.summary()["status"] == "stopped"
     assert (d.folder / "run" / "checkpoint.safetensors").exists()
     d.until(lambda: not Path(f"/proc/{link}").exists(), seconds=5)

@@ -45,6 +45,7 @@ from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 from flwr.superlink.grid import HttpGrid  # noqa: E402
 
 START_SECONDS = 60.0  # that the link has to start in
+# Flower wants names of a server's and a client's side. Nobody loads them: `fedloom serve` and `fedloom join` are already there.
 APP = b"""[project]
 name = "fedloom"
 version = "1"
@@ -53,8 +54,8 @@ license = "Apache-2.0"
 publisher = "fedloom"
 dependencies = []
 [tool.flwr.app.components]
-serverapp = "fedloom.deploy.serve:app"
-clientapp = "fedloom.deploy.join:app"
+serverapp = "fedloom.deploy.serve:serve"
+clientapp = "fedloom.deploy.join:take_part"
 """
 
 
