@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save
 from fedloom import checkpoint, crash, disk, memory, models, task
 from fedloom.allocator import freed_is_kept, peak
 from fedloom.checkpoint import Checkpoint
+from fedloom.data.holdings import held_by_class
 from fedloom.engines import Patience, engine_class, engine_names, has_workers, make_engine
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.graph import Federation, Roster
@@ -35,6 +36,7 @@ from fedloom.privacy.secure_sum import Terms
 from fedloom.stopping import undisturbed
 
 Scores: TypeAlias = dict[str, float | None]
+FORMAT = "fedloom-run/1"  # of a run folder: what its files hold, for who reads it later
 
 
 @dataclass(frozen=True)
@@ -138,11 +140,12 @@ def run(
         name, chosen = type(method).__module__.rpartition(".")[2].replace("_", "-"), method
     else:
         name, chosen = method, make_method(method, of_method)
-    federation = (federation.pooled() if chosen.pooled else federation).check()
+    divided, federation = federation, (federation.pooled() if chosen.pooled else federation).check()
     facts = agree_on_facts(chosen, name, federation.roster, model, dropout, rules)
     predicted_mb = memory.require(memory.predict(federation, facts, rules.engine, rules.workers))
     record = Recorder(federation.roster, rules, run_folder(out, resume), on_round, on_start)
     record.predicted_mb = predicted_mb
+    record.held = held_by_class(divided) if record.folder else {}
     record.config = dict(config or _config(name, chosen, federation, model, dropout, rules))
 
     def engine() -> Any:
@@ -246,6 +249,7 @@ class Recorder:
         self.roster, self.rules, self.folder, self.on_round, self.on_start = roster, rules, folder, on_round, on_start
         self.config: dict[str, Any] = {}
         self.predicted_mb = 0.0  # peak of memory, as it was foreseen
+        self.held: dict[str, Any] = {}  # who holds what, where one process may know it
         self.history = History(folder, rules.patience)
         self.planned = 0
         self.engine: Any = None
@@ -270,7 +274,9 @@ class Recorder:
                 return read_run(self.folder)
             self._reopen(self.folder)
         elif self.folder:
-            disk.put(self.folder / "config.json", (json.dumps(self.config, indent=1) + "\n").encode())
+            _put_json(self.folder / "config.json", self.config)
+        if self.folder and self.held:
+            _put_json(self.folder / "holdings.json", self.held)
         self.server = server = Server(method, facts, self._call, rules, self)
         failure: BaseException | None = None
         with ExitStack() as stack:
@@ -356,7 +362,8 @@ class Recorder:
     # ---- writing ----
     def _close_entry(self, server: Server) -> None:
         elapsed = round(time.perf_counter() - self._began, 4)
-        entry = {"round": server.round, "participants": list(server.participants), **self._evaluation, "seconds": elapsed}
+        sent = {f"bytes_{way}": count for way, count in server.ledger.sent().items()}
+        entry = {"round": server.round, "participants": list(server.participants), **self._evaluation, "seconds": elapsed, **sent}
         entry |= server.attendance.report()
         self._evaluation = {}
         if self._pending is not None:
@@ -390,7 +397,7 @@ class Recorder:
         summary = self._summary(server, failure, evaluation)
         if self.folder:
             try:
-                disk.put(self.folder / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+                _put_json(self.folder / "summary.json", summary)
             except OSError as error:
                 failure = _first_of(failure, error)
         return Result(summary, final, self.folder, self.history.entries), failure
@@ -419,7 +426,7 @@ class Recorder:
         self.history.absences.add(server.attendance.report())  # of a round that was not finished
         about = self.roster.about
         return {
-            **_ending(failure),
+            "format": FORMAT, **_ending(failure),
             "method": self.name, "dataset": about["dataset"],
             "partition": about.get("partition"), "clients": about["clients"],
             "model": self.config.get("model", {}).get("name"), "seed": self.rules.seed, **self._engine(),
@@ -488,6 +495,10 @@ class Recorder:
         self.engine.restore(found.state.get("clients", {}))
         server.seconds_evaluating, server.over = 0.0, self.history.out_of_patience()
         return int(found.about["round"])
+
+
+def _put_json(path: Path, content: Mapping[str, Any]) -> None:
+    disk.put(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def _ending(failure: BaseException | None) -> dict[str, str]:

@@ -52,9 +52,7 @@ def holdings(federation: Federation) -> dict[str, Any]:
         {
             "name": name, "nodes": graph.num_nodes, "items": graph.num_items,
             "train": int(graph.train.sum()), "val": int(graph.val.sum()), "test": int(graph.test.sum()),
-            "edges_kept": count_edges(graph.edge_index, undirected), "edges_cut": None if cut is None else cut[k],
-            "labels": torch.bincount(graph.y[graph.y >= 0], minlength=graph.num_classes).tolist(),
-            **(_homophily(graph) if graph.batch is None else _graph_sizes(graph, graph.batch)),
+            "edges_kept": count_edges(graph.edge_index, undirected), "edges_cut": None if cut is None else cut[k], **_by_class(graph),
         }
         for k, (name, graph) in enumerate(zip(federation.names, federation.graphs, strict=True))
     ]  # fmt: skip
@@ -64,6 +62,13 @@ def holdings(federation: Federation) -> dict[str, Any]:
     totals["edges_cut"] = None if cut is None else sum(cut) // 2
     totals["cut_share"] = None if cut is None else totals["edges_cut"] / max(totals["edges_kept"] + totals["edges_cut"], 1)
     return {"about": dict(federation.about), "clients": clients, "totals": totals}
+
+
+def held_by_class(federation: Federation) -> dict[str, Any]:
+    """What a run folder keeps of who holds what, in one pass over the edges: per client its name, labels, and homophily (graph tasks:
+    graph sizes) per class, as in `holdings`."""
+    clients = [{"name": name, **_by_class(graph)} for name, graph in zip(federation.names, federation.graphs, strict=True)]
+    return {"task": federation.task, "clients": clients}
 
 
 def plot_holdings(federation: Federation, path: str | Path) -> Path:
@@ -106,6 +111,11 @@ def _edges_cut(federation: Federation, whole: Graph, undirected: bool) -> list[i
     ends = owner[whole.node_id[whole.edge_index]]
     touched = torch.bincount(ends[:, ends[0] != ends[1]].flatten(), minlength=federation.num_clients)
     return (touched // (2 if undirected else 1)).tolist()
+
+
+def _by_class(graph: Graph) -> dict[str, Any]:
+    labels = torch.bincount(graph.y[graph.y >= 0], minlength=graph.num_classes).tolist()
+    return {"labels": labels, **(_homophily(graph) if graph.batch is None else _graph_sizes(graph, graph.batch))}
 
 
 def _homophily(graph: Graph) -> dict[str, Any]:
