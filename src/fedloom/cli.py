@@ -153,6 +153,31 @@ def join(
     _commands().join(agreement, party, key, data, state, patience, insecure)
 
 
+@app.command()
+def compare(
+    grid: Annotated[Path | None, typer.Argument(help="a TOML file with a table [compare]; options override it")] = None,
+    methods: Annotated[str | None, option("names or files with commas in between; local is always among them")] = None,
+    dataset: Annotated[str | None, option("one or several, with commas in between (default: cora)", "--dataset", "--datasets")] = None,
+    partition: Annotated[str | None, option("one or several (default: louvain)", "--partition", "--partitions")] = None,
+    clients: Annotated[str | None, option("one or several numbers (default: 10)")] = None,
+    model: Annotated[str | None, option("one or several; a mixture is joined by + (default: gcn)", "--model", "--models")] = None,
+    seeds: Annotated[int | None, option("seeds 0, 1, ... (default: 3, the fewest for a claim)")] = None,
+    rounds: Annotated[int | None, option("communication rounds (default: each method's own)")] = None,
+    engine: Annotated[str | None, option("how phases get run (default: loop)")] = None,
+    set_: Annotated[list[str], option("table.key=value for all, METHOD.key=value for one; may be repeated", "--set")] = [],  # noqa: B006
+    metric: Annotated[str, option("what is compared")] = "accuracy",
+    out: Annotated[Path, option("folder for runs, tables and report; what is done there is not done again")] = Path("compare"),
+    jobs: Annotated[int, option("runs at a time (0 = as many as there are cores)")] = 0,
+    on: Annotated[str, option("who runs them: processes (of this machine) or ray (RAY_ADDRESS says which cluster)")] = "processes",
+    report: Annotated[bool, option("write report.html")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Compare methods: run a grid of methods, datasets, partitions, numbers of clients and seeds, print the table, write the report."""
+    axes = {"methods": methods, "datasets": dataset, "partitions": partition, "clients": clients, "models": model, "seeds": seeds}
+    given = {**{f"compare.{key}": value for key, value in axes.items()}, "method.rounds": rounds, "run.engine": engine}
+    _commands().compare(grid, given, set_, metric, out, jobs, on, report, as_json)
+
+
 def main() -> None:
     """Entry point of `fedloom`: every error of input is one line on stderr and exit code 2."""
     if len(sys.argv) == 1:

@@ -15,16 +15,18 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from fedloom import comparison, crew, grid
 from fedloom import show as tables
 from fedloom.data.datasets import catalogue, find
 from fedloom.data.holdings import holdings, plot_holdings
 from fedloom.data.partition import partitions
 from fedloom.deploy.keys import make_authority, make_party, party_files
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, RoundFailed, unknown
+from fedloom.folder import LeftOut, gather, is_completed, read_config
 from fedloom.method import Method, method_class, method_names
 from fedloom.models import models
 from fedloom.recipe import Recipe, make_recipe, override, read_tables
-from fedloom.runs import Result, is_completed, read_config, read_run
+from fedloom.runs import Result, read_run
 
 # Tables keep their columns when the output is a pipe or a file.
 out = Console(width=None if sys.stdout.isatty() else 160, markup=False)
@@ -196,6 +198,71 @@ def join(agreement: Path, party: str, key: Path, data: Path, state: Path | None,
 
 def _say(line: str) -> None:
     err.print(line, style="dim", highlight=False)
+
+
+def compare(
+    file: Path | None, given: Given, assignments: Sequence[str], metric: str, folder: Path, jobs: int, on: str, report: bool, as_json: bool
+) -> None:
+    """Runs a grid, prints its table, writes tables and report into the folder. RoundFailed at the end if a cell did not complete."""
+    base = _tables(read_tables(file) if file else {}, given, [])
+    methods = grid.read_axes(base.get("compare", {})).methods
+    if metric not in comparison.METRICS:
+        raise unknown("metric", metric, comparison.METRICS)
+    if on not in crew.CREWS:
+        raise unknown("--on", on, crew.CREWS)
+    if jobs < 0:
+        raise ConfigError(f"jobs is {jobs}, must be a whole number at least 0")
+    cells = grid.cells(grid.assigned(base, assignments, methods), folder / "runs")
+    state = _with_grid_progress(cells, crew.CREWS[on](jobs))
+    completed = [cell for cell in cells if cell.name not in {end.cell.name for end in state.failed}]
+    runs, left_out = gather(cell.folder for cell in completed)
+    left_out += [LeftOut(str(end.cell.folder), f"{end.status}: {end.cause}") for end in state.failed]
+    found = comparison.compare(runs, left_out, metric)
+    written = comparison.write_tables(found, folder)
+    if report:
+        from fedloom.report import write_report
+
+        written.append(write_report(found, folder / "report.html"))
+    if as_json:
+        print(json.dumps(tables.comparison_as_json(found)))
+    else:
+        out.print(tables.comparison(found))
+    err.print("wrote " + ", ".join(map(str, written)), style="dim")
+    if state.failed:
+        raise RoundFailed(f"{len(state.failed)} of {len(cells)} cells did not complete, the first of them {state.failed[0].cell.name}")
+
+
+def _with_grid_progress(cells: Sequence[grid.Cell], by: crew.Crew) -> crew.State:
+    """On a terminal a bar for the grid, with the time left, and one for each run; else a line for each run that ends."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[more]}"))
+    with Progress(*columns, console=err, disable=not err.is_terminal) as bar:
+        whole = bar.add_task("grid", total=len(cells), more="")
+        shown: dict[str, Any] = {}
+
+        def watch(state: crew.State, event: crew.Step | crew.End | None) -> None:
+            left = state.seconds_left()
+            more = "" if left is None else f"about {tables.duration(left)} left"
+            bar.update(whole, completed=state.done, total=len(state.cells), more=more)
+            if event is None:
+                if state.kept:
+                    err.print(f"{len(state.kept)} of {len(state.cells)} runs are done already", style="dim")
+                return
+            name = event.cell.name
+            if isinstance(event, crew.Step):
+                if name not in shown:
+                    shown[name] = bar.add_task(f"  {name}", total=None, more="")
+                score = f"val {tables.percent(event.validation)}" if event.validation is not None else ""
+                bar.update(shown[name], completed=event.round, total=event.planned, more=score)
+                return
+            if name in shown:
+                bar.remove_task(shown.pop(name))
+            if event.status != "completed":
+                err.print(f"{name}: {event.status}: {event.cause}", style="yellow", highlight=False)
+            elif not err.is_terminal:
+                took = tables.duration(state.seconds[name])
+                err.print(f"{state.done} of {len(state.cells)}: {name} in {took}{f'; {more}' * bool(more)}", style="dim", highlight=False)
+
+        return crew.carry_out(cells, by, watch)
 
 
 def _fresh_folder(recipe: Recipe, asked: Path | None) -> Path:

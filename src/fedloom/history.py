@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 from fedloom.disk import Log
 from fedloom.faults import Absences
+from fedloom.folder import HISTORY
 
 Entry: TypeAlias = dict[str, Any]
-FILE = "history.jsonl"
 
 
 class History:
@@ -21,7 +21,7 @@ class History:
     """
 
     def __init__(self, folder: Path | None, patience: int):
-        self._log = Log(folder / FILE) if folder else None
+        self._log = Log(folder / HISTORY) if folder else None
         self.entries: list[Entry] = []
         self.round = 0  # of the last entry
         self.absences = Absences()
@@ -87,10 +87,3 @@ class History:
 def _mark(entry: Entry) -> float:
     """What rounds are compared by; any validation is better than none."""
     return -1.0 if entry["val_accuracy"] is None else entry["val_accuracy"]
-
-
-def read_history(folder: Path) -> list[Entry]:
-    """The entries in a run folder. What follows the last line's end was being written when the run was killed."""
-    path = folder / FILE
-    written = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in written[: written.rfind("\n") + 1].splitlines()]

@@ -25,8 +25,9 @@ from fedloom.checkpoint import Checkpoint
 from fedloom.data.holdings import held_by_class
 from fedloom.engines import Patience, engine_class, engine_names, has_workers, make_engine
 from fedloom.errors import ConfigError, DataError, unknown
+from fedloom.folder import FORMAT, is_completed, read_config, read_history, read_summary
 from fedloom.graph import Federation, Roster
-from fedloom.history import History, read_history
+from fedloom.history import History
 from fedloom.ledger import Ledger
 from fedloom.message import Absent, Message, flatten, unflatten
 from fedloom.method import Method, check_setting, make_method, setting
@@ -36,7 +37,6 @@ from fedloom.privacy.secure_sum import Terms
 from fedloom.stopping import undisturbed
 
 Scores: TypeAlias = dict[str, float | None]
-FORMAT = "fedloom-run/1"  # of a run folder: what its files hold, for who reads it later
 
 
 @dataclass(frozen=True)
@@ -523,41 +523,10 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """What the run in a folder was begun with. DataError if none was, or the file is damaged."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except OSError as error:
-        raise DataError(f"run: {str(folder)!r} is not a run folder (config.json: {error.strerror})") from error
-    except ValueError as error:
-        raise DataError(f"run: {str(folder)!r} is damaged (config.json: {error})") from error
-    if not isinstance(config, dict):
-        raise DataError(f"run: {str(folder)!r} is damaged (config.json is not a run's)")
-    return config
-
-
-def is_completed(folder: Path) -> bool:
-    """Whether the run in a folder went to its end. DataError if its summary is damaged."""
-    return (_read_summary(folder) or {}).get("status") == "completed"
-
-
-def _read_summary(folder: Path) -> dict[str, Any] | None:
-    """What a folder's summary.json says; None if there is none, because the run was killed or is still under way."""
-    try:
-        summary = json.loads((folder / "summary.json").read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise DataError(f"run: {str(folder)!r} is damaged (summary.json: {error})") from error
-    if not isinstance(summary, dict) or not {"status", "config"} <= summary.keys():
-        raise DataError(f"run: {str(folder)!r} is damaged (summary.json is not a run's)")
-    return summary
-
-
 def read_run(folder: str | Path) -> Result:
     """Reads a run folder back, also one of a run that was stopped or killed. DataError if it is not one or is damaged."""
     folder = Path(folder)
-    summary = _read_summary(folder)
+    summary = read_summary(folder)
     config = read_config(folder) if summary is None else summary["config"]
     try:
         history = read_history(folder)

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fedloom.comparison import Comparison, footnote
 from fedloom.method import Method, default_of, valid_values
 
 
@@ -26,6 +27,13 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return ""
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def listing(rows: Mapping[str, str]) -> RenderableType:
@@ -133,6 +141,47 @@ def _traffic(s: Mapping[str, Any]) -> Table:
         scalars = (f"{t[key]:,}" for key in ("messages", "scalars_up", "scalars_down"))
         table.add_row(name, *scalars, size(t["bytes_up"]), size(t["bytes_down"]))
     return table
+
+
+def comparison(c: Comparison) -> RenderableType:
+    """Methods beside each other: a table of all tasks if there are several, then one for each task; what the marks mean."""
+    parts: list[RenderableType] = []
+    styles = {"best": "bold green", "second": "underline", "": ""}
+    if len(c.tasks) > 1:
+        overview = Table(title=f"test {c.metric.replace('_', ' ')}, %", title_justify="left")
+        for heading in ("method", *c.tasks, "mean"):
+            overview.add_column(heading, justify="left" if heading == "method" else "right")
+        for row in c.rows:
+            entries = [c.entries.get((task, row)) for task in c.tasks]
+            shown = [Text(str(e.score) + (" ≈" if e.like_best else ""), styles[e.mark]) if e and e.score else Text("-") for e in entries]
+            overview.add_row(row, *shown, percent(c.overall(row)))
+        parts.append(overview)
+    for task in c.tasks:
+        table = Table(title=task, title_justify="left")
+        for heading in ("method", f"{c.metric.replace('_', ' ')} %", "over local", "below the best", "p", "sent", "seconds", "seeds"):
+            table.add_column(heading, justify="left" if heading == "method" else "right")
+        for row, e in c.on(task).items():
+            mark = {"best": " best", "second": " second"}.get(e.mark, "") + (" ≈" if e.like_best else "")
+            tested = (f"{e.against_best.mean:+.1f}", f"{e.p:.2g}") if e.against_best and e.p is not None else ("", "")
+            gain = f"{e.gain.mean:+.1f}" if e.gain else ""
+            score = Text(str(e.score) if e.score else "-", styles[e.mark]).append(mark, "dim")
+            table.add_row(row, score, gain, *tested, size(e.bytes_sent), f"{e.seconds:.1f}", str(len(e.runs)))
+        parts.append(table)
+    parts.append(Text(footnote(c), style="dim"))
+    parts += [Text(f"left out: {each.folder}: {each.reason}", style="yellow") for each in c.left_out]
+    return Group(*parts)
+
+
+def comparison_as_json(c: Comparison) -> dict[str, Any]:
+    """What `fedloom compare --json` prints."""
+    rows = [
+        {"task": task, "method": row, "seeds": len(e.runs), "mean": e.score.mean if e.score else None,
+         "deviation": e.score.deviation if e.score else None, "mark": e.mark, "like_best": e.like_best, "corrected_p": e.p,
+         "against_best": e.against_best._asdict() if e.against_best else None, "gain": e.gain._asdict() if e.gain else None,
+         "bytes": e.bytes_sent, "seconds": e.seconds, "folders": [str(run.folder) for run in e.runs]}
+        for task in c.tasks for row, e in c.on(task).items()
+    ]  # fmt: skip
+    return {"metric": c.metric, "rows": rows, "left_out": [each._asdict() for each in c.left_out]}
 
 
 def method(name: str, cls: type[Method]) -> RenderableType:

@@ -3,7 +3,7 @@
 import gc
 import tracemalloc
 
-from fedloom.history import read_history
+from fedloom.folder import read_history
 from fedloom.runs import run
 
 

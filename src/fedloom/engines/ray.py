@@ -45,7 +45,7 @@ class Engine(Groups):
     """Makes its actors when it is made, and ends them when it is closed."""
 
     def __init__(self, method: Method, clients: Iterable[Client], workers: int = 0, patience: Patience = Patience()):
-        self._started = _connect()
+        self._started = connect()
         self._actors: list[Any] = []
         self._answers: dict[int, Any] = {}  # what will be there when a worker has answered
         super().__init__(method, clients, workers, patience)
@@ -106,7 +106,7 @@ def _get(worker: int, answer: Any) -> Any:
         raise WorkerError(f"worker {worker} was lost") from error
 
 
-def _connect() -> bool:
+def connect() -> bool:
     """Joins or starts a cluster unless this process is in one already; tells whether it did."""
     if ray.is_initialized():
         return False
