@@ -38,7 +38,8 @@ def convergence(methods=METHODS, rounds=30, rng=None):
         series[6] |= {"x": [1], "y": [0.71], "low": [0.70], "high": [0.72]}  # one-shot
         series[3]["y"][5] = series[3]["low"][5] = None
     return {
-        "id": "convergence", "title": "Accuracy by round", "section": "results", "kind": "lines", "x": ROUND, "y": ACCURACY, "series": series,
+        "id": "convergence", "title": "Accuracy by round", "section": "results", "kind": "lines",
+        "x": ROUND, "y": ACCURACY, "series": series,
         "caption": "Mean over three seeds; the band goes from the lowest to the highest seed.",
     }  # fmt: skip
 
@@ -66,7 +67,7 @@ def holdings(identity, title, clients, rng, share=False):
         "id": identity, "title": title, "section": "data", "kind": "heat", "rows": [str(k) for k in range(clients)],
         "columns": list(CLASSES), "row_label": "client", "column_label": "class", "values": values, "low": 0,
         "high": 1 if share else max(v for row in values for v in row if v is not None), "format": "0.00" if share else "0", "unit": "",
-        "caption": "Dark is much; grey: the client holds none of the class.",
+        "caption": "Strong colours are much; grey: the client holds none of the class.",
     }  # fmt: skip
 
 
@@ -125,7 +126,7 @@ def every_kind():
             frontier, top = [*frontier, [x, y]], y
     phases = ("size", "train", "evaluate", "share statistics")
     bars = [{"name": name, "color": k, "values": [rng.uniform(0, 4e7) if m else 0 for m in range(10)]} for k, name in enumerate(phases)]
-    points, classes, clients = plane(60, rng)
+    points, classes, _ = plane(60, rng)
     edges = [[i, j] for i in range(60) for j in range(i) if classes[i] == classes[j] and rng.random() < 0.25]
     added = [[rng.randrange(60), rng.randrange(60)] for _ in range(25)]
     many = [plane(1400, random.Random(seed)) for seed in (2, 3)]
@@ -147,8 +148,8 @@ def every_kind():
          "unit": "percent", "column_label": "method"},
         holdings("labels", "Labels", 10, rng),
         holdings("homophily", "Homophily", 10, rng, share=True),
-        {"id": "adjacency", "title": "The combined adjacency", "section": "pictures", "kind": "image", "row_label": "from", "column_label": "to",
-         "caption": "Dark is dense; lines part the clients.", "ticks": [0, 0.25, 0.5, 0.75],
+        {"id": "adjacency", "title": "The combined adjacency", "section": "pictures", "kind": "image",
+         "row_label": "from", "column_label": "to", "caption": "Strong colours are dense; lines part the clients.", "ticks": [0, 0.25, 0.5, 0.75],
          "panels": [{"title": t, "size": 64, "values": picture(64, 4, rng)} for t in ("before pruning", "after pruning")]},
         {"id": "graph", "title": "A client's graph", "section": "pictures", "kind": "graph", "class_names": list(CLASSES),
          "caption": "Dashed edges were added by the method.",
@@ -169,7 +170,7 @@ def large(clients=1000, rounds=200):
     """Ten methods, a thousand clients, two hundred rounds."""
     rng = random.Random(5)
     rows = [
-        [name, str(k), {"text": f"{100 * (a := rng.random()):.1f}", "sort": a, "mark": ""}, {"text": f"{100 * rng.random():.1f}", "sort": 0.5}]
+        [name, str(k), {"text": f"{100 * (a := rng.random()):.1f}", "sort": a, "mark": ""}, {"text": "50.0", "sort": 0.5}]
         for name in METHODS for k in range(clients)
     ]  # fmt: skip
     columns = [
