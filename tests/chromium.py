@@ -1,0 +1,170 @@
+"""A headless Chromium, driven through its DevTools protocol with nothing but a web socket."""
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+PATH = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+class Tab:
+    """One tab: what it requested, what its console said, and what a user does in it."""
+
+    def __init__(self, socket, session):
+        self._socket, self._session, self._count = socket, session, 0
+        self.requests: list[str] = []
+        self.problems: list[str] = []  # errors and warnings of the console, exceptions
+        self.loaded = 0
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.send(f"{domain}.enable")
+
+    def send(self, method, **params):
+        """Asks the browser for something and gives what it answers."""
+        self._count += 1
+        order = {"id": self._count, "method": method, "params": params}
+        self._socket.send(json.dumps(order | ({"sessionId": self._session} if self._session else {})))
+        while True:
+            message = json.loads(self._socket.recv(timeout=60))
+            if message.get("id") == self._count:
+                assert "error" not in message, message["error"]
+                return message["result"]
+            self._note(message)
+
+    def _note(self, message):
+        kind, about = message.get("method"), message.get("params", {})
+        if kind == "Network.requestWillBeSent":
+            self.requests.append(about["request"]["url"])
+        elif kind == "Runtime.exceptionThrown":
+            self.problems.append(json.dumps(about["exceptionDetails"]))
+        elif kind == "Runtime.consoleAPICalled" and about["type"] in ("error", "warning", "assert"):
+            self.problems.append(json.dumps(about["args"]))
+        elif kind == "Log.entryAdded" and about["entry"]["level"] in ("error", "warning"):
+            self.problems.append(f"{about['entry']['text']} {about['entry'].get('url', '')}")
+        elif kind == "Page.loadEventFired":
+            self.loaded += 1
+
+    def size(self, width, height=900, dark=False):
+        """Sets the window's width and whether the system is dark."""
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        scheme = "dark" if dark else "light"
+        self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def open(self, url):
+        """Goes to an address and waits until it has loaded and drawn."""
+        before = self.loaded
+        self.send("Page.navigate", url=url)
+        until = time.monotonic() + 60
+        while self.loaded == before:
+            assert time.monotonic() < until, f"{url} does not load"
+            self.send("Runtime.evaluate", expression="1")  # events come with answers
+            time.sleep(0.02)
+        self.settle()
+
+    def settle(self):
+        """Waits for what is drawn in the next two frames."""
+        self.js("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
+
+    def js(self, expression):
+        """The value of an expression in the page."""
+        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def wait(self, expression, seconds=30):
+        """Waits until an expression is true."""
+        until = time.monotonic() + seconds
+        while not self.js(expression):
+            assert time.monotonic() < until, f"never true: {expression}\n{self.problems}"
+            time.sleep(0.05)
+
+    def box(self, selector):
+        """Where an element is in the window, once it has been scrolled to: left, top, width, height."""
+        self.js(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center', behavior: 'instant'}})")
+        self.settle()
+        rect = self.js(f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()")
+        return rect["left"], rect["top"], rect["width"], rect["height"]
+
+    def move(self, x, y):
+        """Moves the pointer."""
+        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        self.settle()
+
+    def click(self, selector):
+        """Clicks the middle of an element."""
+        left, top, width, height = self.box(selector)
+        for kind in ("mousePressed", "mouseReleased"):
+            self.send("Input.dispatchMouseEvent", type=kind, x=left + width / 2, y=top + height / 2, button="left", clickCount=1)
+        self.settle()
+
+    def press(self, key):
+        """Presses a key where the focus is."""
+        text = {"Enter": "\r", " ": " "}.get(key, "")
+        codes = {"Enter": 13, " ": 32}
+        for kind in ("keyDown", "keyUp"):
+            extra = {"text": text} if text and kind == "keyDown" else {}
+            self.send("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=codes.get(key, 0), **extra)
+        self.settle()
+
+    def screenshot(self, path, whole=True):
+        """Writes a PNG of the page."""
+        Path(path).write_bytes(base64.b64decode(self.send("Page.captureScreenshot", captureBeyondViewport=whole)["data"]))
+
+
+@contextmanager
+def browser():
+    """A browser that ends with the block. Gives a function that opens a new tab."""
+    if PATH is None:
+        pytest.skip("no chromium here: make browser")
+    from websockets.sync.client import connect
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        options = [
+            "--headless=new", "--remote-debugging-port=0", f"--user-data-dir={folder}", "--no-first-run", "--disable-gpu",
+            "--disable-dev-shm-usage", "--disable-background-networking", "--hide-scrollbars",
+        ]  # fmt: skip
+        if os.geteuid() == 0:
+            options.append("--no-sandbox")
+        process = subprocess.Popen([PATH, *options, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        sockets = []
+        try:
+            port, path = _address(Path(folder) / "DevToolsActivePort", process)
+            root = connect(f"ws://127.0.0.1:{port}{path}", max_size=None)
+            sockets.append(root)
+            control = _Control(root)
+
+            def new_tab() -> Tab:
+                target = control.send("Target.createTarget", url="about:blank")["targetId"]
+                socket = connect(f"ws://127.0.0.1:{port}/devtools/page/{target}", max_size=None)
+                sockets.append(socket)
+                return Tab(socket, None)
+
+            yield new_tab
+        finally:
+            for socket in sockets:
+                socket.close()
+            process.terminate()
+            process.wait(20)
+
+
+class _Control(Tab):
+    """The browser itself, which has no page."""
+
+    def __init__(self, socket):
+        self._socket, self._session, self._count = socket, None, 0
+
+
+def _address(file, process):
+    until = time.monotonic() + 60
+    while not (file.exists() and len(lines := file.read_text().splitlines()) == 2):
+        assert process.poll() is None, "chromium ended at once"
+        assert time.monotonic() < until, "chromium does not start"
+        time.sleep(0.05)
+    return lines
