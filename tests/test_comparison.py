@@ -6,6 +6,7 @@ import json
 from statistics import mean, stdev
 
 import pytest
+from tests.test_grid import nothing, toy
 
 from fedloom import comparison
 from fedloom.comparison import compare, to_csv, to_latex, to_markdown, write_tables
@@ -14,7 +15,6 @@ from fedloom.errors import ConfigError, DataError
 from fedloom.figures import _frontier, figures
 from fedloom.folder import gather
 from fedloom.grid import cells
-from tests.test_grid import nothing, toy
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +86,12 @@ def test_names_in_latex_are_escaped():
 def test_another_metric(found, folder):
     other = compare(*gather([folder]), metric="f1_macro")
     assert other.on(other.tasks[0])["fedavg"].score.mean == mean(s["f1_macro"] for s in of(folder, "fedavg"))
-    with pytest.raises(ConfigError, match="metric 'acuracy'. Did you mean 'accuracy'"):
+    with pytest.raises(ConfigError, match=r"metric 'acuracy'\. Did you mean 'accuracy'"):
         compare([], metric="acuracy")
 
 
 def test_nothing_to_compare_is_an_error_that_says_why(tmp_path):
-    with pytest.raises(DataError, match="no completed run to compare; .*there is no run folder"):
+    with pytest.raises(DataError, match=r"no completed run to compare; .*there is no run folder"):
         compare(*gather([tmp_path]))
 
 

@@ -19,7 +19,9 @@ from fedloom.grid import assigned, cell, cells, is_done, read_axes, run_cell
 
 TOY = {
     "data": {"split": "50/20/30"}, "model": {"dropout": 0.0},
-    "compare": {"datasets": ["synthetic:nodes=60,classes=3,features=8"], "partitions": "random", "clients": 3, "models": "gcn-2x4", "seeds": 2},
+    "compare": {
+        "datasets": ["synthetic:nodes=60,classes=3,features=8"], "partitions": "random", "clients": 3, "models": "gcn-2x4", "seeds": 2
+    },
 }  # fmt: skip
 
 

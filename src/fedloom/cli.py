@@ -178,6 +178,20 @@ def compare(
     _commands().compare(grid, given, set_, metric, out, jobs, on, report, as_json)
 
 
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="run folders, or folders that such are in")],
+    out: Annotated[Path, option("the page")] = Path("report.html"),
+    metric: Annotated[str, option("what is compared")] = "accuracy",
+    figures: Annotated[Path | None, option("folder for each figure as a file")] = None,
+    formats: Annotated[str, option("of these files: png, svg, pdf")] = "png,svg,pdf",
+) -> None:
+    """Make one HTML page of runs: tables, curves, traffic, clients, data. It needs no network to open."""
+    from fedloom import reading
+
+    reading.report(folders, out, metric, figures, formats)
+
+
 def main() -> None:
     """Entry point of `fedloom`: every error of input is one line on stderr and exit code 2."""
     if len(sys.argv) == 1:

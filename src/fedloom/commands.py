@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from inspect import getdoc, getmodule
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fedloom import comparison, crew, grid
@@ -27,10 +25,8 @@ from fedloom.method import Method, method_class, method_names
 from fedloom.models import models
 from fedloom.recipe import Recipe, make_recipe, override, read_tables
 from fedloom.runs import Result, read_run
+from fedloom.terminal import err, out
 
-# Tables keep their columns when the output is a pipe or a file.
-out = Console(width=None if sys.stdout.isatty() else 160, markup=False)
-err = Console(stderr=True, markup=False, soft_wrap=True)
 Given = Mapping[str, Any]  # "table.key" -> value, None where the user said nothing
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.comparison import Comparison
-from fedloom.draw import draw
 from fedloom.errors import unknown
 from fedloom.figures import Figure, figures
 from fedloom.report_page import write_page
@@ -38,6 +37,8 @@ def write_report(c: Comparison, path: Path, pictures: Sequence[Figure] = (), com
 
 def write_figures(c: Comparison, folder: Path, formats: Sequence[str], pictures: Sequence[Figure] = ()) -> list[Path]:
     """Draws every figure in each of the formats; gives the files' paths. Needs the extra `plot`."""
+    from fedloom.draw import draw  # matplotlib takes a while
+
     for suffix in formats:
         if suffix not in FORMATS:
             raise unknown("format of figures:", suffix, FORMATS)
