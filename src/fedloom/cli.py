@@ -160,7 +160,9 @@ def compare(
     dataset: Annotated[str | None, option("one or several, with commas in between (default: cora)", "--dataset", "--datasets")] = None,
     partition: Annotated[str | None, option("one or several (default: louvain)", "--partition", "--partitions")] = None,
     clients: Annotated[str | None, option("one or several numbers (default: 10)")] = None,
-    model: Annotated[str | None, option("one or several; a mixture is joined by + (default: gcn)", "--model", "--models")] = None,
+    model: Annotated[
+        str | None, option("one or several; gcn/gat: both, dealt over the clients (default: gcn)", "--model", "--models")
+    ] = None,
     seeds: Annotated[int | None, option("seeds 0, 1, ... (default: 3, the fewest for a claim)")] = None,
     rounds: Annotated[int | None, option("communication rounds (default: each method's own)")] = None,
     engine: Annotated[str | None, option("how phases get run (default: loop)")] = None,
