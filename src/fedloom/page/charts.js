@@ -435,9 +435,10 @@ const charts = (() => {
       if (spec.column_label) ink.label(spec.column_label, (left + right) / 2, tall - 4, { class: "name", "text-anchor": "middle" });
       const missing = spec.values.some((row) => row.some((value) => !known(value)));
       const ramp = [0, 0.25, 0.5, 0.75, 1].map((share) => css(shade(share, dark))).join(",");
+      const percent = spec.unit === "percent" ? "%" : "";
       const strip = el("span", { class: "ramp" });
       strip.style.background = `linear-gradient(90deg,${ramp})`;
-      const scale = el("span", { class: "scale" }, show(spec.low), strip, show(high));
+      const scale = el("span", { class: "scale" }, brief(spec.low) + percent, strip, brief(high) + percent);
       chart.legend.replaceChildren(...(missing ? [scale, el("span", { class: "scale" }, el("span", { class: "ramp absent" }), "absent")] : [scale]));
       const at = (k) => {
         const r = Math.floor(k / columns), c = k % columns;
@@ -602,7 +603,7 @@ const charts = (() => {
     const box = el("div", { class: "plot", tabindex: "0", role: "img" });
     const tip = el("div", { class: "tip", role: "status", hidden: true }), legend = el("div", { class: "legend" });
     const head = el("h3"), caption = el("p"), more = el("details", { class: "data" }, el("summary", {}, "Data"));
-    const element = el("figure", { id: spec.id, class: spec.kind }, el("figcaption", {}, head, caption), box, legend, more);
+    const element = el("figure", { id: spec.id, class: spec.kind }, el("figcaption", {}, head, caption), el("div", { class: "body" }, box, legend, more));
     const chart = { spec, element, box, tip, legend, hidden: new Set(), by: "classes", width: 0, found: null, at: -1 };
     chart.visible = (series) => series.filter((one) => !chart.hidden.has(one.name));
     chart.groupOf = (panel, k) => (panel[chart.by] ?? panel.classes)?.[k] ?? 0;
