@@ -111,7 +111,8 @@ def _time_axis(axis: Any, longest: float) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
     factor, unit = next((each for each in _SECONDS if longest >= each[0] * (2 if each[0] > 1 else 1)), _SECONDS[-1])
-    axis.set_major_locator(FixedLocator(MaxNLocator(6).tick_values(0, longest / factor) * factor))
+    places = MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(0, longest / factor)
+    axis.set_major_locator(FixedLocator([place * factor for place in places]))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / factor:.4g} {unit}" if value else "0"))
 
 

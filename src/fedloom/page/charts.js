@@ -108,7 +108,7 @@ const charts = (() => {
     if (zero) return [Math.min(0, low), high > 0 ? high * 1.02 : 1];
     if (axis.log) return low === high ? [low / 2, high * 2] : [low / (high / low) ** 0.04, high * (high / low) ** 0.04];
     const room = low === high ? Math.abs(low) * 0.1 || (axis.unit === "percent" ? 0.05 : 1) : (high - low) * 0.05;
-    const bottom = low >= 0 ? Math.max(0, low - room) : low - room;
+    const bottom = low >= 0 ? (axis.unit === "bytes" ? 0 : Math.max(0, low - room)) : low - room; // a little more traffic should look little
     return [bottom, axis.unit === "percent" && high <= 1 ? Math.min(1, high + room) : high + room];
   }
 
@@ -136,7 +136,7 @@ const charts = (() => {
     const decimals = Math.max(0, Math.ceil(-Math.log10(step) - 1e-9));
     const found = [];
     for (let k = Math.ceil(from / step - 1e-9); k * step <= to + step * 1e-9; k++) {
-      const number = k * step;
+      const number = k * step || 0; // never -0
       const text = decimals ? number.toFixed(decimals) : whole.format(number);
       found.push({ value: number * factor, text: number === 0 && unit !== "%" ? "0" : withUnit(text, unit) });
     }
@@ -232,7 +232,7 @@ const charts = (() => {
     const left = Math.ceil(Math.max(20, ...yTicks.map((t) => textWidth(t.text)))) + 10, right = width - 14;
     const nought = x.log && xs.some((value) => value === 0), begin = nought ? left + 44 : left;
     const positive = makeScale(domain(xs, x), [begin, right], x.log), xScale = nought ? withNought(positive, left + 14) : positive;
-    const xTicks = ticks(xScale, x, Math.floor((right - begin) / (narrow ? 74 : 84)));
+    const xTicks = ticks(xScale, x, Math.floor((right - begin) / (x.unit === "count" || x.unit === "percent" ? 56 : narrow ? 74 : 84)));
     if (nought) xTicks.unshift({ value: 0, text: "0" });
     const ink = makeInk(chart, width, tall, heavy);
     for (const tick of yTicks) {
@@ -632,7 +632,8 @@ const charts = (() => {
       const { kind, series, panels } = chart.spec;
       if (kind === "heat" || kind === "image") return legend.replaceChildren();
       let entries;
-      if (series) entries = series.map((one) => ({ name: one.name, style: look(one.color) }));
+      if (kind === "bars" && series.length === 1) entries = []; // the axis says it
+      else if (series) entries = series.map((one) => ({ name: one.name, style: look(one.color) }));
       else {
         const groups = [...new Set(panels.flatMap((panel) => panel.points.map((_, k) => chart.groupOf(panel, k))))].sort((a, b) => a - b);
         entries = groups.length > 1 ? groups.map((group) => ({ name: chart.groupName(group), style: look(Math.max(group, 0)) })) : [];
