@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 PIECE = 1 << 20  # bytes read at once
-TAIL = 64  # bytes before the place reached: if they are others than before, the file was begun again
+TAIL = 4096  # bytes before the place reached: if they are others than before, with other times in them, it was cut and goes on
 QUIET = 60.0  # seconds without a new line from which on a run is called silent, unless its rounds take long
 FIELDS = ("round", "stage", "seconds", "accuracy", "val_accuracy", "bytes_up", "bytes_down", "participants", "absent")
 
@@ -37,7 +37,7 @@ class Follower:
 
     def look(self, seconds: float = 0.5) -> None:
         """Reads what was written since; no longer than so many seconds, after which `behind` says that there is more."""
-        until = time.monotonic() + seconds
+        until, self.behind = time.monotonic() + seconds, False
         try:
             with open(self.folder / "history.jsonl", "rb") as file:
                 if not self._goes_on(file):
@@ -46,8 +46,8 @@ class Follower:
                 file.seek(self._read)
                 while piece := file.read(PIECE):
                     self._take(piece)
-                    self.behind = time.monotonic() > until
-                    if self.behind:
+                    if time.monotonic() > until:
+                        self.behind = True
                         return
         except FileNotFoundError:
             if self._read:

@@ -28,12 +28,12 @@ Answer = tuple[int, str, bytes]  # status, type, content
 def watch(folder: Path, host: str, port: int, browser: bool, say: Callable[[str], None]) -> None:
     """Serves the page until Ctrl-C. The run need not have begun, and goes on when this ends. port 0: one that is free."""
     with Watch(folder, host, port) as server:
-        if not server.loopback:
-            say(f"--host {host}: whoever reaches this machine and has the address can watch; it travels without encryption")
-        say(f"watching {folder}: {server.url}")
-        if browser:
-            webbrowser.open(server.url)
         try:
+            if not server.loopback:
+                say(f"--host {host}: whoever reaches this machine and has the address can watch; it travels without encryption")
+            say(f"watching {folder}: {server.url}")
+            if browser:
+                webbrowser.open(server.url)
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
             say("stopped watching; the run is not touched")

@@ -166,7 +166,8 @@ const charts = (() => {
       canvas.style.height = `${height}px`;
       context = canvas.getContext("2d");
       context.scale(fine, fine);
-      chart.box.replaceChildren(canvas, root, chart.tip);
+      const under = svg("svg", { width, height, class: "under", "aria-hidden": "true" }, back); // the grid stays beneath the marks
+      chart.box.replaceChildren(under, canvas, root, chart.tip);
     } else chart.box.replaceChildren(root, chart.tip);
     const colors = new Map();
     const color = (name) => {
@@ -321,7 +322,7 @@ const charts = (() => {
       const f = frame(chart, width, xs, ys, heavy, spec.diagonal ? Math.round(Math.max(280, Math.min(width * 0.8, 480))) : 0);
       if (spec.diagonal) {
         const from = Math.max(f.x.from, f.y.from), to = Math.min(f.x.to, f.y.to);
-        if (from < to) f.ink.line(f.x(from), f.y(from), f.x(to), f.y(to), "diagonal");
+        if (from < to) f.ink.line(f.x(from), f.y(from), f.x(to), f.y(to), "diagonal", heavy ? f.ink.front : f.ink.back);
       }
       const steps = frontier.filter(([x, y]) => f.x.holds(x) && f.y.holds(y)).map(([x, y]) => [f.x(x), f.y(y)]);
       if (steps.length) f.ink.back.append(svg("path", { class: "frontier", d: `M${short(steps[0][0])} ${short(steps[0][1])}${steps.slice(1).map(([x, y]) => `H${short(x)}V${short(y)}`).join("")}H${short(f.right)}` }));
@@ -339,7 +340,7 @@ const charts = (() => {
           }
         });
         f.ink.path(whiskers, { stroke: style.color, width: 1.3 });
-        f.ink.markers(spots.filter(Boolean), style, count > 400 ? 2.8 : count > 60 ? 3.8 : 5, count > 400 ? 0.55 : 0.95);
+        f.ink.markers(spots.filter(Boolean), style, heavy ? 2.2 : count > 400 ? 2.8 : count > 60 ? 3.8 : 5, heavy ? 0.4 : count > 400 ? 0.55 : 0.95);
       });
       const at = (n) => {
         const hit = found[n];
@@ -424,7 +425,7 @@ const charts = (() => {
         ink.path(`M${short(x)} ${short(y)}h${short(cellW - gapX)}v${short(cellH - gapY)}h${short(gapX - cellW)}Z`, { fill: rgb ? css(rgb) : "var(--absent)" });
         if (fits && rgb && textWidth(brief(value), 11) < cellW - 4) ink.label(brief(value), x + cellW / 2, y + cellH / 2 + 4, { group: ink.front, "text-anchor": "middle", class: "cell", style: `fill:${bright(rgb) ? "#111" : "#fff"}` });
       }
-      const everyRow = Math.ceil(14 / cellH), everyColumn = Math.max(1, Math.ceil((slant ? 16 : 1) / cellW));
+      const everyRow = [1, 2, 5, 10, 20, 50, 100].find((step) => step * cellH >= 14) ?? Math.ceil(14 / cellH), everyColumn = Math.max(1, Math.ceil((slant ? 16 : 1) / cellW));
       for (let r = 0; r < rows; r += everyRow) ink.label(shortened(spec.rows[r], left - 8), left - 6, top + (r + 0.5) * cellH + 4, { "text-anchor": "end", full: spec.rows[r] });
       for (let c = 0; c < columns; c += everyColumn) {
         const x = left + (c + 0.5) * cellW, y = bottom + 15;
@@ -667,18 +668,18 @@ const charts = (() => {
     function hideTip() {
       tip.hidden = true;
       chart.at = -1;
-      box.querySelector("svg .hover")?.remove();
+      box.querySelector(".hover")?.remove();
     }
     function showTip(k) {
       const hit = k >= 0 ? chart.found?.at(k) : null;
       if (!hit) return hideTip();
       chart.at = k;
-      box.querySelector("svg .hover")?.remove();
+      box.querySelector(".hover")?.remove();
       const hover = svg("g", { class: "hover" });
       if (hit.rule) hover.append(svg("path", { d: `M${short(hit.x)} ${hit.rule[0]}V${hit.rule[1]}` }));
       for (const [x, y] of hit.dots ?? []) hover.append(svg("circle", { cx: x, cy: y, r: 6 }));
       if (hit.outline) hover.append(svg("rect", { x: hit.outline[0], y: hit.outline[1], width: Math.max(hit.outline[2], 3), height: Math.max(hit.outline[3], 3) }));
-      box.querySelector("svg").append(hover);
+      box.querySelector("svg:not(.under)").append(hover);
       const rows = hit.rows.slice(0, 14).map((row) => el("tr", {}, el("td", {}, row.style ? swatch(row.style, chart.spec.kind === "bars" ? "bars" : "") : ""), el("td", {}, row.name), el("td", { class: "right" }, row.text)));
       if (hit.rows.length > 14) rows.push(el("tr", {}, el("td"), el("td", {}, `and ${hit.rows.length - 14} more`), el("td")));
       tip.replaceChildren(el("strong", {}, hit.title), el("table", { role: "presentation" }, ...rows));
