@@ -194,6 +194,19 @@ def report(
     reading.report(folders, out, metric, figures, formats)
 
 
+@app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(help="a run folder, also one that is not there yet, or a folder of several")],
+    port: Annotated[int, option("port of the page (0: one that is free)")] = 0,
+    host: Annotated[str, option("address to listen on; any other than this machine's own lets others in who have the token")] = "127.0.0.1",
+    browser: Annotated[bool, option("open the page in a browser", "--open/--no-open")] = False,
+) -> None:
+    """Follow a run in a browser: progress, curves, clients that dropped, traffic. Ctrl-C ends it; the run goes on."""
+    from fedloom.watch import watch as follow  # not by way of commands: it needs no torch
+
+    follow(run, host, port, browser, lambda line: print(line, file=sys.stderr, flush=True))
+
+
 def main() -> None:
     """Entry point of `fedloom`: every error of input is one line on stderr and exit code 2."""
     if len(sys.argv) == 1:

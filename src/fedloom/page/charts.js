@@ -108,7 +108,7 @@ const charts = (() => {
     if (zero) return [Math.min(0, low), high > 0 ? high * 1.02 : 1];
     if (axis.log) return low === high ? [low / 2, high * 2] : [low / (high / low) ** 0.04, high * (high / low) ** 0.04];
     const room = low === high ? Math.abs(low) * 0.1 || (axis.unit === "percent" ? 0.05 : 1) : (high - low) * 0.05;
-    const bottom = low >= 0 ? Math.max(0, low - room) : low - room;
+    const bottom = low >= 0 ? (axis.unit === "bytes" ? 0 : Math.max(0, low - room)) : low - room; // a little more traffic should look little
     return [bottom, axis.unit === "percent" && high <= 1 ? Math.min(1, high + room) : high + room];
   }
 
@@ -136,7 +136,7 @@ const charts = (() => {
     const decimals = Math.max(0, Math.ceil(-Math.log10(step) - 1e-9));
     const found = [];
     for (let k = Math.ceil(from / step - 1e-9); k * step <= to + step * 1e-9; k++) {
-      const number = k * step;
+      const number = k * step || 0; // never -0
       const text = decimals ? number.toFixed(decimals) : whole.format(number);
       found.push({ value: number * factor, text: number === 0 && unit !== "%" ? "0" : withUnit(text, unit) });
     }
@@ -166,7 +166,8 @@ const charts = (() => {
       canvas.style.height = `${height}px`;
       context = canvas.getContext("2d");
       context.scale(fine, fine);
-      chart.box.replaceChildren(canvas, root, chart.tip);
+      const under = svg("svg", { width, height, class: "under", "aria-hidden": "true" }, back); // the grid stays beneath the marks
+      chart.box.replaceChildren(under, canvas, root, chart.tip);
     } else chart.box.replaceChildren(root, chart.tip);
     const colors = new Map();
     const color = (name) => {
@@ -232,7 +233,7 @@ const charts = (() => {
     const left = Math.ceil(Math.max(20, ...yTicks.map((t) => textWidth(t.text)))) + 10, right = width - 14;
     const nought = x.log && xs.some((value) => value === 0), begin = nought ? left + 44 : left;
     const positive = makeScale(domain(xs, x), [begin, right], x.log), xScale = nought ? withNought(positive, left + 14) : positive;
-    const xTicks = ticks(xScale, x, Math.floor((right - begin) / (narrow ? 74 : 84)));
+    const xTicks = ticks(xScale, x, Math.floor((right - begin) / (x.unit === "count" || x.unit === "percent" ? 56 : narrow ? 74 : 84)));
     if (nought) xTicks.unshift({ value: 0, text: "0" });
     const ink = makeInk(chart, width, tall, heavy);
     for (const tick of yTicks) {
@@ -321,7 +322,7 @@ const charts = (() => {
       const f = frame(chart, width, xs, ys, heavy, spec.diagonal ? Math.round(Math.max(280, Math.min(width * 0.8, 480))) : 0);
       if (spec.diagonal) {
         const from = Math.max(f.x.from, f.y.from), to = Math.min(f.x.to, f.y.to);
-        if (from < to) f.ink.line(f.x(from), f.y(from), f.x(to), f.y(to), "diagonal");
+        if (from < to) f.ink.line(f.x(from), f.y(from), f.x(to), f.y(to), "diagonal", heavy ? f.ink.front : f.ink.back);
       }
       const steps = frontier.filter(([x, y]) => f.x.holds(x) && f.y.holds(y)).map(([x, y]) => [f.x(x), f.y(y)]);
       if (steps.length) f.ink.back.append(svg("path", { class: "frontier", d: `M${short(steps[0][0])} ${short(steps[0][1])}${steps.slice(1).map(([x, y]) => `H${short(x)}V${short(y)}`).join("")}H${short(f.right)}` }));
@@ -339,7 +340,7 @@ const charts = (() => {
           }
         });
         f.ink.path(whiskers, { stroke: style.color, width: 1.3 });
-        f.ink.markers(spots.filter(Boolean), style, count > 400 ? 2.8 : count > 60 ? 3.8 : 5, count > 400 ? 0.55 : 0.95);
+        f.ink.markers(spots.filter(Boolean), style, heavy ? 2.2 : count > 400 ? 2.8 : count > 60 ? 3.8 : 5, heavy ? 0.4 : count > 400 ? 0.55 : 0.95);
       });
       const at = (n) => {
         const hit = found[n];
@@ -424,7 +425,7 @@ const charts = (() => {
         ink.path(`M${short(x)} ${short(y)}h${short(cellW - gapX)}v${short(cellH - gapY)}h${short(gapX - cellW)}Z`, { fill: rgb ? css(rgb) : "var(--absent)" });
         if (fits && rgb && textWidth(brief(value), 11) < cellW - 4) ink.label(brief(value), x + cellW / 2, y + cellH / 2 + 4, { group: ink.front, "text-anchor": "middle", class: "cell", style: `fill:${bright(rgb) ? "#111" : "#fff"}` });
       }
-      const everyRow = Math.ceil(14 / cellH), everyColumn = Math.max(1, Math.ceil((slant ? 16 : 1) / cellW));
+      const everyRow = [1, 2, 5, 10, 20, 50, 100].find((step) => step * cellH >= 14) ?? Math.ceil(14 / cellH), everyColumn = Math.max(1, Math.ceil((slant ? 16 : 1) / cellW));
       for (let r = 0; r < rows; r += everyRow) ink.label(shortened(spec.rows[r], left - 8), left - 6, top + (r + 0.5) * cellH + 4, { "text-anchor": "end", full: spec.rows[r] });
       for (let c = 0; c < columns; c += everyColumn) {
         const x = left + (c + 0.5) * cellW, y = bottom + 15;
@@ -435,9 +436,10 @@ const charts = (() => {
       if (spec.column_label) ink.label(spec.column_label, (left + right) / 2, tall - 4, { class: "name", "text-anchor": "middle" });
       const missing = spec.values.some((row) => row.some((value) => !known(value)));
       const ramp = [0, 0.25, 0.5, 0.75, 1].map((share) => css(shade(share, dark))).join(",");
+      const percent = spec.unit === "percent" ? "%" : "";
       const strip = el("span", { class: "ramp" });
       strip.style.background = `linear-gradient(90deg,${ramp})`;
-      const scale = el("span", { class: "scale" }, show(spec.low), strip, show(high));
+      const scale = el("span", { class: "scale" }, brief(spec.low) + percent, strip, brief(high) + percent);
       chart.legend.replaceChildren(...(missing ? [scale, el("span", { class: "scale" }, el("span", { class: "ramp absent" }), "absent")] : [scale]));
       const at = (k) => {
         const r = Math.floor(k / columns), c = k % columns;
@@ -602,7 +604,7 @@ const charts = (() => {
     const box = el("div", { class: "plot", tabindex: "0", role: "img" });
     const tip = el("div", { class: "tip", role: "status", hidden: true }), legend = el("div", { class: "legend" });
     const head = el("h3"), caption = el("p"), more = el("details", { class: "data" }, el("summary", {}, "Data"));
-    const element = el("figure", { id: spec.id, class: spec.kind }, el("figcaption", {}, head, caption), box, legend, more);
+    const element = el("figure", { id: spec.id, class: spec.kind }, el("figcaption", {}, head, caption), el("div", { class: "body" }, box, legend, more));
     const chart = { spec, element, box, tip, legend, hidden: new Set(), by: "classes", width: 0, found: null, at: -1 };
     chart.visible = (series) => series.filter((one) => !chart.hidden.has(one.name));
     chart.groupOf = (panel, k) => (panel[chart.by] ?? panel.classes)?.[k] ?? 0;
@@ -631,7 +633,8 @@ const charts = (() => {
       const { kind, series, panels } = chart.spec;
       if (kind === "heat" || kind === "image") return legend.replaceChildren();
       let entries;
-      if (series) entries = series.map((one) => ({ name: one.name, style: look(one.color) }));
+      if (kind === "bars" && series.length === 1) entries = []; // the axis says it
+      else if (series) entries = series.map((one) => ({ name: one.name, style: look(one.color) }));
       else {
         const groups = [...new Set(panels.flatMap((panel) => panel.points.map((_, k) => chart.groupOf(panel, k))))].sort((a, b) => a - b);
         entries = groups.length > 1 ? groups.map((group) => ({ name: chart.groupName(group), style: look(Math.max(group, 0)) })) : [];
@@ -665,18 +668,18 @@ const charts = (() => {
     function hideTip() {
       tip.hidden = true;
       chart.at = -1;
-      box.querySelector("svg .hover")?.remove();
+      box.querySelector(".hover")?.remove();
     }
     function showTip(k) {
       const hit = k >= 0 ? chart.found?.at(k) : null;
       if (!hit) return hideTip();
       chart.at = k;
-      box.querySelector("svg .hover")?.remove();
+      box.querySelector(".hover")?.remove();
       const hover = svg("g", { class: "hover" });
       if (hit.rule) hover.append(svg("path", { d: `M${short(hit.x)} ${hit.rule[0]}V${hit.rule[1]}` }));
       for (const [x, y] of hit.dots ?? []) hover.append(svg("circle", { cx: x, cy: y, r: 6 }));
       if (hit.outline) hover.append(svg("rect", { x: hit.outline[0], y: hit.outline[1], width: Math.max(hit.outline[2], 3), height: Math.max(hit.outline[3], 3) }));
-      box.querySelector("svg").append(hover);
+      box.querySelector("svg:not(.under)").append(hover);
       const rows = hit.rows.slice(0, 14).map((row) => el("tr", {}, el("td", {}, row.style ? swatch(row.style, chart.spec.kind === "bars" ? "bars" : "") : ""), el("td", {}, row.name), el("td", { class: "right" }, row.text)));
       if (hit.rows.length > 14) rows.push(el("tr", {}, el("td"), el("td", {}, `and ${hit.rows.length - 14} more`), el("td")));
       tip.replaceChildren(el("strong", {}, hit.title), el("table", { role: "presentation" }, ...rows));
