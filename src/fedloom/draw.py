@@ -190,6 +190,8 @@ def _points(canvas: Any, figure: dict[str, Any]) -> None:
         if one.get("low") is not None and one.get("high") is not None:
             spread = np.abs(np.stack([y - _numbers(one["low"]), _numbers(one["high"]) - y]))
             axes.errorbar(x, y, yerr=spread, fmt="none", ecolor=look["color"], elinewidth=1, capsize=2.5)
+    for level in figure.get("levels", []):
+        axes.axhline(level["y"], color=_look(level["color"])["color"], linewidth=1.4, linestyle=(0, (6, 4)), label=level["name"])
     if len(frontier):
         right = axes.get_xlim()[1]
         along = np.append(frontier[:, 0], right), np.append(frontier[:, 1], frontier[-1, 1])

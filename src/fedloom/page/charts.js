@@ -39,13 +39,14 @@ const charts = (() => {
   }
 
   function swatch(style, form) {
-    const parts = [], line = form === "lines";
+    const parts = [], line = form === "lines" || form === "level";
     if (form === "bars") {
       parts.push(svg("path", { d: "M1 1h12v12h-12Z", style: `fill:${style.color}` }));
       if (style.dash) parts.push(svg("path", { d: hatching(1, 1, 12, 12), style: "stroke:var(--page);stroke-width:1.6" }));
       return svg("svg", { width: 14, height: 14, "aria-hidden": "true" }, ...parts);
     }
     if (line) parts.push(svg("path", { d: "M1 7H25", style: `stroke:${style.color};stroke-width:2;stroke-dasharray:${style.dash || "none"}` }));
+    if (form === "level") return svg("svg", { width: 26, height: 14, "aria-hidden": "true" }, ...parts);
     const fill = style.hollow ? `fill:var(--page);stroke:${style.color};stroke-width:1.5` : `fill:${style.color}`;
     parts.push(svg("path", { d: markerPath(style.shape, line ? 13 : 7, 7, 4), style: fill }));
     return svg("svg", { width: line ? 26 : 14, height: 14, "aria-hidden": "true" }, ...parts);
@@ -316,9 +317,9 @@ const charts = (() => {
     },
 
     points(chart, width) {
-      const { spec } = chart, series = chart.visible(spec.series), frontier = spec.frontier ?? [];
+      const { spec } = chart, series = chart.visible(spec.series), frontier = spec.frontier ?? [], levels = chart.visible(spec.levels ?? []);
       const count = series.reduce((sum, one) => sum + one.x.length, 0), heavy = count > MANY;
-      const xs = [...pile(series, "x"), ...frontier.map(([x]) => x)], ys = [...pile(series, "y", "low", "high"), ...frontier.map(([, y]) => y)];
+      const xs = [...pile(series, "x"), ...frontier.map(([x]) => x)], ys = [...pile(series, "y", "low", "high"), ...frontier.map(([, y]) => y), ...levels.map((one) => one.y)];
       const f = frame(chart, width, xs, ys, heavy, spec.diagonal ? Math.round(Math.max(280, Math.min(width * 0.8, 480))) : 0);
       if (spec.diagonal) {
         const from = Math.max(f.x.from, f.y.from), to = Math.min(f.x.to, f.y.to);
@@ -326,6 +327,7 @@ const charts = (() => {
       }
       const steps = frontier.filter(([x, y]) => f.x.holds(x) && f.y.holds(y)).map(([x, y]) => [f.x(x), f.y(y)]);
       if (steps.length) f.ink.back.append(svg("path", { class: "frontier", d: `M${short(steps[0][0])} ${short(steps[0][1])}${steps.slice(1).map(([x, y]) => `H${short(x)}V${short(y)}`).join("")}H${short(f.right)}` }));
+      for (const one of levels) if (f.y.holds(one.y)) f.ink.path(`M${short(f.left)} ${short(f.y(one.y))}H${short(f.right)}`, { stroke: look(one.color).color, width: 1.6, dash: "6 4" });
       const found = [];
       series.forEach((one) => {
         const style = look(one.color), spots = placed(f, one);
@@ -580,6 +582,8 @@ const charts = (() => {
         one.name, ...(labels ? [one.labels?.[k] ?? ""] : []), cell(x, spec.x.unit), cell(one.y[k], spec.y.unit),
         ...(spread ? [cell(one.low?.[k], spec.y.unit), cell(one.high?.[k], spec.y.unit)] : []),
       ]));
+      const blank = labels ? ["level"] : [];
+      rows.push(...(spec.levels ?? []).map((one) => [one.name, ...blank, cell(null), cell(one.y, spec.y.unit), ...(spread ? [cell(null), cell(null)] : [])]));
       return { columns, rows };
     }
     if (spec.kind === "bars") return { columns: [left(""), ...spec.series.map((one) => right(one.name))], rows: spec.rows.map((name, r) => [name, ...spec.series.map((one) => cell(one.values[r], spec.x.unit))]) };
@@ -634,19 +638,19 @@ const charts = (() => {
       if (kind === "heat" || kind === "image") return legend.replaceChildren();
       let entries;
       if (kind === "bars" && series.length === 1) entries = []; // the axis says it
-      else if (series) entries = series.map((one) => ({ name: one.name, style: look(one.color) }));
+      else if (series) entries = [...series, ...(chart.spec.levels ?? [])].map((one) => ({ name: one.name, style: look(one.color), level: !series.includes(one) }));
       else {
         const groups = [...new Set(panels.flatMap((panel) => panel.points.map((_, k) => chart.groupOf(panel, k))))].sort((a, b) => a - b);
         entries = groups.length > 1 ? groups.map((group) => ({ name: chart.groupName(group), style: look(Math.max(group, 0)) })) : [];
       }
-      const items = entries.map(({ name, style }) => el("button", {
+      const items = entries.map(({ name, style, level }) => el("button", {
         type: "button", "aria-pressed": String(!chart.hidden.has(name)), title: "show or hide",
         onclick: (event) => {
           if (!chart.hidden.delete(name)) chart.hidden.add(name);
           event.currentTarget.setAttribute("aria-pressed", String(!chart.hidden.has(name)));
           chart.draw();
         },
-      }, swatch(style, kind), name));
+      }, level ? swatch({ ...style, dash: "6 4" }, "level") : swatch(style, kind), name));
       if (kind === "points" && chart.spec.frontier?.length) items.push(el("span", { class: "key" }, svg("svg", { width: 26, height: 14, "aria-hidden": "true" }, svg("path", { class: "frontier", d: "M1 11H9V5H25" })), "frontier"));
       if (kind === "points" && chart.spec.diagonal) items.push(el("span", { class: "key" }, svg("svg", { width: 26, height: 14, "aria-hidden": "true" }, svg("path", { class: "diagonal", d: "M5 13L21 1" })), "equal"));
       if (kind === "graph" && panels.some((panel) => panel.added?.length)) items.push(el("span", { class: "key" }, svg("svg", { width: 26, height: 14, "aria-hidden": "true" }, svg("path", { class: "added", d: "M1 7H25" })), "added edge"));
