@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +147,8 @@ def _prepared(recipe: Recipe) -> tuple[dict[str, Client], Method]:
     graphs = zip(federation.names, federation.graphs, strict=True)
     engine = Engine(method, (Client(name, graph, facts, federation.inductive) for name, graph in graphs), patience_of(rules))
     evaluated = evaluation(method, recipe.method, rules.evaluation)
-    try:
+    with suppress(_Ready):
         method.run(Server(method, facts, engine.call, Rules(evaluated), _Watcher()))
-    except _Ready:
-        pass
     return engine.clients, method
 
 

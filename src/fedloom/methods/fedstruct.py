@@ -57,7 +57,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from scipy.sparse import csr_matrix
+from scipy.sparse import csr_matrix, diags_array
 from torch import Tensor, nn
 
 from fedloom import cells, hops, structure
@@ -795,7 +795,7 @@ def whole_first_power(federation: Federation, numbering: Numbering) -> csr_matri
             weights_of.append(np.ones(int(here.sum())))
     ends = np.concatenate(targets), np.concatenate(sources)
     matrix = csr_matrix((np.concatenate(weights_of), ends), shape=(numbering.total, numbering.total))
-    return hops.scaled_rows(matrix, 1 / np.asarray(matrix.sum(1)).ravel())
+    return csr_matrix(diags_array(1 / np.asarray(matrix.sum(1)).ravel()) @ matrix)
 
 
 # ---- edges between clients ----
