@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
+from scipy.sparse.csgraph import shortest_path
 
 from fedloom import cells
 from fedloom.errors import DataError
@@ -134,8 +135,8 @@ def _connected(graph: nx.Graph, part: list[int]) -> NDArray[np.float64]:
     if len(part) < 3:
         return np.array([[0.5, 0.5]]) if len(part) == 1 else np.array([[0.2, 0.5], [0.8, 0.5]])
     inner = nx.convert_node_labels_to_integers(graph, ordering="sorted")
-    start = nx.kamada_kawai_layout(inner, scale=1.0)
-    placed = nx.spring_layout(inner, pos=start, k=1 / len(part) ** 0.5, iterations=20, seed=SEED, method="force")
+    start = dict(enumerate(_scaled(shortest_path(nx.to_scipy_sparse_array(inner), unweighted=True))))
+    placed = nx.spring_layout(inner, pos=start, k=1 / len(part) ** 0.5, iterations=60, seed=SEED, method="force")
     points = np.array([placed[k] for k in range(len(part))])
     points -= np.median(points, 0)
     far = np.linalg.norm(points, axis=1, keepdims=True)
@@ -144,11 +145,22 @@ def _connected(graph: nx.Graph, part: list[int]) -> NDArray[np.float64]:
     return 0.5 + (points - (low + high) / 2) / max(float((high - low).max()), 1e-9)
 
 
+def _scaled(distances: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Places [n, 2] whose distances are near to the given ones [n, n]: classical scaling (Torgerson, 1952), a little shaken."""
+    squared = distances**2
+    about = squared.mean(0) + squared.mean(1)[:, None] - squared.mean() - squared
+    values, vectors = (found[..., -2:] for found in np.linalg.eigh(about / 2))
+    sign = np.sign(vectors[abs(vectors).argmax(0), [0, 1]])  # an eigenvector may as well be turned round
+    points = vectors * sign * np.sqrt(np.maximum(values, 0))
+    points += np.random.default_rng(SEED).normal(scale=0.05, size=points.shape)  # twins lie on one spot
+    return points / max(float(abs(points).max()), 1e-9)
+
+
 # ---- FedStruct: the combined adjacency ----
 def _adjacency(rows: Mapping[str, Tensors], of_all: Tensors) -> list[Figure]:
     """The exact Ā and what the protocol left of it: by weight, and by how many entries there are."""
-    starts = of_all["adjacency/starts"]
-    n = int(starts[-1])
+    of_any = next(iter(rows.values()))
+    n = int(of_any["adjacency/nodes"])
     side = cells.count(n)
     after = {kind: np.zeros((side, side)) for kind in ("weight", "entries")}
     for tensors in rows.values():
@@ -158,14 +170,14 @@ def _adjacency(rows: Mapping[str, Tensors], of_all: Tensors) -> list[Figure]:
             total[first : first + len(part)] += part
     before = {}
     if "adjacency/weight" in of_all:
-        beta = next(iter(rows.values()))["adjacency/beta"]  # learned, it is the same for all
-        before["weight"] = np.tensordot(beta, of_all["adjacency/weight"], 1)
+        # If β is learned, it is the same for all.
+        before["weight"] = np.tensordot(of_any["adjacency/beta"], of_all["adjacency/weight"], 1)
     if "adjacency/entries" in of_all:
         before["entries"] = of_all["adjacency/entries"]
     area = np.outer(*[np.diff(cells.begins(n))] * 2)
-    shared = {
-        "ticks": (starts[:-1] / n).round(6).tolist(), "row_label": "nodes, by client", "column_label": "nodes they gather from, by client",
-    }  # fmt: skip
+    shared: Figure = {"row_label": "nodes, by client", "column_label": "nodes they gather from, by client"}
+    if "adjacency/starts" in of_all:
+        shared["ticks"] = (of_all["adjacency/starts"][:-1] / n).round(6).tolist()
     known = {"before": before, "after": after}
     said = {"weight": lambda total: f"{total / n:.0%} of the weight", "entries": lambda total: f"{total / n:,.0f} entries a node"}
     captions = {
@@ -180,11 +192,7 @@ def _adjacency(rows: Mapping[str, Tensors], of_all: Tensors) -> list[Figure]:
             {"title": f"{when} pruning: {said[kind](total.sum())}", "size": side, "values": _bytes(shade(abs(total) / area, top))}
             for when, total in sums.items()
         ]
-        how = (
-            "exactly, and with what pruning has left."
-            if len(sums) == 2
-            else "what pruning has left. The exact one would take too long here."
-        )
+        how = "exactly, and with what pruning has left." if len(sums) == 2 else "what pruning has left; the exact one is not known here."
         title = f"Combined adjacency by {kind}"
         figures.append(_figure(f"adjacency-{kind}", title, f"{captions[kind]} {how}", "image", panels=panels, **shared))
     return figures

@@ -551,7 +551,7 @@ class FedStruct(FedSGD):
         first = numbering.span(client.name).start
         weight, entries = cells.of_rows(combined, rows.reach.numpy(), first, numbering.total)
         shown: Message = {
-            "first": torch.tensor(cells.cell(first, numbering.total)), "beta": beta.clone(),
+            "nodes": torch.tensor(numbering.total), "first": torch.tensor(cells.cell(first, numbering.total)), "beta": beta,
             "weight": torch.from_numpy(weight).float(), "entries": torch.from_numpy(entries).int(),
         }  # fmt: skip
         return {**others, "adjacency": shown}
