@@ -44,7 +44,7 @@ def pictures(folder: str | Path, prefix: str = "") -> list[Figure]:
     of_all = _read(path) if (path := folder / "exhibits.safetensors").exists() else {}
     graphs = {client: tensors for client, tensors in shown.items() if "graphs/labels" in tensors}
     rows = {client: tensors for client, tensors in shown.items() if "adjacency/weight" in tensors}
-    found = [_made(folder, _graphs, client, tensors) for client, tensors in graphs.items()]
+    found = [_made(folder, _graphs, k, client, tensors) for k, (client, tensors) in enumerate(graphs.items())]
     if rows:
         found += _made(folder, _adjacency, rows, of_all)
     if (folder / EMBEDDINGS).exists():
@@ -72,7 +72,7 @@ def _figure(name: str, title: str, caption: str, kind: str, **content: Any) -> F
 
 
 # ---- FedGH: graphs ----
-def _graphs(client: str, tensors: Tensors) -> Figure:
+def _graphs(number: int, client: str, tensors: Tensors) -> Figure:
     """A client's graph, its pseudo-graph, and the refined one, as far as it has them."""
     labels, whole = tensors["graphs/labels"], int(tensors["graphs/nodes"])
     links = {
@@ -92,12 +92,7 @@ def _graphs(client: str, tensors: Tensors) -> Figure:
     told = {"pseudo": "what it sent in its place", "added": "and its graph with the edges that it added"}
     beside = ", ".join(["The graph that the client holds", *(words for name, words in told.items() if name in links)])
     caption = f"{beside}: each node is in the same place, its colour is its class.{part}"
-    return _figure(f"graphs-{_plain(client)}", f"The graph of client {client}", caption, "graph", panels=panels)
-
-
-def _plain(name: str) -> str:
-    """A client's name with nothing but letters, digits and hyphens."""
-    return "".join(c if c.isascii() and c.isalnum() else "-" for c in name)
+    return _figure(f"graphs-{number}", f"The graph of client {client}", caption, "graph", panels=panels)
 
 
 def layout(n: int, links: list[list[int]]) -> NDArray[np.float64]:
