@@ -13,7 +13,7 @@ from scipy.sparse import csr_matrix
 
 MOST_CELLS = 256
 COLUMNS = 32  # of cells that powers are made of at once
-REACHED_BYTES = 2**25  # of who reaches whom that are held at once
+REACHED_BYTES = 2**21  # of who reaches whom that are held at once: more is slower, it leaves the cache
 WORK = 3e9  # products of two numbers that powers may take: some seconds
 REACH_WORK = 1e9  # the same for who reaches whom, 64 columns in one
 
