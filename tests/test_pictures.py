@@ -237,7 +237,7 @@ def dense(federation, beta):
     return sum(b * np.linalg.matrix_power(A, hop) for hop, b in enumerate(beta))
 
 
-def binned(matrix, side):
+def in_cells(matrix, side):
     cell = np.arange(len(matrix)) * side // len(matrix)
     out = np.zeros((side, side))
     np.add.at(out, (cell[:, None], cell[None]), matrix)
@@ -264,7 +264,7 @@ def test_unpruned_before_and_after_are_the_dense_matrix(play, cross_federation, 
     of_all = load_file(tmp_path / "x" / "exhibits.safetensors")
     side = min(side, 211)
     for kind, matrix in (("weight", exact), ("entries", exact > 0)):
-        wanted = binned(matrix, side)
+        wanted = in_cells(matrix, side)
         before = of_all[f"adjacency/{kind}"].reshape(side, side)
         assert before == pytest.approx(wanted, rel=1e-5)
         assert left(tmp_path / "x", kind, 211) == pytest.approx(wanted, rel=1e-5)
@@ -330,15 +330,15 @@ def test_cells_against_dense_powers(n, monkeypatch):
     powers = binned.of_powers(matrix, 3)
     for hop in range(4):
         exact = np.linalg.matrix_power(full, hop)
-        assert powers[hop] == pytest.approx(binned(exact, side), rel=1e-9)
-        assert np.array_equal(binned.of_reach(matrix, hop), binned(exact != 0, side))
+        assert powers[hop] == pytest.approx(in_cells(exact, side), rel=1e-9)
+        assert np.array_equal(binned.of_reach(matrix, hop), in_cells(exact != 0, side))
     start, stop = n // 3, max(n // 3 + 1, 2 * n // 3)
     sums, counts = binned.of_rows(csr_matrix(matrix[start:stop]), np.arange(n), start, n)
     alone = np.zeros((n, n))
     alone[start:stop] = full[start:stop]
     first = binned.cell(start, n)
-    assert sums == pytest.approx(binned(alone, side)[first : first + len(sums)])
-    assert np.array_equal(counts, binned(alone != 0, side)[first : first + len(sums)])
+    assert sums == pytest.approx(in_cells(alone, side)[first : first + len(sums)])
+    assert np.array_equal(counts, in_cells(alone != 0, side)[first : first + len(sums)])
     assert sums.sum() == pytest.approx(alone.sum())
 
 
