@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from inspect import getdoc, getmodule
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,41 @@ def join(agreement: Path, party: str, key: Path, data: Path, state: Path | None,
     _say(f"the run is {status}; this party's model: {member.model}" if member.model.exists() else f"the run is {status}")
 
 
+def tune(
+    recipe: Path | None, given: Given, assignments: Iterable[str], over: Sequence[str], trials: int, minutes: float, seeds: int,
+    folder: Path | None, jobs: int, as_json: bool,
+) -> None:  # fmt: skip
+    """Tunes a recipe with options and assignments on top; prints the best trials and where the recipe is."""
+    from fedloom.tune import Trial
+    from fedloom.tune import tune as search
+
+    base = _tables(read_tables(recipe) if recipe else {}, given, assignments)
+    chosen = make_recipe(base)
+    folder = folder or Path("tuned") / _name(chosen)
+    with _bar() as bar:
+        row = bar.add_task(f"tune {chosen.method}", total=trials, score="")
+
+        def step(trial: Trial, over: Sequence[Trial]) -> None:
+            best = max((t.validation for t in over if t.validation is not None), default=None)
+            bar.update(row, completed=len(over), score=f"best val {tables.percent(best)}")
+            if trial.error:
+                err.print(f"trial {trial.number} failed: {trial.error}", style="yellow", highlight=False)
+            elif not err.is_terminal:
+                _say(
+                    f"trial {trial.number}: val {tables.percent(trial.validation)}, best {tables.percent(best)}; {len(over)} of {trials} are over"
+                )
+
+        command = shlex.join(["fedloom", *sys.argv[1:]])
+        tuned = search(
+            base, folder, over=over, trials=trials, minutes=minutes, seeds=seeds, jobs=jobs, command=command, on_trial=step
+        )  # fmt: skip
+    if as_json:
+        print(json.dumps({**asdict(tuned), "recipe": str(tuned.recipe)}))
+    else:
+        out.print(tables.tuning(tuned))
+    err.print(f"recipe: {tuned.recipe}", style="dim")
+
+
 def _say(line: str) -> None:
     err.print(line, style="dim", highlight=False)
 
@@ -201,9 +237,13 @@ def _say(line: str) -> None:
 def _fresh_folder(recipe: Recipe, asked: Path | None) -> Path:
     if asked is not None:
         return asked
+    return _unused(Path("runs") / f"{_name(recipe)}-s{recipe.run.seed}")
+
+
+def _name(recipe: Recipe) -> str:
+    """What a recipe's folder is called if nobody says."""
     parts = (Path(recipe.data.dataset).name, f"{recipe.partition.name}{recipe.partition.clients}", Path(recipe.method).stem)
-    name = "-".join((*parts, recipe.model.name, f"s{recipe.run.seed}")).replace(",", "_").replace(":", "_").replace("=", "_")
-    return _unused(Path("runs") / name)
+    return "-".join((*parts, recipe.model.name)).replace(",", "_").replace(":", "_").replace("=", "_")
 
 
 def _unused(folder: Path) -> Path:
@@ -220,11 +260,15 @@ def _announce(started: dict[str, Any]) -> None:
         err.print(line, style="dim")
 
 
-def _with_progress(method: str, work: Callable[[Callable[[dict[str, Any], int], None]], Result]) -> Result:
-    """A bar on a terminal; in a pipe or a log a line for every tenth of the rounds."""
+def _bar() -> Progress:
     clock = (TimeElapsedColumn(), TimeRemainingColumn())
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *clock, TextColumn("{task.fields[score]}"))
-    with Progress(*columns, console=err, disable=not err.is_terminal) as bar:
+    return Progress(*columns, console=err, disable=not err.is_terminal)
+
+
+def _with_progress(method: str, work: Callable[[Callable[[dict[str, Any], int], None]], Result]) -> Result:
+    """A bar on a terminal; in a pipe or a log a line for every tenth of the rounds."""
+    with _bar() as bar:
         task = bar.add_task(method, total=None, score="")
         last = ""
 

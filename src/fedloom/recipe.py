@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 import tomllib
@@ -47,7 +48,7 @@ class ModelTable:
     """[model]: what the clients train."""
 
     name: str = setting("gcn", 'a spec such as "gcn" or "gcn-4x128", or several, separated by commas, dealt over the clients')
-    dropout: float = setting(0.5, "share of the hidden units dropped in training", at_least=0, below=1)
+    dropout: float = setting(0.5, "share of the hidden units dropped in training", at_least=0, below=1, tune="0..0.8")
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,28 @@ def read_tables(path: Path) -> dict[str, dict[str, Any]]:
         raise DataError(f"recipe: {str(path)!r} is not TOML ({error})") from error
 
 
+def to_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Tables as a TOML file that `read_tables` reads as they were: texts, numbers, true or false, and lists of these."""
+    lines = {name: [f"{_toml_key(key)} = {_toml(value)}\n" for key, value in table.items()] for name, table in tables.items()}
+    return "\n".join(f"[{_toml_key(name)}]\n{''.join(of_table)}" for name, of_table in lines.items())
+
+
+def _toml_key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # the one character that TOML escapes and JSON does not
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    raise ConfigError(f"recipe: {value!r} cannot be written as TOML; valid: a text, a number, true or false, a list of these")
+
+
 def override(tables: dict[str, dict[str, Any]], assignments: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Tables with assignments such as "method.lr=0.02" applied. Values are read as TOML; what is not TOML is a text."""
     changed = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
@@ -158,11 +181,12 @@ def override(tables: dict[str, dict[str, Any]], assignments: Iterable[str]) -> d
         table, key, text = match.groups()
         if not isinstance(changed.setdefault(table, {}), dict):
             raise ConfigError(f"{table} is {changed[table]!r}, must be a table: [{table}]")
-        changed[table][key] = _value(text)
+        changed[table][key] = read_value(text)
     return changed
 
 
-def _value(text: str) -> Any:
+def read_value(text: str) -> Any:
+    """A value as TOML writes it; what is not TOML is a text."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
