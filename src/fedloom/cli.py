@@ -36,6 +36,7 @@ Evaluation = Annotated[str | None, option("whose model is scored: local, global 
 Seed = Annotated[int | None, option("root of every random stream (default: 0)")]
 Set = Annotated[list[str], option("table.key=value, e.g. method.lr=0.02; may be repeated", "--set")]
 AsJson = Annotated[bool, option("one JSON object on stdout, nothing else there", "--json")]
+TrackBy = Annotated[str, option("tensorboard, mlflow or both; NAME+clients: each client too; NAME:WHERE: a folder or URI")]
 Agreement = Annotated[Path, typer.Argument(help="the TOML file that all parties have agreed on")]
 Insecure = Annotated[bool, option("without TLS: on this machine only")]
 Folder = Annotated[Path, typer.Argument(help="a run folder")]
@@ -66,20 +67,20 @@ def run(
     engine: Engine = None, secure: Secure = False, evaluation: Evaluation = None, set_: Set = [],  # noqa: B006
     out: Annotated[Path | None, option("run folder (default: a new one under runs/)")] = None,
     beside: Annotated[str, option("methods to run on the same federation for comparison, e.g. local,central")] = "",
-    as_json: AsJson = False,
+    track: TrackBy = "", as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Run a method on a federation and keep everything in a run folder.
 
     RECIPE is a TOML file; options and --set override what it says.
     """
     given = _given(method, dataset, clients, partition, split, model, rounds, seed, engine, secure, evaluation)
-    _commands().run(recipe, given, set_, out, beside, as_json)
+    _commands().run(recipe, given, set_, out, beside, as_json, track)
 
 
 @app.command()
-def resume(folder: Folder, as_json: AsJson = False) -> None:
+def resume(folder: Folder, track: TrackBy = "", as_json: AsJson = False) -> None:
     """Go on with a run that was stopped or killed; the result is the same, to the bit, as if it had not been."""
-    _commands().resume(folder, as_json)
+    _commands().resume(folder, as_json, track)
 
 
 @app.command()

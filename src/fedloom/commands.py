@@ -26,6 +26,7 @@ from fedloom.method import Method, method_class, method_names
 from fedloom.models import models
 from fedloom.recipe import Recipe, make_recipe, override, read_tables
 from fedloom.runs import Result, is_completed, read_config, read_run
+from fedloom.trackers import make_trackers, tracked
 
 # Tables keep their columns when the output is a pipe or a file.
 out = Console(width=None if sys.stdout.isatty() else 160, markup=False)
@@ -33,8 +34,11 @@ err = Console(stderr=True, markup=False, soft_wrap=True)
 Given = Mapping[str, Any]  # "table.key" -> value, None where the user said nothing
 
 
-def run(recipe: Path | None, given: Given, assignments: Iterable[str], folder: Path | None, beside: str, as_json: bool) -> None:
+def run(
+    recipe: Path | None, given: Given, assignments: Iterable[str], folder: Path | None, beside: str, as_json: bool, track: str = ""
+) -> None:  # fmt: skip
     """Runs a recipe with options and assignments on top, and other methods on the same federation beside it."""
+    trackers = make_trackers(track)  # one that is not there should not wait for the data
     base = _tables(read_tables(recipe) if recipe else {}, given, assignments)
     chosen = make_recipe(base)
     others = [make_recipe(_as_baseline(base, name)) for name in beside.replace(" ", "").split(",") if name]
@@ -44,9 +48,11 @@ def run(recipe: Path | None, given: Given, assignments: Iterable[str], folder: P
         each.check(federation)
     if idle := federation.roster.without_training:
         err.print(f"no training item at client {', '.join(idle)}: takes part, its loss is 0", style="yellow")
-    result = _with_progress(
-        chosen.method, lambda step: chosen.carry_out(_fresh_folder(chosen, folder), step, on_start=_announce, federation=federation)
-    )
+    folder = _fresh_folder(chosen, folder)
+    with _lines_for_warnings():
+        result = _with_progress(
+            chosen.method, lambda step: chosen.carry_out(folder, step, on_start=_announce, federation=federation, track=trackers)
+        )
     compared = [_with_progress(other.method, lambda step, o=other: o.carry_out(None, step, federation=federation)) for other in others]  # type: ignore[misc]
     _print(result, as_json, compared)
 
@@ -66,27 +72,36 @@ def _as_baseline(base: dict[str, Any], name: str) -> dict[str, Any]:
     return {**base, "method": {"name": name, **kept}, "run": {**base.get("run", {}), "evaluation": ""}}
 
 
-def resume(folder: Path, as_json: bool) -> None:
-    """Goes on with a run from its checkpoint, or from the beginning if it has none; prints the result of one that is completed."""
+def resume(folder: Path, as_json: bool, track: str = "") -> None:
+    """Goes on with a run from its checkpoint, or from the beginning if it has none; prints the result of one that is completed.
+
+    track: by whom it is tracked from now on; as before if nothing is said.
+    """
     if is_completed(folder):
         err.print("this run is completed: nothing is left to do", style="dim")
         show(folder, as_json)
         return
     config = read_config(folder)
     if "deployment" in config:
+        if track:
+            raise ConfigError("track: the run of a deployment is not tracked; valid: no --track")
         kept = config["deployment"]
         serve(Path(kept["agreement"]), Path(kept["keys"]), folder, kept["wait"], kept["insecure"], as_json, resumed=config)
         return
     if "partition" not in config:
         raise ConfigError(f"{folder} was made from Python with a federation of its own: fedloom.run(..., out=folder, resume=True) there")
     recipe = make_recipe(config)
+    trackers = make_trackers(track or tracked(folder))
     with _lines_for_warnings():
-        _print(_with_progress(recipe.method, lambda step: recipe.carry_out(folder, step, on_start=_announce, resume=True)), as_json)
+        result = _with_progress(
+            recipe.method, lambda step: recipe.carry_out(folder, step, on_start=_announce, resume=True, track=trackers)
+        )  # fmt: skip
+    _print(result, as_json)
 
 
 @contextmanager
 def _lines_for_warnings() -> Iterator[None]:
-    """A warning, of a checkpoint that cannot be used, is a line, as everything else here."""
+    """A warning, of a checkpoint that cannot be used or a tracker that fails, is a line, as everything else here."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: err.print(str(message), style="yellow")
         yield
@@ -215,9 +230,8 @@ def tune(
             if trial.error:
                 err.print(f"trial {trial.number} failed: {trial.error}", style="yellow", highlight=False)
             elif not err.is_terminal:
-                _say(
-                    f"trial {trial.number}: val {tables.percent(trial.validation)}, best {tables.percent(best)}; {len(over)} of {trials} are over"
-                )
+                scores = f"val {tables.percent(trial.validation)}, best {tables.percent(best)}"
+                _say(f"trial {trial.number}: {scores}; {len(over)} of {trials} are over")
 
         command = shlex.join(["fedloom", *sys.argv[1:]])
         tuned = search(

@@ -18,6 +18,7 @@ from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.graph import FLOWS, Federation
 from fedloom.method import check_setting, make_method, method_class, setting
 from fedloom.runs import Result, RunSettings, agree_on_facts, evaluation, run
+from fedloom.trackers import Track
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ class Recipe:
     def carry_out(
         self, out: Path | None = None, on_round: Callable[[dict[str, Any], int], None] | None = None, *,
         on_start: Callable[[dict[str, Any]], None] | None = None, resume: bool = False, federation: Federation | None = None,
+        track: Track = (),
     ) -> Result:  # fmt: skip
         """Runs the recipe; `federation` spares dividing the graph again when several methods run on the same one."""
         config = self.config()  # a misspelt setting should not wait for the data
@@ -131,7 +133,8 @@ class Recipe:
         federation = federation or self.federation()
         return run(
             self.method, federation, model=self.model.name, dropout=self.model.dropout, out=out, on_round=on_round, on_start=on_start,
-            resume=resume, config=config, seconds_loading=time.perf_counter() - began, **_values(self.run), **self.method_settings,
+            resume=resume, track=track, config=config, seconds_loading=time.perf_counter() - began,
+            **_values(self.run), **self.method_settings,
         )  # fmt: skip
 
 
