@@ -284,7 +284,7 @@ class Recorder:
         if self.folder and self.held:
             _put_json(self.folder / "holdings.json", self.held)
         kept = read_history(self.folder) if self.folder and resume else []
-        self.tracking.begin(Begun(self.config, self.roster.about, name, self.folder, kept))
+        self.tracking.begin(Begun(self.config, self.roster.about, name, self.folder), kept)
         self.server = server = Server(method, facts, self._call, rules, self)
         failure: BaseException | None = None
         with ExitStack() as stack:

@@ -16,7 +16,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -30,13 +30,12 @@ SCORES = (*task.METRICS, *(f"{m}_mean" for m in task.METRICS))
 
 @dataclass(frozen=True)
 class Begun:
-    """A run that begins, or goes on: `kept` are the entries of its history that stay, `remembered` is what `begin` gave the last time."""
+    """A run that begins, or goes on; `remembered` is what `begin` gave the last time."""
 
     config: Mapping[str, Any]
     about: Mapping[str, Any]  # the federation: dataset, partition, clients
     method: str
     folder: Path | None = None
-    kept: Sequence[Entry] = ()
     remembered: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -66,8 +65,8 @@ class Tracker(ABC):
         """The run begins or goes on. Gives what to remember for when it goes on another time."""
 
     @abstractmethod
-    def add(self, entry: Entry) -> None:
-        """A further entry of the history."""
+    def add(self, entry: Entry, step: int) -> None:
+        """An entry of the history; of a run that goes on, first all that are there already. step: where it is shown."""
 
     @abstractmethod
     def end(self, summary: Mapping[str, Any]) -> None:
@@ -140,12 +139,10 @@ class TensorBoard(Tracker):
         self._file = RecordWriter(open(path, "wb"))  # noqa: SIM115  (closed at the end)
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         self._write(Event(wall_time=time.time(), summary=hparams_pb(dict(parameters(run.config)), trial_id=run.name)))
-        for entry in run.kept:
-            self.add(entry)
         return {"events": path.name}
 
-    def add(self, entry: Entry) -> None:
-        self._scalars(entry["round"], points(entry, self.clients))
+    def add(self, entry: Entry, step: int) -> None:
+        self._scalars(step, points(entry, self.clients))
 
     def end(self, summary: Mapping[str, Any]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -198,7 +195,7 @@ class MLflow(Tracker):
 
         beside = (run.folder.parent if run.folder else Path()).resolve() / "mlflow.db"
         self._client, self._folder = MlflowClient(self._uri or f"sqlite:///{beside}"), run.folder
-        self._logged: Counter[tuple[str, int]] = Counter()  # points that are there already, and are not to be there twice
+        self._logged: set[tuple[str, int]] = set()  # points that are there already, and are not to be there twice
         if found := run.remembered.get("run_id"):
             self._id: str = found
             self._client.update_run(found, status="RUNNING")
@@ -208,8 +205,6 @@ class MLflow(Tracker):
         else:
             self._id = self._client.create_run(self._experiment(run), run_name=run.name).info.run_id
             self._log(params=[(_plain(key), str(value)) for key, value in parameters(run.config)])
-        for entry in run.kept:
-            self.add(entry)
         return {"run_id": self._id}
 
     def _experiment(self, run: Begun) -> str:
@@ -217,12 +212,9 @@ class MLflow(Tracker):
         found = self._client.get_experiment_by_name(name)
         return found.experiment_id if found else self._client.create_experiment(name)
 
-    def add(self, entry: Entry) -> None:
-        values, step = points(entry, self.clients), entry["round"]
-        mark = next(key for key in values if key.endswith("traffic/bytes_up")), step
-        if self._logged[mark]:
-            self._logged[mark] -= 1
-        else:
+    def add(self, entry: Entry, step: int) -> None:
+        values = points(entry, self.clients)
+        if (next(key for key in values if key.endswith("traffic/bytes_up")), step) not in self._logged:
             self._log(metrics=[(_plain(key), value, step) for key, value in values.items()])
 
     def end(self, summary: Mapping[str, Any]) -> None:
@@ -302,13 +294,14 @@ class Tracking:
 
     def __init__(self, track: Track = ()):
         self.trackers = make_trackers(track)
+        self._seen: Counter[tuple[str, int]] = Counter()  # entries by stage and round
 
     def check(self, folder: Path | None, resume: bool) -> None:
         """Raises a ConfigError if a run in this folder cannot be tracked."""
         for tracker in self.trackers:
             tracker.check(folder, resume)
 
-    def begin(self, run: Begun) -> None:
+    def begin(self, run: Begun, kept: Sequence[Entry] = ()) -> None:
         """The run begins, or goes on with what is kept of its history."""
         if not self.trackers:
             return
@@ -316,17 +309,20 @@ class Tracking:
         to_keep: dict[str, Any] = {**before, "track": [t.spec for t in self.trackers if t.name in TRACKERS]}
 
         def begin(tracker: Tracker) -> None:
-            to_keep[tracker.name] = tracker.begin(
-                Begun(run.config, run.about, run.method, run.folder, run.kept, before.get(tracker.name) or {})
-            )  # fmt: skip
+            to_keep[tracker.name] = tracker.begin(replace(run, remembered=before.get(tracker.name) or {}))
 
         self._each(begin)
         if run.folder:
             disk.put(run.folder / FILE, (json.dumps(to_keep, indent=1) + "\n").encode())
+        for entry in kept:
+            self.add(entry)
 
     def add(self, entry: Entry) -> None:
-        """A further entry of the history."""
-        self._each(lambda tracker: tracker.add(entry))
+        """A further entry of the history. It is shown at its round; if its stage has several in one, at those that would follow."""
+        place = entry.get("stage", "train"), entry["round"]
+        step = entry["round"] + self._seen[place]
+        self._seen[place] += 1
+        self._each(lambda tracker: tracker.add(entry, step))
 
     def end(self, summary: Mapping[str, Any]) -> None:
         """The run is over."""
