@@ -138,7 +138,7 @@ def every_kind():
         convergence(),
         {"id": "accuracy-traffic", "title": "Accuracy against traffic", "section": "results", "kind": "points", "x": TRAFFIC, "y": ACCURACY,
          "caption": "Up and to the left is better; along the dotted steps nobody is better at less traffic.",
-         "series": spots, "frontier": frontier},
+         "series": spots, "frontier": frontier, "levels": [{"name": "pooled", "color": 9, "y": 0.9}]},
         {"id": "accuracy-time", "title": "Accuracy against time", "section": "results", "kind": "lines", "x": TIME, "y": ACCURACY,
          "caption": "Seconds since the start of a run, on one machine.", "series": timed},
         {"id": "phases", "title": "Traffic by phase", "section": "traffic", "kind": "bars", "rows": list(METHODS), "series": bars,

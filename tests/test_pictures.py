@@ -379,16 +379,14 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("how", ["pca", "tsne"])
 def test_embeddings_show_the_classes_and_are_kept(trained, how):
     figure = embed(trained, how=how)
-    by_class, by_client = figure["panels"]
-    assert len(by_class["points"]) == 300
-    assert set(by_class["classes"]) == {0, 1, 2}
-    assert set(by_client["clients"]) == {0, 1, 2}
-    assert "clients" not in by_class
-    points = np.array(by_class["points"])
+    (panel,) = figure["panels"]
+    assert len(panel["points"]) == 300
+    assert set(panel["classes"]) == set(panel["clients"]) == {0, 1, 2}
+    points = np.array(panel["points"])
     assert points.min() >= 0
     assert points.max() <= 1
-    shuffled = np.random.default_rng(0).permutation(by_class["classes"])
-    assert silhouette_score(points, by_class["classes"]) > 0.1 > 0.02 > silhouette_score(points, shuffled)
+    shuffled = np.random.default_rng(0).permutation(panel["classes"])
+    assert silhouette_score(points, panel["classes"]) > 0.1 > 0.02 > silhouette_score(points, shuffled)
     assert pictures(trained) == [figure]
     assert embed(trained, how=how) == figure
 
@@ -408,8 +406,8 @@ def test_embeddings_are_what_the_models_give(trained, monkeypatch):
 
 def test_clients_and_number_of_points_can_be_chosen(trained):
     figure = embed(trained, clients=["2", "0"], most=40, how="pca")
-    assert len(figure["panels"][1]["clients"]) == 40
-    assert set(figure["panels"][1]["clients"]) == {0, 1}
+    assert len(figure["panels"][0]["clients"]) == 40
+    assert set(figure["panels"][0]["clients"]) == {0, 1}
     assert figure["client_names"] == ["2", "0"]
 
 

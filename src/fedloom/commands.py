@@ -269,7 +269,7 @@ def compare(
     if report:
         from fedloom.report import write_report
 
-        written.append(write_report(found, folder / "report.html"))
+        written.append(write_report(found, folder / "report.html", shlex.join(["fedloom", *sys.argv[1:]])))
     if as_json:
         print(json.dumps(tables.comparison_as_json(found)))
     else:

@@ -168,6 +168,7 @@ def _lines(canvas: Any, figure: dict[str, Any]) -> None:
             axes.fill_between(x, _numbers(one["low"]), _numbers(one["high"]), color=HUES[one["color"] % len(HUES)], alpha=0.16, linewidth=0)
         every = max(1, -(-len(x) // 8))
         axes.plot(x, y, label=one["name"], linewidth=1.6, markersize=5, markevery=(number * 2 % every, every), **_look(one["color"]))
+    axes.set_ylim(bottom=figure["y"].get("from"))
     _title(canvas, figure)
     _legend(canvas, axes)
 

@@ -80,10 +80,7 @@ def embed(folder: str | Path, clients: Sequence[str] | None = None, most: int = 
 def _figure(how: str, inner: bool, points: list[Any], classes: list[int], owners: list[int], names: list[str]) -> Figure:
     what = "what the models make of an item just before they classify it" if inner else "the class scores that items are given"
     way = {"pca": "two principal components", "tsne": "t-SNE: neighbours are alike, distances between groups say little"}[how]
-    panels = [
-        {"title": "by class", "points": points, "classes": classes},
-        {"title": "by client", "points": points, "classes": classes, "clients": owners},
-    ]
+    panels = [{"title": "", "points": points, "classes": classes, "clients": owners}]
     caption = f"{len(points):,} items in two dimensions, by {what} ({way}). Labels give the colours alone."
     return {
         "id": "embeddings", "title": "Embeddings", "caption": caption, "section": "pictures", "kind": "scatter", "panels": panels,

@@ -147,16 +147,24 @@ def _banded(entries: Sequence[Sequence[Mapping[str, Any]]], metric: str) -> dict
     }
 
 
+def _cut(series: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], str]:
+    """Where an axis begins if the first rounds of some would press all that counts into a line; and what a caption says of it."""
+    ends = [one["y"][-1] for one in series if one["y"]]
+    if not ends:
+        return {}, ""
+    floor = round(min(ends) - max(2 * (max(ends) - min(ends)), 0.05), 2)
+    if min(value for one in series for value in one["y"]) > floor - 0.05:
+        return {}, ""
+    return {"from": floor}, f" What is below {100 * floor:.0f} % is not shown."
+
+
 def _convergence(c: Comparison, task: str) -> Figure:
     series = []
     for row, e in c.on(task).items():
         rounds, entries = _by_round(e, c.metric)
         series.append(_series(c, row, x=rounds, **_banded(entries, c.metric)))
-    caption = (
-        "Mean over the seeds, band: one standard deviation. The score that counts is taken at the best validation round, not at the end."
-    )
-    return _figure(c, "results", "lines", "convergence", task, "Accuracy by round" if c.metric.startswith("accuracy") else "Score by round",
-                   caption, x=_axis("round", "count"), y=_axis(_metric(c), "percent"), series=series)  # fmt: skip
+    caption = "Mean over the seeds, band: one standard deviation. What counts is the score at the best validation round, not at the end."
+    return _curves(c, task, "convergence", "round", caption, _axis("round", "count"), series)
 
 
 def _against_time(c: Comparison, task: str) -> Figure:
@@ -165,11 +173,18 @@ def _against_time(c: Comparison, task: str) -> Figure:
         _, entries = _by_round(e, c.metric)
         seconds = [_short(mean(entry["seconds"] for entry in at)) for at in entries]
         series.append(_series(c, row, x=seconds, **_banded(entries, c.metric)))
-    caption = (
-        "Seconds of a whole run so far, set-up and evaluation too, on the machine that ran it; runs beside each other slow each other down."
-    )
-    return _figure(c, "results", "lines", "time", task, "Accuracy by time", caption,
-                   x=_axis("time", "seconds", log=True), y=_axis(_metric(c), "percent"), series=series)  # fmt: skip
+    caption = "Seconds of a run so far, set-up and evaluation too, on the machine that ran it; runs beside each other slow each other down."
+    return _curves(c, task, "time", "time", caption, _axis("time", "seconds", log=True), series)
+
+
+def _curves(c: Comparison, task: str, name: str, by: str, caption: str, x: dict[str, Any], series: list[dict[str, Any]]) -> Figure:
+    begin, said = _cut(series)
+    y = {**_axis(_metric(c), "percent"), **begin}
+    return _figure(c, "results", "lines", name, task, f"{_score(c)} by {by}", caption + said, x=x, y=y, series=series)
+
+
+def _score(c: Comparison) -> str:
+    return "Accuracy" if c.metric.startswith("accuracy") else "Score"
 
 
 # ---- traffic ----
@@ -192,7 +207,7 @@ def _against_traffic(c: Comparison, task: str) -> Figure:
     alone = max((level["y"] for level in levels if level["name"].split(" ")[0] == LOCAL), default=0.0)  # for nothing at all
     frontier = [[_short(x), _short(y)] for x, y in _frontier([point for point in points if point[1] > alone])]
     caption = "Bytes of all clients until the best validation round. Along the steps nobody is better for less. Dashed: nothing travels."
-    return _figure(c, "traffic", "points", "traffic", task, "Accuracy against traffic", caption, x=_axis("sent", "bytes", log=True),
+    return _figure(c, "traffic", "points", "traffic", task, f"{_score(c)} against traffic", caption, x=_axis("sent", "bytes", log=True),
                    y=_axis(_metric(c), "percent"), series=series, frontier=frontier, levels=levels)  # fmt: skip
 
 
@@ -230,7 +245,7 @@ def _phases(c: Comparison, task: str) -> Figure:
     for k, name in enumerate(names):
         values = [_short(sum(phases[name][f"bytes_{way}"] for way in ("up", "down"))) if name in phases else 0 for phases in known.values()]
         series.append({"name": name, "color": k, "values": values})
-    caption = "Up and down, all clients and rounds; `evaluate` only measures, a federation need not run it."
+    caption = "Up and down, all clients and rounds; what only measures (evaluate) need not be run by a federation."
     return _figure(
         c, "traffic", "bars", "phases", task, "Traffic by phase", caption, rows=list(known), x=_axis("sent in all", "bytes"), series=series
     )
@@ -382,5 +397,5 @@ def _runs(c: Comparison) -> Figure:
                 score, seconds = s.get(c.metric), s["seconds"]["total"]
                 shown = [_number(score, f"{100 * (score or 0):.2f}"), s["best_round"] or "-", s["rounds"], s.get("engine", "-")]
                 rows.append([task, row, s["seed"], *shown, _number(seconds, f"{seconds:.1f}"), s["history_hash"][:16], str(run.folder)])
-    caption = "Each number comes from these folders: `fedloom show FOLDER` prints one, its config.json is the recipe that makes it again."
+    caption = "Each number comes from these folders: fedloom show FOLDER prints one, and its config.json is the recipe that makes it again."
     return _figure(c, "runs", "table", "runs", "", "Every run", caption, columns=columns, rows=rows)

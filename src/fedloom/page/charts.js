@@ -148,6 +148,7 @@ const charts = (() => {
       if (value < low) low = value;
       if (value > high) high = value;
     }
+    if (axis.from !== undefined) low = Math.max(low, axis.from); // what is below is not shown
     if (low > high) return axis.log ? [1, 10] : [0, 1];
     if (zero) return [Math.min(0, low), high > 0 ? high * 1.02 : 1];
     if (axis.log) return low === high ? [low / 2, high * 2] : [low / (high / low) ** 0.04, high * (high / low) ** 0.04];
@@ -289,7 +290,8 @@ const charts = (() => {
     const yDomain = domain(ys, y);
     const top = y.label ? 26 : 12,
       bottom = tall - (x.label ? 44 : 26);
-    const yScale = makeScale(yDomain, [bottom, top], y.log);
+    const whole = makeScale(yDomain, [bottom, top], y.log);
+    const yScale = y.from === undefined ? whole : Object.assign(whole, { holds: (value) => known(value) && value >= y.from });
     const yTicks = ticks(yScale, y, Math.floor((bottom - top) / 38));
     const left = Math.ceil(Math.max(20, ...yTicks.map((t) => textWidth(t.text)))) + 10,
       right = width - 14;
@@ -915,7 +917,7 @@ const charts = (() => {
     const chart = { spec, element, box, tip, legend, hidden: new Set(), by: "classes", width: 0, found: null, at: -1 };
     chart.visible = (series) => series.filter((one) => !chart.hidden.has(one.name));
     chart.groupOf = (panel, k) => (panel[chart.by] ?? panel.classes)?.[k] ?? 0;
-    chart.groupName = (group) => (chart.by === "clients" ? `client ${group}` : (chart.spec.class_names?.[group] ?? `class ${group}`));
+    chart.groupName = (group) => (chart.by === "clients" ? `client ${chart.spec.client_names?.[group] ?? group}` : (chart.spec.class_names?.[group] ?? `class ${group}`));
 
     chart.draw = () => {
       const width = Math.floor(box.clientWidth);
