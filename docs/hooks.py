@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import fedloom
 from mkdocs.structure.files import File, Files
+
+import fedloom
 
 ROOT = Path(__file__).resolve().parents[1]
 TITLES = {"data": "Graphs and federations", "graph": "Graphs and federations", "errors": "Errors", "method": "Methods", "runs": "Runs"}
