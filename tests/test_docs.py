@@ -1,4 +1,4 @@
-"""The README and docs/: links lead somewhere, every page is on the site, and the site builds without a warning and loads nothing from elsewhere."""
+"""The README and docs/: links lead somewhere, every page is on the site, the site builds without a warning and needs no network."""
 
 import os
 import re
