@@ -4,7 +4,7 @@ BIN := .venv/bin
 # The demo finds real data like any other command; where there are none, it uses the Cora that a package on PyPI carries.
 SHELL := /bin/bash
 
-.PHONY: help setup demo test check format bench reproduce results docs pictures clean
+.PHONY: help setup demo test check browser format bench reproduce results docs pictures clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 20
@@ -28,6 +28,10 @@ check: setup  ## lint and types only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+browser:  ## Debian's Chromium for the tests of the pages
+	@command -v chromium || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium; } \
+	  || { echo "install chromium, e.g.: sudo apt-get install chromium"; exit 1; }
 
 format: setup  ## put the code in its usual form
 	$(BIN)/ruff check --fix .

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,31 +15,36 @@ import pytest
 PATH = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
+class Link:
+    """A connection to the browser, or to one of its tabs."""
+
+    def __init__(self, socket):
+        self._socket, self._count, self.on_event = socket, 0, lambda kind, about: None
+
+    def send(self, method, **params):
+        """Asks for something and gives what is answered."""
+        self._count += 1
+        self._socket.send(json.dumps({"id": self._count, "method": method, "params": params}))
+        while True:
+            message = json.loads(self._socket.recv(timeout=60))
+            if message.get("id") == self._count:
+                assert "error" not in message, message["error"]
+                return message["result"]
+            self.on_event(message["method"], message["params"])
+
+
 class Tab:
     """One tab: what it requested, what its console said, and what a user does in it."""
 
-    def __init__(self, socket, session):
-        self._socket, self._session, self._count = socket, session, 0
+    def __init__(self, link):
+        self.send, link.on_event = link.send, self._note
         self.requests: list[str] = []
         self.problems: list[str] = []  # errors and warnings of the console, exceptions
         self.loaded = 0
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.send(f"{domain}.enable")
 
-    def send(self, method, **params):
-        """Asks the browser for something and gives what it answers."""
-        self._count += 1
-        order = {"id": self._count, "method": method, "params": params}
-        self._socket.send(json.dumps(order | ({"sessionId": self._session} if self._session else {})))
-        while True:
-            message = json.loads(self._socket.recv(timeout=60))
-            if message.get("id") == self._count:
-                assert "error" not in message, message["error"]
-                return message["result"]
-            self._note(message)
-
-    def _note(self, message):
-        kind, about = message.get("method"), message.get("params", {})
+    def _note(self, kind, about):
         if kind == "Network.requestWillBeSent":
             self.requests.append(about["request"]["url"])
         elif kind == "Runtime.exceptionThrown":
@@ -133,32 +138,20 @@ def browser():
         if os.geteuid() == 0:
             options.append("--no-sandbox")
         process = subprocess.Popen([PATH, *options, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        sockets = []
         try:
             port, path = _address(Path(folder) / "DevToolsActivePort", process)
-            root = connect(f"ws://127.0.0.1:{port}{path}", max_size=None)
-            sockets.append(root)
-            control = _Control(root)
+            with ExitStack() as stack:
+                link = lambda path: Link(stack.enter_context(connect(f"ws://127.0.0.1:{port}{path}", max_size=None)))  # noqa: E731
+                root = link(path)
 
-            def new_tab() -> Tab:
-                target = control.send("Target.createTarget", url="about:blank")["targetId"]
-                socket = connect(f"ws://127.0.0.1:{port}/devtools/page/{target}", max_size=None)
-                sockets.append(socket)
-                return Tab(socket, None)
+                def new_tab() -> Tab:
+                    target = root.send("Target.createTarget", url="about:blank")["targetId"]
+                    return Tab(link(f"/devtools/page/{target}"))
 
-            yield new_tab
+                yield new_tab
         finally:
-            for socket in sockets:
-                socket.close()
             process.terminate()
             process.wait(20)
-
-
-class _Control(Tab):
-    """The browser itself, which has no page."""
-
-    def __init__(self, socket):
-        self._socket, self._session, self._count = socket, None, 0
 
 
 def _address(file, process):

@@ -47,8 +47,10 @@ def test_axes_are_crossed(tmp_path):
     axes = {"methods": "local,fedavg", "datasets": "cora,citeseer", "partitions": ["louvain", "metis"], "clients": "5,10", "seeds": 3}
     found = cells({"compare": axes}, tmp_path)
     assert len(found) == len({c.name for c in found}) == 2 * 2 * 2 * 2 * 3
-    mixed = cells({"compare": {"models": "gcn+gat,sage", "seeds": 1}}, tmp_path)
-    assert {c.tables["model"]["name"] for c in mixed} == {"gcn,gat", "sage"}
+    mixed = cells({"compare": {"models": "gcn-2x64+norm/gat,sage", "seeds": 1}}, tmp_path)
+    assert {c.tables["model"]["name"] for c in mixed} == {"gcn-2x64+norm,gat", "sage"}
+    made = cells({"compare": {"datasets": "synthetic:nodes=50,classes=2,cora", "seeds": 1}}, tmp_path)
+    assert {c.tables["data"]["dataset"] for c in made} == {"synthetic:nodes=50,classes=2", "cora"}
 
 
 def test_what_is_said_to_all_reaches_those_who_have_it(tmp_path):
@@ -70,6 +72,7 @@ BAD = {
     "no names": ({"compare": {"methods": ""}}, "compare.methods is '', must be names"),
     "clients in words": ({"compare": {"clients": "ten"}}, "compare.clients is 'ten', must be whole numbers"),
     "seeds": ({"compare": {"seeds": 0}}, "compare.seeds is 0, must be a whole number at least 1"),
+    "unknown dataset": ({"compare": {"datasets": "corra"}}, "dataset 'corra'. Did you mean 'cora'"),
     "unknown method": ({"compare": {"methods": "fedavgg"}}, "method 'fedavgg'. Did you mean 'fedavg'"),
     "method of another grid": (
         {"method": {"moon": {"mu": 1}}, "compare": {"methods": "fedavg"}},

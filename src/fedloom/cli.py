@@ -160,7 +160,9 @@ def compare(
     dataset: Annotated[str | None, option("one or several, with commas in between (default: cora)", "--dataset", "--datasets")] = None,
     partition: Annotated[str | None, option("one or several (default: louvain)", "--partition", "--partitions")] = None,
     clients: Annotated[str | None, option("one or several numbers (default: 10)")] = None,
-    model: Annotated[str | None, option("one or several; a mixture is joined by + (default: gcn)", "--model", "--models")] = None,
+    model: Annotated[
+        str | None, option("one or several; gcn/gat: both, dealt over the clients (default: gcn)", "--model", "--models")
+    ] = None,
     seeds: Annotated[int | None, option("seeds 0, 1, ... (default: 3, the fewest for a claim)")] = None,
     rounds: Annotated[int | None, option("communication rounds (default: each method's own)")] = None,
     engine: Annotated[str | None, option("how phases get run (default: loop)")] = None,
@@ -190,6 +192,19 @@ def report(
     from fedloom import reading
 
     reading.report(folders, out, metric, figures, formats)
+
+
+@app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(help="a run folder, also one that is not there yet, or a folder of several")],
+    port: Annotated[int, option("port of the page (0: one that is free)")] = 0,
+    host: Annotated[str, option("address to listen on; any other than this machine's own lets others in who have the token")] = "127.0.0.1",
+    browser: Annotated[bool, option("open the page in a browser", "--open/--no-open")] = False,
+) -> None:
+    """Follow a run in a browser: progress, curves, clients that dropped, traffic. Ctrl-C ends it; the run goes on."""
+    from fedloom.watch import watch as follow  # not by way of commands: it needs no torch
+
+    follow(run, host, port, browser, lambda line: print(line, file=sys.stderr, flush=True))
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import fedloom
+from fedloom.data.datasets import find
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.folder import is_completed, is_run, read_config, read_summary
 from fedloom.method import check_setting, method_class, setting
@@ -64,7 +65,7 @@ class Axes:
     datasets: tuple[str, ...] = setting(("cora",), "see `fedloom datasets`")
     partitions: tuple[str, ...] = setting(("louvain",), "see `fedloom partitions`")
     clients: tuple[int, ...] = setting((10,), "numbers of clients")
-    models: tuple[str, ...] = setting(("gcn",), "architectures; those of a mixture are joined by +, as gcn+gat+sage")
+    models: tuple[str, ...] = setting(("gcn",), "architectures; those that are dealt over the clients have / in between, as gcn/gat/sage")
     seeds: int = setting(3, "seeds 0, 1, ...: at least 3 for a claim", at_least=1)
 
 
@@ -81,7 +82,8 @@ def read_axes(given: Mapping[str, Any]) -> Axes:
 
 
 def _listed(key: str, value: Any) -> tuple[Any, ...]:
-    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    # A comma before key=value is one of a dataset's own: "synthetic:nodes=100,classes=3".
+    parts = re.split(r",(?!\s*\w+=)", value) if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
     listed = [part.strip() if isinstance(part, str) else part for part in parts]
     listed = [part for part in listed if part != ""]
     kind = int if key == "clients" else str
@@ -118,13 +120,15 @@ def cells(tables: Mapping[str, Any], out: Path) -> list[Cell]:
     for table, key in (("data", "dataset"), ("partition", "name"), ("partition", "clients"), ("model", "name"), ("run", "seed")):
         if isinstance(base.get(table), dict) and key in base[table]:
             raise ConfigError(f"{table}.{key} is an axis of the grid: give it in [compare]")
+    for name in axes.datasets:
+        find(name)  # a misspelt one should not wait for its turn
     found = []
     for seed, data, name, clients, model, method in product(
         range(axes.seeds), axes.datasets, axes.partitions, axes.clients, axes.models, axes.methods
     ):
         settings = {**_applicable(method, own.get(method, {}), common), **own.get(method, {})}
         chosen = [("data", "dataset", data), ("partition", "name", name), ("partition", "clients", clients)]
-        chosen += [("model", "name", model.replace("+", ",")), ("run", "seed", seed)]
+        chosen += [("model", "name", model.replace("/", ",")), ("run", "seed", seed)]
         made = {**base, "method": {"name": method, **settings}}
         for table, key, value in chosen:
             made[table] = {**made.get(table, {}), key: value}

@@ -25,6 +25,7 @@ from fedloom.errors import ConfigError, MessageError, unknown
 from fedloom.message import DTYPES, Message, Schema, schema_of
 
 if TYPE_CHECKING:
+    from fedloom.graph import Federation
     from fedloom.party import Client, Facts, Server
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -284,6 +285,19 @@ class Method(ABC):
             return net(client.full_graph)
         return models.applied(net, client.full_graph, model)
 
+    def exhibits(self, client: Client) -> Message:
+        """What a client has to show of itself after a completed run, for pictures: small tensors, whatever the size of its graph.
+
+        It is no message: it crosses no waist, no server sees it, and it must not draw from a stream that training uses. A simulation,
+        in which one machine holds everything anyway, keeps it in the run folder, which then tells as much of a client's graph as is in
+        the pictures, also of a secure run; a party of a deployment shows nothing to anybody.
+        """
+        return {}
+
+    def exhibits_of_all(self, federation: Federation) -> Message:
+        """The same of all clients together, where one process holds their graphs: what none of them can know alone."""
+        return {}
+
     @classmethod
     def shares_width(cls) -> bool:
         """Whether the clients' embeddings must be equally wide: some phase answers with a tensor that is p wide."""
@@ -333,7 +347,7 @@ def in_front_of(plugin: type[Plugin], method: type[Method], name: str) -> type[M
     if not (tasks := tuple(t for t in plugin.tasks if t in method.tasks)):
         raise ConfigError(f"method.base is {name!r}, which does {' and '.join(method.tasks)} tasks, not {' or '.join(plugin.tasks)} ones")
     either, both = ("crosses", "transductive", "validates"), ("discloses", "tells")
-    shared = {"run", "check", "tasks", "everybody", *either, *both}  # what calls, or joins, both
+    shared = {"run", "check", "tasks", "everybody", "exhibits", "exhibits_of_all", *either, *both}  # what calls, or joins, both
     names = {key for key in (*dir(plugin), *(f.name for f in fields(plugin))) if not key.startswith(("__", "_abc_"))}
     for key in sorted(names & {*dir(method), *(f.name for f in fields(method))} - shared):
         raise ConfigError(f"method.base is {name!r}: its {key!r} and that of {plugin.__name__} are two things of one name; rename one")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -146,6 +146,7 @@ def run(
     record = Recorder(federation.roster, rules, run_folder(out, resume), on_round, on_start)
     record.predicted_mb = predicted_mb
     record.held = held_by_class(divided) if record.folder else {}
+    record.shown_of_all = partial(chosen.exhibits_of_all, federation)
     record.config = dict(config or _config(name, chosen, federation, model, dropout, rules))
 
     def engine() -> Any:
@@ -250,6 +251,7 @@ class Recorder:
         self.config: dict[str, Any] = {}
         self.predicted_mb = 0.0  # peak of memory, as it was foreseen
         self.held: dict[str, Any] = {}  # who holds what, where one process may know it
+        self.shown_of_all: Callable[[], Message] = dict  # for pictures: what can be shown of all clients together, where one may know it
         self.history = History(folder, rules.patience)
         self.planned = 0
         self.engine: Any = None
@@ -390,6 +392,8 @@ class Recorder:
             if self._pending is None:
                 final = self._models(server)
                 self._keep_models(server, final)
+                if self.folder and failure is None:
+                    self._keep_exhibits(self.folder)
             else:  # a resume that ended in set-up: all is as the checkpoint says
                 self._put_back_records(server)
         except Exception as error:  # noqa: BLE001  (it is raised unless another one was first; the summary has to be written)
@@ -411,15 +415,14 @@ class Recorder:
         if not self.folder:
             return
         server.ledger.write(self.folder)
-        place = self.folder / "models"
-        place.mkdir(exist_ok=True)
+        _put_tensors(self.folder / "models", final)
 
-        def keep(owner: str) -> None:
-            tensors = {name: tensor.contiguous() for name, tensor in flatten(final[owner]).items()}
-            disk.put(place / f"{owner}.safetensors", save(tensors), "models")
-
-        with ThreadPoolExecutor(16) as pool:  # a disk is as long with one file as with many at a time
-            list(pool.map(keep, final))
+    def _keep_exhibits(self, folder: Path) -> None:
+        """For pictures: what clients have to show of themselves, a file each, and what there is to show of all. Often nothing."""
+        if shown := self.engine.exhibits():
+            _put_tensors(folder / "exhibits", shown)
+        if of_all := self.shown_of_all():
+            disk.put(folder / "exhibits.safetensors", _as_bytes(of_all))
 
     def _summary(self, server: Server, failure: BaseException | None, evaluation: str) -> dict[str, Any]:
         at_best, last = self.history.scored()
@@ -499,6 +502,21 @@ class Recorder:
 
 def _put_json(path: Path, content: Mapping[str, Any]) -> None:
     disk.put(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def _put_tensors(place: Path, messages: Mapping[str, Message]) -> None:
+    """Puts messages into a folder, each in a file that is named after its owner."""
+    place.mkdir(exist_ok=True)
+
+    def keep(owner: str) -> None:
+        disk.put(place / f"{owner}.safetensors", _as_bytes(messages[owner]), place.name)
+
+    with ThreadPoolExecutor(16) as pool:  # a disk is as long with one file as with many at a time
+        list(pool.map(keep, messages))
+
+
+def _as_bytes(message: Message) -> bytes:
+    return save({name: tensor.contiguous() for name, tensor in flatten(message).items()})
 
 
 def _ending(failure: BaseException | None) -> dict[str, str]:

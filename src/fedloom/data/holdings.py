@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedloom.errors import ConfigError
+from fedloom.draw import draw_maps
 from fedloom.graph import Federation, Graph
-
-_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def is_undirected(graph: Graph) -> bool:
@@ -76,31 +74,25 @@ def plot_holdings(federation: Federation, path: str | Path) -> Path:
 
     Writes a PNG, SVG or PDF by the path's suffix and gives the path back. Needs the extra `fedloom[plot]`.
     """
-    path = Path(path)
-    if path.suffix.lower() not in _SUFFIXES:
-        raise ConfigError(f"path {str(path)!r}: must end in {', '.join(_SUFFIXES)}")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'fedloom[plot]'") from None
     held = holdings(federation)
-    labels = _matrix(held, "labels")
-    labels[labels == 0] = np.nan  # absent is grey, not the palest colour
-    clients, classes = labels.shape
-    # A Figure made by hand, not by pyplot, draws without a display and leaves no global state behind.
-    size = (4.2 + 2 * max(classes * (0.42 if classes <= 15 else 0.2), 2.2), 1.6 + max(min(0.3 * clients, 4 + 0.12 * clients), 1.8))
-    figure = Figure(figsize=size, layout="constrained")
-    left, right = figure.subplots(1, 2)
-    names = [client["name"] for client in held["clients"]]
+    labels = [[count or None for count in client["labels"]] for client in held["clients"]]  # absent is grey, not the palest colour
     if federation.task == "node":
-        _heat_map(left, labels, names, "nodes per class", "{:.0f}")
-        _heat_map(right, _matrix(held, "homophily_per_class"), names, "homophily", "{:.2f}", top=1.0)
+        beside = _heat_map(held, "homophily", [client["homophily_per_class"] for client in held["clients"]], "0.00", high=1.0)
     else:
-        _heat_map(left, labels, names, "graphs per class", "{:.0f}")
-        _heat_map(right, _matrix(held, "graph_size_per_class"), names, "mean nodes per graph", "{:.0f}")
-    figure.suptitle(_title(held), fontsize=11)
-    figure.savefig(path, dpi=150)
-    return path
+        beside = _heat_map(held, "mean nodes per graph", [client["graph_size_per_class"] for client in held["clients"]], "0")
+    return draw_maps([_heat_map(held, f"{federation.task}s per class", labels, "0"), beside], _title(held), Path(path))
+
+
+def _heat_map(
+    held: dict[str, Any], title: str, values: Sequence[Sequence[float | None]], text: str, high: float | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """A figure of kind "heat", clients down and classes across."""
+    largest = max((value for row in values for value in row if value is not None), default=1.0)
+    return {
+        "kind": "heat", "title": title, "rows": [client["name"] for client in held["clients"]],
+        "columns": [str(c) for c in range(len(values[0]))], "row_label": "client", "column_label": "class", "values": values,
+        "low": 0, "high": largest if high is None else high, "format": text, "unit": "",
+    }  # fmt: skip
 
 
 def _edges_cut(federation: Federation, whole: Graph, undirected: bool) -> list[int]:
@@ -139,11 +131,6 @@ def _ratios(above: Tensor, below: Tensor) -> list[float | None]:
     return [a / b if b else None for a, b in zip(above.tolist(), below.tolist(), strict=True)]
 
 
-def _matrix(held: dict[str, Any], key: str) -> npt.NDArray[np.float64]:
-    """[clients, classes], NaN where a value is None."""
-    return np.array([client[key] for client in held["clients"]], dtype=np.float64)
-
-
 def _title(held: dict[str, Any]) -> str:
     about, totals = held["about"], held["totals"]
     parts = [str(about[key]) for key in ("dataset", "partition") if key in about]
@@ -151,32 +138,3 @@ def _title(held: dict[str, Any]) -> str:
     if totals["edges_cut"]:
         parts.append(f"{totals['cut_share']:.0%} of the edges cut")
     return " · ".join(parts)
-
-
-def _heat_map(axes: Any, values: npt.NDArray[np.float64], names: list[str], title: str, text: str, top: float | None = None) -> None:
-    """One map, clients down and classes across; cells without a value are grey, and numbers stand in them where there is room."""
-    import matplotlib
-
-    palette = matplotlib.colormaps["YlGnBu"].with_extremes(bad="0.85")  # safe for colour-blind eyes, and has no grey of its own
-    image = axes.imshow(np.ma.masked_invalid(values), cmap=palette, vmin=0, vmax=top, aspect="auto", interpolation="nearest")
-    clients, classes = values.shape
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel("class", fontsize=9)
-    axes.set_ylabel("client", fontsize=9)
-    every = 1 + clients // 100
-    axes.set_xticks(range(classes), range(classes), fontsize=8 if classes <= 15 else 6)
-    axes.set_yticks(range(0, clients, every), names[::every], fontsize=8 if clients <= 20 else 6)
-    # White lines between the cells.
-    axes.set_xticks(np.arange(1, classes) - 0.5, minor=True)
-    axes.set_yticks(np.arange(1, clients) - 0.5, minor=True)
-    axes.grid(which="minor", color="white", linewidth=1)
-    axes.tick_params(which="both", length=0)
-    axes.spines[:].set_visible(False)
-    if clients <= 50 and classes <= 15:
-        for (k, c), value in np.ndenumerate(values):
-            if np.isfinite(value):
-                ink = "white" if image.norm(value) > 0.55 else "black"
-                axes.text(c, k, text.format(value), ha="center", va="center", fontsize=7 if clients <= 20 else 5.5, color=ink)
-    bar = axes.figure.colorbar(image, ax=axes, pad=0.02, aspect=8 * axes.figure.get_figheight())
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(labelsize=8)

@@ -1,9 +1,9 @@
 """Engines: how phases get run.
 
 Each file has a class `Engine(method, clients, patience)` with `call(phase, {client: message}) -> {client: reply or Absent}`, `snapshot`,
-`restore`, `models`, `about`, `finish` and `close`, as in `loop`; those with workers take their number too. `round` is set before a call;
-`outlives` says whether others go on when a client fails, `interrupts` whether they can do without who is late. A file "_name.py" holds what
-several share.
+`restore`, `models`, `exhibits`, `about`, `finish` and `close`, as in `loop`; those with workers take their number too. `round` is set
+before a call; `outlives` says whether others go on when a client fails, `interrupts` whether they can do without who is late. A file
+"_name.py" holds what several share.
 """
 
 import importlib

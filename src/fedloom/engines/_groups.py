@@ -54,7 +54,7 @@ def distinct(messages: Mapping[str, Message]) -> list[Content]:
 def obey(
     engine: loop.Engine, order: str, phase: str, messages: dict[str, Message], pack: Callable[[list[Content]], T]
 ) -> tuple[T, Failures]:  # fmt: skip
-    """Has a worker's own engine do what was ordered (call, snapshot, restore, models or peak).
+    """Has a worker's own engine do what was ordered (call, snapshot, restore, models, exhibits or peak).
 
     Gives the clients' messages as `pack` makes them travel, and how clients have failed; all of them, if it was not the fault of one.
     """
@@ -74,7 +74,7 @@ def _done(engine: loop.Engine, order: str, phase: str, messages: dict[str, Messa
         return {}
     if order == "peak":
         return {next(iter(engine.clients)): {"mb": torch.tensor(engine.peak_mb())}}
-    return engine.snapshot() if order == "snapshot" else engine.models()
+    return {"snapshot": engine.snapshot, "models": engine.models, "exhibits": engine.exhibits}[order]()
 
 
 def describe(error: Exception) -> Failure:
@@ -185,6 +185,10 @@ class Groups(ABC):
     def models(self) -> dict[str, Message]:
         """The weights of each client's model; none once the engine is closed, be it by an interrupt or because a worker was lost."""
         return self._tell("models") if self.open else {}
+
+    def exhibits(self) -> dict[str, Message]:
+        """What each client has to show of itself; nothing once the engine is closed."""
+        return self._tell("exhibits") if self.open else {}
 
     def about(self) -> dict[str, Any]:
         """For a run's summary: the number of workers, and of each one's clients."""

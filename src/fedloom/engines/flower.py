@@ -79,6 +79,10 @@ class Remote:
         """None: a party's model stays with the party."""
         return {}
 
+    def exhibits(self) -> dict[str, Message]:
+        """None: parties show nothing of themselves."""
+        return {}
+
     def about(self) -> dict[str, Any]:
         """For a run's summary: what answers were refused, by reason."""
         return {"parties": len(self.coordinator.agreement.parties), "refused": dict(self.coordinator.refused)}

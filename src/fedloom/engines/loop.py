@@ -54,6 +54,10 @@ class Engine:
         """The weights of each client's model, for those that have one."""
         return {name: weights(client.state["model"]) for name, client in self.clients.items() if "model" in client.state}
 
+    def exhibits(self) -> dict[str, Message]:
+        """What each client has to show of itself, for those that have something."""
+        return {name: isolate(shown) for name, client in self.clients.items() if (shown := self.method.exhibits(client))}
+
     def about(self) -> dict[str, Any]:
         """What a run's summary says of the engine beside its name: nothing here."""
         return {}

@@ -38,13 +38,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import breadth_first_order
 from torch import Generator, Tensor, nn
 
 from fedloom import models
 from fedloom.errors import ConfigError, MessageError
-from fedloom.graph import Graph
+from fedloom.graph import Federation, Graph
 from fedloom.learn import make_optimizer, seeded, step, stream_seed
 from fedloom.message import DTYPES, Message
 from fedloom.method import Plugin, phase, setting
@@ -56,6 +59,7 @@ DENOISER, CONDITION, TIME = 256, 64, 64  # widths of the denoiser's layers, of r
 LENGTH = 4.0  # of a row of features as encoders see it: Adam's steps are of one size, whatever the features
 RAREST = 20.0  # weight of a one in bag-of-words features, at most
 MOST_EDGES = 100  # a node, that similarity above τ may add on average
+SHOWN_CLIENTS, SHOWN_NODES, SHOWN_LINKS = 4, 300, 4000  # in pictures: whose graphs, and how much of each at most
 NO_EDGES = torch.zeros(2, 0, dtype=torch.int64)
 
 Step = Callable[[], Tensor]
@@ -284,6 +288,36 @@ def refined(graph: Graph, H: Tensor, scale: float, count: int, threshold: float)
     return replace(graph, x=x, edge_index=edges, edge_weight=weight)
 
 
+# ---- pictures ----
+def neighbourhood(links: Tensor, n: int, most: int) -> Tensor:
+    """At most so many of n nodes, in an order of which every beginning is mostly connected: breadth-first from those with most links."""
+    ends = torch.cat([links, links.flip(0)], 1).numpy()
+    adjacency = csr_matrix((np.ones(ends.shape[1], np.int8), (ends[0], ends[1])), shape=(n, n))
+    found, seen = [np.zeros(0, np.int64)], np.zeros(n, bool)
+    for start in np.argsort(-np.diff(adjacency.indptr), kind="stable"):
+        if seen.sum() >= most:
+            break
+        if not seen[start]:
+            found.append(breadth_first_order(adjacency, start, directed=False, return_predecessors=False))
+            seen[found[-1]] = True
+    return torch.from_numpy(np.concatenate(found)[:most].astype(np.int64))
+
+
+def between(links: Tensor, nodes: Tensor, n: int) -> Tensor:
+    """Those of the links [2, any] of n nodes that join two of the given ones, as pairs of places in `nodes`."""
+    place = torch.full((n,), -1, dtype=torch.int32)
+    place[nodes] = torch.arange(len(nodes), dtype=torch.int32)
+    ends = place[links]
+    return ends[:, (ends >= 0).all(0)]
+
+
+def room(links: Sequence[Tensor], nodes: int, most: int) -> int:
+    """Of so many nodes, how many of the first ones have at most so many links among them, in each of several graphs."""
+    while any(int((ends.amax(0) < nodes).sum()) > most for ends in links):
+        nodes = nodes * 3 // 4
+    return nodes
+
+
 @dataclass(frozen=True)
 class FedGH(Plugin):
     """Refines every client's graph before the base method."""
@@ -411,12 +445,14 @@ class FedGH(Plugin):
     def send_pseudo_graph(self, client: Client) -> Message:
         """The pseudo-graph."""
         x, edges = self.pseudo_graph(client)
+        self._show(client, pseudo=edges)
         return {"features": self.rounded(x), "edges": edges.int()}
 
     @phase(values=":precision[n,top_entries]", columns="int32[n,top_entries]", edges="int32[2,n]")
     def send_top_entries(self, client: Client) -> Message:
         """The same with the largest entries of every row alone."""
         x, edges = self.pseudo_graph(client)
+        self._show(client, pseudo=edges)
         columns = x.abs().topk(self.top_entries).indices.sort().values
         return {"values": self.rounded(x.gather(1, columns)), "columns": columns.int(), "edges": edges.int()}
 
@@ -426,15 +462,49 @@ class FedGH(Plugin):
         graph, facts = client.full_graph, self.widened(client.facts)
         if self.refine_by == "pseudo-graph":
             x, edges = self.pseudo_graph(client)
+            self._show(client, pseudo=edges)
             new = replace(graph, x=x, edge_index=torch.cat([edges, edges.flip(0)], 1), edge_weight=None)
         else:
             H = self.own_embeddings(client) if embeddings is None else embeddings.float()
             if len(H) != graph.num_nodes:
                 raise MessageError(f"to client {client.name!r}: tensor 'embeddings' has {len(H)} rows for {graph.num_nodes} nodes")
             new = refined(graph, H, self.append, self.add_edges, self.add_above)
+            self._show(client, added=pairs(new.edge_index[:, graph.num_edges :], graph.num_nodes))
         client.full_graph, client.facts = new, facts
         client.graph = new.training_view(inductive=False)
         return {}
+
+    def _show(self, client: Client, **links: Tensor) -> None:
+        """Puts pairs aside that belong to the client's graph as it is now, for pictures; few clients do."""
+        if client.name not in client.facts.clients[:SHOWN_CLIENTS]:
+            return
+        graph, n = client.full_graph, client.full_graph.num_nodes
+        if "shown" not in client.memory:
+            original = pairs(graph.edge_index, n)
+            client.memory["shown"] = nodes = neighbourhood(original, n, SHOWN_NODES)
+            client.memory["links"] = {"original": between(original, nodes, n)}
+        client.memory["links"] |= {name: between(some, client.memory["shown"], n) for name, some in links.items()}
+
+    def exhibits(self, client: Client) -> Message:
+        """Of the first clients: their graph as it was, the pseudo-graph they sent, the edges added to their own; of each a part.
+
+        Labels are those of all nodes, which colour the picture.
+        """
+        others: Message = super().exhibits(client)  # type: ignore[misc]  # the base method's
+        if "links" not in client.memory:
+            return others
+        nodes, links = client.memory["shown"], client.memory["links"]
+        nodes = nodes[: room(list(links.values()), len(nodes), SHOWN_LINKS)]
+        few: Message = {name: ends[:, ends.amax(0) < len(nodes)] for name, ends in links.items()}
+        return {
+            **others,
+            "graphs": {"nodes": torch.tensor(client.full_graph.num_nodes), "labels": client.full_graph.y[nodes], "links": few},
+        }
+
+    def exhibits_of_all(self, federation: Federation) -> Message:
+        """The base method's, if the clients' edges stay what they were."""
+        kept = not self.embedding_width or (self.refine_by != "pseudo-graph" and not self.add_edges and self.add_above == 1)
+        return super().exhibits_of_all(federation) if kept else {}  # type: ignore[misc]
 
     def own_embeddings(self, client: Client) -> Tensor:
         """H̃ without a server: of a control, or zeros in place of what did not come."""

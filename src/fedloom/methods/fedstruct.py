@@ -57,11 +57,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from scipy.sparse import csr_matrix
+from scipy.sparse import csr_matrix, diags_array
 from torch import Tensor, nn
 
-from fedloom import hops, structure
+from fedloom import cells, hops, structure
 from fedloom.errors import ConfigError, MessageError
+from fedloom.graph import Federation
 from fedloom.hops import Numbering, Part
 from fedloom.learn import backward, load_weights, make_optimizer, seeded, stream_seed, weights
 from fedloom.message import Message
@@ -531,9 +532,46 @@ class FedStruct(FedSGD):
             if not self.absorbed:
                 q = torch.func.functional_call(self._encoder(client), model["structure"], (q, None))
             z = rows.spread(q, model.get("beta"))
+            client.memory["beta"] = model.get("beta")
         if self.inference == "structure":
             return z
         return torch.func.functional_call(client.state["model"], model["feature"], (client.full_graph,)) + z
+
+    # ---- pictures ----
+    def exhibits(self, client: Client) -> Message:
+        """The client's rows of Ā as the protocol left them, in cells: sums of entries, and how many there are."""
+        others, memory = super().exhibits(client), client.memory
+        beta = memory.get("beta") if self.learn_beta else torch.ones(1)
+        if "all" not in memory or beta is None:
+            return others
+        rows: Rows = memory["all"]
+        powers = (csr_matrix((p.values.numpy(), p.indices.numpy(), p.offsets.numpy()), shape=p.shape) for p in rows.powers)
+        combined = csr_matrix(sum(float(b) * power for b, power in zip(beta, powers, strict=True)))
+        numbering: Numbering = memory["numbering"]
+        first = numbering.span(client.name).start
+        weight, entries = cells.of_rows(combined, rows.reach.numpy(), first, numbering.total)
+        shown: Message = {
+            "nodes": torch.tensor(numbering.total), "first": torch.tensor(cells.cell(first, numbering.total)), "beta": beta,
+            "weight": torch.from_numpy(weight).float(), "entries": torch.from_numpy(entries).int(),
+        }  # fmt: skip
+        return {**others, "adjacency": shown}
+
+    def exhibits_of_all(self, federation: Federation) -> Message:
+        """The exact Ā in cells, before anything is pruned, unless the graph is too large for that; and where clients begin in it.
+
+        If β is learned, it is of each power that has a part in Ā apart.
+        """
+        numbering = Numbering.of(dict(zip(federation.names, (graph.num_nodes for graph in federation.graphs), strict=True)))
+        shown: Message = {"starts": torch.from_numpy(numbering.starts)}
+        whole = whole_first_power(federation, numbering)
+        if cells.is_affordable(whole, self.hops):
+            powers, beta = cells.of_powers(whole, self.hops), np.array(self.coefficients())
+            weight = powers[self.used] if self.learn_beta else np.tensordot(beta, powers, 1)[None]
+            shown["weight"] = torch.from_numpy(weight).float()
+        if cells.reach_is_affordable(whole, self.hops):
+            # With self-loops, who is reached in fewer hops is reached in more.
+            shown["entries"] = torch.from_numpy(cells.of_reach(whole, max(self.used))).int()
+        return {**super().exhibits_of_all(federation), "adjacency": shown}
 
     # ---- private: sums instead of embeddings (App. G.1) ----
     @letters(read_by="register")
@@ -734,6 +772,30 @@ def _gradients(module: nn.Module) -> Message:
 def _ones(rows: Any, columns: Any, shape: tuple[int, int], weight: Any = None) -> csr_matrix:
     values = np.ones(len(rows), np.float32) if weight is None else weight
     return csr_matrix((values, (rows, columns)), shape=shape)
+
+
+def whole_first_power(federation: Federation, numbering: Numbering) -> csr_matrix:
+    """Â = D̃^-1 (A + I) of the whole graph [n, n], float64: what no party has, put together from all of them."""
+    starts = [numbering.span(name).start for name in federation.names]
+    targets, sources, weights_of = [np.arange(numbering.total)], [np.arange(numbering.total)], [np.ones(numbering.total)]
+    order = [np.argsort(graph.node_id.numpy(), kind="stable") for graph in federation.graphs]
+    ids = [graph.node_id.numpy()[by] for graph, by in zip(federation.graphs, order, strict=True)]
+    for start, graph in zip(starts, federation.graphs, strict=True):
+        source, target = graph.edge_index.numpy()
+        weight = np.ones(len(source)) if graph.edge_weight is None else graph.edge_weight.numpy().astype(np.float64)
+        proper = source != target
+        targets.append(start + target[proper])
+        sources.append(start + source[proper])
+        weights_of.append(weight[proper])
+        own, remote, owner, direction = graph.cross_edges.numpy()
+        for peer in np.unique(owner):
+            here = (owner == peer) & (direction == 1)
+            targets.append(start + own[here])
+            sources.append(starts[peer] + order[peer][np.searchsorted(ids[peer], remote[here])])
+            weights_of.append(np.ones(int(here.sum())))
+    ends = np.concatenate(targets), np.concatenate(sources)
+    matrix = csr_matrix((np.concatenate(weights_of), ends), shape=(numbering.total, numbering.total))
+    return csr_matrix(diags_array(1 / np.asarray(matrix.sum(1)).ravel()) @ matrix)
 
 
 # ---- edges between clients ----

@@ -39,13 +39,14 @@ const charts = (() => {
   }
 
   function swatch(style, form) {
-    const parts = [], line = form === "lines";
+    const parts = [], line = form === "lines" || form === "level";
     if (form === "bars") {
       parts.push(svg("path", { d: "M1 1h12v12h-12Z", style: `fill:${style.color}` }));
       if (style.dash) parts.push(svg("path", { d: hatching(1, 1, 12, 12), style: "stroke:var(--page);stroke-width:1.6" }));
       return svg("svg", { width: 14, height: 14, "aria-hidden": "true" }, ...parts);
     }
     if (line) parts.push(svg("path", { d: "M1 7H25", style: `stroke:${style.color};stroke-width:2;stroke-dasharray:${style.dash || "none"}` }));
+    if (form === "level") return svg("svg", { width: 26, height: 14, "aria-hidden": "true" }, ...parts);
     const fill = style.hollow ? `fill:var(--page);stroke:${style.color};stroke-width:1.5` : `fill:${style.color}`;
     parts.push(svg("path", { d: markerPath(style.shape, line ? 13 : 7, 7, 4), style: fill }));
     return svg("svg", { width: line ? 26 : 14, height: 14, "aria-hidden": "true" }, ...parts);
@@ -108,7 +109,7 @@ const charts = (() => {
     if (zero) return [Math.min(0, low), high > 0 ? high * 1.02 : 1];
     if (axis.log) return low === high ? [low / 2, high * 2] : [low / (high / low) ** 0.04, high * (high / low) ** 0.04];
     const room = low === high ? Math.abs(low) * 0.1 || (axis.unit === "percent" ? 0.05 : 1) : (high - low) * 0.05;
-    const bottom = low >= 0 ? Math.max(0, low - room) : low - room;
+    const bottom = low >= 0 ? (axis.unit === "bytes" ? 0 : Math.max(0, low - room)) : low - room; // a little more traffic should look little
     return [bottom, axis.unit === "percent" && high <= 1 ? Math.min(1, high + room) : high + room];
   }
 
@@ -136,7 +137,7 @@ const charts = (() => {
     const decimals = Math.max(0, Math.ceil(-Math.log10(step) - 1e-9));
     const found = [];
     for (let k = Math.ceil(from / step - 1e-9); k * step <= to + step * 1e-9; k++) {
-      const number = k * step;
+      const number = k * step || 0; // never -0
       const text = decimals ? number.toFixed(decimals) : whole.format(number);
       found.push({ value: number * factor, text: number === 0 && unit !== "%" ? "0" : withUnit(text, unit) });
     }
@@ -166,7 +167,8 @@ const charts = (() => {
       canvas.style.height = `${height}px`;
       context = canvas.getContext("2d");
       context.scale(fine, fine);
-      chart.box.replaceChildren(canvas, root, chart.tip);
+      const under = svg("svg", { width, height, class: "under", "aria-hidden": "true" }, back); // the grid stays beneath the marks
+      chart.box.replaceChildren(under, canvas, root, chart.tip);
     } else chart.box.replaceChildren(root, chart.tip);
     const colors = new Map();
     const color = (name) => {
@@ -232,7 +234,7 @@ const charts = (() => {
     const left = Math.ceil(Math.max(20, ...yTicks.map((t) => textWidth(t.text)))) + 10, right = width - 14;
     const nought = x.log && xs.some((value) => value === 0), begin = nought ? left + 44 : left;
     const positive = makeScale(domain(xs, x), [begin, right], x.log), xScale = nought ? withNought(positive, left + 14) : positive;
-    const xTicks = ticks(xScale, x, Math.floor((right - begin) / (narrow ? 74 : 84)));
+    const xTicks = ticks(xScale, x, Math.floor((right - begin) / (x.unit === "count" || x.unit === "percent" ? 56 : narrow ? 74 : 84)));
     if (nought) xTicks.unshift({ value: 0, text: "0" });
     const ink = makeInk(chart, width, tall, heavy);
     for (const tick of yTicks) {
@@ -315,16 +317,17 @@ const charts = (() => {
     },
 
     points(chart, width) {
-      const { spec } = chart, series = chart.visible(spec.series), frontier = spec.frontier ?? [];
+      const { spec } = chart, series = chart.visible(spec.series), frontier = spec.frontier ?? [], levels = chart.visible(spec.levels ?? []);
       const count = series.reduce((sum, one) => sum + one.x.length, 0), heavy = count > MANY;
-      const xs = [...pile(series, "x"), ...frontier.map(([x]) => x)], ys = [...pile(series, "y", "low", "high"), ...frontier.map(([, y]) => y)];
+      const xs = [...pile(series, "x"), ...frontier.map(([x]) => x)], ys = [...pile(series, "y", "low", "high"), ...frontier.map(([, y]) => y), ...levels.map((one) => one.y)];
       const f = frame(chart, width, xs, ys, heavy, spec.diagonal ? Math.round(Math.max(280, Math.min(width * 0.8, 480))) : 0);
       if (spec.diagonal) {
         const from = Math.max(f.x.from, f.y.from), to = Math.min(f.x.to, f.y.to);
-        if (from < to) f.ink.line(f.x(from), f.y(from), f.x(to), f.y(to), "diagonal");
+        if (from < to) f.ink.line(f.x(from), f.y(from), f.x(to), f.y(to), "diagonal", heavy ? f.ink.front : f.ink.back);
       }
       const steps = frontier.filter(([x, y]) => f.x.holds(x) && f.y.holds(y)).map(([x, y]) => [f.x(x), f.y(y)]);
       if (steps.length) f.ink.back.append(svg("path", { class: "frontier", d: `M${short(steps[0][0])} ${short(steps[0][1])}${steps.slice(1).map(([x, y]) => `H${short(x)}V${short(y)}`).join("")}H${short(f.right)}` }));
+      for (const one of levels) if (f.y.holds(one.y)) f.ink.path(`M${short(f.left)} ${short(f.y(one.y))}H${short(f.right)}`, { stroke: look(one.color).color, width: 1.6, dash: "6 4" });
       const found = [];
       series.forEach((one) => {
         const style = look(one.color), spots = placed(f, one);
@@ -339,7 +342,7 @@ const charts = (() => {
           }
         });
         f.ink.path(whiskers, { stroke: style.color, width: 1.3 });
-        f.ink.markers(spots.filter(Boolean), style, count > 400 ? 2.8 : count > 60 ? 3.8 : 5, count > 400 ? 0.55 : 0.95);
+        f.ink.markers(spots.filter(Boolean), style, heavy ? 2.2 : count > 400 ? 2.8 : count > 60 ? 3.8 : 5, heavy ? 0.4 : count > 400 ? 0.55 : 0.95);
       });
       const at = (n) => {
         const hit = found[n];
@@ -424,7 +427,7 @@ const charts = (() => {
         ink.path(`M${short(x)} ${short(y)}h${short(cellW - gapX)}v${short(cellH - gapY)}h${short(gapX - cellW)}Z`, { fill: rgb ? css(rgb) : "var(--absent)" });
         if (fits && rgb && textWidth(brief(value), 11) < cellW - 4) ink.label(brief(value), x + cellW / 2, y + cellH / 2 + 4, { group: ink.front, "text-anchor": "middle", class: "cell", style: `fill:${bright(rgb) ? "#111" : "#fff"}` });
       }
-      const everyRow = Math.ceil(14 / cellH), everyColumn = Math.max(1, Math.ceil((slant ? 16 : 1) / cellW));
+      const everyRow = [1, 2, 5, 10, 20, 50, 100].find((step) => step * cellH >= 14) ?? Math.ceil(14 / cellH), everyColumn = Math.max(1, Math.ceil((slant ? 16 : 1) / cellW));
       for (let r = 0; r < rows; r += everyRow) ink.label(shortened(spec.rows[r], left - 8), left - 6, top + (r + 0.5) * cellH + 4, { "text-anchor": "end", full: spec.rows[r] });
       for (let c = 0; c < columns; c += everyColumn) {
         const x = left + (c + 0.5) * cellW, y = bottom + 15;
@@ -435,9 +438,10 @@ const charts = (() => {
       if (spec.column_label) ink.label(spec.column_label, (left + right) / 2, tall - 4, { class: "name", "text-anchor": "middle" });
       const missing = spec.values.some((row) => row.some((value) => !known(value)));
       const ramp = [0, 0.25, 0.5, 0.75, 1].map((share) => css(shade(share, dark))).join(",");
+      const percent = spec.unit === "percent" ? "%" : "";
       const strip = el("span", { class: "ramp" });
       strip.style.background = `linear-gradient(90deg,${ramp})`;
-      const scale = el("span", { class: "scale" }, show(spec.low), strip, show(high));
+      const scale = el("span", { class: "scale" }, brief(spec.low) + percent, strip, brief(high) + percent);
       chart.legend.replaceChildren(...(missing ? [scale, el("span", { class: "scale" }, el("span", { class: "ramp absent" }), "absent")] : [scale]));
       const at = (k) => {
         const r = Math.floor(k / columns), c = k % columns;
@@ -578,6 +582,8 @@ const charts = (() => {
         one.name, ...(labels ? [one.labels?.[k] ?? ""] : []), cell(x, spec.x.unit), cell(one.y[k], spec.y.unit),
         ...(spread ? [cell(one.low?.[k], spec.y.unit), cell(one.high?.[k], spec.y.unit)] : []),
       ]));
+      const blank = labels ? ["level"] : [];
+      rows.push(...(spec.levels ?? []).map((one) => [one.name, ...blank, cell(null), cell(one.y, spec.y.unit), ...(spread ? [cell(null), cell(null)] : [])]));
       return { columns, rows };
     }
     if (spec.kind === "bars") return { columns: [left(""), ...spec.series.map((one) => right(one.name))], rows: spec.rows.map((name, r) => [name, ...spec.series.map((one) => cell(one.values[r], spec.x.unit))]) };
@@ -602,7 +608,7 @@ const charts = (() => {
     const box = el("div", { class: "plot", tabindex: "0", role: "img" });
     const tip = el("div", { class: "tip", role: "status", hidden: true }), legend = el("div", { class: "legend" });
     const head = el("h3"), caption = el("p"), more = el("details", { class: "data" }, el("summary", {}, "Data"));
-    const element = el("figure", { id: spec.id, class: spec.kind }, el("figcaption", {}, head, caption), box, legend, more);
+    const element = el("figure", { id: spec.id, class: spec.kind }, el("figcaption", {}, head, caption), el("div", { class: "body" }, box, legend, more));
     const chart = { spec, element, box, tip, legend, hidden: new Set(), by: "classes", width: 0, found: null, at: -1 };
     chart.visible = (series) => series.filter((one) => !chart.hidden.has(one.name));
     chart.groupOf = (panel, k) => (panel[chart.by] ?? panel.classes)?.[k] ?? 0;
@@ -631,19 +637,20 @@ const charts = (() => {
       const { kind, series, panels } = chart.spec;
       if (kind === "heat" || kind === "image") return legend.replaceChildren();
       let entries;
-      if (series) entries = series.map((one) => ({ name: one.name, style: look(one.color) }));
+      if (kind === "bars" && series.length === 1) entries = []; // the axis says it
+      else if (series) entries = [...series, ...(chart.spec.levels ?? [])].map((one) => ({ name: one.name, style: look(one.color), level: !series.includes(one) }));
       else {
         const groups = [...new Set(panels.flatMap((panel) => panel.points.map((_, k) => chart.groupOf(panel, k))))].sort((a, b) => a - b);
         entries = groups.length > 1 ? groups.map((group) => ({ name: chart.groupName(group), style: look(Math.max(group, 0)) })) : [];
       }
-      const items = entries.map(({ name, style }) => el("button", {
+      const items = entries.map(({ name, style, level }) => el("button", {
         type: "button", "aria-pressed": String(!chart.hidden.has(name)), title: "show or hide",
         onclick: (event) => {
           if (!chart.hidden.delete(name)) chart.hidden.add(name);
           event.currentTarget.setAttribute("aria-pressed", String(!chart.hidden.has(name)));
           chart.draw();
         },
-      }, swatch(style, kind), name));
+      }, level ? swatch({ ...style, dash: "6 4" }, "level") : swatch(style, kind), name));
       if (kind === "points" && chart.spec.frontier?.length) items.push(el("span", { class: "key" }, svg("svg", { width: 26, height: 14, "aria-hidden": "true" }, svg("path", { class: "frontier", d: "M1 11H9V5H25" })), "frontier"));
       if (kind === "points" && chart.spec.diagonal) items.push(el("span", { class: "key" }, svg("svg", { width: 26, height: 14, "aria-hidden": "true" }, svg("path", { class: "diagonal", d: "M5 13L21 1" })), "equal"));
       if (kind === "graph" && panels.some((panel) => panel.added?.length)) items.push(el("span", { class: "key" }, svg("svg", { width: 26, height: 14, "aria-hidden": "true" }, svg("path", { class: "added", d: "M1 7H25" })), "added edge"));
@@ -665,18 +672,18 @@ const charts = (() => {
     function hideTip() {
       tip.hidden = true;
       chart.at = -1;
-      box.querySelector("svg .hover")?.remove();
+      box.querySelector(".hover")?.remove();
     }
     function showTip(k) {
       const hit = k >= 0 ? chart.found?.at(k) : null;
       if (!hit) return hideTip();
       chart.at = k;
-      box.querySelector("svg .hover")?.remove();
+      box.querySelector(".hover")?.remove();
       const hover = svg("g", { class: "hover" });
       if (hit.rule) hover.append(svg("path", { d: `M${short(hit.x)} ${hit.rule[0]}V${hit.rule[1]}` }));
       for (const [x, y] of hit.dots ?? []) hover.append(svg("circle", { cx: x, cy: y, r: 6 }));
       if (hit.outline) hover.append(svg("rect", { x: hit.outline[0], y: hit.outline[1], width: Math.max(hit.outline[2], 3), height: Math.max(hit.outline[3], 3) }));
-      box.querySelector("svg").append(hover);
+      box.querySelector("svg:not(.under)").append(hover);
       const rows = hit.rows.slice(0, 14).map((row) => el("tr", {}, el("td", {}, row.style ? swatch(row.style, chart.spec.kind === "bars" ? "bars" : "") : ""), el("td", {}, row.name), el("td", { class: "right" }, row.text)));
       if (hit.rows.length > 14) rows.push(el("tr", {}, el("td"), el("td", {}, `and ${hit.rows.length - 14} more`), el("td")));
       tip.replaceChildren(el("strong", {}, hit.title), el("table", { role: "presentation" }, ...rows));

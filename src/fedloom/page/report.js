@@ -26,7 +26,7 @@
   }
 
   function tableFigure(spec) {
-    const head = el("figcaption", {}, el("h3", {}, spec.title), el("p", {}, spec.caption));
+    const head = el("figcaption", {}, el("h3", {}, spec.title), spec.caption && el("p", {}, spec.caption));
     return el("figure", { id: spec.id, class: "table-figure" }, head, makeTable(spec));
   }
 

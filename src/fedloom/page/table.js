@@ -11,6 +11,7 @@ const cellSort = (cell) => (cell !== null && typeof cell === "object" ? (cell.so
 function cellNode(cell) {
   const text = cellText(cell);
   const mark = cell !== null && typeof cell === "object" ? cell.mark : "";
+  if (typeof cell?.href === "string" && cell.href.startsWith("#")) return el("a", { href: cell.href }, text); // to a place in the page only
   if (mark === "best") return el("strong", { title: "best" }, text);
   if (mark === "second") return el("u", { title: "second best" }, text);
   return text;

@@ -1,0 +1,197 @@
+"""Follows run folders from their files alone, while somebody else writes them: whichever engine it is, here or across a network."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PIECE = 1 << 20  # bytes read at once
+TAIL = 4096  # bytes before the place reached: if they are others than before, with other times in them, it was cut and goes on
+QUIET = 60.0  # seconds without a new line from which on a run is called silent, unless its rounds take long
+FIELDS = ("round", "stage", "seconds", "accuracy", "val_accuracy", "bytes_up", "bytes_down", "participants", "absent")
+
+
+class Follower:
+    """What is known of one run folder so far. `look` reads what is new; nothing is read twice.
+
+    entries: of each history entry the values of FIELDS. version: changes when the history was begun again, and entries are others.
+    clients: each one's last accuracy, and how often, when and why it was absent.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time):
+        self.folder, self._clock = folder, clock
+        self.version = 0
+        self._config: dict[str, Any] = {}
+        self._summary: tuple[tuple[int, int], dict[str, Any]] | None = None  # with the file's time and size
+        self._begin()
+
+    def _begin(self) -> None:
+        self.entries: list[list[Any]] = []
+        self.clients: dict[str, dict[str, Any]] = {}
+        self.behind = False
+        self._read, self._tail, self._rest, self._damaged = 0, b"", b"", 0
+
+    def look(self, seconds: float = 0.5) -> None:
+        """Reads what was written since; no longer than so many seconds, after which `behind` says that there is more."""
+        until, self.behind = time.monotonic() + seconds, False
+        try:
+            with open(self.folder / "history.jsonl", "rb") as file:
+                if not self._goes_on(file):
+                    self.version += 1
+                    self._begin()
+                file.seek(self._read)
+                while piece := file.read(PIECE):
+                    self._take(piece)
+                    if time.monotonic() > until:
+                        self.behind = True
+                        return
+        except FileNotFoundError:
+            if self._read:
+                self.version += 1
+                self._begin()
+
+    def _goes_on(self, file: Any) -> bool:
+        """Whether the file still begins with what was read of it: a run that is resumed cuts it, one that is begun again empties it."""
+        file.seek(self._read - len(self._tail))
+        return bool(file.read(len(self._tail)) == self._tail)
+
+    def _take(self, piece: bytes) -> None:
+        self._read += len(piece)
+        self._tail = (self._tail + piece)[-TAIL:]
+        *lines, self._rest = (self._rest + piece).split(b"\n")  # the last one may be half-written
+        for line in lines:
+            try:
+                entry = json.loads(line)
+                self._note(entry)
+            except (ValueError, TypeError, AttributeError, KeyError):
+                self._damaged += 1
+
+    def _note(self, entry: dict[str, Any]) -> None:
+        absent = entry.get("absent", [])
+        number = int(entry["round"])
+        values: dict[str, Any] = {name: _number(entry.get(name)) for name in FIELDS}
+        values |= {"round": number, "stage": str(entry.get("stage", ""))}
+        values |= {"participants": len(entry.get("participants", [])), "absent": len(absent)}
+        for row in entry.get("clients", []):
+            self._client(row["id"])["accuracy"] = _number(row.get("accuracy"))
+        for one in absent:
+            about = self._client(one["client"])
+            about |= {"absences": about["absences"] + 1, "cause": str(one.get("cause", "")), "last_absent": number}
+        self.entries.append(list(values.values()))
+
+    def _client(self, name: Any) -> dict[str, Any]:
+        fresh = {"accuracy": None, "absences": 0, "cause": "", "last_absent": None}
+        return self.clients.setdefault(str(name), fresh)
+
+    # ---- what the page shows ----
+    def about(self) -> dict[str, Any]:
+        """The run's state: waiting, running, silent, completed, failed, stopped or damaged; its progress; and what it is."""
+        self._read_config()
+        summary = self._read_summary()
+        last = dict(zip(FIELDS, self.entries[-1], strict=True)) if self.entries else {}
+        planned = _number(_table(self._config, "method").get("rounds"))
+        since = self._since_last_change()
+        pace = self._pace()
+        state, cause = self._state(summary, since, pace)
+        done = last.get("round", 0)
+        left = None
+        if state == "running" and planned and pace is not None:
+            left = max(0.0, (planned - done) * pace - since)
+        elapsed = last.get("seconds") or 0.0
+        scored = [e for e in self.entries if e[3] is not None]
+        return {
+            "state": state, "cause": cause, "round": done, "planned": planned, "left": left, "silent_for": since,
+            "elapsed": elapsed + since if state in ("running", "silent") else elapsed,
+            "accuracy": scored[-1][3] if scored else None, "val_accuracy": scored[-1][4] if scored else None,
+            "bytes_up": last.get("bytes_up"), "bytes_down": last.get("bytes_down"), "absences": sum(e[8] for e in self.entries),
+            "facts": self._facts(), "damaged_lines": self._damaged,
+        }  # fmt: skip
+
+    def _state(self, summary: dict[str, Any], since: float, pace: float | None) -> tuple[str, str]:
+        if not self._config:
+            return "waiting", "the run has not begun" if self.folder.is_dir() else "the folder is not there yet"
+        if summary:
+            return str(summary.get("status", "damaged")), str(summary.get("cause", ""))
+        if since > max(QUIET, 10 * (pace or 0.0)):
+            return "silent", "nothing was written for long: it works on something large, waits for parties, or was killed"
+        return "running", ""
+
+    def _since_last_change(self) -> float:
+        times = []
+        for name in ("history.jsonl", "config.json"):
+            try:
+                times.append((self.folder / name).stat().st_mtime)
+            except OSError:  # not there yet
+                continue
+        return max(0.0, self._clock() - max(times)) if times else 0.0
+
+    def _pace(self) -> float | None:
+        """Seconds a round takes: over the last twenty, of the process that writes now."""
+        ends: list[tuple[int, float]] = []
+        for entry in reversed(self.entries):
+            number, seconds = entry[0], entry[2]
+            if seconds is None or (ends and (seconds > ends[-1][1] or ends[0][0] - number > 20)):
+                break  # before that the clock was another one
+            ends.append((number, seconds))
+        if ends and ends[0][0] > ends[-1][0]:
+            return (ends[0][1] - ends[-1][1]) / (ends[0][0] - ends[-1][0])
+        return None
+
+    def _facts(self) -> list[list[str]]:
+        config = self._config
+        found = {
+            "method": _table(config, "method").get("name"), "dataset": _table(config, "data").get("dataset"),
+            "partition": _table(config, "partition").get("name"), "model": _table(config, "model").get("name"),
+            "clients": _table(config, "partition").get("clients") or len(config.get("parties") or []) or len(self.clients) or None,
+            "engine": "deployment" if "deployment" in config else _table(config, "run").get("engine"),
+            "seed": _table(config, "run").get("seed"),
+        }  # fmt: skip
+        return [[name, str(value)] for name, value in found.items() if value is not None]
+
+    def _read_config(self) -> None:
+        if not self._config:
+            self._config = _read_json(self.folder / "config.json")
+
+    def _read_summary(self) -> dict[str, Any]:
+        """The summary, read again only if it is another file; nothing while the run goes on."""
+        path = self.folder / "summary.json"
+        try:
+            found = path.stat()
+        except OSError:
+            self._summary = None
+            return {}
+        key = (found.st_mtime_ns, found.st_size)
+        if self._summary is None or self._summary[0] != key:
+            self._summary = key, _read_json(path) or {"status": "damaged", "cause": "summary.json cannot be read"}
+        return self._summary[1]
+
+
+def run_folders(folder: Path) -> dict[str, Path] | None:
+    """The runs in a folder, by name; None if it is one run itself, or nothing that can be seen yet."""
+    if (folder / "config.json").exists():
+        return None
+    places = (folder, folder / "runs")
+    found = {path.parent.name: path.parent for place in places for path in sorted(place.glob("*/config.json"))}
+    return found or None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):  # not there, or not whole
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
+    table = config.get(name)
+    return table if isinstance(table, dict) else {}
+
+
+def _number(value: Any) -> float | int | None:
+    """A finite number, or None: the page's JSON knows no others."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
