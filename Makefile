@@ -59,7 +59,7 @@ docs: setup  ## the docs site, in site/: open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet  # the warning is about MkDocs 2, which nobody asked for
 
 pictures: setup  ## the pictures of the report in docs/: a comparison of nine methods, a quarter of an hour; needs Chromium
-	docs/pictures.sh
+	$(BIN)/python docs/pictures.py
 
 clean:  ## remove what tools leave behind (not runs, not the environment)
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
