@@ -13,7 +13,7 @@ from scipy.sparse import csr_matrix, random_array
 from sklearn.metrics import silhouette_score
 from tests.methods.test_fedgh import SMALL
 
-from fedloom import cells
+from fedloom import binned
 from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic
 from fedloom.embeddings import embed, reduced
@@ -237,7 +237,7 @@ def dense(federation, beta):
     return sum(b * np.linalg.matrix_power(A, hop) for hop, b in enumerate(beta))
 
 
-def binned(matrix, side):
+def in_cells(matrix, side):
     cell = np.arange(len(matrix)) * side // len(matrix)
     out = np.zeros((side, side))
     np.add.at(out, (cell[:, None], cell[None]), matrix)
@@ -246,7 +246,7 @@ def binned(matrix, side):
 
 def left(folder, kind, n):
     """What the clients' rows add up to."""
-    total = np.zeros((cells.count(n), cells.count(n)))
+    total = np.zeros((binned.count(n), binned.count(n)))
     for path in (folder / "exhibits").iterdir():
         tensors = load_file(path)
         first, part = int(tensors["adjacency/first"]), tensors[f"adjacency/{kind}"]
@@ -257,14 +257,14 @@ def left(folder, kind, n):
 @pytest.mark.parametrize("side", [256, 17])
 @pytest.mark.parametrize("settings", [{}, {"beta": "0.5,0,0.25,0.25"}, {"private": True, "query_limit": 10**6}])
 def test_unpruned_before_and_after_are_the_dense_matrix(play, cross_federation, side, settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(cells, "MOST_CELLS", side)
+    monkeypatch.setattr(binned, "MOST_CELLS", side)
     play("fedstruct", tmp_path / "x", prune="none", **settings)
     beta = [float(b) for b in settings.get("beta", "0,0,0,1").split(",")]
     exact = dense(cross_federation, beta)
     of_all = load_file(tmp_path / "x" / "exhibits.safetensors")
     side = min(side, 211)
     for kind, matrix in (("weight", exact), ("entries", exact > 0)):
-        wanted = binned(matrix, side)
+        wanted = in_cells(matrix, side)
         before = of_all[f"adjacency/{kind}"].reshape(side, side)
         assert before == pytest.approx(wanted, rel=1e-5)
         assert left(tmp_path / "x", kind, 211) == pytest.approx(wanted, rel=1e-5)
@@ -313,8 +313,8 @@ def test_behind_fedgh_the_exact_matrix_is_shown_only_if_edges_stay(play, cross_f
 
 
 def test_what_would_take_too_long_is_not_worked_out(play, tmp_path, monkeypatch):
-    monkeypatch.setattr(cells, "WORK", 1)
-    monkeypatch.setattr(cells, "REACH_WORK", 1)
+    monkeypatch.setattr(binned, "WORK", 1)
+    monkeypatch.setattr(binned, "REACH_WORK", 1)
     play("fedstruct", tmp_path / "x")
     assert load_file(tmp_path / "x" / "exhibits.safetensors").keys() == {"adjacency/starts"}
     assert [len(figure["panels"]) for figure in by_kind(tmp_path / "x", "image")] == [1, 1]
@@ -322,23 +322,23 @@ def test_what_would_take_too_long_is_not_worked_out(play, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("n", [1, 5, 255, 256, 257, 700])
 def test_cells_against_dense_powers(n, monkeypatch):
-    monkeypatch.setattr(cells, "REACHED_BYTES", 2**14)  # several blocks of columns
+    monkeypatch.setattr(binned, "REACHED_BYTES", 2**14)  # several blocks of columns
     matrix = csr_matrix(random_array((n, n), density=min(1.0, 3 / n), rng=n) + csr_matrix(np.eye(n)))
-    full, side = matrix.toarray(), cells.count(n)
-    assert np.diff(cells.begins(n)).min() >= 1
-    assert [cells.cell(int(first), n) for first in cells.begins(n)[:-1]] == list(range(side))
-    powers = cells.of_powers(matrix, 3)
+    full, side = matrix.toarray(), binned.count(n)
+    assert np.diff(binned.begins(n)).min() >= 1
+    assert [binned.cell(int(first), n) for first in binned.begins(n)[:-1]] == list(range(side))
+    powers = binned.of_powers(matrix, 3)
     for hop in range(4):
         exact = np.linalg.matrix_power(full, hop)
-        assert powers[hop] == pytest.approx(binned(exact, side), rel=1e-9)
-        assert np.array_equal(cells.of_reach(matrix, hop), binned(exact != 0, side))
+        assert powers[hop] == pytest.approx(in_cells(exact, side), rel=1e-9)
+        assert np.array_equal(binned.of_reach(matrix, hop), in_cells(exact != 0, side))
     start, stop = n // 3, max(n // 3 + 1, 2 * n // 3)
-    sums, counts = cells.of_rows(csr_matrix(matrix[start:stop]), np.arange(n), start, n)
+    sums, counts = binned.of_rows(csr_matrix(matrix[start:stop]), np.arange(n), start, n)
     alone = np.zeros((n, n))
     alone[start:stop] = full[start:stop]
-    first = cells.cell(start, n)
-    assert sums == pytest.approx(binned(alone, side)[first : first + len(sums)])
-    assert np.array_equal(counts, binned(alone != 0, side)[first : first + len(sums)])
+    first = binned.cell(start, n)
+    assert sums == pytest.approx(in_cells(alone, side)[first : first + len(sums)])
+    assert np.array_equal(counts, in_cells(alone != 0, side)[first : first + len(sums)])
     assert sums.sum() == pytest.approx(alone.sum())
 
 

@@ -187,11 +187,12 @@ def report(
     metric: Annotated[str, option("what is compared")] = "accuracy",
     figures: Annotated[Path | None, option("folder for each figure as a file")] = None,
     formats: Annotated[str, option("of these files: png, svg, pdf")] = "png,svg,pdf",
+    embeddings: Annotated[bool, option("compute embeddings in two dimensions, of each method's first seed")] = False,
 ) -> None:
     """Make one HTML page of runs: tables, curves, traffic, clients, data. It needs no network to open."""
     from fedloom import reading
 
-    reading.report(folders, out, metric, figures, formats)
+    reading.report(folders, out, metric, figures, formats, embeddings)
 
 
 @app.command()

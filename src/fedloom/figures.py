@@ -12,7 +12,7 @@ from itertools import accumulate
 from statistics import mean, median, stdev
 from typing import Any
 
-from fedloom.comparison import Comparison, Entry, footnote, local_beside
+from fedloom.comparison import LOCAL, Comparison, Entry, footnote, local_beside
 from fedloom.folder import Run
 
 Figure = dict[str, Any]
@@ -30,9 +30,14 @@ def figures(c: Comparison) -> list[Figure]:
 
 
 def _figure(c: Comparison, section: str, kind: str, name: str, task: str, title: str, caption: str, **content: Any) -> Figure:
-    ident = re.sub(r"[^a-z0-9]+", "-", f"{name} {task}".lower()).strip("-")
+    ident = slug(name, task)
     shown = f"{title}: {task}" if task and len(c.tasks) > 1 else title
     return {"id": ident, "title": shown, "caption": caption, "section": section, "kind": kind, **content}
+
+
+def slug(*words: str) -> str:
+    """Words as the id of a figure, which is also the name of its file."""
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
 
 
 def _axis(label: str, unit: str = "", log: bool = False) -> dict[str, Any]:
@@ -170,7 +175,9 @@ def _against_time(c: Comparison, task: str) -> Figure:
 # ---- traffic ----
 def _against_traffic(c: Comparison, task: str) -> Figure:
     """What had to travel until the round that counts, against what that gave."""
-    series, levels, points = [], [], []
+    series: list[dict[str, Any]] = []
+    levels: list[dict[str, Any]] = []
+    points: list[tuple[float, float]] = []
     for row, e in c.on(task).items():
         if e.score is None:
             continue
@@ -182,7 +189,8 @@ def _against_traffic(c: Comparison, task: str) -> Figure:
         wide = e.score.deviation
         spread = {} if wide is None else {"low": [_short(e.score.mean - wide)], "high": [_short(e.score.mean + wide)]}
         series.append(_series(c, row, x=[_short(sent)], y=[_short(e.score.mean)], labels=[row], **spread))
-    frontier = [[_short(x), _short(y)] for x, y in _frontier(points)]
+    alone = max((level["y"] for level in levels if level["name"].split(" ")[0] == LOCAL), default=0.0)  # for nothing at all
+    frontier = [[_short(x), _short(y)] for x, y in _frontier([point for point in points if point[1] > alone])]
     caption = "Bytes of all clients until the best validation round. Along the steps nobody is better for less. Dashed: nothing travels."
     return _figure(c, "traffic", "points", "traffic", task, "Accuracy against traffic", caption, x=_axis("sent", "bytes", log=True),
                    y=_axis(_metric(c), "percent"), series=series, frontier=frontier, levels=levels)  # fmt: skip

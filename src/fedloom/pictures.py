@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from scipy.sparse.csgraph import shortest_path
 
-from fedloom import cells
+from fedloom import binned
 from fedloom.errors import DataError
 
 Figure: TypeAlias = dict[str, Any]
@@ -156,7 +156,7 @@ def _adjacency(rows: Mapping[str, Tensors], of_all: Tensors) -> list[Figure]:
     """The exact Ā and what the protocol left of it: by weight, and by how many entries there are."""
     of_any = next(iter(rows.values()))
     n = int(of_any["adjacency/nodes"])
-    side = cells.count(n)
+    side = binned.count(n)
     after = {kind: np.zeros((side, side)) for kind in ("weight", "entries")}
     for tensors in rows.values():
         first = int(tensors["adjacency/first"])
@@ -169,7 +169,7 @@ def _adjacency(rows: Mapping[str, Tensors], of_all: Tensors) -> list[Figure]:
         before["weight"] = np.tensordot(of_any["adjacency/beta"], of_all["adjacency/weight"], 1)
     if "adjacency/entries" in of_all:
         before["entries"] = of_all["adjacency/entries"]
-    area = np.outer(*[np.diff(cells.begins(n))] * 2)
+    area = np.outer(*[np.diff(binned.begins(n))] * 2)
     shared: Figure = {"row_label": "nodes, by client", "column_label": "nodes they gather from, by client"}
     if "adjacency/starts" in of_all:
         shared["ticks"] = (of_all["adjacency/starts"][:-1] / n).round(6).tolist()

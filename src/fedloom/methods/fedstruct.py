@@ -60,7 +60,7 @@ import torch
 from scipy.sparse import csr_matrix, diags_array
 from torch import Tensor, nn
 
-from fedloom import cells, hops, structure
+from fedloom import binned, hops, structure
 from fedloom.errors import ConfigError, MessageError
 from fedloom.graph import Federation
 from fedloom.hops import Numbering, Part
@@ -549,9 +549,9 @@ class FedStruct(FedSGD):
         combined = csr_matrix(sum(float(b) * power for b, power in zip(beta, powers, strict=True)))
         numbering: Numbering = memory["numbering"]
         first = numbering.span(client.name).start
-        weight, entries = cells.of_rows(combined, rows.reach.numpy(), first, numbering.total)
+        weight, entries = binned.of_rows(combined, rows.reach.numpy(), first, numbering.total)
         shown: Message = {
-            "nodes": torch.tensor(numbering.total), "first": torch.tensor(cells.cell(first, numbering.total)), "beta": beta,
+            "nodes": torch.tensor(numbering.total), "first": torch.tensor(binned.cell(first, numbering.total)), "beta": beta,
             "weight": torch.from_numpy(weight).float(), "entries": torch.from_numpy(entries).int(),
         }  # fmt: skip
         return {**others, "adjacency": shown}
@@ -564,13 +564,13 @@ class FedStruct(FedSGD):
         numbering = Numbering.of(dict(zip(federation.names, (graph.num_nodes for graph in federation.graphs), strict=True)))
         shown: Message = {"starts": torch.from_numpy(numbering.starts)}
         whole = whole_first_power(federation, numbering)
-        if cells.is_affordable(whole, self.hops):
-            powers, beta = cells.of_powers(whole, self.hops), np.array(self.coefficients())
+        if binned.is_affordable(whole, self.hops):
+            powers, beta = binned.of_powers(whole, self.hops), np.array(self.coefficients())
             weight = powers[self.used] if self.learn_beta else np.tensordot(beta, powers, 1)[None]
             shown["weight"] = torch.from_numpy(weight).float()
-        if cells.reach_is_affordable(whole, self.hops):
+        if binned.reach_is_affordable(whole, self.hops):
             # With self-loops, who is reached in fewer hops is reached in more.
-            shown["entries"] = torch.from_numpy(cells.of_reach(whole, max(self.used))).int()
+            shown["entries"] = torch.from_numpy(binned.of_reach(whole, max(self.used))).int()
         return {**super().exhibits_of_all(federation), "adjacency": shown}
 
     # ---- private: sums instead of embeddings (App. G.1) ----
