@@ -14,7 +14,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 METHODS = "local,fedavg,fedprox,fedproto,fedpg,fedgkc,opfgl,fedstruct,fedgh"
 GRID = ["--dataset", "cora", "--clients", "10", "--partition", "louvain", "--seeds", "3", "--rounds", "30"]
-SIZES = {"report": (1400, 1480), "report-phone": (390, 1400)}
+SIZES = {"report": (1400, 1400), "report-phone": (390, 1400)}
 
 
 def fedloom(*arguments: str | Path, cwd: Path = ROOT) -> None:

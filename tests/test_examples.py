@@ -104,9 +104,10 @@ def shortened(arguments: list[str]) -> list[str]:
         return arguments
     given = {one: two for one, two in zip(arguments, [*arguments[1:], ""], strict=True) if one.startswith("--")}
     recipe = tomllib.loads(Path(arguments[1]).read_text()) if arguments[1:] and arguments[1].endswith(".toml") else {}
-    told = recipe.get("compare", {}).get("datasets") or recipe.get("data", {}).get("dataset", "cora")
-    asked = given.get("--dataset", given.get("--datasets", told))
-    added = ["--dataset", ",".join(small(name) for name in (asked.split(",") if isinstance(asked, str) and ":" not in asked else [asked]))]
+    told = recipe.get("compare", {}).get("datasets") or [recipe.get("data", {}).get("dataset", "cora")]
+    asked = given.get("--dataset", given.get("--datasets", ""))
+    named = [asked] if ":" in asked else asked.split(",") if asked else told
+    added = ["--dataset", ",".join(map(small, named))]
     if command == "partition":
         return [*arguments, *added]
     added += ["--rounds", "1", *{"compare": ["--seeds", "1"], "tune": ["--trials", "2"]}.get(command, [])]
