@@ -15,7 +15,7 @@ setup: .venv/ready  ## the environment, in .venv
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot,tables,demo,he,flower,docs,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot,tables,demo,he,flower,tune,tensorboard,mlflow,docs,dev]'
 	@touch $@
 
 demo: setup  ## a federation on Cora: FedAvg, with local and central training beside it

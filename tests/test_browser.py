@@ -83,9 +83,8 @@ def test_many_marks_are_on_a_canvas_and_few_are_not(tab):
     assert colours(tab, "#embeddings canvas") > 20
     assert colours(tab, "#adjacency canvas") > 20
     assert tab.js("document.querySelector('#graph canvas')") is None
-    assert tab.js("document.querySelectorAll('#convergence .plot path').length") == 0 or tab.js(
-        "!document.querySelector('#convergence canvas')"
-    )
+    tab.click("#tab-results")
+    assert tab.js("document.querySelector('#convergence canvas')") is None
 
 
 def test_figures_are_made_when_their_tab_is_opened(tab):
@@ -204,7 +203,7 @@ def test_arrow_keys_go_through_the_values(tab, section, figure):
 
 def test_legend_entries_hide_and_show_a_series(tab):
     button = "#convergence .legend button:nth-of-type(2)"
-    drawn = "document.querySelectorAll('#convergence .plot path').length"
+    drawn = "document.querySelectorAll('#convergence .plot > svg path').length"
     before = tab.js(drawn)
     tab.click(button)
     assert tab.js(f"document.querySelector('{button}').getAttribute('aria-pressed')") == "false"
@@ -290,7 +289,7 @@ def test_a_large_report_opens(new_tab, tmp_path):
     tab = new_tab()
     tab.size(1400)
     tab.open((tmp_path / "report.html").as_uri())
-    assert tab.js("performance.now()") < 60_000  # a tenth of a minute is too long, but machines of tests are slow
+    assert tab.js("performance.now()") < 60_000  # generous: it is half a second where nothing else runs
     assert tab.js("document.querySelectorAll('#convergence svg path').length") > 20
     assert colours(tab, "#who-gains canvas") > 20
     tab.click("#tab-clients")

@@ -9,7 +9,6 @@ import runpy
 import shlex
 import sys
 import tomllib
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,8 +28,6 @@ SKIPPED = {
     "--engine flower": "a process for every client takes a while to start: tests/deploy runs this engine",
     "fedloom watch": "it goes on until Ctrl-C: tests/test_watch.py runs it",
 }
-# Lines for which a module is not there yet. A test fails once it is: then take the entry out, and the line is run.
-NOT_YET = {"fedloom tune": "fedloom.tune", "--track": "fedloom.trackers"}
 # What takes long in a method before, or instead of, rounds.
 SHORT = {
     "fedgh": {"vgae_epochs": 1, "diffusion_epochs": 1, "diffusion_steps": 2, "contrast_epochs": 1},
@@ -91,8 +88,7 @@ def test_page_runs(page, tmp_path, monkeypatch, capsys):
 
 def why_not(page: str, line: str) -> str:
     """Why a line is not run here; empty if it is."""
-    reasons = {**SKIPPED, **{part: f"there is no {module} yet" for part, module in NOT_YET.items()}}
-    return next((why for part, why in reasons.items() if part == page or part in line), "")
+    return next((why for part, why in SKIPPED.items() if part == page or part in line), "")
 
 
 def shortened(arguments: list[str]) -> list[str]:
@@ -130,10 +126,8 @@ def small(name: str) -> str:
 
 
 def test_nothing_is_skipped_in_vain():
-    for part in (*SKIPPED, *NOT_YET):
+    for part in SKIPPED:
         assert any(part == page or part in line for page, line in LINES), f"nothing matches {part!r}"
-    for part, module in NOT_YET.items():
-        assert find_spec(module) is None, f"{module} is there: take {part!r} out of NOT_YET"
 
 
 @pytest.mark.parametrize("page", EXAMPLES)
@@ -146,7 +140,7 @@ def test_what_a_page_names_is_there(page):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for code in shown:
         if command := re.match(r"fedloom ([a-z]+)", code):
-            assert command[1] in COMMANDS or f"fedloom {command[1]}" in NOT_YET, code
+            assert command[1] in COMMANDS, code
         if target := re.match(r"make ([a-z-]+)", code):
             assert target[1] in targets, code
         if extra := re.search(r"fedloom\[([\w,]+)\]", code):

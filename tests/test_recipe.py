@@ -4,11 +4,13 @@ import json
 import tomllib
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fedloom.data.datasets import catalogue
 from fedloom.errors import ConfigError, DataError
 from fedloom.method import make_method, method_names
-from fedloom.recipe import make_recipe, override, read_tables
+from fedloom.recipe import make_recipe, override, read_tables, to_toml
 
 TOY = {"data": {"dataset": "synthetic:nodes=60,classes=3,features=4"}, "partition": {"name": "random", "clients": 3}}
 
@@ -191,3 +193,26 @@ def test_carrying_out_uses_every_table_and_keeps_the_config(tmp_path):
     again = recipe.carry_out(federation=recipe.federation())
     assert again.summary["history_hash"] == result.summary["history_hash"]
     assert again.folder is None
+
+
+# ---- writing ----
+SCALARS = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text()
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3), max_leaves=5)
+
+
+@given(st.dictionaries(st.text(), st.dictionaries(st.text(), VALUES, max_size=4), max_size=4))
+def test_tables_that_are_written_are_read_as_they_were(tables):
+    read = tomllib.loads(to_toml(tables))
+    assert read == tables
+    assert repr(read) == repr(tables)  # True is not 1, 1.0 is not 1
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_a_methods_recipe_with_all_defaults_is_written_and_read(name):
+    config = make_recipe({**TOY, "method": {"name": name}}).config()
+    assert make_recipe(tomllib.loads(to_toml(config))).config() == config
+
+
+def test_what_toml_has_no_word_for_is_refused():
+    with pytest.raises(ConfigError, match=r"None cannot be written as TOML; valid: a text"):
+        to_toml({"method": {"lr": None}})

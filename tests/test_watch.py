@@ -256,6 +256,17 @@ def test_a_run_is_waited_for_runs_and_ends(tmp_path):
     assert state(folder)["state"] == "damaged"
 
 
+def test_a_folder_that_is_used_again_is_another_run(run):
+    follower = Follower(run)
+    follower.look()
+    assert follower.about()["planned"] == 4
+    (run / "history.jsonl").unlink()
+    write(run, line(1), config=CONFIG | {"method": {"name": "fedprox", "rounds": 30}})
+    follower.look()
+    told = follower.about()
+    assert (told["planned"], told["round"], told["facts"][0]) == (30, 1, ["method", "fedprox"])
+
+
 def test_time_left_goes_by_the_last_rounds(run):
     written = os.stat(run / "history.jsonl").st_mtime
     told = state(run, written + 1)

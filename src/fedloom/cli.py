@@ -22,13 +22,21 @@ def option(help: str, *names: str) -> Any:
     return typer.Option(*names, help=help)
 
 
+RecipeFile = Annotated[Path | None, typer.Argument(help="a TOML file; options and --set override it")]
+MethodName = Annotated[str | None, option("a name (`fedloom methods`) or a file of your own (default: fedavg)")]
 Dataset = Annotated[str | None, option("a name (`fedloom datasets`), a folder of tables, or synthetic:key=value,... (default: cora)")]
 Clients = Annotated[int | None, option("number of clients (default: 10)")]
 Partition = Annotated[str | None, option("how the graph is divided (`fedloom partitions`) (default: louvain)")]
 Split = Annotated[str | None, option('"20/40/40", "global 10/10/80" or "public" (default: the dataset\'s usual one)')]
+Model = Annotated[str | None, option("e.g. gcn, gcn-4x128, or several dealt over the clients: gcn,gat,sage (default: gcn)")]
+Rounds = Annotated[int | None, option("communication rounds (default: 100)")]
+Engine = Annotated[str | None, option("how phases get run: loop, stacked, wire, processes, ray or flower (default: loop)")]
+Secure = Annotated[bool, option("the server gets masked sums of the clients' replies and nothing else")]
+Evaluation = Annotated[str | None, option("whose model is scored: local, global or common (default: the method's first)")]
 Seed = Annotated[int | None, option("root of every random stream (default: 0)")]
 Set = Annotated[list[str], option("table.key=value, e.g. method.lr=0.02; may be repeated", "--set")]
 AsJson = Annotated[bool, option("one JSON object on stdout, nothing else there", "--json")]
+TrackBy = Annotated[str, option("tensorboard, mlflow or both; NAME+clients: each client too; NAME:WHERE: a folder or URI")]
 Agreement = Annotated[Path, typer.Argument(help="the TOML file that all parties have agreed on")]
 Insecure = Annotated[bool, option("without TLS: on this machine only")]
 Folder = Annotated[Path, typer.Argument(help="a run folder")]
@@ -40,37 +48,39 @@ def _commands() -> Any:
     return commands
 
 
+def _given(
+    method: str | None, dataset: str | None, clients: int | None, partition: str | None, split: str | None, model: str | None,
+    rounds: int | None, seed: int | None, engine: str | None, secure: bool, evaluation: str | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Options as settings of a recipe, None where the user said nothing."""
+    return {
+        "method.name": method, "method.rounds": rounds, "data.dataset": dataset, "data.split": split, "model.name": model,
+        "partition.name": partition, "partition.clients": clients, "run.seed": seed, "run.engine": engine, "run.evaluation": evaluation,
+        "run.secure": secure or None,
+    }  # fmt: skip
+
+
 @app.command()
 def run(
-    recipe: Annotated[Path | None, typer.Argument(help="a TOML file; options and --set override it")] = None,
-    method: Annotated[str | None, option("a name (`fedloom methods`) or a file of your own (default: fedavg)")] = None,
-    dataset: Dataset = None, clients: Clients = None, partition: Partition = None, split: Split = None,
-    model: Annotated[str | None, option("e.g. gcn, gcn-4x128, or several dealt over the clients: gcn,gat,sage (default: gcn)")] = None,
-    rounds: Annotated[int | None, option("communication rounds (default: 100)")] = None, seed: Seed = None,
-    engine: Annotated[str | None, option("how phases get run: loop, stacked, wire, processes, ray or flower (default: loop)")] = None,
-    secure: Annotated[bool, option("the server gets masked sums of the clients' replies and nothing else")] = False,
-    evaluation: Annotated[str | None, option("whose model is scored: local, global or common (default: the method's first)")] = None,
-    set_: Set = [],  # noqa: B006
+    recipe: RecipeFile = None, method: MethodName = None, dataset: Dataset = None, clients: Clients = None,
+    partition: Partition = None, split: Split = None, model: Model = None, rounds: Rounds = None, seed: Seed = None,
+    engine: Engine = None, secure: Secure = False, evaluation: Evaluation = None, set_: Set = [],  # noqa: B006
     out: Annotated[Path | None, option("run folder (default: a new one under runs/)")] = None,
     beside: Annotated[str, option("methods to run on the same federation for comparison, e.g. local,central")] = "",
-    as_json: AsJson = False,
+    track: TrackBy = "", as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Run a method on a federation and keep everything in a run folder.
 
     RECIPE is a TOML file; options and --set override what it says.
     """
-    given = {
-        "method.name": method, "method.rounds": rounds, "data.dataset": dataset, "data.split": split, "model.name": model,
-        "partition.name": partition, "partition.clients": clients, "run.seed": seed, "run.engine": engine, "run.evaluation": evaluation,
-        "run.secure": secure or None,
-    }  # fmt: skip
-    _commands().run(recipe, given, set_, out, beside, as_json)
+    given = _given(method, dataset, clients, partition, split, model, rounds, seed, engine, secure, evaluation)
+    _commands().run(recipe, given, set_, out, beside, as_json, track)
 
 
 @app.command()
-def resume(folder: Folder, as_json: AsJson = False) -> None:
+def resume(folder: Folder, track: TrackBy = "", as_json: AsJson = False) -> None:
     """Go on with a run that was stopped or killed; the result is the same, to the bit, as if it had not been."""
-    _commands().resume(folder, as_json)
+    _commands().resume(folder, as_json, track)
 
 
 @app.command()
@@ -206,6 +216,26 @@ def watch(
     from fedloom.watch import watch as follow  # not by way of commands: it needs no torch
 
     follow(run, host, port, browser, lambda line: print(line, file=sys.stderr, flush=True))
+
+
+@app.command()
+def tune(
+    recipe: RecipeFile = None, method: MethodName = None, dataset: Dataset = None, clients: Clients = None,
+    partition: Partition = None, split: Split = None, model: Model = None, rounds: Rounds = None, seed: Seed = None,
+    engine: Engine = None, secure: Secure = False, evaluation: Evaluation = None, set_: Set = [],  # noqa: B006
+    over: Annotated[list[str], option("what to tune: method.lr, method.lr=0.001..0.1 or method.hops=1,2; may be repeated (default: all that is declared)")] = [],  # noqa: B006, E501
+    trials: Annotated[int, option("how many settings to try, in all starts together")] = 30,
+    minutes: Annotated[float, option("begin no trial after so many, in all starts together (0 = no limit)")] = 0.0,
+    seeds: Annotated[int, option("seeds of a trial, which counts by their mean")] = 1,
+    out: Annotated[Path | None, option("folder of the study, to go on in (default: one under tuned/, named after the task)")] = None,
+    jobs: Annotated[int, option("trials at a time, each in a process of its own")] = 1, as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Find a method's best settings by validation accuracy, and write them down as a recipe.
+
+    Started again, it goes on where it was. `fedloom methods NAME` shows what is tuned over which range.
+    """
+    given = _given(method, dataset, clients, partition, split, model, rounds, seed, engine, secure, evaluation)
+    _commands().tune(recipe, given, set_, over, trials, minutes, seeds, out, jobs, as_json)
 
 
 def main() -> None:

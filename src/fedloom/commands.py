@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from inspect import getdoc, getmodule
 from pathlib import Path
 from typing import Any
@@ -26,12 +28,16 @@ from fedloom.models import models
 from fedloom.recipe import Recipe, make_recipe, override, read_tables
 from fedloom.runs import Result, read_run
 from fedloom.terminal import err, out
+from fedloom.trackers import make_trackers, tracked
 
 Given = Mapping[str, Any]  # "table.key" -> value, None where the user said nothing
 
 
-def run(recipe: Path | None, given: Given, assignments: Iterable[str], folder: Path | None, beside: str, as_json: bool) -> None:
+def run(
+    recipe: Path | None, given: Given, assignments: Iterable[str], folder: Path | None, beside: str, as_json: bool, track: str = ""
+) -> None:  # fmt: skip
     """Runs a recipe with options and assignments on top, and other methods on the same federation beside it."""
+    trackers = make_trackers(track)  # one that is not there should not wait for the data
     base = _tables(read_tables(recipe) if recipe else {}, given, assignments)
     chosen = make_recipe(base)
     others = [make_recipe(_as_baseline(base, name)) for name in beside.replace(" ", "").split(",") if name]
@@ -41,9 +47,11 @@ def run(recipe: Path | None, given: Given, assignments: Iterable[str], folder: P
         each.check(federation)
     if idle := federation.roster.without_training:
         err.print(f"no training item at client {', '.join(idle)}: takes part, its loss is 0", style="yellow")
-    result = _with_progress(
-        chosen.method, lambda step: chosen.carry_out(_fresh_folder(chosen, folder), step, on_start=_announce, federation=federation)
-    )
+    folder = _fresh_folder(chosen, folder)
+    with _lines_for_warnings():
+        result = _with_progress(
+            chosen.method, lambda step: chosen.carry_out(folder, step, on_start=_announce, federation=federation, track=trackers)
+        )
     compared = [_with_progress(other.method, lambda step, o=other: o.carry_out(None, step, federation=federation)) for other in others]  # type: ignore[misc]
     _print(result, as_json, compared)
 
@@ -63,27 +71,36 @@ def _as_baseline(base: dict[str, Any], name: str) -> dict[str, Any]:
     return {**base, "method": {"name": name, **kept}, "run": {**base.get("run", {}), "evaluation": ""}}
 
 
-def resume(folder: Path, as_json: bool) -> None:
-    """Goes on with a run from its checkpoint, or from the beginning if it has none; prints the result of one that is completed."""
+def resume(folder: Path, as_json: bool, track: str = "") -> None:
+    """Goes on with a run from its checkpoint, or from the beginning if it has none; prints the result of one that is completed.
+
+    track: by whom it is tracked from now on; as before if nothing is said.
+    """
     if is_completed(folder):
         err.print("this run is completed: nothing is left to do", style="dim")
         show(folder, as_json)
         return
     config = read_config(folder)
     if "deployment" in config:
+        if track:
+            raise ConfigError("track: the run of a deployment is not tracked; valid: no --track")
         kept = config["deployment"]
         serve(Path(kept["agreement"]), Path(kept["keys"]), folder, kept["wait"], kept["insecure"], as_json, resumed=config)
         return
     if "partition" not in config:
         raise ConfigError(f"{folder} was made from Python with a federation of its own: fedloom.run(..., out=folder, resume=True) there")
     recipe = make_recipe(config)
+    trackers = make_trackers(track or tracked(folder))
     with _lines_for_warnings():
-        _print(_with_progress(recipe.method, lambda step: recipe.carry_out(folder, step, on_start=_announce, resume=True)), as_json)
+        result = _with_progress(
+            recipe.method, lambda step: recipe.carry_out(folder, step, on_start=_announce, resume=True, track=trackers)
+        )  # fmt: skip
+    _print(result, as_json)
 
 
 @contextmanager
 def _lines_for_warnings() -> Iterator[None]:
-    """A warning, of a checkpoint that cannot be used, is a line, as everything else here."""
+    """A warning, of a checkpoint that cannot be used or a tracker that fails, is a line, as everything else here."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: err.print(str(message), style="yellow")
         yield
@@ -192,6 +209,40 @@ def join(agreement: Path, party: str, key: Path, data: Path, state: Path | None,
     _say(f"the run is {status}; this party's model: {member.model}" if member.model.exists() else f"the run is {status}")
 
 
+def tune(
+    recipe: Path | None, given: Given, assignments: Iterable[str], over: Sequence[str], trials: int, minutes: float, seeds: int,
+    folder: Path | None, jobs: int, as_json: bool,
+) -> None:  # fmt: skip
+    """Tunes a recipe with options and assignments on top; prints the best trials and where the recipe is."""
+    from fedloom.tune import Trial
+    from fedloom.tune import tune as search
+
+    base = _tables(read_tables(recipe) if recipe else {}, given, assignments)
+    chosen = make_recipe(base)
+    folder = folder or Path("tuned") / _name(chosen)
+    with _bar() as bar:
+        row = bar.add_task(f"tune {chosen.method}", total=trials, score="")
+
+        def step(trial: Trial, over: Sequence[Trial]) -> None:
+            best = max((t.validation for t in over if t.validation is not None), default=None)
+            bar.update(row, completed=len(over), score=f"best val {tables.percent(best)}")
+            if trial.error:
+                err.print(f"trial {trial.number} failed: {trial.error}", style="yellow", highlight=False)
+            elif not err.is_terminal:
+                scores = f"val {tables.percent(trial.validation)}, best {tables.percent(best)}"
+                _say(f"trial {trial.number}: {scores}; {len(over)} of {trials} are over")
+
+        command = shlex.join(["fedloom", *sys.argv[1:]])
+        tuned = search(
+            base, folder, over=over, trials=trials, minutes=minutes, seeds=seeds, jobs=jobs, command=command, on_trial=step
+        )  # fmt: skip
+    if as_json:
+        print(json.dumps({**asdict(tuned), "recipe": str(tuned.recipe)}))
+    else:
+        out.print(tables.tuning(tuned))
+    err.print(f"recipe: {tuned.recipe}", style="dim")
+
+
 def _say(line: str) -> None:
     err.print(line, style="dim", highlight=False)
 
@@ -264,9 +315,13 @@ def _with_grid_progress(cells: Sequence[grid.Cell], by: crew.Crew) -> crew.State
 def _fresh_folder(recipe: Recipe, asked: Path | None) -> Path:
     if asked is not None:
         return asked
+    return _unused(Path("runs") / f"{_name(recipe)}-s{recipe.run.seed}")
+
+
+def _name(recipe: Recipe) -> str:
+    """What a recipe's folder is called if nobody says."""
     parts = (Path(recipe.data.dataset).name, f"{recipe.partition.name}{recipe.partition.clients}", Path(recipe.method).stem)
-    name = "-".join((*parts, recipe.model.name, f"s{recipe.run.seed}")).replace(",", "_").replace(":", "_").replace("=", "_")
-    return _unused(Path("runs") / name)
+    return "-".join((*parts, recipe.model.name)).replace(",", "_").replace(":", "_").replace("=", "_")
 
 
 def _unused(folder: Path) -> Path:
@@ -283,11 +338,15 @@ def _announce(started: dict[str, Any]) -> None:
         err.print(line, style="dim")
 
 
-def _with_progress(method: str, work: Callable[[Callable[[dict[str, Any], int], None]], Result]) -> Result:
-    """A bar on a terminal; in a pipe or a log a line for every tenth of the rounds."""
+def _bar() -> Progress:
     clock = (TimeElapsedColumn(), TimeRemainingColumn())
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *clock, TextColumn("{task.fields[score]}"))
-    with Progress(*columns, console=err, disable=not err.is_terminal) as bar:
+    return Progress(*columns, console=err, disable=not err.is_terminal)
+
+
+def _with_progress(method: str, work: Callable[[Callable[[dict[str, Any], int], None]], Result]) -> Result:
+    """A bar on a terminal; in a pipe or a log a line for every tenth of the rounds."""
+    with _bar() as bar:
         task = bar.add_task(method, total=None, score="")
         last = ""
 

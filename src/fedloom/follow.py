@@ -25,8 +25,7 @@ class Follower:
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time):
         self.folder, self._clock = folder, clock
         self.version = 0
-        self._config: dict[str, Any] = {}
-        self._summary: tuple[tuple[int, int], dict[str, Any]] | None = None  # with the file's time and size
+        self._config, self._summary = _File(folder / "config.json"), _File(folder / "summary.json")
         self._begin()
 
     def _begin(self) -> None:
@@ -90,13 +89,12 @@ class Follower:
     # ---- what the page shows ----
     def about(self) -> dict[str, Any]:
         """The run's state: waiting, running, silent, completed, failed, stopped or damaged; its progress; and what it is."""
-        self._read_config()
-        summary = self._read_summary()
+        config = self._config.read() or {}
         last = dict(zip(FIELDS, self.entries[-1], strict=True)) if self.entries else {}
-        planned = _number(_table(self._config, "method").get("rounds"))
+        planned = _number(_table(config, "method").get("rounds"))
         since = self._since_last_change()
         pace = self._pace()
-        state, cause = self._state(summary, since, pace)
+        state, cause = self._state(config, since, pace)
         done = last.get("round", 0)
         left = None
         if state == "running" and planned and pace is not None:
@@ -108,14 +106,14 @@ class Follower:
             "elapsed": elapsed + since if state in ("running", "silent") else elapsed,
             "accuracy": scored[-1][3] if scored else None, "val_accuracy": scored[-1][4] if scored else None,
             "bytes_up": last.get("bytes_up"), "bytes_down": last.get("bytes_down"), "absences": sum(e[8] for e in self.entries),
-            "facts": self._facts(), "damaged_lines": self._damaged,
+            "facts": self._facts(config), "damaged_lines": self._damaged,
         }  # fmt: skip
 
-    def _state(self, summary: dict[str, Any], since: float, pace: float | None) -> tuple[str, str]:
-        if not self._config:
+    def _state(self, config: dict[str, Any], since: float, pace: float | None) -> tuple[str, str]:
+        if not config:
             return "waiting", "the run has not begun" if self.folder.is_dir() else "the folder is not there yet"
-        if summary:
-            return str(summary.get("status", "damaged")), str(summary.get("cause", ""))
+        if (summary := self._summary.read()) is not None:
+            return str(summary.get("status", "damaged")), str(summary.get("cause", "" if summary else "summary.json cannot be read"))
         if since > max(QUIET, 10 * (pace or 0.0)):
             return "silent", "nothing was written for long: it works on something large, waits for parties, or was killed"
         return "running", ""
@@ -141,8 +139,7 @@ class Follower:
             return (ends[0][1] - ends[-1][1]) / (ends[0][0] - ends[-1][0])
         return None
 
-    def _facts(self) -> list[list[str]]:
-        config = self._config
+    def _facts(self, config: dict[str, Any]) -> list[list[str]]:
         found = {
             "method": _table(config, "method").get("name"), "dataset": _table(config, "data").get("dataset"),
             "partition": _table(config, "partition").get("name"), "model": _table(config, "model").get("name"),
@@ -152,22 +149,25 @@ class Follower:
         }  # fmt: skip
         return [[name, str(value)] for name, value in found.items() if value is not None]
 
-    def _read_config(self) -> None:
-        if not self._config:
-            self._config = _read_json(self.folder / "config.json")
 
-    def _read_summary(self) -> dict[str, Any]:
-        """The summary, read again only if it is another file; nothing while the run goes on."""
-        path = self.folder / "summary.json"
+class _File:
+    """A file of JSON that somebody else puts in place, read again only when it is another one."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._key: tuple[int, int, int] | None = None
+        self._content: dict[str, Any] = {}
+
+    def read(self) -> dict[str, Any] | None:
+        """What is in it; nothing if that is no object of JSON. None if there is no file."""
         try:
-            found = path.stat()
-        except OSError:
-            self._summary = None
-            return {}
-        key = (found.st_mtime_ns, found.st_size)
-        if self._summary is None or self._summary[0] != key:
-            self._summary = key, _read_json(path) or {"status": "damaged", "cause": "summary.json cannot be read"}
-        return self._summary[1]
+            found = self._path.stat()
+            key = (found.st_ino, found.st_mtime_ns, found.st_size)
+            if key != self._key:
+                self._content, self._key = _object(self._path.read_bytes()), key
+        except OSError:  # not there, or just taken away
+            return None
+        return self._content
 
 
 def run_folders(folder: Path) -> dict[str, Path] | None:
@@ -179,10 +179,10 @@ def run_folders(folder: Path) -> dict[str, Path] | None:
     return found or None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _object(text: bytes) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):  # not there, or not whole
+        content = json.loads(text)
+    except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -35,11 +35,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 def setting(
     default: Any, help: str, *, at_least: float | None = None, above: float | None = None,
     at_most: float | None = None, below: float | None = None, choices: tuple[str, ...] | None = None,
-    task: str | None = None,
+    task: str | None = None, tune: str | None = None,
 ) -> Any:  # fmt: skip
-    """A field of a method: its default, what it is (with the paper's symbol), the values it may take, and the only task it is for."""
+    """A field of a method: its default, what it is (with the paper's symbol), the values it may take, and the only task it is for.
+
+    tune: what `fedloom tune` looks through, "low..high" (logarithmically if it spans two decades or more) or "a,b,c".
+    """
     bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
-    return field(default=default, metadata={"help": help, "bounds": bounds, "choices": choices, "task": task})
+    return field(default=default, metadata={"help": help, "bounds": bounds, "choices": choices, "task": task, "tune": tune})
 
 
 _COMPARE = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 import tomllib
@@ -17,6 +18,7 @@ from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.graph import FLOWS, Federation
 from fedloom.method import check_setting, make_method, method_class, setting
 from fedloom.runs import Result, RunSettings, agree_on_facts, evaluation, run
+from fedloom.trackers import Track
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class ModelTable:
     """[model]: what the clients train."""
 
     name: str = setting("gcn", 'a spec such as "gcn" or "gcn-4x128", or several, separated by commas, dealt over the clients')
-    dropout: float = setting(0.5, "share of the hidden units dropped in training", at_least=0, below=1)
+    dropout: float = setting(0.5, "share of the hidden units dropped in training", at_least=0, below=1, tune="0..0.8")
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class Recipe:
     def carry_out(
         self, out: Path | None = None, on_round: Callable[[dict[str, Any], int], None] | None = None, *,
         on_start: Callable[[dict[str, Any]], None] | None = None, resume: bool = False, federation: Federation | None = None,
+        track: Track = (),
     ) -> Result:  # fmt: skip
         """Runs the recipe; `federation` spares dividing the graph again when several methods run on the same one."""
         config = self.config()  # a misspelt setting should not wait for the data
@@ -130,7 +133,8 @@ class Recipe:
         federation = federation or self.federation()
         return run(
             self.method, federation, model=self.model.name, dropout=self.model.dropout, out=out, on_round=on_round, on_start=on_start,
-            resume=resume, config=config, seconds_loading=time.perf_counter() - began, **_values(self.run), **self.method_settings,
+            resume=resume, track=track, config=config, seconds_loading=time.perf_counter() - began,
+            **_values(self.run), **self.method_settings,
         )  # fmt: skip
 
 
@@ -148,6 +152,28 @@ def read_tables(path: Path) -> dict[str, dict[str, Any]]:
         raise DataError(f"recipe: {str(path)!r} is not TOML ({error})") from error
 
 
+def to_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Tables as a TOML file that `read_tables` reads as they were: texts, numbers, true or false, and lists of these."""
+    lines = {name: [f"{_toml_key(key)} = {_toml(value)}\n" for key, value in table.items()] for name, table in tables.items()}
+    return "\n".join(f"[{_toml_key(name)}]\n{''.join(of_table)}" for name, of_table in lines.items())
+
+
+def _toml_key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # the one character that TOML escapes and JSON does not
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    raise ConfigError(f"recipe: {value!r} cannot be written as TOML; valid: a text, a number, true or false, a list of these")
+
+
 def override(tables: dict[str, dict[str, Any]], assignments: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Tables with assignments such as "method.lr=0.02" applied. Values are read as TOML; what is not TOML is a text."""
     changed = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
@@ -158,11 +184,12 @@ def override(tables: dict[str, dict[str, Any]], assignments: Iterable[str]) -> d
         table, key, text = match.groups()
         if not isinstance(changed.setdefault(table, {}), dict):
             raise ConfigError(f"{table} is {changed[table]!r}, must be a table: [{table}]")
-        changed[table][key] = _value(text)
+        changed[table][key] = read_value(text)
     return changed
 
 
-def _value(text: str) -> Any:
+def read_value(text: str) -> Any:
+    """A value as TOML writes it; what is not TOML is a text."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -35,6 +35,7 @@ from fedloom.party import Client, Facts, Replies, Rules, Server, restore, snapsh
 from fedloom.privacy import masked
 from fedloom.privacy.secure_sum import Terms
 from fedloom.stopping import undisturbed
+from fedloom.trackers import Begun, Track, Tracking
 
 Scores: TypeAlias = dict[str, float | None]
 
@@ -120,16 +121,17 @@ class Result:
 def run(
     method: str | Method, federation: Federation, *, model: str = "gcn", dropout: float = 0.5, out: str | Path | None = None,
     on_round: Callable[[dict[str, Any], int], None] | None = None, on_start: Callable[[dict[str, Any]], None] | None = None,
-    resume: bool = False, config: Mapping[str, Any] | None = None, seconds_loading: float = 0.0, **settings: Any,
+    resume: bool = False, track: Track = (), config: Mapping[str, Any] | None = None, seconds_loading: float = 0.0, **settings: Any,
 ) -> Result:  # fmt: skip
     """Runs a method on a federation.
 
     method: a name, a path to a method file, or a Method. model: a spec ("gcn", "gcn-4x128") or several, separated by commas, dealt
     over the clients in turn. out: a folder to keep the run in. on_round: called with each history entry and the number of rounds.
     on_start: called when the engine is there, with what the summary will say of it (`engine`, `engine_details`). resume: go on with
-    the run in `out`, from its checkpoint or, if it has none, from the beginning; one that is completed is read. settings: fields of the
-    method (lr=...) and of RunSettings (seed=...). A recipe also gives `config`, what the run folder keeps as its origin, and
-    `seconds_loading`, what loading and dividing took.
+    the run in `out`, from its checkpoint or, if it has none, from the beginning; one that is completed is read. track: who else is told
+    of rounds and result, "tensorboard", "mlflow" or a Tracker (see fedloom.trackers). settings: fields of the method (lr=...) and of
+    RunSettings (seed=...). A recipe also gives `config`, what the run folder keeps as its origin, and `seconds_loading`, what loading and
+    dividing took.
     """
     of_run = {f.name for f in fields(RunSettings)}
     rules = RunSettings(**{k: v for k, v in settings.items() if k in of_run})
@@ -143,7 +145,10 @@ def run(
     divided, federation = federation, (federation.pooled() if chosen.pooled else federation).check()
     facts = agree_on_facts(chosen, name, federation.roster, model, dropout, rules)
     predicted_mb = memory.require(memory.predict(federation, facts, rules.engine, rules.workers))
+    tracking = Tracking(track)
+    tracking.check(None if out is None else Path(out), resume)
     record = Recorder(federation.roster, rules, run_folder(out, resume), on_round, on_start)
+    record.tracking = tracking
     record.predicted_mb = predicted_mb
     record.held = held_by_class(divided) if record.folder else {}
     record.shown_of_all = partial(chosen.exhibits_of_all, federation)
@@ -252,6 +257,7 @@ class Recorder:
         self.predicted_mb = 0.0  # peak of memory, as it was foreseen
         self.held: dict[str, Any] = {}  # who holds what, where one process may know it
         self.shown_of_all: Callable[[], Message] = dict  # for pictures: what can be shown of all clients together, where one may know it
+        self.tracking = Tracking()
         self.history = History(folder, rules.patience)
         self.planned = 0
         self.engine: Any = None
@@ -279,6 +285,8 @@ class Recorder:
             _put_json(self.folder / "config.json", self.config)
         if self.folder and self.held:
             _put_json(self.folder / "holdings.json", self.held)
+        kept = read_history(self.folder) if self.folder and resume else []
+        self.tracking.begin(Begun(self.config, self.roster.about, name, self.folder), kept)
         self.server = server = Server(method, facts, self._call, rules, self)
         failure: BaseException | None = None
         with ExitStack() as stack:
@@ -295,8 +303,11 @@ class Recorder:
             with undisturbed():
                 result, failure = self._finish(server, failure, rules.evaluation)
         del self.server  # it knows this recorder: in a circle, both would keep all graphs until Python looks for garbage
-        if failure is not None:
-            raise failure
+        try:
+            self.tracking.end(result.summary)
+        finally:
+            if failure is not None:
+                raise failure
         return result
 
     def _reopen(self, folder: Path) -> None:
@@ -371,6 +382,7 @@ class Recorder:
         if self._pending is not None:
             return  # set-up is being done again, and this was written down the first time
         self._write_down(server, entry)
+        self.tracking.add(entry)
         if self.on_round:
             self.on_round(entry, self.planned)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from inspect import getdoc, getmodule
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -13,6 +13,9 @@ from rich.text import Text
 
 from fedloom.comparison import Comparison, footnote
 from fedloom.method import Method, default_of, valid_values
+
+if TYPE_CHECKING:
+    from fedloom.tune import Tuned
 
 
 def percent(value: float | None) -> str:
@@ -188,10 +191,10 @@ def method(name: str, cls: type[Method]) -> RenderableType:
     """A method: what its file says (idea, paper, what travels, equations), its phases and its settings."""
     module = getmodule(cls)
     settings = Table(title="settings", title_justify="left")
-    for heading in ("field", "default", "valid", "what it is"):
+    for heading in ("field", "default", "valid", "tuned over", "what it is"):
         settings.add_column(heading)
     for f in fields(cls):
-        settings.add_row(f.name, repr(default_of(f)), valid_values(f), f.metadata["help"])
+        settings.add_row(f.name, repr(default_of(f)), valid_values(f), f.metadata.get("tune") or "", f.metadata["help"])
     phases = Table(title="phases", title_justify="left")
     for heading in ("phase", "takes", "answers"):
         phases.add_column(heading)
@@ -232,3 +235,26 @@ def holdings(h: Mapping[str, Any]) -> RenderableType:
 
 def _count(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
+
+
+def tuning(tuned: Tuned, rows: int = 10) -> RenderableType:
+    """A study's best trials, the recipe as it was given among them, and what to think of the best one's score."""
+    ranked = sorted((t for t in tuned.trials if t.validation is not None), key=lambda t: (-(t.validation or 0), t.number))
+    shown = ranked[:rows] + [t for t in ranked[rows:] if t is tuned.given]
+    table = Table(title="best trials by validation accuracy, %", title_justify="left")
+    for heading in ("trial", "validation", *tuned.best.settings):
+        table.add_column(heading, justify="right")
+    for t in shown:
+        values = (f"{v:.3g}" if isinstance(v, float) else str(v) for v in t.settings.values())
+        table.add_row(f"{t.number} (as given)" if t is tuned.given else str(t.number), percent(t.validation), *values)
+    failed = len(tuned.trials) - len(ranked)
+    lines = [f"{_plural(len(tuned.trials), 'trial')}{f', {failed} of them failed' if failed else ''}: {tuned.ended}"]
+    if tuned.importance:
+        lines.append(
+            "what made the difference, roughly: " + ", ".join(f"{key} {100 * share:.0f} %" for key, share in tuned.importance.items())
+        )
+    if tuned.given:
+        gain = 100 * ((tuned.best.validation or 0) - (tuned.given.validation or 0))
+        lines.append(f"the best has {gain:.1f} points of validation accuracy more than the recipe as given")
+    lines.append(f"it is the best of {len(ranked)} on the same validation items, which flatters it: expect less elsewhere")
+    return Group(table, Text("\n".join(lines)))

@@ -114,8 +114,7 @@ class Watch(ThreadingTCPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: Watch
-    protocol_version = "HTTP/1.1"
-    timeout = 30
+    timeout = 30  # a connection is for one question: what is open when the watch ends would be answered on
     refused: ClassVar[bytes] = b"This page opens with the address that fedloom watch has printed, token included.\n"
 
     def do_GET(self) -> None:
@@ -175,10 +174,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Everything but GET, and what is not HTTP: a line, and the connection is over."""
-        self.close_connection = True
         if self.request_version == "HTTP/0.9":
             return
-        self._answer(405 if code == 501 else code, "text/plain", b"Only GET.\n" if code == 501 else b"", more={"Connection": "close"})
+        self._answer(405 if code == 501 else code, "text/plain", b"Only GET.\n" if code == 501 else b"")
 
     def version_string(self) -> str:
         """Says no more of this machine than it has to."""

@@ -73,10 +73,12 @@ class AdaFGL(FedAvg):
     """FedAvg, then personal networks."""
 
     personal: int = setting(100, "epochs of the personal stage", at_least=1)
-    alpha: float = setting(0.98, "α, the edges' part in the redrawn graph; the rest is for alike predictions", at_least=0, at_most=1)
-    hops: int = setting(3, "K, how often features are smoothed", at_least=1)
-    preserve: float = setting(1.0, "λ, weight of the distance to the federated model's predictions", at_least=0)
-    beta: float = setting(0.2, "β, the federated predictions' part in who pulls and who pushes", at_least=0, at_most=1)
+    alpha: float = setting(
+        0.98, "α, the edges' part in the redrawn graph; the rest is for alike predictions", at_least=0, at_most=1, tune="0.5..1"
+    )
+    hops: int = setting(3, "K, how often features are smoothed", at_least=1, tune="1..5")
+    preserve: float = setting(1.0, "λ, weight of the distance to the federated model's predictions", at_least=0, tune="0.1..10")
+    beta: float = setting(0.2, "β, the federated predictions' part in who pulls and who pushes", at_least=0, at_most=1, tune="0..1")
     hide: float = setting(0.5, "share of the training labels that are hidden to measure homophily", above=0, below=1)
     spread_steps: int = setting(10, "k, steps of label propagation", at_least=1)
     spread: float = setting(0.5, "κ, share of a step that comes from the neighbours", above=0, at_most=1)

@@ -31,11 +31,11 @@ from fedloom.party import Server
 class CoBoost(Dense):
     """DENSE, boosted."""
 
-    adversarial: float = setting(1.0, "λ, weight of the distance between ensemble and student", at_least=0)
-    temperature: float = setting(4.0, "τ, at which the student matches the ensemble", above=0)
-    hard: float = setting(1.0, "h, how much more hard nodes count in CE; 0 = all alike", at_least=0)
-    epsilon: float = setting(8 / 255, "ε, length of the perturbation relative to a node's features", at_least=0)
-    mu: float = setting(0.01, "μ, step of the ensemble's weights", at_least=0)
+    adversarial: float = setting(1.0, "λ, weight of the distance between ensemble and student", at_least=0, tune="0.1..10")
+    temperature: float = setting(4.0, "τ, at which the student matches the ensemble", above=0, tune="1..20")
+    hard: float = setting(1.0, "h, how much more hard nodes count in CE; 0 = all alike", at_least=0, tune="0..2")
+    epsilon: float = setting(8 / 255, "ε, length of the perturbation relative to a node's features", at_least=0, tune="0..0.1")
+    mu: float = setting(0.01, "μ, step of the ensemble's weights", at_least=0, tune="0.001..0.1")
 
     def emphasis(self, taught: Tensor, learnt: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """(1 − p_y)^h, and 1."""

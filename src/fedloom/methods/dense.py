@@ -76,18 +76,18 @@ class Dense(FedAvg):
     """One round; the average is distilled further on invented nodes."""
 
     rounds: int = setting(1, "communication rounds: one-shot", at_least=1, at_most=1)
-    epochs: int = setting(100, "local epochs E before the upload", at_least=1)
-    finetune: int = setting(100, "local epochs after the download", at_least=0)
+    epochs: int = setting(100, "local epochs E before the upload", at_least=1, tune="20..200")
+    finetune: int = setting(100, "local epochs after the download", at_least=0, tune="0..200")
     batches: int = setting(50, "T, batches of invented nodes; 0 = the average as it is", at_least=0)
     nodes: int = setting(100, "invented nodes a batch", at_least=2)
     noise: int = setting(32, "width of the noise z", at_least=1)
     neighbours: int = setting(5, "links a node asks for", at_least=1)
     width: int = setting(128, "width of the generator's two hidden layers", at_least=1)
     generator_steps: int = setting(30, "T_G, steps of the generator a batch", at_least=1)
-    generator_lr: float = setting(1e-3, "η_G, the generator's learning rate", above=0)
-    adversarial: float = setting(0.5, "λ, weight of the disagreement between ensemble and student", at_least=0)
-    student_lr: float = setting(1e-3, "η_S, the student's learning rate", above=0)
-    temperature: float = setting(1.0, "τ, at which the student matches the ensemble", above=0)
+    generator_lr: float = setting(1e-3, "η_G, the generator's learning rate", above=0, tune="1e-4..0.01")
+    adversarial: float = setting(0.5, "λ, weight of the disagreement between ensemble and student", at_least=0, tune="0.1..10")
+    student_lr: float = setting(1e-3, "η_S, the student's learning rate", above=0, tune="1e-4..0.01")
+    temperature: float = setting(1.0, "τ, at which the student matches the ensemble", above=0, tune="1..10")
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
 

@@ -49,10 +49,12 @@ BLOCKS, BLOCK, CHANCE = 5, 100, 0.1  # of the random graph
 class FedPub(Mixing):
     """Local training from a mixture of similar models, under a mask."""
 
-    scale: float = setting(10.0, "τ, factor of the similarities; 0 mixes all models alike", at_least=0)
+    scale: float = setting(10.0, "τ, factor of the similarities; 0 mixes all models alike", at_least=0, tune="1..20")
     masks: bool = setting(True, "clients mask their weights")
-    sparsity: float = setting(1e-4, "λ_1, weight of the masks' L1 norm; in a model that predicts, masks below it count as 0", at_least=0)
-    proximal: float = setting(1e-3, "λ_2, weight of the squared distance to the mixture", at_least=0)
+    sparsity: float = setting(
+        1e-4, "λ_1, weight of the masks' L1 norm; in a model that predicts, masks below it count as 0", at_least=0, tune="1e-5..0.01"
+    )
+    proximal: float = setting(1e-3, "λ_2, weight of the squared distance to the mixture", at_least=0, tune="1e-5..0.1")
 
     @phase()
     def setup(self, client: Client) -> Message:

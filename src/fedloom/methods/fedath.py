@@ -53,7 +53,9 @@ BLIND = ("gat", "mlp")  # models that look at no edge weights
 class FedATH(FedAvg):
     """FedAvg of models that see the edges worth seeing."""
 
-    independence: float = setting(7.0, "λ, weight of the dependence (HSIC) between what the causal and the biased model say", at_least=0)
+    independence: float = setting(
+        7.0, "λ, weight of the dependence (HSIC) between what the causal and the biased model say", at_least=0, tune="0.1..10"
+    )
     compare: str = setting("probabilities", "what the dependence is of", choices=("probabilities", "logits"))
     per: str = setting("pairs", "HSIC beside CE is divided by the number of pairs of nodes, or of nodes", choices=("pairs", "nodes"))
 

@@ -34,9 +34,9 @@ from fedloom.party import Client, Server
 class FedDC(FedAvg):
     """FedAvg with local drift variables."""
 
-    lr: float = setting(0.1, "local learning rate η", above=0)
+    lr: float = setting(0.1, "local learning rate η", above=0, tune="0.01..1")
     optimizer: str = setting("sgd", "local optimiser", choices=OPTIMIZERS)
-    alpha: float = setting(0.1, "α, weight of the drift penalty", at_least=0)
+    alpha: float = setting(0.1, "α, weight of the drift penalty", at_least=0, tune="0.001..1")
 
     @averaged(by="size")
     @phase(corrected="=model", update="=model")

@@ -41,7 +41,7 @@ from fedloom.party import Client, Server
 class FedDistill(Local):
     """Local training that follows the clients' mean logits of each class."""
 
-    weight: float = setting(1.0, "λ, weight of the distillation term", at_least=0)
+    weight: float = setting(1.0, "λ, weight of the distillation term", at_least=0, tune="0.1..10")
     term: str = setting("ce", "d: cross-entropy with the softened mean, or mean square of the logits", choices=("ce", "mse"))
 
     tells: ClassVar[str] = "mean logits of each class over all clients: of one alone, if no other has the class"

@@ -93,7 +93,7 @@ class FedGCN(FedAvg, FedSGD):
     aggregate: str = setting(
         "weights", "what rounds share: weights after E epochs, or gradients of one step", choices=("weights", "gradients")
     )
-    hops: int = setting(2, "1 = the GCN's first layer is exact, 2 = both are", at_least=1, at_most=2)
+    hops: int = setting(2, "1 = the GCN's first layer is exact, 2 = both are", at_least=1, at_most=2, tune="1,2")
 
     crosses: ClassVar[bool] = True
     transductive: ClassVar[bool] = True

@@ -92,13 +92,13 @@ def require_linear_heads(facts: Facts) -> None:
 class FedGen(Local):
     """Local training with a shared head that also learns from imagined embeddings."""
 
-    alpha: float = setting(1.0, "α, weight of the imagined embeddings in a client's loss", at_least=0)
+    alpha: float = setting(1.0, "α, weight of the imagined embeddings in a client's loss", at_least=0, tune="0.1..10")
     imagined: int = setting(32, "embeddings imagined for a step, of a client and of the generator", at_least=2)
     noise: int = setting(32, "width of the noise ε", at_least=1)
     hidden: int = setting(512, "width of the generator's hidden layer", at_least=1)
     generator_steps: int = setting(100, "steps of the generator a round", at_least=1)
-    generator_lr: float = setting(5e-3, "the generator's learning rate", above=0)
-    diversity: float = setting(1.0, "η, weight of the diversity term", at_least=0)
+    generator_lr: float = setting(5e-3, "the generator's learning rate", above=0, tune="1e-4..0.01")
+    diversity: float = setting(1.0, "η, weight of the diversity term", at_least=0, tune="0.1..10")
 
     tells: ClassVar[str] = "the label distribution of the round's clients together: with two, each other's"
 

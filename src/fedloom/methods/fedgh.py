@@ -329,9 +329,9 @@ class FedGH(Plugin):
     vgae: str = setting("gcn-2x128", "architecture of the VGAE's encoder")
     latent_width: int = setting(64, "q, width of the latents", at_least=1)
     vgae_epochs: int = setting(200, "steps of the VGAE's training", at_least=1)
-    vgae_lr: float = setting(0.01, "its learning rate", above=0)
-    feature_loss: float = setting(1.0, "λ_x, weight of the features' reconstruction", at_least=0)
-    kl_weight: float = setting(1.0, "γ, weight of the KL term (0 = the paper's w/o KL)", at_least=0)
+    vgae_lr: float = setting(0.01, "its learning rate", above=0, tune="0.001..0.1")
+    feature_loss: float = setting(1.0, "λ_x, weight of the features' reconstruction", at_least=0, tune="0.1..10")
+    kl_weight: float = setting(1.0, "γ, weight of the KL term (0 = the paper's w/o KL)", at_least=0, tune="0.001..10")
     diffused: bool = setting(True, "pseudo-graphs are decoded from diffused latents; false: from the latents themselves")
     diffusion_steps: int = setting(100, "T", at_least=1)
     first_beta: float = setting(0.001, "β_1", above=0, below=1)
@@ -339,17 +339,19 @@ class FedGH(Plugin):
     regulated: bool = setting(True, "the client-aware condition r (false = the paper's w/o C)")
     regulator_noise: float = setting(1.0, "σ_c, noise through which r sees a node's latent", at_least=0)
     diffusion_epochs: int = setting(500, "steps of the diffusion's training", at_least=1)
-    diffusion_lr: float = setting(0.001, "its learning rate", above=0)
+    diffusion_lr: float = setting(0.001, "its learning rate", above=0, tune="1e-4..0.01")
     diffusion_rows: int = setting(1024, "nodes in one of these steps", at_least=1)
     embedding_width: int = setting(64, "d̃, width of H̃ (0 = nothing is refined)", at_least=0)
     contrast_epochs: int = setting(300, "steps of the contrastive learning", at_least=1)
-    contrast_lr: float = setting(0.001, "its learning rate", above=0)
+    contrast_lr: float = setting(0.001, "its learning rate", above=0, tune="1e-4..0.01")
     contrast_patience: int = setting(20, "it stops after so many steps without a lower loss (0 = never)", at_least=0)
     encoder_per_client: bool = setting(False, "an encoder for each client rather than one for all")
     append: float = setting(
-        0.25, "H̃ is appended to the features, in rows of this length (theirs is 1 on average); 0 = it is not", at_least=0
+        0.25, "H̃ is appended to the features, in rows of this length (theirs is 1 on average); 0 = it is not", at_least=0, tune="0..1"
     )
-    add_edges: int = setting(0, "k, similar nodes that a node is linked to (0: chosen by validation, see docs/results.md)", at_least=0)
+    add_edges: int = setting(
+        0, "k, similar nodes that a node is linked to (0: chosen by validation, see docs/results.md)", at_least=0, tune="0,1,3,5,10"
+    )
     add_above: float = setting(1.0, "τ, similarity (a cosine) above which nodes are linked (1 = none are)", at_least=-1, at_most=1)
     precision: str = setting("float32", "numbers of features and embeddings as they travel", choices=("float32", "float16"))
     top_entries: int = setting(0, "entries of a row of X̂ that travel, the largest (0 = all)", at_least=0)

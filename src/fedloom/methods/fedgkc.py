@@ -55,20 +55,24 @@ from fedloom.views import thinned
 class FedGKC(WithCopilot):
     """Mutual and self-distillation, and a mean that knows who is sure."""
 
-    alpha: float = setting(0.6, "α, weight of the cross-entropy in both models' losses", at_least=0, at_most=1)
-    beta: float = setting(0.2, "β, weight of the neighbourly loss; what α and β leave is the logits'", at_least=0, at_most=1)
+    alpha: float = setting(0.6, "α, weight of the cross-entropy in both models' losses", at_least=0, at_most=1, tune="0.4..0.8")
+    beta: float = setting(
+        0.2, "β, weight of the neighbourly loss; what α and β leave is the logits'", at_least=0, at_most=1, tune="0.1..0.3"
+    )
     norm: str = setting("pairs", "Q, what the neighbourly loss is a mean over", choices=("pairs", "nodes"))
-    self_weight: float = setting(1.0, "w, weight of the self-distillation", at_least=0)
+    self_weight: float = setting(1.0, "w, weight of the self-distillation", at_least=0, tune="0.1..10")
     symmetric: bool = setting(False, "whether the weak view learns from the strong one too")
-    weak_edges: float = setting(0.3, "share of edges that the weak view drops", at_least=0, at_most=1)
-    weak_columns: float = setting(0.3, "share of feature columns that the weak view masks", at_least=0, at_most=1)
-    strong_edges: float = setting(0.8, "share of edges that the strong view drops", at_least=0, at_most=1)
-    strong_columns: float = setting(0.5, "share of feature columns that the strong view masks", at_least=0, at_most=1)
+    weak_edges: float = setting(0.3, "share of edges that the weak view drops", at_least=0, at_most=1, tune="0.1,0.3")
+    weak_columns: float = setting(0.3, "share of feature columns that the weak view masks", at_least=0, at_most=1, tune="0.1,0.3")
+    strong_edges: float = setting(0.8, "share of edges that the strong view drops", at_least=0, at_most=1, tune="0.4,0.8")
+    strong_columns: float = setting(0.5, "share of feature columns that the strong view masks", at_least=0, at_most=1, tune="0.4,0.5")
     warmup: int = setting(0, "rounds in which both models learn from labels alone", at_least=0)
-    kappa: float = setting(0.5, "κ, say of the assurance in a client's weight; the rest is its volume's", at_least=0, at_most=1)
+    kappa: float = setting(
+        0.5, "κ, say of the assurance in a client's weight; the rest is its volume's", at_least=0, at_most=1, tune="0..1"
+    )
     strength: bool = setting(True, "whether strength is part of the assurance")
     clarity: bool = setting(True, "whether the distance between classes is part of the assurance")
-    lam: float = setting(0.1, "λ, weight of the likeness to neighbours in the assurance", at_least=0)
+    lam: float = setting(0.1, "λ, weight of the likeness to neighbours in the assurance", at_least=0, tune="0.01..1")
     mean_others: bool = setting(False, "the distance between classes is to the mean of the others")
     volume: str = setting("nodes", "n_k, what a client's volume counts", choices=("nodes", "train"))
 

@@ -48,11 +48,11 @@ from fedloom.party import Client, Replies
 class FedGTA(Mixing):
     """Local training from a mean of the clients that are alike."""
 
-    steps: int = setting(5, "T, steps of label propagation", at_least=1)
-    alpha: float = setting(0.5, "α, what a step takes from the neighbours; the rest stays", at_least=0, at_most=1)
-    order: int = setting(10, "highest moment", at_least=1)
-    temperature: float = setting(20.0, "τ, of the distribution whose entropy is the confidence", above=0)
-    threshold: float = setting(0.5, "ε, cosine of moments above which a model is in a client's mean", at_least=-1, at_most=1)
+    steps: int = setting(5, "T, steps of label propagation", at_least=1, tune="1..10")
+    alpha: float = setting(0.5, "α, what a step takes from the neighbours; the rest stays", at_least=0, at_most=1, tune="0.1..0.9")
+    order: int = setting(10, "highest moment", at_least=1, tune="2..20")
+    temperature: float = setting(20.0, "τ, of the distribution whose entropy is the confidence", above=0, tune="1..50")
+    threshold: float = setting(0.5, "ε, cosine of moments above which a model is in a client's mean", at_least=-1, at_most=1, tune="0..0.9")
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
 

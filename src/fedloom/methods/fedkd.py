@@ -43,8 +43,10 @@ from fedloom.party import Client, Replies, Server
 class FedKD(WithCopilot):
     """Adaptive mutual learning with a compressed copilot."""
 
-    start: float = setting(0.95, "T_start, share of the squared singular values kept in the first round", above=0, at_most=1)
-    end: float = setting(0.98, "T_end, that of the last round", above=0, at_most=1)
+    start: float = setting(
+        0.95, "T_start, share of the squared singular values kept in the first round", above=0, at_most=1, tune="0.8..0.95"
+    )
+    end: float = setting(0.98, "T_end, that of the last round", above=0, at_most=1, tune="0.95..0.99")
 
     @phase()
     def setup(self, client: Client) -> Message:

@@ -48,8 +48,8 @@ from fedloom.prototypes import class_sums
 class FedNH(FedAvg):
     """FedAvg of the extractor under a head of prototypes."""
 
-    rho: float = setting(0.9, "ρ, how much of the old prototypes stays each round", at_least=0, at_most=1)
-    scale: float = setting(30.0, "s, factor of the cosines in the logits", above=0)
+    rho: float = setting(0.9, "ρ, how much of the old prototypes stays each round", at_least=0, at_most=1, tune="0.1..0.99")
+    scale: float = setting(30.0, "s, factor of the cosines in the logits", above=0, tune="5..50")
 
     tells: ClassVar[str] = "class means' directions over all clients: of one alone, if no other has the class"
 

@@ -24,10 +24,10 @@ from fedloom.party import Server
 class FedOpt(FedAvg):
     """FedAvg with Adam at the server."""
 
-    server_lr: float = setting(0.01, "η_s, the server's learning rate", above=0)
+    server_lr: float = setting(0.01, "η_s, the server's learning rate", above=0, tune="0.001..0.1")
     beta1: float = setting(0.9, "β₁", at_least=0, below=1)
     beta2: float = setting(0.99, "β₂", at_least=0, below=1)
-    tau: float = setting(1e-3, "τ, degree of adaptivity", above=0)
+    tau: float = setting(1e-3, "τ, degree of adaptivity", above=0, tune="1e-5..0.1")
 
     def run(self, server: Server) -> None:
         """Algorithm 2."""

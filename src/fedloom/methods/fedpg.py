@@ -113,15 +113,19 @@ class Surroundings:
 class FedPG(FedTGP):
     """FedTGP with prototypes that know the topology, and an answer for each client."""
 
-    hops: int = setting(2, "H, the farthest hop with prototypes of its own", at_least=0)
-    pull: float = setting(0.5, "μ, weight of the alignment", at_least=0)
+    hops: int = setting(2, "H, the farthest hop with prototypes of its own", at_least=0, tune="0..3")
+    pull: float = setting(0.5, "μ, weight of the alignment", at_least=0, tune="0.1..10")
     unit: bool = setting(True, "embeddings, and universal prototypes, are scaled to length 1")
-    margin_cap: float = setting(0.5, "ε, the largest margin M (0 = without)", at_least=0)
-    alpha: float = setting(0.5, "α, share of the universal prototype in what a client gets (1 = not personal)", at_least=0, at_most=1)
-    similar: float = setting(0.8, "λ, cosine from which another client is a peer", at_least=-1)
+    margin_cap: float = setting(0.5, "ε, the largest margin M (0 = without)", at_least=0, tune="0.1..1")
+    alpha: float = setting(
+        0.5, "α, share of the universal prototype in what a client gets (1 = not personal)", at_least=0, at_most=1, tune="0..1"
+    )
+    similar: float = setting(0.8, "λ, cosine from which another client is a peer", at_least=-1, tune="0.5..0.95")
     top_peers: int = setting(0, "instead of λ: so many most similar clients are peers (0 = λ decides)", at_least=0)
-    sampling: float = setting(0.5, "Δs, prototypes from other hops for each of the own hop", at_least=0, at_most=1)
-    temperature: float = setting(1.0, "T of the contrast", above=0)
+    sampling: float = setting(
+        0.5, "Δs, prototypes from other hops for each of the own hop", at_least=0, at_most=1, tune="0,0.25,0.5,0.75,1"
+    )
+    temperature: float = setting(1.0, "T of the contrast", above=0, tune="0.1..1")
     attention: bool = setting(True, "neighbours are weighted by attention (false: all alike)")
     annotate: str = setting("train", "whose class is known: training items; or also what the model is sure of", choices=("train", "pseudo"))
     sure: float = setting(0.9, "pseudo: probability from which the model is sure", at_least=0, at_most=1)

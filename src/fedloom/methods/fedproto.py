@@ -39,7 +39,7 @@ from fedloom.prototypes import class_sums, table_of, told
 class FedProto(Local):
     """Local training towards common class means."""
 
-    pull: float = setting(1.0, "λ, weight of the distance to the prototypes", at_least=0)
+    pull: float = setting(1.0, "λ, weight of the distance to the prototypes", at_least=0, tune="0.1..10")
     unit: bool = setting(False, "embeddings are scaled to length 1 before anything else is done with them")
     floor: int = setting(1, "items behind a prototype below which it stays at home", at_least=1)
 

@@ -26,7 +26,7 @@ from fedloom.party import Client
 class FedProx(FedAvg):
     """FedAvg with a proximal term."""
 
-    mu: float = setting(1e-3, "μ, weight of the proximal term", at_least=0)
+    mu: float = setting(1e-3, "μ, weight of the proximal term", at_least=0, tune="1e-4..1")
 
     def objective(self, client: Client, batch: Graph, net: Model, model: Message) -> Tensor:  # type: ignore[override]
         """Eq. 2."""

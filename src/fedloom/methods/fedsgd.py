@@ -31,8 +31,8 @@ from fedloom.party import Client, Server
 class FedSGD(Method):
     """Summed gradients, one optimiser at the server."""
 
-    lr: float = setting(0.01, "the server's learning rate λ", above=0)
-    weight_decay: float = setting(5e-4, "L2 penalty", at_least=0)
+    lr: float = setting(0.01, "the server's learning rate λ", above=0, tune="0.001..0.1")
+    weight_decay: float = setting(5e-4, "L2 penalty", at_least=0, tune="1e-6..0.01")
     optimizer: str = setting("adam", "the server's optimiser", choices=OPTIMIZERS)
 
     evaluations: ClassVar[tuple[str, ...]] = ("common",)

@@ -44,11 +44,17 @@ from fedloom.party import Client, Facts, Server
 class FedSpray(Local):
     """Local training towards what common proxies say a node's class is."""
 
-    pull: float = setting(1.0, "λ_1, weight of the distance to the encoder's predictions in the own model's loss", at_least=0)
-    match: float = setting(1.0, "λ_2, weight of the distance to the own model's predictions in the encoder's loss", at_least=0)
-    sure: float = setting(0.7, "t, probability above which features alone make an unlabelled node reliable", at_least=0, at_most=1)
+    pull: float = setting(
+        1.0, "λ_1, weight of the distance to the encoder's predictions in the own model's loss", at_least=0, tune="0.1..10"
+    )
+    match: float = setting(
+        1.0, "λ_2, weight of the distance to the own model's predictions in the encoder's loss", at_least=0, tune="0.1..10"
+    )
+    sure: float = setting(
+        0.7, "t, probability above which features alone make an unlabelled node reliable", at_least=0, at_most=1, tune="0.5..0.95"
+    )
     width: int = setting(64, "w, width of the encoder and of the structure proxies", at_least=1)
-    proxy_lr: float = setting(0.02, "learning rate of the structure proxies", above=0)
+    proxy_lr: float = setting(0.02, "learning rate of the structure proxies", above=0, tune="0.001..0.1")
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
     tells: ClassVar[str] = "structure proxies of classes, learnt by all clients that have the class: by one alone, if no other has it"

@@ -128,7 +128,7 @@ class FedStruct(FedSGD):
     """FedSGD with a second branch that knows the whole graph's structure."""
 
     structure: str = setting("hop2vec", "structure features s_u", choices=KINDS)
-    hops: int = setting(10, "L_s, hops of the structure branch", at_least=1)
+    hops: int = setting(10, "L_s, hops of the structure branch", at_least=1, tune="1..20")
     beta: str = setting("", "β_0,β_1,...,β_L_s of the filter, separated by commas (empty = the last hop alone)")
     learn_beta: bool = setting(False, "whether β is trained")
     prune: str = setting("protocol", "what is left out of the powers of Â", choices=("protocol", "global", "none"))

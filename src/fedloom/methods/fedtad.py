@@ -68,11 +68,11 @@ class FedTAD(FedAvg):
     noise: int = setting(32, "width of the noise z", at_least=1)
     neighbours: int = setting(5, "links an invented node asks for", at_least=1)
     generator_steps: int = setting(1, "T_G, steps of the generator a batch", at_least=1)
-    generator_lr: float = setting(1e-3, "the generator's learning rate", above=0)
-    semantic: float = setting(1.0, "λ_1, weight of the clients' cross-entropy on invented nodes", at_least=0)
-    diversity: float = setting(1.0, "λ_2, weight of the diversity of invented nodes", at_least=0)
+    generator_lr: float = setting(1e-3, "the generator's learning rate", above=0, tune="1e-4..0.01")
+    semantic: float = setting(1.0, "λ_1, weight of the clients' cross-entropy on invented nodes", at_least=0, tune="0.1..10")
+    diversity: float = setting(1.0, "λ_2, weight of the diversity of invented nodes", at_least=0, tune="0.1..10")
     student_steps: int = setting(5, "T_S, steps of the student a batch", at_least=1)
-    student_lr: float = setting(1e-4, "the student's learning rate", above=0)
+    student_lr: float = setting(1e-4, "the student's learning rate", above=0, tune="1e-5..0.01")
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
 

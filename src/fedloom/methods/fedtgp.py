@@ -49,9 +49,9 @@ class Anchors(nn.Module):
 class FedTGP(FedProto):
     """FedProto towards anchors that are trained to be told apart."""
 
-    server_steps: int = setting(10, "steps a round on the anchors", at_least=1)
-    server_lr: float = setting(0.01, "learning rate of the anchors", above=0)
-    margin_cap: float = setting(100.0, "τ, the largest margin δ", at_least=0)
+    server_steps: int = setting(10, "steps a round on the anchors", at_least=1, tune="1..100")
+    server_lr: float = setting(0.01, "learning rate of the anchors", above=0, tune="0.001..0.1")
+    margin_cap: float = setting(100.0, "τ, the largest margin δ", at_least=0, tune="1..100")
 
     tells: ClassVar[str] = "anchors, trained on class means: on those of one client alone, if no other has the class"
 

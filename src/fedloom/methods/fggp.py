@@ -70,14 +70,16 @@ class View(Graph):
 class FGGP(FedAvg):
     """FedAvg on two views of every graph, with a vote of prototypes."""
 
-    neighbours: int = setting(3, "k, nearest neighbours that become candidate links", at_least=1)
-    alpha: float = setting(0.5, "α, the sampler's say in a link's probability; the rest is for keeping it", at_least=0, at_most=1)
+    neighbours: int = setting(3, "k, nearest neighbours that become candidate links", at_least=1, tune="1..10")
+    alpha: float = setting(
+        0.5, "α, the sampler's say in a link's probability; the rest is for keeping it", at_least=0, at_most=1, tune="0..1"
+    )
     softness: float = setting(1.0, "temperature of the draw's gradient", above=0)
-    second: float = setting(1.0, "λ_1, weight of the second view's cross-entropy", at_least=0)
-    links: float = setting(1.0, "λ_2, weight of the links' reconstruction", at_least=0)
-    align: float = setting(1.0, "λ_3, weight of the alignment of the two views' prototypes", at_least=0)
-    tau: float = setting(0.5, "temperature of the alignment", above=0)
-    tau_vote: float = setting(0.1, "τ_v, temperature of the prototypes' vote", above=0)
+    second: float = setting(1.0, "λ_1, weight of the second view's cross-entropy", at_least=0, tune="0.1..10")
+    links: float = setting(1.0, "λ_2, weight of the links' reconstruction", at_least=0, tune="0.1..10")
+    align: float = setting(1.0, "λ_3, weight of the alignment of the two views' prototypes", at_least=0, tune="0.1..10")
+    tau: float = setting(0.5, "temperature of the alignment", above=0, tune="0.1..1")
+    tau_vote: float = setting(0.1, "τ_v, temperature of the prototypes' vote", above=0, tune="0.05..1")
     classifier: str = setting("prototypes", "who predicts", choices=("prototypes", "head"))
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)

@@ -43,10 +43,10 @@ ROWS = 1024  # of similarities that are held at once
 class FGSSL(FedAvg):
     """FedAvg with a contrast to the global model's classes and a distillation of its neighbourhoods."""
 
-    semantic: float = setting(1.0, "λ_c, weight of the contrast between classes", at_least=0)
-    structural: float = setting(1.0, "λ_d, weight of the neighbourhoods' distillation", at_least=0)
-    tau: float = setting(0.1, "τ, temperature of the contrast", above=0)
-    omega: float = setting(0.1, "ω, temperature of the neighbourhoods", above=0)
+    semantic: float = setting(1.0, "λ_c, weight of the contrast between classes", at_least=0, tune="0.1..10")
+    structural: float = setting(1.0, "λ_d, weight of the neighbourhoods' distillation", at_least=0, tune="0.1..10")
+    tau: float = setting(0.1, "τ, temperature of the contrast", above=0, tune="0.05..1")
+    omega: float = setting(0.1, "ω, temperature of the neighbourhoods", above=0, tune="0.05..1")
     weak_edges: float = setting(0.3, "share of edges that the global model does not see", at_least=0, at_most=1)
     weak_columns: float = setting(0.3, "share of feature columns that the global model does not see", at_least=0, at_most=1)
     strong_edges: float = setting(0.8, "share of edges that the trained model does not see", at_least=0, at_most=1)

@@ -34,8 +34,8 @@ from fedloom.party import Client, Server
 class FML(WithCopilot):
     """Mutual learning with an averaged copilot."""
 
-    alpha: float = setting(0.5, "α, weight of the cross-entropy in the own model's loss", at_least=0, at_most=1)
-    beta: float = setting(0.5, "β, weight of the cross-entropy in the copilot's loss", at_least=0, at_most=1)
+    alpha: float = setting(0.5, "α, weight of the cross-entropy in the own model's loss", at_least=0, at_most=1, tune="0.1..0.9")
+    beta: float = setting(0.5, "β, weight of the cross-entropy in the copilot's loss", at_least=0, at_most=1, tune="0.1..0.9")
 
     @averaged(by="size")
     @phase(copilot="=copilot")

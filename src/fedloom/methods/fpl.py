@@ -42,9 +42,9 @@ from fedloom.prototypes import class_means, clusters, table_of, told
 class FPL(FedAvg):
     """FedAvg towards cluster prototypes."""
 
-    contrastive: float = setting(1.0, "λ_1, weight of the contrast between classes' cluster prototypes", at_least=0)
-    unbiased: float = setting(1.0, "λ_2, weight of the distance to the mean of the class's cluster prototypes", at_least=0)
-    tau: float = setting(0.02, "τ, temperature of the contrast", above=0)
+    contrastive: float = setting(1.0, "λ_1, weight of the contrast between classes' cluster prototypes", at_least=0, tune="0.1..10")
+    unbiased: float = setting(1.0, "λ_2, weight of the distance to the mean of the class's cluster prototypes", at_least=0, tune="0.1..10")
+    tau: float = setting(0.02, "τ, temperature of the contrast", above=0, tune="0.01..0.1")
 
     tells: ClassVar[str] = "cluster prototypes, means over few clients: of one alone, if no other has the class"
 

@@ -64,10 +64,10 @@ def cut(sequences: Mapping[str, Tensor]) -> tuple[set[str], set[str]]:
 class GCFLPlus(Local):
     """FedAvg of the extractor in clusters that come apart by themselves."""
 
-    eps1: float = setting(0.05, "ε₁, a cluster is cut only if its mean update is shorter", at_least=0)
-    eps2: float = setting(0.1, "ε₂, and its longest update is longer", at_least=0)
+    eps1: float = setting(0.05, "ε₁, a cluster is cut only if its mean update is shorter", at_least=0, tune="0.01..0.1")
+    eps2: float = setting(0.1, "ε₂, and its longest update is longer", at_least=0, tune="0.05..0.5")
     after: int = setting(20, "rounds before the first cut", at_least=0)
-    sequence: int = setting(5, "L, norms that a client is known by", at_least=1)
+    sequence: int = setting(5, "L, norms that a client is known by", at_least=1, tune="5..20")
     standardise: bool = setting(False, "divide each sequence by its standard deviation, to compare trends")
 
     tasks: ClassVar[tuple[str, ...]] = ("graph",)

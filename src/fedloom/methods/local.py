@@ -25,11 +25,13 @@ from fedloom.party import Client, Server
 class Local(Method):
     """Training without any communication."""
 
-    epochs: int = setting(3, "local epochs E a round", at_least=1)
-    lr: float = setting(0.01, "local learning rate η", above=0)
-    weight_decay: float = setting(5e-4, "L2 penalty", at_least=0)
+    epochs: int = setting(3, "local epochs E a round", at_least=1, tune="1..10")
+    lr: float = setting(0.01, "local learning rate η", above=0, tune="0.001..0.1")
+    weight_decay: float = setting(5e-4, "L2 penalty", at_least=0, tune="1e-6..0.01")
     optimizer: str = setting("adam", "local optimiser", choices=OPTIMIZERS)
-    batch_size: int = setting(32, "graphs a step in graph tasks, 0 = all; node tasks take the whole graph", at_least=0, task="graph")
+    batch_size: int = setting(
+        32, "graphs a step in graph tasks, 0 = all; node tasks take the whole graph", at_least=0, task="graph", tune="16,32,64,128"
+    )
 
     @phase()
     def setup(self, client: Client) -> Message:

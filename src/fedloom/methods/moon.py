@@ -30,8 +30,8 @@ from fedloom.party import Client
 class Moon(FedAvg):
     """FedAvg with a model-contrastive term."""
 
-    mu: float = setting(1.0, "μ, weight of the contrastive term", at_least=0)
-    tau: float = setting(0.5, "τ, temperature", above=0)
+    mu: float = setting(1.0, "μ, weight of the contrastive term", at_least=0, tune="0.1..10")
+    tau: float = setting(0.5, "τ, temperature", above=0, tune="0.1..1")
 
     @phase()
     def setup(self, client: Client) -> Message:

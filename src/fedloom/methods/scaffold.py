@@ -34,7 +34,7 @@ from fedloom.party import Client, Server
 class Scaffold(FedAvg):
     """FedAvg with control variates."""
 
-    lr: float = setting(0.5, "local learning rate η", above=0)
+    lr: float = setting(0.5, "local learning rate η", above=0, tune="0.01..1")
     optimizer: str = setting("sgd", "local optimiser", choices=OPTIMIZERS)
 
     @phase(model="=model", change="=model")

@@ -25,8 +25,19 @@ function furnish(node, attributes, children) {
 const known = (value) => typeof value === "number" && Number.isFinite(value);
 const plain = new Intl.NumberFormat("en-GB", { maximumSignificantDigits: 4 });
 const whole = new Intl.NumberFormat("en-GB", { maximumFractionDigits: 0 });
-const BYTES = [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]];
-const SECONDS = [[3600, "h"], [60, "min"], [1, "s"], [1e-3, "ms"]];
+const BYTES = [
+  [1e12, "TB"],
+  [1e9, "GB"],
+  [1e6, "MB"],
+  [1e3, "kB"],
+  [1, "B"],
+];
+const SECONDS = [
+  [3600, "h"],
+  [60, "min"],
+  [1, "s"],
+  [1e-3, "ms"],
+];
 
 /** The factor and the name of the unit in which a value of some size reads well. */
 function unitFor(kind, size) {
@@ -82,7 +93,12 @@ const theme = {
   },
   /** The button that changes it. */
   button() {
-    const button = el("button", { type: "button", class: "quiet", id: "theme", onclick: () => this.remember(this.isDark() ? "light" : "dark") });
+    const button = el("button", {
+      type: "button",
+      class: "quiet",
+      id: "theme",
+      onclick: () => this.remember(this.isDark() ? "light" : "dark"),
+    });
     const label = () => {
       button.textContent = this.isDark() ? "Light" : "Dark";
       button.setAttribute("aria-label", `Change to ${this.isDark() ? "light" : "dark"} colours`);

@@ -12,20 +12,58 @@ const charts = (() => {
   const drawn = []; // every chart of the page
 
   // ---- how a series looks ----
+  const LEVEL = "6 4"; // the dash of a level: what needs no x at all
+
   function look(index) {
     const again = Math.floor(index / HUES);
     return { color: `var(--s${index % HUES})`, dash: DASHES[again % DASHES.length], shape: (index + again) % 8, hollow: again % 2 === 1 };
   }
 
-  const turn = (points, angle) => points.map(([x, y]) => [x * Math.cos(angle) - y * Math.sin(angle), x * Math.sin(angle) + y * Math.cos(angle)]);
-  const PLUS = [[-0.35, -1], [0.35, -1], [0.35, -0.35], [1, -0.35], [1, 0.35], [0.35, 0.35], [0.35, 1], [-0.35, 1], [-0.35, 0.35], [-1, 0.35], [-1, -0.35], [-0.35, -0.35]];
-  const STAR = [...Array(10).keys()].map((k) => { const r = k % 2 ? 0.5 : 1.2, a = (k * Math.PI) / 5 - Math.PI / 2; return [r * Math.cos(a), r * Math.sin(a)]; });
+  const turn = (points, angle) =>
+    points.map(([x, y]) => [x * Math.cos(angle) - y * Math.sin(angle), x * Math.sin(angle) + y * Math.cos(angle)]);
+  const PLUS = [
+    [-0.35, -1],
+    [0.35, -1],
+    [0.35, -0.35],
+    [1, -0.35],
+    [1, 0.35],
+    [0.35, 0.35],
+    [0.35, 1],
+    [-0.35, 1],
+    [-0.35, 0.35],
+    [-1, 0.35],
+    [-1, -0.35],
+    [-0.35, -0.35],
+  ];
+  const STAR = [...Array(10).keys()].map((k) => {
+    const r = k % 2 ? 0.5 : 1.2,
+      a = (k * Math.PI) / 5 - Math.PI / 2;
+    return [r * Math.cos(a), r * Math.sin(a)];
+  });
   const SHAPES = [
     null, // a circle
-    [[-0.88, -0.88], [0.88, -0.88], [0.88, 0.88], [-0.88, 0.88]],
-    [[0, -1.15], [1.08, 0.8], [-1.08, 0.8]],
-    [[0, -1.25], [1.05, 0], [0, 1.25], [-1.05, 0]],
-    [[0, 1.15], [1.08, -0.8], [-1.08, -0.8]],
+    [
+      [-0.88, -0.88],
+      [0.88, -0.88],
+      [0.88, 0.88],
+      [-0.88, 0.88],
+    ],
+    [
+      [0, -1.15],
+      [1.08, 0.8],
+      [-1.08, 0.8],
+    ],
+    [
+      [0, -1.25],
+      [1.05, 0],
+      [0, 1.25],
+      [-1.05, 0],
+    ],
+    [
+      [0, 1.15],
+      [1.08, -0.8],
+      [-1.08, -0.8],
+    ],
     PLUS,
     turn(PLUS, Math.PI / 4),
     STAR,
@@ -39,13 +77,15 @@ const charts = (() => {
   }
 
   function swatch(style, form) {
-    const parts = [], line = form === "lines" || form === "level";
+    const parts = [],
+      line = form === "lines" || form === "level";
     if (form === "bars") {
       parts.push(svg("path", { d: "M1 1h12v12h-12Z", style: `fill:${style.color}` }));
       if (style.dash) parts.push(svg("path", { d: hatching(1, 1, 12, 12), style: "stroke:var(--page);stroke-width:1.6" }));
       return svg("svg", { width: 14, height: 14, "aria-hidden": "true" }, ...parts);
     }
-    if (line) parts.push(svg("path", { d: "M1 7H25", style: `stroke:${style.color};stroke-width:2;stroke-dasharray:${style.dash || "none"}` }));
+    if (line)
+      parts.push(svg("path", { d: "M1 7H25", style: `stroke:${style.color};stroke-width:2;stroke-dasharray:${style.dash || "none"}` }));
     if (form === "level") return svg("svg", { width: 26, height: 14, "aria-hidden": "true" }, ...parts);
     const fill = style.hollow ? `fill:var(--page);stroke:${style.color};stroke-width:1.5` : `fill:${style.color}`;
     parts.push(svg("path", { d: markerPath(style.shape, line ? 13 : 7, 7, 4), style: fill }));
@@ -55,7 +95,8 @@ const charts = (() => {
   /** The colour of a share 0..1 of the way from little to much, as [r, g, b]; much is always what differs most from the page. */
   function shade(share, dark) {
     const at = Math.max(0, Math.min(1, dark ? 1 - share : share)) * (STOPS.length - 1);
-    const k = Math.min(Math.floor(at), STOPS.length - 2), rest = at - k;
+    const k = Math.min(Math.floor(at), STOPS.length - 2),
+      rest = at - k;
     return STOPS[k].map((from, c) => Math.round(from + (STOPS[k + 1][c] - from) * rest));
   }
   const css = (rgb) => `rgb(${rgb.join(",")})`;
@@ -86,7 +127,8 @@ const charts = (() => {
   // ---- scales and ticks ----
   function makeScale([from, to], [left, right], log) {
     const f = log ? Math.log10 : (v) => v;
-    const a = f(from), b = f(to);
+    const a = f(from),
+      b = f(to);
     const at = (value) => (b === a ? (left + right) / 2 : left + ((f(value) - a) / (b - a)) * (right - left));
     return Object.assign(at, { from, to, log, holds: (value) => known(value) && (!log || value > 0) });
   }
@@ -99,7 +141,8 @@ const charts = (() => {
 
   /** The smallest and largest of values, with a little room; whole if nothing is known. */
   function domain(values, axis, zero = false) {
-    let low = Infinity, high = -Infinity;
+    let low = Infinity,
+      high = -Infinity;
     for (const value of values) {
       if (!known(value) || (axis.log && value <= 0)) continue;
       if (value < low) low = value;
@@ -109,14 +152,16 @@ const charts = (() => {
     if (zero) return [Math.min(0, low), high > 0 ? high * 1.02 : 1];
     if (axis.log) return low === high ? [low / 2, high * 2] : [low / (high / low) ** 0.04, high * (high / low) ** 0.04];
     const room = low === high ? Math.abs(low) * 0.1 || (axis.unit === "percent" ? 0.05 : 1) : (high - low) * 0.05;
-    const bottom = low >= 0 ? (axis.unit === "bytes" ? 0 : Math.max(0, low - room)) : low - room; // a little more traffic should look little
+    const least = axis.unit === "bytes" ? 0 : Math.max(0, low - room); // a little more traffic should look little
+    const bottom = low >= 0 ? least : low - room;
     return [bottom, axis.unit === "percent" && high <= 1 ? Math.min(1, high + room) : high + room];
   }
 
   function ticks(scale, axis, room) {
     const most = Math.max(2, room);
     if (scale.log) {
-      const first = Math.ceil(Math.log10(scale.from) - 1e-9), last = Math.floor(Math.log10(scale.to) + 1e-9);
+      const first = Math.ceil(Math.log10(scale.from) - 1e-9),
+        last = Math.floor(Math.log10(scale.to) + 1e-9);
       if (last - first >= 1) {
         const every = Math.ceil((last - first + 1) / most);
         const found = [];
@@ -129,7 +174,8 @@ const charts = (() => {
       }
     }
     let [factor, unit] = unitFor(axis.unit, Math.max(Math.abs(scale.from), Math.abs(scale.to)));
-    const from = scale.from / factor, to = scale.to / factor;
+    const from = scale.from / factor,
+      to = scale.to / factor;
     const rough = (to - from) / most;
     const power = 10 ** Math.floor(Math.log10(rough));
     let step = [1, 2, 5, 10].find((m) => m * power >= rough * 0.999) * power;
@@ -146,7 +192,8 @@ const charts = (() => {
 
   function tickText(value, axis) {
     if (axis.unit === "percent") return `${plain.format(value * 100)}%`;
-    if (axis.unit !== "bytes" && axis.unit !== "seconds") return value >= 1e6 || value < 1e-3 ? value.toExponential(0).replace("e+", "e") : plain.format(value);
+    if (axis.unit !== "bytes" && axis.unit !== "seconds")
+      return value >= 1e6 || value < 1e-3 ? value.toExponential(0).replace("e+", "e") : plain.format(value);
     const [factor, unit] = unitFor(axis.unit, value * 1.0000001);
     return withUnit(plain.format(value / factor), unit);
   }
@@ -154,7 +201,9 @@ const charts = (() => {
   // ---- marks: the same calls for SVG and canvas ----
   function makeInk(chart, width, height, heavy) {
     const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
-    const back = svg("g"), marks = svg("g"), front = svg("g");
+    const back = svg("g"),
+      marks = svg("g"),
+      front = svg("g");
     root.append(back, marks, front);
     const ink = { root, back, front, width, height };
     let context = null;
@@ -188,13 +237,22 @@ const charts = (() => {
       context.setLineDash(dash ? dash.split(" ").map(Number) : []);
       context.lineJoin = context.lineCap = "round";
       const shape = new Path2D(d);
-      if (fill !== "none") { context.fillStyle = color(fill); context.fill(shape); }
-      if (stroke !== "none") { context.strokeStyle = color(stroke); context.lineWidth = thick; context.stroke(shape); }
+      if (fill !== "none") {
+        context.fillStyle = color(fill);
+        context.fill(shape);
+      }
+      if (stroke !== "none") {
+        context.strokeStyle = color(stroke);
+        context.lineWidth = thick;
+        context.stroke(shape);
+      }
       context.globalAlpha = 1;
     };
     /** Markers of one look. On a canvas each for itself, so that where there are many it is darker. */
     ink.markers = (points, style, r, opacity = 1) => {
-      const paint = style.hollow ? { fill: "var(--page)", stroke: style.color, width: 1.5 } : { fill: style.color, stroke: "var(--page)", width: 0.75 };
+      const paint = style.hollow
+        ? { fill: "var(--page)", stroke: style.color, width: 1.5 }
+        : { fill: style.color, stroke: "var(--page)", width: 0.75 };
       if (!context) ink.path(points.map(([x, y]) => markerPath(style.shape, x, y, r)).join(""), { ...paint, opacity });
       else {
         const shape = new Path2D(markerPath(style.shape, 0, 0, r));
@@ -218,7 +276,8 @@ const charts = (() => {
       group.append(node);
       return node;
     };
-    ink.line = (x1, y1, x2, y2, name, group = back) => group.append(svg("path", { d: `M${short(x1)} ${short(y1)}L${short(x2)} ${short(y2)}`, class: name }));
+    ink.line = (x1, y1, x2, y2, name, group = back) =>
+      group.append(svg("path", { d: `M${short(x1)} ${short(y1)}L${short(x2)} ${short(y2)}`, class: name }));
     return ink;
   }
 
@@ -228,12 +287,16 @@ const charts = (() => {
     const narrow = width < 480;
     const tall = height || Math.round(Math.max(250, Math.min(width * 0.58, 420)));
     const yDomain = domain(ys, y);
-    const top = y.label ? 26 : 12, bottom = tall - (x.label ? 44 : 26);
+    const top = y.label ? 26 : 12,
+      bottom = tall - (x.label ? 44 : 26);
     const yScale = makeScale(yDomain, [bottom, top], y.log);
     const yTicks = ticks(yScale, y, Math.floor((bottom - top) / 38));
-    const left = Math.ceil(Math.max(20, ...yTicks.map((t) => textWidth(t.text)))) + 10, right = width - 14;
-    const nought = x.log && xs.some((value) => value === 0), begin = nought ? left + 44 : left;
-    const positive = makeScale(domain(xs, x), [begin, right], x.log), xScale = nought ? withNought(positive, left + 14) : positive;
+    const left = Math.ceil(Math.max(20, ...yTicks.map((t) => textWidth(t.text)))) + 10,
+      right = width - 14;
+    const nought = x.log && xs.some((value) => value === 0),
+      begin = nought ? left + 44 : left;
+    const positive = makeScale(domain(xs, x), [begin, right], x.log),
+      xScale = nought ? withNought(positive, left + 14) : positive;
     const xTicks = ticks(xScale, x, Math.floor((right - begin) / (x.unit === "count" || x.unit === "percent" ? 56 : narrow ? 74 : 84)));
     if (nought) xTicks.unshift({ value: 0, text: "0" });
     const ink = makeInk(chart, width, tall, heavy);
@@ -245,7 +308,8 @@ const charts = (() => {
     if (nought) ink.line(left, bottom, left + 28, bottom, "axis"); // apart: there is no distance from 0 on this axis
     let free = -Infinity;
     for (const tick of xTicks) {
-      const at = xScale(tick.value), half = textWidth(tick.text) / 2;
+      const at = xScale(tick.value),
+        half = textWidth(tick.text) / 2;
       ink.line(at, bottom, at, bottom + 4, "axis");
       if (at - half < free + 6) continue; // no room: the mark alone
       const middle = Math.min(at, width - half);
@@ -253,14 +317,16 @@ const charts = (() => {
       free = middle + half;
     }
     if (y.label) ink.label(shortened(y.label, width), 0, 11, { class: "name", full: y.label });
-    if (x.label) ink.label(shortened(x.label, right - left), (left + right) / 2, tall - 5, { class: "name", "text-anchor": "middle", full: x.label });
+    if (x.label)
+      ink.label(shortened(x.label, right - left), (left + right) / 2, tall - 5, { class: "name", "text-anchor": "middle", full: x.label });
     return { ink, x: xScale, y: yScale, left, right, top, bottom };
   }
 
   const placed = (f, series) => series.x.map((x, k) => (f.x.holds(x) && f.y.holds(series.y[k]) ? [f.x(x), f.y(series.y[k])] : null));
 
   function polyline(points) {
-    let d = "", pen = false;
+    let d = "",
+      pen = false;
     points.forEach((p, k) => {
       if (p) d += `${pen ? "L" : "M"}${short(p[0])} ${short(p[1])}${!pen && !points[k + 1] ? "h0" : ""}`; // alone between gaps: a dot
       pen = Boolean(p);
@@ -270,14 +336,17 @@ const charts = (() => {
 
   function band(f, series) {
     if (!series.low || !series.high) return "";
-    let d = "", upper = [], lower = [];
+    let d = "",
+      upper = [],
+      lower = [];
     const close = () => {
       if (upper.length > 1) d += `M${[...upper, ...lower.reverse()].map((p) => `${short(p[0])} ${short(p[1])}`).join("L")}Z`;
       upper = [];
       lower = [];
     };
     series.x.forEach((x, k) => {
-      const low = series.low[k], high = series.high[k];
+      const low = series.low[k],
+        high = series.high[k];
       if (!f.x.holds(x) || !f.y.holds(low) || !f.y.holds(high)) return close();
       upper.push([f.x(x), f.y(high)]);
       lower.push([f.x(x), f.y(low)]);
@@ -287,83 +356,152 @@ const charts = (() => {
   }
 
   const pile = (series, ...keys) => keys.flatMap((key) => series.flatMap((one) => one[key] ?? []));
-  const range = (low, high, unit) => (known(low) && known(high) && low !== high ? ` (${written(low, unit)} to ${written(high, unit)})` : "");
+  const range = (low, high, unit) =>
+    known(low) && known(high) && low !== high ? ` (${written(low, unit)} to ${written(high, unit)})` : "";
 
   // ---- the kinds: each draws, and gives what a pointer or the arrow keys find ----
   const kinds = {
     lines(chart, width) {
-      const { spec } = chart, series = chart.visible(spec.series);
+      const { spec } = chart,
+        series = chart.visible(spec.series);
       const f = frame(chart, width, pile(series, "x"), pile(series, "y", "low", "high"), false);
       const spots = series.map((one) => placed(f, one));
       series.forEach((one) => f.ink.path(band(f, one), { fill: look(one.color).color, opacity: 0.16 }));
       series.forEach((one, s) => {
         const style = look(one.color);
         f.ink.path(polyline(spots[s]), { stroke: style.color, width: 2, dash: style.dash });
-        const there = spots[s].filter(Boolean), every = Math.max(1, Math.ceil(there.length / 8));
-        f.ink.markers(there.filter((_, k) => there.length <= 12 || k % every === (s * 2) % every), style, there.length === 1 ? 5 : 3.6);
+        const there = spots[s].filter(Boolean),
+          every = Math.max(1, Math.ceil(there.length / 8));
+        f.ink.markers(
+          there.filter((_, k) => there.length <= 12 || k % every === (s * 2) % every),
+          style,
+          there.length === 1 ? 5 : 3.6,
+        );
       });
       const places = [...new Set(series.flatMap((one) => one.x.filter(f.x.holds)))].sort((a, b) => a - b);
       const at = (k) => {
         const x = places[k];
         if (x === undefined) return null;
-        const rows = series.map((one) => {
-          const n = one.x.indexOf(x);
-          return n >= 0 && known(one.y[n]) && { style: look(one.color), name: one.name, sort: one.y[n], y: f.y(one.y[n]), text: written(one.y[n], spec.y.unit) + (one.low && one.high ? range(one.low[n], one.high[n], spec.y.unit) : "") };
-        }).filter(Boolean).sort((a, b) => b.sort - a.sort);
-        return { x: f.x(x), y: rows[0]?.y ?? f.top, rule: [f.top, f.bottom], dots: rows.map((row) => [f.x(x), row.y]), title: `${spec.x.label} ${written(x, spec.x.unit)}`, rows };
+        const rows = series
+          .map((one) => {
+            const n = one.x.indexOf(x);
+            return (
+              n >= 0 &&
+              known(one.y[n]) && {
+                style: look(one.color),
+                name: one.name,
+                sort: one.y[n],
+                y: f.y(one.y[n]),
+                text: written(one.y[n], spec.y.unit) + (one.low && one.high ? range(one.low[n], one.high[n], spec.y.unit) : ""),
+              }
+            );
+          })
+          .filter(Boolean)
+          .sort((a, b) => b.sort - a.sort);
+        return {
+          x: f.x(x),
+          y: rows[0]?.y ?? f.top,
+          rule: [f.top, f.bottom],
+          dots: rows.map((row) => [f.x(x), row.y]),
+          title: `${spec.x.label} ${written(x, spec.x.unit)}`,
+          rows,
+        };
       };
-      const nearest = (px) => { let best = 0; places.forEach((x, k) => { if (Math.abs(f.x(x) - px) < Math.abs(f.x(places[best]) - px)) best = k; }); return best; };
+      const nearest = (px) => {
+        let best = 0;
+        places.forEach((x, k) => {
+          if (Math.abs(f.x(x) - px) < Math.abs(f.x(places[best]) - px)) best = k;
+        });
+        return best;
+      };
       return { count: places.length, at, find: (px, py) => (px >= f.left - 12 && py <= f.bottom + 30 ? nearest(px) : -1) };
     },
 
     points(chart, width) {
-      const { spec } = chart, series = chart.visible(spec.series), frontier = spec.frontier ?? [], levels = chart.visible(spec.levels ?? []);
-      const count = series.reduce((sum, one) => sum + one.x.length, 0), heavy = count > MANY;
-      const xs = [...pile(series, "x"), ...frontier.map(([x]) => x)], ys = [...pile(series, "y", "low", "high"), ...frontier.map(([, y]) => y), ...levels.map((one) => one.y)];
+      const { spec } = chart,
+        series = chart.visible(spec.series),
+        frontier = spec.frontier ?? [],
+        levels = chart.visible(spec.levels ?? []);
+      const count = series.reduce((sum, one) => sum + one.x.length, 0),
+        heavy = count > MANY;
+      const xs = [...pile(series, "x"), ...frontier.map(([x]) => x)],
+        ys = [...pile(series, "y", "low", "high"), ...frontier.map(([, y]) => y), ...levels.map((one) => one.y)];
       const f = frame(chart, width, xs, ys, heavy, spec.diagonal ? Math.round(Math.max(280, Math.min(width * 0.8, 480))) : 0);
       if (spec.diagonal) {
-        const from = Math.max(f.x.from, f.y.from), to = Math.min(f.x.to, f.y.to);
+        const from = Math.max(f.x.from, f.y.from),
+          to = Math.min(f.x.to, f.y.to);
         if (from < to) f.ink.line(f.x(from), f.y(from), f.x(to), f.y(to), "diagonal", heavy ? f.ink.front : f.ink.back);
       }
       const steps = frontier.filter(([x, y]) => f.x.holds(x) && f.y.holds(y)).map(([x, y]) => [f.x(x), f.y(y)]);
-      if (steps.length) f.ink.back.append(svg("path", { class: "frontier", d: `M${short(steps[0][0])} ${short(steps[0][1])}${steps.slice(1).map(([x, y]) => `H${short(x)}V${short(y)}`).join("")}H${short(f.right)}` }));
-      for (const one of levels) if (f.y.holds(one.y)) f.ink.path(`M${short(f.left)} ${short(f.y(one.y))}H${short(f.right)}`, { stroke: look(one.color).color, width: 1.6, dash: "6 4" });
+      if (steps.length)
+        f.ink.back.append(
+          svg("path", {
+            class: "frontier",
+            d: `M${short(steps[0][0])} ${short(steps[0][1])}${steps
+              .slice(1)
+              .map(([x, y]) => `H${short(x)}V${short(y)}`)
+              .join("")}H${short(f.right)}`,
+          }),
+        );
+      for (const one of levels)
+        if (f.y.holds(one.y))
+          f.ink.path(`M${short(f.left)} ${short(f.y(one.y))}H${short(f.right)}`, { stroke: look(one.color).color, width: 1.6, dash: LEVEL });
       const found = [];
       series.forEach((one) => {
-        const style = look(one.color), spots = placed(f, one);
+        const style = look(one.color),
+          spots = placed(f, one);
         let whiskers = "";
         spots.forEach((spot, k) => {
           if (!spot) return;
           found.push({ spot, one, k });
-          const low = one.low?.[k], high = one.high?.[k];
+          const low = one.low?.[k],
+            high = one.high?.[k];
           if (f.y.holds(low) && f.y.holds(high)) {
             const x = short(spot[0]);
             whiskers += `M${x} ${short(f.y(low))}V${short(f.y(high))}M${x - 3} ${short(f.y(low))}h6M${x - 3} ${short(f.y(high))}h6`;
           }
         });
         f.ink.path(whiskers, { stroke: style.color, width: 1.3 });
-        f.ink.markers(spots.filter(Boolean), style, heavy ? 2.2 : count > 400 ? 2.8 : count > 60 ? 3.8 : 5, heavy ? 0.4 : count > 400 ? 0.55 : 0.95);
+        f.ink.markers(
+          spots.filter(Boolean),
+          style,
+          heavy ? 2.2 : count > 400 ? 2.8 : count > 60 ? 3.8 : 5,
+          heavy ? 0.4 : count > 400 ? 0.55 : 0.95,
+        );
       });
       const at = (n) => {
         const hit = found[n];
         if (!hit) return null;
         const { spot, one, k } = hit;
-        return { x: spot[0], y: spot[1], dots: [spot], title: one.labels?.[k] ? `${one.name}, ${one.labels[k]}` : one.name, rows: [
-          { name: spec.x.label || "x", text: written(one.x[k], spec.x.unit) },
-          { name: spec.y.label || "y", text: written(one.y[k], spec.y.unit) + (one.low && one.high ? range(one.low[k], one.high[k], spec.y.unit) : "") },
-        ] };
+        return {
+          x: spot[0],
+          y: spot[1],
+          dots: [spot],
+          title: one.labels?.[k] ? `${one.name}, ${one.labels[k]}` : one.name,
+          rows: [
+            { name: spec.x.label || "x", text: written(one.x[k], spec.x.unit) },
+            {
+              name: spec.y.label || "y",
+              text: written(one.y[k], spec.y.unit) + (one.low && one.high ? range(one.low[k], one.high[k], spec.y.unit) : ""),
+            },
+          ],
+        };
       };
       return { count: found.length, at, find: nearestOf(found.map((hit) => hit.spot)) };
     },
 
     bars(chart, width) {
-      const { spec } = chart, series = chart.visible(spec.series);
+      const { spec } = chart,
+        series = chart.visible(spec.series);
       const totals = spec.rows.map((_, r) => series.reduce((sum, one) => sum + (known(one.values[r]) ? one.values[r] : 0), 0));
       const above = width < 520; // the rows' names above their bars
       const words = totals.map((total) => written(total, spec.x.unit));
       const left = above ? 0 : Math.ceil(Math.min(width * 0.34, Math.max(...spec.rows.map((name) => textWidth(name, 13)), 10))) + 12;
       const right = width - Math.ceil(Math.max(...words.map((word) => textWidth(word)), 10)) - 12;
-      const pitch = above ? 44 : 34, top = 4, bottom = top + pitch * spec.rows.length, tall = bottom + (spec.x.label ? 44 : 26);
+      const pitch = above ? 44 : 34,
+        top = 4,
+        bottom = top + pitch * spec.rows.length,
+        tall = bottom + (spec.x.label ? 44 : 26);
       const axis = { ...spec.x, log: false }; // lengths that are added up have no logarithm
       const x = makeScale(domain(totals, axis, true), [left, right], false);
       const ink = makeInk(chart, width, tall, false);
@@ -371,17 +509,21 @@ const charts = (() => {
         ink.line(x(tick.value), top, x(tick.value), bottom, "grid");
         ink.label(tick.text, x(tick.value), bottom + 18, { "text-anchor": tick.value === 0 && above ? "start" : "middle" });
       }
-      if (spec.x.label) ink.label(shortened(spec.x.label, right - left), (left + right) / 2, tall - 5, { class: "name", "text-anchor": "middle" });
+      if (spec.x.label)
+        ink.label(shortened(spec.x.label, right - left), (left + right) / 2, tall - 5, { class: "name", "text-anchor": "middle" });
       const segments = [];
       spec.rows.forEach((name, r) => {
-        const y = top + r * pitch + (above ? 19 : 7), thick = 20;
+        const y = top + r * pitch + (above ? 19 : 7),
+          thick = 20;
         if (above) ink.label(shortened(name, width, 13), 0, y - 6, { class: "row", full: name });
         else ink.label(shortened(name, left - 12, 13), left - 12, y + 15, { class: "row", "text-anchor": "end", full: name });
         let sum = 0;
         for (const one of series) {
           const value = one.values[r];
           if (!known(value) || value <= 0) continue;
-          const from = x(sum), to = x(sum + value), style = look(one.color);
+          const from = x(sum),
+            to = x(sum + value),
+            style = look(one.color);
           sum += value;
           const wide = Math.max(to - from - (to - from > 3 ? 1 : 0), 0.8);
           ink.path(`M${short(from)} ${y}h${short(wide)}v${thick}h${short(-wide)}Z`, { fill: style.color });
@@ -395,43 +537,91 @@ const charts = (() => {
         const hit = segments[k];
         if (!hit) return null;
         const share = totals[hit.r] ? ` (${written(hit.value / totals[hit.r], "percent")})` : "";
-        return { x: hit.spot[0], y: hit.spot[1], dots: [hit.spot], title: spec.rows[hit.r], rows: [
-          { style: look(hit.one.color), name: hit.one.name, text: written(hit.value, spec.x.unit) + share }, { name: "together", text: words[hit.r] },
-        ] };
+        return {
+          x: hit.spot[0],
+          y: hit.spot[1],
+          dots: [hit.spot],
+          title: spec.rows[hit.r],
+          rows: [
+            { style: look(hit.one.color), name: hit.one.name, text: written(hit.value, spec.x.unit) + share },
+            { name: "together", text: words[hit.r] },
+          ],
+        };
       };
-      return { count: segments.length, at, find: (px, py) => segments.findIndex((s) => py >= s.y - 7 && py <= s.y + s.thick + 7 && px >= s.from - 2 && px <= s.to + 2) };
+      return {
+        count: segments.length,
+        at,
+        find: (px, py) => segments.findIndex((s) => py >= s.y - 7 && py <= s.y + s.thick + 7 && px >= s.from - 2 && px <= s.to + 2),
+      };
     },
 
     heat(chart, width) {
-      const { spec } = chart, rows = spec.rows.length, columns = spec.columns.length, dark = theme.isDark();
+      const { spec } = chart,
+        rows = spec.rows.length,
+        columns = spec.columns.length,
+        dark = theme.isDark();
       const heavy = rows * columns > MANY;
-      const left = Math.ceil(Math.min(width * 0.3, Math.max(...spec.rows.map((name) => textWidth(name)), 8))) + 8, right = width - 2;
+      const left = Math.ceil(Math.min(width * 0.3, Math.max(...spec.rows.map((name) => textWidth(name)), 8))) + 8,
+        right = width - 2;
       const cellW = (right - left) / Math.max(columns, 1);
       const cellH = rows <= 30 ? Math.max(20, Math.min(26, 200 / rows)) : Math.max(0.9, Math.min(20, 900 / rows));
-      const longest = Math.max(...spec.columns.map((name) => textWidth(name)), 8), slant = longest + 4 > cellW;
-      const top = spec.row_label ? 20 : 4, bottom = top + rows * cellH, foot = (slant ? Math.min(longest, 110) * 0.72 + 18 : 22) + (spec.column_label ? 18 : 0);
-      const tall = Math.ceil(bottom + foot), high = spec.high > spec.low ? spec.high : spec.low + 1;
+      const longest = Math.max(...spec.columns.map((name) => textWidth(name)), 8),
+        slant = longest + 4 > cellW;
+      const top = spec.row_label ? 20 : 4,
+        bottom = top + rows * cellH,
+        foot = (slant ? Math.min(longest, 110) * 0.72 + 18 : 22) + (spec.column_label ? 18 : 0);
+      const tall = Math.ceil(bottom + foot),
+        high = spec.high > spec.low ? spec.high : spec.low + 1;
       const ink = makeInk(chart, width, tall, heavy);
-      const show = (value) => (!known(value) ? "absent" : spec.unit ? written(value, spec.unit) : spec.format === "0.00" ? value.toFixed(2) : whole.format(value));
-      const brief = (value) => (spec.unit === "percent" ? (value * 100).toFixed(0) : spec.format === "0.00" ? value.toFixed(2) : cellW < 44 && value >= 10000 ? `${whole.format(value / 1000)}k` : whole.format(value));
-      const gapX = cellW > 8 ? 1 : 0, gapY = cellH > 6 ? 1 : 0, fits = cellW >= 28 && cellH >= 14 && !heavy;
-      for (let r = 0; r < rows; r++) for (let c = 0; c < columns; c++) {
-        const value = spec.values[r][c], rgb = known(value) ? shade((value - spec.low) / (high - spec.low), dark) : null;
-        const x = left + c * cellW, y = top + r * cellH;
-        if (heavy) {
-          ink.context.fillStyle = rgb ? css(rgb) : ink.color("var(--absent)");
-          const y0 = Math.round(y * 2) / 2;
-          ink.context.fillRect(x, y0, cellW - gapX, Math.max(0.5, Math.round((y + cellH) * 2) / 2 - y0 - gapY));
-          continue;
+      const show = (value) =>
+        !known(value) ? "absent" : spec.unit ? written(value, spec.unit) : spec.format === "0.00" ? value.toFixed(2) : whole.format(value);
+      const brief = (value) =>
+        spec.unit === "percent"
+          ? (value * 100).toFixed(0)
+          : spec.format === "0.00"
+            ? value.toFixed(2)
+            : cellW < 44 && value >= 10000
+              ? `${whole.format(value / 1000)}k`
+              : whole.format(value);
+      const gapX = cellW > 8 ? 1 : 0,
+        gapY = cellH > 6 ? 1 : 0,
+        fits = cellW >= 28 && cellH >= 14 && !heavy;
+      for (let r = 0; r < rows; r++)
+        for (let c = 0; c < columns; c++) {
+          const value = spec.values[r][c],
+            rgb = known(value) ? shade((value - spec.low) / (high - spec.low), dark) : null;
+          const x = left + c * cellW,
+            y = top + r * cellH;
+          if (heavy) {
+            ink.context.fillStyle = rgb ? css(rgb) : ink.color("var(--absent)");
+            const y0 = Math.round(y * 2) / 2;
+            ink.context.fillRect(x, y0, cellW - gapX, Math.max(0.5, Math.round((y + cellH) * 2) / 2 - y0 - gapY));
+            continue;
+          }
+          ink.path(`M${short(x)} ${short(y)}h${short(cellW - gapX)}v${short(cellH - gapY)}h${short(gapX - cellW)}Z`, {
+            fill: rgb ? css(rgb) : "var(--absent)",
+          });
+          if (fits && rgb && textWidth(brief(value), 11) < cellW - 4)
+            ink.label(brief(value), x + cellW / 2, y + cellH / 2 + 4, {
+              group: ink.front,
+              "text-anchor": "middle",
+              class: "cell",
+              style: `fill:${bright(rgb) ? "#111" : "#fff"}`,
+            });
         }
-        ink.path(`M${short(x)} ${short(y)}h${short(cellW - gapX)}v${short(cellH - gapY)}h${short(gapX - cellW)}Z`, { fill: rgb ? css(rgb) : "var(--absent)" });
-        if (fits && rgb && textWidth(brief(value), 11) < cellW - 4) ink.label(brief(value), x + cellW / 2, y + cellH / 2 + 4, { group: ink.front, "text-anchor": "middle", class: "cell", style: `fill:${bright(rgb) ? "#111" : "#fff"}` });
-      }
-      const everyRow = [1, 2, 5, 10, 20, 50, 100].find((step) => step * cellH >= 14) ?? Math.ceil(14 / cellH), everyColumn = Math.max(1, Math.ceil((slant ? 16 : 1) / cellW));
-      for (let r = 0; r < rows; r += everyRow) ink.label(shortened(spec.rows[r], left - 8), left - 6, top + (r + 0.5) * cellH + 4, { "text-anchor": "end", full: spec.rows[r] });
+      const everyRow = [1, 2, 5, 10, 20, 50, 100].find((step) => step * cellH >= 14) ?? Math.ceil(14 / cellH),
+        everyColumn = Math.max(1, Math.ceil((slant ? 16 : 1) / cellW));
+      for (let r = 0; r < rows; r += everyRow)
+        ink.label(shortened(spec.rows[r], left - 8), left - 6, top + (r + 0.5) * cellH + 4, { "text-anchor": "end", full: spec.rows[r] });
       for (let c = 0; c < columns; c += everyColumn) {
-        const x = left + (c + 0.5) * cellW, y = bottom + 15;
-        if (slant) ink.label(shortened(spec.columns[c], 110), x + 4, y - 3, { "text-anchor": "end", transform: `rotate(-45 ${short(x + 4)} ${short(y - 3)})`, full: spec.columns[c] });
+        const x = left + (c + 0.5) * cellW,
+          y = bottom + 15;
+        if (slant)
+          ink.label(shortened(spec.columns[c], 110), x + 4, y - 3, {
+            "text-anchor": "end",
+            transform: `rotate(-45 ${short(x + 4)} ${short(y - 3)})`,
+            full: spec.columns[c],
+          });
         else ink.label(spec.columns[c], x, y, { "text-anchor": "middle" });
       }
       if (spec.row_label) ink.label(spec.row_label, 0, 11, { class: "name" });
@@ -442,53 +632,93 @@ const charts = (() => {
       const strip = el("span", { class: "ramp" });
       strip.style.background = `linear-gradient(90deg,${ramp})`;
       const scale = el("span", { class: "scale" }, brief(spec.low) + percent, strip, brief(high) + percent);
-      chart.legend.replaceChildren(...(missing ? [scale, el("span", { class: "scale" }, el("span", { class: "ramp absent" }), "absent")] : [scale]));
+      chart.legend.replaceChildren(
+        ...(missing ? [scale, el("span", { class: "scale" }, el("span", { class: "ramp absent" }), "absent")] : [scale]),
+      );
       const at = (k) => {
-        const r = Math.floor(k / columns), c = k % columns;
+        const r = Math.floor(k / columns),
+          c = k % columns;
         if (k < 0 || r >= rows) return null;
-        const x = left + c * cellW, y = top + r * cellH;
-        return { x: x + cellW / 2, y: y + cellH / 2, outline: [x, y, cellW - gapX, cellH - gapY], title: `${spec.row_label || "row"} ${spec.rows[r]}, ${spec.column_label || "column"} ${spec.columns[c]}`, rows: [{ name: "", text: show(spec.values[r][c]) }] };
+        const x = left + c * cellW,
+          y = top + r * cellH;
+        return {
+          x: x + cellW / 2,
+          y: y + cellH / 2,
+          outline: [x, y, cellW - gapX, cellH - gapY],
+          title: `${spec.row_label || "row"} ${spec.rows[r]}, ${spec.column_label || "column"} ${spec.columns[c]}`,
+          rows: [{ name: "", text: show(spec.values[r][c]) }],
+        };
       };
-      return { count: rows * columns, across: columns, at, find: (px, py) => (px < left || px >= right || py < top || py >= bottom ? -1 : Math.min(rows - 1, Math.floor((py - top) / cellH)) * columns + Math.min(columns - 1, Math.floor((px - left) / cellW))) };
+      return {
+        count: rows * columns,
+        across: columns,
+        at,
+        find: (px, py) =>
+          px < left || px >= right || py < top || py >= bottom
+            ? -1
+            : Math.min(rows - 1, Math.floor((py - top) / cellH)) * columns + Math.min(columns - 1, Math.floor((px - left) / cellW)),
+      };
     },
 
     image(chart, width) {
-      const { spec } = chart, dark = theme.isDark();
-      const grid = panelGrid(chart, width, 560, spec.row_label ? 18 : 0, spec.column_label ? 18 : 0), ink = makeInk(chart, width, grid.height, true);
+      const { spec } = chart,
+        dark = theme.isDark();
+      const grid = panelGrid(chart, width, 560, spec.row_label ? 18 : 0, spec.column_label ? 18 : 0),
+        ink = makeInk(chart, width, grid.height, true);
       const bytes = spec.panels.map((panel) => Uint8Array.from(atob(panel.values), (c) => c.charCodeAt(0)));
       spec.panels.forEach((panel, p) => {
-        const { x, y } = grid.place(p), n = panel.size, buffer = document.createElement("canvas");
+        const { x, y } = grid.place(p),
+          n = panel.size,
+          buffer = document.createElement("canvas");
         buffer.width = buffer.height = n;
         const pixels = new ImageData(n, n);
         for (let k = 0; k < n * n; k++) if (bytes[p][k]) pixels.data.set([...shade(0.18 + (0.82 * bytes[p][k]) / 255, dark), 255], 4 * k);
         buffer.getContext("2d").putImageData(pixels, 0, 0);
         ink.context.imageSmoothingEnabled = n > grid.side * 2;
         ink.context.drawImage(buffer, x, y, grid.side, grid.side);
-        for (const tick of spec.ticks ?? []) if (tick > 0 && tick < 1) {
-          ink.line(x + tick * grid.side, y, x + tick * grid.side, y + grid.side, "division");
-          ink.line(x, y + tick * grid.side, x + grid.side, y + tick * grid.side, "division");
-        }
+        for (const tick of spec.ticks ?? [])
+          if (tick > 0 && tick < 1) {
+            ink.line(x + tick * grid.side, y, x + tick * grid.side, y + grid.side, "division");
+            ink.line(x, y + tick * grid.side, x + grid.side, y + tick * grid.side, "division");
+          }
         ink.front.append(svg("rect", { x, y, width: grid.side, height: grid.side, class: "border" }));
         ink.label(shortened(panel.title, grid.side, 13), x, y - 8 - grid.above, { class: "row", full: panel.title });
         if (spec.row_label) ink.label(`${spec.row_label} ↓`, x, y - 7, { class: "name" });
-        if (spec.column_label) ink.label(`${spec.column_label} →`, x + grid.side, y + grid.side + 15, { class: "name", "text-anchor": "end" });
+        if (spec.column_label)
+          ink.label(`${spec.column_label} →`, x + grid.side, y + grid.side + 15, { class: "name", "text-anchor": "end" });
       });
-      const block = (share) => (spec.ticks?.length ? spec.ticks.filter((tick) => tick <= share).length - (spec.ticks[0] > 0 ? 0 : 1) : null);
+      const block = (share) =>
+        spec.ticks?.length ? spec.ticks.filter((tick) => tick <= share).length - (spec.ticks[0] > 0 ? 0 : 1) : null;
       const at = (k) => {
         let p = 0;
         while (p < spec.panels.length && k >= spec.panels[p].size ** 2) k -= spec.panels[p++].size ** 2;
         if (p >= spec.panels.length) return null;
-        const n = spec.panels[p].size, r = Math.floor(k / n), c = k % n, cell = grid.side / n, { x, y } = grid.place(p);
-        const name = (label, number) => (block((number + 0.5) / n) === null ? `${label} ${number + 1} of ${n}` : `${label}: client ${block((number + 0.5) / n)}`);
-        return { x: x + (c + 0.5) * cell, y: y + (r + 0.5) * cell, outline: [x + c * cell, y + r * cell, cell, cell], title: spec.panels[p].title, rows: [
-          { name: name(spec.row_label || "row", r), text: "" }, { name: name(spec.column_label || "column", c), text: "" },
-          { name: "of the fullest", text: written(bytes[p][k] / 255, "percent") },
-        ] };
+        const n = spec.panels[p].size,
+          r = Math.floor(k / n),
+          c = k % n,
+          cell = grid.side / n,
+          { x, y } = grid.place(p);
+        const name = (label, number) =>
+          block((number + 0.5) / n) === null ? `${label} ${number + 1} of ${n}` : `${label}: client ${block((number + 0.5) / n)}`;
+        return {
+          x: x + (c + 0.5) * cell,
+          y: y + (r + 0.5) * cell,
+          outline: [x + c * cell, y + r * cell, cell, cell],
+          title: spec.panels[p].title,
+          rows: [
+            { name: name(spec.row_label || "row", r), text: "" },
+            { name: name(spec.column_label || "column", c), text: "" },
+            { name: "of the fullest", text: written(bytes[p][k] / 255, "percent") },
+          ],
+        };
       };
       const find = (px, py) => {
         let before = 0;
         for (let p = 0; p < spec.panels.length; p++) {
-          const { x, y } = grid.place(p), n = spec.panels[p].size, c = Math.floor(((px - x) / grid.side) * n), r = Math.floor(((py - y) / grid.side) * n);
+          const { x, y } = grid.place(p),
+            n = spec.panels[p].size,
+            c = Math.floor(((px - x) / grid.side) * n),
+            r = Math.floor(((py - y) / grid.side) * n);
           if (c >= 0 && c < n && r >= 0 && r < n) return before + r * n + c;
           before += n * n;
         }
@@ -499,9 +729,11 @@ const charts = (() => {
 
     graph(chart, width) {
       return cloud(chart, width, (ink, panel, spot) => {
-        const join = (pairs) => pairs.map(([i, j]) => `M${short(spot(i)[0])} ${short(spot(i)[1])}L${short(spot(j)[0])} ${short(spot(j)[1])}`).join("");
+        const join = (pairs) =>
+          pairs.map(([i, j]) => `M${short(spot(i)[0])} ${short(spot(i)[1])}L${short(spot(j)[0])} ${short(spot(j)[1])}`).join("");
         ink.path(join(panel.edges), { stroke: "var(--edge)", width: 0.9, opacity: panel.edges.length > MANY ? 0.35 : 0.7 });
-        if (panel.added) ink.path(join(panel.added), { stroke: "var(--added)", width: 1.5, dash: "5 3", opacity: panel.added.length > MANY ? 0.35 : 0.9 });
+        if (panel.added)
+          ink.path(join(panel.added), { stroke: "var(--added)", width: 1.5, dash: "5 3", opacity: panel.added.length > MANY ? 0.35 : 0.9 });
       });
     },
 
@@ -511,7 +743,8 @@ const charts = (() => {
   const hatching = (x, y, wide, thick) => {
     let d = "";
     for (let at = 5; at < wide + thick; at += 7) {
-      const from = Math.max(0, at - thick), to = Math.min(at, wide);
+      const from = Math.max(0, at - thick),
+        to = Math.min(at, wide);
       if (to > from) d += `M${short(x + from)} ${short(y + at - from)}L${short(x + to)} ${short(y + at - to)}`;
     }
     return d;
@@ -519,10 +752,14 @@ const charts = (() => {
 
   function nearestOf(spots, reach = 28) {
     return (px, py) => {
-      let best = -1, least = reach * reach;
+      let best = -1,
+        least = reach * reach;
       spots.forEach(([x, y], k) => {
         const distance = (x - px) ** 2 + (y - py) ** 2;
-        if (distance < least) { least = distance; best = k; }
+        if (distance < least) {
+          least = distance;
+          best = k;
+        }
       });
       return best;
     };
@@ -530,21 +767,38 @@ const charts = (() => {
 
   /** Where square panels go: beside each other while they stay large enough to see. */
   function panelGrid(chart, width, largest, above = 0, below = 0) {
-    const count = chart.spec.panels.length, gap = 24, head = 26 + above, foot = 8 + below;
+    const count = chart.spec.panels.length,
+      gap = 24,
+      head = 26 + above,
+      foot = 8 + below;
     const across = Math.max(1, Math.min(count, Math.floor((width + gap) / (250 + gap))));
     const side = Math.floor(Math.min(largest, (width - gap * (across - 1)) / across));
     const lines = Math.ceil(count / across);
-    return { side, above, height: lines * (head + side + foot), place: (p) => ({ x: (p % across) * (side + gap), y: head + Math.floor(p / across) * (head + side + foot) }) };
+    return {
+      side,
+      above,
+      height: lines * (head + side + foot),
+      place: (p) => ({ x: (p % across) * (side + gap), y: head + Math.floor(p / across) * (head + side + foot) }),
+    };
   }
 
   /** Points in panels, coloured by class or by client: graphs and embeddings. */
   function cloud(chart, width, under) {
-    const { spec } = chart, grid = panelGrid(chart, width, 560);
-    const marks = spec.panels.reduce((sum, panel) => sum + panel.points.length + (panel.edges?.length ?? 0) + (panel.added?.length ?? 0), 0);
-    const ink = makeInk(chart, width, grid.height, marks > MANY), found = [];
+    const { spec } = chart,
+      grid = panelGrid(chart, width, 560);
+    const marks = spec.panels.reduce(
+      (sum, panel) => sum + panel.points.length + (panel.edges?.length ?? 0) + (panel.added?.length ?? 0),
+      0,
+    );
+    const ink = makeInk(chart, width, grid.height, marks > MANY),
+      found = [];
     spec.panels.forEach((panel, p) => {
-      const { x, y } = grid.place(p), edge = 10;
-      const spot = (k) => [x + edge + panel.points[k][0] * (grid.side - 2 * edge), y + edge + (1 - panel.points[k][1]) * (grid.side - 2 * edge)];
+      const { x, y } = grid.place(p),
+        edge = 10;
+      const spot = (k) => [
+        x + edge + panel.points[k][0] * (grid.side - 2 * edge),
+        y + edge + (1 - panel.points[k][1]) * (grid.side - 2 * edge),
+      ];
       ink.front.append(svg("rect", { x, y, width: grid.side, height: grid.side, class: "border" }));
       ink.label(shortened(panel.title, grid.side, 13), x, y - 8, { class: "row", full: panel.title });
       under(ink, panel, spot);
@@ -557,48 +811,89 @@ const charts = (() => {
         found.push({ spot: spot(k), panel, k });
       });
       const r = panel.points.length > 3000 ? 2 : panel.points.length > 600 ? 2.6 : 3.8;
-      for (const [group, spots] of [...groups].sort(([a], [b]) => a - b)) ink.markers(spots, look(Math.max(group, 0)), r, panel.points.length > 600 ? 0.7 : 0.95);
+      for (const [group, spots] of [...groups].sort(([a], [b]) => a - b))
+        ink.markers(spots, look(Math.max(group, 0)), r, panel.points.length > 600 ? 0.7 : 0.95);
     });
     const at = (n) => {
       const hit = found[n];
       if (!hit) return null;
-      const { panel, k, spot } = hit, rows = [];
+      const { panel, k, spot } = hit,
+        rows = [];
       if (panel.classes) rows.push({ name: "class", text: spec.class_names?.[panel.classes[k]] ?? String(panel.classes[k]) });
       if (panel.clients) rows.push({ name: "client", text: String(panel.clients[k]) });
-      if (panel.edges) rows.push({ name: "edges", text: String([...panel.edges, ...(panel.added ?? [])].filter(([i, j]) => i === k || j === k).length) });
+      if (panel.edges)
+        rows.push({ name: "edges", text: String([...panel.edges, ...(panel.added ?? [])].filter(([i, j]) => i === k || j === k).length) });
       return { x: spot[0], y: spot[1], dots: [spot], title: `${panel.title}: ${k}`, rows };
     };
-    return { count: found.length, at, find: nearestOf(found.map((hit) => hit.spot), 16) };
+    return {
+      count: found.length,
+      at,
+      find: nearestOf(
+        found.map((hit) => hit.spot),
+        16,
+      ),
+    };
   }
 
   // ---- the numbers, as a table ----
   function numbers(spec) {
-    const left = (name) => ({ name, align: "left" }), right = (name) => ({ name, align: "right" });
+    const left = (name) => ({ name, align: "left" }),
+      right = (name) => ({ name, align: "right" });
     const cell = (value, unit) => ({ text: written(value, unit), sort: known(value) ? value : null });
     if (spec.kind === "lines" || spec.kind === "points") {
-      const spread = spec.series.some((one) => one.low && one.high), labels = spec.series.some((one) => one.labels);
-      const columns = [left("series"), ...(labels ? [left("label")] : []), right(spec.x.label || "x"), right(spec.y.label || "y"), ...(spread ? [right("low"), right("high")] : [])];
-      const rows = spec.series.flatMap((one) => one.x.map((x, k) => [
-        one.name, ...(labels ? [one.labels?.[k] ?? ""] : []), cell(x, spec.x.unit), cell(one.y[k], spec.y.unit),
-        ...(spread ? [cell(one.low?.[k], spec.y.unit), cell(one.high?.[k], spec.y.unit)] : []),
-      ]));
-      const blank = labels ? ["level"] : [];
-      rows.push(...(spec.levels ?? []).map((one) => [one.name, ...blank, cell(null), cell(one.y, spec.y.unit), ...(spread ? [cell(null), cell(null)] : [])]));
+      const spread = spec.series.some((one) => one.low && one.high),
+        labels = spec.series.some((one) => one.labels);
+      const columns = [
+        left("series"),
+        ...(labels ? [left("label")] : []),
+        right(spec.x.label || "x"),
+        right(spec.y.label || "y"),
+        ...(spread ? [right("low"), right("high")] : []),
+      ];
+      const rows = spec.series.flatMap((one) =>
+        one.x.map((x, k) => [
+          one.name,
+          ...(labels ? [one.labels?.[k] ?? ""] : []),
+          cell(x, spec.x.unit),
+          cell(one.y[k], spec.y.unit),
+          ...(spread ? [cell(one.low?.[k], spec.y.unit), cell(one.high?.[k], spec.y.unit)] : []),
+        ]),
+      );
+      const unknown = spread ? [cell(null), cell(null)] : [];
+      for (const one of spec.levels ?? []) rows.push([one.name, ...(labels ? ["level"] : []), cell(null), cell(one.y, spec.y.unit), ...unknown]);
       return { columns, rows };
     }
-    if (spec.kind === "bars") return { columns: [left(""), ...spec.series.map((one) => right(one.name))], rows: spec.rows.map((name, r) => [name, ...spec.series.map((one) => cell(one.values[r], spec.x.unit))]) };
-    if (spec.kind === "heat") return { columns: [left(spec.row_label || ""), ...spec.columns.map(right)], rows: spec.rows.map((name, r) => [name, ...spec.values[r].map((value) => cell(value, spec.unit))]) };
+    if (spec.kind === "bars")
+      return {
+        columns: [left(""), ...spec.series.map((one) => right(one.name))],
+        rows: spec.rows.map((name, r) => [name, ...spec.series.map((one) => cell(one.values[r], spec.x.unit))]),
+      };
+    if (spec.kind === "heat")
+      return {
+        columns: [left(spec.row_label || ""), ...spec.columns.map(right)],
+        rows: spec.rows.map((name, r) => [name, ...spec.values[r].map((value) => cell(value, spec.unit))]),
+      };
     if (spec.kind === "image") {
       const rows = spec.panels.flatMap((panel) => {
-        const bytes = atob(panel.values), n = panel.size, found = [];
-        for (let k = 0; k < n * n; k++) if (bytes.charCodeAt(k)) found.push([panel.title, Math.floor(k / n) + 1, (k % n) + 1, bytes.charCodeAt(k)]);
+        const bytes = atob(panel.values),
+          n = panel.size,
+          found = [];
+        for (let k = 0; k < n * n; k++)
+          if (bytes.charCodeAt(k)) found.push([panel.title, Math.floor(k / n) + 1, (k % n) + 1, bytes.charCodeAt(k)]);
         return found;
       });
       return { columns: [left("panel"), right(spec.row_label || "row"), right(spec.column_label || "column"), right("of 255")], rows };
     }
-    const rows = spec.panels.flatMap((panel) => panel.points.map(([x, y], k) => [
-      panel.title, k, cell(x), cell(y), panel.classes ? (spec.class_names?.[panel.classes[k]] ?? panel.classes[k]) : "", panel.clients ? panel.clients[k] : "",
-    ]));
+    const rows = spec.panels.flatMap((panel) =>
+      panel.points.map(([x, y], k) => [
+        panel.title,
+        k,
+        cell(x),
+        cell(y),
+        panel.classes ? (spec.class_names?.[panel.classes[k]] ?? panel.classes[k]) : "",
+        panel.clients ? panel.clients[k] : "",
+      ]),
+    );
     return { columns: [left("panel"), right("point"), right("x"), right("y"), left("class"), right("client")], rows };
   }
 
@@ -606,9 +901,17 @@ const charts = (() => {
   /** The element of a figure; `chart.update(spec)` shows another state of it, `chart.draw()` draws it if it can be seen. */
   function figure(spec) {
     const box = el("div", { class: "plot", tabindex: "0", role: "img" });
-    const tip = el("div", { class: "tip", role: "status", hidden: true }), legend = el("div", { class: "legend" });
-    const head = el("h3"), caption = el("p"), more = el("details", { class: "data" }, el("summary", {}, "Data"));
-    const element = el("figure", { id: spec.id, class: spec.kind }, el("figcaption", {}, head, caption), el("div", { class: "body" }, box, legend, more));
+    const tip = el("div", { class: "tip", role: "status", hidden: true }),
+      legend = el("div", { class: "legend" });
+    const head = el("h3"),
+      caption = el("p"),
+      more = el("details", { class: "data" }, el("summary", {}, "Data"));
+    const element = el(
+      "figure",
+      { id: spec.id, class: spec.kind },
+      el("figcaption", {}, head, caption),
+      el("div", { class: "body" }, box, legend, more),
+    );
     const chart = { spec, element, box, tip, legend, hidden: new Set(), by: "classes", width: 0, found: null, at: -1 };
     chart.visible = (series) => series.filter((one) => !chart.hidden.has(one.name));
     chart.groupOf = (panel, k) => (panel[chart.by] ?? panel.classes)?.[k] ?? 0;
@@ -637,33 +940,88 @@ const charts = (() => {
       const { kind, series, panels } = chart.spec;
       if (kind === "heat" || kind === "image") return legend.replaceChildren();
       let entries;
-      if (kind === "bars" && series.length === 1) entries = []; // the axis says it
-      else if (series) entries = [...series, ...(chart.spec.levels ?? [])].map((one) => ({ name: one.name, style: look(one.color), level: !series.includes(one) }));
+      if (kind === "bars" && series.length === 1)
+        entries = []; // the axis says it
+      else if (series)
+        entries = [
+          ...series.map((one) => ({ name: one.name, style: look(one.color), form: kind })),
+          ...(chart.spec.levels ?? []).map((one) => ({ name: one.name, style: { ...look(one.color), dash: LEVEL }, form: "level" })),
+        ];
       else {
         const groups = [...new Set(panels.flatMap((panel) => panel.points.map((_, k) => chart.groupOf(panel, k))))].sort((a, b) => a - b);
-        entries = groups.length > 1 ? groups.map((group) => ({ name: chart.groupName(group), style: look(Math.max(group, 0)) })) : [];
+        entries = groups.length > 1 ? groups.map((group) => ({ name: chart.groupName(group), style: look(Math.max(group, 0)), form: kind })) : [];
       }
-      const items = entries.map(({ name, style, level }) => el("button", {
-        type: "button", "aria-pressed": String(!chart.hidden.has(name)), title: "show or hide",
-        onclick: (event) => {
-          if (!chart.hidden.delete(name)) chart.hidden.add(name);
-          event.currentTarget.setAttribute("aria-pressed", String(!chart.hidden.has(name)));
-          chart.draw();
-        },
-      }, level ? swatch({ ...style, dash: "6 4" }, "level") : swatch(style, kind), name));
-      if (kind === "points" && chart.spec.frontier?.length) items.push(el("span", { class: "key" }, svg("svg", { width: 26, height: 14, "aria-hidden": "true" }, svg("path", { class: "frontier", d: "M1 11H9V5H25" })), "frontier"));
-      if (kind === "points" && chart.spec.diagonal) items.push(el("span", { class: "key" }, svg("svg", { width: 26, height: 14, "aria-hidden": "true" }, svg("path", { class: "diagonal", d: "M5 13L21 1" })), "equal"));
-      if (kind === "graph" && panels.some((panel) => panel.added?.length)) items.push(el("span", { class: "key" }, svg("svg", { width: 26, height: 14, "aria-hidden": "true" }, svg("path", { class: "added", d: "M1 7H25" })), "added edge"));
+      const items = entries.map(({ name, style, form }) =>
+        el(
+          "button",
+          {
+            type: "button",
+            "aria-pressed": String(!chart.hidden.has(name)),
+            title: "show or hide",
+            onclick: (event) => {
+              if (!chart.hidden.delete(name)) chart.hidden.add(name);
+              event.currentTarget.setAttribute("aria-pressed", String(!chart.hidden.has(name)));
+              chart.draw();
+            },
+          },
+          swatch(style, form),
+          name,
+        ),
+      );
+      if (kind === "points" && chart.spec.frontier?.length)
+        items.push(
+          el(
+            "span",
+            { class: "key" },
+            svg("svg", { width: 26, height: 14, "aria-hidden": "true" }, svg("path", { class: "frontier", d: "M1 11H9V5H25" })),
+            "frontier",
+          ),
+        );
+      if (kind === "points" && chart.spec.diagonal)
+        items.push(
+          el(
+            "span",
+            { class: "key" },
+            svg("svg", { width: 26, height: 14, "aria-hidden": "true" }, svg("path", { class: "diagonal", d: "M5 13L21 1" })),
+            "equal",
+          ),
+        );
+      if (kind === "graph" && panels.some((panel) => panel.added?.length))
+        items.push(
+          el(
+            "span",
+            { class: "key" },
+            svg("svg", { width: 26, height: 14, "aria-hidden": "true" }, svg("path", { class: "added", d: "M1 7H25" })),
+            "added edge",
+          ),
+        );
       const clients = new Set((panels ?? []).flatMap((panel) => panel.clients ?? []));
       if (panels && clients.size > 1 && clients.size <= 24 && panels.some((panel) => panel.classes)) {
         const other = chart.by === "classes" ? "clients" : "classes";
-        items.unshift(el("button", { type: "button", class: "switch", onclick: () => { chart.by = other; chart.hidden.clear(); makeLegend(); chart.draw(); legend.querySelector(".switch").focus(); } }, `Colour by ${other === "clients" ? "client" : "class"}`));
+        items.unshift(
+          el(
+            "button",
+            {
+              type: "button",
+              class: "switch",
+              onclick: () => {
+                chart.by = other;
+                chart.hidden.clear();
+                makeLegend();
+                chart.draw();
+                legend.querySelector(".switch").focus();
+              },
+            },
+            `Colour by ${other === "clients" ? "client" : "class"}`,
+          ),
+        );
       }
       legend.replaceChildren(...items);
     }
 
     function fillData() {
-      const table = more.querySelector(".table"), { columns, rows } = numbers(chart.spec);
+      const table = more.querySelector(".table"),
+        { columns, rows } = numbers(chart.spec);
       if (table) table.fill(rows);
       else more.append(makeTable({ title: chart.spec.title, columns, rows }));
     }
@@ -682,9 +1040,22 @@ const charts = (() => {
       const hover = svg("g", { class: "hover" });
       if (hit.rule) hover.append(svg("path", { d: `M${short(hit.x)} ${hit.rule[0]}V${hit.rule[1]}` }));
       for (const [x, y] of hit.dots ?? []) hover.append(svg("circle", { cx: x, cy: y, r: 6 }));
-      if (hit.outline) hover.append(svg("rect", { x: hit.outline[0], y: hit.outline[1], width: Math.max(hit.outline[2], 3), height: Math.max(hit.outline[3], 3) }));
+      if (hit.outline)
+        hover.append(
+          svg("rect", { x: hit.outline[0], y: hit.outline[1], width: Math.max(hit.outline[2], 3), height: Math.max(hit.outline[3], 3) }),
+        );
       box.querySelector("svg:not(.under)").append(hover);
-      const rows = hit.rows.slice(0, 14).map((row) => el("tr", {}, el("td", {}, row.style ? swatch(row.style, chart.spec.kind === "bars" ? "bars" : "") : ""), el("td", {}, row.name), el("td", { class: "right" }, row.text)));
+      const rows = hit.rows
+        .slice(0, 14)
+        .map((row) =>
+          el(
+            "tr",
+            {},
+            el("td", {}, row.style ? swatch(row.style, chart.spec.kind === "bars" ? "bars" : "") : ""),
+            el("td", {}, row.name),
+            el("td", { class: "right" }, row.text),
+          ),
+        );
       if (hit.rows.length > 14) rows.push(el("tr", {}, el("td"), el("td", {}, `and ${hit.rows.length - 14} more`), el("td")));
       tip.replaceChildren(el("strong", {}, hit.title), el("table", { role: "presentation" }, ...rows));
       tip.hidden = false;
@@ -702,7 +1073,8 @@ const charts = (() => {
     box.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && hideTip());
     box.addEventListener("blur", hideTip);
     box.addEventListener("keydown", (event) => {
-      const last = (chart.found?.count ?? 0) - 1, down = chart.found?.across ?? 1;
+      const last = (chart.found?.count ?? 0) - 1,
+        down = chart.found?.across ?? 1;
       const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -down, ArrowDown: down, Home: -Infinity, End: Infinity }[event.key];
       if (event.key === "Escape") return hideTip();
       if (step === undefined || last < 0) return;

@@ -7,14 +7,23 @@
   const LARGE = new Set(["bars", "image", "graph", "scatter", "table"]);
   const names = [...new Set(page.figures.map((figure) => figure.section))];
   const sections = [...ORDER.filter((name) => names.includes(name)), ...names.filter((name) => !ORDER.includes(name))];
-  const isWide = (spec) => (LARGE.has(spec.kind) && (!spec.panels || spec.panels.length > 1)) || (spec.kind === "heat" && spec.columns.length > 14);
+  const isWide = (spec) =>
+    (LARGE.has(spec.kind) && (!spec.panels || spec.panels.length > 1)) || (spec.kind === "heat" && spec.columns.length > 14);
 
   function header() {
     const facts = page.facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value))));
-    const made = [new Date(page.made)].map((date) => (Number.isNaN(date.getTime()) ? page.made : date.toLocaleString("en-GB", { dateStyle: "long", timeStyle: "short" })))[0];
+    const made = [new Date(page.made)].map((date) =>
+      Number.isNaN(date.getTime()) ? page.made : date.toLocaleString("en-GB", { dateStyle: "long", timeStyle: "short" }),
+    )[0];
     const again = page.command && el("p", { class: "again" }, "To get it again: ", el("code", {}, page.command));
-    return el("header", {}, el("div", { class: "top" }, el("p", { class: "byline" }, `fedloom ${page.version} · ${made}`), theme.button()),
-      el("h1", {}, page.title), facts.length ? el("dl", { class: "facts" }, ...facts) : "", again);
+    return el(
+      "header",
+      {},
+      el("div", { class: "top" }, el("p", { class: "byline" }, `fedloom ${page.version} · ${made}`), theme.button()),
+      el("h1", {}, page.title),
+      facts.length ? el("dl", { class: "facts" }, ...facts) : "",
+      again,
+    );
   }
 
   function leftOut() {
@@ -22,7 +31,11 @@
     const count = page.left_out.length;
     const items = page.left_out.map(({ folder, reason }) => el("li", {}, el("code", {}, folder), ` ${reason}`));
     const title = `${count} run ${count === 1 ? "folder is" : "folders are"} not in this report`;
-    return el("aside", { class: "notice", id: "left-out", "aria-label": "left out" }, el("details", { open: count <= 5 }, el("summary", {}, title), el("ul", {}, ...items)));
+    return el(
+      "aside",
+      { class: "notice", id: "left-out", "aria-label": "left out" },
+      el("details", { open: count <= 5 }, el("summary", {}, title), el("ul", {}, ...items)),
+    );
   }
 
   function tableFigure(spec) {
@@ -47,11 +60,33 @@
     panel.dataset.filled = "yes";
   }
 
-  const panels = new Map(sections.map((name) => [name, el("section", { id: `panel-${name}`, class: "panel", role: "tabpanel", "aria-labelledby": `tab-${name}`, hidden: true })]));
-  const tabs = new Map(sections.map((name) => [name, el("button", {
-    type: "button", id: `tab-${name}`, role: "tab", "aria-controls": `panel-${name}`, "aria-selected": "false", tabindex: "-1",
-    onclick: () => { open(name); history.replaceState(null, "", `#${name}`); },
-  }, name[0].toUpperCase() + name.slice(1))]));
+  const panels = new Map(
+    sections.map((name) => [
+      name,
+      el("section", { id: `panel-${name}`, class: "panel", role: "tabpanel", "aria-labelledby": `tab-${name}`, hidden: true }),
+    ]),
+  );
+  const tabs = new Map(
+    sections.map((name) => [
+      name,
+      el(
+        "button",
+        {
+          type: "button",
+          id: `tab-${name}`,
+          role: "tab",
+          "aria-controls": `panel-${name}`,
+          "aria-selected": "false",
+          tabindex: "-1",
+          onclick: () => {
+            open(name);
+            history.replaceState(null, "", `#${name}`);
+          },
+        },
+        name[0].toUpperCase() + name.slice(1),
+      ),
+    ]),
+  );
 
   function open(name) {
     for (const [other, tab] of tabs) {
@@ -70,14 +105,23 @@
     if (figure) document.getElementById(asked).scrollIntoView();
   }
 
-  const tablist = el("div", { role: "tablist", "aria-label": "sections", onkeydown: (event) => {
-    const at = sections.findIndex((name) => tabs.get(name) === document.activeElement), last = sections.length - 1;
-    const to = { ArrowRight: at === last ? 0 : at + 1, ArrowLeft: at === 0 ? last : at - 1, Home: 0, End: last }[event.key];
-    if (to === undefined || at < 0) return;
-    event.preventDefault();
-    tabs.get(sections[to]).click();
-    tabs.get(sections[to]).focus();
-  } }, ...tabs.values());
+  const tablist = el(
+    "div",
+    {
+      role: "tablist",
+      "aria-label": "sections",
+      onkeydown: (event) => {
+        const at = sections.findIndex((name) => tabs.get(name) === document.activeElement),
+          last = sections.length - 1;
+        const to = { ArrowRight: at === last ? 0 : at + 1, ArrowLeft: at === 0 ? last : at - 1, Home: 0, End: last }[event.key];
+        if (to === undefined || at < 0) return;
+        event.preventDefault();
+        tabs.get(sections[to]).click();
+        tabs.get(sections[to]).focus();
+      },
+    },
+    ...tabs.values(),
+  );
   tablist.hidden = sections.length < 2;
 
   document.getElementById("report").append(header(), leftOut(), tablist, ...panels.values());

@@ -1,11 +1,12 @@
-// Tables that sort by any column, by mouse and keyboard. Long ones get a search box and pages; rows become elements only when they are shown.
+// Tables that sort by any column, by mouse and keyboard. Long ones get a search box and pages; rows become elements when they are shown.
 "use strict";
 
 const LONG = 100; // rows from which on there are pages
 const PAGE = 50;
 const collator = new Intl.Collator("en", { numeric: true, sensitivity: "base" });
 
-const cellText = (cell) => (cell === null || cell === undefined ? "" : typeof cell === "object" ? cell.text : typeof cell === "number" ? plain.format(cell) : cell);
+const cellText = (cell) =>
+  cell === null || cell === undefined ? "" : typeof cell === "object" ? cell.text : typeof cell === "number" ? plain.format(cell) : cell;
 const cellSort = (cell) => (cell !== null && typeof cell === "object" ? (cell.sort === undefined ? cell.text : cell.sort) : cell);
 
 function cellNode(cell) {
@@ -18,7 +19,8 @@ function cellNode(cell) {
 }
 
 function compare(a, b) {
-  const emptyA = a === null || a === undefined || a === "", emptyB = b === null || b === undefined || b === "";
+  const emptyA = a === null || a === undefined || a === "",
+    emptyB = b === null || b === undefined || b === "";
   if (emptyA || emptyB) return { fixed: emptyA - emptyB }; // what is unknown stands last, whichever way the rest goes
   if (typeof a === "number" && typeof b === "number") return { by: a - b };
   if (typeof a === "number" || typeof b === "number") return { by: typeof a === "number" ? -1 : 1 };
@@ -27,19 +29,58 @@ function compare(a, b) {
 
 /** A table of {title?, columns: [{name, align, help?}], rows: [[cell]]} as an element; `fill(rows)` on it replaces the rows. */
 function makeTable({ title, columns, rows }) {
-  let all = rows, shown = rows, page = 0;
+  let all = rows,
+    shown = rows,
+    page = 0;
   const order = { column: -1, sign: 1 };
   const heads = columns.map((column, number) => {
-    const button = el("button", { type: "button", title: column.help, onclick: () => sortBy(number) }, column.name, el("span", { class: "arrow", "aria-hidden": "true" }));
+    const button = el(
+      "button",
+      { type: "button", title: column.help, onclick: () => sortBy(number) },
+      column.name,
+      el("span", { class: "arrow", "aria-hidden": "true" }),
+    );
     return el("th", { scope: "col", class: column.align === "right" ? "right" : null, "aria-sort": "none" }, button);
   });
   const body = el("tbody");
-  const search = el("input", { type: "search", placeholder: "Search", "aria-label": `Search ${title ?? "the table"}`, oninput: () => { page = 0; arrange(); } });
+  const search = el("input", {
+    type: "search",
+    placeholder: "Search",
+    "aria-label": `Search ${title ?? "the table"}`,
+    oninput: () => {
+      page = 0;
+      arrange();
+    },
+  });
   const count = el("span", { class: "count", role: "status" });
-  const back = el("button", { type: "button", onclick: () => { page -= 1; show(); } }, "Back");
-  const next = el("button", { type: "button", onclick: () => { page += 1; show(); } }, "Next");
+  const back = el(
+    "button",
+    {
+      type: "button",
+      onclick: () => {
+        page -= 1;
+        show();
+      },
+    },
+    "Back",
+  );
+  const next = el(
+    "button",
+    {
+      type: "button",
+      onclick: () => {
+        page += 1;
+        show();
+      },
+    },
+    "Next",
+  );
   const tools = el("div", { class: "tools" }, search, el("span", { class: "pager" }, count, back, next));
-  const scroller = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title ?? "table" }, el("table", {}, el("thead", {}, el("tr", {}, ...heads)), body));
+  const scroller = el(
+    "div",
+    { class: "scroll", tabindex: "0", role: "region", "aria-label": title ?? "table" },
+    el("table", {}, el("thead", {}, el("tr", {}, ...heads)), body),
+  );
   const element = el("div", { class: "table" }, tools, scroller);
 
   function sortBy(number) {
@@ -53,10 +94,18 @@ function makeTable({ title, columns, rows }) {
 
   function arrange() {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    shown = words.length ? all.filter((row) => { const text = row.map(cellText).join(" ").toLowerCase(); return words.every((word) => text.includes(word)); }) : all;
+    shown = words.length
+      ? all.filter((row) => {
+          const text = row.map(cellText).join(" ").toLowerCase();
+          return words.every((word) => text.includes(word));
+        })
+      : all;
     if (order.column >= 0) {
       const keyed = shown.map((row) => [cellSort(row[order.column]), row]);
-      keyed.sort(([a], [b]) => { const { fixed, by } = compare(a, b); return fixed ?? by * order.sign; });
+      keyed.sort(([a], [b]) => {
+        const { fixed, by } = compare(a, b);
+        return fixed ?? by * order.sign;
+      });
       shown = keyed.map(([, row]) => row);
     }
     show();
@@ -66,14 +115,24 @@ function makeTable({ title, columns, rows }) {
     const long = all.length > LONG;
     tools.hidden = !long;
     page = Math.max(0, Math.min(page, Math.ceil(shown.length / PAGE) - 1));
-    const from = long ? page * PAGE : 0, to = long ? Math.min(from + PAGE, shown.length) : shown.length;
+    const from = long ? page * PAGE : 0,
+      to = long ? Math.min(from + PAGE, shown.length) : shown.length;
     count.textContent = shown.length ? `${whole.format(from + 1)}–${whole.format(to)} of ${whole.format(shown.length)}` : "nothing found";
     back.disabled = from === 0;
     next.disabled = to >= shown.length;
-    body.replaceChildren(...shown.slice(from, to).map((row) => el("tr", {}, ...row.map((cell, k) => el("td", { class: columns[k].align === "right" ? "right" : null }, cellNode(cell))))));
+    body.replaceChildren(
+      ...shown
+        .slice(from, to)
+        .map((row) =>
+          el("tr", {}, ...row.map((cell, k) => el("td", { class: columns[k].align === "right" ? "right" : null }, cellNode(cell)))),
+        ),
+    );
   }
 
-  element.fill = (fresh) => { all = fresh; arrange(); };
+  element.fill = (fresh) => {
+    all = fresh;
+    arrange();
+  };
   show();
   return element;
 }
