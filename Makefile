@@ -56,7 +56,7 @@ results: setup  ## every method on Cora, CiteSeer, PubMed, Chameleon and Photo, 
 	$(BIN)/python bench/fedgkc.py docs/results.md
 
 docs: setup  ## the docs site, in site/: open site/index.html
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet  # the warning is about MkDocs 2, which nobody asked for
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # not --quiet: it would keep warnings from counting
 
 pictures: setup  ## the pictures of the report in docs/: a comparison of nine methods, a quarter of an hour; needs Chromium
 	$(BIN)/python docs/pictures.py
