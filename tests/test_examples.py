@@ -55,8 +55,9 @@ def test_own_method(node_federation):
     assert trimmed.summary["history_hash"] != plain.summary["history_hash"]
 
 
-@needs_cora
-@pytest.mark.parametrize("page", EXAMPLES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=needs_cora if 'load("cora")' in (ROOT / page).read_text() else ()) for page in EXAMPLES]
+)
 def test_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("recipes", "examples"):
