@@ -4,7 +4,7 @@ BIN := .venv/bin
 # The demo finds real data like any other command; where there are none, it uses the Cora that a package on PyPI carries.
 SHELL := /bin/bash
 
-.PHONY: help setup demo test check browser format bench reproduce results clean
+.PHONY: help setup demo test check browser format bench reproduce results docs pictures clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 20
@@ -15,7 +15,7 @@ setup: .venv/ready  ## the environment, in .venv
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot,tables,demo,he,flower,tune,tensorboard,mlflow,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot,tables,demo,he,flower,tune,tensorboard,mlflow,docs,dev]'
 	@touch $@
 
 demo: setup  ## a federation on Cora: FedAvg, with local and central training beside it
@@ -55,5 +55,11 @@ results: setup  ## every method on Cora, CiteSeer, PubMed, Chameleon and Photo, 
 	$(BIN)/python bench/fedpg.py docs/results.md
 	$(BIN)/python bench/fedgkc.py docs/results.md
 
+docs: setup  ## the docs site, in site/: open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # not --quiet: it would keep warnings from counting
+
+pictures: setup  ## the pictures of the report in docs/: a comparison of nine methods, about 20 minutes; needs Chromium
+	$(BIN)/python docs/pictures.py
+
 clean:  ## remove what tools leave behind (not runs, not the environment)
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
