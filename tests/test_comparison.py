@@ -12,7 +12,7 @@ from fedloom import comparison
 from fedloom.comparison import compare, to_csv, to_latex, to_markdown, write_tables
 from fedloom.crew import Processes, carry_out
 from fedloom.errors import ConfigError, DataError
-from fedloom.figures import _frontier, figures
+from fedloom.figures import _cut, _frontier, figures
 from fedloom.folder import gather
 from fedloom.grid import cells
 
@@ -133,6 +133,15 @@ def test_models_are_compared_with_local_of_the_same_model(tmp_path):
         assert ours.gain.mean == pytest.approx(mean(pairs))
 
 
+def test_who_knew_of_cut_edges_is_said(tmp_path):
+    tables = toy("fedavg,fedgcn", method={"rounds": 1}, run={"engine": "stacked"})
+    assert not carry_out(cells(tables, tmp_path), Processes(2), nothing).failed
+    found = compare(*gather([tmp_path]))
+    assert "Of the edges that the division cut, fedgcn knew; the others did not." in to_markdown(found)
+    alone = compare([run for e in found.entries.values() for run in e.runs if run.summary["method"] == "fedgcn"])
+    assert "knew" not in to_markdown(alone)
+
+
 # ---- figures ----
 def by_id(found):
     return {figure["id"].removesuffix("-synthetic-3-clients-by-random"): figure for figure in figures(found)}
@@ -201,3 +210,10 @@ def test_every_run_is_listed_with_its_hash(folder, found):
 def test_the_frontier_is_what_nobody_beats_for_less():
     assert _frontier([(3, 0.5), (1, 0.4), (2, 0.3), (4, 0.5), (5, 0.9), (1, 0.2)]) == [(1, 0.4), (3, 0.5), (5, 0.9)]
     assert _frontier([]) == []
+
+
+def test_an_axis_begins_where_what_counts_can_be_seen():
+    good, late = {"y": [0.7, 0.8, 0.81]}, {"y": [0.1, 0.5, 0.79]}
+    assert _cut([good, good]) == ({}, "")
+    assert _cut([good, late]) == ({"from": 0.74}, " What is below 74 % is not shown.")
+    assert _cut([{"y": []}]) == ({}, "")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedloom.statistics import holm, paired, spread, verdict
+from fedloom.statistics import holm, paired, points, spread, verdict
 
 
 def summary(seed, *scores, **more):
@@ -82,3 +82,7 @@ def test_holm_agrees_with_scipys_definition(values):
 
 def test_holm_by_hand():
     assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == pytest.approx({"a": 0.03, "c": 0.06, "b": 0.06})
+
+
+def test_differences_have_no_minus_before_nothing():
+    assert [points(v) for v in (1.25, -0.04, 0.04, -3.0)] == ["+1.2", "+0.0", "+0.0", "-3.0"]

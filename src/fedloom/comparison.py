@@ -254,9 +254,11 @@ def footnote(c: Comparison) -> str:
     seeds = sorted({len(e.runs) for e in c.entries.values()})
     over = f"{seeds[0]} seed{'s' * (seeds[0] > 1)}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
     few = "" if seeds[0] >= 3 else ", too few for a claim"
+    knowing = [row for row in c.rows if any(c.entries[t, row].runs[0].knows_cross_edges for t in c.tasks if (t, row) in c.entries)]
+    told = f" Of the edges that the division cut, {', '.join(knowing)} knew; the others did not." if 0 < len(knowing) < len(c.rows) else ""
     return (
         f"Test {c.metric.replace('_', ' ')} at the best validation round, %, mean ± standard deviation over {over}{few}; "
-        f"≈: not distinguishable from the best (Wilcoxon's signed-rank test over seeds and clients, Holm-corrected p ≥ {LEVEL:g})."
+        f"≈: not distinguishable from the best (Wilcoxon's signed-rank test over seeds and clients, Holm-corrected p ≥ {LEVEL:g}).{told}"
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from fedloom.comparison import LOCAL, Comparison, Entry, footnote, local_beside
 from fedloom.folder import Run
+from fedloom.statistics import points
 
 Figure = dict[str, Any]
 LEAST_GAIN = 0.05  # points between local and a method below which a client neither gains nor loses
@@ -107,7 +108,7 @@ def _scores(c: Comparison, task: str) -> Figure:
         means = {key: mean(known) if (known := [v for v in values if v is not None]) else None for key, values in of.items()}
         gain, below = e.gain.mean if e.gain else None, e.against_best.mean if e.against_best else None
         rows.append([
-            row, _score_cell(e), _number(gain, f"{gain or 0:+.1f}"), _number(below, f"{below or 0:+.1f}"), _number(e.p, f"{e.p or 0:.2g}"),
+            row, _score_cell(e), _number(gain, points(gain or 0)), _number(below, points(below or 0)), _number(e.p, f"{e.p or 0:.2g}"),
             *(_number(means[key], f"{100 * (means[key] or 0):.1f}") for key in means),
             _number(e.bytes_sent, _bytes(e.bytes_sent)), _number(e.seconds, f"{e.seconds:.1f}"), len(e.runs),
         ])  # fmt: skip
@@ -192,7 +193,7 @@ def _against_traffic(c: Comparison, task: str) -> Figure:
     """What had to travel until the round that counts, against what that gave."""
     series: list[dict[str, Any]] = []
     levels: list[dict[str, Any]] = []
-    points: list[tuple[float, float]] = []
+    reached: list[tuple[float, float]] = []
     for row, e in c.on(task).items():
         if e.score is None:
             continue
@@ -200,12 +201,12 @@ def _against_traffic(c: Comparison, task: str) -> Figure:
         if sent == 0:  # nothing travels: a level, as there is no zero on a logarithmic axis
             levels.append({"name": row, "color": c.rows.index(row), "y": _short(e.score.mean)})
             continue
-        points.append((sent, e.score.mean))
+        reached.append((sent, e.score.mean))
         wide = e.score.deviation
         spread = {} if wide is None else {"low": [_short(e.score.mean - wide)], "high": [_short(e.score.mean + wide)]}
         series.append(_series(c, row, x=[_short(sent)], y=[_short(e.score.mean)], labels=[row], **spread))
     alone = max((level["y"] for level in levels if level["name"].split(" ")[0] == LOCAL), default=0.0)  # for nothing at all
-    frontier = [[_short(x), _short(y)] for x, y in _frontier([point for point in points if point[1] > alone])]
+    frontier = [[_short(x), _short(y)] for x, y in _frontier([point for point in reached if point[1] > alone])]
     caption = "Bytes of all clients until the best validation round. Along the steps nobody is better for less. Dashed: nothing travels."
     return _figure(c, "traffic", "points", "traffic", task, f"{_score(c)} against traffic", caption, x=_axis("sent", "bytes", log=True),
                    y=_axis(_metric(c), "percent"), series=series, frontier=frontier, levels=levels)  # fmt: skip
@@ -305,7 +306,7 @@ def _who_gains(c: Comparison, task: str) -> Figure | None:
     for row, pairs in _beside_local(c, task).items():
         gains = [100 * (with_ - alone) for *_, alone, with_ in pairs]
         counts = [sum(g > LEAST_GAIN for g in gains), sum(g < -LEAST_GAIN for g in gains)]
-        numbers = [_number(v, f"{v:+.1f}") for v in (median(gains), min(gains), max(gains))]
+        numbers = [_number(v, points(v)) for v in (median(gains), min(gains), max(gains))]
         rows.append([row, *counts, len(gains) - sum(counts), *numbers])
     if not rows:
         return None

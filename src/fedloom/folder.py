@@ -45,6 +45,11 @@ class Run:
         """What the run was begun with, a recipe with every default filled in."""
         return self.summary["config"]
 
+    @property
+    def knows_cross_edges(self) -> bool:
+        """Whether clients knew the edges to others that the division has cut: some methods work on them, others never see them."""
+        return any(self.config.get(table, {}).get("cross_edges") == "known" for table in ("partition", "data"))
+
 
 def gather(paths: Iterable[Path]) -> tuple[list[Run], list[LeftOut]]:
     """The completed runs in these folders or below them, and what else is there with the reason why it is left out."""

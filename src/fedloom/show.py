@@ -13,6 +13,7 @@ from rich.text import Text
 
 from fedloom.comparison import Comparison, footnote
 from fedloom.method import Method, default_of, valid_values
+from fedloom.statistics import points
 
 if TYPE_CHECKING:
     from fedloom.tune import Tuned
@@ -165,8 +166,8 @@ def comparison(c: Comparison) -> RenderableType:
             table.add_column(heading, justify="left" if heading == "method" else "right")
         for row, e in c.on(task).items():
             mark = {"best": " best", "second": " second"}.get(e.mark, "") + (" ≈" if e.like_best else "")
-            tested = (f"{e.against_best.mean:+.1f}", f"{e.p:.2g}") if e.against_best and e.p is not None else ("", "")
-            gain = f"{e.gain.mean:+.1f}" if e.gain else ""
+            tested = (points(e.against_best.mean), f"{e.p:.2g}") if e.against_best and e.p is not None else ("", "")
+            gain = points(e.gain.mean) if e.gain else ""
             score = Text(str(e.score) if e.score else "-", styles[e.mark]).append(mark, "dim")
             table.add_row(row, score, gain, *tested, size(e.bytes_sent), f"{e.seconds:.1f}", str(len(e.runs)))
         parts.append(table)

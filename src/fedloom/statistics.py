@@ -31,6 +31,11 @@ def spread(values: Iterable[float | None]) -> Spread | None:
     return Spread(mean(known), stdev(known) if len(known) > 1 else None)
 
 
+def points(difference: float) -> str:
+    """A difference in points: "+1.2"; what rounds to nothing has no minus."""
+    return f"{round(difference, 1) + 0.0:+.1f}"
+
+
 class Verdict(NamedTuple):
     """What differences amount to: their mean with a 95 % interval (bootstrap), how many are above and below 0, and Wilcoxon's p.
 
