@@ -215,5 +215,5 @@ def test_the_frontier_is_what_nobody_beats_for_less():
 def test_an_axis_begins_where_what_counts_can_be_seen():
     good, late = {"y": [0.7, 0.8, 0.81]}, {"y": [0.1, 0.5, 0.79]}
     assert _cut([good, good]) == ({}, "")
-    assert _cut([good, late]) == ({"from": 0.74}, " What is below 74 % is not shown.")
+    assert _cut([good, late]) == ({"from": 0.67}, " What is below 67 % is not shown.")
     assert _cut([{"y": []}]) == ({}, "")

@@ -153,8 +153,8 @@ def _cut(series: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], str]:
     ends = [one["y"][-1] for one in series if one["y"]]
     if not ends:
         return {}, ""
-    floor = round(min(ends) - max(2 * (max(ends) - min(ends)), 0.05), 2)
-    if min(value for one in series for value in one["y"]) > floor - 0.05:
+    floor = round(min(ends) - max(3 * (max(ends) - min(ends)), 0.12), 2)
+    if min(value for one in series for value in one["y"]) > floor - 0.1:
         return {}, ""
     return {"from": floor}, f" What is below {100 * floor:.0f} % is not shown."
 
