@@ -11,6 +11,7 @@ from fedloom.engines.flower import Engine
 from fedloom.errors import RoundFailed
 from fedloom.method import make_method
 from fedloom.runs import run
+from fedloom.watch import Watch
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +51,13 @@ def test_a_run_that_was_stopped_is_resumed_to_the_bit(federation, tmp_path):
     assert resumed.summary["history_hash"] == run("fedavg", federation, **chosen).summary["history_hash"]
 
 
-def test_killed_parties_are_left_out_and_nothing_is_left_behind(federation):
-    engines, begun = [], []
+def test_killed_parties_are_left_out_and_nothing_is_left_behind(federation, tmp_path):
+    engines, begun, followed = [], [], []
+    watching = Watch(tmp_path / "run")
 
     def kill_one(entry, planned):
+        told = watching.data("", 0, 0)
+        followed.append((told["state"], told["round"], told["bytes_up"], [c["id"] for c in told["clients"] if c["absences"]]))
         if entry["round"] == 1:
             (engine,) = engines
             os.kill(engine.parties[1].process.pid, signal.SIGKILL)
@@ -67,7 +71,11 @@ def test_killed_parties_are_left_out_and_nothing_is_left_behind(federation):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "__init__", noted)
-        result = run("fedavg", federation, model="gcn-2x8", rounds=3, engine="flower", quorum=0.6, on_round=kill_one)
+        result = run("fedavg", federation, model="gcn-2x8", rounds=3, engine="flower", quorum=0.6, on_round=kill_one, out=tmp_path / "run")
+    watching.server_close()
+    assert [each[:2] for each in followed] == [("running", 1), ("running", 2), ("running", 3)]
+    assert [each[2] for each in followed] == [entry["bytes_up"] for entry in result.history]
+    assert (followed[0][3], followed[-1][3]) == ([], ["1"])
     assert result.summary["status"] == "completed"
     assert result.summary["absences"].keys() == {"1"}
     (engine,) = engines
