@@ -103,6 +103,11 @@ def entry(number: Number, ours: Runs, local: Runs) -> dict[str, Any]:
     return {**made, "ours": [short(s) for s in ours], "local": [short(s) for s in local]}
 
 
+def newer(made: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
+    """What is to be kept: the same runs, taken from where a sweep keeps them, were made when they were."""
+    return before if before and all(before[key] == made[key] for key in ("recipe", "ours", "local")) else made
+
+
 def line(number: Number, known: dict[str, Any], expect: Any) -> tuple[str, bool]:
     """What is printed of a number that has been run, and whether it holds."""
     ours = percent(known["ours"], number.metric)
@@ -180,14 +185,13 @@ def section(all_of_them: Sequence[Number], known: Known, command: str) -> str:
     if latest:
         versions = ", ".join(f"{k} {v}" for k, v in latest["versions"].items())
         head.append(f"on a machine with {latest['cores']} cores. {versions}")
-    parts = [" ".join(head) + ".\n"]
+    columns = ["what is printed", "seeds", "ours", "Local", "paper", "gap", "verdict", "made", "command"]
+    counts, tables = [], []
     for family, title in {"": "Foundation", **FAMILIES}.items():
-        members = [n for n in all_of_them if n.family == family]
-        rows = [row for n in members for row in rows_of(n, known)]
-        if rows:
-            head_row = ["what is printed", "seeds", "ours", "Local", "paper", "gap", "verdict", "made", "command"]
-            parts.append(f"### {title}: printed numbers\n\n{summary(rows)}\n\n{markdown(head_row, rows)}")
-    return "\n".join(parts)
+        if rows := [row for n in all_of_them if n.family == family for row in rows_of(n, known)]:
+            counts.append(f"- **{title}**: {summary(rows)}")
+            tables.append(f"### {title}: printed numbers\n\n{markdown(columns, rows)}")
+    return "\n".join([" ".join(head) + ".\n", *counts, "", *tables])
 
 
 def remembered(path: Path, all_of_them: Sequence[Number]) -> Known:
@@ -225,7 +229,7 @@ def main() -> None:
     bad = {}
     for at, number in enumerate(sorted(chosen, key=lambda n: minutes[n.path]) if not asked.write else [], 1):
         try:
-            known[number.path] = entry(number, *run(number, asked.workers))
+            known[number.path] = newer(entry(number, *run(number, asked.workers)), known.get(number.path))
             said, holds = line(number, known[number.path], expect[number.path])
         except RuntimeError as error:  # what a sweep raises when all seeds have had their turn
             said, holds = f"{number.path}: FAILED: {error} ({error.__cause__})", False

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from statistics import mean, stdev
@@ -53,7 +54,8 @@ def sweep(
     if not run:
         recipes = {label: tables for label, tables in recipes.items() if all((label, seed) in done for seed in range(seeds))}
         return {label: [done[label, seed] for seed in range(seeds)] for label in recipes}
-    with ProcessPoolExecutor(max_workers=workers or os.cpu_count()) as pool:
+    with ProcessPoolExecutor(max_workers=workers or os.cpu_count()) as pool, ExitStack() as stack:
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)  # Ctrl-C ends what waits for its turn, too
         jobs = {pool.submit(run_one, recipes[label], seed): (label, seed) for label, seed in wanted if (label, seed) not in done}
         for job in as_completed(jobs):
             label, seed = jobs[job]

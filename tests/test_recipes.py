@@ -180,7 +180,8 @@ def test_results_are_written_read_again_and_dropped_when_the_recipe_changes(made
     text, kept = target.read_text(), tmp_path / "results-reproduction.json"
     assert text.startswith("before\n")
     assert text.endswith("after\n")
-    assert "### FedGKC: printed numbers\n\n1 printed numbers: 1 reached" in text
+    assert "- **FedGKC**: 1 printed numbers: 1 reached" in text
+    assert "### FedGKC: printed numbers\n\n| what is printed |" in text
     assert "cores. fedloom 9." in text
     again = reproduce.remembered(kept, [made_up])
     assert again == known
@@ -189,6 +190,13 @@ def test_results_are_written_read_again_and_dropped_when_the_recipe_changes(made
     changed = replace(made_up, tables={**made_up.tables, "method": {"name": "fedavg", "rounds": 3}})
     assert reproduce.remembered(kept, [changed]) == {}
     assert reproduce.remembered(tmp_path / "nothing.json", [made_up]) == {}
+
+
+def test_runs_that_were_only_taken_from_where_they_are_kept_keep_their_date(made_up):
+    before = {**reproduce.entry(made_up, runs(0.82), runs(0.70)), "date": "2026-01-02"}
+    assert reproduce.newer(reproduce.entry(made_up, runs(0.82), runs(0.70)), before) is before
+    assert reproduce.newer(reproduce.entry(made_up, runs(0.83), runs(0.70)), before)["date"] > "2026-01-02"
+    assert reproduce.newer(before, None) is before
 
 
 # ---- the command ----
