@@ -157,7 +157,7 @@ def rows_of(number: Number, known: Known) -> list[list[str]]:
     for metric, paper in {number.metric: number.paper, **number.also}.items():
         gap, name = compare(percent(ours, metric), paper)
         what = f"{number.source}{METRICS[metric] and ', '}{METRICS[metric]}" if metric != number.metric else number.source
-        said = "-" if paper is None else f"{paper:g}"
+        said = "-" if paper is None else str(paper)
         cells = [spread(list(scores(runs, metric))) for runs in (ours, local)]
         rows.append(
             [what, str(len(ours) or number.seeds), *cells, said, gap, name, made, f"`python bench/reproduce.py recipes/{number.path}`"]
@@ -166,15 +166,17 @@ def rows_of(number: Number, known: Known) -> list[list[str]]:
 
 
 def summary(rows: Iterable[list[str]]) -> str:
-    """How many of a paper's numbers are reached: a line."""
+    """How many of a paper's numbers are reached, and in how many ours is more than Local's: a line."""
     counts: Counter[str] = Counter()
-    for _, _, ours, _, paper, _, name, *_ in rows:
+    more: list[bool] = []
+    for _, _, ours, local, paper, _, name, *_ in rows:
         if paper != "-":
             counts["not run" if ours == "-" else "short" if name.startswith("short") else name] += 1
+            more += [float(ours.split()[0]) > float(local.split()[0])] if "-" not in (ours, local) else []
     reached = counts["above"] + counts["reached"]
     words = [f"{reached} reached ({counts['above']} of them more than {CLOSE:g} points above)"]
     words += [f"{counts[f'within {CLOSE:g}']} within {CLOSE:g} points below", f"{counts['short']} short", f"{counts['not run']} not run"]
-    return f"{sum(counts.values())} printed numbers: {', '.join(words)}."
+    return f"printed numbers: {sum(counts.values())}; {', '.join(words)}; more than Local in {sum(more)} of {len(more)}."
 
 
 def section(all_of_them: Sequence[Number], known: Known, command: str) -> str:

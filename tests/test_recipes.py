@@ -153,11 +153,11 @@ def made_up(monkeypatch):
 def test_a_number_that_was_run_stands_before_one_that_is_kept(made_up):
     known = {made_up.path: reproduce.entry(made_up, runs(0.82, 0.84), runs(0.70, 0.70))}
     (row,) = reproduce.rows_of(made_up, known)
-    assert row[:7] == ["A paper, Table 1", "2", "83.0 ± 1.4", "70.0 ± 0.0", "80", "+3.0", "above"]
+    assert row[:7] == ["A paper, Table 1", "2", "83.0 ± 1.4", "70.0 ± 0.0", "80.0", "+3.0", "above"]
     assert row[7].startswith("run 2")
     assert row[8] == "`python bench/reproduce.py recipes/fedgkc/x-louvain10.toml`"
     (row,) = reproduce.rows_of(made_up, {})
-    assert row[2:8] == ["79.0 ± 0.0", "76.0 ± 1.4", "80", "-1.0", "within 1.5", "kept, not run now: 2026-01-02 abcdef0"]
+    assert row[2:8] == ["79.0 ± 0.0", "76.0 ± 1.4", "80.0", "-1.0", "within 1.5", "kept, not run now: 2026-01-02 abcdef0"]
 
 
 def test_other_metrics_have_rows_of_their_own_and_what_nobody_ran_says_so(made_up):
@@ -166,9 +166,10 @@ def test_other_metrics_have_rows_of_their_own_and_what_nobody_ran_says_so(made_u
     rows = reproduce.rows_of(both, known)
     assert rows[1][:7] == ["A paper, Table 1, macro-F1", "1", "58.0", "40.0", "61.5", "-3.5", "short by 3.5"]
     (row,) = reproduce.rows_of(replace(made_up, label="else"), {})
-    assert row[2:8] == ["-", "76.0 ± 1.4", "80", "-", "-", "not run"]
+    assert row[2:8] == ["-", "76.0 ± 1.4", "80.0", "-", "-", "not run"]
     assert reproduce.summary([*rows, row]) == (
-        "3 printed numbers: 1 reached (0 of them more than 1.5 points above), 0 within 1.5 points below, 1 short, 1 not run."
+        "printed numbers: 3; 1 reached (0 of them more than 1.5 points above), 0 within 1.5 points below, 1 short, 1 not run; "
+        "more than Local in 2 of 2."
     )
 
 
@@ -180,7 +181,7 @@ def test_results_are_written_read_again_and_dropped_when_the_recipe_changes(made
     text, kept = target.read_text(), tmp_path / "results-reproduction.json"
     assert text.startswith("before\n")
     assert text.endswith("after\n")
-    assert "- **FedGKC**: 1 printed numbers: 1 reached" in text
+    assert "- **FedGKC**: printed numbers: 1; 1 reached" in text
     assert "### FedGKC: printed numbers\n\n| what is printed |" in text
     assert "cores. fedloom 9." in text
     again = reproduce.remembered(kept, [made_up])
