@@ -116,7 +116,7 @@ def line(number: Number, known: dict[str, Any], expect: Any) -> tuple[str, bool]
     said = f"paper {number.paper:g}, gap {gap}: {name}" if number.paper else "no printed number"
     both = " | ".join(f"{who} {spread(scores(known[key], number.metric))}" for who, key in (("ours", "ours"), ("Local", "local")))
     wanted = f"{expect.at_least:g}" + (f" to {expect.at_most:g}" if expect.at_most < 100 else "")
-    return f"{number.path}: {both} | {said}" + ("" if holds else f" | BELOW what it is held to, {wanted}"), holds
+    return f"{number.path}: {both} | {said}" + ("" if holds else f" | NOT what it is held to, {wanted}"), holds
 
 
 def _git(*arguments: str) -> str:
@@ -242,7 +242,7 @@ def main() -> None:
     if asked.write:
         write(asked.target, everything, known, command)
     if bad:
-        print("\n".join(["these failed or are below what they are held to:", *bad.values()]))
+        print("\n".join(["these failed or are not what they are held to:", *bad.values()]))
     sys.exit(1 if bad else 0)
 
 
