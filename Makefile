@@ -4,10 +4,10 @@ BIN := .venv/bin
 # The demo finds real data like any other command; where there are none, it uses the Cora that a package on PyPI carries.
 SHELL := /bin/bash
 
-.PHONY: help setup demo test check browser format bench reproduce results docs pictures clean
+.PHONY: help setup demo test check browser format bench reproduce reproduce-all results docs pictures clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 24
 
 setup: .venv/ready  ## the environment, in .venv
 
@@ -45,8 +45,11 @@ bench: setup  ## speed, memory and growth against a plain PyG loop: docs/benchma
 	OMP_NUM_THREADS=1 $(BIN)/python bench/flower.py
 	FEDLOOM_SECURE_CASES=2500 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 tests/privacy/test_secure_sum.py
 
-reproduce: setup  ## run the short recipes over their seeds and compare with what they should give
-	$(BIN)/python bench/reproduce.py recipes/*.toml
+reproduce: setup  ## the papers' numbers that take 25 minutes together, some of each paper, Local beside them: a section of docs/results.md
+	$(BIN)/python bench/reproduce.py --within 25
+
+reproduce-all: setup  ## all of the papers' numbers (a night); started again, it goes on
+	$(BIN)/python bench/reproduce.py
 
 results: setup  ## every method on Cora, CiteSeer, PubMed, Chameleon and Photo, 3 or 5 seeds: the tables in docs/results.md (a night)
 	$(BIN)/python bench/results.py docs/results.md

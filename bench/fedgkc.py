@@ -36,7 +36,7 @@ PARTS: dict[str, dict[str, Any]] = {
     **{f"copilot {name.upper()}": {"copilot": f"{name}-2x64"} for name in ("gat", "sage", "gin", "sgc")},
 }  # fmt: skip
 PARTS_ON = ("cora", "citeseer", "pubmed")
-# What the paper prints: Tables II and III by deal and clients, in the order of DATASETS; Table IV; Table V at 10 clients.
+# What the paper prints: Tables II and III by deal and clients, in the order of DATASETS; Table IV; Table V by clients.
 PAPER = {
     ("A", 5): {
         "LG-FedAvg": (78.78, 65.64, 84.52, 89.07, 94.26, 90.41, 87.42),
@@ -93,9 +93,13 @@ PAPER_ONE_MODEL = {
     "AdaFGL": (85.77, 93.88, 86.30, 83.29), "FedGKC": (88.73, 94.47, 90.30, 87.16),
 }  # fmt: skip
 PAPER_PARTS = {
-    "FedGKC": (80.71, 64.96, 83.48),
-    "neither": (79.54, 62.73, 83.15), "SMKD alone": (80.44, 64.29, 83.37), "KAMA alone": (79.73, 63.11, 83.20),
-}  # fmt: skip
+    clients: {"FedGKC": PAPER["A", clients]["FedGKC"][:3], "neither": neither, "SMKD alone": smkd, "KAMA alone": kama}
+    for clients, neither, smkd, kama in (
+        (5, (80.50, 64.74, 84.64), (81.42, 64.44, 84.54), (81.24, 65.04, 85.05)),
+        (10, (79.54, 62.73, 83.15), (80.44, 64.29, 83.37), (79.73, 63.11, 83.20)),
+        (20, (75.21, 60.90, 81.87), (74.50, 60.88, 82.51), (75.03, 61.03, 82.27)),
+    )
+}
 
 
 def task(data: str, clients: int, models: tuple[str, ...], method: dict[str, Any]) -> Tables:
@@ -172,7 +176,7 @@ def _parts(found: Found) -> str:
     for row in PARTS:
         labels = {data: f"parts, {data}: {row}" for data in PARTS_ON}
         if any(label in found for label in labels.values()):
-            paper = PAPER_PARTS.get(row)
+            paper = PAPER_PARTS[10].get(row)
             given = [spread(scores_of(found, label, KEY)) + _said(paper[k] if paper else None) for k, label in enumerate(labels.values())]
             pairs = [(label, f"parts, {data}: FedGKC") for data, label in labels.items()]
             known = [paired(found[theirs], found[ours]) for theirs, ours in pairs if ours in found and theirs in found]

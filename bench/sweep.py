@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from statistics import mean, stdev
@@ -36,11 +37,13 @@ def sweep(
     report: Callable[[str, int, dict[str, Any]], None],
     kept: Path | None = None,
     run: bool = True,
+    workers: int | None = None,
 ) -> Found:
     """Takes {label: tables}, runs each with seeds 0 .. seeds-1, gives {label: summaries by seed}; `report` hears of each as it ends.
 
     A run that fails is an error when all others are done. kept: a file of finished runs, a line each. What is in it with the same tables,
-    seed and code is not run again. run: False gives what is kept of all seeds, and runs nothing.
+    seed and code is not run again. run: False gives what is kept of all seeds, and runs nothing. workers: how many run at a
+    time (None: as many as there are cores).
     """
     done: dict[Cell, dict[str, Any]] = {}
     failed: dict[Cell, BaseException] = {}
@@ -51,7 +54,8 @@ def sweep(
     if not run:
         recipes = {label: tables for label, tables in recipes.items() if all((label, seed) in done for seed in range(seeds))}
         return {label: [done[label, seed] for seed in range(seeds)] for label in recipes}
-    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+    with ProcessPoolExecutor(max_workers=workers or os.cpu_count()) as pool, ExitStack() as stack:
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)  # Ctrl-C ends what waits for its turn, too
         jobs = {pool.submit(run_one, recipes[label], seed): (label, seed) for label, seed in wanted if (label, seed) not in done}
         for job in as_completed(jobs):
             label, seed = jobs[job]

@@ -60,7 +60,9 @@ class Expectation:
     at_least: float = setting(0.0, "the mean over the seeds must reach this")
     at_most: float = setting(100.0, "and not exceed this")
     seeds: int = setting(3, "over how many seeds", at_least=1)
-    minutes: float = setting(0.0, "about how long all seeds take on two cores")
+    minutes: float = setting(0.0, "about how long all seeds take on two cores, Local beside them (0 = not known)")
+    paper: float = setting(-1.0, "what the paper prints, in percent (-1 = nothing)")
+    also: str = setting("", 'what it prints besides for the same runs, such as "f1_macro 61.58, auc 79.4"')
     source: str = setting("", "where the expected value comes from")
 
 
