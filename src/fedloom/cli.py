@@ -144,7 +144,7 @@ def join(
     agreement: Agreement,
     party: Annotated[str, option("this party's name in the agreement")],
     key: Annotated[Path, option("this party's NAME.key")],
-    data: Annotated[Path, option("this party's graph: a folder of tables, or a .safetensors file")],
+    data: Annotated[Path, option("this party's graph: a folder of tables, a .safetensors file, or PyG's .pt")],
     state: Annotated[Path | None, option("folder for the party's own states and model (default: fedloom-NAME)")] = None,
     patience: Annotated[float, option("seconds to wait for a coordinator that is not there")] = 3600.0,
     insecure: Insecure = False,

@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from deployment import Wire, port_is_free, same_weights
 from safetensors.torch import load_file
+from torch_geometric.data import Data
 
 import fedloom
 from fedloom.data.files import to_folder
@@ -251,8 +253,9 @@ def test_the_pages_commands_run_as_they_stand(tmp_path):
         (tmp_path / name).write_bytes((tmp_path / folder / name).read_bytes())
     (tmp_path / "federation.toml").write_text(agreement)
     parts = fedloom.divide(fedloom.load("synthetic:nodes=200,features=16,classes=4"), 2, "random", 0)
-    for name, graph in zip(("graph-a", "graph-b"), parts.graphs, strict=True):
-        to_folder(graph, tmp_path / name)
+    one, other = parts.graphs
+    to_folder(one, tmp_path / "graph-a")
+    torch.save(Data(x=other.x, edge_index=other.edge_index, y=other.y), tmp_path / "graph-b.pt")
     started = [subprocess.Popen(command, shell=True, cwd=tmp_path, env=environment, stderr=subprocess.PIPE) for command in (serve, *joins)]
     try:
         assert [process.wait(120) for process in started] == [0, 0, 0], [process.stderr.read().decode() for process in started]
