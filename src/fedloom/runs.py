@@ -278,6 +278,8 @@ class Recorder:
         if self.folder and self.held:
             _put_json(self.folder / "holdings.json", self.held)
         self.server = server = Server(method, facts, self._call, rules, self)
+        if self._pending is not None:
+            server.attendance.resume(self._pending[0].about.get("attendance", {}))
         failure: BaseException | None = None
         with ExitStack() as stack:
             try:
@@ -460,7 +462,7 @@ class Recorder:
         """Everything the next round depends on, and how far history and ledger were; they are on the disk before it says so."""
         about = {
             "round": server.round, "hash": server.history_hash.hex(), "notes": server.notes,
-            "bytes": {"history": self.history.sync(), "ledger": server.ledger.sync()},
+            "bytes": {"history": self.history.sync(), "ledger": server.ledger.sync()}, "attendance": server.attendance.saved(),
         }  # fmt: skip
         state = snapshot({"server": {"state": server.state, "streams": server.streams}, "clients": self.engine.snapshot()})
         with undisturbed():
@@ -487,6 +489,7 @@ class Recorder:
         return found
 
     def _put_back(self, server: Server) -> int:
+        server.catch_up()  # before the ledger is put back: this, too, was written down the first time
         found = self._put_back_records(server)
         kept = found.state.get("server", {})
         restore(server.state, kept.get("state", {}))
