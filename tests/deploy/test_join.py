@@ -7,7 +7,7 @@ import torch
 
 import fedloom
 from fedloom.deploy.agreement import read_agreement
-from fedloom.deploy.envelope import EnvelopeError, Gate, Header, sign
+from fedloom.deploy.envelope import EnvelopeError, Gate, Header, parse, sign
 from fedloom.deploy.join import Party, facts_to
 from fedloom.deploy.keys import make_party, read_party_key
 from fedloom.errors import ConfigError
@@ -149,6 +149,51 @@ def test_a_recorded_beginning_begins_nothing(desk):
     kind, told = desk.tell("fedloom_begin", order)
     assert kind == "error"
     assert "not of now" in told["cause"]
+
+
+def begun(desk, run):
+    """Begins a run of another life of the coordinator; gives all the orders that did."""
+    desk.sequence, orders = -1, []
+    orders.append(desk.order("fedloom_hello", {}, run=run))
+    nonce = json.loads(parse(desk.party.answer(orders[-1]))[3].tobytes())["nonce"]
+    told = {"nonce": nonce, "agreed": desk.agreement.agreed(), "facts": facts_to(desk.facts), "lineage": "l", "rejoin": False}
+    orders.append(desk.order("fedloom_begin", told, run=run))
+    orders.append(desk.order("setup", encode({}, "setup"), run=run))
+    assert [parse(desk.party.answer(order))[0].kind for order in orders[1:]] == ["answer", "answer"]
+    return orders
+
+
+def one_round(desk, run, number):
+    order = desk.order("train", encode({"model": model(desk)}, "train"), run=run, round=number)
+    return order, parse(desk.party.answer(order))
+
+
+def test_recorded_orders_of_an_earlier_life_change_nothing_in_the_run_under_way(desk):
+    reference = Desk.__new__(Desk)
+    reference.__dict__ |= {**desk.__dict__, "party": desk.start()}
+    earlier, now = "cd" * 16, "ef" * 16
+    for each in (desk, reference):
+        recorded = begun(each, earlier)
+        recorded.append(one_round(each, earlier, 1)[0])
+        recorded.append(each.order("fedloom_finish", {"status": "completed"}, run=earlier))
+        begun(each, now)
+        one_round(each, now, 1)
+        if each is desk:  # whoever has the link's secret hands them to the party once more
+            kinds = [parse(each.party.answer(order))[0].kind for order in recorded]
+            assert kinds == ["answer", "error", "error", "error", "error"]  # it says hello back, with a number that no old order shows
+            assert not each.party.over
+    (_, ours), (_, undisturbed) = one_round(desk, now, 2), one_round(reference, now, 2)
+    assert ours[0].kind == "answer"
+    assert bytes(ours[3]) == bytes(undisturbed[3])
+
+
+def test_a_life_that_shows_the_number_takes_over(desk):
+    """The control: had the recorded orders begun a run, the one under way would be gone."""
+    begun(desk, "cd" * 16)
+    begun(desk, "ef" * 16)
+    _, (header, _, _, body) = one_round(desk, "cd" * 16, 1)
+    assert header.kind == "error"
+    assert json.loads(bytes(body))["forgot"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ Orders and answers travel in envelopes (`fedloom.deploy.envelope`). Besides the 
     fedloom_restore   mark                           ► go back to that state
     fedloom_finish    status                         ► it is over: the party writes its model to its own folder, and leaves
 
-A party begins a run only if the coordinator shows the number that it has just drawn itself, so that recorded orders begin nothing.
+A party begins a run only if the coordinator shows the number that it has just drawn itself, so that recorded orders begin nothing. Until
+then the run under way goes on, whoever says hello: a recorded hello of an earlier life of the coordinator ends nothing either.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,16 @@ class ForgottenError(FedloomError):
     """The party is asked to go on with something that it knows nothing of: it has been started anew."""
 
 
+@dataclass
+class _Life:
+    """One life of the coordinator, as far as a party knows it: the same order again gets the same answer."""
+
+    run: str
+    sequence: int = -1  # of its last order
+    answer: bytes = b""
+    nonce: str = ""  # what the party has drawn, and wants to be shown
+
+
 class Party:
     """What answers orders. agreement: the party's own copy. folder: where it keeps its states and, in the end, its model."""
 
@@ -58,8 +69,8 @@ class Party:
         self.agreement, self.name, self.key, self.graph, self.folder = agreement, name, key, graph, folder
         self.agreed = agreement.agreed()
         self.over = ""  # how the run ended, once it has
-        self._nonce, self._run, self._lineage = "", "", ""
-        self._sequence, self._answer = -1, b""  # the last order of this run, and what was answered: the same order gets the same answer
+        self._lineage = ""
+        self._life, self._next = _Life(""), _Life("")  # the one that has begun a run, and one that has said hello since
         self._to_restore = ""  # the state to go back to before the first order of a round
         self._method: Method | None = None
         self._client: Client | None = None
@@ -72,27 +83,30 @@ class Party:
     def answer(self, data: bytes) -> bytes:
         """Takes an order's envelope, gives the answer's. An EnvelopeError if it is no order of the coordinator's to this party, now."""
         header, body = open_order(data, self.name, self.agreement.coordinator)
-        if header.run != self._run:
-            if header.phase != "fedloom_hello":
-                return self._signed(header, *_failure(ForgottenError(f"party {self.name!r} knows nothing of this run")))
-            self._run, self._sequence, self._client = header.run, -1, None
-        if header.sequence == self._sequence:
-            return self._answer
-        if header.sequence < self._sequence:
-            raise EnvelopeError("replay", f"order {header.sequence} was given before, the last one was {self._sequence}")
-        self._sequence = header.sequence
-        self._answer = self._signed(header, *self._obey(header, body))
-        return self._answer
+        if header.phase == "fedloom_hello" and header.run not in (self._life.run, self._next.run):
+            self._next = _Life(header.run)
+        life = self._life if header.run == self._life.run else self._next
+        if header.run != life.run:
+            return self._signed(header, *_failure(ForgottenError(f"party {self.name!r} knows nothing of this run")))
+        if header.sequence == life.sequence:
+            return life.answer
+        if header.sequence < life.sequence:
+            raise EnvelopeError("replay", f"order {header.sequence} was given before, the last one was {life.sequence}")
+        life.sequence = header.sequence
+        life.answer = self._signed(header, *self._obey(header, body, life))
+        return life.answer
 
     def _signed(self, header: Header, kind: Kind, reply: bytes) -> bytes:
         return sign(reply, Header(header.run, header.round, header.sequence, self.name, header.phase, kind), self.key)
 
-    def _obey(self, header: Header, body: bytes) -> tuple[Kind, bytes]:
-        own = {
-            "fedloom_hello": self._hello, "fedloom_begin": self._begin, "fedloom_keep": self._keep,
-            "fedloom_restore": self._restore, "fedloom_finish": self._finish,
-        }  # fmt: skip
+    def _obey(self, header: Header, body: bytes, life: _Life) -> tuple[Kind, bytes]:
+        meeting = {"fedloom_hello": self._hello, "fedloom_begin": self._begin}
+        own = {"fedloom_keep": self._keep, "fedloom_restore": self._restore, "fedloom_finish": self._finish}
         try:
+            if header.phase in meeting:
+                return "answer", json.dumps(meeting[header.phase](json.loads(body), life)).encode()
+            if life is not self._life:
+                raise ForgottenError(f"party {self.name!r} has not begun this run")
             if header.phase in own:
                 return "answer", json.dumps(own[header.phase](json.loads(body))).encode()
             return "answer", self._perform(header, body)
@@ -100,16 +114,16 @@ class Party:
             return _failure(error)
 
     # ---- orders ----
-    def _hello(self, _: dict[str, Any]) -> dict[str, Any]:
-        self._nonce = secrets.token_hex(16)
+    def _hello(self, _: dict[str, Any], life: _Life) -> dict[str, Any]:
+        life.nonce = secrets.token_hex(16)
         knows = bool(self.graph.cross_edges.shape[1])
         held = holding(self.name, self.graph)
-        return {"nonce": self._nonce, "agreed": self.agreed, "holding": held, "knows_cross_edges": knows}
+        return {"nonce": life.nonce, "agreed": self.agreed, "holding": held, "knows_cross_edges": knows}
 
-    def _begin(self, order: dict[str, Any]) -> dict[str, Any]:
-        if not self._nonce or order["nonce"] != self._nonce:
+    def _begin(self, order: dict[str, Any], life: _Life) -> dict[str, Any]:
+        if not life.nonce or order["nonce"] != life.nonce:
             raise MessageError("the number shown is not the one that was given: this order is not of now")
-        self._nonce = ""
+        life.nonce = ""
         if found := differences(self.agreed, order["agreed"]):
             raise ConfigError(f"party {self.name!r} has agreed to something else: {'; '.join(found)}")
         facts = facts_from(order["facts"])
@@ -119,6 +133,7 @@ class Party:
             raise ConfigError(f"party {self.name!r}: the terms of secure sums are not the agreed ones")
         torch.set_num_threads(self.agreement.run.threads)
         self._method, self._lineage = self.agreement.make_method(), _plain(order, "lineage")
+        self._life = life
         self._client = Client(self.name, self.graph, facts, self.agreement.data.inductive)
         # Started anew in the middle of a run, it goes on from the last state that it kept itself.
         self._to_restore = self._latest() if order["rejoin"] else ""
