@@ -181,7 +181,9 @@ def serve(
     _print(result, as_json)
 
 
-def join(agreement: Path, party: str, key: Path, data: Path, state: Path | None, patience: float, insecure: bool) -> None:
+def join(
+    agreement: Path, party: str, key: Path, data: Path, state: Path | None, patience: float, tell_errors: bool, insecure: bool
+) -> None:  # fmt: skip
     """Takes part in a federation until the run is over."""
     from fedloom.deploy.agreement import read_agreement, require_tls
     from fedloom.deploy.join import Party, take_part
@@ -189,8 +191,10 @@ def join(agreement: Path, party: str, key: Path, data: Path, state: Path | None,
 
     agreed = read_agreement(agreement)
     require_tls(agreed, insecure)
-    member = Party(agreed, party, read_party_key(key), agreed.graph(data, party), state or Path(f"fedloom-{party}"))
+    member = Party(agreed, party, read_party_key(key), agreed.graph(data, party), state or Path(f"fedloom-{party}"), tell_errors)
     status = take_part(member, _say, patience)
+    if member.errors.exists():
+        _say(f"errors of this party whose words the coordinator was not told: {member.errors}")
     _say(f"the run is {status}; this party's model: {member.model}" if member.model.exists() else f"the run is {status}")
 
 

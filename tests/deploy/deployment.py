@@ -36,7 +36,7 @@ class Slow(Quick):
     @phase(model="=model")
     def train(self, client, model):
         time.sleep(self.seconds)
-        if client.name == self.fails:
+        if client.name in self.fails.split(","):
             raise RuntimeError("the disk of this party is full of sand")
         return super().train(client, model)
 """

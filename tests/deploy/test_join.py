@@ -12,6 +12,7 @@ from fedloom.deploy.join import Party, facts_to
 from fedloom.deploy.keys import make_party, read_party_key
 from fedloom.errors import ConfigError
 from fedloom.message import decode, encode, flatten
+from fedloom.methods.fedavg import FedAvg
 from fedloom.party import Facts
 
 AGREEMENT = """
@@ -218,12 +219,41 @@ def test_it_begins_nothing_that_it_has_not_agreed_to(desk, change, words):
     assert words in told["cause"]
 
 
+@pytest.mark.parametrize("tell", [False, True])
+def test_what_a_party_holds_is_not_in_the_errors_that_it_tells_unless_it_wants_to(desk, monkeypatch, tell):
+    value = repr(desk.graph.x[3].tolist())
+
+    def failing(self, client, model):
+        raise KeyError(repr(client.graph.x[3].tolist()))
+
+    failing.__dict__ |= FedAvg.train.__dict__
+    monkeypatch.setattr(FedAvg, "train", failing)
+    desk.party = Party(desk.agreement, "bank-a", desk.keys["bank-a"], desk.graph, desk.folder / "state", tell_errors=tell)
+    desk.begin()
+    desk.tell("setup", encode({}, "setup"))
+    kind, told = desk.tell("train", encode({"model": model(desk)}, "train"), round=1)
+    assert kind == "error"
+    assert told["cause"].startswith("KeyError: ")
+    assert (value in told["cause"]) == tell  # with --tell-errors it is: the planted value would be found
+    assert desk.party.errors.exists() != tell
+    if not tell:
+        assert value in desk.party.errors.read_text()
+        assert desk.party.errors.stat().st_mode & 0o077 == 0
+
+
+def test_an_error_that_cannot_be_written_down_is_told_all_the_same(desk):
+    desk.begin()
+    (desk.folder / "state").write_text("a file where the folder should be")
+    kind, told = desk.tell("train", encode({"model": model(desk)}, "train"), round=1)
+    assert (kind, told["cause"]) == ("error", "KeyError: its words stay with the party, which could not keep them (File exists)")
+
+
 @pytest.mark.parametrize("name", ["run", "settings", "check", "predict", "advertise_keys"])
 def test_only_the_methods_phases_are_run(desk, name):
     desk.begin()
     kind, told = desk.tell(name, encode({}, name))
     assert kind == "error"
-    assert "not a phase" in told["cause"] or "no attribute" in told["cause"]
+    assert f"'{name}' is not a phase of method 'fedavg'" in told["cause"]
 
 
 @pytest.mark.parametrize("word", ["../out", "a/b", "", "x" * 65, ["a"], "ü"])

@@ -16,10 +16,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import secrets
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +63,19 @@ class _Life:
 
 
 class Party:
-    """What answers orders. agreement: the party's own copy. folder: where it keeps its states and, in the end, its model."""
+    """What answers orders. agreement: the party's own copy. folder: where it keeps its states and, in the end, its model.
 
-    def __init__(self, agreement: Agreement, name: str, key: PartyKey, graph: Graph, folder: Path):
+    tell_errors: whether the coordinator is told the words of every error. A value of the graph may be in them, so unless that is wanted it
+    gets the words of fedloom's own errors, and of any other its type and a number, under which all of it is in the folder's errors.log.
+    """
+
+    def __init__(self, agreement: Agreement, name: str, key: PartyKey, graph: Graph, folder: Path, tell_errors: bool = False):
         if name not in agreement.parties:
             raise unknown("party", name, agreement.parties)
         if key.public.text() != agreement.parties[name].text():
             raise ConfigError(f"key: it is not that of party {name!r} in the agreement")
         self.agreement, self.name, self.key, self.graph, self.folder = agreement, name, key, graph, folder
+        self.tell_errors = tell_errors
         self.agreed = agreement.agreed()
         self.over = ""  # how the run ended, once it has
         self._lineage = ""
@@ -80,6 +89,11 @@ class Party:
         """Where its model is when the run is over."""
         return self.folder / "model.safetensors"
 
+    @property
+    def errors(self) -> Path:
+        """Where errors are whose words stay here."""
+        return self.folder / "errors.log"
+
     def answer(self, data: bytes) -> bytes:
         """Takes an order's envelope, gives the answer's. An EnvelopeError if it is no order of the coordinator's to this party, now."""
         header, body = open_order(data, self.name, self.agreement.coordinator)
@@ -87,7 +101,7 @@ class Party:
             self._next = _Life(header.run)
         life = self._life if header.run == self._life.run else self._next
         if header.run != life.run:
-            return self._signed(header, *_failure(ForgottenError(f"party {self.name!r} knows nothing of this run")))
+            return self._signed(header, *self._failure(ForgottenError(f"party {self.name!r} knows nothing of this run")))
         if header.sequence == life.sequence:
             return life.answer
         if header.sequence < life.sequence:
@@ -111,7 +125,26 @@ class Party:
                 return "answer", json.dumps(own[header.phase](json.loads(body))).encode()
             return "answer", self._perform(header, body)
         except Exception as error:  # noqa: BLE001  (told to the coordinator, who decides)
-            return _failure(error)
+            return self._failure(error)
+
+    def _failure(self, error: Exception) -> tuple[Kind, bytes]:
+        """What a party answers that could not do as it was told."""
+        kind, words = type(error).__name__, " ".join(str(error).split())
+        if not isinstance(error, FedloomError) and not self.tell_errors:
+            words = f"its words stay with the party, {self._note(error)}"
+        told = {"cause": f"{kind}: {words}"[:ERROR_LENGTH], "forgot": isinstance(error, ForgottenError)}
+        return "error", json.dumps(told).encode()
+
+    def _note(self, error: Exception) -> str:
+        """Keeps an error in the party's own log; gives how it is called there."""
+        number = f"as error {secrets.token_hex(4)}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(self.errors, "a", encoding="utf-8", opener=partial(os.open, mode=0o600)) as log:
+                log.write(f"{number}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n{''.join(traceback.format_exception(error))}\n")
+        except OSError as unwritten:
+            return f"which could not keep them ({unwritten.strerror})"
+        return number
 
     # ---- orders ----
     def _hello(self, _: dict[str, Any], life: _Life) -> dict[str, Any]:
@@ -144,11 +177,11 @@ class Party:
         if self._to_restore and header.round > 0:
             self._restore({"mark": self._to_restore})
         message = decode(body, header.phase)
-        phase = getattr(method, header.phase, None)
-        if phase is not None:
+        phase, plain = getattr(method, header.phase, None), client.facts.secure is None
+        if phase is not None or plain:  # a secure sum has stages of its own
             if not hasattr(phase, "reply"):
                 raise MessageError(f"{header.phase!r} is not a phase of method {self.agreement.method!r}")
-            if client.facts.secure is None:
+            if plain:
                 require_names(phase, message, f"to party {self.name!r}")
         return encode(perform(method, client, header.phase, message), header.phase)
 
@@ -197,12 +230,6 @@ class Party:
 def kept_in(folder: Path, lineage: str) -> Path:
     """Where a party with that folder keeps the states of a run."""
     return folder / "states" / lineage
-
-
-def _failure(error: Exception) -> tuple[Kind, bytes]:
-    """What a party answers that could not do as it was told."""
-    cause = f"{type(error).__name__}: {' '.join(str(error).split())}"[:ERROR_LENGTH]
-    return "error", json.dumps({"cause": cause, "forgot": isinstance(error, ForgottenError)}).encode()
 
 
 def _plain(order: dict[str, Any], name: str) -> str:
