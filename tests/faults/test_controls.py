@@ -8,6 +8,7 @@ import resource
 import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -185,3 +186,10 @@ def test_a_message_of_another_version_is_refused_by_that_alone(monkeypatch):
         decode(newer, "train")
     monkeypatch.setattr(message, "FORMAT", "fedloom/2")
     assert decode(newer, "train")["w"].tolist() == [1, 1]
+
+
+def test_the_page_names_tests_that_are_there():
+    tests = Path(__file__).parents[1]
+    named = set(re.findall(r"`([\w/]+\.py)::(\w+)`", (tests.parent / "docs" / "faults.md").read_text()))
+    assert len(named) > 40
+    assert [f"{file}::{name}" for file, name in sorted(named) if f"def {name}(" not in (tests / file).read_text()] == []
