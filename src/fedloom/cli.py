@@ -148,10 +148,11 @@ def join(
     state: Annotated[Path | None, option("folder for the party's own states and model (default: fedloom-NAME)")] = None,
     patience: Annotated[float, option("seconds to wait for a coordinator that is not there")] = 3600.0,
     tell_errors: Annotated[bool, option("tell the coordinator the words of every error; values of the graph may be in them")] = False,
+    socket: Annotated[Path | None, option("take orders from Flower's own SuperNode, at this Unix socket")] = None,
     insecure: Insecure = False,
 ) -> None:
     """Take part in a federation with a graph of one's own, which stays here (docs/deploy.md)."""
-    _commands().join(agreement, party, key, data, state, patience, tell_errors, insecure)
+    _commands().join(agreement, party, key, data, state, patience, tell_errors, socket, insecure)
 
 
 def main() -> None:

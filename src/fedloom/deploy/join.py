@@ -18,6 +18,7 @@ import json
 import math
 import os
 import secrets
+import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from fedloom.deploy.agreement import Agreement, differences, holding
 from fedloom.deploy.envelope import EnvelopeError, Header, Kind, open_order, sign
 from fedloom.deploy.keys import PartyKey
 from fedloom.deploy.mailbox import Mailbox, RefusedError, UnreachableError
+from fedloom.deploy.pipe import put, take
 from fedloom.errors import ConfigError, DataError, FedloomError, MessageError, unknown
 from fedloom.graph import Graph
 from fedloom.learn import weights
@@ -44,7 +46,7 @@ from fedloom.party import Client, Facts, perform
 from fedloom.privacy.secure_sum import Terms
 
 KEPT = 3  # states that a party keeps: the coordinator may have to go back to the one before the last
-FIRST_PAUSE = 0.2  # seconds before a coordinator that is not there is looked for again; longer every time
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 0.5  # seconds before a coordinator that is not there is looked for again; longer every time
 ERROR_LENGTH = 1000  # of what a party says went wrong
 
 
@@ -279,9 +281,37 @@ def take_part(party: Party, say: Callable[[str], None], patience: float = math.i
                 if time.monotonic() - lost > (patience if isinstance(error, UnreachableError) else min(patience, 10.0)):
                     raise
                 time.sleep(pause)
-                pause = min(2 * pause, 2.0)
+                pause = min(2 * pause, LONGEST_PAUSE)
     finally:
         mailbox.close()
+    return party.over
+
+
+def stay(party: Party, path: Path, say: Callable[[str], None]) -> str:
+    """`take_part` for a party whose messages Flower's own SuperNode brings (`fedloom.deploy.apps`).
+
+    path: a Unix socket, which is its user's alone and goes with the party.
+    """
+    with socket.socket(socket.AF_UNIX) as listening:
+        before = os.umask(0o177)
+        try:
+            listening.bind(str(path))
+        except OSError as error:
+            raise ConfigError(f"socket: cannot listen at {str(path)!r} ({error.strerror or error})") from error
+        finally:
+            os.umask(before)
+        try:
+            listening.listen()
+            say(f"listening at {path}")
+            while not party.over:
+                wire, _ = listening.accept()
+                with wire:
+                    try:
+                        put(wire, party.answer(take(wire)))
+                    except (MessageError, OSError) as error:  # a wrong order, or who brought it has gone
+                        say(f"refused: {error}")
+        finally:
+            path.unlink(missing_ok=True)
     return party.over
 
 
