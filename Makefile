@@ -40,6 +40,7 @@ bench: setup  ## speed, memory and growth against a plain PyG loop: docs/benchma
 	OMP_NUM_THREADS=1 $(BIN)/python bench/soak.py
 	OMP_NUM_THREADS=1 $(BIN)/python bench/flower.py
 	OMP_NUM_THREADS=1 $(BIN)/python bench/faults.py
+	FEDLOOM_SLOW=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/deploy/test_apps.py
 	FEDLOOM_SECURE_CASES=2500 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 tests/privacy/test_secure_sum.py
 
 reproduce: setup  ## run the short recipes over their seeds and compare with what they should give

@@ -82,9 +82,9 @@ def _interrupted(name: str, seconds: float, harm: Callable[[Any], None]) -> bool
     return not others and (not without or without[-1] <= entries[-1]["round"] - 2)
 
 
-def _through(name: str, delay: float = 0.0, rate: int = 0, rounds: int = 5) -> bool:
+def _through(name: str, delay: float = 0.0, rate: int = 0, rounds: int = 4) -> bool:
     """All parties behind lines like this; prints what a round takes, gives whether nothing is lost."""
-    with deployed(rounds=rounds) as d:
+    with deployed(rounds=rounds, model="gcn-3x128") as d:
         wires = {party: Wire(d.port, delay, rate) for party in d.parties}
         d.serve()
         for party, wire in wires.items():

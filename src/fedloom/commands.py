@@ -74,6 +74,8 @@ def resume(folder: Path, as_json: bool) -> None:
     config = read_config(folder)
     if "deployment" in config:
         kept = config["deployment"]
+        if "agreement" not in kept:
+            raise ConfigError(f"{folder} is the run of a Flower app: `flwr run` again goes on with it")
         serve(Path(kept["agreement"]), Path(kept["keys"]), folder, kept["wait"], kept["insecure"], as_json, resumed=config)
         return
     if "partition" not in config:

@@ -91,7 +91,9 @@ class Command:
 class Deployment:
     """Everything in `folder`; processes end with the deployment."""
 
-    def __init__(self, folder, parties=("bank-a", "bank-b", "bank-c"), rounds=4, method="fedavg", run=None, settings=None, tls=True):
+    def __init__(
+        self, folder, parties=("bank-a", "bank-b", "bank-c"), rounds=4, method="fedavg", run=None, settings=None, tls=True, model="gcn-2x8"
+    ):
         self.folder, self.parties, self.port, self.processes = Path(folder), parties, free_port(), {}
         make_authority(self.folder, "127.0.0.1")
         for name in ("coordinator", *parties):
@@ -103,7 +105,7 @@ class Deployment:
             to_file(own, self.folder / f"{name}.safetensors")
         self.settings = {"name": method, "rounds": rounds, **(settings or {})}
         self.run = {"seed": 7, "checkpoint_every": 1, **(run or {})}
-        self.tls = tls
+        self.tls, self.model = tls, model
         self.write()
 
     def write(self, path="federation.toml", address=None, **changed):
@@ -113,7 +115,7 @@ class Deployment:
             "federation": {"address": address or f"127.0.0.1:{self.port}", **authority, "coordinator": "coordinator.pub"},
             "parties": {name: f"{name}.pub" for name in self.parties},
             "data": {"num_features": self.federation.num_features, "num_classes": self.federation.num_classes, "split": "own"},
-            "model": {"name": "gcn-2x8"}, "method": {**self.settings, **changed}, "run": self.run,
+            "model": {"name": self.model}, "method": {**self.settings, **changed}, "run": self.run,
         }  # fmt: skip
         lines = [line for name, table in tables.items() for line in (f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in table.items()))]
         (self.folder / path).write_text("\n".join(lines) + "\n")
@@ -179,7 +181,7 @@ class Deployment:
         named = replace(self.federation, names=tuple(self.parties))
         of_method = {k: v for k, v in self.settings.items() if k != "name"}
         chosen = str(self.folder / self.settings["name"]) if self.settings["name"].endswith(".py") else self.settings["name"]
-        return fedloom.run(chosen, named, model="gcn-2x8", seed=self.run["seed"], **{**of_method, **settings})
+        return fedloom.run(chosen, named, model=self.model, seed=self.run["seed"], **{**of_method, **settings})
 
     def end(self):
         for process in self.processes.values():

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -38,17 +39,30 @@ def flowers(tmp_path):
         started.append(process)
         return process
 
+    start.homes = tmp_path
     yield start
     for process in started:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue  # it has ended by itself, as `flwr run` does
-        finally:
-            process.wait()
+        process.kill()
+        process.wait()
+    for pid in living_in(tmp_path, ""):  # what they have started has sessions of its own
+        os.kill(pid, signal.SIGKILL)
 
 
-def test_a_stock_superlink_gives_the_loops_hash(deploy, flowers):
+def living_in(homes, program):
+    """The processes of a program that have one of these homes."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile, or is somebody else's
+            if f"FLWR_HOME={homes}/" in (folder / "environ").read_text() and program in (folder / "cmdline").read_text():
+                found.append(int(folder.name))
+    return found
+
+
+TOO_SLOW = pytest.mark.skipif("FEDLOOM_SLOW" not in os.environ, reason="takes minutes: set FEDLOOM_SLOW, as `make bench` does")
+
+
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=TOO_SLOW)])
+def test_a_stock_superlink_gives_the_loops_hash_also_when_its_server_app_is_killed(killed, deploy, flowers):
     d = deploy(parties=("bank-a", "bank-b"), rounds=2)
     app = d.folder / "app"
     app.mkdir()
@@ -62,11 +76,18 @@ def test_a_stock_superlink_gives_the_loops_hash(deploy, flowers):
     for name in d.parties:
         d.join(name, "--socket", d.folder / f"{name}.sock")
         given = f'party="{name}" socket="{d.folder / name}.sock"'
-        link = ("--superlink", f"127.0.0.1:{d.port}", "--host", "127.0.0.1", "--port", free_port())
-        flowers(name, "flower-supernode", "--insecure", *link, "--node-config", given)
+        reached = ("--superlink", f"127.0.0.1:{d.port}", "--host", "127.0.0.1", "--port", free_port())
+        flowers(name, "flower-supernode", "--insecure", *reached, "--node-config", given)
     d.until(lambda: all((d.folder / f"{name}.sock").exists() for name in d.parties))
     connection = f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{d.port}"\ninsecure = true\n'
     assert flowers("run", "flwr", "run", app, "here", config=connection).wait(60) == 0
+    if killed:
+        d.until(lambda: d.rounds_done() >= 1, seconds=200)
+        (of_run,) = living_in(flowers.homes, "flwr-serverapp")
+        os.kill(of_run, signal.SIGKILL)
+        assert d.start("curious", "resume", "run").wait(30) == 2
+        assert "`flwr run` again goes on with it" in " ".join(d.said("curious").split())
+        assert flowers("again", "flwr", "run", app, "here", config=connection).wait(60) == 0  # parties are not started again
     d.until(lambda: (d.folder / "run" / "summary.json").exists(), seconds=300)
     assert [d.processes[name].wait(60) for name in d.parties] == [0, 0]
     summary = d.summary()
