@@ -37,12 +37,14 @@ format: setup  ## put the code in its usual form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup  ## speed, memory and growth against a plain PyG loop: docs/benchmarks.md; secure sums, 15,000 dropout patterns; FedStruct's exchange; 2,000 rounds without growing; deployments over Flower
+bench: setup  ## speed, memory and growth against a plain PyG loop: docs/benchmarks.md; secure sums, 15,000 dropout patterns; FedStruct's exchange; 2,000 rounds without growing; deployments over Flower; networks that fail, a full disk
 	OMP_NUM_THREADS=1 $(BIN)/python bench/speed.py --write docs/benchmarks.md
 	$(BIN)/python bench/secure_sum.py
 	$(BIN)/python bench/hops.py
 	OMP_NUM_THREADS=1 $(BIN)/python bench/soak.py
 	OMP_NUM_THREADS=1 $(BIN)/python bench/flower.py
+	OMP_NUM_THREADS=1 $(BIN)/python bench/faults.py
+	FEDLOOM_SLOW=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/deploy/test_apps.py
 	FEDLOOM_SECURE_CASES=2500 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 tests/privacy/test_secure_sum.py
 
 reproduce: setup  ## the papers' numbers that take 25 minutes together, some of each paper, Local beside them: a section of docs/results.md

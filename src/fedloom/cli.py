@@ -154,13 +154,15 @@ def join(
     agreement: Agreement,
     party: Annotated[str, option("this party's name in the agreement")],
     key: Annotated[Path, option("this party's NAME.key")],
-    data: Annotated[Path, option("this party's graph: a folder of tables, or a .safetensors file")],
+    data: Annotated[Path, option("this party's graph: a folder of tables, a .safetensors file, or PyG's .pt")],
     state: Annotated[Path | None, option("folder for the party's own states and model (default: fedloom-NAME)")] = None,
     patience: Annotated[float, option("seconds to wait for a coordinator that is not there")] = 3600.0,
+    tell_errors: Annotated[bool, option("tell the coordinator the words of every error; values of the graph may be in them")] = False,
+    socket: Annotated[Path | None, option("take orders from Flower's own SuperNode, at this Unix socket")] = None,
     insecure: Insecure = False,
 ) -> None:
     """Take part in a federation with a graph of one's own, which stays here (docs/deploy.md)."""
-    _commands().join(agreement, party, key, data, state, patience, insecure)
+    _commands().join(agreement, party, key, data, state, patience, tell_errors, socket, insecure)
 
 
 @app.command()

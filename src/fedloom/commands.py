@@ -85,6 +85,8 @@ def resume(folder: Path, as_json: bool, track: str = "") -> None:
         if track:
             raise ConfigError("track: the run of a deployment is not tracked; valid: no --track")
         kept = config["deployment"]
+        if "agreement" not in kept:
+            raise ConfigError(f"{folder} is the run of a Flower app: `flwr run` again goes on with it")
         serve(Path(kept["agreement"]), Path(kept["keys"]), folder, kept["wait"], kept["insecure"], as_json, resumed=config)
         return
     if "partition" not in config:
@@ -196,16 +198,22 @@ def serve(
     _print(result, as_json)
 
 
-def join(agreement: Path, party: str, key: Path, data: Path, state: Path | None, patience: float, insecure: bool) -> None:
+def join(
+    agreement: Path, party: str, key: Path, data: Path, state: Path | None, patience: float, tell_errors: bool, socket: Path | None,
+    insecure: bool,
+) -> None:  # fmt: skip
     """Takes part in a federation until the run is over."""
     from fedloom.deploy.agreement import read_agreement, require_tls
-    from fedloom.deploy.join import Party, take_part
+    from fedloom.deploy.join import Party, stay, take_part
     from fedloom.deploy.keys import read_party_key
 
     agreed = read_agreement(agreement)
-    require_tls(agreed, insecure)
-    member = Party(agreed, party, read_party_key(key), agreed.graph(data, party), state or Path(f"fedloom-{party}"))
-    status = take_part(member, _say, patience)
+    if socket is None:
+        require_tls(agreed, insecure)
+    member = Party(agreed, party, read_party_key(key), agreed.graph(data, party), state or Path(f"fedloom-{party}"), tell_errors)
+    status = take_part(member, _say, patience) if socket is None else stay(member, socket, _say)
+    if member.errors.exists():
+        _say(f"errors of this party whose words the coordinator was not told: {member.errors}")
     _say(f"the run is {status}; this party's model: {member.model}" if member.model.exists() else f"the run is {status}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,6 +49,7 @@ class Held(NamedTuple):
     messages: Mapping[str, Message]
     book_as: str | None
     repeatable: bool
+    absent: Mapping[str, Absent]  # who missed it when it took place
 
 
 class Attendance:
@@ -68,6 +69,7 @@ class Attendance:
         self.held: list[Held] = []
         self._missed: dict[str, set[int]] = {}  # which of them a client lacks
         self._sits_out: dict[str, Absent] = {}
+        self._before: dict[str, Any] = {}  # in a run that is resumed: what `saved` gave
 
     def begin_round(self) -> None:
         """Lets everybody in again, but for who has to sit out."""
@@ -77,9 +79,9 @@ class Attendance:
         """Keeps absences for the history."""
         self.noted += [{"client": client, "phase": phase, "cause": why.cause} for client, why in absent.items()]
 
-    def hold(self, exchange: Held, absent: Iterable[str]) -> None:
-        """Keeps an exchange before the rounds, which these clients have missed."""
-        for client in absent:
+    def hold(self, exchange: Held) -> None:
+        """Keeps an exchange before the rounds."""
+        for client in exchange.absent:
             self._missed.setdefault(client, set()).add(len(self.held))
         self.held.append(exchange)
 
@@ -99,11 +101,54 @@ class Attendance:
             if measuring:
                 self._sits_out[client] = why
 
+    # ---- a run that is killed and resumed ----
+    def saved(self) -> dict[str, Any]:
+        """For a checkpoint, which is written between two rounds: all that later rounds depend on, as JSON would say it."""
+        return {
+            "absent": [_causes(exchange.absent) for exchange in self.held],
+            "missed": {client: sorted(numbers) for client, numbers in self._missed.items() if numbers},
+            "sits_out": _causes(self._sits_out),
+        }
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Told before set-up is done again what `saved` had given; a checkpoint of an older fedloom has nothing of it."""
+        self._before = dict(saved)
+
+    def absent_before(self) -> dict[str, Absent]:
+        """While set-up is done again: who missed the next exchange when it was done first, so that the same comes of it."""
+        of_exchanges = self._before.get("absent", [])
+        return _absent(of_exchanges[len(self.held)]) if len(self.held) < len(of_exchanges) else {}
+
+    def to_catch_up(self) -> Iterator[tuple[int, list[str]]]:
+        """When set-up has been done again: the exchanges that clients lack which they had made up for before, by number."""
+        made_up = {client: set(numbers) - set(self._lacked(client)) for client, numbers in self._missed.items()}
+        for number, exchange in enumerate(self.held):
+            if exchange.repeatable and (due := [client for client, numbers in made_up.items() if number in numbers]):
+                yield number, due
+
+    def put_back(self) -> None:
+        """As it was at the checkpoint, but for what clients lack now on top of that."""
+        for client, numbers in self._before.get("missed", {}).items():
+            self._missed.setdefault(client, set()).update(numbers)
+        self._sits_out = _absent(self._before.get("sits_out", {}))
+
+    def _lacked(self, client: str) -> Iterable[int]:
+        missed: dict[str, list[int]] = self._before.get("missed", {})
+        return missed.get(client, ())
+
     def report(self) -> dict[str, Any]:
         """What the history says of absences since it was asked last; nothing, if there were none."""
         told = {"absent": self.noted, "asked_again": self.asked_again}
         self.noted, self.asked_again = [], 0
         return {key: value for key, value in told.items() if value}
+
+
+def _causes(absent: Mapping[str, Absent]) -> dict[str, str]:
+    return {client: why.cause for client, why in absent.items()}
+
+
+def _absent(causes: Mapping[str, str]) -> dict[str, Absent]:
+    return {client: Absent(cause) for client, cause in causes.items()}
 
 
 class Absences:

@@ -505,17 +505,30 @@ class Server:
     def present(self, messages: Mapping[str, Message], measuring: bool) -> tuple[dict[str, Message], dict[str, Absent]]:
         """Of those who are to be asked: who can be, and why the others cannot. Hands in first what they have missed before the rounds."""
         kept = self.attendance
-        absent = {} if measuring else {c: why for c, why in kept.out.items() if c in messages}
+        known = {} if measuring else kept.out if self.round else kept.absent_before()
+        absent = {c: why for c, why in known.items() if c in messages}
         for number, held in enumerate(kept.held):
-            due = {c: held.messages[c] for c in messages if kept.lacks(c, number) and c not in absent}
+            due = [c for c in messages if kept.lacks(c, number) and c not in absent]
             if not held.repeatable:
                 absent |= dict.fromkeys(due, Absent(f"missed {held.name!r} before the rounds, which a secure run does not repeat"))
             elif due:
-                came, lost = self._send(held.name, due, None, held.book_as)
-                for client in came:
-                    kept.caught_up(client, number)
+                lost = self._hand_in(number, due)
                 absent |= {c: Absent(f"behind since {held.name!r}: {why.cause}", why.error) for c, why in lost.items()}
         return {c: message for c, message in messages.items() if c not in absent}, absent
+
+    def _hand_in(self, number: int, clients: Sequence[str]) -> dict[str, Absent]:
+        """Has clients do an exchange before the rounds that they have missed; gives who has failed again."""
+        held = self.attendance.held[number]
+        came, lost = self._send(held.name, {c: held.messages[c] for c in clients}, None, held.book_as)
+        for client in came:
+            self.attendance.caught_up(client, number)
+        return lost
+
+    def catch_up(self) -> None:
+        """In a run that is resumed, before clients' states are put back: what they had made up for after set-up is made up for again."""
+        for number, clients in list(self.attendance.to_catch_up()):
+            self._hand_in(number, clients)
+        self.attendance.put_back()
 
     def _send(
         self, name: str, messages: Mapping[str, Message], expected: Expected | None, book_as: str | None, alike: bool = False
@@ -567,7 +580,7 @@ class Server:
         if self.round:
             self.attendance.out |= absent
         else:
-            self.attendance.hold(Held(name, messages, book_as, repeatable), absent)
+            self.attendance.hold(Held(name, messages, book_as, repeatable, dict(absent)))
 
     def failed(self, name: str, why: str, absent: Mapping[str, Absent]) -> RoundFailed:
         """The error of a round that cannot go on. The server's model is put back to what it was when the round began."""

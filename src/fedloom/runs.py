@@ -288,6 +288,8 @@ class Recorder:
         kept = read_history(self.folder) if self.folder and resume else []
         self.tracking.begin(Begun(self.config, self.roster.about, name, self.folder), kept)
         self.server = server = Server(method, facts, self._call, rules, self)
+        if self._pending is not None:
+            server.attendance.resume(self._pending[0].about.get("attendance", {}))
         failure: BaseException | None = None
         with ExitStack() as stack:
             try:
@@ -475,7 +477,7 @@ class Recorder:
         """Everything the next round depends on, and how far history and ledger were; they are on the disk before it says so."""
         about = {
             "round": server.round, "hash": server.history_hash.hex(), "notes": server.notes,
-            "bytes": {"history": self.history.sync(), "ledger": server.ledger.sync()},
+            "bytes": {"history": self.history.sync(), "ledger": server.ledger.sync()}, "attendance": server.attendance.saved(),
         }  # fmt: skip
         state = snapshot({"server": {"state": server.state, "streams": server.streams}, "clients": self.engine.snapshot()})
         with undisturbed():
@@ -502,6 +504,7 @@ class Recorder:
         return found
 
     def _put_back(self, server: Server) -> int:
+        server.catch_up()  # before the ledger is put back: this, too, was written down the first time
         found = self._put_back_records(server)
         kept = found.state.get("server", {})
         restore(server.state, kept.get("state", {}))

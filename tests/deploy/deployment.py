@@ -2,6 +2,7 @@
 
 import json
 import os
+import queue
 import re
 import signal
 import socket
@@ -36,7 +37,7 @@ class Slow(Quick):
     @phase(model="=model")
     def train(self, client, model):
         time.sleep(self.seconds)
-        if client.name == self.fails:
+        if client.name in self.fails.split(","):
             raise RuntimeError("the disk of this party is full of sand")
         return super().train(client, model)
 """
@@ -90,7 +91,9 @@ class Command:
 class Deployment:
     """Everything in `folder`; processes end with the deployment."""
 
-    def __init__(self, folder, parties=("bank-a", "bank-b", "bank-c"), rounds=4, method="fedavg", run=None, settings=None, tls=True):
+    def __init__(
+        self, folder, parties=("bank-a", "bank-b", "bank-c"), rounds=4, method="fedavg", run=None, settings=None, tls=True, model="gcn-2x8"
+    ):
         self.folder, self.parties, self.port, self.processes = Path(folder), parties, free_port(), {}
         make_authority(self.folder, "127.0.0.1")
         for name in ("coordinator", *parties):
@@ -102,7 +105,7 @@ class Deployment:
             to_file(own, self.folder / f"{name}.safetensors")
         self.settings = {"name": method, "rounds": rounds, **(settings or {})}
         self.run = {"seed": 7, "checkpoint_every": 1, **(run or {})}
-        self.tls = tls
+        self.tls, self.model = tls, model
         self.write()
 
     def write(self, path="federation.toml", address=None, **changed):
@@ -112,7 +115,7 @@ class Deployment:
             "federation": {"address": address or f"127.0.0.1:{self.port}", **authority, "coordinator": "coordinator.pub"},
             "parties": {name: f"{name}.pub" for name in self.parties},
             "data": {"num_features": self.federation.num_features, "num_classes": self.federation.num_classes, "split": "own"},
-            "model": {"name": "gcn-2x8"}, "method": {**self.settings, **changed}, "run": self.run,
+            "model": {"name": self.model}, "method": {**self.settings, **changed}, "run": self.run,
         }  # fmt: skip
         lines = [line for name, table in tables.items() for line in (f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in table.items()))]
         (self.folder / path).write_text("\n".join(lines) + "\n")
@@ -178,7 +181,7 @@ class Deployment:
         named = replace(self.federation, names=tuple(self.parties))
         of_method = {k: v for k, v in self.settings.items() if k != "name"}
         chosen = str(self.folder / self.settings["name"]) if self.settings["name"].endswith(".py") else self.settings["name"]
-        return fedloom.run(chosen, named, model="gcn-2x8", seed=self.run["seed"], **{**of_method, **settings})
+        return fedloom.run(chosen, named, model=self.model, seed=self.run["seed"], **{**of_method, **settings})
 
     def end(self):
         for process in self.processes.values():
@@ -198,10 +201,16 @@ def running(module):
 
 
 class Wire:
-    """What lies between a port of its own and another one: it can be cut, and it can spoil what passes."""
+    """What lies between a port of its own and another one: it can be cut, fall silent, be slow, and spoil what passes.
 
-    def __init__(self, to):
-        self.to, self.whole, self.spoil, self.open = to, True, 0, []
+    delay: seconds that everything takes, each way. rate: bytes a second, each way (0: as fast as it goes).
+    """
+
+    def __init__(self, to, delay=0.0, rate=0):
+        self.to, self.delay, self.rate = to, delay, rate
+        self.whole, self.spoil, self.open = True, 0, []
+        self.audible = threading.Event()  # while it is not, nothing passes, and nobody is told
+        self.audible.set()
         self.listening = socket.create_server(("127.0.0.1", 0))
         self.port = self.listening.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -221,17 +230,28 @@ class Wire:
                 continue
             self.open += [near, far]
             for one, other in ((near, far), (far, near)):
-                threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
+                under_way = queue.Queue(64)
+                threading.Thread(target=self._take, args=(one, under_way), daemon=True).start()
+                threading.Thread(target=self._bring, args=(under_way, one, other), daemon=True).start()
 
-    def _carry(self, one, other):
-        try:
-            while data := one.recv(65536):
+    def _take(self, one, under_way):
+        free = 0.0  # when the line is, for the next piece
+        with suppress(OSError):  # cut
+            while data := one.recv(4096 if self.rate else 65536):
                 if self.spoil and len(data) > 100:
                     self.spoil -= 1
                     data = data[:60] + bytes([data[60] ^ 1]) + data[61:]
+                free = max(free, time.monotonic()) + (len(data) / self.rate if self.rate else 0.0)
+                under_way.put((free + self.delay, data))
+        under_way.put(None)
+
+    def _bring(self, under_way, one, other):
+        with suppress(OSError):
+            while piece := under_way.get():
+                due, data = piece
+                time.sleep(max(0.0, due - time.monotonic()))
+                self.audible.wait()
                 other.sendall(data)
-        except OSError:
-            pass  # cut
         for end in (one, other):
             end.close()
 
@@ -242,11 +262,16 @@ class Wire:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
+    def fall_silent(self):
+        self.audible.clear()
+
     def mend(self):
         self.whole = True
+        self.audible.set()
 
     def close(self):
         self.listening.close()
+        self.mend()
         self.cut()
 
 

@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from deployment import Wire, port_is_free, same_weights
 from safetensors.torch import load_file
+from torch_geometric.data import Data
 
 import fedloom
 from fedloom.data.files import to_folder
@@ -163,15 +165,27 @@ def test_a_party_that_is_cut_off_for_a_while_loses_nothing(deploy, how):
     assert summary["history_hash"] == d.reference().summary["history_hash"]
 
 
-def test_a_party_that_raises_is_named_with_its_words_and_the_round_goes_on(deploy):
-    d = deploy(rounds=2, method="slow.py", settings={"seconds": 0.0, "fails": "bank-c"}, run={"quorum": 0.6})
+def test_a_party_that_raises_is_named_its_words_are_its_own_to_tell_and_the_round_goes_on(deploy):
+    d = deploy(rounds=2, method="slow.py", settings={"seconds": 0.0, "fails": "bank-b,bank-c"}, run={"quorum": 0.3})
     d.serve()
-    d.join_all()
+    d.join("bank-a")
+    d.join("bank-b")
+    d.join("bank-c", "--tell-errors")
     summary = d.completed()
-    causes = [a for entry in d.history() for a in entry["absent"] if a["phase"] == "train"]
-    assert {(a["client"], a["cause"]) for a in causes} == {("bank-c", "RuntimeError: the disk of this party is full of sand")}
-    assert summary["absences"]["bank-c"] >= 2
-    assert summary["history_hash"] == d.reference(quorum=0.6).summary["history_hash"]
+    causes = {(a["client"], a["cause"]) for entry in d.history() for a in entry["absent"] if a["phase"] == "train"}
+    assert ("bank-c", "RuntimeError: the disk of this party is full of sand") in causes
+    silent = [cause for client, cause in sorted(causes) if client == "bank-b"]
+    assert len(silent) == 2
+    assert d.processes["bank-b"].wait(20) == 0
+    kept = (d.folder / "state-bank-b" / "errors.log").read_text()
+    for cause in silent:
+        (number,) = re.findall("^RuntimeError: its words stay with the party, (as error [0-9a-f]{8})$", cause)
+        assert number in kept
+    assert kept.count("RuntimeError: the disk of this party is full of sand") == 2
+    assert "errors of this party whose words the coordinator was not told" in " ".join(d.said("bank-b").split())
+    assert not (d.folder / "state-bank-c" / "errors.log").exists()
+    assert summary["absences"]["bank-c"] == summary["absences"]["bank-b"] == 2
+    assert summary["history_hash"] == d.reference(quorum=0.3).summary["history_hash"]
 
 
 def test_a_party_that_is_stopped_costs_the_deadline_and_its_late_answer_does_not_count(deploy):
@@ -251,8 +265,9 @@ def test_the_pages_commands_run_as_they_stand(tmp_path):
         (tmp_path / name).write_bytes((tmp_path / folder / name).read_bytes())
     (tmp_path / "federation.toml").write_text(agreement)
     parts = fedloom.divide(fedloom.load("synthetic:nodes=200,features=16,classes=4"), 2, "random", 0)
-    for name, graph in zip(("graph-a", "graph-b"), parts.graphs, strict=True):
-        to_folder(graph, tmp_path / name)
+    one, other = parts.graphs
+    to_folder(one, tmp_path / "graph-a")
+    torch.save(Data(x=other.x, edge_index=other.edge_index, y=other.y), tmp_path / "graph-b.pt")
     started = [subprocess.Popen(command, shell=True, cwd=tmp_path, env=environment, stderr=subprocess.PIPE) for command in (serve, *joins)]
     try:
         assert [process.wait(120) for process in started] == [0, 0, 0], [process.stderr.read().decode() for process in started]

@@ -211,6 +211,22 @@ def test_the_signature_is_what_keeps_forgeries_out(gate, monkeypatch):
     assert opened(gate, forged).body == b"poison"
 
 
+def test_the_order_of_exchanges_is_what_keeps_replays_out(gate, monkeypatch):
+    earlier = answer(b"of round 1", round=1, sequence=3)
+    assert reason(gate, earlier) == "late"
+    assert reason(gate, answer(run=OTHER_RUN)) == "run"
+    monkeypatch.setattr(Gate, "_require_current", lambda *_: None)
+    for recorded in (earlier, earlier, answer(run=OTHER_RUN)):
+        assert opened(gate, recorded)
+
+
+def test_the_version_is_what_keeps_other_versions_out(gate, monkeypatch):
+    newer = with_header(canonical({**FIELDS, "version": 2})).replace(MAGIC + b"\0\1", MAGIC + b"\0\2")
+    assert reason(gate, newer) == "version"
+    monkeypatch.setattr(envelope, "_require_version", lambda version: None)
+    assert opened(gate, newer)
+
+
 # ---- the form ----
 @pytest.mark.parametrize(
     ("data", "word", "words"),

@@ -7,11 +7,12 @@ import torch
 
 import fedloom
 from fedloom.deploy.agreement import read_agreement
-from fedloom.deploy.envelope import EnvelopeError, Gate, Header, sign
+from fedloom.deploy.envelope import EnvelopeError, Gate, Header, parse, sign
 from fedloom.deploy.join import Party, facts_to
 from fedloom.deploy.keys import make_party, read_party_key
 from fedloom.errors import ConfigError
 from fedloom.message import decode, encode, flatten
+from fedloom.methods.fedavg import FedAvg
 from fedloom.party import Facts
 
 AGREEMENT = """
@@ -151,6 +152,50 @@ def test_a_recorded_beginning_begins_nothing(desk):
     assert "not of now" in told["cause"]
 
 
+def begun(desk, run):
+    """Begins a run of another life of the coordinator; gives all the orders that did."""
+    desk.sequence, orders = -1, []
+    orders.append(desk.order("fedloom_hello", {}, run=run))
+    nonce = json.loads(parse(desk.party.answer(orders[-1]))[3].tobytes())["nonce"]
+    told = {"nonce": nonce, "agreed": desk.agreement.agreed(), "facts": facts_to(desk.facts), "lineage": "l", "rejoin": False}
+    orders.append(desk.order("fedloom_begin", told, run=run))
+    orders.append(desk.order("setup", encode({}, "setup"), run=run))
+    assert [parse(desk.party.answer(order))[0].kind for order in orders[1:]] == ["answer", "answer"]
+    return orders
+
+
+def one_round(desk, run, number):
+    order = desk.order("train", encode({"model": model(desk)}, "train"), run=run, round=number)
+    return order, parse(desk.party.answer(order))
+
+
+def test_recorded_orders_of_an_earlier_life_change_nothing_in_the_run_under_way(desk):
+    reference = Desk.__new__(Desk)
+    reference.__dict__ |= {**desk.__dict__, "party": desk.start()}
+    earlier, now = "cd" * 16, "ef" * 16
+    for each in (desk, reference):
+        recorded = begun(each, earlier)
+        recorded.append(one_round(each, earlier, 1)[0])
+        recorded.append(each.order("fedloom_finish", {"status": "completed"}, run=earlier))
+        begun(each, now)
+        one_round(each, now, 1)
+        if each is desk:  # whoever has the link's secret hands them to the party once more
+            kinds = [parse(each.party.answer(order))[0].kind for order in recorded]
+            assert kinds == ["answer", "error", "error", "error", "error"]  # it says hello back, with a number that no old order shows
+            assert not each.party.over
+    ours, undisturbed = (flatten(decode(bytes(one_round(each, now, 2)[1][3]), "train")) for each in (desk, reference))
+    assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in ours.items())
+
+
+def test_a_life_that_shows_the_number_takes_over(desk):
+    """The control: had the recorded orders begun a run, the one under way would be gone."""
+    begun(desk, "cd" * 16)
+    begun(desk, "ef" * 16)
+    _, (header, _, _, body) = one_round(desk, "cd" * 16, 1)
+    assert header.kind == "error"
+    assert json.loads(bytes(body))["forgot"]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -173,12 +218,41 @@ def test_it_begins_nothing_that_it_has_not_agreed_to(desk, change, words):
     assert words in told["cause"]
 
 
+@pytest.mark.parametrize("tell", [False, True])
+def test_what_a_party_holds_is_not_in_the_errors_that_it_tells_unless_it_wants_to(desk, monkeypatch, tell):
+    value = repr(desk.graph.x[3].tolist())
+
+    def failing(self, client, model):
+        raise KeyError(repr(client.graph.x[3].tolist()))
+
+    failing.__dict__ |= FedAvg.train.__dict__
+    monkeypatch.setattr(FedAvg, "train", failing)
+    desk.party = Party(desk.agreement, "bank-a", desk.keys["bank-a"], desk.graph, desk.folder / "state", tell_errors=tell)
+    desk.begin()
+    desk.tell("setup", encode({}, "setup"))
+    kind, told = desk.tell("train", encode({"model": model(desk)}, "train"), round=1)
+    assert kind == "error"
+    assert told["cause"].startswith("KeyError: ")
+    assert (value in told["cause"]) == tell  # with --tell-errors it is: the planted value would be found
+    assert desk.party.errors.exists() != tell
+    if not tell:
+        assert value in desk.party.errors.read_text()
+        assert desk.party.errors.stat().st_mode & 0o077 == 0
+
+
+def test_an_error_that_cannot_be_written_down_is_told_all_the_same(desk):
+    desk.begin()
+    (desk.folder / "state").write_text("a file where the folder should be")
+    kind, told = desk.tell("train", encode({"model": model(desk)}, "train"), round=1)
+    assert (kind, told["cause"]) == ("error", "KeyError: its words stay with the party, which could not keep them (File exists)")
+
+
 @pytest.mark.parametrize("name", ["run", "settings", "check", "predict", "advertise_keys"])
 def test_only_the_methods_phases_are_run(desk, name):
     desk.begin()
     kind, told = desk.tell(name, encode({}, name))
     assert kind == "error"
-    assert "not a phase" in told["cause"] or "no attribute" in told["cause"]
+    assert f"'{name}' is not a phase of method 'fedavg'" in told["cause"]
 
 
 @pytest.mark.parametrize("word", ["../out", "a/b", "", "x" * 65, ["a"], "ü"])

@@ -2,18 +2,20 @@
 
 import socket
 import ssl
-from contextlib import closing, contextmanager
+from base64 import b64encode
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
 import pytest
 from deployment import free_port, port_is_free
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from fedloom.deploy import keys
 from fedloom.deploy.agreement import read_agreement, require_tls
 from fedloom.deploy.keys import make_authority, make_party, read_party_key, read_public_key
-from fedloom.deploy.link import SECRET
+from fedloom.deploy.link import FIRST_LIMIT, LIMIT, PARTY_KEY, SECRET
 from fedloom.deploy.mailbox import Mailbox, RefusedError, UnreachableError
 from fedloom.deploy.office import Address, LinkError, Office
 from fedloom.errors import ConfigError
@@ -26,10 +28,10 @@ def made(folder, host="127.0.0.1"):
     return folder
 
 
-def opened(folder, **changed):
+def opened(folder, limit=LIMIT, **changed):
     files = {"certificate": folder / "server.crt", "key": folder / "server.key", "authority": folder / "ca.crt", **changed}
     known = {name: read_public_key(folder / f"{name}.pub") for name in ("bank-a", "bank-b")}
-    return Office(Address("127.0.0.1", free_port(), **files), known, log=folder / "link.log")
+    return Office(Address("127.0.0.1", free_port(), **files), known, log=folder / "link.log", limit=limit)
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +132,92 @@ def test_flowers_control_and_runtime_interfaces_are_the_coordinators_alone(place
             "/v1/control/list-nodes", content=b"", headers={SECRET: office.secret, "content-type": "application/x-protobuf"}
         )
         assert told.status_code != 403
+
+
+def peak(pid):
+    """The most memory that a process has held since it was asked last, in bytes."""
+    most = next(int(line.split()[1]) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    Path(f"/proc/{pid}/clear_refs").write_text("5")  # begins anew from what it holds now
+    return most * 1024
+
+
+def pushed(folder, office, size, party="bank-a", said=None):
+    """Sends so many bytes to where parties put their answers; gives the answer's status, and by how much the link's memory grew."""
+    key = b64encode(public_key_to_bytes(read_public_key(folder / f"{party}.pub").node)).decode()
+    head = f"POST /v1/fleet/push-object HTTP/1.1\r\nhost: x\r\n{PARTY_KEY}: {key}\r\ncontent-type: application/x-protobuf\r\n"
+    context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+    peak(office._process.pid)
+    before = peak(office._process.pid)
+    plain = socket.create_connection(("127.0.0.1", office.address.port), timeout=60)
+    with plain, context.wrap_socket(plain, server_hostname="127.0.0.1") as wire:
+        wire.sendall((head + (said or f"content-length: {size}") + "\r\n\r\n").encode())
+        with suppress(OSError):  # it hangs up before all has come
+            for _ in range(size // 2**16):
+                wire.sendall(bytes(2**16))
+        try:
+            status = int(wire.recv(100).split()[1])
+        except OSError:
+            status = 0
+    office.require_alive()
+    return status, peak(office._process.pid) - before
+
+
+MB = 2**20
+
+
+def asked(office, post):
+    """Orders bank-a to do something; gives the number of the order, and what came to the party."""
+    waiting = office.post({"bank-a": b"an order"})
+    while (letter := post.receive()) is None:
+        pass
+    return waiting, letter
+
+
+def test_memory_stays_within_twice_the_limit_whatever_is_sent(tmp_path):
+    folder, limit = made(tmp_path), 16 * MB
+    office = opened(folder, limit=limit)
+    try:
+        with mailbox((folder, office)) as post:
+            post.connect()  # bank-a is known from here on, bank-b is not
+            for party, size, said in (
+                ("bank-a", 10 * limit, None),
+                ("bank-a", limit, None),  # somebody else, who has seen its public key
+                ("bank-b", limit, None),
+                ("stranger", 10 * limit, None),
+                ("stranger", 10 * limit, "transfer-encoding: chunked"),
+                ("stranger", 10 * limit, f"content-length: {FIRST_LIMIT}"),  # and then goes on sending
+            ):
+                status, growth = pushed(folder, office, size, party, said)
+                assert status != 200
+                assert growth < 2 * limit, (party, size, said, growth)
+            _, letter = asked(office, post)
+            before = peak(office._process.pid)
+            with pytest.raises(RefusedError, match=f"at most {limit} bytes"):
+                post.answer(letter, bytes(10 * limit))  # the registered party itself
+            assert peak(office._process.pid) - before < 2 * limit
+            waiting, letter = asked(office, post)
+            post.answer(letter, bytes(MB))  # the link is as good as before
+            answers = []
+            while not answers:
+                answers = list(office.collect(waiting, 1.0))
+            assert answers[0][1] == bytes(MB)
+    finally:
+        office.close()
+
+
+def test_without_the_limit_it_would_all_be_taken(place):
+    """The control: what Flower does with it, and that the measure sees it."""
+    _, office = place
+    with mailbox(place) as post:
+        post.connect()
+        waiting, letter = asked(office, post)
+        before = peak(office._process.pid)
+        post.answer(letter, bytes(160 * MB))
+        assert peak(office._process.pid) - before > 160 * MB
+        answers = []
+        while not answers:
+            answers = list(office.collect(waiting, 1.0))
+        assert len(answers[0][1]) == 160 * MB
 
 
 def test_what_is_too_long_or_does_not_say_how_long_it_is_is_refused_before_it_is_read(place):

@@ -5,6 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from tests.faults.forked import content, crash_at, ending, fork
@@ -195,3 +199,31 @@ def test_the_command_line_resumes_what_was_killed_and_leaves_what_is_completed(t
     assert (again.returncode, json.loads(again.stdout)) == (0, json.loads(resumed.stdout))
     assert "this run is completed" in again.stderr
     assert content(tmp_path / "x") == before
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="the extra 'ray' is not installed")
+def test_on_ray_it_goes_on_too_and_nothing_of_the_killed_cluster_is_left(tmp_path):
+    recipe = ("run", *SMALL, "--rounds", 3, "--set", "run.checkpoint_every=1")
+    on_ray = ("--set", "run.engine=ray", "--set", "run.workers=2")
+    killed = command(*recipe, *on_ray, "--out", "x", cwd=tmp_path, FEDLOOM_CRASH_AT="exchange-answered:6", FEDLOOM_TEST=str(tmp_path))
+    assert killed.returncode == -signal.SIGKILL
+    end = time.monotonic() + 120  # Ray's own processes notice it after some forty seconds
+    while left := born_with(f"FEDLOOM_TEST={tmp_path}"):
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+    resumed = command("resume", "x", "--json", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert command(*recipe, *on_ray, "--out", "y", cwd=tmp_path).returncode == 0
+    assert differences(tmp_path / "x", tmp_path / "y") == set()
+    in_the_loop = json.loads(command(*recipe, "--json", "--out", "z", cwd=tmp_path).stdout)
+    assert json.loads(resumed.stdout)["history_hash"] == in_the_loop["history_hash"]
+
+
+def born_with(variable):
+    """Processes that have an environment variable, whoever their parent is."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile, or is somebody else's
+            if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(folder.name)
+    return found

@@ -169,7 +169,7 @@ def find(name: str, *, root: Path | None = None) -> Place:
         return Place("recipe", Path(name))
     if name not in _CATALOGUE:
         path = Path(name).expanduser()
-        if path.suffix == ".toml" or (path / "graph.toml").exists() or len(path.parts) > 1:
+        if path.suffix in (".toml", *files.ENDINGS) or (path / "graph.toml").exists() or len(path.parts) > 1:
             return Place("tables", path)
         raise unknown("dataset", name, [*_CATALOGUE, *synthetic.MAKERS])
     entry = _CATALOGUE[name]
@@ -180,9 +180,10 @@ def find(name: str, *, root: Path | None = None) -> Place:
 def load(name: str, *, root: Path | None = None, public_split: int = 0) -> Graph:
     """The dataset as one Graph; a graph-level one is a disjoint union with `batch`.
 
-    name: one of `catalogue()`; or a folder with a graph.toml, or such a file (see `files.from_folder`); or a recipe such as
-    "synthetic:nodes=1000,homophily=0.8" (see `synthetic`). root: a data folder, instead of the one in FEDLOOM_DATA.
-    public_split: which of the splits that came with the data fills train, val and test; they stay empty if there is none.
+    name: one of `catalogue()`; or a folder with a graph.toml, or such a file (see `files.from_folder`); or a graph's own file
+    (see `files.from_file`); or a recipe such as "synthetic:nodes=1000,homophily=0.8" (see `synthetic`). root: a data folder, instead
+    of the one in FEDLOOM_DATA. public_split: which of the splits that came with the data fills train, val and test; they stay empty if
+    there is none.
 
     Edges are as published and each there once; edge attributes are dropped. Graphs without node features get their degree
     one-hot, up to DEGREE_CAP.
@@ -191,7 +192,9 @@ def load(name: str, *, root: Path | None = None, public_split: int = 0) -> Graph
     if place.kind in ("recipe", "tables"):
         if public_split != 0:
             raise ConfigError(f"{name!r} has no public split {public_split}. Valid: 0")
-        return synthetic.from_text(name) if place.kind == "recipe" else files.from_folder(place.path)
+        if place.kind == "recipe":
+            return synthetic.from_text(name)
+        return files.from_file(place.path) if place.path.suffix in files.ENDINGS else files.from_folder(place.path)
     entry = _CATALOGUE[name]
     if place.kind == "download":
         _download(name, entry, place, root)

@@ -1,4 +1,4 @@
-"""A user's own graph: a PyG object, a networkx graph, or a folder of tables.
+"""A user's own graph: a PyG object, a networkx graph, a folder of tables, or one file.
 
 A folder holds a `graph.toml`, a table of nodes and a table of edges (CSV, TSV or Parquet, by the file's ending). Every key of
 graph.toml has a default, so the file may be empty:
@@ -42,6 +42,8 @@ from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.graph import Graph
 
 SPLITS = ("train", "val", "test")
+OF_PYG = (".pt", ".pth")
+ENDINGS = (".safetensors", *OF_PYG)  # of files that hold a graph
 FLOAT32 = float(np.finfo(np.float32).max)
 
 
@@ -256,7 +258,14 @@ def to_file(graph: Graph, path: str | Path) -> Path:
 
 
 def from_file(path: str | Path) -> Graph:
-    """A graph from the file that `to_file` wrote. DataError if it is not one, or damaged."""
+    """A graph from the file that `to_file` wrote or, if its name ends in .pt or .pth, that PyG did (see `pyg_files`).
+
+    DataError if it is not one, or damaged.
+    """
+    if Path(path).suffix in OF_PYG:
+        from fedloom.data.pyg_files import from_pyg_file
+
+        return from_pyg_file(path)
     try:
         with safe_open(path, "pt") as file:
             said = json.loads((file.metadata() or {})["fedloom-graph"])

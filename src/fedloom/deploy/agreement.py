@@ -114,7 +114,7 @@ class Agreement:
         }
 
     def graph(self, path: Path, party: str) -> Graph:
-        """A party's graph, from a folder of tables or a .safetensors file, split as agreed; DataError if it does not fit the agreement."""
+        """A party's graph, from a folder of tables or a file (`from_file`), split as agreed; DataError if it does not fit the agreement."""
         graph = from_folder(path) if path.is_dir() else from_file(path)
         for fact in ("num_features", "task"):
             if (here := getattr(graph, fact)) != (agreed := getattr(self.data, fact)):

@@ -25,7 +25,7 @@ from fedloom.graph import Holding, Roster
 from fedloom.message import Absent
 from fedloom.party import Facts
 
-DEAD_AFTER = 6.0  # seconds without a sign of life; a party gives one every two
+DEAD_AFTER = 7.0  # seconds without a sign of life; a party gives one every second, and may be cut off for five
 RETURNED = 5  # times that Flower may give an order back (it takes a party for gone that is there) before its party is absent
 TELL_SECONDS = 60.0  # that parties have for orders that take no time
 LOOK_EVERY = 1.0  # seconds between looks at who is alive

@@ -8,17 +8,23 @@ Orders and answers travel in envelopes (`fedloom.deploy.envelope`). Besides the 
     fedloom_restore   mark                           ► go back to that state
     fedloom_finish    status                         ► it is over: the party writes its model to its own folder, and leaves
 
-A party begins a run only if the coordinator shows the number that it has just drawn itself, so that recorded orders begin nothing.
+A party begins a run only if the coordinator shows the number that it has just drawn itself, so that recorded orders begin nothing. Until
+then the run under way goes on, whoever says hello: a recorded hello of an earlier life of the coordinator ends nothing either.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import secrets
+import socket
 import time
+import traceback
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +36,7 @@ from fedloom.deploy.agreement import Agreement, differences, holding
 from fedloom.deploy.envelope import EnvelopeError, Header, Kind, open_order, sign
 from fedloom.deploy.keys import PartyKey
 from fedloom.deploy.mailbox import Mailbox, RefusedError, UnreachableError
+from fedloom.deploy.pipe import put, take
 from fedloom.errors import ConfigError, DataError, FedloomError, MessageError, unknown
 from fedloom.graph import Graph
 from fedloom.learn import weights
@@ -39,7 +46,7 @@ from fedloom.party import Client, Facts, perform
 from fedloom.privacy.secure_sum import Terms
 
 KEPT = 3  # states that a party keeps: the coordinator may have to go back to the one before the last
-FIRST_PAUSE = 0.2  # seconds before a coordinator that is not there is looked for again; longer every time
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 0.5  # seconds before a coordinator that is not there is looked for again; longer every time
 ERROR_LENGTH = 1000  # of what a party says went wrong
 
 
@@ -47,19 +54,34 @@ class ForgottenError(FedloomError):
     """The party is asked to go on with something that it knows nothing of: it has been started anew."""
 
 
-class Party:
-    """What answers orders. agreement: the party's own copy. folder: where it keeps its states and, in the end, its model."""
+@dataclass
+class _Life:
+    """One life of the coordinator, as far as a party knows it: the same order again gets the same answer."""
 
-    def __init__(self, agreement: Agreement, name: str, key: PartyKey, graph: Graph, folder: Path):
+    run: str
+    sequence: int = -1  # of its last order
+    answer: bytes = b""
+    nonce: str = ""  # what the party has drawn, and wants to be shown
+
+
+class Party:
+    """What answers orders. agreement: the party's own copy. folder: where it keeps its states and, in the end, its model.
+
+    tell_errors: whether the coordinator is told the words of every error. A value of the graph may be in them, so unless that is wanted it
+    gets the words of fedloom's own errors, and of any other its type and a number, under which all of it is in the folder's errors.log.
+    """
+
+    def __init__(self, agreement: Agreement, name: str, key: PartyKey, graph: Graph, folder: Path, tell_errors: bool = False):
         if name not in agreement.parties:
             raise unknown("party", name, agreement.parties)
         if key.public.text() != agreement.parties[name].text():
             raise ConfigError(f"key: it is not that of party {name!r} in the agreement")
         self.agreement, self.name, self.key, self.graph, self.folder = agreement, name, key, graph, folder
+        self.tell_errors = tell_errors
         self.agreed = agreement.agreed()
         self.over = ""  # how the run ended, once it has
-        self._nonce, self._run, self._lineage = "", "", ""
-        self._sequence, self._answer = -1, b""  # the last order of this run, and what was answered: the same order gets the same answer
+        self._lineage = ""
+        self._life, self._next = _Life(""), _Life("")  # the one that has begun a run, and one that has said hello since
         self._to_restore = ""  # the state to go back to before the first order of a round
         self._method: Method | None = None
         self._client: Client | None = None
@@ -69,47 +91,74 @@ class Party:
         """Where its model is when the run is over."""
         return self.folder / "model.safetensors"
 
+    @property
+    def errors(self) -> Path:
+        """Where errors are whose words stay here."""
+        return self.folder / "errors.log"
+
     def answer(self, data: bytes) -> bytes:
         """Takes an order's envelope, gives the answer's. An EnvelopeError if it is no order of the coordinator's to this party, now."""
         header, body = open_order(data, self.name, self.agreement.coordinator)
-        if header.run != self._run:
-            if header.phase != "fedloom_hello":
-                return self._signed(header, *_failure(ForgottenError(f"party {self.name!r} knows nothing of this run")))
-            self._run, self._sequence, self._client = header.run, -1, None
-        if header.sequence == self._sequence:
-            return self._answer
-        if header.sequence < self._sequence:
-            raise EnvelopeError("replay", f"order {header.sequence} was given before, the last one was {self._sequence}")
-        self._sequence = header.sequence
-        self._answer = self._signed(header, *self._obey(header, body))
-        return self._answer
+        if header.phase == "fedloom_hello" and header.run not in (self._life.run, self._next.run):
+            self._next = _Life(header.run)
+        life = self._life if header.run == self._life.run else self._next
+        if header.run != life.run:
+            return self._signed(header, *self._failure(ForgottenError(f"party {self.name!r} knows nothing of this run")))
+        if header.sequence == life.sequence:
+            return life.answer
+        if header.sequence < life.sequence:
+            raise EnvelopeError("replay", f"order {header.sequence} was given before, the last one was {life.sequence}")
+        life.sequence = header.sequence
+        life.answer = self._signed(header, *self._obey(header, body, life))
+        return life.answer
 
     def _signed(self, header: Header, kind: Kind, reply: bytes) -> bytes:
         return sign(reply, Header(header.run, header.round, header.sequence, self.name, header.phase, kind), self.key)
 
-    def _obey(self, header: Header, body: bytes) -> tuple[Kind, bytes]:
-        own = {
-            "fedloom_hello": self._hello, "fedloom_begin": self._begin, "fedloom_keep": self._keep,
-            "fedloom_restore": self._restore, "fedloom_finish": self._finish,
-        }  # fmt: skip
+    def _obey(self, header: Header, body: bytes, life: _Life) -> tuple[Kind, bytes]:
+        meeting = {"fedloom_hello": self._hello, "fedloom_begin": self._begin}
+        own = {"fedloom_keep": self._keep, "fedloom_restore": self._restore, "fedloom_finish": self._finish}
         try:
+            if header.phase in meeting:
+                return "answer", json.dumps(meeting[header.phase](json.loads(body), life)).encode()
+            if life is not self._life:
+                raise ForgottenError(f"party {self.name!r} has not begun this run")
             if header.phase in own:
                 return "answer", json.dumps(own[header.phase](json.loads(body))).encode()
             return "answer", self._perform(header, body)
         except Exception as error:  # noqa: BLE001  (told to the coordinator, who decides)
-            return _failure(error)
+            return self._failure(error)
+
+    def _failure(self, error: Exception) -> tuple[Kind, bytes]:
+        """What a party answers that could not do as it was told."""
+        kind, words = type(error).__name__, " ".join(str(error).split())
+        if not isinstance(error, FedloomError) and not self.tell_errors:
+            words = f"its words stay with the party, {self._note(error)}"
+        told = {"cause": f"{kind}: {words}"[:ERROR_LENGTH], "forgot": isinstance(error, ForgottenError)}
+        return "error", json.dumps(told).encode()
+
+    def _note(self, error: Exception) -> str:
+        """Keeps an error in the party's own log; gives how it is called there."""
+        number = f"as error {secrets.token_hex(4)}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(self.errors, "a", encoding="utf-8", opener=partial(os.open, mode=0o600)) as log:
+                log.write(f"{number}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n{''.join(traceback.format_exception(error))}\n")
+        except OSError as unwritten:
+            return f"which could not keep them ({unwritten.strerror})"
+        return number
 
     # ---- orders ----
-    def _hello(self, _: dict[str, Any]) -> dict[str, Any]:
-        self._nonce = secrets.token_hex(16)
+    def _hello(self, _: dict[str, Any], life: _Life) -> dict[str, Any]:
+        life.nonce = secrets.token_hex(16)
         knows = bool(self.graph.cross_edges.shape[1])
         held = holding(self.name, self.graph)
-        return {"nonce": self._nonce, "agreed": self.agreed, "holding": held, "knows_cross_edges": knows}
+        return {"nonce": life.nonce, "agreed": self.agreed, "holding": held, "knows_cross_edges": knows}
 
-    def _begin(self, order: dict[str, Any]) -> dict[str, Any]:
-        if not self._nonce or order["nonce"] != self._nonce:
+    def _begin(self, order: dict[str, Any], life: _Life) -> dict[str, Any]:
+        if not life.nonce or order["nonce"] != life.nonce:
             raise MessageError("the number shown is not the one that was given: this order is not of now")
-        self._nonce = ""
+        life.nonce = ""
         if found := differences(self.agreed, order["agreed"]):
             raise ConfigError(f"party {self.name!r} has agreed to something else: {'; '.join(found)}")
         facts = facts_from(order["facts"])
@@ -119,6 +168,7 @@ class Party:
             raise ConfigError(f"party {self.name!r}: the terms of secure sums are not the agreed ones")
         torch.set_num_threads(self.agreement.run.threads)
         self._method, self._lineage = self.agreement.make_method(), _plain(order, "lineage")
+        self._life = life
         self._client = Client(self.name, self.graph, facts, self.agreement.data.inductive)
         # Started anew in the middle of a run, it goes on from the last state that it kept itself.
         self._to_restore = self._latest() if order["rejoin"] else ""
@@ -129,11 +179,11 @@ class Party:
         if self._to_restore and header.round > 0:
             self._restore({"mark": self._to_restore})
         message = decode(body, header.phase)
-        phase = getattr(method, header.phase, None)
-        if phase is not None:
+        phase, plain = getattr(method, header.phase, None), client.facts.secure is None
+        if phase is not None or plain:  # a secure sum has stages of its own
             if not hasattr(phase, "reply"):
                 raise MessageError(f"{header.phase!r} is not a phase of method {self.agreement.method!r}")
-            if client.facts.secure is None:
+            if plain:
                 require_names(phase, message, f"to party {self.name!r}")
         return encode(perform(method, client, header.phase, message), header.phase)
 
@@ -184,12 +234,6 @@ def kept_in(folder: Path, lineage: str) -> Path:
     return folder / "states" / lineage
 
 
-def _failure(error: Exception) -> tuple[Kind, bytes]:
-    """What a party answers that could not do as it was told."""
-    cause = f"{type(error).__name__}: {' '.join(str(error).split())}"[:ERROR_LENGTH]
-    return "error", json.dumps({"cause": cause, "forgot": isinstance(error, ForgottenError)}).encode()
-
-
 def _plain(order: dict[str, Any], name: str) -> str:
     """A word of an order that becomes the name of a file or folder here."""
     word = order[name]
@@ -237,9 +281,37 @@ def take_part(party: Party, say: Callable[[str], None], patience: float = math.i
                 if time.monotonic() - lost > (patience if isinstance(error, UnreachableError) else min(patience, 10.0)):
                     raise
                 time.sleep(pause)
-                pause = min(2 * pause, 2.0)
+                pause = min(2 * pause, LONGEST_PAUSE)
     finally:
         mailbox.close()
+    return party.over
+
+
+def stay(party: Party, path: Path, say: Callable[[str], None]) -> str:
+    """`take_part` for a party whose messages Flower's own SuperNode brings (`fedloom.deploy.apps`).
+
+    path: a Unix socket, which is its user's alone and goes with the party.
+    """
+    with socket.socket(socket.AF_UNIX) as listening:
+        before = os.umask(0o177)
+        try:
+            listening.bind(str(path))
+        except OSError as error:
+            raise ConfigError(f"socket: cannot listen at {str(path)!r} ({error.strerror or error})") from error
+        finally:
+            os.umask(before)
+        try:
+            listening.listen()
+            say(f"listening at {path}")
+            while not party.over:
+                wire, _ = listening.accept()
+                with wire:
+                    try:
+                        put(wire, party.answer(take(wire)))
+                    except (MessageError, OSError) as error:  # a wrong order, or who brought it has gone
+                        say(f"refused: {error}")
+        finally:
+            path.unlink(missing_ok=True)
     return party.over
 
 

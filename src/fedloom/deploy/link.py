@@ -32,6 +32,7 @@ SECRET = "x-fedloom-secret"
 PATIENCE = "x-fedloom-wait"  # how many seconds the coordinator's request for messages may wait
 PARTY_KEY = "flwr-public-key"  # the header in which Flower's fleet interface finds the key of who asks
 LIMIT = 2**30  # bytes of a request; Flower would take any number
+FIRST_LIMIT = 2**16  # bytes of a request by somebody who has not proved yet who it is
 WAIT = 2.0  # seconds that a request for messages waits for some to come; also how often a waiting party shows that it is alive
 SETTLED = "/fedloom/settled"  # everything that belongs to the messages just sent has arrived: who waits may look
 SEEN = "/fedloom/seen"  # of each party: seconds since it was last heard of, and how often it has connected
@@ -40,11 +41,11 @@ SEEN = "/fedloom/seen"  # of each party: seconds since it was last heard of, and
 class Door:
     """What stands in front of Flower's application: who may enter, who has to wait, who was there.
 
-    let_go: takes a party's key, makes Flower believe that the party has left.
+    let_go: takes a party's key, makes Flower believe that the party has left. limit: bytes of a request of somebody who is known.
     """
 
-    def __init__(self, inside: Application, secret: str, let_go: Callable[[str], None]):
-        self.inside, self.secret, self.let_go = inside, secret, let_go
+    def __init__(self, inside: Application, secret: str, let_go: Callable[[str], None], limit: int = LIMIT):
+        self.inside, self.secret, self.let_go, self.limit = inside, secret, let_go, limit
         self.heard: dict[str, float] = {}  # when a party's request was last answered, by its key
         self.connected: Counter[str] = Counter()  # how often it has said that it is there
         self.posted = {"down": 0, "up": 0}  # how often messages have settled on their way to parties, and to the coordinator
@@ -59,8 +60,9 @@ class Door:
         path, headers = scope["path"], {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         trusted = hmac.compare_digest(headers.get(SECRET, "").encode("latin-1"), self.secret.encode())
         party = headers.get(PARTY_KEY, "")
-        if not 0 <= _length(headers) <= LIMIT:  # before anything of it is in memory
-            await _answer(send, 413, {"detail": f"a request has its length in its header, and at most {LIMIT} bytes"})
+        limit = self.limit if trusted or party in self.heard else FIRST_LIMIT
+        if not 0 <= _length(headers) <= limit:  # before anything of it is in memory
+            await _answer(send, 413, {"detail": f"a request has its length in its header, and at most {limit} bytes"})
         elif path == SETTLED and (trusted or party in self.heard):
             await self._settle("down" if trusted else "up")
             await _answer(send, 200, {})
@@ -130,8 +132,8 @@ def quiet() -> None:
     }  # fmt: skip
 
 
-def serve(host: str, port: int, secret: str, certificate: str | None, key: str | None) -> None:
-    """Runs the SuperLink until the process is ended. certificate, key: PEM files of the server; None: no TLS."""
+def serve(host: str, port: int, secret: str, certificate: str | None, key: str | None, limit: int) -> None:
+    """Runs the SuperLink until the process is ended. certificate, key: PEM files of the server; None: no TLS. limit: see `LIMIT`."""
     quiet()
     import uvicorn
     from flwr.superlink.main import create_app
@@ -146,8 +148,8 @@ def serve(host: str, port: int, secret: str, certificate: str | None, key: str |
             state.deactivate_node(node)
 
     uvicorn.run(
-        Door(app, secret, let_go), host=host, port=port, ssl_certfile=certificate, ssl_keyfile=key, log_level="warning", access_log=False,
-        timeout_graceful_shutdown=1,
+        Door(app, secret, let_go, limit), host=host, port=port, ssl_certfile=certificate, ssl_keyfile=key, log_level="warning",
+        access_log=False, timeout_graceful_shutdown=1,
     )  # fmt: skip
 
 

@@ -67,7 +67,8 @@ def _take_part(folder: str, name: str) -> None:
     home = Path(folder)
     agreement = read_agreement(home / "federation.toml")
     graph = agreement.graph(home / f"{name}.safetensors", name)
-    take_part(Party(agreement, name, read_party_key(home / f"{name}.key"), graph, home / name), lambda line: print(line, flush=True))
+    party = Party(agreement, name, read_party_key(home / f"{name}.key"), graph, home / name, tell_errors=True)
+    take_part(party, lambda line: print(line, flush=True))
 
 
 def _end_with_parent() -> None:

@@ -48,7 +48,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes  # noqa: E4
 from flwr.supernode.fleet_http_client import FleetHttpClient  # noqa: E402
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor  # noqa: E402
 
-BEAT_SECONDS = 2.0  # between signs of life, also while a phase is being computed
+BEAT_SECONDS = 1.0  # between signs of life, also while a phase is being computed
 FLOWERS_INTERVAL = 10.0  # what Flower is told instead, since it takes no less
 FIRST_LOOK_AGAIN = 0.02  # seconds until what is not there yet is asked for again
 PULL_SECONDS = 60.0  # that the parts of a message have to come in

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedloom.deploy.keys import PublicKey
-from fedloom.deploy.link import PATIENCE, SECRET, SEEN, SETTLED, quiet
+from fedloom.deploy.link import LIMIT, PATIENCE, SECRET, SEEN, SETTLED, quiet
 from fedloom.errors import ConfigError, FedloomError
 
 quiet()
@@ -147,11 +147,11 @@ def _client(kind: Any, address: Address, interceptors: Sequence[Any]) -> Any:
 class Office:
     """A link with its parties registered, and a run of the app under way.
 
-    address: where to listen. parties: their names and keys. log: a file for what the link's process says.
+    address: where to listen. parties: their names and keys. log: a file for what the link's process says. limit: bytes of a request.
     """
 
-    def __init__(self, address: Address, parties: Mapping[str, PublicKey], log: Path | None = None):
-        self.address, self.secret = address, secrets.token_hex(32)
+    def __init__(self, address: Address, parties: Mapping[str, PublicKey], log: Path | None = None, limit: int = LIMIT):
+        self.address, self.secret, self.limit = address, secrets.token_hex(32), limit
         self.node_of: dict[str, int] = {}
         self.grid: Any = None
         self.key_of = {name: public_key_to_bytes(key.node) for name, key in parties.items()}
@@ -179,7 +179,7 @@ class Office:
         except OSError as error:
             raise ConfigError(f"address: cannot listen on {self.address.text} ({error.strerror or error})") from error
         files = {"certificate": self.address.certificate, "key": self.address.key}
-        settings = {"host": self.address.host, "port": self.address.port, "secret": self.secret}
+        settings = {"host": self.address.host, "port": self.address.port, "secret": self.secret, "limit": self.limit}
         settings |= {name: None if path is None else str(path) for name, path in files.items()}
         with open(log or os.devnull, "ab") as out:
             # A session of its own: Ctrl-C is the coordinator's to hear, which ends the link by closing its standard input.

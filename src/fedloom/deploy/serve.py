@@ -25,23 +25,25 @@ Say = Callable[[str], None]
 def serve(
     agreement: Agreement, keys: Path, out: Path, *, insecure: bool = False, wait: float = 600.0, resumed: dict[str, Any] | None = None,
     origin: dict[str, Any] | None = None, say: Say = print, on_round: Callable[[dict[str, Any], int], None] | None = None,
+    opened: Callable[[], Any] | None = None,
 ) -> Result:  # fmt: skip
     """Waits for the parties, runs the method with them, keeps the run in a folder.
 
     keys: the folder with coordinator.key, server.crt and server.key. out: the run's folder. wait: seconds that the parties have to come in;
     then a quorum is enough, and the others may come later. resumed: what the folder says of the run in it, to go on with. origin: what it
     is to say of where agreement and keys are, so that `fedloom resume` finds them. A link that dies is started again, and the run goes on
-    from its last checkpoint.
+    from its last checkpoint. opened: gives an office to use instead of a link of one's own; TLS is that one's affair then.
     """
-    require_tls(agreement, insecure)
+    if opened is None:
+        require_tls(agreement, insecure)
     resume = resumed is not None
     key, folder = read_party_key(keys / "coordinator.key"), run_folder(out, resume)
     assert folder is not None
     config = resumed or {**_config(agreement), "deployment": {"lineage": secrets.token_hex(8), **(origin or {})}}
     lives = 0
     while True:
-        office = Office(_address(agreement, keys), agreement.parties, log=folder / "link.log")
-        say(f"listening on {office.address.text}")
+        office = opened() if opened else Office(_address(agreement, keys), agreement.parties, log=folder / "link.log")
+        say(f"listening on {agreement.federation.listen or agreement.federation.address}")
         try:
             return _one_life(agreement, Coordinator(agreement, office, key, config["deployment"]["lineage"], patience_of(agreement.run)),
                              folder, config, wait, resume, say, on_round)  # fmt: skip
