@@ -1,6 +1,6 @@
 """FedGH in front of FedAvg and FedTAD, its controls and its parts, 3 seeds: writes their tables in docs/results.md.
 
-python bench/fedgh.py docs/results.md [--only "10, cora"] [--skip pubmed]      (90 minutes on two quiet cores; runs/fedgh.jsonl keeps runs)
+python bench/fedgh.py docs/results.md [--only "10, cora"] [--skip pubmed]      (90 minutes on two quiet cores; runs/fedgh keeps runs)
 """
 
 import hashlib
@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from sweep import Found, Tables, code_of, counted, make_tables, markdown, paired, scores_of, spread, verdict
+from sweep import Found, Tables, counted, make_tables, markdown, scores_of, spread, verdict
 
+from fedloom.grid import code_behind
 from fedloom.methods.fedgh import FedGH
 from fedloom.party import Client
+from fedloom.statistics import paired
 
 SEEDS, ROUNDS, PATIENCE = 3, 100, 20
 DATASETS, CLIENTS = ("cora", "pubmed", "photo"), (10, 15, 20)
@@ -61,7 +63,7 @@ def remember_pseudo_graphs() -> None:
     make = FedGH.pseudo_graph
     names = [f.name for f in fields(FedGH)]
     makes = [n for n in names if n.startswith(("vgae", "latent", "diffus", "regul", "first", "last", "feature", "kl"))]
-    code = code_of("fedgh").encode()
+    code = code_behind("fedgh").encode()
 
     def remembered(self: FedGH, client: Client) -> tuple[torch.Tensor, torch.Tensor]:
         graph = client.full_graph

@@ -1,12 +1,14 @@
 """FedGKC and the methods for different models; then its homogeneous table. 3 seeds: writes their tables in docs/results.md.
 
-python bench/fedgkc.py docs/results.md [--only "A 10"] [--write]      (runs/fedgkc.jsonl keeps runs)
+python bench/fedgkc.py docs/results.md [--only "A 10"] [--write]      (runs/fedgkc keeps runs)
 """
 
 from statistics import mean
 from typing import Any
 
-from sweep import Found, Tables, average, counted, make_tables, markdown, paired, scores_of, spread, verdict
+from sweep import Found, Tables, average, counted, make_tables, markdown, scores_of, spread, verdict
+
+from fedloom.statistics import paired
 
 SEEDS, ROUNDS, EVERY = 3, 40, 2
 KEY = "accuracy_mean"  # the paper's: plain mean over clients

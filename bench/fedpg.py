@@ -1,12 +1,14 @@
 """FedPG and the prototype family, nodes and graphs, 3 seeds: writes their tables in docs/results.md.
 
-python bench/fedpg.py docs/results.md [--only nodes] [--skip physics]      (75 minutes on two quiet cores; runs/fedpg.jsonl keeps runs)
+python bench/fedpg.py docs/results.md [--only nodes] [--skip physics]      (75 minutes on two quiet cores; runs/fedpg keeps runs)
 """
 
 from statistics import mean
 from typing import Any
 
-from sweep import Found, Tables, average, counted, make_tables, markdown, paired, scores_of, spread, verdict
+from sweep import Found, Tables, average, counted, make_tables, markdown, scores_of, spread, verdict
+
+from fedloom.statistics import paired
 
 SEEDS = 3
 DATASETS = ("cora", "citeseer", "pubmed", "computers", "physics")

@@ -1,6 +1,6 @@
 """FedStruct, its variants and its baselines over the edges between clients, 5 or 3 seeds: writes their tables in docs/results.md.
 
-python bench/fedstruct.py docs/results.md [--only cora]      (about an hour on two quiet cores; runs/fedstruct.jsonl keeps finished runs)
+python bench/fedstruct.py docs/results.md [--only cora]      (about an hour on two quiet cores; runs/fedstruct keeps finished runs)
 """
 
 import argparse
@@ -148,7 +148,7 @@ def main() -> None:
     recipes = {label(row, c): recipe(row, c) for c in COLUMNS for row in _rows(c) if not asked.only or asked.only in _name(c)}
     recipes = {cell: tables for cell, tables in recipes.items() if not any(text in cell for text in asked.skip)}
     tell = lambda cell, seed, s: print(f"{cell}, seed {seed}: {s['seconds']['total']:.0f} s", flush=True)  # noqa: E731
-    kept = Path("runs/fedstruct.jsonl")
+    kept = Path("runs/fedstruct")
     found = sweep({cell: tables for cell, tables in recipes.items() if not _is_slow(cell)}, SEEDS, tell, kept)
     found |= sweep({cell: tables for cell, tables in recipes.items() if _is_slow(cell)}, FEWER, tell, kept)
     if asked.only:

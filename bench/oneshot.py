@@ -1,6 +1,6 @@
 """One-shot methods on Louvain+ and Metis+ and O-pFGL's ablations, 3 seeds: writes their tables in docs/results.md.
 
-python bench/oneshot.py docs/results.md          (about an hour on two quiet cores; finished runs are kept in runs/oneshot.jsonl)
+python bench/oneshot.py docs/results.md          (about an hour on two quiet cores; finished runs are kept in runs/oneshot)
 """
 
 import json
@@ -90,7 +90,7 @@ def methods(data: str, partition: str, clients: int) -> dict[str, Tables]:
 
 def main() -> None:
     """Runs what has not been run yet, writes the Markdown."""
-    target, kept = Path(sys.argv[1]), Path("runs/oneshot.jsonl")
+    target, kept = Path(sys.argv[1]), Path("runs/oneshot")
     recipes: dict[str, Tables] = {}
     for clients in CLIENTS:
         for data in DATASETS:

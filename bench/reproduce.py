@@ -5,7 +5,7 @@ python bench/reproduce.py --within 25                          25 minutes: an eq
 python bench/reproduce.py recipes/fedgkc/cora-louvain10.toml   these
 python bench/reproduce.py --write                              nothing: the section is made again from what is known
 
-Finished runs are kept in runs/reproduction.jsonl: started again, it goes on. A recipe that fails is named and the others go on. Exit code 1
+Finished runs are kept in runs/reproduction: started again, it goes on. A recipe that fails is named and the others go on. Exit code 1
 if one failed or is below what it is held to (`at_least`); a gap to the paper is a result, not a failure.
 """
 
@@ -81,10 +81,10 @@ def short_ones(all_of_them: Sequence[Number], minutes: dict[str, float], within:
 
 
 # ---- running ----
-def run(number: Number, workers: int | None) -> tuple[Runs, Runs]:
+def run(number: Number, workers: int) -> tuple[Runs, Runs]:
     """Runs a number's recipe and Local's over the seeds, or takes what was run before; by seed."""
     ours, local = run_tables(number)
-    found = sweep({"ours": ours, "local": local}, number.seeds, lambda *_: None, Path("runs/reproduction.jsonl"), workers=workers)
+    found = sweep({"ours": ours, "local": local}, number.seeds, lambda *_: None, Path("runs/reproduction"), workers=workers)
     return found["ours"], found["local"]
 
 
@@ -214,7 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", type=Path, help="which (none: all)")
     parser.add_argument("--within", type=float, help="minutes on two quiet cores: each paper's shortest recipes, an equal share for each")
-    parser.add_argument("--workers", type=int, help="runs at a time (else as many as there are cores)")
+    parser.add_argument("--workers", type=int, default=0, help="runs at a time (0: as many as there are cores)")
     parser.add_argument("--write", action="store_true", help="run nothing: write what is known")
     parser.add_argument("--target", type=Path, default=ROOT / "docs" / "results.md", help="the Markdown file with the section")
     asked = parser.parse_args()
@@ -234,7 +234,7 @@ def main() -> None:
             known[number.path] = newer(entry(number, *run(number, asked.workers)), known.get(number.path))
             said, holds = line(number, known[number.path], expect[number.path])
         except RuntimeError as error:  # what a sweep raises when all seeds have had their turn
-            said, holds = f"{number.path}: FAILED: {error} ({error.__cause__})", False
+            said, holds = f"{number.path}: FAILED: {error}", False
         print(f"[{at}/{len(chosen)}] {said}", flush=True)
         if not holds:
             bad[number.path] = said

@@ -1,34 +1,22 @@
 """Runs recipes over seeds, two at a time, one thread each; and what the files that make tables of such runs have in common."""
 
 import argparse
-import hashlib
-import importlib
 import json
-import os
-import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
-import numpy as np
-from scipy.stats import wilcoxon
+from fedloom import grid, statistics
+from fedloom.crew import End, Processes, State, Step, carry_out
+from fedloom.folder import read_summary
+from fedloom.recipe import override
 
-import fedloom
-from fedloom.method import method_class
-from fedloom.recipe import make_recipe, override
-
-Cell = tuple[str, int]  # (label, seed)
 Tables = dict[str, dict[str, Any]]  # a recipe
 Found = dict[str, list[dict[str, Any]]]  # {label: summaries by seed}
-
-
-def run_one(tables: dict[str, dict[str, Any]], seed: int) -> dict[str, Any]:
-    """Runs a recipe's tables with another seed, gives the summary."""
-    return make_recipe(override(tables, [f"run.seed={seed}"])).carry_out().summary
 
 
 def sweep(
@@ -37,71 +25,42 @@ def sweep(
     report: Callable[[str, int, dict[str, Any]], None],
     kept: Path | None = None,
     run: bool = True,
-    workers: int | None = None,
+    workers: int = 0,
 ) -> Found:
     """Takes {label: tables}, runs each with seeds 0 .. seeds-1, gives {label: summaries by seed}; `report` hears of each as it ends.
 
-    A run that fails is an error when all others are done. kept: a file of finished runs, a line each. What is in it with the same tables,
-    seed and code is not run again. run: False gives what is kept of all seeds, and runs nothing. workers: how many run at a
-    time (None: as many as there are cores).
+    A run that fails is an error when all others are done. kept: a folder for run folders, without models. What is there with the same
+    settings and code is not run again. run: False gives what is kept of all seeds, and runs nothing. workers: how many run at a time (0:
+    as many as there are cores).
     """
-    done: dict[Cell, dict[str, Any]] = {}
-    failed: dict[Cell, BaseException] = {}
-    known = {(line["tables"], line["seed"]): line["summary"] for line in map(json.loads, _lines(kept))}
-    as_text = {label: json.dumps([code_of(**_named(tables["method"])), tables], sort_keys=True) for label, tables in recipes.items()}
-    wanted = [(label, seed) for seed in range(seeds) for label in recipes]  # seeds outermost: soon every label has a number
-    done |= {cell: known[as_text[cell[0]], cell[1]] for cell in wanted if (as_text[cell[0]], cell[1]) in known}
-    if not run:
-        recipes = {label: tables for label, tables in recipes.items() if all((label, seed) in done for seed in range(seeds))}
-        return {label: [done[label, seed] for seed in range(seeds)] for label in recipes}
-    with ProcessPoolExecutor(max_workers=workers or os.cpu_count()) as pool, ExitStack() as stack:
-        stack.callback(pool.shutdown, wait=False, cancel_futures=True)  # Ctrl-C ends what waits for its turn, too
-        jobs = {pool.submit(run_one, recipes[label], seed): (label, seed) for label, seed in wanted if (label, seed) not in done}
-        for job in as_completed(jobs):
-            label, seed = jobs[job]
-            if (error := job.exception()) is not None:  # the others go on: hours of them may follow
-                failed[label, seed] = error
-                continue
-            done[label, seed] = job.result()
-            if kept:
-                kept.parent.mkdir(exist_ok=True)
-                with open(kept, "a") as file:
-                    file.write(json.dumps({"tables": as_text[label], "seed": seed, "summary": done[label, seed]}) + "\n")
-            report(label, seed, done[label, seed])
-    for (label, seed), error in failed.items():
-        raise RuntimeError(f"{len(failed)} runs failed, the first of them {label}, seed {seed}") from error
-    return {label: [done[label, seed] for seed in range(seeds)] for label in recipes}
+    with ExitStack() as stack:
+        place = kept or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        wanted = [(label, seed) for seed in range(seeds) for label in recipes]  # seeds outermost: soon every label has a number
+        cells = {key: grid.cell(override(recipes[key[0]], [f"run.seed={key[1]}"]), place) for key in wanted}
+
+        def watch(state: State, event: Step | End | None) -> None:
+            if isinstance(event, End) and event.status == "completed":
+                shutil.rmtree(event.cell.folder / "models")
+                for (label, seed), cell in cells.items():  # several labels may stand for one run
+                    if cell.name == event.cell.name:
+                        report(label, seed, _summary(cell))
+
+        if run:
+            state = carry_out(cells.values(), Processes(workers), watch)
+            for end in state.failed:
+                raise RuntimeError(f"{len(state.failed)} runs failed, the first of them {end.cell.name}: {end.cause}")
+        complete = [label for label in recipes if all(grid.is_done(cells[label, seed]) for seed in range(seeds))]
+        return {label: [_summary(cells[label, seed]) for seed in range(seeds)] for label in complete}
 
 
-def _named(method: dict[str, Any]) -> dict[str, str]:
-    return {key: method[key] for key in ("name", "base") if key in method}
-
-
-@cache
-def code_of(name: str, **base: str) -> str:
-    """A digest of the modules that a method's numbers depend on: data, graphs, models, learning, its own file and those it takes from."""
-    root = Path(fedloom.__file__).parent
-    names = ("graph", "sparse", "models", "learn", "task", "party", "method", "hops", "structure", "prototypes", "views", "similar")
-    files = [root / f"{name}.py" for name in names] + sorted(root.glob("data/*.py"))
-    own = [cls for cls in method_class(name, base).__mro__ if cls.__module__.startswith("fedloom.methods.")]
-    used = {module for cls in own for module in _methods_in(cls.__module__)}
-    files += [Path(str(importlib.import_module(module).__file__)) for module in sorted(used)]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
-def _methods_in(module: str) -> set[str]:
-    """A method's module and those of the methods that it takes something from."""
-    text = Path(str(importlib.import_module(module).__file__)).read_text()
-    found, todo = {module}, set(re.findall(r"^from (fedloom\.methods\.\w+) import", text, re.M))
-    return found.union(*(_methods_in(other) for other in todo))
-
-
-def _lines(path: Path | None) -> list[str]:
-    return path.read_text().splitlines() if path and path.exists() else []
+def _summary(cell: grid.Cell) -> dict[str, Any]:
+    found = read_summary(cell.folder)
+    assert found is not None
+    return found
 
 
 def make_tables(about: str, name: str, cells: dict[str, Tables], seeds: int, sections: Mapping[str, Callable[[Found], str]]) -> None:
-    """The command of a file that fills tables in a Markdown file: runs what is not in runs/NAME.jsonl, then writes each section's text.
+    """The command of a file that fills tables in a Markdown file: runs what is not in runs/NAME, then writes each section's text.
 
     about: the file's docstring. cells: {label: recipe}, the most wanted first. sections: {mark in the Markdown: what makes its text}.
     Beside the Markdown file is results-NAME.json, with what the tables were made of: what is not in runs/ is taken from there.
@@ -117,7 +76,7 @@ def make_tables(about: str, name: str, cells: dict[str, Tables], seeds: int, sec
     def tell(label: str, seed: int, s: dict[str, Any]) -> None:
         print(f"{label}, seed {seed}: {s['seconds']['total']:.0f} s", flush=True)
 
-    found = sweep(recipes, seeds, tell, Path(f"runs/{name}.jsonl"), run=not asked.write)
+    found = sweep(recipes, seeds, tell, Path(f"runs/{name}"), run=not asked.write)
     if asked.only:
         return
     kept = asked.target.with_name(f"results-{name}.json")
@@ -154,7 +113,7 @@ def _remembered(path: Path) -> Found:
     kept = json.loads(path.read_text())
     return {
         label: [
-            {**s, "per_client": [{"accuracy": a} for a in s["per_client"]], "seconds": {"total": s["seconds"]},
+            {**s, "per_client": [{"id": str(k), "accuracy": a} for k, a in enumerate(s["per_client"])], "seconds": {"total": s["seconds"]},
              "config": {"method": s["settings"]}} for s in runs
         ]
         for label, runs in kept.items()
@@ -190,24 +149,11 @@ def put_between(target: Path, mark: str, text: str) -> None:
     target.write_text(f"{before}{begun}\n\n{text}\n{ended}{after}")
 
 
-def paired(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[float]:
-    """Differences in accuracy, in points, between two methods' summaries by seed: one for each seed and client."""
-    pairs = [zip(a["per_client"], b["per_client"], strict=True) for a, b in zip(ours, theirs, strict=True)]
-    return [100 * (x["accuracy"] - y["accuracy"]) for pair in pairs for x, y in pair if None not in (x["accuracy"], y["accuracy"])]
-
-
 def verdict(differences: list[float]) -> str:
-    """Mean difference with a 95 % interval (bootstrap over the pairs), how many pairs are above and below 0, Wilcoxon's p (two-sided)."""
-    values = np.asarray(differences)
-    drawn = np.random.default_rng(0).choice(values, (4000, len(values))).mean(1)
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    p = wilcoxon(values).pvalue if values.any() else 1.0
-    return f"{values.mean():+.2f} [{low:+.2f}, {high:+.2f}], {(values > 0).sum()} up {(values < 0).sum()} down, p = {p:.2g}"
+    """What the differences amount to, in words."""
+    return str(statistics.verdict(differences))
 
 
 def spread(values: list[float | None]) -> str:
     """Mean and standard deviation in percent."""
-    known = [100 * v for v in values if v is not None]
-    if not known:
-        return "-"
-    return f"{mean(known):.1f} ± {stdev(known):.1f}" if len(known) > 1 else f"{known[0]:.1f}"
+    return str(statistics.spread(values) or "-")

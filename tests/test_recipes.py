@@ -224,13 +224,13 @@ TWO = [ROOT / "recipes/fedgkc/cora-louvain5.toml", ROOT / "recipes/fedgkc/cora-l
 def test_a_failed_recipe_is_named_and_the_others_go_on(command, capsys):
     def outcome(n, workers):
         if n.path == "fedgkc/cora-louvain5.toml":
-            raise RuntimeError("3 runs failed") from ValueError("no memory")
+            raise RuntimeError("3 runs failed, the first of them x: no memory")
         return runs(0.9, 0.9, 0.9, accuracy_mean=0.9), runs(0.7, 0.7, 0.7, accuracy_mean=0.7)
 
     code, target = command(outcome, *TWO)
     said = capsys.readouterr().out
     assert code == 1
-    assert "[1/2] fedgkc/cora-louvain5.toml: FAILED: 3 runs failed (no memory)" in said
+    assert "[1/2] fedgkc/cora-louvain5.toml: FAILED: 3 runs failed, the first of them x: no memory" in said
     assert "[2/2] fedgkc/cora-louvain10.toml: ours 90.0 ± 0.0 | Local 70.0 ± 0.0 | paper 80.71, gap +9.3: above" in said
     assert list(json.loads(target.with_name("results-reproduction.json").read_text())) == ["fedgkc/cora-louvain10.toml"]
 

@@ -54,7 +54,7 @@ def main(grid: Grid, context: Context) -> None:
     """
     from fedloom.deploy.agreement import read_agreement
     from fedloom.deploy.serve import serve
-    from fedloom.runs import read_config
+    from fedloom.folder import read_config
 
     said = context.run_config
     agreement, keys, out = (Path(str(said[name])) for name in ("agreement", "keys", "out"))
