@@ -88,6 +88,13 @@ def test_a_missing_split_is_no_error_here_as_with_folders(tmp_path):
     assert not (graph.train | graph.val | graph.test).any()
 
 
+def test_what_is_allowed_in_the_rest_of_the_process_stays_as_it_was(tmp_path):
+    before = torch.serialization.get_safe_globals()
+    fedloom.from_file(saved(some(), tmp_path / "mine.pt"))
+    assert set(map(str, torch.serialization.get_safe_globals())) == set(map(str, before))
+    assert Data in before
+
+
 # ---- what is refused ----
 class Trap:
     """Unpickles to a call."""

@@ -76,7 +76,10 @@ def _load(path: Path) -> Any:
     import torch_geometric.data.storage
 
     modules = {"torch_geometric.data.data": torch_geometric.data.data, "torch_geometric.data.storage": torch_geometric.data.storage}
-    with torch.serialization.safe_globals([getattr(modules[module], name) for module, names in OF_PYG.items() for name in names]):
+    classes = [getattr(modules[module], name) for module, names in OF_PYG.items() for name in names]
+    # What PyG has allowed for the whole process must stay so: at its end, `safe_globals` takes back all that it was given.
+    known = torch.serialization.get_safe_globals()
+    with torch.serialization.safe_globals([cls for cls in classes if cls not in known]):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
