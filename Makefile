@@ -63,7 +63,7 @@ results: setup  ## every method on Cora, CiteSeer, PubMed, Chameleon and Photo, 
 docs: setup  ## the docs site, in site/: open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # not --quiet: it would keep warnings from counting
 
-pictures: setup  ## the pictures of the report in docs/: a comparison of nine methods, about 20 minutes; needs Chromium
+pictures: setup  ## the pictures of the report in docs/: a comparison of nine methods, 3 minutes on two quiet cores; needs Chromium
 	$(BIN)/python docs/pictures.py
 
 clean:  ## remove what tools leave behind (not runs, not the environment)

@@ -1,6 +1,6 @@
 """Makes docs/report.png and docs/report-phone.png: the report of nine methods on Cora, as Chromium shows it.
 
-python docs/pictures.py              runs the comparison first (about 20 minutes on two cores; what is done is not done again)
+python docs/pictures.py              runs the comparison first (3 minutes on two quiet cores; what is done is not done again)
 python docs/pictures.py FOLDER       of a comparison that is there already
 """
 
