@@ -22,7 +22,7 @@ demo: setup  ## a federation on Cora: FedAvg, with local and central training be
 	$(BIN)/fedloom run recipes/cora-louvain10-fedavg.toml --beside local,central
 
 test: setup check  ## lint, types and tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist worksteal  # three on two cores: tests of deployments wait more than they compute
 
 check: setup  ## lint and types only
 	$(BIN)/ruff check .

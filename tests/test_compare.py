@@ -45,7 +45,7 @@ def test_from_nothing_to_the_report_and_again_without_a_run(tmp_path):
 
 
 def test_killed_in_the_middle_only_the_unfinished_are_run_again(tmp_path):
-    grid = [*GRID, "--jobs", "1", "--set", "method.rounds=400"]
+    grid = [*GRID, "--jobs", "1", "--set", "method.rounds=150"]
     started = subprocess.Popen(
         [sys.executable, "-c", "from fedloom.cli import main; main()", *grid], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
