@@ -1,4 +1,4 @@
-"""Makes docs/report.png and docs/report-phone.png: the report of nine methods on Cora, as Chromium shows it.
+"""Makes docs/report.png and docs/watch.png, and both for phones: the report of nine methods on Cora, and the page that follows a run.
 
 python docs/pictures.py              runs the comparison first (3 minutes on two quiet cores; what is done is not done again)
 python docs/pictures.py FOLDER       of a comparison that is there already
@@ -7,14 +7,21 @@ python docs/pictures.py FOLDER       of a comparison that is there already
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 METHODS = "local,fedavg,fedprox,fedproto,fedpg,fedgkc,opfgl,fedstruct,fedgh"
 GRID = ["--dataset", "cora", "--clients", "10", "--partition", "louvain", "--seeds", "3", "--rounds", "30"]
-SIZES = {"report": (1400, 1400), "report-phone": (390, 1400)}
+SIZES = {"": (1400, 1400), "-phone": (390, 1400)}
+FOLLOWED = ["run", "--method", "fedgkc", "--model", "gcn,gat,sage", "--rounds", "200", "--out", "cora-fedgkc"]
+AT = 60  # the round at which its picture is taken
 
 
 def fedloom(*arguments: str | Path, cwd: Path = ROOT) -> None:
@@ -31,16 +38,44 @@ def main() -> None:
     if not sys.argv[1:]:
         fedloom("compare", "--methods", METHODS, *GRID, "--out", folder)
     with tempfile.TemporaryDirectory() as made, browser() as new_tab:
-        (Path(made) / "compare").symlink_to(folder.resolve())  # the page prints the command, which should be nobody's paths
-        fedloom("report", "compare/runs", "--out", "report.html", cwd=Path(made))
-        for name, (width, height) in SIZES.items():
-            tab, picture = new_tab(), ROOT / "docs" / f"{name}.png"
-            tab.size(width, height)
-            tab.open((Path(made) / "report.html").as_uri())
-            tab.screenshot(picture, whole=False)
-            image = Image.open(picture).convert("RGB")
-            image.save(picture, optimize=True)
-            print(f"{picture}: {image.width} x {image.height}, {picture.stat().st_size // 1000} kB")
+        place = Path(made)
+        (place / "compare").symlink_to(folder.resolve())  # the page prints the command, which should be nobody's paths
+        fedloom("report", "compare/runs", "--out", "report.html", cwd=place)
+        take(new_tab, "report", (place / "report.html").as_uri())
+        with following(place) as url:
+            take(new_tab, "watch", url)
+
+
+@contextmanager
+def following(place: Path) -> Iterator[str]:
+    """A run that is under way, and the address of the page that follows it."""
+    from fedloom.watch import Watch
+
+    run = subprocess.Popen([sys.executable, "-m", "fedloom", *FOLLOWED], cwd=place, stderr=subprocess.DEVNULL)
+    with Watch(place / FOLLOWED[-1]) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        while (server.data("", 0, 0) or {})["round"] < AT:
+            if run.poll() is not None:
+                raise RuntimeError("the run that was to be followed has ended")
+            time.sleep(0.1)
+        yield server.url
+        server.shutdown()
+    run.terminate()
+    run.wait()
+
+
+def take(new_tab: Callable[[], Any], name: str, url: str) -> None:
+    """A picture of a page in each size, made small."""
+    for suffix, (width, height) in SIZES.items():
+        tab, picture = new_tab(), ROOT / "docs" / f"{name}{suffix}.png"
+        tab.size(width, height)
+        tab.open(url)
+        tab.wait("document.querySelectorAll('figure svg').length")
+        tab.settle()
+        tab.screenshot(picture, whole=False)
+        image = Image.open(picture).convert("RGB")
+        image.save(picture, optimize=True)
+        print(f"{picture}: {image.width} x {image.height}, {picture.stat().st_size // 1000} kB")
 
 
 if __name__ == "__main__":
