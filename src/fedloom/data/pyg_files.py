@@ -46,7 +46,8 @@ def from_pyg_file(path: str | Path) -> Graph:
     except OSError as error:
         raise DataError(f"graph: cannot read {str(path)!r} ({error.strerror or error})") from error
     except Exception as error:  # whatever else bytes that nobody vouches for can make zipfile, torch and PyG raise
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"  # PyTorch's go on for pages
+        words = " ".join(str(error).split())[:150]  # PyTorch's go on for pages, and may hold the file's own bytes
+        said = f"{type(error).__name__}: {''.join(char if char.isprintable() else '?' for char in words)}"
         raise DataError(f"graph: {str(path)!r} is damaged, or not a graph that torch.save wrote ({said})") from error
 
 
