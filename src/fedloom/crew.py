@@ -89,16 +89,18 @@ class State:
                 known[name] = (now - self.started[name]) * step.planned / step.round
         if not known:
             return None
-        by_name = {cell.name: cell for cell in self.cells}
-        total = 0.0
+        alike: dict[Any, list[float]] = {}  # what cells of a kind, and of a method, have taken
+        over = {cell.name for cell in self.kept} | self.ended.keys()
         for cell in self.cells:
-            if cell.name in self.ended or cell in self.kept:
-                continue
-            alike = [took for name, took in known.items() if _kind(by_name[name]) == _kind(cell)]
-            same_method = [took for name, took in known.items() if by_name[name].method == cell.method]
-            expected = mean(alike or same_method or known.values())
-            spent = now - self.started[cell.name] if cell.name in self.running else 0.0
-            total += max(expected - spent, 0.0)
+            if cell.name in known:
+                for kind in (_kind(cell), cell.method):
+                    alike.setdefault(kind, []).append(known[cell.name])
+        total, typical = 0.0, mean(known.values())
+        for cell in self.cells:
+            if cell.name not in over:
+                found = alike.get(_kind(cell)) or alike.get(cell.method)
+                spent = now - self.started[cell.name] if cell.name in self.running else 0.0
+                total += max((mean(found) if found else typical) - spent, 0.0)
         return total / min(self.size, max(len(self.cells) - self.done, 1))
 
 
@@ -116,7 +118,8 @@ def carry_out(cells: Iterable[Cell], crew: Crew, watch: Callable[[State, Step | 
     wanted = list({cell.name: cell for cell in cells}.values())
     kept = [cell for cell in wanted if is_done(cell)]
     state = State(wanted, kept, size=crew.size)
-    todo = [cell for cell in wanted if cell not in kept]
+    done = {cell.name for cell in kept}
+    todo = [cell for cell in wanted if cell.name not in done]
     watch(state, None)
     try:
         while todo or state.running:
