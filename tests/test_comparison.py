@@ -9,7 +9,7 @@ import pytest
 from tests.test_grid import nothing, toy
 
 from fedloom import comparison
-from fedloom.comparison import compare, to_csv, to_latex, to_markdown, write_tables
+from fedloom.comparison import compare, local_beside, to_csv, to_latex, to_markdown, write_tables
 from fedloom.crew import Processes, carry_out
 from fedloom.errors import ConfigError, DataError
 from fedloom.figures import _cut, _frontier, figures
@@ -117,6 +117,17 @@ def test_variants_of_a_method_are_told_apart_by_what_differs(tmp_path):
     assert not carry_out([*cells(one, tmp_path), *cells(two, tmp_path)], Processes(2), nothing).failed
     found = compare(*gather([tmp_path]))
     assert sorted(found.rows) == ["fedprox (mu=0.25)", "fedprox (mu=0.5)", "local"]
+
+
+def test_who_stops_earlier_or_looks_less_often_is_another_row(tmp_path):
+    grids = [toy("fedavg", method={"rounds": 2}, run={"evaluate_every": every}) for every in (1, 2)]
+    assert not carry_out([cell for tables in grids for cell in cells(tables, tmp_path)], Processes(2), nothing).failed
+    found = compare(*gather([tmp_path]))
+    assert sorted(found.rows) == [f"{row} (evaluate_every={every})" for row in ("fedavg", "local") for every in (1, 2)]
+    assert not found.left_out
+    entries = found.on(found.tasks[0])
+    for every in (1, 2):
+        assert local_beside(entries[f"fedavg (evaluate_every={every})"], entries) is entries[f"local (evaluate_every={every})"]
 
 
 def test_models_are_compared_with_local_of_the_same_model(tmp_path):

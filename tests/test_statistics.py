@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy import stats
 
 from fedloom.statistics import holm, paired, points, spread, verdict
@@ -68,16 +66,16 @@ def test_a_clear_difference_is_seen_and_the_interval_leaves_zero_out():
     assert str(found).startswith("+1.27 [")
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
-def test_holm_agrees_with_scipys_definition(values):
-    named = {str(k): v for k, v in enumerate(values)}
-    found = holm(named)
-    order = sorted(named, key=lambda k: named[k])
-    running = 0.0
-    for rank, name in enumerate(order):
-        running = max(running, min(1.0, (len(values) - rank) * named[name]))
-        assert found[name] == running
-    assert all(found[name] >= named[name] for name in named)
+@pytest.mark.parametrize("seed", range(20))
+def test_holm_rejects_what_the_step_down_procedure_rejects(seed):
+    values = np.random.default_rng(seed).beta(0.3, 1, 8)
+    named = {str(k): float(v) for k, v in enumerate(values)}
+    rejected, ranked = set(), sorted(named, key=named.__getitem__)
+    for rank, name in enumerate(ranked):  # the smallest against α / 8, the next against α / 7, until one does not pass
+        if named[name] > 0.05 / (len(ranked) - rank):
+            break
+        rejected.add(name)
+    assert {name for name, p in holm(named).items() if p <= 0.05} == rejected
 
 
 def test_holm_by_hand():

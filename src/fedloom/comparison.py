@@ -23,7 +23,7 @@ METRICS = ("accuracy", "accuracy_mean", "f1_macro", "f1_macro_mean", "f1_weighte
 LOCAL = "local"
 LEVEL = 0.05
 # What runs of one row may differ in without being another row: none of it is part of what a method computes.
-_HOW = ("seed", "engine", "threads", "workers", "checkpoint_every", "deadline", "grace", "retries", "quorum", "patience", "evaluate_every")
+_HOW = ("seed", "engine", "threads", "workers", "checkpoint_every", "deadline", "grace", "retries", "quorum")
 
 
 @dataclass
@@ -180,10 +180,14 @@ def _judge(entries: Mapping[str, Entry], metric: str) -> None:
 
 
 def local_beside(entry: Entry, entries: Mapping[str, Entry]) -> Entry | None:
-    """What the clients reach alone, with the same models if there are several kinds; None if nobody has run that."""
-    alone = [other for other in entries.values() if _method(other) == LOCAL]
-    alike = [other for other in alone if other.runs[0].config["model"] == entry.runs[0].config["model"]]
-    return next(iter(alike or alone), None)
+    """What the clients reach alone, with the same models and rules if there are several kinds; None if nobody has run that."""
+    ours = _row(entry.runs[0])[1]
+
+    def unlike(other: Entry) -> tuple[bool, bool]:
+        theirs = _row(other.runs[0])[1]
+        return theirs["model"] != ours["model"], theirs["run"] != ours["run"]
+
+    return min((other for other in entries.values() if _method(other) == LOCAL), key=unlike, default=None)
 
 
 def _method(entry: Entry) -> str:

@@ -25,7 +25,7 @@ from fedloom.checkpoint import Checkpoint
 from fedloom.data.holdings import held_by_class
 from fedloom.engines import Patience, engine_class, engine_names, has_workers, make_engine
 from fedloom.errors import ConfigError, DataError, unknown
-from fedloom.folder import FORMAT, is_completed, read_config, read_history, read_summary
+from fedloom.folder import FORMAT, entries, is_completed, read_config, read_history, read_summary
 from fedloom.graph import Federation, Roster
 from fedloom.history import History
 from fedloom.ledger import Ledger
@@ -285,7 +285,7 @@ class Recorder:
             _put_json(self.folder / "config.json", self.config)
         if self.folder and self.held:
             _put_json(self.folder / "holdings.json", self.held)
-        kept = read_history(self.folder) if self.folder and resume else []
+        kept = entries(self.folder) if self.folder and resume else ()  # read one by one, and only if somebody wants to know
         self.tracking.begin(Begun(self.config, self.roster.about, name, self.folder), kept)
         self.server = server = Server(method, facts, self._call, rules, self)
         if self._pending is not None:

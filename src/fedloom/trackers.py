@@ -15,7 +15,7 @@ import uuid
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
@@ -301,7 +301,7 @@ class Tracking:
         for tracker in self.trackers:
             tracker.check(folder, resume)
 
-    def begin(self, run: Begun, kept: Sequence[Entry] = ()) -> None:
+    def begin(self, run: Begun, kept: Iterable[Entry] = ()) -> None:
         """The run begins, or goes on with what is kept of its history."""
         if not self.trackers:
             return
@@ -319,6 +319,8 @@ class Tracking:
 
     def add(self, entry: Entry) -> None:
         """A further entry of the history. It is shown at its round; if its stage has several in one, at those that would follow."""
+        if not self.trackers:
+            return
         place = entry.get("stage", "train"), entry["round"]
         step = entry["round"] + self._seen[place]
         self._seen[place] += 1
