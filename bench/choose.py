@@ -10,7 +10,7 @@ from statistics import mean
 
 from sweep import spread, sweep
 
-from fedloom.recipe import make_recipe, override, read_tables
+from fedloom.experiments.recipe import make_recipe, override, read_tables
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "deploy")
 from deployment import Deployment, Wire  # type: ignore[import-not-found]
 
 import fedloom
-from fedloom import checkpoint
+from fedloom.experiments import checkpoint
 
 PARTS: dict[str, Callable[[], bool]] = {}
 CUT = "bank-b"

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from sweep import Found, Tables, counted, make_tables, markdown, scores_of, spread, verdict
 
-from fedloom.grid import code_behind
+from fedloom.core.client import Client
+from fedloom.experiments.grid import code_behind
+from fedloom.experiments.report.significance import paired
 from fedloom.methods.fedgh import FedGH
-from fedloom.party import Client
-from fedloom.statistics import paired
 
 SEEDS, ROUNDS, PATIENCE = 3, 100, 20
 DATASETS, CLIENTS = ("cora", "pubmed", "photo"), (10, 15, 20)

@@ -8,7 +8,7 @@ from typing import Any
 
 from sweep import Found, Tables, average, counted, make_tables, markdown, scores_of, spread, verdict
 
-from fedloom.statistics import paired
+from fedloom.experiments.report.significance import paired
 
 SEEDS, ROUNDS, EVERY = 3, 40, 2
 KEY = "accuracy_mean"  # the paper's: plain mean over clients

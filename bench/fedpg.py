@@ -8,7 +8,7 @@ from typing import Any
 
 from sweep import Found, Tables, average, counted, make_tables, markdown, scores_of, spread, verdict
 
-from fedloom.statistics import paired
+from fedloom.experiments.report.significance import paired
 
 SEEDS = 3
 DATASETS = ("cora", "citeseer", "pubmed", "computers", "physics")

@@ -25,11 +25,11 @@ from statistics import median
 from typing import Any
 
 import fedloom
+from fedloom.deploy.coordinator_transport import Address, Office
+from fedloom.deploy.engine import Engine, _free_port
 from fedloom.deploy.keys import make_authority, make_party, read_party_key, read_public_key
-from fedloom.deploy.mailbox import Mailbox
-from fedloom.deploy.office import Address, Office
-from fedloom.engines.flower import Engine, _free_port
-from fedloom.runs import run
+from fedloom.deploy.party_transport import Mailbox
+from fedloom.experiments.run import run
 
 PARTS: dict[str, Callable[[], bool]] = {}
 METHODS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fedloom.recipe import make_recipe
+from fedloom.experiments.recipe import make_recipe
 
 HEAD = "graph | nodes | hops | p | clients | prune | seconds | µs a node and hop | entries | largest process, MB | sent between clients, MB"
 # Equal propensities: with hubs the square of A itself has more entries a node the more nodes there are, whatever is pruned afterwards.
@@ -28,7 +28,7 @@ def measure(dataset: str, hops: int, p: int, clients: int, prune: str) -> dict[s
     recipe = make_recipe(tables)
     federation = recipe.federation()
     torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # the first one loads half of torch
-    summary = recipe.carry_out(federation=federation).summary
+    summary = recipe.execute(federation=federation).summary
     return {
         "nodes": sum(graph.num_nodes for graph in federation.graphs), "seconds": summary["seconds"]["setup"],
         "entries": summary["notes"]["entries of the structure matrix"], "peak": summary["peak_rss_mb"],

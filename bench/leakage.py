@@ -19,15 +19,17 @@ from sklearn.manifold import TSNE
 from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score, silhouette_score
 from sweep import markdown, put_between
 
+from fedloom.core.client import Client
+from fedloom.core.registry import make_method
+from fedloom.core.server import RoundPolicy, Server
+from fedloom.data.federation import Federation
 from fedloom.engines.loop import Engine
-from fedloom.graph import Federation
-from fedloom.method import make_method
+from fedloom.experiments.recipe import make_recipe
+from fedloom.experiments.run import agree_on_facts
+from fedloom.experiments.settings import RunSettings
 from fedloom.methods.fedgh import directions
-from fedloom.party import Client, Rules, Server
+from fedloom.nn.nearest import pairs
 from fedloom.privacy.leakage import edge_auc, reidentified
-from fedloom.recipe import make_recipe
-from fedloom.runs import RunSettings, agree_on_facts
-from fedloom.similar import pairs
 
 mpl.use("agg")
 from matplotlib import pyplot as plt
@@ -49,7 +51,7 @@ def clients_of(parties: Federation, seed: int, **settings: Any) -> tuple[Any, di
     method = make_method("fedgh", settings)
     facts = agree_on_facts(method, "fedgh", parties.roster, "gcn-2x64", 0.5, RunSettings(seed=seed))
     clients = {name: Client(name, graph, facts) for name, graph in zip(parties.names, parties.graphs, strict=True)}
-    return method, clients, Server(method, facts, Engine(method, clients.values()).call, Rules("local"), None)  # type: ignore[arg-type]
+    return method, clients, Server(method, facts, Engine(method, clients.values()).call, RoundPolicy("local"), None)  # type: ignore[arg-type]
 
 
 def spread(values: list[float]) -> str:

@@ -23,7 +23,7 @@ import fedpg
 import fedstruct
 import oneshot
 
-from fedloom.recipe import make_recipe, read_tables
+from fedloom.experiments.recipe import make_recipe, read_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = {"fedstruct": "FedStruct", "opfgl": "O-pFGL", "fedpg": "FedPG", "fedgkc": "FedGKC", "fedgh": "FedGH"}

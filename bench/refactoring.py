@@ -122,7 +122,7 @@ def record_method(pair):
     quick = getattr(own, "QUICK", {})
     for number, field in enumerate(fields(fedloom.method_class(name, quick))):
         value = another_value(own, field, quick.get(field.name, field.default))
-        beside = getattr(own, "BESIDE", {}).get(field.name, {})
+        beside = getattr(own, "NEEDS", getattr(own, "BESIDE", {})).get(field.name, {})
         if value is not None:
             changed = {**beside, field.name: value}
             found[f"{name} {task} setting {number}"] = result_of(name, module, known[task], changed)
@@ -144,13 +144,14 @@ def compare(before, after):
     """Prints what differs; gives the number of results that do."""
     one, two = (json.loads(Path(path).read_text()) for path in (before, after))
     differing = 0
-    for key in sorted(one.keys() | two.keys()):
-        a, b = one.get(key, {}), two.get(key, {})
+    for key in sorted(one.keys() & two.keys()):
+        a, b = one[key], two[key]
         fields = [f for f in sorted(a.keys() | b.keys()) if a.get(f) != b.get(f)]
         if fields:
             differing += 1
             print(f"{key}: " + "; ".join(f"{f} {a.get(f)} -> {b.get(f)}" for f in fields))
-    print(f"{len(one.keys() & two.keys()) - differing} identical, {differing} differ")
+    common, missing = one.keys() & two.keys(), len(one.keys() ^ two.keys())
+    print(f"{len(common) - differing} identical, {differing} differ, {missing} in one file only")
     return differing
 
 

@@ -12,9 +12,9 @@ SCRIPT = """
 import resource, time, torch
 torch.set_num_threads(1)
 from fedloom.data.synthetic import synthetic
-from fedloom.method import make_method
+from fedloom.core.method import make_method
 from fedloom.methods.fedgh import Contrast, bare, harmonise, refined
-from fedloom.party import Client, Facts
+from fedloom.core.party import Client, Facts
 n, refining = {n}, {refining}
 graph = synthetic(nodes=n, classes=5, features=64, degree=10.0, homophily=0.8, seed=0)
 client = Client("0", graph, Facts(64, 5, "node", ("0",), ("gcn-2x64",)))

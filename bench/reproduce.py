@@ -28,7 +28,7 @@ import fedgh
 from recipes import FAMILIES, ROOT, Number, by_hand, kept_file, kept_runs, numbers, run_tables
 from sweep import markdown, put_between, spread, sweep
 
-from fedloom.recipe import make_recipe, read_tables
+from fedloom.experiments.recipe import make_recipe, read_tables
 
 CLOSE = 1.5  # points that are within what three seeds can tell
 METRICS = {"accuracy": "", "accuracy_mean": "", "f1_macro": "macro-F1", "f1_weighted": "weighted F1", "auc": "AUC"}

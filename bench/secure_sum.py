@@ -13,12 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts, SecureTerms
+from fedloom.core.message import Message, encoded_size
+from fedloom.core.method import Method
+from fedloom.core.phase import phase, summed
+from fedloom.core.server import RoundPolicy, Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
 from fedloom.engines.loop import Engine
-from fedloom.graph import Graph
-from fedloom.message import Message, encoded_size
-from fedloom.method import Method, phase, setting, summed
-from fedloom.party import Client, Facts, Rules, Server
-from fedloom.privacy.secure_sum import Terms
 
 STAGES = ("advertise_keys", "share_keys", "numbers", "unmask")
 
@@ -61,13 +64,13 @@ def main() -> None:
     torch.set_num_threads(1)
 
     names = tuple(f"c{k}" for k in range(asked.clients))
-    facts = Facts(1, 2, "node", names, ("gcn",) * len(names), secure=Terms(neighbours=asked.neighbours, bits=asked.bits, range=8.0))
+    facts = Facts(1, 2, "node", names, ("gcn",) * len(names), secure=SecureTerms(neighbours=asked.neighbours, bits=asked.bits, range=8.0))
     method, graph = Numbers(size=asked.size), Graph(torch.ones(1, 1), torch.zeros(2, 0, dtype=torch.int64), torch.tensor([0]), 2)
     engine = Lossy(method, [Client(name, graph, facts) for name in names])
     order = torch.randperm(len(names), generator=torch.Generator().manual_seed(0))[: round(asked.dropout * len(names))].tolist()
     # Half of them while masking, where it costs most, the others spread over the other stages.
     engine.lost = {names[k]: (STAGES[2], STAGES[0], STAGES[2], STAGES[1], STAGES[2], STAGES[3])[i % 6] for i, k in enumerate(order)}
-    server = Server(method, facts, engine.call, Rules("local"), None)  # type: ignore[arg-type]  # nothing is observed
+    server = Server(method, facts, engine.call, RoundPolicy("local"), None)  # type: ignore[arg-type]  # nothing is observed
 
     wall, cpu = time.perf_counter(), time.process_time()
     total = server.sum(method.numbers)["x"]

@@ -17,8 +17,8 @@ from statistics import median
 from typing import Any
 
 import fedloom
+from fedloom.core.client import Client
 from fedloom.methods.fedavg import FedAvg
-from fedloom.party import Client
 
 EVERY = 100  # rounds between two looks
 ALLOWED = 1.0  # kB a round

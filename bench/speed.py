@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 import torch
 
 import fedloom
+from fedloom.core.registry import method_class, method_names
 from fedloom.engines import engine_names
-from fedloom.method import method_class, method_names
 
 HERE = Path(__file__).resolve().parent
 KEPT = HERE.parent / "docs" / "benchmarks.jsonl"
@@ -253,7 +253,7 @@ def methods(quick: bool) -> list[Row]:
     rows = []
     for name in ("fedavg", "fedproto") if quick else sorted(method_names()):
         cls = method_class(name)
-        kind = "graph" if "node" not in cls.tasks else "known" if cls.crosses else "none"
+        kind = "graph" if "node" not in cls.tasks else "known" if cls.uses_cross_edges else "none"
         if kind not in kept:
             graph = fedloom.load("synthetic-graphs" if kind == "graph" else "synthetic:nodes=300" if quick else "cora")
             cutting = {"partition": "uniform"} if kind == "graph" else {"cross_edges": kind}

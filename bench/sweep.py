@@ -10,10 +10,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from fedloom import grid, statistics
-from fedloom.crew import End, Processes, State, Step, carry_out
-from fedloom.folder import read_summary
-from fedloom.recipe import override
+from fedloom.experiments import grid
+from fedloom.experiments.executor import End, Processes, State, Step, execute
+from fedloom.experiments.recipe import override
+from fedloom.experiments.report import significance as statistics
+from fedloom.experiments.run_folder import read_summary
 
 Tables = dict[str, dict[str, Any]]  # a recipe
 Found = dict[str, list[dict[str, Any]]]  # {label: summaries by seed}
@@ -46,7 +47,7 @@ def sweep(
                         report(label, seed, _summary(cell))
 
         if run:
-            state = carry_out(cells.values(), Processes(workers), watch)
+            state = execute(cells.values(), Processes(workers), watch)
             for end in state.failed:
                 raise RuntimeError(f"{len(state.failed)} runs failed, the first of them {end.cell.name}: {end.cause}")
         complete = [label for label in recipes if all(grid.is_done(cells[label, seed]) for seed in range(seeds))]

@@ -49,7 +49,7 @@ def main() -> None:
 @contextmanager
 def following(place: Path) -> Iterator[str]:
     """A run that is under way, and the address of the page that follows it."""
-    from fedloom.watch import Watch
+    from fedloom.experiments.report.watch import Watch
 
     run = subprocess.Popen([sys.executable, "-m", "fedloom", *FOLLOWED], cwd=place, stderr=subprocess.DEVNULL)
     with Watch(place / FOLLOWED[-1]) as server:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 import fedloom
-from fedloom.message import tree_map
+from fedloom.core.message import tree_map
+from fedloom.core.server import Server
 from fedloom.methods.fedavg import FedAvg
-from fedloom.party import Server
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import settings
 
+from fedloom.data.federation import Federation
 from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic, synthetic_graphs
 from fedloom.engines import engine_class
 from fedloom.engines.loop import Engine as Loop
-from fedloom.graph import Federation
 
 torch.set_num_threads(1)
 # No deadlines on a noisy machine; CI tries the same examples every time, developers' machines new ones.

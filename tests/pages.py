@@ -5,7 +5,7 @@ import math
 import random
 
 METHODS = ("local", "fedavg", "fedprox", "fedproto", "fedpg", "fedgkc", "opfgl", "fedstruct", "fedgh", "fedtgp")
-CLASSES = ("Case based", "Genetic", "Neural", "Probabilistic", "Reinforcement", "Rules", "Theory")
+CLASSES = ("Case based", "Genetic", "Neural", "Probabilistic", "Reinforcement", "RoundPolicy", "Theory")
 ROUND = {"label": "round", "log": False, "unit": "count"}
 ACCURACY = {"label": "test accuracy", "log": False, "unit": "percent"}
 TRAFFIC = {"label": "bytes sent, all clients", "log": True, "unit": "bytes"}

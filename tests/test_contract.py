@@ -9,16 +9,15 @@ import torch
 from tests.faults.schedule import Schedule
 
 from fedloom.commands import _as_baseline
+from fedloom.core.ledger import MEASURING
+from fedloom.core.message import flatten, unflatten
+from fedloom.core.registry import make_method, method_class, method_names
+from fedloom.data.federation import Federation
 from fedloom.engines import engine_names
 from fedloom.engines.loop import Engine as Loop
-from fedloom.errors import ConfigError, MessageError, RoundFailed
-from fedloom.graph import Federation
-from fedloom.ledger import MEASURING
-from fedloom.message import flatten, unflatten
-from fedloom.method import make_method, method_class, method_names
-from fedloom.privacy.secure_sum import Refusal
-from fedloom.recipe import make_recipe
-from fedloom.runs import run
+from fedloom.errors import ConfigError, MessageError, Refusal, RoundFailed
+from fedloom.experiments.recipe import make_recipe
+from fedloom.experiments.run import run
 
 METHODS = sorted(method_names())
 # What cannot run with secure = true, since it needs more than sums
@@ -61,7 +60,7 @@ pytestmark = pytest.mark.parametrize("name", METHODS)
 def node_federation(name, node_federation, cross_federation, graph_federation):
     """A node task, whose clients know the edges between them if the method works on those; a graph task if it does no other."""
     cls = method_class(name)
-    return graph_federation if "node" not in cls.tasks else cross_federation if cls.crosses else node_federation
+    return graph_federation if "node" not in cls.tasks else cross_federation if cls.uses_cross_edges else node_federation
 
 
 @pytest.fixture(params=["node", "graph"])
@@ -154,7 +153,7 @@ def test_no_reply_is_as_large_as_the_data_unless_declared(name, node_federation,
     for phase, replies in seen:
         for reply in replies.values():
             for key, tensor in flatten(reply).items():
-                assert not sizes & set(tensor.shape) or method_class(name).discloses, f"{phase} sends {key} {list(tensor.shape)}"
+                assert not sizes & set(tensor.shape) or method_class(name).discloses_to_server, f"{phase} sends {key} {list(tensor.shape)}"
 
 
 def test_clients_tell_each_other_nothing_of_features_and_labels_unless_declared(name, node_federation, monkeypatch):
@@ -165,7 +164,7 @@ def test_clients_tell_each_other_nothing_of_features_and_labels_unless_declared(
         replies = original(self, phase, messages)
         if writes := hasattr(getattr(cls, phase, None), "read_by"):
             sent.append({f"{phase} {c}/{key}": t for c, r in replies.items() for key, t in flatten(r).items()})
-        for client, reply in ({} if writes and cls.tells else replies).items():
+        for client, reply in ({} if writes and cls.discloses_to_peers else replies).items():
             x = self.clients[client].full_graph.x
             for key, tensor in flatten(reply).items():
                 rows = tensor.reshape(-1, x.shape[1]) if tensor.dim() and tensor.shape[-1] == x.shape[1] else x[:0]
@@ -174,7 +173,7 @@ def test_clients_tell_each_other_nothing_of_features_and_labels_unless_declared(
 
     monkeypatch.setattr(Loop, "call", call)
     go(name, node_federation)
-    if cls.tells:
+    if cls.discloses_to_peers:
         return  # letters may hold, and depend on, features and labels then; no reply to the server holds a node's features in any case
     written, sent = sent, []
     rng = torch.Generator().manual_seed(0)
@@ -210,8 +209,8 @@ def test_every_setting_changes_something(name, federation):
         other = another_value(name, f, getattr(make_method(name, quick(name)), f.name))
         if other is None:
             continue
-        # Some settings matter only beside others: BESIDE of the method's own tests says which, for both runs.
-        beside = getattr(own_tests(name), "BESIDE", {}).get(f.name, {})
+        # Some settings matter only beside others: NEEDS of the method's own tests says which, for both runs.
+        beside = getattr(own_tests(name), "NEEDS", {}).get(f.name, {})
         plain = go(name, federation, **beside) if beside else plainly
         try:
             changed = go(name, federation, **beside, **{f.name: other})
@@ -316,7 +315,7 @@ def test_a_client_that_does_not_answer_is_left_out(name, node_federation, monkey
 def test_who_fails_in_every_phase_is_survived_or_the_method_says_that_it_needs_everybody(name, when, node_federation, monkeypatch):
     number = 0 if when == "before" else min(2, rounds_of(name))
     cls = method_class(name)
-    absent = None if cls.pooled else node_federation.names[1]  # in one place there is nobody else
+    absent = None if cls.centralized else node_federation.names[1]  # in one place there is nobody else
     schedule = Schedule(monkeypatch, {(number, None, absent): RuntimeError("out of order")})
     failed = ""
     try:
@@ -324,13 +323,13 @@ def test_who_fails_in_every_phase_is_survived_or_the_method_says_that_it_needs_e
     except RoundFailed as error:
         failed = str(error)
     if failed:
-        assert cls.pooled or any(repr(phase) in failed for phase in cls.everybody)
+        assert cls.centralized or any(repr(phase) in failed for phase in cls.requires_all)
         return
     assert result.summary["status"] == "completed"
     assert all(torch.isfinite(t).all() for t in weights_of(result).values())
     asked = any((round_, client) == (number, absent) for round_, _, client in schedule.asked)
     assert bool(result.summary["absences"]) == asked
-    assert not cls.pooled
+    assert not cls.centralized
 
 
 @pytest.mark.parametrize("inductive", [False, True])
@@ -341,12 +340,12 @@ def test_a_client_without_training_items_takes_part(name, inductive, federation)
     bare = replace(first, test=first.test | first.train, train=torch.zeros_like(first.train))
     result = go(name, replace(federation, graphs=(bare, *rest), whole=None, inductive=inductive))
     assert all(torch.isfinite(t).all() for t in weights_of(result).values())
-    assert method_class(name).pooled or result.summary["without_training_items"] == [federation.names[0]]
+    assert method_class(name).centralized or result.summary["without_training_items"] == [federation.names[0]]
 
 
 def test_part_of_the_clients_can_take_part(name, node_federation):
     result = go(name, node_federation, participation=0.5)
-    expected = 1 if method_class(name).pooled else 2
+    expected = 1 if method_class(name).centralized else 2
     in_rounds = [entry for entry in result.history if entry.get("stage", "train") == "train"]  # everybody is in what comes after
     assert all(len(entry["participants"]) == expected for entry in in_rounds)
     assert result.summary["status"] == "completed"

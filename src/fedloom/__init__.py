@@ -1,28 +1,34 @@
-"""fedloom: graph neural networks over graphs that several parties hold and may not share.
+"""fedloom: federated graph learning. Parties train graph neural networks on graphs they keep.
 
-graph = fedloom.load("cora")                                  # or fedloom.from_pyg(data), from_networkx(g), from_folder(path)
-federation = fedloom.divide(graph, clients=10, partition="louvain", seed=0)
-result = fedloom.run("fedavg", federation, model="gcn", seed=0)
-print(result.accuracy, result.per_client, result.traffic, result.history)
+    graph = fedloom.load("cora")          # or from_pyg(data), from_networkx(g), from_folder(path)
+    federation = fedloom.divide(graph, clients=10, partition="louvain", seed=0)
+    result = fedloom.run("fedavg", federation, model="gcn", seed=0)
+    print(result.accuracy, result.per_client, result.traffic, result.history)
+
+`fedloom.api` has what a method's author needs.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedloom.core.method import Method as Method
+    from fedloom.core.registry import method_class as method_class
+    from fedloom.core.registry import method_names as method_names
     from fedloom.data.datasets import catalogue as catalogue
     from fedloom.data.datasets import load as load
+    from fedloom.data.federation import Federation as Federation
     from fedloom.data.files import from_file as from_file
     from fedloom.data.files import from_folder as from_folder
     from fedloom.data.files import from_networkx as from_networkx
     from fedloom.data.files import from_pyg as from_pyg
     from fedloom.data.files import to_file as to_file
     from fedloom.data.files import to_folder as to_folder
-    from fedloom.data.holdings import holdings as holdings
-    from fedloom.data.holdings import plot_holdings as plot_holdings
+    from fedloom.data.graph import Graph as Graph
     from fedloom.data.partition import divide as divide
     from fedloom.data.partition import partitions as partitions
     from fedloom.data.split import apply_split as apply_split
+    from fedloom.data.statistics import partition_statistics as partition_statistics
     from fedloom.data.synthetic import synthetic as synthetic
     from fedloom.data.synthetic import synthetic_clients as synthetic_clients
     from fedloom.data.synthetic import synthetic_graphs as synthetic_graphs
@@ -30,38 +36,45 @@ if TYPE_CHECKING:
     from fedloom.errors import DataError as DataError
     from fedloom.errors import FedloomError as FedloomError
     from fedloom.errors import MessageError as MessageError
-    from fedloom.graph import Federation as Federation
-    from fedloom.graph import Graph as Graph
-    from fedloom.method import Method as Method
-    from fedloom.method import method_class as method_class
-    from fedloom.method import method_names as method_names
-    from fedloom.method import phase as phase
-    from fedloom.method import setting as setting
-    from fedloom.runs import Result as Result
-    from fedloom.runs import read_run as read_run
-    from fedloom.runs import run as run
+    from fedloom.experiments.report.partition_plot import plot_partition as plot_partition
+    from fedloom.experiments.result import Result as Result
+    from fedloom.experiments.result import read_run as read_run
+    from fedloom.experiments.run import run as run
+    from fedloom.experiments.settings import RunSettings as RunSettings
 
-# The public names and where they live. They are imported when first used: `fedloom --help` should not wait for torch.
-_HOMES = {
+# Public names by module. They are imported when first used: `fedloom --help` does not wait for torch.
+_MODULES = {
+    "core.method": ("Method",),
+    "core.registry": ("method_class", "method_names"),
     "data.datasets": ("catalogue", "load"),
-    "data.files": ("from_file", "from_folder", "from_networkx", "from_pyg", "to_file", "to_folder"),
-    "data.holdings": ("holdings", "plot_holdings"),
+    "data.federation": ("Federation",),
+    "data.files": (
+        "from_file",
+        "from_folder",
+        "from_networkx",
+        "from_pyg",
+        "to_file",
+        "to_folder",
+    ),
+    "data.graph": ("Graph",),
     "data.partition": ("divide", "partitions"),
     "data.split": ("apply_split",),
+    "data.statistics": ("partition_statistics",),
     "data.synthetic": ("synthetic", "synthetic_clients", "synthetic_graphs"),
     "errors": ("ConfigError", "DataError", "FedloomError", "MessageError"),
-    "graph": ("Federation", "Graph"),
-    "method": ("Method", "method_class", "method_names", "phase", "setting"),
-    "runs": ("Result", "read_run", "run"),
+    "experiments.report.partition_plot": ("plot_partition",),
+    "experiments.result": ("Result", "read_run"),
+    "experiments.run": ("run",),
+    "experiments.settings": ("RunSettings",),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = sorted(_HOME_OF)
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"fedloom has no {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"fedloom.{_HOME_OF[name]}"), name)
+    return getattr(import_module(f"fedloom.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -11,8 +11,8 @@ from typing import Annotated, Any, NoReturn
 import click
 import typer
 
+from fedloom._system import graceful_signals
 from fedloom.errors import FedloomError, RoundFailed, unknown
-from fedloom.stopping import in_order
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Federated graph learning.")
 
@@ -202,7 +202,7 @@ def report(
     embeddings: Annotated[bool, option("compute embeddings in two dimensions, of each method's first seed")] = False,
 ) -> None:
     """Make one HTML page of runs: tables, curves, traffic, clients, data. It needs no network to open."""
-    from fedloom import reading
+    from fedloom.experiments.report import command as reading
 
     reading.report(folders, out, metric, figures, formats, embeddings)
 
@@ -215,7 +215,7 @@ def watch(
     browser: Annotated[bool, option("open the page in a browser", "--open/--no-open")] = False,
 ) -> None:
     """Follow a run in a browser: progress, curves, clients that dropped, traffic. Ctrl-C ends it; the run goes on."""
-    from fedloom.watch import watch as follow  # not by way of commands: it needs no torch
+    from fedloom.experiments.report.watch import watch as follow  # not by way of commands: it needs no torch
 
     follow(run, host, port, browser, lambda line: print(line, file=sys.stderr, flush=True))
 
@@ -246,7 +246,7 @@ def main() -> None:
         sys.argv.append("--help")
     atexit.register(gc.freeze)  # else Python looks for garbage among all that torch has made, before it ends: half a second
     try:
-        with in_order():
+        with graceful_signals():
             sys.exit(app(standalone_mode=False))  # 130 after Ctrl-C
     except click.exceptions.Abort:
         sys.exit(130)

@@ -15,20 +15,23 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fedloom import comparison, crew, grid
-from fedloom import show as tables
+from fedloom.core.method import Method
+from fedloom.core.registry import method_class, method_names
 from fedloom.data.datasets import catalogue, find
-from fedloom.data.holdings import holdings, plot_holdings
 from fedloom.data.partition import partitions
+from fedloom.data.statistics import partition_statistics
 from fedloom.deploy.keys import make_authority, make_party, party_files
 from fedloom.errors import ConfigError, RoundFailed, unknown
-from fedloom.folder import LeftOut, gather, is_completed, read_config
-from fedloom.method import Method, method_class, method_names
-from fedloom.models import models
-from fedloom.recipe import Recipe, make_recipe, override, read_tables
-from fedloom.runs import Result, read_run
-from fedloom.terminal import err, out
-from fedloom.trackers import make_trackers, tracked
+from fedloom.experiments import executor as crew
+from fedloom.experiments import grid
+from fedloom.experiments.recipe import Recipe, make_recipe, override, read_tables
+from fedloom.experiments.report import comparison, tables
+from fedloom.experiments.report.console import err, out
+from fedloom.experiments.report.partition_plot import plot_partition
+from fedloom.experiments.result import Result, read_run
+from fedloom.experiments.run_folder import LeftOut, gather, is_completed, read_config
+from fedloom.experiments.trackers import make_trackers, tracked
+from fedloom.nn.build import architectures
 
 Given = Mapping[str, Any]  # "table.key" -> value, None where the user said nothing
 
@@ -50,9 +53,9 @@ def run(
     folder = _fresh_folder(chosen, folder)
     with _lines_for_warnings():
         result = _with_progress(
-            chosen.method, lambda step: chosen.carry_out(folder, step, on_start=_announce, federation=federation, track=trackers)
+            chosen.method, lambda step: chosen.execute(folder, step, on_start=_announce, federation=federation, track=trackers)
         )
-    compared = [_with_progress(other.method, lambda step, o=other: o.carry_out(None, step, federation=federation)) for other in others]  # type: ignore[misc]
+    compared = [_with_progress(other.method, lambda step, o=other: o.execute(None, step, federation=federation)) for other in others]  # type: ignore[misc]
     _print(result, as_json, compared)
 
 
@@ -95,7 +98,7 @@ def resume(folder: Path, as_json: bool, track: str = "") -> None:
     trackers = make_trackers(track or tracked(folder))
     with _lines_for_warnings():
         result = _with_progress(
-            recipe.method, lambda step: recipe.carry_out(folder, step, on_start=_announce, resume=True, track=trackers)
+            recipe.method, lambda step: recipe.execute(folder, step, on_start=_announce, resume=True, track=trackers)
         )  # fmt: skip
     _print(result, as_json)
 
@@ -137,21 +140,21 @@ def list_partitions() -> None:
 
 def list_models() -> None:
     """Prints the architectures."""
-    out.print(tables.listing(models()))
+    out.print(tables.listing(architectures()))
     out.print("\nname-LAYERSxWIDTH, e.g. gcn-4x128; several, separated by commas, are dealt over the clients", style="dim")
 
 
 def partition(given: Given, assignments: Iterable[str], plot: Path | None, as_json: bool) -> None:
     """Divides a graph, prints who holds what, and draws it if asked to."""
     federation = make_recipe(_tables({}, given, assignments)).federation()
-    held = holdings(federation)
+    held = partition_statistics(federation)
     if plot:
-        plot_holdings(federation, plot)
+        plot_partition(federation, plot)
         err.print(f"wrote {plot}", style="dim")
     if as_json:
         print(json.dumps(held))
     else:
-        out.print(tables.holdings(held))
+        out.print(tables.sizes(held))
 
 
 def keys(host: str | None, parties: Sequence[str], folder: Path) -> None:
@@ -204,8 +207,8 @@ def join(
 ) -> None:  # fmt: skip
     """Takes part in a federation until the run is over."""
     from fedloom.deploy.agreement import read_agreement, require_tls
-    from fedloom.deploy.join import Party, stay, take_part
     from fedloom.deploy.keys import read_party_key
+    from fedloom.deploy.party import Party, stay, take_part
 
     agreed = read_agreement(agreement)
     if socket is None:
@@ -222,8 +225,8 @@ def tune(
     folder: Path | None, jobs: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Tunes a recipe with options and assignments on top; prints the best trials and where the recipe is."""
-    from fedloom.tune import Trial
-    from fedloom.tune import tune as search
+    from fedloom.experiments.tune import Trial
+    from fedloom.experiments.tune import tune as search
 
     base = _tables(read_tables(recipe) if recipe else {}, given, assignments)
     chosen = make_recipe(base)
@@ -275,7 +278,7 @@ def compare(
     found = comparison.compare(runs, left_out, metric)
     written = comparison.write_tables(found, folder)
     if report:
-        from fedloom.report import write_report
+        from fedloom.experiments.report.write import write_report
 
         written.append(write_report(found, folder / "report.html", shlex.join(["fedloom", *sys.argv[1:]])))
     if as_json:
@@ -317,7 +320,7 @@ def _with_grid_progress(cells: Sequence[grid.Cell], by: crew.Crew) -> crew.State
                 took = tables.duration(state.seconds[name])
                 err.print(f"{state.done} of {len(state.cells)}: {name} in {took}{f'; {more}' * bool(more)}", style="dim", highlight=False)
 
-        return crew.carry_out(cells, by, watch)
+        return crew.execute(cells, by, watch)
 
 
 def _fresh_folder(recipe: Recipe, asked: Path | None) -> Path:

@@ -20,6 +20,10 @@ class MessageError(FedloomError):
     """A message that breaks the rules of the wire: the text names the tensor."""
 
 
+class Refusal(MessageError):  # noqa: N818
+    """A client refuses a request, because answering could expose its or a peer's data."""
+
+
 class RoundFailed(FedloomError):  # noqa: N818
     """Too few clients answered, and asking again did not help: nobody's input is wrong. The command line exits with 1."""
 

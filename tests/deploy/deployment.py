@@ -24,8 +24,8 @@ from fedloom.deploy.keys import make_authority, make_party
 SLOW = """
 import time
 from dataclasses import dataclass
-from fedloom.learn import load_weights, weights
-from fedloom.method import averaged, phase, setting
+from fedloom.nn.training import load_weights, weights
+from fedloom.core.method import averaged, phase, setting
 from fedloom.methods.fedavg import FedAvg as Quick
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Deployment:
 
     def link(self):
         """The process id of the link."""
-        return next(pid for pid, parent in running("fedloom.deploy.link").items() if parent == self.processes["coordinator"].pid)
+        return next(pid for pid, parent in running("fedloom.deploy.superlink").items() if parent == self.processes["coordinator"].pid)
 
     def reference(self, method="fedavg", **settings):
         """What the loop engine makes of the same graphs."""

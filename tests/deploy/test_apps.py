@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from deployment import free_port, port_is_free
 
-from fedloom.deploy.pipe import put, take
+from fedloom.deploy.framing import put, take
 from fedloom.errors import ConfigError, MessageError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "deploy.md"
@@ -121,7 +121,7 @@ def test_pipes_carry_bytes_of_any_length_and_say_when_they_break_off():
 
 
 def test_a_socket_that_cannot_be_is_named(tmp_path):
-    from fedloom.deploy.join import stay
+    from fedloom.deploy.party import stay
 
     with pytest.raises(ConfigError, match=r"socket: cannot listen at '.*nowhere/x\.sock'"):
         stay(None, tmp_path / "nowhere" / "x.sock", print)

@@ -17,13 +17,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load
 from tests.faults.schedule import LOST, Schedule
 
-from fedloom import party as waist
+from fedloom.core import party as waist
+from fedloom.core.message import encode, unflatten
 from fedloom.deploy import coordinator, serve
 from fedloom.deploy.envelope import Gate, parse, sign
-from fedloom.deploy.join import Party
 from fedloom.deploy.keys import PartyKey
+from fedloom.deploy.party import Party
 from fedloom.engines import flower
-from fedloom.message import encode, unflatten
 
 LIAR = "bank-c"
 

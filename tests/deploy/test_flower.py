@@ -7,11 +7,11 @@ import pytest
 from deployment import port_is_free, running
 
 import fedloom
-from fedloom.engines.flower import Engine
+from fedloom.core.registry import make_method
+from fedloom.deploy.engine import Engine
 from fedloom.errors import RoundFailed
-from fedloom.method import make_method
-from fedloom.runs import run
-from fedloom.watch import Watch
+from fedloom.experiments.report.watch import Watch
+from fedloom.experiments.run import run
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +81,12 @@ def test_killed_parties_are_left_out_and_nothing_is_left_behind(federation, tmp_
     (engine,) = engines
     assert not engine.folder.exists()
     assert port_is_free(engine.coordinator.office.address.port)
-    assert not running("fedloom.deploy.local").keys() & set(begun)
+    assert not running("fedloom.deploy.local_party").keys() & set(begun)
 
 
 def test_too_few_parties_end_the_run_with_who_and_why(federation):
     def kill_all(entry, planned):
-        for pid, parent in running("fedloom.deploy.local").items():
+        for pid, parent in running("fedloom.deploy.local_party").items():
             if parent == os.getpid():
                 os.kill(pid, signal.SIGKILL)
 
@@ -94,8 +94,8 @@ def test_too_few_parties_end_the_run_with_who_and_why(federation):
         run("fedavg", federation, model="gcn-2x8", rounds=3, engine="flower", quorum=0.6, retries=0, on_round=kill_all)
 
 
-def test_a_method_that_comes_in_front_of_another_is_found_by_its_name(federation):
-    from fedloom.engines.flower import _name_of, _toml
+def test_a_method_that_comes_composed_another_is_found_by_its_name(federation):
+    from fedloom.deploy.engine import _name_of, _toml
 
     assert _name_of(make_method("fedgh", {"base": "fedprox"})) == "fedgh"
     assert _name_of(make_method("fedsage+", {})) == "fedsage+"

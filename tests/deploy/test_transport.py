@@ -14,10 +14,10 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from fedloom.deploy import keys
 from fedloom.deploy.agreement import read_agreement, require_tls
+from fedloom.deploy.coordinator_transport import Address, LinkError, Office
 from fedloom.deploy.keys import make_authority, make_party, read_party_key, read_public_key
-from fedloom.deploy.link import FIRST_LIMIT, LIMIT, PARTY_KEY, SECRET
-from fedloom.deploy.mailbox import Mailbox, RefusedError, UnreachableError
-from fedloom.deploy.office import Address, LinkError, Office
+from fedloom.deploy.party_transport import Mailbox, RefusedError, UnreachableError
+from fedloom.deploy.superlink import FIRST_LIMIT, LIMIT, PARTY_KEY, SECRET
 from fedloom.errors import ConfigError
 
 

@@ -1,8 +1,8 @@
 """What goes wrong in a run, and when: {(round, phase, client): fault}."""
 
+from fedloom.core.message import Absent
+from fedloom.core.server import Server
 from fedloom.engines.loop import Engine as Loop
-from fedloom.message import Absent
-from fedloom.party import Server
 
 LOST = "lost"  # the client does what it is asked, and its answer does not arrive
 

@@ -11,21 +11,23 @@ import torch
 from rich.console import Console
 from tests.faults.schedule import LOST, Schedule
 
-from fedloom import show
 from fedloom.cli import main
+from fedloom.core.absence import FaultPolicy, listed
+from fedloom.core.client import Client
+from fedloom.core.message import Absent, flatten, unflatten
+from fedloom.core.method import Plugin, composed
+from fedloom.core.phase import phase
+from fedloom.data.federation import Federation
 from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic
-from fedloom.engines import Patience
 from fedloom.errors import ConfigError, FedloomError, MessageError, RoundFailed
-from fedloom.faults import listed
-from fedloom.graph import Federation
-from fedloom.message import Absent, flatten, unflatten
-from fedloom.method import Plugin, in_front_of, phase
+from fedloom.experiments.report import tables as show
+from fedloom.experiments.result import read_run
+from fedloom.experiments.run import run
+from fedloom.experiments.settings import RunSettings
 from fedloom.methods.fedavg import FedAvg
-from fedloom.methods.fedstruct import FedStruct
+from fedloom.methods.fedstruct.method import FedStruct
 from fedloom.methods.local import Local
-from fedloom.party import Client
-from fedloom.runs import RunSettings, read_run, run
 
 BOOM = ValueError("boom")
 SETTINGS = {"model": "gcn-2x8", "rounds": 3, "quorum": 0.5}
@@ -63,7 +65,7 @@ def test_who_raises_is_left_out_and_the_others_are_averaged_to_the_bit(engine, n
     assert absences(result)[0] == (1, "setup", "1", "ValueError: boom")
     assert {cause for _, _, _, cause in absences(result)[1:]} == {"behind since 'setup': ValueError: boom"}
     assert result.summary["absences"] == {"1": len(absences(result))}
-    assert result.summary["asked_again"] == 0
+    assert result.summary["retried"] == 0
     assert result.per_client[1]["accuracy"] is None
     assert result.accuracy == pytest.approx(reference.accuracy)
 
@@ -72,8 +74,8 @@ def test_without_faults_nothing_is_said_and_a_quorum_changes_no_bit(node_federat
     strict, lenient = go(node_federation, quorum=1.0), go(node_federation)
     assert strict.summary["history_hash"] == lenient.summary["history_hash"]
     assert strict.traffic == lenient.traffic
-    assert all("absent" not in entry and "asked_again" not in entry for entry in lenient.history)
-    assert (lenient.summary["absences"], lenient.summary["asked_again"]) == ({}, 0)
+    assert all("absent" not in entry and "retried" not in entry for entry in lenient.history)
+    assert (lenient.summary["absences"], lenient.summary["retried"]) == ({}, 0)
     assert "absent" not in printed(lenient)
 
 
@@ -216,7 +218,7 @@ def test_if_too_few_answer_the_others_are_asked_again_and_nobody_twice_who_has_a
     of_train = [c for r, p, c in schedule.asked if (r, p) == (2, "train")]
     assert of_train == ["0", "1", "2", "3", "1", "2", "3", "1", "2", "3"]
     assert absences(result) == []
-    assert result.summary["asked_again"] == result.history[1]["asked_again"] == 6
+    assert result.summary["retried"] == result.history[1]["retried"] == 6
     assert not same_bits(unharmed, result, ("server",))  # who was asked again has trained again
 
 
@@ -233,7 +235,7 @@ def test_if_all_drop_the_run_fails_with_the_model_of_the_round_before(retries, n
     assert kept.summary["status"] == "failed"
     assert kept.summary["cause"] == f"RoundFailed: {words}"
     assert kept.summary["absences"] == dict.fromkeys("0123", 1)
-    assert kept.summary["asked_again"] == 4 * retries
+    assert kept.summary["retried"] == 4 * retries
     assert kept.summary["rounds"] == 2
     assert all(torch.equal(t, flatten(before.models["server"])[k]) for k, t in kept.models["server"].items())
 
@@ -411,7 +413,7 @@ def test_a_method_says_how_few_are_too_few(node_federation, monkeypatch):
 def test_a_method_says_in_which_phases_nobody_may_be_absent(structure, phase_name, secure, cross_federation, monkeypatch):
     if secure and structure == "node2vec":
         pytest.skip("edges that the server sees are for plain runs")
-    assert phase_name in FedStruct.everybody
+    assert phase_name in FedStruct.requires_all
     Schedule(monkeypatch, {(0, phase_name, "1"): BOOM})
     with pytest.raises(RoundFailed, match=rf"before round 1, '{phase_name}': 3 of 4 .*, 4 are needed; absent: 1: ValueError: boom"):
         go(cross_federation, "fedstruct", structure=structure, secure=secure)
@@ -426,13 +428,13 @@ def test_a_plug_in_and_its_method_both_say_so():
         def prepare_clients(self, server):
             """Nothing."""
 
-    assert in_front_of(Before, FedStruct, "fedstruct").everybody == ("mine", *FedStruct.everybody)
+    assert composed(Before, FedStruct, "fedstruct").requires_all == ("mine", *FedStruct.requires_all)
 
 
 # ---- at the command line ----
 METHOD = '''"""FedAvg whose clients give up."""
 from dataclasses import dataclass
-from fedloom.method import averaged, phase
+from fedloom.core.method import averaged, phase
 from fedloom.methods.fedavg import FedAvg
 
 
@@ -476,9 +478,9 @@ def test_settings_say_which_engines_can():
 
 
 def test_shares_of_clients_are_whole_numbers():
-    assert [Patience(0.7).enough(n) for n in (1, 2, 10, 100)] == [1, 2, 7, 70]
-    assert [Patience(1.0).enough(n) for n in (0, 3)] == [0, 3]
-    assert Patience(0.01).enough(10) == 1
+    assert [FaultPolicy(0.7).enough(n) for n in (1, 2, 10, 100)] == [1, 2, 7, 70]
+    assert [FaultPolicy(1.0).enough(n) for n in (0, 3)] == [0, 3]
+    assert FaultPolicy(0.01).enough(10) == 1
 
 
 def test_causes_are_one_line_each():

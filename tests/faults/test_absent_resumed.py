@@ -8,10 +8,11 @@ from tests.faults.schedule import LOST, Schedule
 from tests.faults.test_absent import BOOM, absences
 from tests.faults.test_kill import differences
 
-from fedloom.faults import Attendance
-from fedloom.message import Absent
+from fedloom.core.absence import AbsenceTracker
+from fedloom.core.message import Absent
+from fedloom.experiments.result import read_run
+from fedloom.experiments.run import run
 from fedloom.methods.fedavg import FedAvg
-from fedloom.runs import read_run, run
 
 ROUNDS = 6
 FORGOT = Absent("started anew", forgot=True)
@@ -101,5 +102,5 @@ def test_without_who_missed_set_up_the_end_is_another(node_federation, monkeypat
 
 def without(monkeypatch, forgotten):
     """Checkpoints that lack something."""
-    original = Attendance.resume
-    monkeypatch.setattr(Attendance, "resume", lambda self, saved: original(self, {k: v for k, v in saved.items() if k != forgotten}))
+    original = AbsenceTracker.resume
+    monkeypatch.setattr(AbsenceTracker, "resume", lambda self, saved: original(self, {k: v for k, v in saved.items() if k != forgotten}))

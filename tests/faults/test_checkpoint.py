@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from tests.faults.forked import crash_at, ending, fork
 
-from fedloom.checkpoint import LATEST, PREVIOUS, Checkpoint, DamagedCheckpointWarning, decode, encode, read, write
 from fedloom.errors import DataError
-from fedloom.runs import run
+from fedloom.experiments.checkpoint import LATEST, PREVIOUS, Checkpoint, DamagedCheckpointWarning, decode, encode, read, write
+from fedloom.experiments.run import run
 
 NAMES = ("weights", "moments", "stream")
 

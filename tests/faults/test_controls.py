@@ -12,18 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.core.test_unsafe_input import blob, tensor
 from tests.faults import test_signals
 from tests.faults.forked import ending, fork
 from tests.faults.schedule import Schedule
 from tests.faults.test_absent import BAD, BOOM, absences, go, only, same_bits
 from tests.faults.test_checkpoint import made, number_of
 from tests.faults.test_signals import ended, start
-from tests.test_unsafe_input import blob, tensor
 
-from fedloom import checkpoint, disk, message, party
+from fedloom.core import message, party
+from fedloom.core.absence import AbsenceTracker
+from fedloom.core.message import FORMAT, decode, encode
 from fedloom.errors import DataError, FedloomError, MessageError
-from fedloom.faults import Attendance
-from fedloom.message import FORMAT, decode, encode
+from fedloom.experiments import checkpoint
 
 __all__ = ["start"]  # a fixture
 
@@ -170,7 +171,7 @@ def test_with_everybody_needed_the_first_dropout_ends_the_run(node_federation, m
 
 # ---- F21: who joins late ----
 def test_if_nothing_is_made_up_for_who_joins_late_never_takes_part(node_federation, monkeypatch):
-    monkeypatch.setattr(Attendance, "lacks", lambda *_: False)
+    monkeypatch.setattr(AbsenceTracker, "lacks", lambda *_: False)
     Schedule(monkeypatch, {(0, "setup", "1"): BOOM})
     result = go(node_federation, rounds=3)
     assert {(number, cause) for number, phase, client, cause in absences(result) if phase == "train"} == {

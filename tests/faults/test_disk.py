@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from tests.faults.forked import ending, fork
 
-from fedloom import disk
-from fedloom.checkpoint import LATEST
-from fedloom.runs import read_run, run
+from fedloom._system import AppendLog, write_atomic
+from fedloom.experiments.checkpoint import LATEST
+from fedloom.experiments.result import read_run
+from fedloom.experiments.run import run
 
 SETTINGS = {"model": "gcn-2x8", "rounds": 30, "checkpoint_every": 1}
 
@@ -109,8 +110,8 @@ def test_an_error_of_the_disk_is_told_and_survived(node_federation, unbroken, tm
 
 @pytest.mark.parametrize("content", [b"", b"x", b"a line\n" * 1000])
 def test_what_cannot_be_put_in_place_leaves_what_was_there(content, tmp_path, monkeypatch):
-    disk.put(tmp_path / "file", b"before")
-    log = disk.Log(tmp_path / "log")
+    write_atomic(tmp_path / "file", b"before")
+    log = AppendLog(tmp_path / "log")
     log.append(b"before\n")
 
     def broken(*arguments):
@@ -118,7 +119,7 @@ def test_what_cannot_be_put_in_place_leaves_what_was_there(content, tmp_path, mo
 
     monkeypatch.setattr(disk, "_write", broken)
     with pytest.raises(OSError, match=r"No space left on device: '.*file'"):
-        disk.put(tmp_path / "file", content)
+        write_atomic(tmp_path / "file", content)
     with pytest.raises(OSError, match=r"No space left on device: '.*log'"):
         log.append(content)
     monkeypatch.undo()

@@ -13,17 +13,19 @@ from pathlib import Path
 import pytest
 from tests.faults.forked import content, crash_at, ending, fork
 
-from fedloom import crash
+from fedloom._system import CRASH_POINTS, crash_point
+from fedloom.core.ledger import Ledger
 from fedloom.errors import ConfigError, DataError
-from fedloom.ledger import Ledger
+from fedloom.experiments.recorder import Recorder
+from fedloom.experiments.result import read_run
+from fedloom.experiments.run import run
 from fedloom.methods.fedavg import FedAvg
-from fedloom.runs import Recorder, read_run, run
 
 ROUNDS = 4
 SETTINGS = {"model": "gcn-2x8", "rounds": ROUNDS, "participation": 0.7, "checkpoint_every": 1}
 UNBEGUN = ("config-half", "config-written", "config-synced")  # config.json is not there yet
-EVERY_ROUND = [p for p in crash.POINTS if p.partition("-")[0] in ("exchange", "round", "history", "ledger", "checkpoint", "models")]
-KILLS = [*(p for p in crash.POINTS if p != "history-cut"), *(f"{p}:3" for p in EVERY_ROUND if p != "history-cut")]
+EVERY_ROUND = [p for p in CRASH_POINTS if p.partition("-")[0] in ("exchange", "round", "history", "ledger", "checkpoint", "models")]
+KILLS = [*(p for p in CRASH_POINTS if p != "history-cut"), *(f"{p}:3" for p in EVERY_ROUND if p != "history-cut")]
 
 
 @pytest.fixture(scope="module")
@@ -164,11 +166,11 @@ def test_a_resume_that_forgets_something_is_noticed(spoilt, seen, node_federatio
 def test_a_misspelt_crash_point_is_refused(monkeypatch):
     monkeypatch.setenv("FEDLOOM_CRASH_AT", "histroy-half")
     with pytest.raises(ConfigError, match="'history-half'"):
-        crash.point("history-half")
+        crash_point("history-half")
 
 
 def test_without_the_variable_nobody_dies():
-    assert ending(fork(lambda: [crash.point(name) for name in crash.POINTS])) == 0
+    assert ending(fork(lambda: [crash_point(name) for name in CRASH_POINTS])) == 0
 
 
 # ---- as a user meets it ----

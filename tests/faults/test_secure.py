@@ -5,8 +5,8 @@ import torch
 from tests.faults.schedule import LOST, Schedule
 from tests.faults.test_absent import BOOM, absences, go
 
+from fedloom.core.message import flatten
 from fedloom.errors import RoundFailed
-from fedloom.message import flatten
 from fedloom.privacy.secure_sum import TooFew
 
 STAGES = ("advertise_keys", "share_keys", "train", "unmask")
@@ -24,7 +24,7 @@ def asked_for(schedule, number, client):
 @pytest.fixture
 def sums(monkeypatch):
     """(client, number of the sum) of every answer to `advertise_keys`: what a client refuses to do twice."""
-    from fedloom.privacy import masked
+    from fedloom.methods.fed_pub import masked
 
     seen, original = [], masked._advertise
 
@@ -70,7 +70,7 @@ def test_too_few_before_the_phase_begin_a_new_sum(stage, node_federation, monkey
         assert result.summary["status"] == "completed"
         assert asked_for(schedule, 2, "0").count("train") == 1
         assert len(set(sums)) == len(sums)  # each under a number of its own
-        assert result.summary["asked_again"] == 4
+        assert result.summary["retried"] == 4
     unharmed = go(node_federation, secure=True)
     assert close(unharmed, result)
     assert result.summary["secure"]["sums"] == unharmed.summary["secure"]["sums"] + 1

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fedloom import checkpoint
-from fedloom.stopping import in_order, undisturbed
+from fedloom._system import deferred_signals, graceful_signals
+from fedloom.experiments import checkpoint
 
 SMALL = ["--dataset", "synthetic:nodes=150,classes=3,features=8", "--clients", "3", "--partition", "random", "--model", "gcn-2x8"]
 # A shell that runs the tests in the background has them ignore Ctrl-C, and their children too: a user's terminal does not.
@@ -28,7 +28,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedloom.method import phase, setting
+from fedloom.core.method import phase, setting
 from fedloom.methods.fedavg import FedAvg
 
 
@@ -154,7 +154,7 @@ def press(times, number=signal.SIGINT):
     """So many signals while nobody is to be disturbed; gives how many it was not disturbed by."""
     done = 0
     try:
-        with undisturbed():
+        with deferred_signals():
             for _ in range(times):
                 signal.raise_signal(number)
                 done += 1
@@ -170,11 +170,11 @@ def test_one_signal_is_held_back_and_a_second_one_is_not(times, as_in_a_terminal
 
 
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-@pytest.mark.parametrize("inside", [nullcontext, undisturbed])
+@pytest.mark.parametrize("inside", [nullcontext, deferred_signals])
 def test_after_the_first_the_next_one_kills(number, raised, inside, as_in_a_terminal):
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with pytest.raises(raised), in_order(), inside():
+        with pytest.raises(raised), graceful_signals(), inside():
             signal.raise_signal(number)
         assert {signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)} == {signal.SIG_DFL}
     finally:
@@ -183,6 +183,6 @@ def test_after_the_first_the_next_one_kills(number, raised, inside, as_in_a_term
 
 def test_without_a_signal_all_is_as_before(as_in_a_terminal):
     before = signal.getsignal(signal.SIGTERM)
-    with in_order(), undisturbed():
+    with graceful_signals(), deferred_signals():
         pass
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == (signal.default_int_handler, before)

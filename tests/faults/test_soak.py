@@ -3,8 +3,8 @@
 import gc
 import tracemalloc
 
-from fedloom.folder import read_history
-from fedloom.runs import run
+from fedloom.experiments.run import run
+from fedloom.experiments.run_folder import read_history
 
 
 def growth(federation, rounds, out):

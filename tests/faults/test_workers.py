@@ -9,18 +9,19 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from tests.engines.test_processes import NAMES, clients, is_running
 from tests.faults.schedule import LOST, Schedule
 from tests.faults.test_absent import BOOM, absences, only, same_bits
-from tests.test_processes import NAMES, clients, is_running
 
-from fedloom.engines import Patience
+from fedloom.core.absence import FaultPolicy
+from fedloom.core.client import Client
+from fedloom.core.message import Absent
+from fedloom.core.phase import averaged, phase
 from fedloom.engines.processes import Engine
 from fedloom.errors import RoundFailed
-from fedloom.message import Absent
-from fedloom.method import averaged, phase
+from fedloom.experiments.result import read_run
+from fedloom.experiments.run import run
 from fedloom.methods.fedavg import FedAvg
-from fedloom.party import Client
-from fedloom.runs import read_run, run
 
 DEADLINE = 0.5
 
@@ -83,7 +84,7 @@ def by_number(*numbers):
 
 @pytest.fixture
 def engine(request):
-    made = Engine(Unsure(), clients(), 3, Patience(**{"quorum": 0.5, "deadline": DEADLINE, **getattr(request, "param", {})}))
+    made = Engine(Unsure(), clients(), 3, FaultPolicy(**{"quorum": 0.5, "deadline": DEADLINE, **getattr(request, "param", {})}))
     yield made
     made.close()
 
@@ -261,7 +262,7 @@ def test_with_a_quorum_of_1_a_late_worker_is_a_failed_round(node_federation, tmp
 
 
 def test_a_checkpoint_without_somebody_leaves_it_as_it_was_set_up(engine):
-    fresh = Engine(replace(Unsure(), when=99), clients(), 2, Patience(0.5))
+    fresh = Engine(replace(Unsure(), when=99), clients(), 2, FaultPolicy(0.5))
     for made in (engine, fresh):
         made.call("setup", {name: {} for name in NAMES})
     os.kill(pid_of(engine, "b"), signal.SIGKILL)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
 from fedloom.errors import ConfigError
-from fedloom.methods._copilot import WithCopilot, divergence
-from fedloom.party import Client, Facts
+from fedloom.methods._shared.copilot import WithCopilot, divergence
 
 
 class Both(WithCopilot):

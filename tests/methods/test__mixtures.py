@@ -2,7 +2,7 @@
 
 import torch
 
-from fedloom.methods._mixtures import mixtures
+from fedloom.methods._shared.mixtures import mixtures
 
 
 def models():

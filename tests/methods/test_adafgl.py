@@ -9,15 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.watching import Largest
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.data.federation import Federation
+from fedloom.data.graph import Graph
 from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic
 from fedloom.errors import ConfigError
-from fedloom.graph import Federation, Graph
-from fedloom.learn import weights
-from fedloom.message import flatten
+from fedloom.experiments.run import run
 from fedloom.methods.adafgl import AdaFGL, Personal, Redrawn, confidence, directions, push_and_pull, redrawn
-from fedloom.party import Client, Facts
-from fedloom.runs import run
+from fedloom.nn.weights import weights
 
 SMALL = {"model": "gcn-2x8", "rounds": 2, "personal": 3}
 QUICK = {"personal": 2, "lr": 0.05}

@@ -1,6 +1,6 @@
 """Central: sees the uncut graph and the same items as the clients."""
 
-from fedloom.runs import run
+from fedloom.experiments.run import run
 
 
 def test_it_trains_and_tests_on_the_union(node_federation):

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from tests.methods.test_dense import QUICK as OF_DENSE
 from tests.methods.test_dense import generated, reaches, same, scene
 
+from fedloom.experiments.run import run
 from fedloom.methods.coboost import CoBoost
 from fedloom.methods.dense import divergence
-from fedloom.runs import run
 
 QUICK = {**OF_DENSE, "adversarial": 1.0, "epsilon": 0.1}
 SMALL = {"model": "gcn-2x8", **QUICK, "finetune": 2}
@@ -62,7 +62,7 @@ def test_nodes_move_by_epsilon_of_their_length_along_the_gradient():
 def test_weights_take_signed_steps_towards_clients_that_know_the_labels():
     ensemble, _, graph = scene(clients=3)
     logits = 4.0 * F.one_hot(graph.y, 3)
-    graph._known["clients"] = torch.stack([logits, -0.5 * logits, -logits])  # right, wrong, and more so
+    graph._cache["clients"] = torch.stack([logits, -0.5 * logits, -logits])  # right, wrong, and more so
     CoBoost(mu=0.01).reweigh(ensemble, [graph])
     raw = 1 / 3 + torch.tensor([0.01, -0.01, -0.01])
     assert torch.allclose(ensemble.share, raw / raw.sum(), atol=1e-6)

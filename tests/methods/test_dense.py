@@ -4,16 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fedloom.core.message import flatten
+from fedloom.core.registry import make_method
+from fedloom.data.graph import Graph
 from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic
 from fedloom.errors import ConfigError
-from fedloom.graph import Graph
-from fedloom.learn import weights
-from fedloom.message import flatten
-from fedloom.method import make_method
+from fedloom.experiments.run import run
 from fedloom.methods.dense import Dense, Ensemble, divergence, linked
-from fedloom.models import build
-from fedloom.runs import run
+from fedloom.nn.build import build_model
+from fedloom.nn.weights import weights
 
 QUICK = {"rounds": 1, "epochs": 20, "finetune": 0, "batches": 2, "nodes": 30, "generator_steps": 2, "adversarial": 2.0}
 SMALL = {"model": "gcn-2x8", **QUICK, "finetune": 2}
@@ -21,7 +21,7 @@ SMALL = {"model": "gcn-2x8", **QUICK, "finetune": 2}
 
 def scene(clients=3, nodes=20, seed=0):
     """An ensemble, a student and a graph of invented nodes."""
-    nets = [build("gcn-2x8", 6, 3, dropout=0.0, seed=seed + k) for k in range(clients + 1)]
+    nets = [build_model("gcn-2x8", 6, 3, dropout=0.0, seed=seed + k) for k in range(clients + 1)]
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(nodes, 6, generator=rng, requires_grad=True)
     y = torch.randint(3, (nodes,), generator=rng)
@@ -66,7 +66,7 @@ def test_both_losses_by_hand():
 
 def generated(nodes=20):
     """A generator, and a graph of what it makes of noise."""
-    generator, rng = build("mlp-3x8", 5, 6, dropout=0.0, seed=9), torch.Generator().manual_seed(0)
+    generator, rng = build_model("mlp-3x8", 5, 6, dropout=0.0, seed=9), torch.Generator().manual_seed(0)
     y = torch.randint(3, (nodes,), generator=rng)
     source = Graph(x=torch.randn(nodes, 5, generator=rng), edge_index=torch.zeros(2, 0, dtype=torch.int64), y=y, num_classes=3)
     return generator, linked(generator(source), y, 3, 3)
@@ -106,7 +106,7 @@ def test_the_student_comes_closer_to_the_ensemble_than_the_average():
     skewed = divide(graph, 4, "dirichlet", 0, split="40/30/30", options={"alpha": 0.1})
     settings = {"model": "gcn-2x8", "dropout": 0.0, "epochs": 60, "finetune": 0}
     average, student = (run("dense", skewed, **settings, batches=batches) for batches in (0, 10))
-    net = build("gcn-2x8", 12, 3, dropout=0.0, seed=0)
+    net = build_model("gcn-2x8", 12, 3, dropout=0.0, seed=0)
     ensemble = Ensemble(net, [average.models[c] for c in skewed.names])  # not fine-tuned: still what they uploaded
     gap = {}
     for name, result in (("average", average), ("student", student)):

@@ -6,14 +6,16 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fedloom.graph import Federation
-from fedloom.learn import step, weights
-from fedloom.message import flatten
-from fedloom.methods._mixtures import mixtures
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.data.federation import Federation
+from fedloom.experiments.run import run
+from fedloom.methods._shared.mixtures import mixtures
 from fedloom.methods.fed_pub import FedPub, masked, pruned, random_graph, similarity
 from fedloom.methods.fedavg import FedAvg
-from fedloom.party import Client, Facts
-from fedloom.runs import run
+from fedloom.nn.training import step
+from fedloom.nn.weights import weights
 
 SMALL = {"model": "gcn-2x8", "rounds": 3}
 PLAIN = {"masks": False, "proximal": 0.0}  # what is left is how models are mixed

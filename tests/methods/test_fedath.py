@@ -9,14 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.watching import Largest
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.data.federation import Federation
+from fedloom.data.graph import Graph
 from fedloom.data.synthetic import synthetic
 from fedloom.errors import ConfigError
-from fedloom.graph import Federation, Graph
-from fedloom.message import flatten
+from fedloom.experiments.run import run
 from fedloom.methods.fedath import Evaluator, FedATH, entropy, hsic, weighed
-from fedloom.models import build
-from fedloom.party import Client, Facts
-from fedloom.runs import run
+from fedloom.nn.build import build_model
 
 SMALL = {"model": "gcn-2x8", "rounds": 3}
 SEEING = [
@@ -95,7 +97,7 @@ def test_products_and_gradients_are_those_of_a_dense_matrix(kind):
 @pytest.mark.parametrize("spec", SEEING)
 def test_with_all_weights_one_every_model_sees_the_graph_itself(spec):
     graph = small_graph()
-    net = build(spec, 4, 3, seed=0)
+    net = build_model(spec, 4, 3, seed=0)
     count = graph.adjacency("sum").nnz
     assert torch.allclose(net(weighed(graph, torch.ones(count))), net(graph), atol=1e-5)
     score = torch.linspace(0.1, 0.9, count).requires_grad_()
@@ -106,7 +108,7 @@ def test_with_all_weights_one_every_model_sees_the_graph_itself(spec):
 
 def test_looking_at_a_weighted_graph_leaves_the_graph_as_it_is():
     graph = small_graph()
-    net = build("sgc-2x8", 4, 3, seed=0)
+    net = build_model("sgc-2x8", 4, 3, seed=0)
     before = net(replace(graph))
     net(weighed(graph, torch.full((6,), 0.1)))
     assert torch.equal(net(graph), before)
@@ -278,7 +280,7 @@ def test_without_dependence_the_biased_model_does_not_matter(node_federation):
 def test_prediction_is_on_the_causal_graph_also_with_the_global_weights():
     method, client = scene(small_graph())
     net = client.state["model"]
-    other = build("gcn-2x8", 4, 3, seed=5)
+    other = build_model("gcn-2x8", 4, 3, seed=5)
     causal = weighed(client.full_graph, net.evaluator(client.full_graph).sigmoid())
     assert torch.equal(method.predict(client, None), net.sees(causal))
     assert torch.allclose(method.predict(client, dict(other.named_parameters())), other(causal))
@@ -286,7 +288,7 @@ def test_prediction_is_on_the_causal_graph_also_with_the_global_weights():
 
 def test_finetuning_starts_from_the_global_weights_and_is_on_ce_alone():
     method, client = scene(small_graph(), epochs=1)
-    net, other = client.state["model"], build("gcn-2x8", 4, 3, seed=5)
+    net, other = client.state["model"], build_model("gcn-2x8", 4, 3, seed=5)
     biased, evaluator = ({k: v.detach().clone() for k, v in m.named_parameters()} for m in (client.state["biased"], net.evaluator))
     method.tune(client, {name: p.detach() for name, p in other.named_parameters()})
     assert gap(dict(net.sees.named_parameters()), dict(other.named_parameters())) < 0.011  # one step of Adam

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedloom.core.message import flatten
+from fedloom.core.replies import Replies
+from fedloom.data.federation import Federation
 from fedloom.data.synthetic import synthetic
-from fedloom.graph import Federation
-from fedloom.message import flatten
+from fedloom.experiments.run import run
 from fedloom.methods.fedavg import FedAvg
-from fedloom.party import Replies
-from fedloom.runs import run
 
 
 def test_the_server_takes_the_weighted_mean_of_the_weights(node_federation):

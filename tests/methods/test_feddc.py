@@ -2,11 +2,12 @@
 
 import torch
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
 from fedloom.engines.loop import Engine
-from fedloom.message import flatten
+from fedloom.experiments.run import run
 from fedloom.methods.feddc import FedDC
-from fedloom.party import Client, Facts
-from fedloom.runs import run
 
 
 def test_drift_is_the_sum_of_updates_and_travels_added(node_federation, monkeypatch):

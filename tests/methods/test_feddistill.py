@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.data.federation import Federation
 from fedloom.engines.loop import Engine as Loop
-from fedloom.graph import Federation
-from fedloom.message import flatten
+from fedloom.experiments.run import run
 from fedloom.methods.feddistill import FedDistill
-from fedloom.party import Client, Facts
-from fedloom.runs import run
 
 SMALL = {"model": "gcn-2x8", "rounds": 3}
 

@@ -5,16 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
 from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError, DataError, MessageError
-from fedloom.learn import weights
-from fedloom.message import flatten
+from fedloom.experiments.run import run
 from fedloom.methods.fedgcn import FedGCN
-from fedloom.models import build
-from fedloom.party import Client, Facts
-from fedloom.runs import run
+from fedloom.nn.build import build_model
+from fedloom.nn.weights import weights
 
 OTHER = {"hops": 1}
 SETTINGS = {"model": "gcn-2x8", "rounds": 2}
@@ -44,7 +45,7 @@ def meet(federation, method, absent=()):
 
 def central(federation, seed=3):
     """A GCN with any weights on the whole graph: the net, its logits, and its S X."""
-    net = build("gcn-2x8", federation.num_features, federation.num_classes, dropout=0.0, seed=seed)
+    net = build_model("gcn-2x8", federation.num_features, federation.num_classes, dropout=0.0, seed=seed)
     with torch.no_grad():
         for p in net.parameters():  # biases too
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)

@@ -6,15 +6,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.core.replies import Replies
+from fedloom.data.federation import Federation
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError
-from fedloom.graph import Federation
-from fedloom.learn import load_weights, make_optimizer, step, weights
-from fedloom.message import flatten
+from fedloom.experiments.run import run
 from fedloom.methods.fedgen import Ensemble, FedGen, diversity
 from fedloom.methods.local import Local
-from fedloom.party import Client, Facts, Replies
-from fedloom.runs import run
+from fedloom.nn.training import make_optimizer, step
+from fedloom.nn.weights import load_weights, weights
 
 CONTRACT_MODEL = "gcn-2x8+linear"  # what the contract is to run it with
 CONTRACT_MODELS = "gcn-2x8+linear,gat-2x8+linear,sage-2x8+linear"

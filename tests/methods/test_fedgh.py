@@ -10,13 +10,18 @@ import torch.nn.functional as F
 from tests.watching import Largest
 from torch import nn
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.core.method import Plugin, composed
+from fedloom.core.registry import make_method, method_class, method_names
+from fedloom.data.federation import Federation
+from fedloom.data.graph import Graph
 from fedloom.data.synthetic import synthetic
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError, MessageError
-from fedloom.graph import Federation, Graph
-from fedloom.learn import seeded
-from fedloom.message import flatten
-from fedloom.method import Plugin, in_front_of, make_method, method_class, method_names
+from fedloom.experiments.recipe import make_recipe
+from fedloom.experiments.run import run
 from fedloom.methods import fedgh
 from fedloom.methods.fedavg import FedAvg
 from fedloom.methods.fedgh import (
@@ -39,16 +44,14 @@ from fedloom.methods.fedgh import (
     time_embedding,
     units,
 )  # fmt: skip
-from fedloom.party import Client, Facts
-from fedloom.recipe import make_recipe
-from fedloom.runs import run
-from fedloom.similar import other_pairs
+from fedloom.nn.nearest import other_pairs
+from fedloom.nn.training import seeded
 
 SMALL = {"vgae": "gcn-2x8", "latent_width": 4, "vgae_epochs": 4, "diffusion_steps": 5, "diffusion_epochs": 4, "embedding_width": 3,
          "contrast_epochs": 4, "add_edges": 1}  # fmt: skip
 QUICK = {**SMALL, "diffusion_rows": 8, "contrast_lr": 0.1, "contrast_patience": 1, "contrast_epochs": 8}
 OTHER = {"base": "fedprox", "vgae": "gin-2x8", "add_above": 0.5, "top_entries": 2, "contrast_patience": 0, "last_beta": 0.5}
-BESIDE = {"contrast_epochs": {"contrast_patience": 0}, "contrast_patience": {"contrast_lr": 5.0, "contrast_epochs": 20}}
+NEEDS = {"contrast_epochs": {"contrast_patience": 0}, "contrast_patience": {"contrast_lr": 5.0, "contrast_epochs": 20}}
 BASES = [name for name in method_names() if name not in ("fedgh", "central") and "node" in method_class(name).tasks]
 
 
@@ -414,14 +417,14 @@ def test_the_base_method_runs_on_the_refined_graphs_unchanged(node_federation):
 
 
 @pytest.mark.parametrize("model", ["gat-2x8", "sage-2x8", "gin-2x8", "sgc-2x8", "appnp-2x8"])
-def test_in_front_of_any_architecture(model, node_federation):
+def test_composed_any_architecture(model, node_federation):
     assert run("fedgh", node_federation, base="fedprox", model=model, rounds=2, **SMALL).summary["status"] == "completed"
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_in_front_of_any_method(base, node_federation, cross_federation):
+def test_composed_any_method(base, node_federation, cross_federation):
     cls = method_class("fedgh", {"base": base})
-    federation = cross_federation if cls.crosses else node_federation
+    federation = cross_federation if cls.uses_cross_edges else node_federation
     own = __import__(f"tests.methods.test_{method_names()[base]}", fromlist=["x"])
     quick = {"rounds": 1, "model": getattr(own, "CONTRACT_MODEL", "gcn-2x8"), **getattr(own, "QUICK", {})}
     result = run("fedgh", federation, base=base, **{**SMALL, **quick, "rounds": 1})
@@ -564,7 +567,7 @@ def test_what_half_precision_cannot_hold_is_refused_by_name():
 
 def test_a_plugin_says_for_both_what_either_is():
     class Teller(Plugin):
-        tells: ClassVar[str] = "a rumour"
+        discloses_to_peers: ClassVar[str] = "a rumour"
         validates: ClassVar[bool] = True
 
         def prepare_clients(self, server):
@@ -573,14 +576,14 @@ def test_a_plugin_says_for_both_what_either_is():
         def _objective(self):
             pass
 
-    joined = in_front_of(Teller, method_class("fedgcn"), "fedgcn")
-    assert joined.crosses
+    joined = composed(Teller, method_class("fedgcn"), "fedgcn")
+    assert joined.uses_cross_edges
     assert joined.validates
     assert joined.transductive
-    assert joined.tells.startswith("a rumour; to the owner of a cross edge's target")
-    assert joined.discloses == method_class("fedgcn").discloses
+    assert joined.discloses_to_peers.startswith("a rumour; to the owner of a cross edge's target")
+    assert joined.discloses_to_server == method_class("fedgcn").discloses_to_server
     with pytest.raises(ConfigError, match="its '_objective' and that of Teller"):
-        in_front_of(Teller, method_class("fedstruct"), "fedstruct")
+        composed(Teller, method_class("fedstruct"), "fedstruct")
 
 
 def test_a_name_that_means_two_things_is_refused():
@@ -588,10 +591,10 @@ def test_a_name_that_means_two_things_is_refused():
         append = 1.0
 
     with pytest.raises(ConfigError, match=r"method\.base is 'clash\.py': its 'append' and that of FedGH are two things of one name"):
-        in_front_of(FedGH, Clash, "clash.py")
+        composed(FedGH, Clash, "clash.py")
 
 
-def test_it_is_a_plugin_in_front_of_fedavg_by_default():
+def test_it_is_a_plugin_composed_fedavg_by_default():
     cls = method_class("fedgh")
     assert issubclass(cls, Plugin)
     assert issubclass(cls, FedAvg)
@@ -609,7 +612,7 @@ def test_memory_is_linear_in_nodes_and_edges():
         client = client_of(graph)
         method = make_method("fedgh", {**SMALL, "vgae_epochs": 1, "diffusion_epochs": 1, "diffusion_steps": 1, "diffusion_rows": 64})
         with Largest() as seen, pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fedloom.similar.ENTRIES", 2**16)
+            patch.setattr("fedloom.nn.nearest.ENTRIES", 2**16)
             x, _ = method.pseudo_graph(client)
             refined(graph, x, 0.25, 3, 1.0)
         largest.append(seen.numel)

@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from tests.methods.test_fml import client_of, gap
 from tests.watching import Largest
 
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.data.graph import Graph
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError, MessageError
-from fedloom.graph import Graph
-from fedloom.learn import outputs
-from fedloom.message import flatten
-from fedloom.methods._copilot import divergence
+from fedloom.experiments.run import run
+from fedloom.methods._shared.copilot import divergence
 from fedloom.methods.fedgkc import FedGKC
-from fedloom.party import Facts
-from fedloom.runs import run
+from fedloom.nn.training import outputs
 
 MODEL, MODELS = "gcn-2x8", "gcn-2x8,gat-2x8,sage-2x8,gin-2x8"
 QUICK = {"copilot": "gcn-2x8"}

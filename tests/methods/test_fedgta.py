@@ -10,13 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.methods.test_fed_pub import EvenFedAvg, gap
 
-from fedloom.graph import Federation, Graph
-from fedloom.message import flatten
-from fedloom.method import phase
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.core.phase import phase
+from fedloom.data.federation import Federation
+from fedloom.data.graph import Graph
+from fedloom.experiments.run import run
 from fedloom.methods.fedgta import FedGTA, confidence, known, moments, shares, spread
 from fedloom.methods.local import Local
-from fedloom.party import Client, Facts
-from fedloom.runs import run
 
 OTHER = {"threshold": 1.0}
 SMALL = {"model": "gcn-2x8", "rounds": 3}

@@ -6,15 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.methods.test_fml import client_of
 
+from fedloom.core.facts import Facts
+from fedloom.core.message import check, flatten
+from fedloom.core.facts import model_schema
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import MessageError
-from fedloom.learn import outputs
-from fedloom.message import check, flatten
-from fedloom.method import expected_reply, weights_schema
-from fedloom.methods._copilot import divergence
+from fedloom.experiments.run import run
+from fedloom.methods._shared.copilot import divergence
 from fedloom.methods.fedkd import FedKD, compressed, restored
-from fedloom.party import Facts
-from fedloom.runs import run
+from fedloom.nn.training import outputs
 
 MODEL = "gcn-2x8"
 QUICK = {"copilot": "gcn-2x8", "start": 0.6, "end": 0.8}
@@ -130,16 +130,16 @@ def test_energy_goes_from_start_to_end(node_federation, trainings):
 def test_factors_larger_than_the_matrix_are_refused():
     facts = Facts(12, 3, "node", ("0",), (MODEL,))
     method = FedKD(copilot="gcn-2x8")
-    whole = {name: torch.ones(shape) for name, _, shape in weights_schema(facts.build("gcn-2x8", "server"))}
+    whole = {name: torch.ones(shape) for name, _, shape in model_schema("gcn-2x8", facts)}
     fat = {**whole, "layers.0.weight": {"left": torch.ones(12, 7), "right": torch.ones(7, 8)}}
-    rows = {name: shape for name, _, shape in expected_reply(method, method.train, {}, (), facts, {"update": fat})}
+    rows = {name: shape for name, _, shape in FedKD.train.reply_schema(method, facts, {}, (), {"update": fat})}
     assert rows["update/layers.0.weight/left"] == (12, 4)
     assert rows["update/layers.0.bias"] == (8,)
-    expected = expected_reply(method, method.train, {}, (), facts, {"update": fat})
+    expected = FedKD.train.reply_schema(method, facts, {}, (), {"update": fat})
     with pytest.raises(MessageError, match=r"layers\.0\.weight/left"):
         check({"update": fat}, expected, "client '0'")
     thin = {**whole, "layers.0.weight": {"left": torch.ones(12, 4), "right": torch.ones(4, 8)}}
-    check({"update": thin}, expected_reply(method, method.train, {}, (), facts, {"update": thin}), "client '0'")
+    check({"update": thin}, FedKD.train.reply_schema(method, facts, {}, (), {"update": thin}), "client '0'")
 
 
 def test_factors_whose_product_is_infinite_are_refused_by_client(node_federation, monkeypatch):

@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedloom.graph import Federation
-from fedloom.learn import make_optimizer, step, weights
-from fedloom.message import flatten
-from fedloom.methods.fednh import FedNH, body, embedded, moved, spread
-from fedloom.party import Client, Facts
-from fedloom.runs import run
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.data.federation import Federation
+from fedloom.experiments.run import run
+from fedloom.methods.fednh import FedNH, embedded, moved, spread
+from fedloom.nn.training import make_optimizer, step
+from fedloom.nn.weights import body, weights
 
 SMALL = {"model": "gcn-2x8", "rounds": 3}
 

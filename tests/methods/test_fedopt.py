@@ -2,8 +2,8 @@
 
 import torch
 
-from fedloom.message import flatten
-from fedloom.runs import run
+from fedloom.core.message import flatten
+from fedloom.experiments.run import run
 
 
 def test_without_momentum_and_with_huge_tau_it_is_a_scaled_fedavg_step(node_federation):
@@ -16,7 +16,7 @@ def test_without_momentum_and_with_huge_tau_it_is_a_scaled_fedavg_step(node_fede
 
 
 def test_two_rounds_by_hand(node_federation, monkeypatch):
-    from fedloom.party import Server
+    from fedloom.core.server import Server
 
     averages, original = [], Server.mean
     monkeypatch.setattr(Server, "mean", lambda self, *a, **k: averages.append((k["model"], m := original(self, *a, **k))) or m)

@@ -11,19 +11,19 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import shortest_path
 from tests.methods.test_fedproto import MODEL, client_of, same
 
+from fedloom.core.message import flatten, unflatten
+from fedloom.core.replies import Replies
+from fedloom.data.graph import Graph
 from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError, MessageError
-from fedloom.graph import Graph
-from fedloom.message import flatten, unflatten
+from fedloom.experiments.run import run
 from fedloom.methods.fedpg import Around, FedPG, _adjacency, _at_most, _gathered, _shuffled
-from fedloom.party import Replies
-from fedloom.runs import run
 
 QUICK = {"rounds": 4, "server_lr": 0.05}
 OTHER = {"floor": 8, "top_peers": 1, "similar": 2.0, "most": 1, "nearest": 1, "t": 0.999, "band": 0.0005, "margin_cap": 0.0, "sure": 0.2}
-BESIDE = {
+NEEDS = {
     "annotate": {"sure": 0.2}, "sure": {"annotate": "pseudo"}, "most": {"neighbours": "any"},
     "t": {"pull": 5.0}, "band": {"pull": 5.0, "t": 0.9999}, "nearest": {"pull": 5.0, "t": 0.0},
 }  # fmt: skip

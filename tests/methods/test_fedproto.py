@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import torch
 
-from fedloom.message import flatten
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.experiments.run import run
 from fedloom.methods.fedproto import FedProto
-from fedloom.party import Client, Facts
-from fedloom.runs import run
 
 MODEL = "gcn-2x8"
 OTHER = {"floor": 12}  # more than some client has of some class

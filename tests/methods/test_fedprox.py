@@ -2,10 +2,10 @@
 
 import torch
 
-from fedloom.learn import squared_distance, weights
-from fedloom.message import flatten, tree_map
-from fedloom.models import build
-from fedloom.runs import run
+from fedloom.core.message import flatten, tree_map
+from fedloom.experiments.run import run
+from fedloom.nn.build import build_model
+from fedloom.nn.weights import squared_distance, weights
 
 
 def test_mu_zero_is_fedavg_bit_for_bit(federation):
@@ -24,7 +24,7 @@ def test_a_large_mu_keeps_clients_at_the_global_weights(node_federation):
 
 
 def test_the_distance_has_its_square_and_its_gradient():
-    net = build("gcn-2x4", 3, 2, seed=0)
+    net = build_model("gcn-2x4", 3, 2, seed=0)
     anchor = tree_map(lambda t: t - 2.0, weights(net))
     distance = squared_distance(net, anchor)
     assert torch.isclose(distance, torch.tensor(4.0 * sum(p.numel() for p in net.parameters())))

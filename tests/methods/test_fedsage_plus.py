@@ -6,13 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.data.graph import Graph
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError, MessageError
-from fedloom.graph import Graph
-from fedloom.message import flatten
+from fedloom.experiments.run import run
 from fedloom.methods.fedsage_plus import FGEN, FedSagePlus, closest, generate, impair, mend, nearest, noisy
-from fedloom.party import Client, Facts
-from fedloom.runs import run
 
 QUICK = {"generator_rounds": 2, "latent": 4, "most": 2, "sample": 6, "generator_lr": 0.05}
 OTHER = {"most": 1}

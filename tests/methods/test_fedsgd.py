@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedloom.graph import disjoint_union
-from fedloom.learn import make_optimizer, step
-from fedloom.message import flatten
-from fedloom.party import Client, Facts
-from fedloom.runs import run
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.data.federation import disjoint_union
+from fedloom.experiments.run import run
+from fedloom.nn.training import make_optimizer, step
 
 
 def test_equals_central_training_on_the_disjoint_union(federation):

@@ -6,13 +6,15 @@ from itertools import pairwise
 import pytest
 import torch
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.data.federation import Federation
+from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError
-from fedloom.graph import Federation, Graph
-from fedloom.learn import weights
-from fedloom.message import flatten
+from fedloom.experiments.run import run
 from fedloom.methods.fedspray import FeatureStructure, FedSpray, mixed, scaled, targets
-from fedloom.party import Client, Facts
-from fedloom.runs import run
+from fedloom.nn.weights import weights
 
 MODEL = "gcn-2x8"
 SMALL = {"model": MODEL, "rounds": 3, "width": 5}

@@ -6,13 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.core.replies import Replies
+from fedloom.data.federation import Federation
+from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError
-from fedloom.graph import Federation, Graph
-from fedloom.learn import load_weights, weights
-from fedloom.message import flatten
+from fedloom.experiments.run import run
 from fedloom.methods.fedstar import WALKERS, FedStar, return_probabilities, structure_of
-from fedloom.party import Client, Facts, Replies
-from fedloom.runs import run
+from fedloom.nn.weights import load_weights, weights
 
 QUICK = {"walk": 4, "degrees": 4}
 SMALL = {"model": "gin-2x8", "rounds": 3, **QUICK}

@@ -7,21 +7,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fedloom.core.message import flatten
+from fedloom.core.registry import make_method
+from fedloom.data.federation import Federation
 from fedloom.data.partition import _cross_edges, divide
 from fedloom.data.synthetic import synthetic
 from fedloom.engines.loop import Engine as Loop
-from fedloom.errors import ConfigError, MessageError
-from fedloom.graph import Federation
-from fedloom.message import flatten
-from fedloom.method import make_method
-from fedloom.methods.fedstruct import Encoder
-from fedloom.models import build
-from fedloom.privacy.secure_sum import Refusal
-from fedloom.runs import run
+from fedloom.errors import ConfigError, MessageError, Refusal
+from fedloom.experiments.run import run
+from fedloom.methods.fedstruct.method import Encoder
+from fedloom.nn.build import build_model
 
 QUICK = {"hops": 3, "p": 4, "d_s": 8, "hidden": "6", "walk": 3, "query_limit": 10**6}
 OTHER = {"beta": "0,1,0,1", "hidden": "5", "hops": 2, "query_limit": 3, "walk": 2}
-BESIDE = {"walk": {"structure": "fed"}, "query_limit": {"private": True}}
+NEEDS = {"walk": {"structure": "fed"}, "query_limit": {"private": True}}
 MODEL = "dgcn-2x8"
 
 
@@ -227,7 +226,7 @@ def central_step(federation, settings, model, S, A, lr=0.1):
     total, labelled = torch.zeros(()), 0
     ids = torch.cat([g.node_id for _, g in sorted(zip(federation.names, federation.graphs, strict=True))])
     for g in federation.graphs:
-        net = build(MODEL, g.num_features, g.num_classes, dropout=0.0, seed=0)
+        net = build_model(MODEL, g.num_features, g.num_classes, dropout=0.0, seed=0)
         h = torch.func.functional_call(net, part("feature/"), (g,))
         q = leaves.get("S", S)
         if not method.absorbed:

@@ -8,17 +8,19 @@ import torch.nn.functional as F
 from tests.methods.test_dense import reaches, same, scene
 from tests.watching import Largest
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.data.federation import Federation
+from fedloom.data.graph import Graph
 from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic
 from fedloom.errors import ConfigError, MessageError
-from fedloom.graph import Federation, Graph
-from fedloom.learn import weights
+from fedloom.experiments.run import run
 from fedloom.methods.dense import Ensemble, linked
 from fedloom.methods.fedgen import diversity as pair_by_pair
 from fedloom.methods.fedtad import FedTAD, disagreement, diversity, reliability_of, shares, weigh
-from fedloom.models import build
-from fedloom.party import Client, Facts
-from fedloom.runs import run
+from fedloom.nn.build import build_model
+from fedloom.nn.weights import weights
 
 QUICK = {"batches": 2, "nodes": 20, "noise": 4, "generator_steps": 2, "student_steps": 2}
 SMALL = {"model": "gcn-2x8", "rounds": 3, **QUICK}
@@ -224,7 +226,7 @@ def test_the_student_comes_closer_to_who_knows_than_the_average():
     skewed = divide(graph, 4, "dirichlet", 0, split="40/30/30", options={"alpha": 0.1})
     settings = {"model": "gcn-2x8", "dropout": 0.0, "rounds": 1, "epochs": 60, "noise": 8, "student_lr": 1e-3}
     average, student = (run("fedtad", skewed, **settings, batches=batches) for batches in (0, 30))
-    net = build("gcn-2x8", 12, 3, dropout=0.0, seed=0)
+    net = build_model("gcn-2x8", 12, 3, dropout=0.0, seed=0)
     ensemble = Ensemble(net, [average.models[c] for c in skewed.names])
     share = shares({c: reliability_of(g.hide_labels(), 5, 3) for c, g in zip(skewed.names, skewed.graphs, strict=True)})
     gap = {}

@@ -7,10 +7,10 @@ import torch
 from tests.methods.test_fedproto import MODEL, same
 
 from fedloom.errors import ConfigError
+from fedloom.experiments.run import run
 from fedloom.methods.fedtgp import Anchors, FedTGP
-from fedloom.runs import run
 
-BESIDE = {"margin_cap": {"server_lr": 0.1}}
+NEEDS = {"margin_cap": {"server_lr": 0.1}}
 OTHER = {"floor": 12, "margin_cap": 0.0}
 
 

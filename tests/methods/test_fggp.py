@@ -8,15 +8,17 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.data.federation import Federation
+from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError
-from fedloom.graph import Federation, Graph
-from fedloom.learn import load_weights, weights
-from fedloom.message import flatten
+from fedloom.experiments.run import run
 from fedloom.methods.fggp import FGGP, alignment, annotated, candidates, class_centres, pairs_of, reconstruction, scores, vote
 from fedloom.methods.fpl import cluster_means
-from fedloom.models import build
-from fedloom.party import Client, Facts
-from fedloom.runs import run
+from fedloom.nn.build import build_model
+from fedloom.nn.weights import load_weights, weights
 
 SMALL = {"model": "gcn-2x8", "rounds": 3}
 OFF = {"second": 0.0, "links": 0.0, "align": 0.0}
@@ -202,7 +204,7 @@ def test_global_evaluation_votes_with_the_new_clusters(node_federation, training
     seen = trainings()
     result = run("fggp", node_federation, evaluation="global", **SMALL)
     told = cluster_means(list(seen[-1][1].values()))
-    net = build("gcn-2x8", 12, 3, dropout=0.0, seed=0)
+    net = build_model("gcn-2x8", 12, 3, dropout=0.0, seed=0)
     load_weights(net, result.models["server"])
     right = total = 0
     for graph in node_federation.graphs:

@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.watching import Largest
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.data.federation import Federation
+from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError
-from fedloom.graph import Federation, Graph
-from fedloom.message import flatten
+from fedloom.experiments.run import run
 from fedloom.methods import fgssl
 from fedloom.methods.fgssl import FGSSL, contrast, neighbour_odds, structure, unit
-from fedloom.party import Client, Facts
-from fedloom.runs import run
 
 SMALL = {"model": "gcn-2x8", "rounds": 3}
 WHOLE = {"weak_edges": 0.0, "weak_columns": 0.0, "strong_edges": 0.0, "strong_columns": 0.0}

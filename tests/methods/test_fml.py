@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
 from fedloom.errors import ConfigError
-from fedloom.learn import outputs
-from fedloom.message import flatten
-from fedloom.methods._copilot import divergence
+from fedloom.experiments.run import run
+from fedloom.methods._shared.copilot import divergence
 from fedloom.methods.fml import FML
-from fedloom.party import Client, Facts
-from fedloom.runs import run
+from fedloom.nn.training import outputs
 
 MODEL = "gcn-2x8"
 QUICK = {"copilot": "gcn-2x8"}

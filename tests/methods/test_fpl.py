@@ -8,13 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.data.federation import Federation
 from fedloom.engines.loop import Engine as Loop
-from fedloom.graph import Federation
-from fedloom.message import flatten
+from fedloom.experiments.run import run
+from fedloom.methods._shared.prototypes import clusters, told
 from fedloom.methods.fpl import FPL, cluster_means, contrast
-from fedloom.party import Client, Facts
-from fedloom.prototypes import clusters, told
-from fedloom.runs import run
 
 SMALL = {"model": "gcn-2x8", "rounds": 3}
 

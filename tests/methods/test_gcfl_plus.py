@@ -5,21 +5,23 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.core.replies import Replies
+from fedloom.data.federation import Federation
 from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic_graphs
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError
-from fedloom.graph import Federation
-from fedloom.learn import body, load_weights, weights
-from fedloom.message import flatten
+from fedloom.experiments.run import run
 from fedloom.methods.gcfl_plus import GCFLPlus, cut, dtw
 from fedloom.methods.local import Local
-from fedloom.party import Client, Facts, Replies
-from fedloom.runs import run
+from fedloom.nn.weights import body, load_weights, weights
 
 QUICK = {"after": 1, "sequence": 2, "eps1": 1e9, "eps2": 0.0}  # a cut in the second round
 OTHER = {"eps1": 0.0, "eps2": 1e9}
-BESIDE = {"standardise": {"seed": 3}}  # where trends part three clients otherwise than lengths do
+NEEDS = {"standardise": {"seed": 3}}  # where trends part three clients otherwise than lengths do
 SMALL = {"model": "gin-2x8", "rounds": 4, **QUICK}
 
 

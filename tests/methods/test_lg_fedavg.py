@@ -5,16 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.data.federation import Federation
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError
-from fedloom.graph import Federation
-from fedloom.learn import body, load_weights, weights
-from fedloom.message import flatten
+from fedloom.experiments.run import run
 from fedloom.methods import lg_fedavg
 from fedloom.methods.lg_fedavg import first_head
 from fedloom.methods.local import Local
-from fedloom.party import Client, Facts
-from fedloom.runs import run
+from fedloom.nn.weights import body, load_weights, weights
 
 CONTRACT_MODELS = "gcn-2x8+linear,gat-2x8+linear,sage-2x8+linear"
 SMALL = {"model": "gcn-2x8", "rounds": 3}

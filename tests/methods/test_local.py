@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from fedloom.message import flatten
-from fedloom.runs import run
+from fedloom.core.message import flatten
+from fedloom.experiments.run import run
 
 
 def test_nothing_travels_but_scores(federation):

@@ -3,10 +3,11 @@
 import torch
 import torch.nn.functional as F
 
-from fedloom.message import flatten
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.experiments.run import run
 from fedloom.methods.moon import Moon
-from fedloom.party import Client, Facts
-from fedloom.runs import run
 
 
 def test_mu_zero_is_fedavg(node_federation):

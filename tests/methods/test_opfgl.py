@@ -8,15 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.data.graph import Graph
 from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic
 from fedloom.errors import ConfigError, MessageError
-from fedloom.graph import Graph
-from fedloom.message import flatten
+from fedloom.experiments.run import run
 from fedloom.methods.opfgl import VARIANTS, Alignment, LinkPredictor, OpFGL, balanced, smoothness
-from fedloom.models import propagated
-from fedloom.party import Client, Facts
-from fedloom.runs import run
+from fedloom.nn.smoothing import propagated
 
 # Short, and such that every setting matters: classes with several pseudo-nodes, two classes for HRE, clamps that bite.
 QUICK = {

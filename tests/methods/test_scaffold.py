@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import torch
 
+from fedloom.core.message import flatten, tree_map
 from fedloom.engines.loop import Engine
-from fedloom.message import flatten, tree_map
-from fedloom.runs import run
+from fedloom.experiments.run import run
 
 
 def spy(monkeypatch):

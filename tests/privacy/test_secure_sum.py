@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
 
-from fedloom.errors import ConfigError, FedloomError, MessageError
+from fedloom.core.facts import SecureTerms
+from fedloom.errors import ConfigError, FedloomError, MessageError, Refusal
 from fedloom.privacy import secure_sum, shamir
-from fedloom.privacy.secure_sum import Collector, Member, Refusal, Terms, TooFew, decode, encode, neighbourhood, pieces
+from fedloom.privacy.secure_sum import Collector, Member, TooFew, decode, encode, neighbourhood, pieces
 
 MANY = "FEDLOOM_SECURE_CASES" in os.environ
 CASES = int(os.environ.get("FEDLOOM_SECURE_CASES", "200"))
@@ -94,7 +95,7 @@ def plain_sum(vectors, positions, bits):
 
 
 def drive(n=5, stage="advertise", terms=None, lost=None, **kwargs):
-    terms = terms or Terms()
+    terms = terms or SecureTerms()
     return Drive(terms, random_vectors(range(n), terms), lost, **kwargs).until(stage)
 
 
@@ -142,7 +143,7 @@ def every_pattern(n):
 
 @pytest.mark.parametrize("threshold", [0.5, 2 / 3, 0.8])
 def test_every_dropout_pattern_of_three(threshold):
-    seen = Counter(check_case(Terms(threshold, bits=32 + i % 2 * 32), range(3), lost, i) for i, lost in enumerate(every_pattern(3)))
+    seen = Counter(check_case(SecureTerms(threshold, bits=32 + i % 2 * 32), range(3), lost, i) for i, lost in enumerate(every_pattern(3)))
     assert sum(seen.values()) == 5**3
     assert seen["sum"] == (4 if threshold == 0.5 else 1)  # all must survive; after that t = 2 of them can do without the third
 
@@ -150,7 +151,7 @@ def test_every_dropout_pattern_of_three(threshold):
 @pytest.mark.parametrize(("threshold", "neighbours", "step"), [(0.5, 0, 1), (2 / 3, 0, 11), (0.8, 0, 11), (0.5, 2, 11)])
 def test_every_dropout_pattern_of_five(threshold, neighbours, step):
     patterns = list(enumerate(every_pattern(5)))[:: 1 if MANY else step]
-    seen = Counter(check_case(Terms(threshold, neighbours, 32 + i % 2 * 32), range(5), lost, i) for i, lost in patterns)
+    seen = Counter(check_case(SecureTerms(threshold, neighbours, 32 + i % 2 * 32), range(5), lost, i) for i, lost in patterns)
     assert {"advertise", "share", "mask", "unmask", "sum"} <= seen.keys()
     if len(patterns) == 5**5 and neighbours == 0:  # any parties, as many as are tolerated, each at any of four stages
         tolerated = 5 - {0.5: 3, 2 / 3: 4, 0.8: 5}[threshold]
@@ -159,10 +160,10 @@ def test_every_dropout_pattern_of_five(threshold, neighbours, step):
 
 @st.composite
 def cases(draw):
-    """Terms, who takes part, who is lost where: mostly about as many as are tolerated."""
+    """SecureTerms, who takes part, who is lost where: mostly about as many as are tolerated."""
     n, complete = draw(st.sampled_from([(10, True)] * 5 + [(10, False)] * 6 + [(5, False), (3, True)] + [(50, False)] * 3 + [(50, True)]))
     k = 0 if complete else draw(st.sampled_from([2, 4, 5, 8] if n <= 10 else [4, 8, 12, 21]))
-    terms = Terms(draw(st.sampled_from([0.5, 2 / 3, 0.8])), k, draw(st.sampled_from([32, 64])))
+    terms = SecureTerms(draw(st.sampled_from([0.5, 2 / 3, 0.8])), k, draw(st.sampled_from([32, 64])))
     population = n + draw(st.sampled_from([0, 0, 1, 7]))
     shuffled = draw(st.permutations(range(population)))
     members = n if complete else min(n, k + k % 2 + 1)
@@ -175,9 +176,9 @@ def cases(draw):
 @pytest.mark.timeout(7200)
 @settings(max_examples=CASES, suppress_health_check=list(HealthCheck))
 @given(case=cases())
-@example(case=(Terms(), range(50), {}, 1, 50))
-@example(case=(Terms(), range(50), {p: STAGES[p % 4] for p in range(16)}, 2, 50))  # the last loss that is tolerated
-@example(case=(Terms(), range(50), {p: STAGES[p % 4] for p in range(17)}, 3, 50))  # and one too many
+@example(case=(SecureTerms(), range(50), {}, 1, 50))
+@example(case=(SecureTerms(), range(50), {p: STAGES[p % 4] for p in range(16)}, 2, 50))  # the last loss that is tolerated
+@example(case=(SecureTerms(), range(50), {p: STAGES[p % 4] for p in range(17)}, 3, 50))  # and one too many
 def test_random_dropout_patterns(case):
     terms, positions, lost, seed, population = case
     check_case(terms, positions, lost, seed, population)
@@ -186,7 +187,7 @@ def test_random_dropout_patterns(case):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_party_lost_at_any_stage_is_survived(stage):
     """Flower's SecAgg+ ends the round when one is lost in setup or while sharing keys."""
-    assert check_case(Terms(), range(10), {4: stage}) == "sum"
+    assert check_case(SecureTerms(), range(10), {4: stage}) == "sum"
 
 
 def around_the_circle(n, k):
@@ -203,7 +204,7 @@ def test_lost_parties_with_which_no_survivor_padded_are_not_needed():
     """On a ring of ten, two side by side are cut off by others lost before, and then lost too: nobody is left to open their keys."""
     ring = around_the_circle(10, 2)
     lost = dict.fromkeys((ring[0], ring[3]), "advertise") | dict.fromkeys(ring[1:3], "mask")
-    assert check_case(Terms(0.5, neighbours=2), range(10), lost) == "sum"
+    assert check_case(SecureTerms(0.5, neighbours=2), range(10), lost) == "sum"
 
 
 def test_two_sums_in_a_row_have_nothing_in_common():
@@ -228,7 +229,7 @@ def test_two_sums_in_a_row_have_nothing_in_common():
     ],
 )
 def test_a_proposal_that_breaks_the_terms_is_refused(change, text):
-    proposal = {"position": 1, "population": 5, "terms": Terms(), "run": RUN, "number": 0, "roster": np.ones(5, bool), "threshold": 4}
+    proposal = {"position": 1, "population": 5, "terms": SecureTerms(), "run": RUN, "number": 0, "roster": np.ones(5, bool), "threshold": 4}
     Member(**proposal)
     with pytest.raises(Refusal, match=text):
         Member(**proposal | change)
@@ -236,9 +237,9 @@ def test_a_proposal_that_breaks_the_terms_is_refused(change, text):
 
 def test_the_threshold_counts_the_neighbourhood_not_the_roster():
     proposal = {"position": 1, "population": 50, "run": RUN, "number": 0, "roster": np.ones(50, bool), "threshold": 8}
-    Member(terms=Terms(neighbours=10), **proposal)
+    Member(terms=SecureTerms(neighbours=10), **proposal)
     with pytest.raises(Refusal, match="threshold 8 of 50 is too low, the terms ask for at least 34"):
-        Member(terms=Terms(), **proposal)
+        Member(terms=SecureTerms(), **proposal)
 
 
 def untimely(member, stage):
@@ -333,7 +334,7 @@ def test_too_few_around_it_are_refused_at_every_stage():
     refused("3 of the 5 parties around it answered, fewer than 4", "share", without(3, 4, argument=ANSWERED))
     refused("3 of the 5 parties around it shared, fewer than 4", "mask", without(3, 4, argument=SHARED))
     refused("3 of the 5 parties around it survived, fewer than 4", "unmask", without(3, 4, argument=SURVIVORS))
-    half = Terms(0.5)
+    half = SecureTerms(0.5)
     refused("2 parties answered, fewer than 3", "share", without(2, argument=ANSWERED), n=3, terms=half)
     refused("2 parties shared, fewer than 3", "mask", without(2, argument=SHARED), n=3, terms=half)
     refused("2 parties survived, fewer than 3", "unmask", without(2, argument=SURVIVORS), n=3, terms=half)
@@ -345,7 +346,7 @@ def test_too_few_around_it_are_refused_at_every_stage():
 )
 def test_parties_from_nowhere_are_refused(stage, lost, did, argument):
     asked = [0, 1, 2, 3, 4] if lost else [0, 1, 2, 4, 5]
-    sums = Drive(Terms(), random_vectors(asked, Terms()), lost, population=6).until(stage)
+    sums = Drive(SecureTerms(), random_vectors(asked, SecureTerms()), lost, population=6).until(stage)
     sums.requests[1][argument][3] = True
     with pytest.raises(Refusal, match=rf"parties \[3\] are said to have {did}, but were not there a stage before"):
         sums.ask(1)
@@ -409,7 +410,7 @@ def test_both_kinds_of_share_of_one_peer_are_never_handed_out():
 
 def test_survivors_that_fall_apart():
     """On a ring of ten, without two that stand opposite, the server would see two sums instead of one."""
-    terms = Terms(0.5, neighbours=2)
+    terms = SecureTerms(0.5, neighbours=2)
     ring = around_the_circle(10, 2)
     lost = {ring[0]: "mask", ring[5]: "mask"}
     with pytest.raises(TooFew, match="fall into 2 pieces, and the sum of each would be open; nothing was released"):
@@ -430,7 +431,7 @@ class Careless(Collector):
 
 @pytest.mark.parametrize("threshold", [0.5, 2 / 3])
 def test_every_client_refuses_what_a_careful_server_would_not_ask(threshold):
-    terms, everybody = Terms(threshold), {p: set(range(5)) - {p} for p in range(5)}
+    terms, everybody = SecureTerms(threshold), {p: set(range(5)) - {p} for p in range(5)}
     vectors = random_vectors(range(5), terms)
     asked = 0
     for lost in [lost for i, lost in enumerate(every_pattern(5)) if i % 7 == 0]:
@@ -461,7 +462,7 @@ def test_every_client_refuses_what_a_careful_server_would_not_ask(threshold):
     ],
 )
 def test_messages_that_are_not_as_they_should_be(stage, change, text):
-    terms = Terms()
+    terms = SecureTerms()
     sums = Drive(terms, random_vectors([0, 1, 2, 3, 5], terms), population=6).until(stage)
     with pytest.raises(MessageError, match=text.format(stage=stage)):
         sums.step(change)
@@ -494,7 +495,7 @@ def test_stages_of_the_server_come_in_order():
 
 def test_a_sum_over_two_is_not_begun():
     with pytest.raises(TooFew, match="2 parties are asked, at least 3 are needed; nothing was released"):
-        Collector(Terms(), RUN, 0, flags([0, 3], 5), 4)
+        Collector(SecureTerms(), RUN, 0, flags([0, 3], 5), 4)
 
 
 def test_too_few_says_how_many():
@@ -504,7 +505,7 @@ def test_too_few_says_how_many():
             drive(10, lost=lost).run()
     for stage, did in zip(STAGES[:3], ("advertised keys", "shared their secrets", "sent their vectors"), strict=True):
         with pytest.raises(TooFew, match=f"2 parties {did}, at least 3 are needed; nothing was released"):
-            drive(3, terms=Terms(0.5), lost={2: stage}).run()
+            drive(3, terms=SecureTerms(0.5), lost={2: stage}).run()
 
 
 @pytest.mark.parametrize(("owner", "lost"), [(4, {}), (2, {2: "mask"})], ids=["seed", "mask key"])
@@ -585,8 +586,8 @@ class Bare(Member):
 
 @pytest.mark.parametrize(("member", "hidden"), [(Member, True), (Bare, False)])
 def test_what_the_server_sees_looks_random(member, hidden):
-    vectors = {p: encode({"w": np.full(200_000, 0.25)}, Terms(), 3) for p in range(3)}
-    sums = Drive(Terms(), vectors, member=member).until("mask")
+    vectors = {p: encode({"w": np.full(200_000, 0.25)}, SecureTerms(), 3) for p in range(3)}
+    sums = Drive(SecureTerms(), vectors, member=member).until("mask")
     p_values = monobit_and_bytes(sums.ask(1))
     assert (min(p_values) > 1e-9) == hidden  # fresh secrets every time: by chance once in 10^8
 
@@ -670,7 +671,7 @@ def own_key(member):
 @pytest.mark.parametrize("member", [Member, OwnPadOnly])
 def test_inputs_with_equal_sums_make_the_same_transcripts(survivors, n, member, monkeypatch):
     """Exact: with the own pads known, and those with a lost party, masked vectors are distributed by the sum of the inputs alone."""
-    terms = Terms(0.5, bits=32)
+    terms = SecureTerms(0.5, bits=32)
     sums = Drive(terms, random_vectors(range(n), terms), member=member).until("mask")
     by_sum = {}
     for inputs in product(range(4), repeat=3):
@@ -688,7 +689,7 @@ def test_inputs_with_equal_sums_make_the_same_transcripts(survivors, n, member, 
 @settings(max_examples=20)
 def test_other_inputs_with_the_same_sum_explain_what_the_server_sees(seed, bits, lost):
     """Constructive: real vectors, real pads; others with the same sum, other pads between survivors, the same masked vectors."""
-    terms = Terms(0.5, bits=bits)
+    terms = SecureTerms(0.5, bits=bits)
     vectors = random_vectors(range(5), terms, 50, seed)
     sums = Drive(terms, vectors).until("mask")
     survivors = [p for p in range(5) if p != lost]
@@ -722,8 +723,8 @@ def test_nothing_travels_in_the_clear():
     forms = []
     for scale in (1, 1000):
         tensors = [{"count": np.array(scale * (p + 1)), "weights": np.full(9, 0.5 * scale * p)} for p in range(4)]
-        vectors = {p: encode(tensors[p], Terms(), 4) for p in range(4)}
-        sums = Drive(Terms(), vectors)
+        vectors = {p: encode(tensors[p], SecureTerms(), 4) for p in range(4)}
+        sums = Drive(SecureTerms(), vectors)
         sums.run()
         forms.append([(stage, p, [(a.dtype, a.shape) for a in (*request, reply)]) for stage, p, request, reply in sums.transcript])
         clear = {int(word) for vector in vectors.values() for word in vector} - {0}
@@ -737,7 +738,7 @@ def test_nothing_travels_in_the_clear():
         }
         requests = {(stage, a.dtype.str) for stage, _, request, _ in sums.transcript for a in request}
         assert requests == {("share", "|u1"), ("share", "|b1"), ("mask", "|b1"), ("unmask", "|b1"), ("unmask", "|u1")}
-        back = decode(sums.total, {"count": ("int64", ()), "weights": ("float32", (9,))}, Terms(), 4)
+        back = decode(sums.total, {"count": ("int64", ()), "weights": ("float32", (9,))}, SecureTerms(), 4)
         assert back["count"] == 10 * scale
         assert (back["weights"] == 3.0 * scale).all()
     assert forms[0] == forms[1]
@@ -775,7 +776,7 @@ def aes_counter(key, length):
 
 @pytest.mark.parametrize("bits", [32, 64])
 def test_every_byte_of_a_client_by_hand(bits):
-    terms = Terms(bits=bits)
+    terms = SecureTerms(bits=bits)
     vectors = random_vectors(range(4), terms, 5)
     sums = Drive(terms, vectors, number=7)
     private = {p: (m._cipher_key.private_bytes_raw(), m._mask_key.private_bytes_raw(), m._seed) for p, m in sums.members.items()}
@@ -838,13 +839,13 @@ def test_no_key_encrypts_two_messages(monkeypatch):
 )
 def test_terms_that_cannot_be(change, text):
     with pytest.raises(ConfigError, match=text):
-        Terms(**change)
+        SecureTerms(**change)
 
 
 @pytest.mark.parametrize(("bits", "largest"), [(32, 2.0**24), (64, 2.0**56)])
 def test_no_room_for_fractions_names_the_settings(bits, largest):
     with pytest.raises(ConfigError, match=f"secure_range is .* 1000 parties in secure_bits = {bits} leaves no bit for fractions"):
-        Terms(bits=bits, range=largest).fraction_bits(1000)
+        SecureTerms(bits=bits, range=largest).fraction_bits(1000)
 
 
 @pytest.mark.parametrize(
@@ -852,17 +853,17 @@ def test_no_room_for_fractions_names_the_settings(bits, largest):
 )
 def test_t_is_the_smallest_number_above_the_share(threshold, share):
     for members in range(3, 300):
-        assert Terms(threshold).quorum(members) == min(t for t in range(1, members + 1) if t > share * members)
+        assert SecureTerms(threshold).quorum(members) == min(t for t in range(1, members + 1) if t > share * members)
 
 
 def test_a_threshold_of_nearly_all_is_all():
-    assert Terms(0.99999999).quorum(10) == 10
+    assert SecureTerms(0.99999999).quorum(10) == 10
 
 
 @pytest.mark.parametrize("run", [bytes(15), bytes(17)])
 def test_a_run_has_an_id_of_16_bytes(run):
     with pytest.raises(ValueError, match="16 bytes"):
-        Collector(Terms(), run, 0, np.ones(3, bool), 1)
+        Collector(SecureTerms(), run, 0, np.ones(3, bool), 1)
 
 
 # ---- numbers ----
@@ -873,7 +874,7 @@ def test_a_run_has_an_id_of_16_bytes(run):
     data=st.data(),
 )
 def test_floats_to_the_nearest_multiple_and_no_sum_wraps(parties, bits, largest, data):
-    terms = Terms(bits=bits, range=largest)
+    terms = SecureTerms(bits=bits, range=largest)
     try:
         f = terms.fraction_bits(parties)
     except ConfigError:
@@ -897,7 +898,7 @@ def test_floats_to_the_nearest_multiple_and_no_sum_wraps(parties, bits, largest,
 @pytest.mark.parametrize("bits", [32, 64])
 @pytest.mark.parametrize("parties", [3, 10, 1000])
 def test_integers_are_exact_up_to_the_limit(bits, parties):
-    terms = Terms(bits=bits)
+    terms = SecureTerms(bits=bits)
     most = terms.largest_integer(parties)
     assert parties * most < 2 ** (bits - 1) <= parties * (most + 1)
     values = np.array([[most, -most], [0, 1]])
@@ -915,19 +916,19 @@ def test_integers_are_exact_up_to_the_limit(bits, parties):
 @pytest.mark.parametrize("bad", [np.iinfo(np.int64).min, np.iinfo(np.int64).max, np.uint64(2**64 - 1)])
 def test_integers_whose_absolute_value_would_overflow(bad):
     with pytest.raises(MessageError, match="tensor 'layer/count' holds"):
-        encode({"layer/count": np.array([bad])}, Terms(), 3)
+        encode({"layer/count": np.array([bad])}, SecureTerms(), 3)
 
 
 @pytest.mark.parametrize("bad", [8.0000001, -9.0, 1e300, math.nan, math.inf, -math.inf])
 def test_values_out_of_range_are_an_error_and_never_clipped(bad):
     """Flower clips beyond 8 and says nothing."""
     with pytest.raises(MessageError, match=r"tensor 'model/w' holds a number that is not within ±8 \(secure_range\)"):
-        encode({"model/a": np.ones(3), "model/w": np.array([1.0, bad])}, Terms(range=8.0), 5)
+        encode({"model/a": np.ones(3), "model/w": np.array([1.0, bad])}, SecureTerms(range=8.0), 5)
 
 
 def test_rounding_is_reproducible_and_halves_go_to_even():
     """Flower rounds at random."""
-    terms = Terms(bits=32, range=2.0**20)
+    terms = SecureTerms(bits=32, range=2.0**20)
     unit = 2.0 ** -terms.fraction_bits(100)
     values = {"x": np.array([0.5, 1.5, 2.5, -0.5, -1.5, 0.4999]) * unit}
     for _ in range(3):
@@ -945,23 +946,23 @@ def test_tensors_of_all_kinds_side_by_side():
         "ab": np.array([7, 250], np.uint8),
     }
     like = {name: (np.asarray(t).dtype, np.asarray(t).shape) for name, t in reversed(tensors.items())}
-    total = encode(tensors, Terms(), 3) * np.uint64(3)
-    back = decode(total, like, Terms(), 3)
+    total = encode(tensors, SecureTerms(), 3) * np.uint64(3)
+    back = decode(total, like, SecureTerms(), 3)
     assert list(back) == sorted(tensors)
     for name, tensor in tensors.items():
         assert back[name].shape == np.shape(tensor)
         assert back[name].dtype == (np.float64 if like[name][0].kind == "f" else np.int64)
         assert (back[name] == 3 * np.asarray(tensor).astype(back[name].dtype)).all()
-    assert encode({}, Terms(), 3).shape == (0,)
+    assert encode({}, SecureTerms(), 3).shape == (0,)
 
 
 def test_what_is_not_a_number_or_does_not_fit():
     with pytest.raises(MessageError, match="tensor 'x' has dtype complex128"):
-        encode({"x": np.zeros(2, complex)}, Terms(), 3)
+        encode({"x": np.zeros(2, complex)}, SecureTerms(), 3)
     with pytest.raises(MessageError, match=r"got uint64\[4\], expected uint64\[3\]"):
-        decode(np.zeros(4, np.uint64), {"x": ("float32", (3,))}, Terms(), 3)
+        decode(np.zeros(4, np.uint64), {"x": ("float32", (3,))}, SecureTerms(), 3)
     with pytest.raises(MessageError, match=r"got uint64\[3\], expected uint32\[3\]"):
-        decode(np.zeros(3, np.uint64), {"x": ("float32", (3,))}, Terms(bits=32), 3)
+        decode(np.zeros(3, np.uint64), {"x": ("float32", (3,))}, SecureTerms(bits=32), 3)
     sums = drive(stage="mask")
     with pytest.raises(MessageError, match=r"the vector is int64\[3\], expected words of 32 or 64 bits"):
         sums.members[0].mask(np.zeros(3, np.int64), *sums.requests[0])

@@ -7,15 +7,16 @@ import pytest
 import torch
 from rich.console import Console
 from tests import test_contract as contract
-from tests.privacy.test_masked import NAMES, begin, make
+from tests.privacy.test_secure_aggregation import NAMES, begin, make
 
-from fedloom import show
-from fedloom.errors import ConfigError, FedloomError, MessageError
-from fedloom.method import Method, averaged, phase, summed
+from fedloom.core.facts import SecureTerms
+from fedloom.core.method import Method
+from fedloom.core.phase import averaged, phase, summed
+from fedloom.errors import ConfigError, FedloomError, MessageError, Refusal
+from fedloom.experiments.report import tables as show
+from fedloom.experiments.run import run
+from fedloom.methods.fed_pub import masked
 from fedloom.methods.fedavg import FedAvg
-from fedloom.privacy import masked
-from fedloom.privacy.secure_sum import Refusal, Terms
-from fedloom.runs import run
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Odd(Method):
 def both(name):
     """(What the plain run gives or raises, what the secure one does)."""
     found = []
-    for terms in (None, Terms()):
+    for terms in (None, SecureTerms()):
         server, _, method = make(terms, method=Odd())
         function = getattr(method, name)
         try:
@@ -138,7 +139,7 @@ def test_a_negative_weight_is_refused_in_a_secure_run_too():
 
 def test_weights_are_asked_once_secure_or_not():
     found = []
-    for terms in (None, Terms()):
+    for terms in (None, SecureTerms()):
         server, _, method = make(terms, method=Odd())
         found.append([server.mean(method.grown)["x"].item() for _ in range(3)])
     assert found[1] == pytest.approx(found[0])
@@ -163,20 +164,20 @@ def test_an_empty_tensor_can_be_added():
 
 
 def test_nobody_asked_is_not_called_a_difference_in_shape():
-    server, _, method = make(Terms(), method=Odd())
+    server, _, method = make(SecureTerms(), method=Odd())
     with pytest.raises(FedloomError) as error:
         server.sum(method.counts, clients=[])
     assert "differ in shape" not in str(error.value)
 
 
 def test_a_phase_that_declares_no_answer_gives_none_in_a_secure_run():
-    _, engine, _ = make(Terms(), method=Odd())
+    _, engine, _ = make(SecureTerms(), method=Odd())
     with pytest.raises(MessageError):
         engine.call("talks", {"a": {}})
 
 
 def test_a_masking_that_is_refused_changes_nothing_at_the_client():
-    server, engine, method = make(Terms(), method=Odd())
+    server, engine, method = make(SecureTerms(), method=Odd())
     asked = []
     original = engine.call
     server._call = lambda name, sent: asked.append((name, sent)) or original(name, sent)
@@ -219,7 +220,7 @@ def test_an_error_of_a_secure_run_names_the_client_and_holds_no_number_of_its(tm
 
 
 def test_out_of_range_in_a_mean_says_that_the_weight_is_in_it():
-    server, _, method = make(Terms(range=60.0))
+    server, _, method = make(SecureTerms(range=60.0))
     with pytest.raises(MessageError, match="weight"):
         server.mean(method.blend, model={"w": torch.full((1,), 5.0)})  # no tensor holds more than 12; 17 x 12 does
 

@@ -36,9 +36,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedloom.data import files, synthetic
+from fedloom.data.graph import SPARSE_FEATURES_BELOW, Graph, Task
+from fedloom.data.sparse import Sparse
 from fedloom.errors import ConfigError, DataError, unknown
-from fedloom.graph import SPARSE_FEATURES_BELOW, Graph, Task
-from fedloom.sparse import Sparse
 
 # Graphs without node features get their degree, one-hot; all degrees from this one on share a column.
 DEGREE_CAP = 128

@@ -38,8 +38,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError, DataError, unknown
-from fedloom.graph import Graph
 
 SPLITS = ("train", "val", "test")
 OF_PYG = (".pt", ".pth")

@@ -23,12 +23,13 @@ import torch
 from scipy.sparse import csr_matrix
 from torch import Tensor
 
+from fedloom.data.federation import Federation
 from fedloom.data.files import as_graph
-from fedloom.data.holdings import count_edges, is_undirected
+from fedloom.data.graph import Graph
+from fedloom.data.seeds import stream_seed
 from fedloom.data.split import DEFAULT_SPLIT, apply_split, check_split, order_by_owner
+from fedloom.data.statistics import count_edges, is_undirected
 from fedloom.errors import ConfigError, unknown
-from fedloom.graph import Federation, Graph
-from fedloom.learn import stream_seed
 
 Numbers = npt.NDArray[np.int64]
 Partitioner = Callable[..., Numbers]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fedloom.data.files import from_pyg
+from fedloom.data.graph import Graph
 from fedloom.errors import DataError, FedloomError
-from fedloom.graph import Graph
 
 OF_PYG = {
     "torch_geometric.data.data": ("Data", "DataEdgeAttr", "DataTensorAttr"),

@@ -24,9 +24,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedloom.data.graph import Graph
+from fedloom.data.seeds import stream_seed
 from fedloom.errors import ConfigError
-from fedloom.graph import Graph
-from fedloom.learn import stream_seed
 
 DEFAULT_SPLIT = "20/40/40"
 _PUBLIC = "public"

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedloom.data.federation import Federation
+from fedloom.data.graph import Graph
 from fedloom.data.partition import divide
 from fedloom.data.split import DEFAULT_SPLIT
 from fedloom.errors import ConfigError, unknown
-from fedloom.graph import Federation, Graph
 
 Array = np.ndarray
 # How often missing edges are drawn again before the recipe is called too dense to be filled.

@@ -33,17 +33,20 @@ from inspect import getfile
 from pathlib import Path
 from typing import Any
 
-from fedloom import models
+from fedloom.core.message import FORMAT
+from fedloom.core.method import Method
+from fedloom.core.registry import make_method, method_class
+from fedloom.core.settings import check_setting, setting
+from fedloom.data.federation import PartySize
 from fedloom.data.files import from_file, from_folder
+from fedloom.data.graph import Graph
 from fedloom.data.split import apply_split, check_split
 from fedloom.deploy.envelope import VERSION as ENVELOPE_VERSION
 from fedloom.deploy.keys import PublicKey, public_key_of, read_public_key, require_party_name
 from fedloom.errors import ConfigError, DataError, unknown
-from fedloom.graph import Graph, Holding
-from fedloom.message import FORMAT
-from fedloom.method import Method, check_setting, make_method, method_class, setting
-from fedloom.recipe import ModelTable, read_tables, table
-from fedloom.runs import RunSettings, evaluation
+from fedloom.experiments.recipe import ModelTable, read_tables, table
+from fedloom.experiments.settings import RunSettings, chosen_evaluation
+from fedloom.nn.build import parse_spec
 
 OWN_SPLIT = "own"
 
@@ -171,8 +174,8 @@ def read_agreement(path: Path) -> Agreement:
             raise unknown(f"setting of method {chosen!r}:", key, known)
         method[key] = check_setting(known[key], value, "method")
     for spec in built["model"].name.split(","):
-        models.parse(spec.strip().lower())
-    evaluation(method_class(located, method), chosen, built["run"].evaluation)
+        parse_spec(spec.strip().lower())
+    chosen_evaluation(method_class(located, method), chosen, built["run"].evaluation)
     if built["data"].split != OWN_SPLIT:
         check_split(built["data"].split)
     keys = {name: _public_key(f"parties.{name}", given, folder) for name, given in parties.items()}
@@ -225,7 +228,7 @@ def require_tls(agreement: Agreement, insecure: bool) -> None:
         raise ConfigError("federation.authority is missing: without TLS only on this machine, and only with --insecure")
 
 
-def holding(party: str, graph: Graph) -> dict[str, Any]:
+def size_of(party: str, graph: Graph) -> dict[str, Any]:
     """What a party tells the coordinator of its graph before training: how much it holds."""
-    held = Holding.of(party, graph)
-    return {f.name: getattr(held, f.name) for f in fields(Holding)}
+    held = PartySize.of(party, graph)
+    return {f.name: getattr(held, f.name) for f in fields(PartySize)}

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedloom.deploy.link import quiet
-from fedloom.deploy.pipe import put, take
+from fedloom.deploy.framing import put, take
+from fedloom.deploy.superlink import quiet
 
 quiet()
 from flwr.app import ConfigRecord, Context, Message, RecordDict  # noqa: E402  (Flower looks at the environment when it is imported)
@@ -54,7 +54,7 @@ def main(grid: Grid, context: Context) -> None:
     """
     from fedloom.deploy.agreement import read_agreement
     from fedloom.deploy.serve import serve
-    from fedloom.folder import read_config
+    from fedloom.experiments.run_folder import read_config
 
     said = context.run_config
     agreement, keys, out = (Path(str(said[name])) for name in ("agreement", "keys", "out"))
@@ -78,7 +78,7 @@ class GridOffice:
 
     def seen(self) -> dict[str, Any]:
         """Parties whose nodes are there."""
-        from fedloom.deploy.office import Seen
+        from fedloom.deploy.coordinator_transport import Seen
 
         there = set(self.grid.get_node_ids())
         if self._asked:

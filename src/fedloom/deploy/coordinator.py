@@ -14,16 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from fedloom.core.absence import FaultPolicy
+from fedloom.core.facts import Facts
+from fedloom.core.message import Absent
+from fedloom.data.federation import PartySize, Roster
 from fedloom.deploy.agreement import Agreement, differences
+from fedloom.deploy.coordinator_transport import Office, Seen
 from fedloom.deploy.envelope import EnvelopeError, Gate, Header, sign
-from fedloom.deploy.join import facts_to
 from fedloom.deploy.keys import PartyKey
-from fedloom.deploy.office import Office, Seen
+from fedloom.deploy.party import facts_to
 from fedloom.errors import ConfigError, MessageError
-from fedloom.faults import Patience
-from fedloom.graph import Holding, Roster
-from fedloom.message import Absent
-from fedloom.party import Facts
 
 DEAD_AFTER = 7.0  # seconds without a sign of life; a party gives one every second, and may be cut off for five
 RETURNED = 5  # times that Flower may give an order back (it takes a party for gone that is there) before its party is absent
@@ -41,17 +41,17 @@ class Late(NamedTuple):
 class Coordinator:
     """One life of the coordinator: a run id of its own, and exchanges numbered from 0. lineage: what a resumed run has in common."""
 
-    def __init__(self, agreement: Agreement, office: Office, key: PartyKey, lineage: str, patience: Patience = Patience()):
+    def __init__(self, agreement: Agreement, office: Office, key: PartyKey, lineage: str, policy: FaultPolicy = FaultPolicy()):
         if key.public.text() != agreement.coordinator.text():
             raise ConfigError("key: it is not that of federation.coordinator in the agreement")
-        self.agreement, self.office, self.key, self.lineage, self.patience = agreement, office, key, lineage, patience
+        self.agreement, self.office, self.key, self.lineage, self.policy = agreement, office, key, lineage, policy
         self.run = secrets.token_hex(16)
         self.gate = Gate(agreement.parties, self.run)
-        self.holdings: dict[str, Holding] = {}
+        self.sizes: dict[str, PartySize] = {}
         self.knows_cross_edges = False
         self.facts: Facts | None = None
         self.ready: set[str] = set()  # parties that have begun
-        self.joined: Callable[[Holding], None] = lambda holding: None  # told of parties that come late
+        self.joined: Callable[[PartySize], None] = lambda holding: None  # told of parties that come late
         self._sequence = -1
         self._late: dict[str, Late] = {}  # whose answer did not come while the exchange was open
 
@@ -61,19 +61,19 @@ class Coordinator:
         if one has agreed to something else. watch: called again and again meanwhile.
         """
         until, told = time.monotonic() + seconds, set[str]()
-        while len(self.holdings) < len(self.agreement.parties):
+        while len(self.sizes) < len(self.agreement.parties):
             watch()
-            for name, why in self._greet(sorted(self._alive() - self.holdings.keys()))[1].items():
+            for name, why in self._greet(sorted(self._alive() - self.sizes.keys()))[1].items():
                 if why.error is not None:
                     raise ConfigError(f"party {name!r} {why.cause}")
-            for name in sorted(self.holdings.keys() - told):
+            for name in sorted(self.sizes.keys() - told):
                 told.add(name)
-                say(f"{name} is there: {self.holdings[name].items} items ({len(told)} of {len(self.agreement.parties)})")
+                say(f"{name} is there: {self.sizes[name].items} items ({len(told)} of {len(self.agreement.parties)})")
             if time.monotonic() > until:
-                if len(self.holdings) >= needed:
+                if len(self.sizes) >= needed:
                     break
-                missing = ", ".join(name for name in self.agreement.parties if name not in self.holdings)
-                came = f"{len(self.holdings)} of {len(self.agreement.parties)} parties came"
+                missing = ", ".join(name for name in self.agreement.parties if name not in self.sizes)
+                came = f"{len(self.sizes)} of {len(self.agreement.parties)} parties came"
                 raise ConfigError(f"{came} within {seconds:.0f} s, {needed} are needed; missing: {missing}")
             time.sleep(0.1)
         return self.roster()
@@ -81,14 +81,14 @@ class Coordinator:
     def roster(self) -> Roster:
         """Who takes part; of parties that have not come yet, nothing is known."""
         data = self.agreement.data
-        held = tuple(self.holdings.get(name, Holding(name, 0, 0, 0, 0, 0)) for name in self.agreement.parties)
+        held = tuple(self.sizes.get(name, PartySize(name, 0, 0, 0, 0, 0)) for name in self.agreement.parties)
         about = {"dataset": "each party's own", "clients": len(held)}
         return Roster(held, data.num_features, data.num_classes, data.task, data.inductive, self.knows_cross_edges, about)  # type: ignore[arg-type]
 
     def begin(self, facts: Facts) -> None:
         """Tells everybody who is there that the run begins; ConfigError if one of them will not."""
         self.facts = facts
-        drawn, absent = self._greet(sorted(self.holdings))
+        drawn, absent = self._greet(sorted(self.sizes))
         answers = {**absent, **self._introduce(drawn, rejoin=False)}
         for name, answer in answers.items():
             if isinstance(answer, Absent):
@@ -107,15 +107,15 @@ class Coordinator:
             except (ConfigError, MessageError) as error:
                 absent[name] = Absent(str(error), error)
                 continue
-            if self.holdings.get(name) != held:
-                self.holdings[name] = held
+            if self.sizes.get(name) != held:
+                self.sizes[name] = held
                 self.joined(held)
         return drawn, absent
 
-    def _checked(self, name: str, told: dict[str, Any]) -> tuple[str, Holding]:
+    def _checked(self, name: str, told: dict[str, Any]) -> tuple[str, PartySize]:
         """What a party says of itself: its number, and what it holds. ConfigError if it has agreed to something else."""
-        agreed, held, nonce = told.get("agreed"), told.get("holding"), told.get("nonce")
-        counts = {f.name for f in fields(Holding)} - {"name"}
+        agreed, held, nonce = told.get("agreed"), told.get("size"), told.get("nonce")
+        counts = {f.name for f in fields(PartySize)} - {"name"}
         if not isinstance(agreed, dict) or not isinstance(nonce, str) or not isinstance(held, dict):
             raise MessageError("does not say who it is")
         if any(type(held.get(count)) is not int or held[count] < 0 for count in counts):
@@ -123,7 +123,7 @@ class Coordinator:
         if found := differences(agreed, self.agreement.agreed()):
             raise ConfigError(f"has agreed to something else: {'; '.join(found)}")
         self.knows_cross_edges |= told.get("knows_cross_edges") is True
-        return nonce, Holding(name, **{count: held[count] for count in counts})
+        return nonce, PartySize(name, **{count: held[count] for count in counts})
 
     def _introduce(self, drawn: Mapping[str, str], rejoin: bool) -> dict[str, dict[str, Any] | Absent]:
         """Has parties that have just been greeted begin; gives what each says to that."""
@@ -137,7 +137,7 @@ class Coordinator:
         """One of fedloom's own orders to parties; gives what each says to it."""
         bodies = {name: json.dumps(order).encode() for name, order in orders.items()}
         # Who is busy is not waited for: whether all must do as they are told, is for the caller to say.
-        answers = self._exchange(phase, bodies, 0, Patience(quorum=1e-9, deadline=TELL_SECONDS))
+        answers = self._exchange(phase, bodies, 0, FaultPolicy(quorum=1e-9, deadline=TELL_SECONDS))
         return {name: answer if isinstance(answer, Absent) else _object(answer) for name, answer in answers.items()}
 
     # ---- exchanges ----
@@ -151,8 +151,8 @@ class Coordinator:
         anew = {name for name in bodies if name in alive and name not in self.ready}
         answers: dict[str, bytes | Absent] = {name: self._admit(name) for name in sorted(anew)}
         asked = {name: body for name, body in bodies.items() if name not in anew}
-        for name, answer in self._exchange(phase, asked, round, self.patience).items():
-            if isinstance(answer, Absent) and answer.forgot:
+        for name, answer in self._exchange(phase, asked, round, self.policy).items():
+            if isinstance(answer, Absent) and answer.lost_state:
                 self.ready.discard(name)
                 answer = self._admit(name)
             answers[name] = answer
@@ -161,9 +161,9 @@ class Coordinator:
     def _admit(self, name: str) -> Absent:
         drawn, absent = self._greet([name])
         answer = {**absent, **self._introduce(drawn, rejoin=True)}[name]
-        return answer if isinstance(answer, Absent) else Absent("was started anew", forgot=True)
+        return answer if isinstance(answer, Absent) else Absent("was started anew", lost_state=True)
 
-    def _exchange(self, phase: str, bodies: Mapping[str, bytes], round: int, patience: Patience) -> dict[str, bytes | Absent]:
+    def _exchange(self, phase: str, bodies: Mapping[str, bytes], round: int, policy: FaultPolicy) -> dict[str, bytes | Absent]:
         if not bodies:
             return {}
         self._sequence += 1
@@ -171,7 +171,7 @@ class Coordinator:
         # Nothing is sent to who is not there: it would find the order later, when it means nothing any more.
         answers: dict[str, bytes | Absent] = {name: _gone(seen.get(name)) for name in bodies if _is_gone(seen.get(name))}
         busy = self._busy(phase, round).keys() & bodies.keys() - answers.keys()
-        if len(bodies) - len(answers) - len(busy) >= patience.enough(len(bodies)):
+        if len(bodies) - len(answers) - len(busy) >= policy.enough(len(bodies)):
             answers |= {name: Absent(f"still busy with {self._late[name].what}") for name in busy}
         orders = {name: self._order(phase, name, body, round) for name, body in bodies.items() if name not in answers}
         waiting = self.office.post(orders) if orders else {}
@@ -180,7 +180,7 @@ class Coordinator:
         undelivered: dict[str, str] = {}  # why, for those whose order is to be sent again
         while waiting or undelivered:
             now = time.monotonic()
-            closes = patience.closes(began, reached)
+            closes = policy.closes_at(began, reached)
             if closes is not None and now >= closes:
                 self._late |= {name: Late(number, f"{phase!r} of round {round}") for number, name in waiting.items()}
                 answers |= dict.fromkeys([*waiting.values(), *undelivered], Absent(f"late: no answer within {now - began:.1f} s"))
@@ -192,7 +192,7 @@ class Coordinator:
                 else:
                     undelivered[name] = data
                     returned[name] += 1
-            if reached is None and sum(not isinstance(a, Absent) for a in answers.values()) >= patience.enough(len(bodies)):
+            if reached is None and sum(not isinstance(a, Absent) for a in answers.values()) >= policy.enough(len(bodies)):
                 reached = time.monotonic()
             if (waiting or undelivered) and time.monotonic() - looked > LOOK_EVERY:
                 looked, before, seen = time.monotonic(), seen, self.office.seen()
@@ -228,7 +228,7 @@ class Coordinator:
             if opened.kind == "answer":
                 return opened.body
             told = _object(opened.body)
-            return told if isinstance(told, Absent) else Absent(str(told.get("cause", "")), forgot=told.get("forgot") is True)
+            return told if isinstance(told, Absent) else Absent(str(told.get("cause", "")), lost_state=told.get("lost_state") is True)
         except EnvelopeError as error:
             return Absent(f"refused: {error}", error)
 

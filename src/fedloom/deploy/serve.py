@@ -9,13 +9,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from fedloom.data.federation import PartySize
 from fedloom.deploy.agreement import Agreement, host_and_port, require_tls
 from fedloom.deploy.coordinator import Coordinator
+from fedloom.deploy.coordinator_transport import Address, LinkError, Office
+from fedloom.deploy.engine import Remote
 from fedloom.deploy.keys import read_party_key, require_private
-from fedloom.deploy.office import Address, LinkError, Office
-from fedloom.engines.flower import Remote
-from fedloom.graph import Holding
-from fedloom.runs import Recorder, Result, agree_on_facts, patience_of, run_folder, threads
+from fedloom.experiments.recorder import Recorder
+from fedloom.experiments.result import Result
+from fedloom.experiments.run import agree_on_facts, run_folder, threads
 
 LINKS = 10  # lives of the link that one life of the coordinator may use up
 
@@ -45,7 +47,7 @@ def serve(
         office = opened() if opened else Office(_address(agreement, keys), agreement.parties, log=folder / "link.log")
         say(f"listening on {agreement.federation.listen or agreement.federation.address}")
         try:
-            return _one_life(agreement, Coordinator(agreement, office, key, config["deployment"]["lineage"], patience_of(agreement.run)),
+            return _one_life(agreement, Coordinator(agreement, office, key, config["deployment"]["lineage"], agreement.run.faults),
                              folder, config, wait, resume, say, on_round)  # fmt: skip
         except LinkError as error:
             lives, resume = lives + 1, (folder / "config.json").exists()
@@ -65,7 +67,7 @@ def _one_life(
     record = Recorder(roster, rules, folder, on_round)
     record.config = config
 
-    def joined(holding: Holding) -> None:
+    def joined(holding: PartySize) -> None:
         say(f"{holding.name} has come: {holding.items} items")
         record.roster = coordinator.roster()
 
@@ -76,7 +78,7 @@ def _one_life(
         return Remote(coordinator)
 
     with threads(rules.threads):
-        return record.carry_out(Path(agreement.method).stem, method, facts, engine, resume, 0.0)
+        return record.execute(Path(agreement.method).stem, method, facts, engine, resume, 0.0)
 
 
 def _address(agreement: Agreement, keys: Path) -> Address:

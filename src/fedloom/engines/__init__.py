@@ -1,46 +1,43 @@
-"""Engines: how phases get run.
+"""Engines: where phases run. One file or package per engine; `base` is what they share.
 
-Each file has a class `Engine(method, clients, patience)` with `call(phase, {client: message}) -> {client: reply or Absent}`, `snapshot`,
-`restore`, `models`, `exhibits`, `about`, `finish` and `close`, as in `loop`; those with workers take their number too. `round` is set
-before a call; `outlives` says whether others go on when a client fails, `interrupts` whether they can do without who is late. A file
-"_name.py" holds what several share.
+| engine    | clients run                                                        |
+|-----------|--------------------------------------------------------------------|
+| loop      | one after another, in plain PyTorch: the reference                  |
+| wire      | as in the loop, and every message passes the encoder and decoder    |
+| stacked   | in lockstep, equal operations batched                               |
+| processes | in worker processes of this machine                                 |
+| ray       | in the actors of a Ray cluster                                      |
+| flower    | in processes of their own, over Flower (`fedloom.deploy.engine`)    |
 """
 
 import importlib
 import pkgutil
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
 
+from fedloom.engines.base import EngineFactory
 from fedloom.errors import unknown
-from fedloom.faults import Patience as Patience  # what every engine is told
 
-if TYPE_CHECKING:
-    from fedloom.method import Method
-    from fedloom.party import Client
+_ELSEWHERE = {"flower": "fedloom.deploy.engine"}  # an engine that needs a later layer
+_WITH_WORKERS = ("processes", "ray")
 
 
 def engine_names() -> list[str]:
-    """The engines there are, by file name."""
-    return [m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")]
+    """Returns the names of all engines."""
+    here = [m.name for m in pkgutil.iter_modules(__path__)]
+    return sorted([n for n in here if not n.startswith("_") and n != "base"] + [*_ELSEWHERE])
 
 
-def engine_class(name: str) -> Any:
-    """The engine of that name; a ConfigError if there is none, or if what it needs is not installed."""
+def engine_class(name: str) -> EngineFactory:
+    """Returns the engine of that name.
+
+    Raises a ConfigError if there is none, or if a package that it needs is not installed.
+    """
     if name not in engine_names():
         raise unknown("engine", name, engine_names())
-    return importlib.import_module(f"fedloom.engines.{name}").Engine
+    module = importlib.import_module(_ELSEWHERE.get(name, f"fedloom.engines.{name}"))
+    engine: EngineFactory = module.Engine
+    return engine
 
 
 def has_workers(name: str) -> bool:
-    """Whether the engine of that name deals the clients to workers."""
-    from fedloom.engines._groups import Groups
-
-    return issubclass(engine_class(name), Groups)
-
-
-def make_engine(
-    name: str, method: "Method", clients: Iterable["Client"], workers: int = 0, patience: Patience = Patience()
-) -> Any:  # fmt: skip
-    """The engine of that name over these clients. workers: how many, in engines that have them (0 = chosen)."""
-    cls = engine_class(name)
-    return cls(method, clients, workers, patience) if has_workers(name) else cls(method, clients, patience)
+    """Returns whether the engine of that name distributes the clients over workers."""
+    return name in _WITH_WORKERS

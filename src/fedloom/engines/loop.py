@@ -1,73 +1,85 @@
-"""The reference engine: clients one after another, in this process. Every other engine has to agree with it, bit for bit."""
+"""The reference engine: clients run one after another, in this process, in plain PyTorch.
 
-from collections.abc import Iterable
-from typing import Any, ClassVar
+Every other engine must agree with it.
+"""
 
-from fedloom.allocator import peak
-from fedloom.faults import Patience
-from fedloom.learn import weights
-from fedloom.message import Absent, Message, isolate
-from fedloom.method import Method
-from fedloom.party import Client, perform
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+from fedloom._system import peak_memory
+from fedloom.core.absence import FaultPolicy
+from fedloom.core.client import Client
+from fedloom.core.message import Absent, Message, isolate
+from fedloom.core.method import Method
+from fedloom.engines.base import Details
+from fedloom.nn.weights import weights
 
 
 class Engine:
-    """Calls a phase for one client after another. Copies stand in for the wire, so that nobody shares memory with anybody."""
+    """Runs a phase for one client after another.
 
-    outlives: ClassVar[bool] = True  # a client that fails leaves the others as they are
-    interrupts: ClassVar[bool] = False  # nobody can be left behind in the middle of a phase
-    round: int = 0  # the one under way, as the server counts
+    Messages are copied in both directions, so that no two parties share memory.
+    """
 
-    def __init__(self, method: Method, clients: Iterable[Client], patience: Patience = Patience()):
-        self.method, self.patience = method, patience
+    tolerates_failures: ClassVar[bool] = True
+    supports_deadline: ClassVar[bool] = False
+    round: int = 0
+
+    def __init__(
+        self,
+        method: Method,
+        clients: Iterable[Client],
+        policy: FaultPolicy = FaultPolicy(),
+        workers: int = 0,
+    ):
+        self.method, self.policy = method, policy
         self.clients = {client.name: client for client in clients}
 
-    def call(self, phase: str, messages: dict[str, Message]) -> dict[str, Message | Absent]:
-        """Takes a phase's name and a message per client, gives each client's reply.
-
-        Who fails is absent; if everybody has to answer, its error is raised instead.
-        """
+    def call(self, phase: str, messages: dict[str, Message]) -> Mapping[str, Message | Absent]:
+        """Runs the phase at each client. A client that fails is absent, if that is tolerated."""
         replies: dict[str, Message | Absent] = {}
-        for name, sent in messages.items():
+        for name, message in messages.items():
             try:
-                replies[name] = self.reach(name, phase, sent)
+                replies[name] = self.perform(name, phase, message)
             except Exception as error:
-                if not self.patience.survives:
+                if not self.policy.tolerates_absence:
                     raise
                 replies[name] = Absent.by(error)
         return replies
 
-    def reach(self, name: str, phase: str, message: Message) -> Message:
-        """One client's reply."""
-        return isolate(perform(self.method, self.clients[name], phase, isolate(message)))
+    def perform(self, name: str, phase: str, message: Message) -> Message:
+        """Runs the phase at one client."""
+        return isolate(self.clients[name].perform(self.method, phase, isolate(message)))
 
     def snapshot(self) -> Message:
-        """Everything of the clients that a later round depends on, as tensors."""
-        return {name: kept for name, client in self.clients.items() if (kept := client.snapshot())}
+        """Returns all clients' snapshots."""
+        return {name: s for name, client in self.clients.items() if (s := client.snapshot())}
 
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Puts the clients back to a snapshot; they must have been set up before, and who is not in it stays so."""
-        for name, kept in saved.items():
-            self.clients[name].restore(kept)
+    def restore(self, saved: Message) -> None:
+        """Restores the clients that are in the snapshot."""
+        for name, state in saved.items():
+            self.clients[name].restore(state)
 
     def models(self) -> dict[str, Message]:
-        """The weights of each client's model, for those that have one."""
-        return {name: weights(client.state["model"]) for name, client in self.clients.items() if "model" in client.state}
+        """Returns the weights of each client's model."""
+        states = {name: client.state for name, client in self.clients.items()}
+        return {n: dict(weights(state["model"])) for n, state in states.items() if "model" in state}
 
-    def exhibits(self) -> dict[str, Message]:
-        """What each client has to show of itself, for those that have something."""
-        return {name: isolate(shown) for name, client in self.clients.items() if (shown := self.method.exhibits(client))}
+    def artifacts(self) -> dict[str, Message]:
+        """Returns copies of each client's artifacts."""
+        found = {name: self.method.artifacts(client) for name, client in self.clients.items()}
+        return {name: isolate(shown) for name, shown in found.items() if shown}
 
-    def about(self) -> dict[str, Any]:
-        """What a run's summary says of the engine beside its name: nothing here."""
+    def details(self) -> Details:
+        """Nothing."""
         return {}
 
     def peak_mb(self) -> float:
-        """The most memory that this process, and whoever works for it, have held so far."""
-        return peak() / 2**20
+        """Returns the peak memory of this process."""
+        return peak_memory() / 2**20
 
     def finish(self) -> None:
-        """Told that the run is completed: nothing follows from that here."""
+        """Nothing to do."""
 
     def close(self) -> None:
-        """Lets go of whatever the engine holds outside this process: nothing here."""
+        """Nothing to do."""

@@ -34,13 +34,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedloom.core.absence import FaultPolicy
+from fedloom.core.client import Client
+from fedloom.core.message import DTYPES, Message, isolate, unflatten
+from fedloom.core.method import Method
 from fedloom.engines import loop
-from fedloom.engines._groups import Content, Failures, Groups, WorkerError, obey
+from fedloom.engines._workers import Content, Failures, WorkerEngine, WorkerError, obey
 from fedloom.errors import ConfigError
-from fedloom.faults import Patience
-from fedloom.message import DTYPES, Message, isolate, unflatten
-from fedloom.method import Method
-from fedloom.party import Client
 
 if not hasattr(os, "memfd_create"):
     raise ConfigError("run.engine 'processes' needs Linux (fork and memfd); use loop here")
@@ -107,7 +107,7 @@ class Block:
         os.close(self._file)
 
 
-class Engine(Groups):
+class Engine(WorkerEngine):
     """Forks its workers when it is made and ends them when it is closed (or forgotten)."""
 
     def cores(self) -> int:
@@ -127,7 +127,7 @@ class Engine(Groups):
             here, there = fork.Pipe()
             self._pipes.append(here)
             # A worker that held on to this process's ends would keep its siblings waiting after this process is gone.
-            arguments = (method, group, self.patience, self.threads, there, self._pipes, self._sent, self._answered[k])
+            arguments = (method, group, self.policy, self.threads, there, self._pipes, self._sent, self._answered[k])
             worker = fork.Process(target=_work, args=arguments, name=f"fedloom worker {k}", daemon=True)
             worker.start()
             self._workers.append(worker)
@@ -191,13 +191,13 @@ def _end(owner: int, workers: list[Any], pipes: list[Connection], blocks: list[B
 
 # ---- in the worker ----
 def _work(
-    method: Method, clients: list[Client], patience: Patience, threads: int, pipe: Connection, others: list[Connection], sent: Block,
+    method: Method, clients: list[Client], policy: FaultPolicy, threads: int, pipe: Connection, others: list[Connection], sent: Block,
     answered: Block,
 ) -> None:  # fmt: skip
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; this process is told by its pipe
     for other in others:
         other.close()
-    answering = Thread(target=_answer_all, args=(loop.Engine(method, clients, patience), threads, pipe, sent, answered))
+    answering = Thread(target=_answer_all, args=(loop.Engine(method, clients, policy), threads, pipe, sent, answered))
     answering.start()
     answering.join()
 

@@ -20,14 +20,16 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from fedloom.core.absence import FaultPolicy
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import Message, isolate, unflatten
+from fedloom.core.method import Method
+from fedloom.data.graph import Graph
 from fedloom.engines import loop
-from fedloom.engines._groups import Content, Failures, Groups, WorkerError, obey
+from fedloom.engines._workers import Content, Failures, WorkerEngine, WorkerError, obey
 from fedloom.errors import ConfigError
-from fedloom.faults import Patience
-from fedloom.graph import Graph
-from fedloom.message import Message, isolate, unflatten
-from fedloom.method import Method
-from fedloom.party import Client, Facts
+from fedloom.privacy.secure_aggregation import responder_for
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read at the import: nothing is reported to anybody
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # as Ray's own warning asks: leave the environment as it is
@@ -37,18 +39,18 @@ try:
 except ImportError as error:
     raise ConfigError("run.engine 'ray' needs Ray: pip install 'fedloom[ray]'") from error
 
-Holding = tuple[str, bytes, dict[str, Any], bool]  # a client's name, its graph's tensors, what else the graph has, whether it is inductive
+PackedClient = tuple[str, bytes, dict[str, Any], bool]  # a client's name, its graph's tensors, what else the graph has, whether it is inductive
 Parcel = tuple[list[str], bytes]  # who gets or sends it, and its message
 
 
-class Engine(Groups):
+class Engine(WorkerEngine):
     """Makes its actors when it is made, and ends them when it is closed."""
 
-    def __init__(self, method: Method, clients: Iterable[Client], workers: int = 0, patience: Patience = Patience()):
+    def __init__(self, method: Method, clients: Iterable[Client], policy: FaultPolicy = FaultPolicy(), workers: int = 0):
         self._started = connect()
         self._actors: list[Any] = []
         self._answers: dict[int, Any] = {}  # what will be there when a worker has answered
-        super().__init__(method, clients, workers, patience)
+        super().__init__(method, clients, policy, workers)
 
     def cores(self) -> int:
         """The cores of the whole cluster."""
@@ -61,8 +63,8 @@ class Engine(Groups):
                 cloudpickle.register_pickle_by_value(sys.modules[cls.__module__])  # other processes cannot import it
         actor = ray.remote(Worker).options(scheduling_strategy="SPREAD")
         for group in groups:
-            holdings = (ray.put(_holding(c)) for c in group)
-            self._actors.append(actor.remote(method, group[0].facts, self.patience, self.threads, *holdings))
+            packed = (ray.put(_packed(c)) for c in group)
+            self._actors.append(actor.remote(method, group[0].facts, self.policy, self.threads, *packed))
         for k, made in enumerate(self._actors):
             _get(k, made.__ray_ready__.remote())
 
@@ -134,7 +136,7 @@ def _unpack(parcels: Iterable[Parcel]) -> dict[str, Message]:
     return read
 
 
-def _holding(client: Client) -> Holding:
+def _packed(client: Client) -> PackedClient:
     graph = client.full_graph
     values = {f.name: getattr(graph, f.name) for f in fields(graph) if f.init}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
@@ -146,11 +148,11 @@ def _holding(client: Client) -> Holding:
 class Worker:
     """What an actor does: it holds its clients and obeys."""
 
-    def __init__(self, method: Method, facts: Facts, patience: Patience, threads: int, *holdings: Holding):
+    def __init__(self, method: Method, facts: Facts, policy: FaultPolicy, threads: int, *packed: PackedClient):
         torch.set_num_threads(threads)
-        graphs = [(name, Graph(**isolate(load(tensors)), **rest), inductive) for name, tensors, rest, inductive in holdings]
-        clients = [Client(name, graph, facts, inductive) for name, graph, inductive in graphs]
-        self.engine = loop.Engine(method, clients, patience)
+        graphs = [(name, Graph(**isolate(load(tensors)), **rest), inductive) for name, tensors, rest, inductive in packed]
+        clients = [Client(name, graph, facts, inductive, responder_for(facts)) for name, graph, inductive in graphs]
+        self.engine = loop.Engine(method, clients, policy)
 
     def obey(self, order: str, phase: str, whose: list[list[str]], *contents: bytes) -> tuple[list[Parcel], Failures]:
         """Takes messages and whose each is, gives the clients' answers, and how clients have failed."""

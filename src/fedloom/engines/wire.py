@@ -1,12 +1,16 @@
-"""The loop with a wire in it: every message becomes bytes and passes the strict decoder, both ways. Deployment without a network."""
+"""The wire engine: the loop, with every message encoded to bytes and decoded again, both ways.
 
+Bit-identical to the loop engine. A message that could not travel between organisations fails here.
+"""
+
+from fedloom.core.message import Message, decode, encode
 from fedloom.engines import loop
-from fedloom.message import Message, decode, encode
 
 
 class Engine(loop.Engine):
-    """Gives the same bits as the loop; what could not travel between organisations fails here."""
+    """The loop over encoded messages."""
 
-    def reach(self, name: str, phase: str, message: Message) -> Message:
-        """One client's reply."""
-        return decode(encode(super().reach(name, phase, decode(encode(message, phase), phase)), phase), phase)
+    def perform(self, name: str, phase: str, message: Message) -> Message:
+        """Runs the phase at one client."""
+        arrived = decode(encode(message, phase), phase)
+        return decode(encode(super().perform(name, phase, arrived), phase), phase)

@@ -36,13 +36,16 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from fedloom.graph import Graph
-from fedloom.learn import load_weights, make_optimizer, step
-from fedloom.message import Message
-from fedloom.method import phase, setting
+from fedloom.core.client import Client
+from fedloom.core.message import Message
+from fedloom.core.phase import phase
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
 from fedloom.methods.fedavg import FedAvg
-from fedloom.models import Model
-from fedloom.party import Client, Server
+from fedloom.nn.model import Model
+from fedloom.nn.training import make_optimizer, step
+from fedloom.nn.weights import load_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +58,11 @@ class Redrawn(Graph):
     @property
     def alike(self) -> Tensor:
         """U, [nodes, classes]: U Uᵀ are the cosines of the nodes' predictions."""
-        return self.once("alike", lambda: directions(self.logits.softmax(1)))
+        return self.cached("alike", lambda: directions(self.logits.softmax(1)))
 
     def propagate(self, h: Tensor, kind: str = "sym") -> Tensor:
         """S h; there is no other kind."""
-        scale: Tensor = self.once("scale", lambda: self._linked(torch.ones(self.num_nodes, 1)).rsqrt())
+        scale: Tensor = self.cached("scale", lambda: self._linked(torch.ones(self.num_nodes, 1)).rsqrt())
         return scale * self._linked(scale * h)
 
     def _linked(self, h: Tensor) -> Tensor:
@@ -88,16 +91,16 @@ class AdaFGL(FedAvg):
     @phase()
     def prepare(self, client: Client, model: Message | None = None) -> Message:
         """The redrawn graph, the homophily in it, and fresh networks."""
-        net, graph = client.state["model"], client.graph
+        local_model, graph = client.state["model"], client.graph
         if model is not None:
-            load_weights(net, model)
+            load_weights(local_model, model)
         if not graph.train.any():
             return {}
-        seen = redrawn(graph, net, self.alpha)
+        seen = redrawn(graph, local_model, self.alpha)
         transductive = graph.num_nodes == client.full_graph.num_nodes
-        client.memory |= {"seen": seen, "all": seen if transductive else redrawn(client.full_graph, net, self.alpha)}
+        client.memory |= {"seen": seen, "all": seen if transductive else redrawn(client.full_graph, local_model, self.alpha)}
         h = confidence(graph, self.hide, self.spread_steps, self.spread, client.rng("hide"))
-        client.state["model"] = personal = Personal(client, net, h, self.hops, self.beta)
+        client.state["model"] = personal = Personal(client, local_model, h, self.hops, self.beta)
         learning = [p for p in personal.parameters() if p.requires_grad]
         client.state["optimizer"] = make_optimizer(self.optimizer, learning, self.lr, self.weight_decay)
         return {}
@@ -119,10 +122,10 @@ class AdaFGL(FedAvg):
 
     def predict(self, client: Client, model: Message | None) -> Tensor:
         """In the personal stage the logarithm of what both branches say; before it, as in FedAvg."""
-        net = client.state["model"]
-        if not isinstance(net, Personal):
+        local_model = client.state["model"]
+        if not isinstance(local_model, Personal):
             return super().predict(client, model)
-        return net.probabilities(client.memory["all"]).clamp(min=torch.finfo(torch.float32).tiny).log()
+        return local_model.probabilities(client.memory["all"]).clamp(min=torch.finfo(torch.float32).tiny).log()
 
     def run(self, server: Server) -> None:
         """FedAvg's rounds; then the personal stage, of which the run reports the best epoch."""
@@ -160,11 +163,11 @@ class Personal(nn.Module):
 
 
 @torch.no_grad()
-def redrawn(graph: Graph, net: Model, alpha: float) -> Redrawn:
+def redrawn(graph: Graph, model: Model, alpha: float) -> Redrawn:
     """The graph as the federated model's predictions redraw it."""
     own = {f.name: getattr(graph, f.name) for f in fields(Graph) if f.init}
-    result = Redrawn(**own, logits=net(graph), alpha=alpha)
-    result.once("features", lambda: graph.sparse_x)
+    result = Redrawn(**own, logits=model(graph), alpha=alpha)
+    result.cached("features", lambda: graph.sparse_x)
     return result
 
 

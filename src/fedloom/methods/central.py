@@ -17,4 +17,4 @@ class Central(Local):
     """Local training of the one party that holds everything."""
 
     evaluations: ClassVar[tuple[str, ...]] = ("common",)
-    pooled: ClassVar[bool] = True
+    centralized: ClassVar[bool] = True

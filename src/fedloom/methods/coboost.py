@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.graph import Graph
-from fedloom.method import setting
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
 from fedloom.methods.dense import Dense, Ensemble
-from fedloom.party import Server
 
 
 @dataclass(frozen=True)

@@ -31,26 +31,30 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from fedloom import models
-from fedloom.graph import Graph
-from fedloom.learn import load_weights, make_optimizer, step, stream_seed, weights
-from fedloom.message import Message
-from fedloom.method import phase, setting
+from fedloom.core.client import Client
+from fedloom.core.message import Message
+from fedloom.core.phase import phase
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
+from fedloom.data.seeds import stream_seed
 from fedloom.methods.fedavg import FedAvg
-from fedloom.models import Model
-from fedloom.party import Client, Server
+from fedloom.nn.build import build_model
+from fedloom.nn.model import Model
+from fedloom.nn.training import make_optimizer, step
+from fedloom.nn.weights import load_weights, weights
 
 
 class Ensemble:
     """The clients' models, read-only, and how much each counts."""
 
-    def __init__(self, net: Model, uploads: Iterable[Message]):
-        self.net, self.uploads = net, list(uploads)
+    def __init__(self, model: Model, uploads: Iterable[Message]):
+        self.model, self.uploads = model, list(uploads)
         self.share = torch.full((len(self.uploads),), 1 / len(self.uploads))  # w
 
     def each(self, graph: Graph) -> Tensor:
         """Every client's logits, [K, nodes, C], kept on the graph."""
-        return graph.once("clients", lambda: torch.stack([functional_call(self.net, upload, (graph,)) for upload in self.uploads]))
+        return graph.cached("clients", lambda: torch.stack([functional_call(self.model, upload, (graph,)) for upload in self.uploads]))
 
     def __call__(self, graph: Graph) -> Tensor:
         """D: [nodes, C]."""
@@ -92,7 +96,7 @@ class Dense(FedAvg):
     tasks: ClassVar[tuple[str, ...]] = ("node",)
 
     @phase(model="weights")
-    def train(self, client: Client) -> Message:  # type: ignore[override]
+    def train(self, client: Client) -> Message:
         """E local epochs from the weights that everybody starts with."""
         return super().train(client, weights(client.facts.build(client.facts.model_of[client.name], "server")))
 
@@ -136,7 +140,7 @@ class Dense(FedAvg):
         load_weights(student, model)
         ensemble = Ensemble(facts.build(facts.models[0], "server"), uploads)
         seed, spec = stream_seed(facts.seed, "server", "generator"), f"mlp-3x{self.width}"
-        generator = models.build(spec, self.noise + facts.num_classes, facts.num_features, dropout=0.0, seed=seed)
+        generator = build_model(spec, self.noise + facts.num_classes, facts.num_features, dropout=0.0, seed=seed)
         of_generator = make_optimizer("adam", generator.parameters(), self.generator_lr, 0.0)
         of_student = make_optimizer("adam", student.parameters(), self.student_lr, 0.0)
         made: list[Graph] = []

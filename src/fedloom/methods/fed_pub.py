@@ -34,13 +34,18 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 from torch.func import functional_call
 
-from fedloom.graph import Graph
-from fedloom.learn import load_weights, make_optimizer, squared_distance, stream_seed, weights
-from fedloom.message import Message
-from fedloom.method import phase, setting
-from fedloom.methods._mixtures import Mixing
-from fedloom.models import Model
-from fedloom.party import Client, Facts, Replies
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import Message
+from fedloom.core.phase import phase
+from fedloom.core.replies import Replies
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
+from fedloom.data.seeds import stream_seed
+from fedloom.methods._shared.mixtures import Mixing
+from fedloom.nn.model import Model
+from fedloom.nn.training import make_optimizer
+from fedloom.nn.weights import load_weights, squared_distance, weights
 
 BLOCKS, BLOCK, CHANCE = 5, 100, 0.1  # of the random graph
 
@@ -70,8 +75,8 @@ class FedPub(Mixing):
         state["optimizer"] = make_optimizer(self.optimizer, groups, self.lr, self.weight_decay)
         return {}
 
-    @phase(model="=model", outlook="float32[C]")
-    def train(self, client: Client, model: Message) -> Message:  # type: ignore[override]
+    @phase(model="~model", outlook="float32[C]")
+    def train(self, client: Client, model: Message) -> Message:
         """E local epochs from the client's mixture and its own mask; then what the result makes of the random graph."""
         state = client.state
         load_weights(state["theta"], model)
@@ -81,13 +86,13 @@ class FedPub(Mixing):
             h = state["model"](random_graph(client.facts)).mean(0)
         return {"model": weights(state["theta"]), "outlook": h}
 
-    def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
+    def objective(self, client: Client, batch: Graph, model: Model, global_weights: Message | None) -> Tensor:
         """CE under the mask, and both penalties; `model` is the mixture."""
-        assert model is not None
+        assert global_weights is not None
         mask = client.state["mask"]
-        logits = functional_call(net, masked(dict(net.named_parameters()), mask), (batch, client.rng("dropout")))
+        logits = functional_call(model, masked(dict(model.named_parameters()), mask), (batch, client.rng("dropout")))
         length = sum((m.abs().sum() for m in mask.values()), torch.zeros(()))
-        return client.loss(logits, batch) + self.sparsity * length + self.proximal * squared_distance(net, model)
+        return client.loss(logits, batch) + self.sparsity * length + self.proximal * squared_distance(model, global_weights)
 
     def shares(self, replies: Replies) -> Tensor:
         """Each row a softmax of a client's similarities."""

@@ -34,17 +34,21 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from fedloom import models
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import Message
+from fedloom.core.phase import averaged, phase
+from fedloom.core.settings import setting
+from fedloom.data.graph import WITH_LOOPS, Graph, scaled
+from fedloom.data.sparse import weighted
 from fedloom.errors import ConfigError
-from fedloom.graph import WITH_LOOPS, Graph, scaled
-from fedloom.learn import load_weights, make_optimizer, seeded, step, weights
-from fedloom.message import Message
-from fedloom.method import averaged, phase, setting
 from fedloom.methods.fedavg import FedAvg
-from fedloom.models import Model
-from fedloom.party import Client, Facts
-from fedloom.sparse import weighted
-from fedloom.views import Entries, entries
+from fedloom.nn.architectures import ARCHITECTURES
+from fedloom.nn.augment import Entries, entries
+from fedloom.nn.build import parse_spec
+from fedloom.nn.model import Model
+from fedloom.nn.training import make_optimizer, seeded, step
+from fedloom.nn.weights import load_weights, weights
 
 BLIND = ("gat", "mlp")  # models that look at no edge weights
 
@@ -64,8 +68,8 @@ class FedATH(FedAvg):
     def check(self, facts: Facts) -> None:
         """The model must heed edge weights."""
         for spec in sorted(set(facts.models)):
-            if (name := models.parse(spec).name) in BLIND:
-                valid = ", ".join(sorted(models.ARCHITECTURES.keys() - set(BLIND)))
+            if (name := parse_spec(spec).name) in BLIND:
+                valid = ", ".join(sorted(ARCHITECTURES.keys() - set(BLIND)))
                 raise ConfigError(f"model {spec!r}: fedath learns edge weights, at which {name} does not look; valid: {valid}")
 
     @phase()
@@ -73,20 +77,20 @@ class FedATH(FedAvg):
         """The causal model with its evaluator, the biased one, and an optimiser for each that keeps its moments over rounds."""
         state = client.state
         state |= {"model": Causal(client), "biased": client.build("biased")}
-        for optimizer, net in (("optimizer", state["model"]), ("biased optimizer", state["biased"])):
-            state[optimizer] = make_optimizer(self.optimizer, net.parameters(), self.lr, self.weight_decay)
+        for optimizer, model in (("optimizer", state["model"]), ("biased optimizer", state["biased"])):
+            state[optimizer] = make_optimizer(self.optimizer, model.parameters(), self.lr, self.weight_decay)
         return {}
 
     @averaged(by="size")
-    @phase(model="=model")
-    def train(self, client: Client, model: Message) -> Message:  # type: ignore[override]
+    @phase(model="~model")
+    def train(self, client: Client, model: Message) -> Message:
         """E local epochs of all three networks, the causal one from the global weights."""
-        net = client.state["model"]
-        load_weights(net.sees, model)
-        self.descend(client, net)
-        return {"model": weights(net.sees)}
+        local_model = client.state["model"]
+        load_weights(local_model.sees, model)
+        self.descend(client, local_model)
+        return {"model": weights(local_model.sees)}
 
-    def descend(self, client: Client, net: nn.Module, model: Message | None = None) -> None:
+    def descend(self, client: Client, model: nn.Module, global_weights: Message | None = None) -> None:
         """E local epochs."""
         for _ in range(self.epochs):
             for batch in client.shuffled(self.batch_size):
@@ -96,9 +100,9 @@ class FedATH(FedAvg):
 
     def losses(self, client: Client, batch: Graph) -> tuple[Tensor, Tensor]:
         """What the causal model and the evaluator minimise, and what the biased model does."""
-        net, rng = client.state["model"], client.rng("dropout")
-        score = net.evaluator(batch, rng)
-        causal = net.sees(weighed(batch, score.sigmoid()), rng)
+        model, rng = client.state["model"], client.rng("dropout")
+        score = model.evaluator(batch, rng)
+        causal = model.sees(weighed(batch, score.sigmoid()), rng)
         biased = client.state["biased"](weighed(batch, (-score).sigmoid().detach()), client.rng("biased dropout"))
         F_c, F_b = (causal, biased) if self.compare == "logits" else (causal.softmax(1), biased.softmax(1))
         weight = self.independence * (batch.num_nodes if self.per == "nodes" else 1)
@@ -134,7 +138,7 @@ class Weighed(Graph):
     """A graph of which every edge has a weight of its own; products with its adjacency carry a gradient to the weights."""
 
     score: Tensor = None  # type: ignore[assignment]  # one for each entry of adjacency("sum"), in its order
-    fleeting: ClassVar[bool] = True
+    transient: ClassVar[bool] = True
     _values: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def propagate(self, h: Tensor, kind: str = "sym") -> Tensor:
@@ -158,7 +162,7 @@ def weighed(graph: Graph, score: Tensor) -> Weighed:
     """The graph with weights for its edges, in the order of adjacency("sum"); those that the data have are multiplied."""
     own = {f.name: getattr(graph, f.name) for f in fields(Graph) if f.init}
     result = Weighed(**own, score=score)
-    object.__setattr__(result, "_known", graph._known)  # what is known of features and of where the edges are still holds
+    object.__setattr__(result, "_cache", graph._cache)  # what is known of features and of where the edges are still holds
     return result
 
 
@@ -193,7 +197,7 @@ class Evaluator(nn.Module):
 
     def forward(self, graph: Graph, rng: Generator | None = None) -> Tensor:
         """Takes a graph, gives g [edges], in the order of adjacency("sum")."""
-        source, target = graph.once("proper edges", lambda: ends(entries(graph)))
+        source, target = graph.cached("proper edges", lambda: ends(entries(graph)))
         h = self.gcn(graph, rng)
         # A linear map of [h_i ‖ h_j] is the sum of two, which nodes are fewer to make of.
         g = self.source(h).index_select(0, source) + self.target(h).index_select(0, target)

@@ -19,15 +19,18 @@ last downloaded model locally for some more epochs ("FedAvg + ft"), scored after
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedloom.learn import load_weights, step, weights
-from fedloom.message import Message
-from fedloom.method import averaged, phase, setting
-from fedloom.methods.local import Local
-from fedloom.party import Client, Server
+from fedloom.core.client import Client
+from fedloom.core.message import Message
+from fedloom.core.phase import averaged, phase
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.methods._shared.local_training import LocalTraining
+from fedloom.nn.training import step
+from fedloom.nn.weights import load_weights, weights
 
 
 @dataclass(frozen=True)
-class FedAvg(Local):
+class FedAvg(LocalTraining):
     """Local training with averaging in between."""
 
     finetune: int = setting(0, "local epochs after the last round", at_least=0)
@@ -36,22 +39,22 @@ class FedAvg(Local):
     one_model: ClassVar[bool] = True
 
     @averaged(by="size")
-    @phase(model="=model")
-    def train(self, client: Client, model: Message) -> Message:  # type: ignore[override]
+    @phase(model="~model")
+    def train(self, client: Client, model: Message) -> Message:
         """E local epochs from the global weights."""
-        net = client.state["model"]
-        load_weights(net, model)
-        self.descend(client, net, model)
-        return {"model": weights(net)}
+        local_model = client.state["model"]
+        load_weights(local_model, model)
+        self.descend(client, local_model, model)
+        return {"model": weights(local_model)}
 
     @phase()
     def tune(self, client: Client, model: Message | None = None) -> Message:
         """One plain local epoch, the first from the last download; the result stays with the client."""
-        net = client.state["model"]
+        local_model = client.state["model"]
         if model is not None:
-            load_weights(net, model)
+            load_weights(local_model, model)
         for batch in client.shuffled(self.batch_size):
-            step(client.state["optimizer"], Local.objective(self, client, batch, net, model))
+            step(client.state["optimizer"], LocalTraining.objective(self, client, batch, local_model, model))
         return {}
 
     def run(self, server: Server) -> None:

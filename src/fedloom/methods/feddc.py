@@ -21,13 +21,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedloom.graph import Graph
-from fedloom.learn import OPTIMIZERS, inner_product, load_weights, squared_distance, weights
-from fedloom.message import Message, tree_map
-from fedloom.method import averaged, phase, setting
+from fedloom.core.client import Client
+from fedloom.core.message import Message, tree_map
+from fedloom.core.phase import averaged, phase
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
 from fedloom.methods.fedavg import FedAvg
-from fedloom.models import Model
-from fedloom.party import Client, Server
+from fedloom.nn.model import Model
+from fedloom.nn.training import OPTIMIZERS
+from fedloom.nn.weights import inner_product, load_weights, squared_distance, weights
 
 
 @dataclass(frozen=True)
@@ -39,26 +42,26 @@ class FedDC(FedAvg):
     alpha: float = setting(0.1, "α, weight of the drift penalty", at_least=0, tune="0.001..1")
 
     @averaged(by="size")
-    @phase(corrected="=model", update="=model")
-    def train(self, client: Client, model: Message, update: Message) -> Message:  # type: ignore[override]
+    @phase(corrected="~model", update="=model")
+    def train(self, client: Client, model: Message, update: Message) -> Message:
         """E local epochs, then the client's new update and drift."""
-        net, state = client.state["model"], client.state
+        local_model, state = client.state["model"], client.state
         zero = tree_map(torch.zeros_like, model)
         drift, last = state.get("drift", zero), state.get("update", zero)
-        load_weights(net, model)
+        load_weights(local_model, model)
         state["anchor"] = tree_map(torch.sub, model, drift)
         state["direction"] = tree_map(torch.sub, last, update)
-        self.descend(client, net, model)
-        state["update"] = tree_map(torch.sub, weights(net), model)
+        self.descend(client, local_model, model)
+        state["update"] = tree_map(torch.sub, weights(local_model), model)
         state["drift"] = tree_map(torch.add, drift, state["update"])
-        return {"corrected": tree_map(torch.add, weights(net), state["drift"]), "update": state["update"]}
+        return {"corrected": tree_map(torch.add, weights(local_model), state["drift"]), "update": state["update"]}
 
-    def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
+    def objective(self, client: Client, batch: Graph, model: Model, global_weights: Message | None) -> Tensor:
         """Eq. 4: ‖h_k + θ_k − θ‖² is the distance to the anchor θ − h_k."""
-        penalty = self.alpha / 2 * squared_distance(net, client.state["anchor"])
+        penalty = self.alpha / 2 * squared_distance(model, client.state["anchor"])
         path = self.lr * self.epochs * len(client.batches(self.batch_size))
-        correction = inner_product(net, client.state["direction"]) / path
-        return super().objective(client, batch, net, model) + penalty + correction
+        correction = inner_product(model, client.state["direction"]) / path
+        return super().objective(client, batch, model, global_weights) + penalty + correction
 
     def run(self, server: Server) -> None:
         """Algorithm 1."""

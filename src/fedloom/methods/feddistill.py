@@ -29,50 +29,52 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.graph import Graph
-from fedloom.message import Message
-from fedloom.method import phase, setting, summed
-from fedloom.methods.local import Local
-from fedloom.models import Model
-from fedloom.party import Client, Server
+from fedloom.core.client import Client
+from fedloom.core.message import Message
+from fedloom.core.phase import phase, summed
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
+from fedloom.methods._shared.local_training import LocalTraining
+from fedloom.nn.model import Model
 
 
 @dataclass(frozen=True)
-class FedDistill(Local):
+class FedDistill(LocalTraining):
     """Local training that follows the clients' mean logits of each class."""
 
     weight: float = setting(1.0, "λ, weight of the distillation term", at_least=0, tune="0.1..10")
     term: str = setting("ce", "d: cross-entropy with the softened mean, or mean square of the logits", choices=("ce", "mse"))
 
-    tells: ClassVar[str] = "mean logits of each class over all clients: of one alone, if no other has the class"
+    discloses_to_peers: ClassVar[str] = "mean logits of each class over all clients: of one alone, if no other has the class"
 
     @summed
     @phase(logits="float32[C,C]", present="int64[C]")
     def train(self, client: Client, logits: Tensor | None = None, known: Tensor | None = None) -> Message:
         """E local epochs, then the client's class means."""
-        net = client.state["model"]
-        self.descend(client, net, None if logits is None else {"logits": logits, "known": known})
-        return self.class_means(client, net)
+        model = client.state["model"]
+        self.descend(client, model, None if logits is None else {"logits": logits, "known": known})
+        return self.class_means(client, model)
 
     @torch.no_grad()
-    def class_means(self, client: Client, net: Model) -> Message:
+    def class_means(self, client: Client, model: Model) -> Message:
         """F_k and which of its rows are there; the others are 0."""
         graph, classes = client.graph, client.facts.num_classes
         y = graph.y[graph.train]
         count = torch.bincount(y, minlength=classes)
-        total = torch.zeros(classes, classes).index_add_(0, y, net(graph)[graph.train])
+        total = torch.zeros(classes, classes).index_add_(0, y, model(graph)[graph.train])
         return {"logits": total / count.clamp(min=1).unsqueeze(1), "present": (count > 0).long()}
 
-    def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
+    def objective(self, client: Client, batch: Graph, model: Model, received: Message | None) -> Tensor:
         """CE, and from the second round on the distance to F; `model` is F and which of its rows are there."""
-        logits = net(batch, client.rng("dropout"))
+        logits = model(batch, client.rng("dropout"))
         loss = client.loss(logits, batch)
-        if model is None:
+        if received is None:
             return loss
-        taught = batch.train & (model["known"] > 0)[batch.y.clamp(min=0)]  # hidden labels are -1, and none of them trains
+        taught = batch.train & (received["known"] > 0)[batch.y.clamp(min=0)]  # hidden labels are -1, and none of them trains
         if not taught.any():
             return loss
-        return loss + self.weight * self.distance(logits[taught], model["logits"][batch.y[taught]])
+        return loss + self.weight * self.distance(logits[taught], received["logits"][batch.y[taught]])
 
     def distance(self, logits: Tensor, target: Tensor) -> Tensor:
         """d, averaged over the items."""

@@ -31,17 +31,21 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from fedloom import models
+from fedloom.core.client import Client
+from fedloom.core.message import Message
+from fedloom.core.phase import peer_messages, phase
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
+from fedloom.data.sparse import Sparse
 from fedloom.errors import ConfigError, DataError, MessageError
-from fedloom.graph import Graph
-from fedloom.learn import load_weights, step, weights
-from fedloom.message import Message
-from fedloom.method import letters, phase, setting
 from fedloom.methods.fedavg import FedAvg
 from fedloom.methods.fedsgd import FedSGD
-from fedloom.models import Model, dropout
-from fedloom.party import Client, Server
-from fedloom.sparse import Sparse
+from fedloom.nn.build import parse_spec
+from fedloom.nn.layers import dropout
+from fedloom.nn.model import Model
+from fedloom.nn.training import step
+from fedloom.nn.weights import load_weights, weights
 
 OUT, IN = 0, 1  # directions of cross edges
 
@@ -95,18 +99,18 @@ class FedGCN(FedAvg, FedSGD):
     )
     hops: int = setting(2, "1 = the GCN's first layer is exact, 2 = both are", at_least=1, at_most=2, tune="1,2")
 
-    crosses: ClassVar[bool] = True
+    uses_cross_edges: ClassVar[bool] = True
     transductive: ClassVar[bool] = True
     tasks: ClassVar[tuple[str, ...]] = ("node",)
-    discloses: ClassVar[str] = "which nodes have cross edges and, unless the run is secure, all that clients tell each other"
-    tells: ClassVar[str] = (
+    discloses_to_server: ClassVar[str] = "which nodes have cross edges and, unless the run is secure, all that clients tell each other"
+    discloses_to_peers: ClassVar[str] = (
         "to the owner of a cross edge's target: the scaled sum of the features of the target's neighbours at the source's owner (of a "
         "single neighbour: its features, up to a factor); with two hops also the source's degree and the scaled sum of its and all its "
         "neighbours' features"
     )
 
     # ---- before training ----
-    @letters(read_by="read_sums")
+    @peer_messages(read_by="read_sums")
     @phase(nodes="int64[n]", edges="int64[n]", sums="float32[n,d]")
     def write_sums(self, client: Client) -> Message:
         """To every client, for each of its nodes with edges from here: Σ_u x_u d̃_u^-1/2, and over how many edges.
@@ -147,7 +151,7 @@ class FedGCN(FedAvg, FedSGD):
         client.memory["known"] = known_features(graph, features)
         return {}
 
-    @letters(read_by="read_features")
+    @peer_messages(read_by="read_features")
     @phase(nodes="int64[n]", degree="int64[n]", features="float32[n,d]")
     def write_features(self, client: Client) -> Message:
         """To every client: (S X)_u and d̃_u of the nodes u with edges to it."""
@@ -188,23 +192,23 @@ class FedGCN(FedAvg, FedSGD):
         H = dropout(H, client.facts.dropout, rng)
         return client.memory["S"] @ (H @ model["classifier.weight"]) + model["classifier.bias"]
 
-    def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
+    def objective(self, client: Client, batch: Graph, model: Model, global_weights: Message | None) -> Tensor:
         """CE over the client's training nodes."""
-        return client.loss(self.logits(client, dict(net.named_parameters()), client.rng("dropout")), batch)
+        return client.loss(self.logits(client, dict(model.named_parameters()), client.rng("dropout")), batch)
 
-    def total_loss(self, client: Client, net: Model) -> Tensor:
+    def total_loss(self, client: Client, model: Model) -> Tensor:
         """The same, summed."""
-        logits = self.logits(client, dict(net.named_parameters()), client.rng("dropout"))
+        logits = self.logits(client, dict(model.named_parameters()), client.rng("dropout"))
         return client.loss(logits, client.graph, reduction="sum")
 
     @phase()
     def tune(self, client: Client, model: Message | None = None) -> Message:
         """As in FedAvg, by the logits above."""
-        net = client.state["model"]
+        local_model = client.state["model"]
         if model is not None:
-            load_weights(net, model)
+            load_weights(local_model, model)
         for batch in client.batches(self.batch_size):
-            step(client.state["optimizer"], self.objective(client, batch, net, model))
+            step(client.state["optimizer"], self.objective(client, batch, local_model, model))
         return {}
 
     def predict(self, client: Client, model: Message | None) -> Tensor:
@@ -214,7 +218,7 @@ class FedGCN(FedAvg, FedSGD):
     def run(self, server: Server) -> None:
         """Algorithm 1: one exchange a hop, then FedAvg."""
         for spec in server.facts.models:
-            parts = models.parse(spec)
+            parts = parse_spec(spec)
             if (parts.name, parts.layers, parts.options) != ("gcn", 2, frozenset()):
                 raise ConfigError(f"model {spec!r}: fedgcn works with two-layer GCNs, 'gcn-2xWIDTH' without options, e.g. 'gcn-2x64'")
         server.relay(self.write_sums)

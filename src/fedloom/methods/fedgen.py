@@ -38,14 +38,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import Message
+from fedloom.core.phase import phase
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError
-from fedloom.graph import Graph
-from fedloom.learn import load_weights, make_optimizer, seeded, step, weights
-from fedloom.message import Message
-from fedloom.method import phase, setting
-from fedloom.methods.local import Local
-from fedloom.models import Model
-from fedloom.party import Client, Facts, Server
+from fedloom.methods._shared.local_training import LocalTraining
+from fedloom.nn.model import Model
+from fedloom.nn.training import make_optimizer, seeded, step
+from fedloom.nn.weights import load_weights, weights
 
 
 class Generator(nn.Module):
@@ -89,7 +93,7 @@ def require_linear_heads(facts: Facts) -> None:
 
 
 @dataclass(frozen=True)
-class FedGen(Local):
+class FedGen(LocalTraining):
     """Local training with a shared head that also learns from imagined embeddings."""
 
     alpha: float = setting(1.0, "α, weight of the imagined embeddings in a client's loss", at_least=0, tune="0.1..10")
@@ -100,7 +104,7 @@ class FedGen(Local):
     generator_lr: float = setting(5e-3, "the generator's learning rate", above=0, tune="1e-4..0.01")
     diversity: float = setting(1.0, "η, weight of the diversity term", at_least=0, tune="0.1..10")
 
-    tells: ClassVar[str] = "the label distribution of the round's clients together: with two, each other's"
+    discloses_to_peers: ClassVar[str] = "the label distribution of the round's clients together: with two, each other's"
 
     # ---- at a client ----
     @phase()
@@ -110,24 +114,24 @@ class FedGen(Local):
         return super().setup(client)
 
     @phase(weight="float32[p,C]", bias="float32[C]", counts="int64[C]")
-    def train(  # type: ignore[override]
+    def train(
         self, client: Client, weight: Tensor, bias: Tensor, generator: Message | None = None, prior: Tensor | None = None
     ) -> Message:
         """E local epochs from the mean head."""
-        net, graph = client.state["model"], client.graph
-        load_weights(net.classifier, {"weight": weight, "bias": bias})
-        self.descend(client, net, None if generator is None else {"generator": generator, "prior": prior})
+        model, graph = client.state["model"], client.graph
+        load_weights(model.classifier, {"weight": weight, "bias": bias})
+        self.descend(client, model, None if generator is None else {"generator": generator, "prior": prior})
         counts = torch.bincount(graph.y[graph.train], minlength=client.facts.num_classes)
-        return {**weights(net.classifier), "counts": counts}
+        return {**weights(model.classifier), "counts": counts}
 
-    def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
+    def objective(self, client: Client, batch: Graph, model: Model, received: Message | None) -> Tensor:
         """CE on real items and on imagined ones; `model` is w and p̂, from the second round on."""
-        loss = super().objective(client, batch, net, model)
-        if model is None:
+        loss = super().objective(client, batch, model, received)
+        if received is None:
             return loss
-        noise, y = self.draw(model["prior"], client.rng("imagined"))
-        z = functional_call(client.memory["generator"], model["generator"], (noise, y))
-        return loss + self.alpha * F.cross_entropy(net.head(z, batch), y)
+        noise, y = self.draw(received["prior"], client.rng("imagined"))
+        z = functional_call(client.memory["generator"], received["generator"], (noise, y))
+        return loss + self.alpha * F.cross_entropy(model.head(z, batch), y)
 
     # ---- at the server ----
     def make_generator(self, facts: Facts, rng: torch.Generator) -> Generator:

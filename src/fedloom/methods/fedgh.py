@@ -45,14 +45,21 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order
 from torch import Generator, Tensor, nn
 
-from fedloom import models
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import DTYPES, Message
+from fedloom.core.method import Plugin
+from fedloom.core.phase import Computed, phase
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.federation import Federation
+from fedloom.data.graph import Graph
+from fedloom.data.seeds import stream_seed
 from fedloom.errors import ConfigError, MessageError
-from fedloom.graph import Federation, Graph
-from fedloom.learn import make_optimizer, seeded, step, stream_seed
-from fedloom.message import DTYPES, Message
-from fedloom.method import Plugin, phase, setting
-from fedloom.party import Client, Facts, Server
-from fedloom.similar import above, linked_to_nearest, other_pairs, pairs
+from fedloom.nn.build import build_model
+from fedloom.nn.model import Model
+from fedloom.nn.nearest import above, linked_to_nearest, other_pairs, pairs
+from fedloom.nn.training import make_optimizer, seeded, step
 
 HIDDEN = 128  # of the feature decoder
 DENOISER, CONDITION, TIME = 256, 64, 64  # widths of the denoiser's layers, of r, and of what it is told of t
@@ -85,7 +92,7 @@ def minimise(parameters: Sequence[Tensor], loss: Step, lr: float, epochs: int, p
 class VGAE(nn.Module):
     """Encoder to the mean and the logarithm of the deviation of every node's latent, [n, q] each; decoder of features, in their units."""
 
-    def __init__(self, encoder: models.Model, width: int, num_features: int):
+    def __init__(self, encoder: Model, width: int, num_features: int):
         super().__init__()
         self.encoder = encoder
         self.decoder = nn.Sequential(nn.Linear(width, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, num_features))
@@ -199,11 +206,11 @@ class Denoiser(nn.Module):
         return self.layers(torch.cat([h, r, time_embedding(t)], 1))
 
 
-def diffusion_loss(net: Denoiser, h_0: Tensor, schedule: Schedule, rng: Generator) -> Tensor:
+def diffusion_loss(model: Denoiser, h_0: Tensor, schedule: Schedule, rng: Generator) -> Tensor:
     """The mean square of ε − ε_θ, every row at a random time."""
     t = torch.randint(1, schedule.steps + 1, (len(h_0),), generator=rng)
     noise = torch.randn(h_0.shape, generator=rng)
-    return F.mse_loss(net(schedule.noised(h_0, t, noise), h_0, t, rng), noise)
+    return F.mse_loss(model(schedule.noised(h_0, t, noise), h_0, t, rng), noise)
 
 
 # ---- server (and the control without one): contrast ----
@@ -240,19 +247,19 @@ def contrast_loss(bilinear: Tensor, embedded: Sequence[Tensor], corrupted: Seque
     return [(F.softplus(-(h @ sides)).mean() + F.softplus(c @ sides).mean()) / 2 for h, c in zip(embedded, corrupted, strict=True)]
 
 
-def harmonise(graphs: Sequence[Graph], net: Contrast, rngs: Sequence[Generator], lr: float, epochs: int, patience: int) -> list[Tensor]:
+def harmonise(graphs: Sequence[Graph], model: Contrast, rngs: Sequence[Generator], lr: float, epochs: int, patience: int) -> list[Tensor]:
     """Fits encoder and discriminator to graphs, gives the embeddings of each. rngs: of each graph, for corrupting it."""
     graphs = [replace(graph, x=x) for graph, x in zip(graphs, levelled([graph.x for graph in graphs]), strict=True)]
 
     def loss() -> Tensor:
-        projected = net.project(graphs)
+        projected = model.project(graphs)
         # Permuted rows of X̂ times W are permuted rows of X̂ W: the wide product is made once.
         mixed = [h[torch.randperm(len(h), generator=rng)] for h, rng in zip(projected, rngs, strict=True)]
-        return sum(contrast_loss(net.bilinear, net.encode(graphs, projected), net.encode(graphs, mixed)), torch.zeros(()))
+        return sum(contrast_loss(model.bilinear, model.encode(graphs, projected), model.encode(graphs, mixed)), torch.zeros(()))
 
-    minimise(list(net.parameters()), loss, lr, epochs, patience)
+    minimise(list(model.parameters()), loss, lr, epochs, patience)
     with torch.no_grad():
-        return net.encode(graphs, net.project(graphs))
+        return model.encode(graphs, model.project(graphs))
 
 
 # ---- client: refinement ----
@@ -358,7 +365,7 @@ class FedGH(Plugin):
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
     transductive: ClassVar[bool] = True
-    discloses: ClassVar[str] = (
+    discloses_to_server: ClassVar[str] = (
         "a pseudo-graph with a row for every node of the client, in their order: how many nodes and edges it has, and of each node's "
         "features and neighbours what the noise of the diffusion leaves (measured: fedloom.privacy.leakage)"
     )
@@ -366,7 +373,7 @@ class FedGH(Plugin):
     def check(self, facts: Facts) -> None:
         """The encoder must exist, a row must have the entries that are to travel, and the base method must go with the wider features."""
         try:
-            models.build(self.vgae, 1, 2, seed=0)
+            build_model(self.vgae, 1, 2, seed=0)
         except ConfigError as error:
             raise ConfigError(f"method.vgae: {error}") from error
         if self.first_beta > self.last_beta:
@@ -387,19 +394,19 @@ class FedGH(Plugin):
         """Trained on the client's whole graph, no labels read; and the latents' means μ [n, q]. All clients start from the same weights."""
         graph, rng, width, first = client.full_graph, client.rng("vgae"), self.latent_width, stream_seed(client.facts.seed, "vgae")
         with seeded(torch.Generator().manual_seed(first)):
-            net = VGAE(models.build(self.vgae, graph.num_features, 2 * width, dropout=0.0, seed=first), width, graph.num_features)
+            model = VGAE(build_model(self.vgae, graph.num_features, 2 * width, dropout=0.0, seed=first), width, graph.num_features)
         edges, missed = pairs(graph.edge_index, graph.num_nodes), reconstruction(graph.x)
         seen = replace(graph, x=levelled([graph.x])[0])
 
         def loss() -> Tensor:
-            mu, log_sigma = net(seen)
+            mu, log_sigma = model(seen)
             H = mu + log_sigma.exp() * torch.randn(mu.shape, generator=rng)
             links = edge_loss(H, edges, other_pairs(edges, graph.num_nodes, rng))
-            return links + self.feature_loss * missed(net.decoder(H)) + self.kl_weight * divergence(mu, log_sigma)
+            return links + self.feature_loss * missed(model.decoder(H)) + self.kl_weight * divergence(mu, log_sigma)
 
-        minimise(list(net.parameters()), loss, self.vgae_lr, self.vgae_epochs)
+        minimise(list(model.parameters()), loss, self.vgae_lr, self.vgae_epochs)
         with torch.no_grad():
-            return net, net(seen)[0]
+            return model, model(seen)[0]
 
     def diffuse(self, client: Client, mu: Tensor) -> Tensor:
         """Fits the diffusion to latents [n, q] and draws as many from it."""
@@ -407,33 +414,33 @@ class FedGH(Plugin):
         centre, scale = mu.mean(0), (mu - mu.mean(0)).square().mean(0).sqrt()
         h_0 = (mu - centre) / scale.where(scale > 1e-6, 1.0)
         with seeded(rng):
-            net = Denoiser(self.latent_width, self.regulated, self.regulator_noise)
+            model = Denoiser(self.latent_width, self.regulated, self.regulator_noise)
 
         def loss() -> Tensor:
             rows = h_0
             if len(h_0) > self.diffusion_rows:
                 rows = h_0[torch.randint(len(h_0), (self.diffusion_rows,), generator=rng)]
-            return diffusion_loss(net, rows, schedule, rng)
+            return diffusion_loss(model, rows, schedule, rng)
 
-        minimise(list(net.parameters()), loss, self.diffusion_lr, self.diffusion_epochs)
+        minimise(list(model.parameters()), loss, self.diffusion_lr, self.diffusion_epochs)
         with torch.no_grad():
             drawn = torch.randn(h_0.shape, generator=rng)
             limits = h_0.amin(0), h_0.amax(0)
-            drawn = reverse(drawn, lambda h, t: net(h, h_0, torch.full((len(h),), t), rng), schedule, rng, *limits)
+            drawn = reverse(drawn, lambda h, t: model(h, h_0, torch.full((len(h),), t), rng), schedule, rng, *limits)
         return drawn * scale + centre
 
     @torch.no_grad()
-    def decode(self, client: Client, net: VGAE, H: Tensor) -> tuple[Tensor, Tensor]:
+    def decode(self, client: Client, model: VGAE, H: Tensor) -> tuple[Tensor, Tensor]:
         """X̂ [n, d] and the pairs of Â [2, edges] from latents [n, q]."""
         centre, scale = units(client.full_graph.x)
-        x = net.decoder(H).sigmoid() if is_bag_of_words(client.full_graph.x) else centre + scale * net.decoder(H)
+        x = model.decoder(H).sigmoid() if is_bag_of_words(client.full_graph.x) else centre + scale * model.decoder(H)
         edges, n = pairs(client.full_graph.edge_index, len(H)).shape[1], len(H)
         return x, pairs(linked_to_nearest(F.normalize(H), -(-edges // n)), n)
 
     def pseudo_graph(self, client: Client) -> tuple[Tensor, Tensor]:
         """X̂ [n, d] and the pairs of Â [2, edges] of the client: row i stands for its node i."""
-        net, mu = self.fit_vgae(client)
-        return self.decode(client, net, self.diffuse(client, mu) if self.diffused else mu)
+        model, mu = self.fit_vgae(client)
+        return self.decode(client, model, self.diffuse(client, mu) if self.diffused else mu)
 
     # ---- what travels ----
     def rounded(self, x: Tensor) -> Tensor:
@@ -443,14 +450,14 @@ class FedGH(Plugin):
             raise ConfigError(f"method.precision is {self.precision!r}, which cannot hold {x.abs().max():g}; take 'float32'")
         return told
 
-    @phase(features=":precision[n,d]", edges="int32[2,n]")
+    @phase(features=Computed(lambda method, facts, message, reply: (("", method.precision, (-1, facts.num_features)),)), edges="int32[2,n]")
     def send_pseudo_graph(self, client: Client) -> Message:
         """The pseudo-graph."""
         x, edges = self.pseudo_graph(client)
         self._show(client, pseudo=edges)
         return {"features": self.rounded(x), "edges": edges.int()}
 
-    @phase(values=":precision[n,top_entries]", columns="int32[n,top_entries]", edges="int32[2,n]")
+    @phase(values=Computed(lambda method, facts, message, reply: (("", method.precision, (-1, method.top_entries)),)), columns="int32[n,top_entries]", edges="int32[2,n]")
     def send_top_entries(self, client: Client) -> Message:
         """The same with the largest entries of every row alone."""
         x, edges = self.pseudo_graph(client)
@@ -487,12 +494,12 @@ class FedGH(Plugin):
             client.memory["links"] = {"original": between(original, nodes, n)}
         client.memory["links"] |= {name: between(some, client.memory["shown"], n) for name, some in links.items()}
 
-    def exhibits(self, client: Client) -> Message:
+    def artifacts(self, client: Client) -> Message:
         """Of the first clients: their graph as it was, the pseudo-graph they sent, the edges added to their own; of each a part.
 
         Labels are those of all nodes, which colour the picture.
         """
-        others: Message = super().exhibits(client)  # type: ignore[misc]  # the base method's
+        others: Message = super().artifacts(client)  # type: ignore[misc]  # the base method's
         if "links" not in client.memory:
             return others
         nodes, links = client.memory["shown"], client.memory["links"]
@@ -503,10 +510,10 @@ class FedGH(Plugin):
             "graphs": {"nodes": torch.tensor(client.full_graph.num_nodes), "labels": client.full_graph.y[nodes], "links": few},
         }
 
-    def exhibits_of_all(self, federation: Federation) -> Message:
+    def joint_artifacts(self, federation: Federation) -> Message:
         """The base method's, if the clients' edges stay what they were."""
         kept = not self.embedding_width or (self.refine_by != "pseudo-graph" and not self.add_edges and self.add_above == 1)
-        return super().exhibits_of_all(federation) if kept else {}  # type: ignore[misc]
+        return super().joint_artifacts(federation) if kept else {}  # type: ignore[misc]
 
     def own_embeddings(self, client: Client) -> Tensor:
         """H̃ without a server: of a control, or zeros in place of what did not come."""
@@ -524,8 +531,8 @@ class FedGH(Plugin):
     def contrasted(self, graphs: Sequence[Graph], rng: Generator, corrupt: Sequence[Generator]) -> list[Tensor]:
         """Embeddings of graphs by an encoder that learns to tell their nodes from corrupted ones."""
         with seeded(rng):
-            net = Contrast(graphs[0].num_features, self.embedding_width, len(graphs) if self.encoder_per_client else 1)
-        return harmonise(graphs, net, corrupt, self.contrast_lr, self.contrast_epochs, self.contrast_patience)
+            model = Contrast(graphs[0].num_features, self.embedding_width, len(graphs) if self.encoder_per_client else 1)
+        return harmonise(graphs, model, corrupt, self.contrast_lr, self.contrast_epochs, self.contrast_patience)
 
     def embed(self, server: Server, sent: Mapping[str, Message]) -> dict[str, Message]:
         """Lines 12-19: H̃ for every client that sent a pseudo-graph."""

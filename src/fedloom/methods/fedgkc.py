@@ -40,15 +40,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom import models
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import Message, tree_map
+from fedloom.core.phase import phase, summed
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError, MessageError
-from fedloom.graph import Graph
-from fedloom.learn import load_weights, outputs, weights
-from fedloom.message import Message, tree_map
-from fedloom.method import phase, setting, summed
-from fedloom.methods._copilot import Outputs, WithCopilot, divergence
-from fedloom.party import Client, Facts, Server
-from fedloom.views import thinned
+from fedloom.methods._shared.copilot import Outputs, WithCopilot, copilot_weights, divergence
+from fedloom.nn.augment import thinned
+from fedloom.nn.build import parse_spec
+from fedloom.nn.training import outputs
+from fedloom.nn.weights import load_weights, weights
 
 
 @dataclass(frozen=True)
@@ -88,31 +92,31 @@ class FedGKC(WithCopilot):
     def check(self, facts: Facts) -> None:
         """The neighbourly loss compares embeddings, so they must be equally wide."""
         super().check(facts)
-        width = models.parse(self.copilot).width
+        width = parse_spec(self.copilot).width
         for spec in facts.models if self.beta else ():
-            if models.parse(spec).width != width:
+            if parse_spec(spec).width != width:
                 raise ConfigError(
-                    f"method.copilot: {self.copilot!r} has embeddings {width} wide, model {spec!r} has {models.parse(spec).width}; "
+                    f"method.copilot: {self.copilot!r} has embeddings {width} wide, model {spec!r} has {parse_spec(spec).width}; "
                     "they must be equal, or method.beta = 0"
                 )
 
     # ---- the client's side ----
     @summed
     @phase(volume="int64[]", power="float32[]")
-    def train(self, client: Client, copilot: Message, number: Tensor) -> Message:  # type: ignore[override]
+    def train(self, client: Client, copilot: Message, number: Tensor) -> Message:
         """E local epochs of both models; then n_k and P_k."""
-        net, graph = client.state["copilot"], client.graph
-        load_weights(net, copilot)
+        model, graph = client.state["copilot"], client.graph
+        load_weights(model, copilot)
         taught = self if number > self.warmup else replace(self, alpha=1.0, beta=0.0, self_weight=0.0)
         taught.descend(client, client.state["model"])
         with torch.no_grad():
-            power = self.assurance(net(graph).softmax(1), graph).clamp(min=0) if graph.num_nodes else torch.tensor(0.0)
+            power = self.assurance(model(graph).softmax(1), graph).clamp(min=0) if graph.num_nodes else torch.tensor(0.0)
         volume = torch.tensor(graph.num_nodes) if self.volume == "nodes" else graph.train.sum()
         client.memory["round"] = {"number": number, "copilot": copilot, "volume": volume, "power": power}
         return {"volume": volume, "power": power}
 
     @summed
-    @phase(update="weights:copilot")
+    @phase(update=copilot_weights)
     def contribute(self, client: Client, volume: Tensor, power: Tensor, number: Tensor) -> Message:
         """The client's share of the common model's change; nothing, if this round's training did not reach it."""
         trained, mine = weights(client.state["copilot"]), client.memory.pop("round", None)
@@ -149,12 +153,12 @@ class FedGKC(WithCopilot):
 
     def itself(self, client: Client, batch: Graph) -> Tensor:
         """Eq. 4: what the own model says of a weak view, and should say of a strong one."""
-        net, rng, noise = client.state["model"], client.rng("views"), client.rng("views' dropout")
+        model, rng, noise = client.state["model"], client.rng("views"), client.rng("views' dropout")
         weak = thinned(batch, self.weak_edges, self.weak_columns, rng)
         strong = thinned(batch, self.strong_edges, self.strong_columns, rng)
-        z_strong, strong_logits = outputs(net, strong, noise)
+        z_strong, strong_logits = outputs(model, strong, noise)
         with torch.set_grad_enabled(self.symmetric):
-            z_weak, weak_logits = outputs(net, weak)
+            z_weak, weak_logits = outputs(model, weak)
         loss = F.mse_loss(z_strong, z_weak) + divergence(weak_logits, strong_logits)
         return loss + divergence(strong_logits, weak_logits) if self.symmetric else loss
 

@@ -35,13 +35,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedloom.core.client import Client
+from fedloom.core.message import Message
+from fedloom.core.phase import phase
+from fedloom.core.replies import Replies
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
 from fedloom.errors import MessageError
-from fedloom.graph import Graph
-from fedloom.learn import load_weights, weights
-from fedloom.message import Message
-from fedloom.method import phase, setting
-from fedloom.methods._mixtures import Mixing
-from fedloom.party import Client, Replies
+from fedloom.methods._shared.mixtures import Mixing
+from fedloom.nn.weights import load_weights, weights
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,14 @@ class FedGTA(Mixing):
     tasks: ClassVar[tuple[str, ...]] = ("node",)
 
     # ---- at a client ----
-    @phase(model="=model", moments="float32[2,order,C]", confidence="float32[]")
-    def train(self, client: Client, model: Message) -> Message:  # type: ignore[override]
+    @phase(model="~model", moments="float32[2,order,C]", confidence="float32[]")
+    def train(self, client: Client, model: Message) -> Message:
         """E local epochs from the client's mean; then what its labels look like once they are spread."""
-        net = client.state["model"]
-        load_weights(net, model)
-        self.descend(client, net, model)
+        local_model = client.state["model"]
+        load_weights(local_model, model)
+        self.descend(client, local_model, model)
         with torch.no_grad():
-            return {"model": weights(net), **self.describe(client.graph, net(client.graph))}
+            return {"model": weights(local_model), **self.describe(client.graph, local_model(client.graph))}
 
     def describe(self, graph: Graph, logits: Tensor) -> Message:
         """M and H of a graph's predictions."""

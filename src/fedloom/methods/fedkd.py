@@ -23,20 +23,47 @@ rank to use. The hidden-state loss has no attention maps here. Who missed a roun
 whole model.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom import models
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts, model_schema
+from fedloom.core.message import Message, Schema, require_finite, tree_map
+from fedloom.core.phase import Computed, phase
+from fedloom.core.replies import Replies
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
 from fedloom.errors import MessageError
-from fedloom.graph import Graph
-from fedloom.learn import load_weights, make_optimizer, weights
-from fedloom.message import Message, require_finite, tree_map
-from fedloom.method import phase, setting
-from fedloom.methods._copilot import Outputs, WithCopilot
-from fedloom.party import Client, Replies, Server
+from fedloom.methods._shared.copilot import Outputs, WithCopilot
+from fedloom.nn.build import parse_spec
+from fedloom.nn.training import make_optimizer
+from fedloom.nn.weights import load_weights, weights
+
+
+def _factors(method: Any, facts: Facts, message: Message, reply: Message | None) -> Schema:
+    """The copilot's weights, any matrix [m, n] whole or as factors [m, r] and [r, n].
+
+    Factors never have more numbers than the matrix.
+    """
+    given = (reply or {}).get("update")
+    rows: list[tuple[str, str, tuple[int, ...]]] = []
+    for name, dtype, shape in model_schema(method.copilot, facts):
+        came = given.get(name) if isinstance(given, dict) else None
+        if isinstance(came, dict) and len(shape) == 2:
+            left = came.get("left")
+            rank = left.shape[1] if isinstance(left, Tensor) and left.dim() == 2 else 0
+            rank = min(rank, math.prod(shape) // sum(shape))
+            rows.append((f"{name}/left", dtype, (shape[0], rank)))
+            rows.append((f"{name}/right", dtype, (rank, shape[1])))
+        else:
+            rows.append((name, dtype, shape))
+    return tuple(sorted(rows))
 
 
 @dataclass(frozen=True)
@@ -53,20 +80,20 @@ class FedKD(WithCopilot):
         """Two models and their optimisers; W, which the copilot's optimiser trains along."""
         super().setup(client)
         state = client.state
-        state["map"] = net = nn.Linear(models.parse(self.copilot).width, state["model"].width, bias=False, device="meta").to_empty(
+        state["map"] = model = nn.Linear(parse_spec(self.copilot).width, state["model"].width, bias=False, device="meta").to_empty(
             device="cpu"
         )
-        nn.init.eye_(net.weight)
-        parameters = [*state["copilot"].parameters(), *net.parameters()]
+        nn.init.eye_(model.weight)
+        parameters = [*state["copilot"].parameters(), *model.parameters()]
         state["copilot optimizer"] = make_optimizer(self.optimizer, parameters, self.lr, self.weight_decay)
         return {}
 
-    @phase(update="factors:copilot")
-    def train(  # type: ignore[override]
+    @phase(update=Computed(_factors, depends_on_reply=True))
+    def train(
         self, client: Client, energy: Tensor, copilot: Message | None = None, update: Message | None = None
     ) -> Message:
         """E local epochs of both models from the common copilot; then what they changed of it."""
-        state, net = client.state, client.state["copilot"]
+        state, model = client.state, client.state["copilot"]
         who = f"client {client.name!r} in 'train'"
         if copilot is not None:
             state["common"] = copilot
@@ -74,9 +101,9 @@ class FedKD(WithCopilot):
             state["common"] = tree_map(torch.add, state["common"], restored(update))
         else:
             raise MessageError(f"to {who}: 'copilot' is missing, and so is the model that an 'update' would change")
-        load_weights(net, state["common"])
+        load_weights(model, state["common"])
         self.descend(client, state["model"])
-        change = tree_map(torch.sub, weights(net), state["common"])
+        change = tree_map(torch.sub, weights(model), state["common"])
         require_finite({"update": change}, who)
         return {"update": compressed(change, float(energy))}
 

@@ -34,14 +34,18 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.func import functional_call
 
-from fedloom.graph import Graph
-from fedloom.learn import body, load_weights, step, weights
-from fedloom.message import Message
-from fedloom.method import averaged, phase, setting
+from fedloom.core.client import Client
+from fedloom.core.message import Message
+from fedloom.core.phase import averaged, phase
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
+from fedloom.methods._shared.prototypes import class_sums
 from fedloom.methods.fedavg import FedAvg
-from fedloom.models import Model, dropout
-from fedloom.party import Client, Server
-from fedloom.prototypes import class_sums
+from fedloom.nn.layers import dropout
+from fedloom.nn.model import Model
+from fedloom.nn.training import step
+from fedloom.nn.weights import body, load_weights, weights
 
 
 @dataclass(frozen=True)
@@ -51,25 +55,25 @@ class FedNH(FedAvg):
     rho: float = setting(0.9, "ρ, how much of the old prototypes stays each round", at_least=0, at_most=1, tune="0.1..0.99")
     scale: float = setting(30.0, "s, factor of the cosines in the logits", above=0, tune="5..50")
 
-    tells: ClassVar[str] = "class means' directions over all clients: of one alone, if no other has the class"
+    discloses_to_peers: ClassVar[str] = "class means' directions over all clients: of one alone, if no other has the class"
 
     @phase()
-    def setup(self, client: Client, prototypes: Tensor) -> Message:  # type: ignore[override]
+    def setup(self, client: Client, prototypes: Tensor) -> Message:
         """As in FedAvg; W besides, for clients that are scored before they first take part."""
         client.state["prototypes"] = prototypes
         return super().setup(client)
 
     @averaged(by="size")
-    @phase(model="=model", directions="float32[C,p]")
-    def train(self, client: Client, model: Message, prototypes: Tensor) -> Message:  # type: ignore[override]
+    @phase(model="~model", directions="float32[C,p]")
+    def train(self, client: Client, model: Message, prototypes: Tensor) -> Message:
         """E local epochs from the global extractor under the fixed W; then where the classes lie."""
-        net, graph = client.state["model"], client.graph
+        local_model, graph = client.state["model"], client.graph
         self.take(client, model, prototypes)
-        self.descend(client, net, model)
+        self.descend(client, local_model, model)
         with torch.no_grad():
-            sums, counts = class_sums(F.normalize(net.embed(graph)), graph.y, graph.train, client.facts.num_classes)
+            sums, counts = class_sums(F.normalize(local_model.embed(graph)), graph.y, graph.train, client.facts.num_classes)
         share = counts / self.size(client)["size"]  # the mean over clients multiplies by n_k
-        return {"model": body(weights(net)), "directions": share.unsqueeze(1) * F.normalize(sums)}
+        return {"model": body(weights(local_model)), "directions": share.unsqueeze(1) * F.normalize(sums)}
 
     @phase()
     def tune(self, client: Client, model: Message | None = None, prototypes: Tensor | None = None) -> Message:
@@ -82,8 +86,8 @@ class FedNH(FedAvg):
 
     def take(self, client: Client, model: Message, prototypes: Tensor) -> None:
         """Puts the extractor's weights into the model, and W beside it."""
-        net = client.state["model"]
-        load_weights(net, weights(net) | model)
+        local_model = client.state["model"]
+        load_weights(local_model, weights(local_model) | model)
         client.state["prototypes"] = prototypes
 
     def logits(self, z: Tensor, prototypes: Tensor) -> Tensor:
@@ -91,18 +95,18 @@ class FedNH(FedAvg):
         length = z.norm(dim=1, keepdim=True)
         return self.scale * (z / length.where(length > 0, 1.0)) @ prototypes.T  # F.normalize has a gradient of 1e12 where z = 0
 
-    def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
+    def objective(self, client: Client, batch: Graph, model: Model, global_weights: Message | None) -> Tensor:
         """CE under the prototypes."""
         rng = client.rng("dropout")
-        z = dropout(net.embed(batch, rng), net.dropout, rng)
+        z = dropout(model.embed(batch, rng), model.dropout, rng)
         return client.loss(self.logits(z, client.state["prototypes"]), batch)
 
     def predict(self, client: Client, model: Message | None) -> Tensor:
         """The same without noise; `model` is θ and W."""
-        net = client.state["model"]
+        local_model = client.state["model"]
         if model is None:
-            return self.logits(net.embed(client.full_graph), client.state["prototypes"])
-        return self.logits(embedded(net, extractor(model), client.full_graph), model["prototypes"])
+            return self.logits(local_model.embed(client.full_graph), client.state["prototypes"])
+        return self.logits(embedded(local_model, extractor(model), client.full_graph), model["prototypes"])
 
     def run(self, server: Server) -> None:
         """Algorithm 1."""
@@ -133,18 +137,18 @@ def extractor(model: Message) -> Message:
 class Extractor(nn.Module):
     """A model whose forward pass ends before its head: what `functional_call` can call."""
 
-    def __init__(self, net: Model):
+    def __init__(self, model: Model):
         super().__init__()
-        self.net = net
+        self.model = model
 
     def forward(self, graph: Graph) -> Tensor:
         """z."""
-        return self.net.embed(graph)
+        return self.model.embed(graph)
 
 
-def embedded(net: Model, model: Message, graph: Graph) -> Tensor:
+def embedded(local_model: Model, model: Message, graph: Graph) -> Tensor:
     """z of a graph under other weights than the model's own."""
-    return functional_call(Extractor(net), {f"net.{name}": tensor for name, tensor in model.items()}, (graph,))
+    return functional_call(Extractor(local_model), {f"model.{name}": tensor for name, tensor in model.items()}, (graph,))
 
 
 def spread(classes: int, width: int, rng: Generator) -> Tensor:

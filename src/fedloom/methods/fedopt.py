@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fedloom.message import tree_map
-from fedloom.method import setting
+from fedloom.core.message import tree_map
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
 from fedloom.methods.fedavg import FedAvg
-from fedloom.party import Server
 
 
 @dataclass(frozen=True)

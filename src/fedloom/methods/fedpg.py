@@ -52,15 +52,19 @@ import torch.nn.functional as F
 from scipy.sparse import csr_matrix
 from torch import Tensor, nn
 
-from fedloom import structure
-from fedloom.graph import Graph
-from fedloom.learn import make_optimizer, step, stream_seed
-from fedloom.message import Message
-from fedloom.method import phase, setting
+from fedloom.core.client import Client
+from fedloom.core.message import Message
+from fedloom.core.phase import phase
+from fedloom.core.replies import Replies
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
+from fedloom.data.seeds import stream_seed
+from fedloom.methods._shared import structure
+from fedloom.methods._shared.prototypes import class_means, table_of, told
 from fedloom.methods.fedproto import nearness
 from fedloom.methods.fedtgp import FedTGP
-from fedloom.party import Client, Replies, Server
-from fedloom.prototypes import class_means, table_of, told
+from fedloom.nn.training import make_optimizer, step
 
 CHUNK = 1024  # rows of similarities between graphs that are looked at at once
 
@@ -140,7 +144,7 @@ class FedPG(FedTGP):
     band: float = setting(0.1, "how much lower the cosine is with each further hop", above=0, task="graph")
     nearest: int = setting(10, "graphs at most around a graph at a hop", at_least=1, task="graph")
 
-    tells: ClassVar[str] = "B, a mix of G and the prototypes of similar clients: of one alone, if there is one peer and alpha = 0"
+    discloses_to_peers: ClassVar[str] = "B, a mix of G and the prototypes of similar clients: of one alone, if there is one peer and alpha = 0"
 
     @property
     def depth(self) -> int:
@@ -152,10 +156,10 @@ class FedPG(FedTGP):
     def setup(self, client: Client) -> Message:
         """As in FedProto; the attention is trained along with the model, and stays here."""
         super().setup(client)
-        state, net = client.state, client.state["model"]
-        state["attention"] = attend = Attention(self.hops if self.attention else 0, net.width)
+        state, model = client.state, client.state["model"]
+        state["attention"] = attend = Attention(self.hops if self.attention else 0, model.width)
         # What a centre adds to all its scores cancels, but for rounding errors, which Adam would scale up to full steps: hence its ε.
-        groups: list[dict[str, Any]] = [{"params": list(net.parameters())}, {"params": list(attend.parameters()), "eps": 1e-5}]
+        groups: list[dict[str, Any]] = [{"params": list(model.parameters())}, {"params": list(attend.parameters()), "eps": 1e-5}]
         state["optimizer"] = make_optimizer(self.optimizer, groups, self.lr, self.weight_decay)
         state["annotation"] = client.graph.y.clone()  # -1 but for training items
         return {}

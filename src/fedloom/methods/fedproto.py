@@ -26,24 +26,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.graph import Graph
-from fedloom.message import Message
-from fedloom.method import phase, setting, summed
-from fedloom.methods.local import Local
-from fedloom.models import Model
-from fedloom.party import Client, Server
-from fedloom.prototypes import class_sums, table_of, told
+from fedloom.core.client import Client
+from fedloom.core.message import Message
+from fedloom.core.phase import phase, summed
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
+from fedloom.methods._shared.local_training import LocalTraining
+from fedloom.methods._shared.prototypes import class_sums, table_of, told
+from fedloom.nn.model import Model
 
 
 @dataclass(frozen=True)
-class FedProto(Local):
+class FedProto(LocalTraining):
     """Local training towards common class means."""
 
     pull: float = setting(1.0, "λ, weight of the distance to the prototypes", at_least=0, tune="0.1..10")
     unit: bool = setting(False, "embeddings are scaled to length 1 before anything else is done with them")
     floor: int = setting(1, "items behind a prototype below which it stays at home", at_least=1)
 
-    tells: ClassVar[str] = "class means over all clients: of one alone, if no other has the class"
+    discloses_to_peers: ClassVar[str] = "class means over all clients: of one alone, if no other has the class"
 
     @summed
     @phase(sums="float32[C,p]", counts="int64[C]")
@@ -71,12 +73,12 @@ class FedProto(Local):
         """z, each row of length 1 if `unit`."""
         return F.normalize(z) if self.unit else z
 
-    def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
+    def objective(self, client: Client, batch: Graph, model: Model, received: Message | None) -> Tensor:
         """CE plus the alignment; one forward pass serves both."""
         rng = client.rng("dropout")
-        z = net.embed(batch, rng)
-        loss = client.loss(net.head(z, batch, rng), batch)
-        return loss if model is None else loss + self.pull * self.alignment(client, batch, self.scaled(z), **model)
+        z = model.embed(batch, rng)
+        loss = client.loss(model.head(z, batch, rng), batch)
+        return loss if received is None else loss + self.pull * self.alignment(client, batch, self.scaled(z), **received)
 
     def alignment(self, client: Client, batch: Graph, z: Tensor, table: Tensor, present: Tensor) -> Tensor:
         """Mean squared distance of the batch's training items to their classes' prototypes; 0 if there are none of both."""

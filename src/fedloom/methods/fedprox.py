@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedloom.graph import Graph
-from fedloom.learn import squared_distance
-from fedloom.message import Message
-from fedloom.method import setting
+from fedloom.core.client import Client
+from fedloom.core.message import Message
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
 from fedloom.methods.fedavg import FedAvg
-from fedloom.models import Model
-from fedloom.party import Client
+from fedloom.nn.model import Model
+from fedloom.nn.weights import squared_distance
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,6 @@ class FedProx(FedAvg):
 
     mu: float = setting(1e-3, "μ, weight of the proximal term", at_least=0, tune="1e-4..1")
 
-    def objective(self, client: Client, batch: Graph, net: Model, model: Message) -> Tensor:  # type: ignore[override]
+    def objective(self, client: Client, batch: Graph, model: Model, global_weights: Message) -> Tensor:
         """Eq. 2."""
-        return super().objective(client, batch, net, model) + self.mu / 2 * squared_distance(net, model)
+        return super().objective(client, batch, model, global_weights) + self.mu / 2 * squared_distance(model, global_weights)

@@ -36,15 +36,18 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from fedloom import models
+from fedloom.core.client import Client
+from fedloom.core.message import Message
+from fedloom.core.phase import peer_messages, phase
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
+from fedloom.data.seeds import stream_seed
 from fedloom.errors import MessageError
-from fedloom.graph import Graph
-from fedloom.learn import backward, make_optimizer, stream_seed
-from fedloom.message import Message
-from fedloom.method import letters, phase, setting
 from fedloom.methods.fedavg import FedAvg
 from fedloom.methods.fedsgd import FedSGD
-from fedloom.party import Client, Server
+from fedloom.nn.build import build_model
+from fedloom.nn.training import backward, make_optimizer
 
 FGEN = {"first": "float32[latent,latent]", "first_bias": "float32[latent]", "second": "float32[latent,d]", "second_bias": "float32[d]"}
 ENTRIES = 2**23  # of a temporary matrix: larger ones are made in blocks
@@ -107,7 +110,7 @@ def closest(made: Tensor, x: Tensor, pair_row: Tensor, pair_node: Tensor) -> Ten
 @torch.no_grad()
 def nearest(made: Tensor, graph: Graph) -> Tensor:
     """For every row of `made` [rows, d] the node of the graph whose features are closest."""
-    squares = graph.once("squared norms", lambda: graph.x.square().sum(1, keepdim=True))
+    squares = graph.cached("squared norms", lambda: graph.x.square().sum(1, keepdim=True))
     blocks = made.split(max(1, ENTRIES // graph.num_nodes))
     return torch.cat([(squares - 2 * graph.project(block.T.contiguous())).argmin(0) for block in blocks])
 
@@ -162,8 +165,8 @@ class FedSagePlus(FedAvg, FedSGD):
     sample: int = setting(64, "generated neighbours a round that the other clients are asked about, at most", at_least=1)
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
-    discloses: ClassVar[str] = "unless the run is secure, all that clients tell each other"
-    tells: ClassVar[str] = (
+    discloses_to_server: ClassVar[str] = "unless the run is secure, all that clients tell each other"
+    discloses_to_peers: ClassVar[str] = (
         "embeddings of some nodes (the noise on them is drawn from the run's seed, which all know) and the weights of the neighbour "
         "generator, to every other client; and to each of them a gradient for its generator, which holds the sum of the features of the "
         "own nodes that are nearest to what that makes (asked about a single neighbour: one node's features)"
@@ -176,7 +179,7 @@ class FedSagePlus(FedAvg, FedSGD):
         rng, facts = client.rng("generator"), client.facts
         seed = stream_seed(facts.seed, "client", client.name, "encoder")
         # The linear head of one column is dGen. It starts at 1: a ReLU that starts below 0 at every node never learns.
-        encoder = models.build(f"sage-2x{self.latent}+linear", facts.num_features, 1, dropout=facts.dropout, seed=seed)
+        encoder = build_model(f"sage-2x{self.latent}+linear", facts.num_features, 1, dropout=facts.dropout, seed=seed)
         nn.init.ones_(encoder.classifier.bias)  # type: ignore[arg-type]
         fgen = {
             "first": nn.init.xavier_uniform_(torch.empty(self.latent, self.latent), generator=rng), "first_bias": torch.zeros(self.latent),
@@ -213,7 +216,7 @@ class FedSagePlus(FedAvg, FedSGD):
         """The node of every neighbour that is to be generated: round(ñ_v) of them, at most `most`."""
         return repeated(degree.detach().round().clamp(max=self.most).long())
 
-    @letters(read_by="read_generators")
+    @peer_messages(read_by="read_generators")
     @phase(noisy="float32[n,latent]", **FGEN)
     def write_generator(self, client: Client) -> Message:
         """The gradient of the own terms is left with the weights; fGen and inputs go to the others, who know other nodes."""
@@ -242,7 +245,7 @@ class FedSagePlus(FedAvg, FedSGD):
         client.memory["asked"] = letters or {}
         return {}
 
-    @letters(read_by="read_gradients")
+    @peer_messages(read_by="read_gradients")
     @phase(**FGEN)
     def write_gradients(self, client: Client) -> Message:
         """To each who asked: ∇ Σ min_u ‖x̃ − x_u‖² over the client's nodes u, for the weights of the asker's fGen."""
@@ -296,8 +299,8 @@ class FedSagePlus(FedAvg, FedSGD):
 
     def predict(self, client: Client, model: Message | None) -> Tensor:
         """Logits of the client's real nodes in the mended graph, noise off."""
-        net, graph = client.state["model"], client.memory["full graph"]
-        logits = net(graph) if model is None else torch.func.functional_call(net, model, (graph,))
+        local_model, graph = client.state["model"], client.memory["full graph"]
+        logits = local_model(graph) if model is None else torch.func.functional_call(local_model, model, (graph,))
         return logits[: client.full_graph.num_nodes]
 
     def run(self, server: Server) -> None:

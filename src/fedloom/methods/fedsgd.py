@@ -20,11 +20,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.learn import OPTIMIZERS, backward, load_weights, make_optimizer
-from fedloom.message import Message, flatten, tree_map
-from fedloom.method import Method, phase, setting, summed
-from fedloom.models import Model
-from fedloom.party import Client, Server
+from fedloom.core.client import Client
+from fedloom.core.message import Message, flatten, tree_map
+from fedloom.core.method import Method
+from fedloom.core.phase import phase, summed
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.nn.model import Model
+from fedloom.nn.training import OPTIMIZERS, backward, make_optimizer
+from fedloom.nn.weights import load_weights
 
 
 @dataclass(frozen=True)
@@ -48,16 +52,16 @@ class FedSGD(Method):
     @phase(gradient="=model", labelled="int64[]")
     def gradient(self, client: Client, model: Message) -> Message:
         """∇ of the summed loss at the common weights."""
-        net = client.state["model"]
-        load_weights(net, model)
-        net.zero_grad()
-        backward(net, self.total_loss(client, net))
-        gradient = {name: p.grad for name, p in sorted(net.named_parameters())}
+        local_model = client.state["model"]
+        load_weights(local_model, model)
+        local_model.zero_grad()
+        backward(local_model, self.total_loss(client, local_model))
+        gradient = {name: p.grad for name, p in sorted(local_model.named_parameters())}
         return {"gradient": gradient, "labelled": client.graph.train.sum()}
 
-    def total_loss(self, client: Client, net: Model) -> Tensor:
+    def total_loss(self, client: Client, model: Model) -> Tensor:
         """What all clients' steps minimise, this client's part: cross-entropy summed over its training items."""
-        return client.loss(net(client.graph, client.rng("dropout")), client.graph, reduction="sum")
+        return client.loss(model(client.graph, client.rng("dropout")), client.graph, reduction="sum")
 
     def run(self, server: Server) -> None:
         """One shared step a round."""

@@ -30,18 +30,23 @@ from typing import Any, ClassVar
 import torch
 from torch import Generator, Tensor, nn
 
-from fedloom.graph import Graph
-from fedloom.learn import load_weights, make_optimizer, outputs, step, weights
-from fedloom.message import Message
-from fedloom.method import phase, setting, summed
-from fedloom.methods._copilot import divergence
-from fedloom.methods.local import Local
-from fedloom.models import Model, dropout
-from fedloom.party import Client, Facts, Server
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import Message
+from fedloom.core.phase import phase, summed
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
+from fedloom.methods._shared.copilot import divergence
+from fedloom.methods._shared.local_training import LocalTraining
+from fedloom.nn.layers import dropout
+from fedloom.nn.model import Model
+from fedloom.nn.training import make_optimizer, outputs, step
+from fedloom.nn.weights import load_weights, weights
 
 
 @dataclass(frozen=True)
-class FedSpray(Local):
+class FedSpray(LocalTraining):
     """Local training towards what common proxies say a node's class is."""
 
     pull: float = setting(
@@ -57,39 +62,39 @@ class FedSpray(Local):
     proxy_lr: float = setting(0.02, "learning rate of the structure proxies", above=0, tune="0.001..0.1")
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
-    tells: ClassVar[str] = "structure proxies of classes, learnt by all clients that have the class: by one alone, if no other has it"
+    discloses_to_peers: ClassVar[str] = "structure proxies of classes, learnt by all clients that have the class: by one alone, if no other has it"
 
     # ---- the client's side ----
     @phase()
     def setup(self, client: Client) -> Message:
         """The client's own model, the encoder with its proxies, and an optimiser for each that keeps its moments over rounds."""
         super().setup(client)
-        client.state["encoder"] = net = FeatureStructure(client.facts, self.width)
-        maps = [p for name, p in net.named_parameters() if name != "proxies"]
-        groups: list[dict[str, Any]] = [{"params": maps}, {"params": [net.proxies], "lr": self.proxy_lr, "weight_decay": 0.0}]
+        client.state["encoder"] = model = FeatureStructure(client.facts, self.width)
+        maps = [p for name, p in model.named_parameters() if name != "proxies"]
+        groups: list[dict[str, Any]] = [{"params": maps}, {"params": [model.proxies], "lr": self.proxy_lr, "weight_decay": 0.0}]
         client.state["encoder optimizer"] = make_optimizer(self.optimizer, groups, self.lr, self.weight_decay)
         return {}
 
     @summed
-    @phase(model="=model", counts="int64[C]")
-    def train(self, client: Client, model: Message) -> Message:  # type: ignore[override]
+    @phase(model="~model", counts="int64[C]")
+    def train(self, client: Client, model: Message) -> Message:
         """E epochs of the own model on what the encoder says; then E epochs of the encoder on what the own model says."""
-        net, encoder, graph = client.state["model"], client.state["encoder"], client.graph
+        local_model, encoder, graph = client.state["model"], client.state["encoder"], client.graph
         load_weights(encoder, model)
-        self.descend(client, net, targets(encoder, graph, self.sure))
+        self.descend(client, local_model, targets(encoder, graph, self.sure))
         with torch.no_grad():
-            said = net(graph)
+            said = local_model(graph)
         for _ in range(self.epochs):
             for batch in client.shuffled(self.batch_size):
                 step(client.state["encoder optimizer"], self.encoder_objective(client, batch, said))
         counts = torch.bincount(graph.y[graph.train], minlength=client.facts.num_classes)
         return {"model": scaled(weights(encoder), counts), "counts": counts}
 
-    def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
+    def objective(self, client: Client, batch: Graph, model: Model, received: Message | None) -> Tensor:
         """CE + λ_1 KL(p ‖ q); `model` is p's logits, and which nodes are reliable."""
-        assert model is not None
-        logits, reliable = net(batch, client.rng("dropout")), model["reliable"]
-        return client.loss(logits, batch) + self.pull * divergence(model["logits"][reliable], logits[reliable])
+        assert received is not None
+        logits, reliable = model(batch, client.rng("dropout")), received["reliable"]
+        return client.loss(logits, batch) + self.pull * divergence(received["logits"][reliable], logits[reliable])
 
     def encoder_objective(self, client: Client, batch: Graph, said: Tensor) -> Tensor:
         """CE + λ_2 KL(q ‖ p) of the encoder and the proxies; `said` is q's logits."""

@@ -28,16 +28,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom import models
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import Message
+from fedloom.core.phase import averaged, phase
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
+from fedloom.data.seeds import stream_seed
 from fedloom.errors import ConfigError
-from fedloom.graph import Graph
-from fedloom.learn import load_weights, make_optimizer, stream_seed, weights
-from fedloom.message import Message
-from fedloom.method import averaged, phase, setting
-from fedloom.methods.local import Local
-from fedloom.models import Convolution, Dense, SumNeighbour, dropout
-from fedloom.party import Client, Facts, Server
-from fedloom.structure import degree_features
+from fedloom.methods._shared.local_training import LocalTraining
+from fedloom.methods._shared.structure import degree_features
+from fedloom.nn.build import parse_spec
+from fedloom.nn.layers import Convolution, Dense, SumNeighbour, dropout
+from fedloom.nn.model import Spec
+from fedloom.nn.training import make_optimizer
+from fedloom.nn.weights import load_weights, weights
 
 WALKERS = 64  # columns of a product: starting nodes of each graph that are walked from at once
 
@@ -75,13 +81,13 @@ def structure_of(graph: Graph, steps: int, degrees: int) -> Tensor:
         degree = graph.adjacency("sum").offsets.diff()
         return torch.cat([return_probabilities(graph, steps), degree_features((degree - 1).clamp(min=0), degrees)], 1)
 
-    return graph.once(("structure", steps, degrees), make)
+    return graph.cached(("structure", steps, degrees), make)
 
 
 class TwoChannels(nn.Module):
     """The model: `structure` is the shared channel, all else is private. As with other models, noise is drawn iff `rng` is given."""
 
-    def __init__(self, spec: models.Spec, facts: Facts, steps: int, degrees: int, seed: int):
+    def __init__(self, spec: Spec, facts: Facts, steps: int, degrees: int, seed: int):
         super().__init__()
         p, self.steps, self.degrees, self.dropout = spec.width, steps, degrees, facts.dropout
         self.structure = nn.ModuleList([Dense(steps + degrees, p), *(Convolution(p, p) for _ in range(spec.layers))])
@@ -117,7 +123,7 @@ class TwoChannels(nn.Module):
 
 
 @dataclass(frozen=True)
-class FedStar(Local):
+class FedStar(LocalTraining):
     """FedAvg of a structure channel beside a private feature channel."""
 
     walk: int = setting(16, "steps of the random walk whose return is looked at", at_least=1)
@@ -129,7 +135,7 @@ class FedStar(Local):
     def build(self, facts: Facts, *stream: object) -> TwoChannels:
         """A fresh model with the depth and width of the run's spec, from a random stream of its own."""
         (text,) = set(facts.models)
-        spec = models.parse(text)
+        spec = parse_spec(text)
         if spec.options - {"linear"} or len(spec.widths) > 1:
             raise ConfigError(f"model {text!r}: fedstar's model takes layers and one width, e.g. 'gin-{spec.layers}x{spec.width}'")
         return TwoChannels(spec, facts, self.walk, self.degrees, stream_seed(facts.seed, "model", *stream))
@@ -137,18 +143,18 @@ class FedStar(Local):
     @phase()
     def setup(self, client: Client) -> Message:
         """A model of the client's own, and its optimiser."""
-        client.state["model"] = net = self.build(client.facts, client.name, "init")
-        client.state["optimizer"] = make_optimizer(self.optimizer, net.parameters(), self.lr, self.weight_decay)
+        client.state["model"] = model = self.build(client.facts, client.name, "init")
+        client.state["optimizer"] = make_optimizer(self.optimizer, model.parameters(), self.lr, self.weight_decay)
         return {}
 
     @averaged(by="size")
-    @phase(model="=model")
-    def train(self, client: Client, model: Message) -> Message:  # type: ignore[override]
+    @phase(model="~model")
+    def train(self, client: Client, model: Message) -> Message:
         """E local epochs of both channels, from the mean structure channel."""
-        net = client.state["model"]
-        load_weights(net.structure, model)
-        self.descend(client, net, model)
-        return {"model": weights(net.structure)}
+        local_model = client.state["model"]
+        load_weights(local_model.structure, model)
+        self.descend(client, local_model, model)
+        return {"model": weights(local_model.structure)}
 
     def run(self, server: Server) -> None:
         """Rounds of local training and averaging."""

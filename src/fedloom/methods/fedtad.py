@@ -43,17 +43,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import Message
+from fedloom.core.phase import phase
+from fedloom.core.replies import Replies
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
 from fedloom.errors import MessageError
-from fedloom.graph import Graph
-from fedloom.learn import load_weights, make_optimizer, seeded, step, weights
-from fedloom.message import Message
-from fedloom.method import phase, setting
+from fedloom.methods._shared.prototypes import class_sums
 from fedloom.methods.dense import Ensemble, linked
 from fedloom.methods.fedavg import FedAvg
 from fedloom.methods.fedstar import return_probabilities
-from fedloom.models import Model
-from fedloom.party import Client, Facts, Replies, Server
-from fedloom.prototypes import class_sums
+from fedloom.nn.model import Model
+from fedloom.nn.training import make_optimizer, seeded, step
+from fedloom.nn.weights import load_weights, weights
 
 HIDDEN = (64, 128, 256)  # widths of the generator's hidden layers
 

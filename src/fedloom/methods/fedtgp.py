@@ -24,12 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.learn import make_optimizer, seeded, step
-from fedloom.message import Message
-from fedloom.method import phase, setting
+from fedloom.core.client import Client
+from fedloom.core.message import Message
+from fedloom.core.phase import phase
+from fedloom.core.replies import Replies
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.methods._shared.prototypes import class_means, told
 from fedloom.methods.fedproto import FedProto
-from fedloom.party import Client, Replies, Server
-from fedloom.prototypes import class_means, told
+from fedloom.nn.training import make_optimizer, seeded, step
 
 
 class Anchors(nn.Module):
@@ -53,7 +56,7 @@ class FedTGP(FedProto):
     server_lr: float = setting(0.01, "learning rate of the anchors", above=0, tune="0.001..0.1")
     margin_cap: float = setting(100.0, "τ, the largest margin δ", at_least=0, tune="1..100")
 
-    tells: ClassVar[str] = "anchors, trained on class means: on those of one client alone, if no other has the class"
+    discloses_to_peers: ClassVar[str] = "anchors, trained on class means: on those of one client alone, if no other has the class"
 
     @phase(prototypes="float32[*present,p]", present="bool[C]")
     def train(self, client: Client, prototypes: Tensor | None = None, present: Tensor | None = None) -> Message:

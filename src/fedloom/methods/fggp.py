@@ -39,19 +39,25 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from fedloom import models
-from fedloom.graph import Graph
-from fedloom.learn import load_weights, make_optimizer, outputs, stream_seed, weights
-from fedloom.message import Message
-from fedloom.method import phase, setting
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import Message
+from fedloom.core.phase import phase
+from fedloom.core.replies import Replies
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
+from fedloom.data.seeds import stream_seed
+from fedloom.data.sparse import weighted
+from fedloom.methods._shared.prototypes import told
 from fedloom.methods.fedavg import FedAvg
 from fedloom.methods.fednh import embedded
 from fedloom.methods.fpl import cluster_means
-from fedloom.models import Model
-from fedloom.party import Client, Facts, Replies, Server
-from fedloom.prototypes import told
-from fedloom.similar import linked_to_nearest, pairs
-from fedloom.sparse import weighted
+from fedloom.nn.build import build_model
+from fedloom.nn.model import Model
+from fedloom.nn.nearest import linked_to_nearest, pairs
+from fedloom.nn.training import make_optimizer, outputs
+from fedloom.nn.weights import load_weights, weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +89,7 @@ class FGGP(FedAvg):
     classifier: str = setting("prototypes", "who predicts", choices=("prototypes", "head"))
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
-    tells: ClassVar[str] = "cluster prototypes, means over few clients: of one alone, if no other has the class"
+    discloses_to_peers: ClassVar[str] = "cluster prototypes, means over few clients: of one alone, if no other has the class"
 
     @phase()
     def setup(self, client: Client) -> Message:
@@ -93,34 +99,34 @@ class FGGP(FedAvg):
         client.state["optimizer"] = make_optimizer(self.optimizer, parameters, self.lr, self.weight_decay)
         return {}
 
-    @phase(model="=model", sampler="=sampler", prototypes="float32[*present,p]", present="bool[C]")
-    def train(  # type: ignore[override]
+    @phase(model="~model", sampler="~sampler", prototypes="float32[*present,p]", present="bool[C]")
+    def train(
         self, client: Client, model: Message, sampler: Message, clusters: Tensor | None = None, of_class: Tensor | None = None
     ) -> Message:
         """E local epochs from the global weights on both views; then the classes' prototypes."""
         state, graph = client.state, client.graph
-        net, C = state["model"], client.facts.num_classes
-        load_weights(net, model)
+        local_model, C = state["model"], client.facts.num_classes
+        load_weights(local_model, model)
         load_weights(state["sampler"], sampler)
         if clusters is not None:
             state |= {"clusters": clusters, "of_class": of_class}
         table, present = torch.zeros(C, client.facts.width), torch.zeros(C, dtype=torch.bool)
         if graph.train.any():
             with torch.no_grad():
-                suggested = candidates(graph, net.embed(graph), self.neighbours)
-            self.descend(client, net, {"candidates": suggested})
+                suggested = candidates(graph, local_model.embed(graph), self.neighbours)
+            self.descend(client, local_model, {"candidates": suggested})
             with torch.no_grad():
-                z = net.embed(graph)
-                table, present = class_centres(z, *annotated(net.head(z, graph), graph), C)
-        return {"model": weights(net), "sampler": weights(state["sampler"]), **told(table, present)}
+                z = local_model.embed(graph)
+                table, present = class_centres(z, *annotated(local_model.head(z, graph), graph), C)
+        return {"model": weights(local_model), "sampler": weights(state["sampler"]), **told(table, present)}
 
-    def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
+    def objective(self, client: Client, batch: Graph, model: Model, received: Message | None) -> Tensor:
         """CE + λ_1 CE(second view) + λ_2 L_links + λ_3 L_align; `model` holds the candidate links."""
-        assert model is not None
-        suggested, C = model["candidates"], client.facts.num_classes
+        assert received is not None
+        suggested, C = received["candidates"], client.facts.num_classes
         h = client.state["sampler"](suggested)
         view = self.draw(suggested, scores(h, pairs_of(suggested)), client.rng("links"))
-        (z, logits), (z_second, logits_second) = (outputs(net, g, client.rng(noise)) for g, noise in ((batch, "dropout"), (view, "second")))
+        (z, logits), (z_second, logits_second) = (outputs(model, g, client.rng(noise)) for g, noise in ((batch, "dropout"), (view, "second")))
         label, sure = annotated(logits.detach(), batch)
         (P, present), (P_second, _) = (class_centres(each, label, sure, C) for each in (z, z_second))
         return (
@@ -142,17 +148,17 @@ class FGGP(FedAvg):
             x=suggested.x, edge_index=suggested.edge_index[:, there], y=suggested.y, num_classes=suggested.num_classes,
             train=suggested.train, links=replace(suggested, edge_weight=weight.repeat(2)),
         )  # fmt: skip
-        view.once("features", lambda: suggested.sparse_x)
+        view.cached("features", lambda: suggested.sparse_x)
         return view
 
     def predict(self, client: Client, model: Message | None) -> Tensor:
         """The vote, or the head's logits; `model` is θ and the clusters."""
-        net, graph = client.state["model"], client.full_graph
+        local_model, graph = client.state["model"], client.full_graph
         known = client.state if model is None else model
         theta = None if model is None else {name: t for name, t in model.items() if name not in ("clusters", "of_class")}
         if self.classifier == "head" or "clusters" not in known:
             return super().predict(client, theta)
-        z = net.embed(graph) if theta is None else embedded(net, theta, graph)
+        z = local_model.embed(graph) if theta is None else embedded(local_model, theta, graph)
         return vote(z, known["clusters"], known["of_class"], client.facts.num_classes, self.tau_vote)
 
     def run(self, server: Server) -> None:
@@ -173,7 +179,7 @@ class FGGP(FedAvg):
 def sampler(facts: Facts) -> Model:
     """The network that scores links, two convolutions wide as the embedding; initialised from the public seed, alike for all."""
     seed = stream_seed(facts.seed, "model", "sampler")
-    return models.build(f"gcn-2x{facts.width}", facts.num_features, facts.width, dropout=0.0, seed=seed)
+    return build_model(f"gcn-2x{facts.width}", facts.num_features, facts.width, dropout=0.0, seed=seed)
 
 
 def candidates(graph: Graph, z: Tensor, neighbours: int) -> Graph:
@@ -181,7 +187,7 @@ def candidates(graph: Graph, z: Tensor, neighbours: int) -> Graph:
     ends = torch.cat([graph.edge_index, linked_to_nearest(F.normalize(z), neighbours)], 1)
     joined = pairs(ends, graph.num_nodes)
     suggested = replace(graph, edge_index=torch.cat([joined, joined.flip(0)], 1), edge_weight=None)
-    suggested.once("features", lambda: graph.sparse_x)
+    suggested.cached("features", lambda: graph.sparse_x)
     return suggested
 
 

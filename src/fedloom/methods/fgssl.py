@@ -27,14 +27,16 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fedloom.graph import Graph
-from fedloom.learn import load_weights, outputs
-from fedloom.message import Message
-from fedloom.method import averaged, phase, setting
+from fedloom.core.client import Client
+from fedloom.core.message import Message
+from fedloom.core.phase import averaged, phase
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
 from fedloom.methods.fedavg import FedAvg
-from fedloom.models import Model
-from fedloom.party import Client
-from fedloom.views import thinned
+from fedloom.nn.augment import thinned
+from fedloom.nn.model import Model
+from fedloom.nn.training import outputs
+from fedloom.nn.weights import load_weights
 
 ROWS = 1024  # of similarities that are held at once
 
@@ -61,15 +63,15 @@ class FGSSL(FedAvg):
         return super().setup(client)
 
     @averaged(by="size")
-    @phase(model="=model")
-    def train(self, client: Client, model: Message) -> Message:  # type: ignore[override]
+    @phase(model="~model")
+    def train(self, client: Client, model: Message) -> Message:
         """E local epochs from the global weights, which stay in sight."""
         load_weights(client.memory["global"], model)
         return super().train(client, model)
 
-    def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
+    def objective(self, client: Client, batch: Graph, model: Model, global_weights: Message | None) -> Tensor:
         """CE + λ_c L_c + λ_d L_d."""
-        plain = super().objective(client, batch, net, model)
+        plain = super().objective(client, batch, model, global_weights)
         if not (self.semantic or self.structural):
             return plain
         rng = client.rng("views")
@@ -77,7 +79,7 @@ class FGSSL(FedAvg):
         strong = thinned(batch, self.strong_edges, self.strong_columns, rng)
         with torch.no_grad():
             z_global, f_global = outputs(client.memory["global"], weak)
-        z, f = outputs(net, strong, client.rng("strong"))
+        z, f = outputs(model, strong, client.rng("strong"))
         known, y = batch.train, batch.y[batch.train]
         return (
             plain

@@ -22,12 +22,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedloom.graph import Graph
-from fedloom.learn import load_weights, weights
-from fedloom.message import Message
-from fedloom.method import averaged, phase, setting
-from fedloom.methods._copilot import Outputs, WithCopilot
-from fedloom.party import Client, Server
+from fedloom.core.client import Client
+from fedloom.core.message import Message
+from fedloom.core.phase import averaged, phase
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
+from fedloom.methods._shared.copilot import Outputs, WithCopilot
+from fedloom.nn.weights import load_weights, weights
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class FML(WithCopilot):
     beta: float = setting(0.5, "β, weight of the cross-entropy in the copilot's loss", at_least=0, at_most=1, tune="0.1..0.9")
 
     @averaged(by="size")
-    @phase(copilot="=copilot")
-    def train(self, client: Client, copilot: Message) -> Message:  # type: ignore[override]
+    @phase(copilot="~copilot")
+    def train(self, client: Client, copilot: Message) -> Message:
         """E local epochs of both models."""
         load_weights(client.state["copilot"], copilot)
         self.descend(client, client.state["model"])

@@ -28,14 +28,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.graph import Graph
-from fedloom.learn import load_weights, weights
-from fedloom.message import Message
-from fedloom.method import phase, setting
+from fedloom.core.client import Client
+from fedloom.core.message import Message
+from fedloom.core.phase import phase
+from fedloom.core.replies import Replies
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
+from fedloom.methods._shared.prototypes import class_means, clusters, table_of, told
 from fedloom.methods.fedavg import FedAvg
-from fedloom.models import Model
-from fedloom.party import Client, Replies, Server
-from fedloom.prototypes import class_means, clusters, table_of, told
+from fedloom.nn.model import Model
+from fedloom.nn.weights import load_weights, weights
 
 
 @dataclass(frozen=True)
@@ -46,33 +49,33 @@ class FPL(FedAvg):
     unbiased: float = setting(1.0, "λ_2, weight of the distance to the mean of the class's cluster prototypes", at_least=0, tune="0.1..10")
     tau: float = setting(0.02, "τ, temperature of the contrast", above=0, tune="0.01..0.1")
 
-    tells: ClassVar[str] = "cluster prototypes, means over few clients: of one alone, if no other has the class"
+    discloses_to_peers: ClassVar[str] = "cluster prototypes, means over few clients: of one alone, if no other has the class"
 
-    @phase(model="=model", prototypes="float32[*present,p]", present="bool[C]")
-    def train(self, client: Client, model: Message, clusters: Tensor | None = None, of_class: Tensor | None = None) -> Message:  # type: ignore[override]
+    @phase(model="~model", prototypes="float32[*present,p]", present="bool[C]")
+    def train(self, client: Client, model: Message, clusters: Tensor | None = None, of_class: Tensor | None = None) -> Message:
         """E local epochs from the global weights; then the classes' mean embeddings."""
-        net, graph = client.state["model"], client.graph
-        load_weights(net, model)
-        self.descend(client, net, None if clusters is None else {"clusters": clusters, "of_class": of_class})
+        local_model, graph = client.state["model"], client.graph
+        load_weights(local_model, model)
+        self.descend(client, local_model, None if clusters is None else {"clusters": clusters, "of_class": of_class})
         with torch.no_grad():
-            means, counts = class_means(net.embed(graph), graph.y, graph.train, client.facts.num_classes)
-        return {"model": weights(net), **told(means, counts > 0)}
+            means, counts = class_means(local_model.embed(graph), graph.y, graph.train, client.facts.num_classes)
+        return {"model": weights(local_model), **told(means, counts > 0)}
 
-    def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
+    def objective(self, client: Client, batch: Graph, model: Model, received: Message | None) -> Tensor:
         """CE + λ_1 L_1 + λ_2 L_2; `model` is what came beside the weights. One forward pass serves all terms."""
         rng = client.rng("dropout")
-        z = net.embed(batch, rng)
-        loss = client.loss(net.head(z, batch, rng), batch)
-        if model is None:
+        z = model.embed(batch, rng)
+        loss = client.loss(model.head(z, batch, rng), batch)
+        if received is None:
             return loss
-        of_class = model["of_class"]
+        of_class = received["of_class"]
         everywhere = torch.ones_like(of_class, dtype=torch.bool)
-        U, count = class_means(model["clusters"], of_class, everywhere, client.facts.num_classes)
+        U, count = class_means(received["clusters"], of_class, everywhere, client.facts.num_classes)
         known = batch.train & (count > 0)[batch.y]  # an unlabelled item's y is -1, the last class: not in `train`
         if not known.any():
             return loss
         z, y = z[known], batch.y[known]
-        return loss + self.contrastive * contrast(z, y, **model, tau=self.tau) + self.unbiased * F.mse_loss(z, U[y])
+        return loss + self.contrastive * contrast(z, y, **received, tau=self.tau) + self.unbiased * F.mse_loss(z, U[y])
 
     def run(self, server: Server) -> None:
         """Algorithm 1."""

@@ -31,11 +31,14 @@ import networkx as nx
 import torch
 from torch import Tensor
 
-from fedloom.learn import body, load_weights, weights
-from fedloom.message import Message, tree_map
-from fedloom.method import phase, setting
-from fedloom.methods.local import Local
-from fedloom.party import Client, Replies, Server
+from fedloom.core.client import Client
+from fedloom.core.message import Message, tree_map
+from fedloom.core.phase import phase
+from fedloom.core.replies import Replies
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.methods._shared.local_training import LocalTraining
+from fedloom.nn.weights import body, load_weights, weights
 
 
 def dtw(one: Tensor, other: Tensor) -> float:
@@ -61,7 +64,7 @@ def cut(sequences: Mapping[str, Tensor]) -> tuple[set[str], set[str]]:
 
 
 @dataclass(frozen=True)
-class GCFLPlus(Local):
+class GCFLPlus(LocalTraining):
     """FedAvg of the extractor in clusters that come apart by themselves."""
 
     eps1: float = setting(0.05, "ε₁, a cluster is cut only if its mean update is shorter", at_least=0, tune="0.01..0.1")
@@ -73,13 +76,13 @@ class GCFLPlus(Local):
     tasks: ClassVar[tuple[str, ...]] = ("graph",)
     one_model: ClassVar[bool] = True
 
-    @phase(model="=model")
-    def train(self, client: Client, model: Message) -> Message:  # type: ignore[override]
+    @phase(model="~model")
+    def train(self, client: Client, model: Message) -> Message:
         """E local epochs from the cluster's extractor and the client's own head."""
-        net = client.state["model"]
-        load_weights(net, weights(net) | model)
-        self.descend(client, net, model)
-        return {"model": body(weights(net))}
+        local_model = client.state["model"]
+        load_weights(local_model, weights(local_model) | model)
+        self.descend(client, local_model, model)
+        return {"model": body(weights(local_model))}
 
     # ---- at the server ----
     def updates(self, server: Server, replies: Replies) -> dict[str, Tensor]:

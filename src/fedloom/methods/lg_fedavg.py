@@ -23,16 +23,18 @@ all clients' models together; here there are none.
 
 from dataclasses import dataclass
 
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import Message, schema_of
+from fedloom.core.phase import averaged, phase
+from fedloom.core.server import Server
 from fedloom.errors import ConfigError
-from fedloom.learn import load_weights, weights
-from fedloom.message import Message
-from fedloom.method import averaged, phase, weights_schema
-from fedloom.methods.local import Local
-from fedloom.party import Client, Facts, Server
+from fedloom.methods._shared.local_training import LocalTraining
+from fedloom.nn.weights import load_weights, weights
 
 
 @dataclass(frozen=True)
-class LGFedAvg(Local):
+class LGFedAvg(LocalTraining):
     """Local training under a common head."""
 
     def check(self, facts: Facts) -> None:
@@ -40,13 +42,13 @@ class LGFedAvg(Local):
         first_head(facts)
 
     @averaged(by="size")
-    @phase(head="=head")
-    def train(self, client: Client, head: Message) -> Message:  # type: ignore[override]
+    @phase(head="~head")
+    def train(self, client: Client, head: Message) -> Message:
         """E local epochs from the client's own extractor and the mean head."""
-        net = client.state["model"]
-        load_weights(net.classifier, head)
-        self.descend(client, net)
-        return {"head": weights(net.classifier)}
+        model = client.state["model"]
+        load_weights(model.classifier, head)
+        self.descend(client, model)
+        return {"head": weights(model.classifier)}
 
     def run(self, server: Server) -> None:
         """Algorithm 1."""
@@ -61,7 +63,7 @@ class LGFedAvg(Local):
 def first_head(facts: Facts) -> Message:
     """An untrained head that fits every client's model, or a ConfigError if there is none."""
     heads = {spec: facts.build(spec, "server").classifier for spec in sorted(set(facts.models))}
-    if len({(type(head), weights_schema(head)) for head in heads.values()}) > 1:
+    if len({(type(head), schema_of(dict(weights(head)))) for head in heads.values()}) > 1:
         raise ConfigError(
             f"model: lg-fedavg averages heads, and those of {', '.join(heads)} differ in kind or shape; "
             "give all models the same width and '+linear', e.g. 'gcn-2x64+linear,gat-2x64+linear'"

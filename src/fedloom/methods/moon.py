@@ -17,13 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.graph import Graph
-from fedloom.learn import load_weights
-from fedloom.message import Message
-from fedloom.method import averaged, phase, setting
+from fedloom.core.client import Client
+from fedloom.core.message import Message
+from fedloom.core.phase import averaged, phase
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
 from fedloom.methods.fedavg import FedAvg
-from fedloom.models import Model
-from fedloom.party import Client
+from fedloom.nn.model import Model
+from fedloom.nn.weights import load_weights
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Moon(FedAvg):
         return super().setup(client)
 
     @averaged(by="size")
-    @phase(model="=model")
-    def train(self, client: Client, model: Message) -> Message:  # type: ignore[override]
+    @phase(model="~model")
+    def train(self, client: Client, model: Message) -> Message:
         """E local epochs from the global weights; then the result is the next round's previous model."""
         state = client.state
         load_weights(state["global"], model)
@@ -52,12 +53,12 @@ class Moon(FedAvg):
         load_weights(state["previous"], reply["model"])
         return reply
 
-    def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
+    def objective(self, client: Client, batch: Graph, model: Model, global_weights: Message | None) -> Tensor:
         """Eq. 3; one forward pass serves both terms."""
         rng = client.rng("dropout")
-        z = net.embed(batch, rng)
+        z = model.embed(batch, rng)
         with torch.no_grad():
             z_glob, z_prev = (client.state[which].embed(batch) for which in ("global", "previous"))
         near, far = (F.cosine_similarity(z, anchor) / self.tau for anchor in (z_glob, z_prev))
         contrast = F.softplus(far - near).mean()  # −log e^near / (e^near + e^far)
-        return client.loss(net.head(z, batch, rng), batch) + self.mu * contrast
+        return client.loss(model.head(z, batch, rng), batch) + self.mu * contrast

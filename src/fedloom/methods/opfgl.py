@@ -38,13 +38,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedloom.core.client import Client
+from fedloom.core.message import Message
+from fedloom.core.method import Method
+from fedloom.core.phase import phase, summed
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError, MessageError
-from fedloom.graph import Graph
-from fedloom.learn import load_weights, make_optimizer, seeded, step, weights
-from fedloom.message import Message
-from fedloom.method import Method, phase, setting, summed
-from fedloom.models import Model, propagated
-from fedloom.party import Client, Server
+from fedloom.nn.model import Model
+from fedloom.nn.smoothing import propagated
+from fedloom.nn.training import make_optimizer, seeded, step
+from fedloom.nn.weights import load_weights, weights
 
 # variant: (HRE, stage 2 starts from M_G, what weighs the distillation: nothing, all nodes alike, or each node its own)
 VARIANTS = {
@@ -92,7 +97,7 @@ class OpFGL(Method):
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
     validates: ClassVar[bool] = True
-    discloses: ClassVar[str] = (
+    discloses_to_server: ClassVar[str] = (
         "class means and variances of raw features, each client's own unless the run is secure, and in a secure run still those of a class "
         "that a single client reports: of two nodes they give both back"
     )
@@ -221,33 +226,33 @@ class OpFGL(Method):
         pseudo = Graph(
             x, torch.stack([source, target]), y, client.facts.num_classes, train=everyone, edge_weight=adjacency[source, target]
         ).check()
-        net = client.state["model"]
+        model = client.state["model"]
         if not VARIANTS[self.variant][1]:
-            client.state["untrained"] = {name: tensor.clone() for name, tensor in weights(net).items()}
-        self.fit(client, net, self.lr_global, lambda: F.cross_entropy(net(pseudo), y))
+            client.state["untrained"] = {name: tensor.clone() for name, tensor in weights(model).items()}
+        self.fit(client, model, self.lr_global, lambda: F.cross_entropy(model(pseudo), y))
         return {}
 
     @phase()
     def personalise(self, client: Client) -> Message:
         """Stage 2 (Eq. 17-19): the client's own labels, and M_G's opinion where they say little."""
-        graph, net = client.graph, client.state["model"]
+        graph, model = client.graph, client.state["model"]
         _, from_global, distilled = VARIANTS[self.variant]
         with torch.no_grad():
-            teacher = net(graph).softmax(1)
+            teacher = model(graph).softmax(1)
         if not from_global:
-            load_weights(net, client.state["untrained"])
+            load_weights(model, client.state["untrained"])
         gamma = self.gamma(graph) if distilled == "node" else torch.tensor(self.beta).clamp(self.gamma_min, self.gamma_max)
         of_class = balanced(graph) if self.variant == "ft_imb" else None
 
         def loss() -> Tensor:
-            logits = net(graph)
+            logits = model(graph)
             own = client.loss(logits, graph, of_class=of_class)
             if distilled == "none":
                 return own
             divergence = F.kl_div(logits.log_softmax(1), teacher, reduction="none").sum(1)
             return own + (gamma * divergence).mean()
 
-        self.fit(client, net, self.lr_local, loss)
+        self.fit(client, model, self.lr_local, loss)
         return {}
 
     def gamma(self, graph: Graph) -> Tensor:
@@ -255,23 +260,23 @@ class OpFGL(Method):
         w_dist = 1 / (1 + self.homophily(graph).log1p())
         return (self.beta * self.soft_labels(graph) @ w_dist).clamp(self.gamma_min, self.gamma_max)
 
-    def fit(self, client: Client, net: Model, lr: float, loss: Callable[[], Tensor]) -> None:
+    def fit(self, client: Client, model: Model, lr: float, loss: Callable[[], Tensor]) -> None:
         """Adam steps on `loss`; leaves the net as it was when it had the best validation accuracy, looked at every so often."""
-        optimizer = make_optimizer("adam", net.parameters(), lr, 0)
-        best, kept, waited = -1.0, weights(net), 0
+        optimizer = make_optimizer("adam", model.parameters(), lr, 0)
+        best, kept, waited = -1.0, weights(model), 0
         for number in range(1, self.steps + 1):
             step(optimizer, loss())
             if number % self.check_every and number < self.steps:
                 continue
-            accuracy = client.validate(net)
+            accuracy = client.validate(model)
             if accuracy is None or accuracy > best:  # nothing to choose by: the last
                 best, waited = accuracy or 0.0, 0
-                kept = {name: tensor.clone() for name, tensor in weights(net).items()}
+                kept = {name: tensor.clone() for name, tensor in weights(model).items()}
             else:
                 waited += 1
                 if waited >= self.waits:
                     break
-        load_weights(net, kept)
+        load_weights(model, kept)
 
     def run(self, server: Server) -> None:
         """Algorithm 1: one upload, one download."""

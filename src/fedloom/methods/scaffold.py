@@ -21,13 +21,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedloom.graph import Graph
-from fedloom.learn import OPTIMIZERS, inner_product, load_weights, weights
-from fedloom.message import Message, tree_map
-from fedloom.method import phase, setting
+from fedloom.core.client import Client
+from fedloom.core.message import Message, tree_map
+from fedloom.core.phase import phase
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
 from fedloom.methods.fedavg import FedAvg
-from fedloom.models import Model
-from fedloom.party import Client, Server
+from fedloom.nn.model import Model
+from fedloom.nn.training import OPTIMIZERS
+from fedloom.nn.weights import inner_product, load_weights, weights
 
 
 @dataclass(frozen=True)
@@ -37,22 +40,22 @@ class Scaffold(FedAvg):
     lr: float = setting(0.5, "local learning rate η", above=0, tune="0.01..1")
     optimizer: str = setting("sgd", "local optimiser", choices=OPTIMIZERS)
 
-    @phase(model="=model", change="=model")
-    def train(self, client: Client, model: Message, control: Message) -> Message:  # type: ignore[override]
+    @phase(model="~model", change="=model")
+    def train(self, client: Client, model: Message, control: Message) -> Message:
         """E corrected local epochs, then the new control variate (option II)."""
-        net, own = client.state["model"], client.state.get("control") or tree_map(torch.zeros_like, model)
-        load_weights(net, model)
+        local_model, own = client.state["model"], client.state.get("control") or tree_map(torch.zeros_like, model)
+        load_weights(local_model, model)
         client.state["correction"] = tree_map(torch.sub, control, own)
-        self.descend(client, net, model)
+        self.descend(client, local_model, model)
         path = self.lr * self.epochs * len(client.batches(self.batch_size))
         # Without a step there is nothing to learn a control from: option II would take −c for the client's gradient.
-        change = tree_map(lambda c, old, new: (old - new) / path - c if path else torch.zeros_like(c), control, model, weights(net))
+        change = tree_map(lambda c, old, new: (old - new) / path - c if path else torch.zeros_like(c), control, model, weights(local_model))
         client.state["control"] = tree_map(torch.add, own, change)
-        return {"model": weights(net), "change": change}
+        return {"model": weights(local_model), "change": change}
 
-    def objective(self, client: Client, batch: Graph, net: Model, model: Message | None) -> Tensor:
+    def objective(self, client: Client, batch: Graph, model: Model, global_weights: Message | None) -> Tensor:
         """CE + ⟨θ_k, c − c_k⟩."""
-        return super().objective(client, batch, net, model) + inner_product(net, client.state["correction"])
+        return super().objective(client, batch, model, global_weights) + inner_product(model, client.state["correction"])
 
     def run(self, server: Server) -> None:
         """Algorithm 1."""

@@ -16,7 +16,7 @@ from sklearn.metrics import roc_auc_score
 from torch import Generator, Tensor
 
 from fedloom.errors import ConfigError
-from fedloom.similar import other_pairs, pairs
+from fedloom.nn.nearest import other_pairs, pairs
 
 ROWS = 1024  # of similarities that are held at once
 

@@ -36,8 +36,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from fractions import Fraction
 from hashlib import sha256
 from typing import NoReturn, TypeAlias
 
@@ -50,7 +48,8 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import DTypeLike, NDArray
 
-from fedloom.errors import ConfigError, MessageError
+from fedloom.core.facts import SecureTerms
+from fedloom.errors import MessageError, Refusal
 from fedloom.privacy import shamir
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -66,68 +65,12 @@ ONCE = bytes(12)  # the nonce of the ciphers: every key encrypts one message onl
 STREAM_BYTES = 2**18  # of a keystream at a time: stays in the cache
 
 
-class Refusal(MessageError):  # noqa: N818
-    """A client does not do what the server asks, because it could lay the client's or a peer's vector open."""
-
-
 class TooFew(MessageError):  # noqa: N818
     """So many parties dropped out that there is no sum. Nothing was released."""
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What all parties agree on beforehand, and every client holds the server to.
-
-    threshold: more than this share of a neighbourhood (a party and its neighbours) has to help in opening a secret of that party.
-    neighbours: k of the k-regular graph, rounded up to even; 0, or as many as there are others, stands for everybody.
-    bits: sums are modulo 2^bits. range: the largest |x| that an entry of one party's float tensors may have.
-    """
-
-    threshold: float = 2 / 3
-    neighbours: int = 0
-    bits: int = 64
-    range: float = 2.0**24
-
-    def __post_init__(self) -> None:
-        if not 0.5 <= self.threshold < 1:
-            raise ConfigError(f"secure_threshold is {self.threshold!r}, must be at least 0.5 and below 1")
-        if self.neighbours < 0:
-            raise ConfigError(f"secure_neighbours is {self.neighbours!r}, must be at least 0")
-        if self.bits not in (32, 64):
-            raise ConfigError(f"secure_bits is {self.bits!r}, must be 32 or 64")
-        if not (self.range > 0 and math.isfinite(self.range)):
-            raise ConfigError(f"secure_range is {self.range!r}, must be above 0 and finite")
-
-    def quorum(self, members: int) -> int:
-        """t, how many of a neighbourhood of so many members are more than the threshold's share."""
-        share = Fraction(self.threshold).limit_denominator(10**6)  # 2/3 of 9 is 6, whatever the float nearest to 2/3 says
-        return min(math.floor(share * members) + 1, members)
-
-    @property
-    def word(self) -> np.dtype:
-        """The dtype of numbers modulo 2^bits."""
-        return np.dtype(f"<u{self.bits // 8}")
-
-    def largest_integer(self, parties: int) -> int:
-        """The largest |x| of an integer entry such that the sum over so many parties cannot wrap around."""
-        return (2 ** (self.bits - 1) - 1) // parties
-
-    def fraction_bits(self, parties: int) -> int:
-        """f: floats travel as round(x * 2^f), the largest f such that the sum over so many parties cannot wrap around."""
-        most = self.largest_integer(parties)
-        bits = math.floor(math.log2(max(most, 1)) - math.log2(self.range)) + 1  # right, or a little too many
-        while math.ceil(Fraction(self.range) * Fraction(2) ** bits) > most and bits > 0:
-            bits -= 1
-        if bits < 1:
-            raise ConfigError(
-                f"secure_range is {self.range:g}: a sum over {parties} parties in secure_bits = {self.bits} leaves no bit for fractions; "
-                "use a smaller range or more bits"
-            )
-        return bits
-
-
 # ---- numbers ----
-def encode(tensors: Mapping[str, NDArray], terms: Terms, parties: int) -> Words:
+def encode(tensors: Mapping[str, NDArray], terms: SecureTerms, parties: int) -> Words:
     """Takes tensors and over how many parties they will be summed, gives all entries, names sorted, as one vector modulo 2^bits.
 
     Integers are exact; floats are rounded to multiples of 2^-f, halves to even. MessageError names a tensor that is out of range.
@@ -137,7 +80,7 @@ def encode(tensors: Mapping[str, NDArray], terms: Terms, parties: int) -> Words:
     return whole.view(np.uint64).astype(terms.word)  # two's complement, the lowest bits of it
 
 
-def _whole_numbers(name: str, tensor: NDArray, terms: Terms, parties: int) -> NDArray[np.int64]:
+def _whole_numbers(name: str, tensor: NDArray, terms: SecureTerms, parties: int) -> NDArray[np.int64]:
     if tensor.dtype.kind == "f":
         entries = tensor.astype(np.float64)
         bad = ~(np.abs(entries) <= terms.range)  # NaN is not within any range
@@ -157,7 +100,7 @@ def _whole_numbers(name: str, tensor: NDArray, terms: Terms, parties: int) -> ND
     raise MessageError(f"secure sum: tensor {name!r} has dtype {tensor.dtype}; only floats and integers can be summed")
 
 
-def decode(total: Words, like: Mapping[str, tuple[DTypeLike, tuple[int, ...]]], terms: Terms, parties: int) -> dict[str, NDArray]:
+def decode(total: Words, like: Mapping[str, tuple[DTypeLike, tuple[int, ...]]], terms: SecureTerms, parties: int) -> dict[str, NDArray]:
     """Takes a sum of encoded vectors and {name: (dtype, shape)} of the tensors, gives them: float64 for floats, int64 for integers."""
     sizes = {name: math.prod(like[name][1]) for name in sorted(like)}
     if total.dtype != terms.word or total.shape != (sum(sizes.values()),):
@@ -263,7 +206,7 @@ class Member:
     operating system, are fresh for every sum, and are let go after the last stage.
     """
 
-    def __init__(self, position: int, population: int, terms: Terms, run: bytes, number: int, roster: Flags, threshold: int):
+    def __init__(self, position: int, population: int, terms: SecureTerms, run: bytes, number: int, roster: Flags, threshold: int):
         """roster (bool[population], who is asked) and threshold (t) are the server's proposal, the rest is what the client knows.
 
         run is the run's id, 16 bytes, number counts the sums in it.
@@ -428,7 +371,7 @@ class Collector:
     whose message is not as it should be, and ends the sum.
     """
 
-    def __init__(self, terms: Terms, run: bytes, number: int, roster: Flags, size: int):
+    def __init__(self, terms: SecureTerms, run: bytes, number: int, roster: Flags, size: int):
         """roster: bool[population], who is asked. size: entries of the vector. `threshold` is then what to propose to the members."""
         self.terms, self.roster, self.size = terms, roster.copy(), size
         self._sum_id = _sum_id(run, number)

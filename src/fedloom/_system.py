@@ -1,0 +1,273 @@
+"""Private helpers around the operating system: atomic files, crash points, signals, memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+
+from fedloom.errors import unknown
+
+# ---- crash points: named places at which a test kills the process ----
+
+_ATOMIC = ("config", "schemas", "checkpoint", "models", "summary")  # files of `write_atomic`
+_APPENDED = ("history", "ledger")  # files of `AppendLog`
+CRASH_POINTS = (
+    "nothing-asked",
+    "exchange-unsent",
+    "exchange-answered",
+    "round-unclosed",
+    "round-closed",
+    *(f"{f}-{s}" for f in _ATOMIC for s in ("half", "written", "synced", "renamed", "in-place")),
+    *(f"{f}-{s}" for f in _APPENDED for s in ("half", "written")),
+    "checkpoint-between-renames",
+    "history-cut",
+)
+_passed: Counter[str] = Counter()
+
+
+def crash_point(name: str) -> None:
+    """Kills this process if FEDLOOM_CRASH_AT names this point; otherwise does nothing.
+
+    FEDLOOM_CRASH_AT="name:3" kills the process the third time it passes the point.
+    """
+    wanted = os.environ.get("FEDLOOM_CRASH_AT")
+    if wanted is None:
+        return
+    point, _, time = wanted.partition(":")
+    if point not in CRASH_POINTS:
+        raise unknown("place in FEDLOOM_CRASH_AT", point, CRASH_POINTS)
+    _passed[name] += 1
+    if name == point and _passed[name] == int(time or 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---- files that survive a crash ----
+
+
+def write_atomic(path: Path, content: bytes, kind: str = "", keep: Path | None = None) -> None:
+    """Replaces a file in one step and flushes it: readers see the old content or the new one.
+
+    Args:
+        path: The file.
+        content: Its new content.
+        kind: The file's name in crash points. The default is the file's stem.
+        keep: Where to move the previous version. The default is to discard it.
+    """
+    kind, fresh = kind or path.stem, path.with_name(path.name + ".new")
+    with _naming(path):
+        try:
+            with open(fresh, "wb", buffering=0) as file:
+                _write(file, content, kind)
+                os.fsync(file.fileno())
+        except OSError:
+            fresh.unlink(missing_ok=True)  # half a file is useless, and the disk may be full
+            raise
+        crash_point(f"{kind}-synced")
+        if keep is not None and path.exists():
+            os.replace(path, keep)
+            crash_point(f"{kind}-between-renames")
+        os.replace(fresh, path)
+        crash_point(f"{kind}-renamed")
+        _sync(path.parent)
+    crash_point(f"{kind}-in-place")
+
+
+class AppendLog:
+    """A file that grows by whole entries.
+
+    Only the first `size` bytes are valid. Anything after them was being written when the process
+    stopped, and the next `append` overwrites it.
+    """
+
+    def __init__(self, path: Path, size: int = 0):
+        self.path, self.size = path, size
+
+    def append(self, content: bytes) -> None:
+        """Adds an entry after the valid bytes."""
+        with _naming(self.path), open(self.path, "ab", buffering=0) as file:
+            file.truncate(self.size)
+            try:
+                _write(file, content, self.path.stem)
+            except OSError:
+                file.truncate(self.size)
+                raise
+        self.size += len(content)
+
+    def truncate(self) -> None:
+        """Removes the bytes that are not valid."""
+        with _naming(self.path), open(self.path, "ab") as file:
+            file.truncate(self.size)
+        crash_point(f"{self.path.stem}-cut")
+
+    def sync(self) -> int:
+        """Flushes the file to the disk. Returns the number of valid bytes."""
+        with _naming(self.path):
+            _sync(self.path)
+        return self.size
+
+    def read(self) -> str:
+        """Returns the valid content. Raises ValueError if the file has lost some of it."""
+        with _naming(self.path), open(self.path, "rb") as file:
+            content = file.read(self.size)
+        if len(content) < self.size:
+            name, there = self.path.name, len(content)
+            raise ValueError(f"{name} has lost lines: {there} of {self.size} bytes are there")
+        return content.decode()
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Adds the file's name to an OSError: a failed write does not know it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _write(file: FileIO, content: bytes, kind: str) -> None:
+    view = memoryview(content)
+    half = len(view) // 2
+    for part, step in ((view[:half], "half"), (view[half:], "written")):  # a test stops in between
+        while part:
+            part = part[file.write(part) :]  # the system may accept less than it is given
+        crash_point(f"{kind}-{step}")
+
+
+def _sync(path: Path) -> None:
+    """Flushes a file, or a folder's list of files, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---- Ctrl-C and SIGTERM ----
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def graceful_signals() -> Iterator[None]:
+    """Raises KeyboardInterrupt on the first Ctrl-C and SystemExit(143) on the first SIGTERM.
+
+    The second signal kills the process at once. Signals that the parent process set to be ignored
+    (`nohup`, background jobs) stay ignored. Works in the main thread only.
+    """
+    before = {
+        number: handler
+        for number in SIGNALS
+        if (handler := signal.getsignal(number)) not in (signal.SIG_IGN, None)
+    }
+    for number in before:
+        _arm(number)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is _first_signal:  # else one came, and the next must kill
+                signal.signal(number, handler)
+
+
+@contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Holds the first signal back until the end of the block. A second one takes effect at once."""
+    main = threading.current_thread() is threading.main_thread()  # other threads get no signals
+    before = {n: h for n in SIGNALS if callable(h := signal.getsignal(n))} if main else {}
+    received: list[int] = []
+
+    def hold(number: int, frame: object) -> None:
+        received.append(number)
+        if len(received) > 1:
+            before[signal.Signals(number)](number, None)
+
+    for number in before:
+        signal.signal(number, hold)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is _first_signal:
+                _arm(number)
+            else:
+                signal.signal(number, handler)
+        if len(received) == 1:
+            before[signal.Signals(received[0])](received[0], None)
+
+
+def _arm(number: signal.Signals) -> None:
+    """Installs `_first_signal`, and makes the system reset the signal when it arrives.
+
+    Python runs its handlers between two bytecode instructions. During a long call into C that is
+    too late for a second signal.
+    """
+    signal.signal(number, _first_signal)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "sysv_signal"):  # glibc; elsewhere `_first_signal` resets it
+        libc.signal.restype = ctypes.c_void_p
+        handler = libc.signal(ctypes.c_int(number), ctypes.c_void_p(None))  # Python's C handler
+        libc.sysv_signal(ctypes.c_int(number), ctypes.c_void_p(handler))
+
+
+def _first_signal(number: int, frame: object) -> None:
+    for each in SIGNALS:
+        if signal.getsignal(each) is _first_signal:
+            signal.signal(each, signal.SIG_DFL)
+    if number == signal.SIGTERM:
+        raise SystemExit(128 + number)
+    raise KeyboardInterrupt
+
+
+# ---- memory ----
+
+_LARGE = 256 * 2**20  # blocks of at least this many bytes are returned to the system when freed
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
+MALLOC_VARIABLES = (
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "GLIBC_TUNABLES",
+    "LD_PRELOAD",
+)
+
+
+@contextmanager
+def retained_memory() -> Iterator[None]:
+    """Makes glibc keep freed memory until the end of the block.
+
+    A training step allocates the same blocks as the step before it. By default glibc returns large
+    blocks to the system when they are freed, and each step pays for fresh pages: a quarter of the
+    time on small graphs. Other allocators, and settings from the environment, are left alone. The
+    previous thresholds cannot be read, so they are not restored.
+    """
+    libc = ctypes.CDLL(None)
+    is_glibc = hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim")
+    if not is_glibc or any(name in os.environ for name in MALLOC_VARIABLES):
+        yield
+        return
+    libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+    libc.mallopt(_M_TRIM_THRESHOLD, 4 * _LARGE)
+    try:
+        yield
+    finally:
+        libc.malloc_trim(ctypes.c_size_t(0))
+
+
+def peak_memory() -> int:
+    """Returns the largest number of bytes that this process has had in memory."""
+    status = Path("/proc/self/status")
+    if status.exists():  # `getrusage` may report the peak of the parent process here
+        lines = status.read_text().splitlines()
+        values = dict(line.split(":", 1) for line in lines if ":" in line)
+        if "VmHWM" in values:
+            return int(values["VmHWM"].split()[0]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,151 @@
+"""Client: one party's side, and all that a phase may see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.core.aggregation import PlainResponder, Responder
+from fedloom.core.facts import Facts
+from fedloom.core.filters import parse_filters
+from fedloom.core.message import Message
+from fedloom.core.method import Method
+from fedloom.core.phase import phases_of
+from fedloom.core.state import restore, snapshot
+from fedloom.data.graph import Graph
+from fedloom.data.seeds import stream_seed
+from fedloom.nn.losses import training_loss
+from fedloom.nn.model import Model
+
+
+class Client:
+    """A party's graph, its state and its own random streams.
+
+    Attributes:
+        name: The client's name.
+        facts: What every party knows.
+        graph: What training may see. Labels outside the training set are -1; in an inductive
+            federation the other items are absent.
+        full_graph: Everything that the client holds, for evaluation.
+        state: What checkpoints keep: tensors, models and optimisers, by name.
+        memory: What a phase keeps for a later one. It is not saved. A resumed run repeats what
+            comes before the rounds, and that must rebuild it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        graph: Graph,
+        facts: Facts,
+        inductive: bool = False,
+        responder: Responder | None = None,
+    ):
+        if facts.secure is not None and responder is None:
+            raise ValueError("a client of a secure run needs the responder of fedloom.privacy")
+        self.name, self.facts = name, facts
+        self.full_graph, self.inductive = graph, inductive
+        self.graph = graph.training_view(inductive)
+        self.state: dict[str, Any] = {}
+        self.memory: dict[str, Any] = {}
+        self.streams: dict[str, torch.Generator] = {}
+        self._responder = responder or PlainResponder()
+        self._upload = parse_filters(facts.upload, "run.upload")
+        self._download = parse_filters(facts.download, "run.download")
+        self._batches: tuple[Graph | None, int, list[Graph]] = (None, 0, [])
+
+    def perform(self, method: Method, phase: str, message: Message) -> Message:
+        """Runs a phase. Every engine calls this, wherever the client is."""
+        message = self._download.decode(message)
+        reply = self._responder.answer(method, self, phase, message)
+        if not self._upload:
+            return reply
+        declared = phases_of(type(method))[phase]
+        residuals = self.state.setdefault("residuals", {}).setdefault(phase, {})
+        return self._upload.encode_reply(declared, reply, message, residuals)
+
+    def build(self, purpose: str = "init") -> Model:
+        """Returns a fresh model of this client's architecture, from its own random stream."""
+        return self.facts.build(self.facts.model_of[self.name], self.name, purpose)
+
+    def rng(self, purpose: str) -> torch.Generator:
+        """Returns the client's random stream for a purpose. It continues where it stopped."""
+        return stream(self.streams, self.facts.seed, "client", self.name, purpose)
+
+    def snapshot(self) -> Message:
+        """Returns everything that a later round depends on, as tensors."""
+        saved: Message = snapshot({"state": self.state, "streams": self.streams})
+        return saved
+
+    def restore(self, saved: Message) -> None:
+        """Restores a snapshot. The client must have been set up before."""
+        restore(self.state, saved.get("state", {}))
+        for purpose, state in saved.get("streams", {}).items():
+            self.rng(purpose).set_state(state)
+
+    def loss(
+        self,
+        logits: Tensor,
+        batch: Graph,
+        reduction: str = "mean",
+        of_class: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the cross-entropy over the training items of a batch; 0 if it has none.
+
+        Args:
+            logits: [items, classes].
+            batch: The graph of the logits.
+            reduction: "mean" or "sum".
+            of_class: Class weights.
+        """
+        return training_loss(logits, batch, reduction, of_class)
+
+    @torch.no_grad()
+    def validate(self, model: Model) -> float | None:
+        """Returns a model's accuracy on the validation items; None if the client has none.
+
+        It may choose between models, but not train them.
+        """
+        graph = self.full_graph
+        right = model(graph)[graph.val].argmax(1) == graph.y[graph.val]
+        return right.float().mean().item() if len(right) else None
+
+    def batches(self, size: int) -> list[Graph]:
+        """Returns the batches of one epoch.
+
+        A node task has one batch, the whole graph. A graph task has batches of `size` training
+        graphs (0: all in one). Their composition is drawn once, so that a batch's adjacency is
+        normalised once; epochs differ in the order.
+        """
+        of_graph, of_size, batches = self._batches
+        if of_graph is self.graph and of_size == size:
+            return batches
+        if self.graph.task == "node":
+            # Without a training item, Adam would scale the bare L2 penalty up to full steps.
+            batches = [self.graph] if self.graph.train.any() else []
+        else:
+            items = self.graph.train.nonzero().flatten()
+            seed = stream_seed(self.facts.seed, "client", self.name, "batches")
+            rng = torch.Generator().manual_seed(seed)
+            order = items[torch.randperm(len(items), generator=rng)] if len(items) else items
+            chunks = order.split(size or max(len(items), 1)) if len(items) else ()
+            batches = [self.graph.select_items(chunk) for chunk in chunks]
+        self._batches = (self.graph, size, batches)
+        return batches
+
+    def shuffled(self, size: int) -> list[Graph]:
+        """Returns the batches of one epoch in a fresh random order."""
+        batches = self.batches(size)
+        if len(batches) < 2:
+            return batches
+        order = torch.randperm(len(batches), generator=self.rng("order"))
+        return [batches[k] for k in order]
+
+
+def stream(streams: dict[str, torch.Generator], *names: object) -> torch.Generator:
+    """Returns the random stream of the given names, made when it is first used."""
+    purpose = str(names[-1])
+    if purpose not in streams:
+        streams[purpose] = torch.Generator().manual_seed(stream_seed(*names))
+    return streams[purpose]

@@ -1,0 +1,194 @@
+"""Method: one paper in one file. Its settings, its phases, and `run`, the algorithm."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from fedloom.core.message import Message
+from fedloom.core.phase import phase, phases_of, summed
+from fedloom.core.settings import check_setting, setting
+from fedloom.data.federation import Federation
+from fedloom.errors import ConfigError
+from fedloom.nn import metrics
+from fedloom.nn.model import Model, forward_with
+
+if TYPE_CHECKING:
+    from fedloom.core.client import Client
+    from fedloom.core.facts import Facts
+    from fedloom.core.server import Server
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """Base of all methods. Its fields are the paper's hyper-parameters.
+
+    Class attributes say what a method needs and reveals:
+
+    Attributes:
+        evaluations: How the result may be scored; the first is the default. "local": each client's
+            own model after its local training. "global": the server's model as the client
+            downloads it. "common": the one model that all clients share.
+        one_model: All clients must run the same architecture.
+        centralized: It sees all graphs in one place.
+        uses_cross_edges: It works on the edges between clients, which both owners must know.
+        transductive: It must see all nodes before training, without their labels.
+        tasks: The tasks that it can do.
+        validates: Clients choose between models by their validation items.
+        min_replies: The fewest replies that an exchange can continue with, whatever the quorum.
+        requires_all: Phases that no client may be absent from, whatever the quorum.
+        discloses_to_server: What the server learns that is as large as a client's data.
+        discloses_to_peers: What other clients learn about a client's features and labels, other
+            than through the model.
+    """
+
+    rounds: int = setting(100, "communication rounds", at_least=1)
+
+    evaluations: ClassVar[tuple[str, ...]] = ("local",)
+    one_model: ClassVar[bool] = False
+    centralized: ClassVar[bool] = False
+    uses_cross_edges: ClassVar[bool] = False
+    transductive: ClassVar[bool] = False
+    tasks: ClassVar[tuple[str, ...]] = ("node", "graph")
+    validates: ClassVar[bool] = False
+    min_replies: ClassVar[int] = 1
+    requires_all: ClassVar[tuple[str, ...]] = ()
+    discloses_to_server: ClassVar[str] = ""
+    discloses_to_peers: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            object.__setattr__(self, f.name, check_setting(f, getattr(self, f.name), "method"))
+
+    def check(self, facts: Facts) -> None:  # noqa: B027  (most methods need no further check)
+        """Raises a ConfigError if the method cannot work with these models and sizes."""
+
+    @abstractmethod
+    def run(self, server: Server) -> None:
+        """The algorithm, from top to bottom. It asks for the phases it needs, `setup` included."""
+
+    @phase(size="int64[]")
+    def size(self, client: Client) -> Message:
+        """n_k, the number of the client's items: the weight in `@averaged(by="size")`."""
+        return {"size": torch.tensor(max(1, client.graph.num_items))}  # inductive: may be empty
+
+    @phase(val="int64[C,C]", test="int64[C,C]", auc="float32[2]")
+    def evaluate(self, client: Client, model: Message | None = None) -> Message:
+        """Confusion matrices and AUCs of a model on the client's held-out items.
+
+        model: the weights to score. None: the client's own model.
+        """
+        graph = client.full_graph
+        with torch.no_grad():
+            logits = self.predict(client, model)
+        areas = [
+            metrics.auc(logits, graph.y, mask) if client.facts.auc else metrics.UNDEFINED
+            for mask in (graph.val, graph.test)
+        ]
+        val, test = metrics.held_out(logits, graph)
+        return {"val": val, "test": test, "auc": torch.tensor(areas)}
+
+    @summed
+    @phase(scores="float64[6,4]")
+    def evaluate_sum(self, client: Client, model: Message | None = None) -> Message:
+        """`evaluate` for a secure run: scores whose sum over clients gives the averages."""
+        reply, items = self.evaluate(client, model), client.full_graph.num_items
+        scores = metrics.scores_to_add(reply["val"], reply["test"], reply["auc"], items)
+        return {"scores": scores}
+
+    def predict(self, client: Client, model: Message | None) -> torch.Tensor:
+        """Returns logits for all items of the client's full graph, without dropout.
+
+        model: the weights to use. None: the client's own model.
+        """
+        own: Model = client.state["model"]
+        return own(client.full_graph) if model is None else forward_with(own, client.full_graph, model)
+
+    def artifacts(self, client: Client) -> Message:
+        """Returns what the report draws of a client after a completed run: small tensors.
+
+        Artifacts are not messages: no server sees them. They must not draw from a random stream
+        that training uses. A simulation writes them to its run folder, which then reveals as much
+        of a client's graph as they hold, also in a secure run. A deployed party keeps them.
+        """
+        return {}
+
+    def joint_artifacts(self, federation: Federation) -> Message:
+        """`artifacts` of all clients together. Simulations call it, where one process holds all."""
+        return {}
+
+    @classmethod
+    def shares_width(cls) -> bool:
+        """Whether all clients' embeddings must be equally wide."""
+        return any(phase.shares_width for phase in phases_of(cls).values())
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the fields as a plain dict, as in a TOML file."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True)
+class Plugin(ABC):
+    """Base of methods that prepare the clients before another method runs, unchanged.
+
+    The setting `base` names the other method. The class that runs inherits from both (`composed`):
+    it has the settings and phases of both, and no name may have two meanings.
+    """
+
+    base: str = setting(
+        "fedavg", "the method that trains: a name (see `fedloom methods`) or a file"
+    )
+
+    # As in Method: what is true of either is true of both.
+    tasks: ClassVar[tuple[str, ...]] = ("node", "graph")
+    uses_cross_edges: ClassVar[bool] = False
+    transductive: ClassVar[bool] = False
+    validates: ClassVar[bool] = False
+    requires_all: ClassVar[tuple[str, ...]] = ()
+    discloses_to_server: ClassVar[str] = ""
+    discloses_to_peers: ClassVar[str] = ""
+
+    @abstractmethod
+    def prepare_clients(self, server: Server) -> None:
+        """What happens once, before the base method sets anything up."""
+
+    def run(self, server: Server) -> None:
+        """Prepares the clients, then runs the base method."""
+        self.prepare_clients(server)
+        super().run(server)  # type: ignore[misc]  # the base method's `run`
+
+
+@lru_cache(maxsize=256)
+def composed(plugin: type[Plugin], method: type[Method], name: str) -> type[Method]:
+    """Returns the class of a plug-in in front of a method, which is found by `name`."""
+    if issubclass(method, Plugin):
+        raise ConfigError(f"method.base is {name!r}, a plug-in itself; give the method that trains")
+    if method.centralized:
+        raise ConfigError(
+            f"method.base is {name!r}, which sees all graphs in one place; "
+            "it has no clients to prepare"
+        )
+    if not (tasks := tuple(t for t in plugin.tasks if t in method.tasks)):
+        has, needs = " and ".join(method.tasks), " or ".join(plugin.tasks)
+        raise ConfigError(f"method.base is {name!r}, which does {has} tasks, not {needs} tasks")
+    either = ("uses_cross_edges", "transductive", "validates")
+    both = ("discloses_to_server", "discloses_to_peers")
+    joined = {"run", "check", "tasks", "requires_all", "artifacts", "joint_artifacts"}
+    names = {*dir(plugin), *(f.name for f in fields(plugin))} - {*joined, *either, *both}
+    taken = {*dir(method), *(f.name for f in fields(method))}
+    for key in sorted(names & taken):
+        if not key.startswith(("__", "_abc_")):
+            raise ConfigError(
+                f"method.base is {name!r}: it and {plugin.__name__} both define {key!r}; rename one"
+            )
+    body: dict[str, Any] = {"__module__": plugin.__module__, "__doc__": plugin.__doc__}
+    body |= {"tasks": tasks, "requires_all": (*plugin.requires_all, *method.requires_all)}
+    body |= {key: getattr(plugin, key) or getattr(method, key) for key in either}
+    for key in both:
+        body[key] = "; ".join(filter(None, (getattr(plugin, key), getattr(method, key))))
+    joint = type(f"{plugin.__name__}{method.__name__}", (plugin, method), body)
+    return dataclass(frozen=True)(joint)

@@ -1,0 +1,322 @@
+"""Phase: a client-side function of a method, and the declaration of its reply.
+
+    @averaged(by="size")
+    @phase(model="~model")
+    def train(self, client, model): ...
+
+A declaration says what a reply holds under a name. Every reply is checked against it, in every
+engine. A text is one of
+
+    "=name"        the same names, shapes and dtypes as the message has under `name`
+    "~name"        the same, and an updated version of it: compression encodes the difference
+    "weights"      the weights of the client's model
+    "dtype[dims]"  a tensor, with dims from
+                       C (classes), d (features), K (clients), p (embedding width)
+                       a whole number, or a whole-number setting of the method
+                       *name: the number of true entries of the reply's own bool tensor `name`
+                       n: any length; the method must say what that reveals (`discloses_to_server`)
+
+Anything else is a `Computed` schema, written in the method's own file.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+
+from fedloom.core.facts import Facts, model_schema
+from fedloom.core.message import DTYPES, Message, Schema, schema_of
+from fedloom.errors import MessageError
+
+if TYPE_CHECKING:
+    from fedloom.core.method import Method
+
+_TENSOR = re.compile(r"(?P<dtype>" + "|".join(DTYPES) + r")\[(?P<dims>[\w*, ]*)\]")
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A declaration that a method computes.
+
+    Args:
+        schema: Takes the method, the facts, the message and the reply (None if it is not known
+            yet). Returns the schema of what the reply holds under the name; "" is the name itself.
+        depends_on_reply: Whether the schema depends on the reply.
+    """
+
+    schema: Callable[[Any, Facts, Message, Message | None], Schema]
+    depends_on_reply: bool = False
+
+
+Declaration = str | Computed
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A client-side function and everything that the server and the engines know about it.
+
+    Args:
+        function: `(method, client, **message) -> message`.
+        reply: What it answers, by name.
+        parameters: The names that its message may have.
+        required: The names that its message must have.
+        aggregate: "sum" or "mean" if the server needs only that of the replies.
+        weighted_by: The phase whose reply is a client's weight in the mean. "": equal weights.
+        read_by: The phase that reads the peer messages of this one. "": it answers the server.
+        encrypted: Whether a secure run encrypts its peer messages.
+    """
+
+    function: Callable[..., Message]
+    reply: Mapping[str, Declaration]
+    parameters: tuple[str, ...]
+    required: frozenset[str]
+    aggregate: str = ""
+    weighted_by: str = ""
+    read_by: str = ""
+    encrypted: bool = True
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return self.function.__name__
+
+    @property
+    def depends_on_reply(self) -> bool:
+        """Whether the schema of a reply depends on the reply itself."""
+        return any(
+            declared.depends_on_reply if isinstance(declared, Computed) else "*" in declared
+            for declared in self.reply.values()
+        )
+
+    @property
+    def updates(self) -> dict[str, str]:
+        """The names in a reply that are updated versions of what was sent, and under which name."""
+        texts = {n: d for n, d in self.reply.items() if isinstance(d, str) and d.startswith("~")}
+        return {name: declared[1:] for name, declared in texts.items()}
+
+    @property
+    def shares_width(self) -> bool:
+        """Whether a reply has a tensor whose width is the embedding width p."""
+        texts = [d for d in self.reply.values() if isinstance(d, str)]
+        matches = [match for d in texts if (match := _TENSOR.fullmatch(d))]
+        return any("p" in re.split(r"[ ,]+", match["dims"]) for match in matches)
+
+    @overload
+    def __get__(self, method: None, owner: type) -> Phase: ...
+    @overload
+    def __get__(self, method: Any, owner: type) -> BoundPhase: ...
+    def __get__(self, method: Any, owner: type) -> Phase | BoundPhase:
+        return self if method is None else BoundPhase(self, method)
+
+    # ---- checks ----
+    def require_names(self, message: Message, receiver: str) -> None:
+        """Raises a MessageError if a message lacks a name or has one that the phase does not take."""
+        for name in sorted(self.required - message.keys()):
+            raise MessageError(
+                f"{receiver}: tensor {name!r} is missing in the message to {self.name!r}"
+            )
+        for name in sorted(message.keys() - set(self.parameters)):
+            valid = ", ".join(self.parameters) or "nothing"
+            raise MessageError(f"{receiver}: {self.name!r} does not take {name!r}; valid: {valid}")
+
+    def reply_schema(
+        self,
+        method: Method,
+        facts: Facts,
+        message: Message,
+        model: Schema = (),
+        reply: Message | None = None,
+    ) -> Schema:
+        """Returns the schema that a client's reply must have.
+
+        Args:
+            method: The method that the phase belongs to.
+            facts: The facts of the run.
+            message: What the client was sent.
+            model: The schema of its model's weights.
+            reply: The reply, if it is known.
+        """
+        rows: list[tuple[str, str, tuple[int, ...]]] = []
+        for name, declared in self.reply.items():
+            if isinstance(declared, Computed):
+                inner = declared.schema(method, facts, message, reply)
+            elif declared == "weights":
+                inner = model
+            elif declared[0] in "=~":
+                sent = schema_of({"x": message[declared[1:]]})
+                inner = tuple((key[2:], dtype, shape) for key, dtype, shape in sent)
+            else:
+                inner = (("", *_tensor_of(declared, method, facts, reply)),)
+            rows += [(f"{name}/{key}" if key else name, *rest) for key, *rest in inner]
+        return tuple(sorted(rows))
+
+    def peer_schema(
+        self, method: Method, facts: Facts, message: Message, reply: Message, sender: str
+    ) -> Schema:
+        """Returns the schema that a client's peer messages, {receiver: message}, must have.
+
+        A client chooses its receivers; the phase declares what each message holds.
+        """
+        content = self.reply_schema(method, facts, message)
+        for receiver in reply:
+            if receiver not in facts.clients or receiver == sender:
+                others = ", ".join(c for c in facts.clients if c != sender)
+                raise MessageError(
+                    f"client {sender!r} in {self.name!r}: writes to {receiver!r}, who is not "
+                    f"another client; valid: {others}"
+                )
+        return tuple(sorted((f"{to}/{name}", *rest) for to in reply for name, *rest in content))
+
+
+@dataclass(frozen=True)
+class BoundPhase:
+    """A phase of a method object: `method.train`."""
+
+    phase: Phase
+    method: Any
+
+    @property
+    def name(self) -> str:
+        """The phase's name."""
+        return self.phase.name
+
+    def __call__(self, *args: Any, **message: Any) -> Message:
+        """Runs the phase: takes a client and its message, returns the reply."""
+        return self.phase.function(self.method, *args, **message)
+
+
+def phase(**reply: Declaration) -> Callable[[Callable[..., Message]], Phase]:
+    """Marks a client-side function `(self, client, **message) -> message`.
+
+    reply: what the function answers, by name; see `fedloom.core.phase`.
+    """
+    for name, declared in reply.items():
+        if isinstance(declared, Computed):
+            continue
+        known = declared == "weights" or declared[:1] in ("=", "~") or _TENSOR.fullmatch(declared)
+        if not known:
+            valid = "'=name', '~name', 'weights' or 'dtype[dims]'"
+            raise ValueError(f"phase: {name}={declared!r} is none of {valid}")
+        for counted in re.findall(r"\*([^,\]]*)", declared):
+            if not str(reply.get(counted, "")).startswith("bool["):
+                raise ValueError(
+                    f"phase: {name}={declared!r} counts the true entries of {counted!r}, "
+                    "which must be declared as 'bool[dims]'"
+                )
+
+    def mark(function: Callable[..., Message]) -> Phase:
+        signature = inspect.signature(function).parameters
+        parameters = tuple(signature)[2:]
+        if "secure" in parameters:
+            raise ValueError(
+                f"phase: {function.__name__!r} cannot take a tensor called 'secure': "
+                "secure sums use that name"
+            )
+        needed = (n for n in parameters if signature[n].default is inspect.Parameter.empty)
+        return _documented(Phase(function, reply, parameters, frozenset(needed)))
+
+    return mark
+
+
+def summed(marked: Phase) -> Phase:
+    """Marks a phase of which the server needs only the sum of the replies: `server.sum(phase)`.
+
+    A secure run reveals nothing but that sum.
+    """
+    return _documented(replace(marked, aggregate="sum"))
+
+
+def averaged(by: str = "") -> Callable[[Phase], Phase]:
+    """Marks a phase of which the server needs only the mean of the replies: `server.mean(phase)`.
+
+    A secure run reveals nothing but that mean.
+
+    by: the phase that answers a client's weight, one number. It is asked once. The default is equal
+    weights.
+    """
+
+    def mark(marked: Phase) -> Phase:
+        return _documented(replace(marked, aggregate="mean", weighted_by=by))
+
+    return mark
+
+
+def peer_messages(read_by: str, encrypted: bool = True) -> Callable[[Phase], Phase]:
+    """Marks a phase that writes to other clients: it answers {receiver: message}.
+
+    What the phase declares is what one message holds. `server.relay(phase)` delivers the messages
+    to the phase `read_by`, as `letters` = {sender: message}. The reader checks a message without
+    knowing what its writer was sent, so "=name", "~name", "weights" and "*name" are not allowed.
+
+    encrypted: whether a secure run encrypts the messages, so that the server cannot read what it
+    relays. False is for messages that are encrypted or public already.
+    """
+
+    def mark(marked: Phase) -> Phase:
+        for name, declared in marked.reply.items():
+            text = declared if isinstance(declared, str) else "*"
+            if text == "weights" or text[0] in "=~" or "*" in text:
+                raise ValueError(
+                    f"peer_messages: {name}={declared!r} depends on what the reader does not "
+                    "know; declare 'dtype[dims]'"
+                )
+        return _documented(replace(marked, read_by=read_by, encrypted=encrypted))
+
+    return mark
+
+
+def phases_of(method: type) -> dict[str, Phase]:
+    """Returns the phases of a method class, by name."""
+    found = {name: inspect.getattr_static(method, name) for name in dir(method)}
+    return {name: value for name, value in found.items() if isinstance(value, Phase)}
+
+
+def _documented(marked: Phase) -> Phase:
+    """Gives a phase the docstring of its function, for `help` and the documentation."""
+    object.__setattr__(marked, "__doc__", marked.function.__doc__)
+    return marked
+
+
+def _tensor_of(
+    declared: str, method: Method, facts: Facts, reply: Message | None
+) -> tuple[str, tuple[int, ...]]:
+    match = _TENSOR.fullmatch(declared)
+    assert match is not None
+    dims = [dim.strip() for dim in match["dims"].split(",") if dim.strip()]
+    return match["dtype"], tuple(_length(dim, method, facts, reply) for dim in dims)
+
+
+def _length(dim: str, method: Method, facts: Facts, reply: Message | None) -> int:
+    if dim.startswith("*"):
+        counted = None if reply is None else reply.get(dim[1:])
+        if isinstance(counted, torch.Tensor) and counted.dtype == torch.bool:
+            return int(counted.sum())
+        return -1  # a missing or wrong tensor is refused by its own name
+    if dim.isdigit():
+        return int(dim)
+    known = {
+        "C": facts.num_classes,
+        "d": facts.num_features,
+        "K": facts.num_clients,
+        "p": facts.width,
+        "n": -1,
+    }
+    return known[dim] if dim in known else int(getattr(method, dim))
+
+
+__all__ = [
+    "BoundPhase",
+    "Computed",
+    "Phase",
+    "averaged",
+    "model_schema",
+    "peer_messages",
+    "phase",
+    "phases_of",
+    "summed",
+]

@@ -1,0 +1,86 @@
+"""Registry: finds methods by file name. A new file in `fedloom/methods` needs no entry anywhere."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+import types
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from fedloom.core.method import Method, Plugin, composed
+from fedloom.core.settings import check_setting
+from fedloom.errors import ConfigError, unknown
+
+
+def method_names() -> dict[str, str]:
+    """{name: module} of every method file that comes with fedloom; a file "_name.py" holds what several methods share."""
+    methods = importlib.import_module("fedloom.methods")
+    return {_shown(m.name): m.name for m in pkgutil.iter_modules(methods.__path__) if not m.name.startswith("_")}
+
+
+def _shown(module: str) -> str:
+    return module.replace("_plus", "+").replace("_", "-")
+
+
+def method_class(name: str, settings: Mapping[str, Any] = types.MappingProxyType({})) -> type[Method]:
+    """The class of a method: by its file's name ("fedavg"), or from a user's own file ("path/to/mine.py").
+
+    settings: what the method is to be made with; of a plug-in, they say what it is in front of.
+    """
+    if name.endswith(".py"):
+        module = _import_file(Path(name))
+    else:
+        known = method_names()
+        if name.lower() not in known:
+            raise unknown("method", name, known)
+        module = importlib.import_module(f"fedloom.methods.{known[name.lower()]}")
+    defined = [c for c in vars(module).values() if inspect.isclass(c) and f"{c.__module__}.".startswith(f"{module.__name__}.")]
+    own = [c for c in defined if issubclass(c, (Method, Plugin))]
+    if len(own) != 1:
+        raise ConfigError(f"method: {name} must define exactly one subclass of Method or Plugin, found {len(own)}")
+    (found,) = own
+    if issubclass(found, Method):
+        return found
+    (base,) = (f for f in fields(found) if f.name == "base")
+    after = check_setting(base, settings.get("base", base.default), "method")
+    return composed(found, method_class(after), after)
+
+
+def _import_file(path: Path) -> types.ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"method: there is no file {str(path)!r}")
+    spec = importlib.util.spec_from_file_location(f"fedloom_user_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and inspect look it up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"method: {str(path)!r} cannot be imported ({type(error).__name__}: {error})") from error
+    return module
+
+
+def make_method(name: str, settings: Mapping[str, Any]) -> Method:
+    """A method by name with the given settings; a misspelt one is an error that names the nearest and all valid ones."""
+    cls = method_class(name, settings)
+    valid = [f.name for f in fields(cls)]
+    for key in settings:
+        if key not in valid:
+            raise unknown(f"setting of method {name!r}:", key, valid)
+    return cls(**settings)
+
+
+def name_of(method: Method) -> str:
+    """The name by which a method is found, or its file's path."""
+    module = type(method).__module__
+    for name, file in method_names().items():
+        if f"{module}.".startswith(f"fedloom.methods.{file}."):
+            return name
+    return str(Path(inspect.getfile(type(method))).resolve())

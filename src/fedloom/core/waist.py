@@ -1,0 +1,347 @@
+"""The waist: the one place that everything between the server and the clients passes.
+
+    messages ─► filtered ─► booked ─► engine ─► client
+    replies  ◄─ hashed ◄─ checked ◄─ filtered ◄─ booked ◄─ client
+
+`Waist.exchange` sends messages and returns replies. It books both in the ledger, checks replies
+against the schema that the phase declared, and decides what an absent client means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fedloom.core import history_hash
+from fedloom.core.absence import (
+    SILENT,
+    AbsenceTracker,
+    FaultPolicy,
+    SetupExchange,
+    listed,
+    too_few,
+)
+from fedloom.core.facts import Facts
+from fedloom.core.filters import parse_filters
+from fedloom.core.ledger import MEASURING, Ledger
+from fedloom.core.message import (
+    Absent,
+    Batch,
+    Message,
+    Schema,
+    check,
+    check_schema,
+    require_finite,
+    travels,
+)
+from fedloom.core.method import Method
+from fedloom.core.phase import phases_of
+from fedloom.core.replies import Replies
+from fedloom.core.state import snapshot
+from fedloom.errors import MessageError, RoundFailed
+
+# An engine's call: takes a phase's name and {client: message}, returns {client: reply}.
+Call = Callable[[str, dict[str, Message]], Mapping[str, Message | Absent]]
+# Takes a client and its reply, returns the schema that the reply must have.
+Expected = Callable[[str, Message], Schema]
+
+
+class Waist:
+    """Sends messages to clients and receives their replies.
+
+    Attributes:
+        facts: What every party knows.
+        method: The method that runs.
+        clients: All clients' names.
+        state: What checkpoints keep of the server.
+        round: The current round; 0 before the first one.
+        in_round: Whether a round is under way.
+        ledger: All messages, booked.
+        absences: Who did not answer, and what follows from it.
+        history_hash: The digest of all exchanges so far.
+    """
+
+    def __init__(
+        self, method: Method, facts: Facts, call: Call, faults: FaultPolicy, retries: int
+    ) -> None:
+        self.method, self.facts, self.clients = method, facts, facts.clients
+        self.state: dict[str, Any] = {}
+        self.round, self.in_round = 0, False
+        self.ledger = Ledger()
+        self.absences = AbsenceTracker()
+        self.history_hash = history_hash.EMPTY
+        self._call, self._faults, self._retries = call, faults, retries
+        self._upload = parse_filters(facts.upload, "run.upload")
+        self._download = parse_filters(facts.download, "run.download")
+        self._phases = phases_of(type(method))
+        self._model_before: Any = None  # the model when the round began, for a round that fails
+
+    def exchange(
+        self,
+        name: str,
+        messages: Mapping[str, Message],
+        expected: Expected,
+        book_as: str | None = None,
+        alike: bool = False,
+        needed: int | None = None,
+    ) -> Replies:
+        """Sends messages and returns the replies, each booked and checked.
+
+        With a quorum of 1, a client's error is raised, and so is a reply that does not fit its
+        schema. Below 1, both make the client absent. If too few clients answered, the others are
+        asked again. If that does not help, it raises RoundFailed. `AbsenceTracker` says what an
+        absence means for later exchanges. A client that is silent for no known reason is left out,
+        whatever the quorum.
+
+        Args:
+            name: The phase.
+            messages: What to send to each client.
+            expected: Returns the schema that a reply must have.
+            book_as: The phase that the ledger books the messages under.
+            alike: Whether the schema depends only on a client's model and its message.
+            needed: How many clients must answer. The default is the quorum.
+        """
+        answers: dict[str, Message] = {}
+        absent: dict[str, Absent] = {}
+        measuring = (book_as or name) in MEASURING
+        needed = self.quorum_of(name, len(messages)) if needed is None else needed
+        due, known = dict(messages), set() if measuring else set(self.absences.out)
+        for attempt in range(self.attempts):
+            self.absences.retried += len(due) if attempt else 0
+            present, away = self.present(due, measuring)
+            came, lost = self._send(name, present, expected, book_as, alike)
+            if isinstance(came, Batch):
+                return Replies(came)
+            answers |= came
+            absent = {c: why for c, why in (absent | away | lost).items() if c not in answers}
+            due = {c: messages[c] for c in messages if c in absent and c not in self.absences.out}
+            if len(answers) >= needed or not due:
+                break
+        self.absences.note(name, {c: why for c, why in absent.items() if c not in known})
+        if len(answers) < needed and self.tolerates_absence:
+            raise self.failed(name, too_few(answers, len(messages), needed), absent)
+        self.conclude(name, messages, absent, book_as)
+        return Replies({c: answers[c] for c in messages if c in answers})
+
+    def stage(
+        self,
+        name: str,
+        messages: Mapping[str, Message],
+        expected: Expected,
+        book_as: str | None,
+        lost: dict[str, Absent],
+    ) -> Replies:
+        """`exchange` for one of several stages, such as those of a secure sum.
+
+        Nobody is asked twice. The caller decides how many answers are enough and what follows.
+
+        lost: receives the clients that are absent.
+        """
+        came, absent = self._send(name, messages, expected, book_as)
+        self.absences.note(name, absent)
+        lost |= absent
+        return Replies(came)
+
+    def remember(
+        self, phase: str, messages: Mapping[str, Message], replies: Mapping[str, Message]
+    ) -> None:
+        """Chains an exchange into the history hash."""
+        self.history_hash = history_hash.chained(
+            self.history_hash, self.round, phase, messages, replies
+        )
+
+    # ---- how many must answer ----
+    @property
+    def tolerates_absence(self) -> bool:
+        """Whether the run continues without a client that does not answer."""
+        return self._faults.tolerates_absence
+
+    @property
+    def attempts(self) -> int:
+        """How often an exchange may be tried."""
+        return 1 + self._retries if self.tolerates_absence else 1
+
+    def quorum_of(self, name: str, asked: int) -> int:
+        """Returns how many of `asked` clients must answer a phase."""
+        return max(self.least(name, asked), self._faults.enough(asked))
+
+    def least(self, name: str, asked: int) -> int:
+        """Returns how many clients the method itself needs, whatever the quorum."""
+        return asked if name in self.method.requires_all else min(asked, self.method.min_replies)
+
+    # ---- what absence means ----
+    def present(
+        self, messages: Mapping[str, Message], measuring: bool
+    ) -> tuple[dict[str, Message], dict[str, Absent]]:
+        """Returns the messages of clients that can be asked, and why the others cannot.
+
+        Before that, clients catch up on the exchanges before the rounds that they missed.
+        """
+        tracker = self.absences
+        known = {} if measuring else tracker.out if self.round else tracker.absent_in_setup()
+        absent = {c: why for c, why in known.items() if c in messages}
+        for number, missed in enumerate(tracker.setup):
+            due = [c for c in messages if tracker.has_missed(c, number) and c not in absent]
+            if not missed.repeatable:
+                cause = f"missed {missed.name!r} before the rounds, which a secure run does not repeat"
+                absent |= dict.fromkeys(due, Absent(cause))
+            elif due:
+                lost = self._repeat_setup(number, due)
+                for client, why in lost.items():
+                    absent[client] = Absent(f"behind since {missed.name!r}: {why.cause}", why.error)
+        return {c: message for c, message in messages.items() if c not in absent}, absent
+
+    def _repeat_setup(self, number: int, clients: Sequence[str]) -> dict[str, Absent]:
+        """Repeats an exchange before the rounds with clients that missed it. Returns who failed."""
+        missed = self.absences.setup[number]
+        messages = {c: missed.messages[c] for c in clients}
+        came, lost = self._send(missed.name, messages, None, missed.book_as)
+        for client in came:
+            self.absences.caught_up(client, number)
+        return lost
+
+    def catch_up(self) -> None:
+        """Repeats, in a resumed run, what clients had caught up on after set-up.
+
+        Call it before the clients' states are restored.
+        """
+        for number, clients in list(self.absences.to_catch_up()):
+            self._repeat_setup(number, clients)
+        self.absences.put_back()
+
+    def conclude(
+        self,
+        name: str,
+        messages: Mapping[str, Message],
+        absent: Mapping[str, Absent],
+        book_as: str | None,
+        repeatable: bool = True,
+    ) -> None:
+        """Records what an exchange means for the clients that were absent.
+
+        repeatable: whether it can be repeated with them later.
+        """
+        if not self.tolerates_absence or (book_as or name) in MEASURING:
+            return
+        if self.round:
+            self.absences.out |= absent
+        else:
+            missed = SetupExchange(name, messages, book_as, repeatable, dict(absent))
+            self.absences.add_setup(missed)
+
+    def failed(self, name: str, why: str, absent: Mapping[str, Absent]) -> RoundFailed:
+        """Returns the error of a round that cannot continue, and restores the server's model."""
+        if self.in_round and self._model_before is not None:
+            self.state["model"] = self._model_before
+        when = f"round {self.round}" if self.round else "before round 1"
+        return RoundFailed(f"{when}, {name!r}: {why}; absent: {listed(absent)}")
+
+    def _begin_round(self) -> None:
+        self.absences.begin_round()
+        model = self.state.get("model")
+        keep = isinstance(model, dict) and self.tolerates_absence
+        self._model_before = snapshot(model) if keep else None
+
+    # ---- one try ----
+    def _send(
+        self,
+        name: str,
+        messages: Mapping[str, Message],
+        expected: Expected | None,
+        book_as: str | None,
+        alike: bool = False,
+    ) -> tuple[Mapping[str, Message], dict[str, Absent]]:
+        """Returns the replies that fit their schema, and why there are no others.
+
+        expected: None if nobody reads the replies.
+        """
+        sent = self._encoded(name, messages)
+        self.ledger.book(self.round, name, "down", sent, book_as)
+        given = self._call(name, dict(sent)) if sent else {}
+        uniform = isinstance(given, Batch) and alike and expected is not None
+        if uniform and not self.tolerates_absence and not self._upload:
+            assert isinstance(given, Batch)
+            assert expected is not None
+            self._check_batch(name, given, messages, expected)
+            self.ledger.book(self.round, name, "up", given, book_as)
+            return given, {}
+        answers: dict[str, Message] = {}
+        received: dict[str, Message] = {}  # as they came: what the ledger books
+        absent: dict[str, Absent] = {}
+        for client in messages:
+            reply, sender = given.get(client, SILENT), f"client {client!r} in {name!r}"
+            if isinstance(reply, Absent):
+                absent[client] = reply
+                continue
+            try:
+                answers[client] = self._checked(name, client, reply, sent[client], expected, sender)
+                received[client] = reply
+            except MessageError as error:
+                if not self.tolerates_absence:
+                    raise
+                cause = f"refused: {str(error).removeprefix(sender + ': ')}"
+                absent[client] = Absent(cause, error)
+        self.ledger.book(self.round, name, "up", received, book_as)
+        self._handle(name, absent, (book_as or name) in MEASURING)
+        return answers, absent
+
+    def _encoded(self, name: str, messages: Mapping[str, Message]) -> Mapping[str, Message]:
+        """Applies the download filters; a message that many clients receive is encoded once."""
+        if not self._download or name not in self._phases:
+            return messages
+        encoded: dict[int, Message] = {}
+        for message in messages.values():
+            if id(message) not in encoded:
+                encoded[id(message)] = self._download.encode(message)
+        return {client: encoded[id(message)] for client, message in messages.items()}
+
+    def _checked(
+        self,
+        name: str,
+        client: str,
+        reply: Message,
+        sent: Message,
+        expected: Expected | None,
+        sender: str,
+    ) -> Message:
+        """Returns a reply without its upload filters; raises a MessageError if it does not fit."""
+        if expected is None:
+            return reply
+        if self._upload and name in self._phases:
+            require_finite(reply, sender)
+            received = self._download.decode(sent) if self._download else sent
+            try:
+                schema = expected(client, reply)
+                reply = self._upload.decode_reply(self._phases[name], reply, received, schema)
+            except MessageError as error:
+                raise MessageError(f"{sender}: {error}") from None
+        check(reply, expected(client, reply), sender)
+        return reply
+
+    def _handle(self, name: str, absent: Mapping[str, Absent], measuring: bool) -> None:
+        """With a quorum of 1, raises what keeps a client from answering.
+
+        Below 1, it notes which clients have lost their state.
+        """
+        reasons = {c: why for c, why in absent.items() if why is not SILENT}
+        if not self.tolerates_absence:
+            for error in (why.error for why in reasons.values() if why.error is not None):
+                raise error
+            if reasons:
+                raise self.failed(name, "all clients are needed (run.quorum is 1)", reasons)
+        for client, why in reasons.items():
+            if why.lost_state:
+                self.absences.lost_state(client, why, self.round > 0, measuring)
+
+    def _check_batch(
+        self, name: str, batch: Batch, messages: Mapping[str, Message], expected: Expected
+    ) -> None:
+        """`check` of many replies with one schema: one check per model and message."""
+        kinds: dict[tuple[str, int], str] = {}
+        for client in batch:
+            kinds.setdefault((self.facts.model_of[client], id(messages[client])), client)
+        for client in kinds.values():
+            check_schema(batch.schema, expected(client, {}), f"client {client!r} in {name!r}")
+        if not all(map(travels, batch.stacks.values())):
+            for client, reply in batch.items():
+                require_finite(reply, f"client {client!r} in {name!r}")

@@ -1,0 +1,157 @@
+"""Federation: the parties' graphs. Roster: what everybody may know about them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fedloom.data.graph import Graph, Task
+from fedloom.errors import DataError
+
+
+@dataclass(frozen=True)
+class PartySize:
+    """How much a party holds: nodes, items, and how many of these train, validate and test."""
+
+    name: str
+    nodes: int
+    items: int
+    train: int
+    val: int
+    test: int
+
+    @classmethod
+    def of(cls, name: str, graph: Graph) -> PartySize:
+        """The counts of a party's graph."""
+        return cls(name, graph.num_nodes, graph.num_items, *(int(getattr(graph, part).sum()) for part in ("train", "val", "test")))
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Who takes part, and the facts about their data that everybody may know: all that a coordinator has of a federation.
+
+    knows_cross_edges: whether some party knows an edge that leads to another's node. The rest is as in `Federation`.
+    """
+
+    sizes: tuple[PartySize, ...]
+    num_features: int
+    num_classes: int
+    task: Task
+    inductive: bool = False
+    knows_cross_edges: bool = False
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parties' names, in client order."""
+        return tuple(size.name for size in self.sizes)
+
+    @property
+    def num_clients(self) -> int:
+        """Number of parties."""
+        return len(self.sizes)
+
+    @property
+    def without_training(self) -> list[str]:
+        """The names of the parties that have no training item: legal, but they can only receive."""
+        return [size.name for size in self.sizes if not size.train]
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """The parties' graphs, and the facts about them that everybody may know.
+
+    graphs: one per party, in client order. names: the parties' names (random streams hang on the name, not on the position).
+    whole: the uncut graph, if there is one (only the `central` baseline looks at it).
+    inductive: training sees neither validation nor test items. about: where it came from, for the record.
+    """
+
+    graphs: tuple[Graph, ...]
+    names: tuple[str, ...] = ()
+    whole: Graph | None = None
+    inductive: bool = False
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            object.__setattr__(self, "names", tuple(str(k) for k in range(len(self.graphs))))
+
+    @property
+    def num_clients(self) -> int:
+        """Number of parties."""
+        return len(self.graphs)
+
+    @property
+    def num_features(self) -> int:
+        """Width of the node features, the same for every party."""
+        return self.graphs[0].num_features
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes over all parties."""
+        return self.graphs[0].num_classes
+
+    @property
+    def task(self) -> Task:
+        """ "node" or "graph"."""
+        return self.graphs[0].task
+
+    def check(self) -> Federation:
+        """Gives the federation back, or raises a DataError that names the party and the field."""
+        if not self.graphs:
+            raise DataError("graphs is empty: a federation needs at least one party")
+        if not len(set(self.names)) == len(self.names) == len(self.graphs):
+            raise DataError(f"names must be {len(self.graphs)} different names, got {list(self.names)}")
+        for name in self.names:  # they become names of files and of tensors
+            if not re.fullmatch(r"[\w.-]+", name) or name == "server":
+                raise DataError(f"names: {name!r} is not a valid one: letters, digits, '_', '-' and '.', and not 'server'")
+        first = self.graphs[0].check()
+        for name, graph in zip(self.names, self.graphs, strict=True):
+            graph.check()
+            for fact in ("num_features", "num_classes", "task"):
+                mine, theirs = getattr(graph, fact), getattr(first, fact)
+                if mine != theirs:
+                    raise DataError(f"{fact} differs between parties: {self.names[0]!r} has {theirs}, {name!r} has {mine}")
+            owners = graph.cross_edges[2].unique().tolist()
+            for owner in owners:
+                if not 0 <= owner < len(self.graphs) or self.names[owner] == name:
+                    raise DataError(
+                        f"cross_edges of {name!r}: owner {owner} is not another party's number (0 to {len(self.graphs) - 1}, not its own)"
+                    )
+        return self
+
+    @property
+    def roster(self) -> Roster:
+        """What a coordinator may know of it."""
+        held = tuple(PartySize.of(name, graph) for name, graph in zip(self.names, self.graphs, strict=True))
+        knows = any(graph.cross_edges.shape[1] for graph in self.graphs)
+        about = {"dataset": self.graphs[0].name, "clients": self.num_clients, **self.about}
+        return Roster(held, self.num_features, self.num_classes, self.task, self.inductive, knows, about)
+
+    def merged(self) -> Federation:
+        """One party that holds everything: the uncut graph if known, else the disjoint union of the parties' graphs."""
+        graph = self.whole if self.whole is not None else disjoint_union(self.graphs)
+        return replace(self, graphs=(graph,), names=("all",), whole=None)
+
+
+def disjoint_union(graphs: Iterable[Graph]) -> Graph:
+    """One graph that holds all the given ones side by side, no edges between them."""
+    parts = list(graphs)
+    starts = torch.tensor([0, *(g.num_nodes for g in parts)]).cumsum(0)
+    weights = [torch.ones(g.num_edges) if g.edge_weight is None else g.edge_weight for g in parts]
+    batch = None
+    if parts[0].batch is not None:
+        items = torch.tensor([0, *(g.num_items for g in parts)]).cumsum(0)
+        batch = torch.cat([g.batch + items[k] for k, g in enumerate(parts) if g.batch is not None])
+    return Graph(
+        x=torch.cat([g.x for g in parts]),
+        edge_index=torch.cat([g.edge_index + starts[k] for k, g in enumerate(parts)], 1),
+        y=torch.cat([g.y for g in parts]), num_classes=parts[0].num_classes,
+        train=torch.cat([g.train for g in parts]), val=torch.cat([g.val for g in parts]), test=torch.cat([g.test for g in parts]),
+        edge_weight=torch.cat(weights) if any(g.edge_weight is not None for g in parts) else None,
+        node_id=torch.cat([g.node_id for g in parts]), batch=batch, name=parts[0].name,
+    )  # fmt: skip

@@ -1,0 +1,72 @@
+"""Engine: where phases run. The seam between the waist and the clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, Protocol
+
+from fedloom.core.absence import FaultPolicy
+from fedloom.core.client import Client
+from fedloom.core.message import Absent, Message
+from fedloom.core.method import Method
+
+Details = Mapping[str, object]  # what a run's summary says about its engine, as JSON
+
+
+class Engine(Protocol):
+    """Runs phases at clients.
+
+    Attributes:
+        tolerates_failures: Whether the other clients continue when one fails.
+        supports_deadline: Whether an exchange can end before all clients have answered.
+        round: The current round; set before each call.
+    """
+
+    tolerates_failures: ClassVar[bool]
+    supports_deadline: ClassVar[bool]
+    round: int
+
+    def call(self, phase: str, messages: dict[str, Message]) -> Mapping[str, Message | Absent]:
+        """Runs a phase at each client in `messages`. Returns each one's reply, or its absence.
+
+        If every client must answer, a client's error is raised.
+        """
+
+    def snapshot(self) -> Message:
+        """Returns everything of the clients that a later round depends on, as tensors."""
+
+    def restore(self, saved: Message) -> None:
+        """Restores a snapshot. The clients must have been set up before."""
+
+    def models(self) -> dict[str, Message]:
+        """Returns the weights of each client's model, for clients that have one here."""
+
+    def artifacts(self) -> dict[str, Message]:
+        """Returns each client's artifacts; see `Method.artifacts`."""
+
+    def details(self) -> Details:
+        """Returns what a run's summary says about the engine."""
+
+    def peak_mb(self) -> float:
+        """Returns the peak memory of this process and its workers, in MB."""
+
+    def finish(self) -> None:
+        """Called when the run is completed."""
+
+    def close(self) -> None:
+        """Releases everything that the engine holds outside this process."""
+
+
+class EngineFactory(Protocol):
+    """Makes an engine. Each engine's class is one."""
+
+    tolerates_failures: ClassVar[bool]
+    supports_deadline: ClassVar[bool]
+
+    def __call__(
+        self, method: Method, clients: Iterable[Client], policy: FaultPolicy, workers: int = 0
+    ) -> Engine:
+        """Takes the method, its clients, the absences to tolerate, and the number of workers.
+
+        workers: 0 lets the engine choose; only engines with workers take another number.
+        """

@@ -1,0 +1,1 @@
+from fedloom.engines.stacked.engine import Engine as Engine

@@ -1,0 +1,87 @@
+"""Dense products in which each block of rows has its own matrix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedloom.data.matmul import NARROW, columns_first
+
+split = torch.split_with_sizes  # what `Tensor.split` calls, without its checks
+
+
+def blockwise(h: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
+    """Multiplies each block of rows by its own matrix.
+
+    Takes [rows, ..., in], [blocks, in, out] and the number of rows of each block. Returns
+    [rows, ..., out].
+    """
+    return _Blockwise.apply(h, weights, sizes)  # type: ignore[no-untyped-call]
+
+
+class _Blockwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, weights, sizes):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(h, weights)
+        ctx.sizes = sizes
+        return _blocks_times(h.detach(), weights.detach(), sizes)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        (h, weights), sizes = ctx.saved_tensors, ctx.sizes
+        to_h, to_weights, _ = ctx.needs_input_grad
+        return (
+            _blocks_times(gradient, weights.transpose(1, 2), sizes) if to_h else None,
+            _outer_by_block(h, gradient, sizes) if to_weights else None,
+            None,
+        )
+
+
+def _blocks_times(h: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
+    width = weights.shape[2]
+    flat, inner = h.reshape(-1, h.shape[-1]), h.shape[1:-1].numel()
+    narrow = width < NARROW <= h.shape[-1]
+    if narrow and h.dim() == 2 and not all_equal(sizes):
+        out = columns_first(len(h), width, h)
+        for block, own, into in zip(split(flat, sizes), weights.unbind(), split(out.t(), sizes, 1), strict=True):
+            torch.mm(own.t(), block.t(), out=into)
+        return out
+    out = h.new_empty(*h.shape[:-1], width)
+    if all_equal(sizes):
+        rows, into = in_blocks(flat, sizes), in_blocks(out, sizes)
+        if narrow:
+            into.copy_(torch.bmm(weights.transpose(1, 2), rows.transpose(1, 2)).transpose(1, 2))
+        else:
+            torch.bmm(rows, weights, out=into)
+        return out
+    spans = [size * inner for size in sizes]
+    for block, own, into in zip(split(flat, spans), weights.unbind(), split(out.view(-1, width), spans), strict=True):
+        torch.mm(block, own, out=into)
+    return out
+
+
+def _outer_by_block(h: Tensor, gradient: Tensor, sizes: list[int]) -> Tensor:
+    """hᵀ g of each block: takes [rows, ..., in] and [rows, ..., out], gives [blocks, in, out]."""
+    left, right = (t.reshape(-1, t.shape[-1]) for t in (h, gradient))
+    narrow = right.shape[1] < NARROW <= left.shape[1]
+    if narrow:
+        left, right = right, left
+    blocks, inner = len(sizes), h.shape[1:-1].numel()
+    if all_equal(sizes):
+        out = torch.bmm(in_blocks(left, sizes).transpose(1, 2), in_blocks(right, sizes))
+    else:
+        out = h.new_empty(blocks, left.shape[1], right.shape[1])
+        spans = [size * inner for size in sizes]
+        for a, b, into in zip(split(left, spans), split(right, spans), out.unbind(), strict=True):
+            torch.mm(a.t(), b, out=into)
+    return out.transpose(1, 2).contiguous() if narrow else out
+
+
+def all_equal(sizes: list[int]) -> bool:
+    """Whether all blocks have the same number of rows."""
+    return sizes.count(sizes[0]) == len(sizes)
+
+
+def in_blocks(h: Tensor, sizes: list[int]) -> Tensor:
+    """Rows of a contiguous tensor in blocks of one size: takes [rows, ..., width], gives a view [blocks, rows of a block, width]."""
+    return h.view(len(sizes), h.shape[:-1].numel() // len(sizes), h.shape[-1])

@@ -1,0 +1,190 @@
+"""A small page on this machine that follows a run, or several: `fedloom watch RUN`. It reads the run's folder and nothing else."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import sys
+import threading
+import webbrowser
+from collections.abc import Callable
+from functools import cached_property
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler
+from ipaddress import ip_address
+from pathlib import Path
+from socketserver import ThreadingTCPServer
+from typing import Any, ClassVar
+from urllib.parse import parse_qs, urlsplit
+
+from fedloom.errors import ConfigError
+from fedloom.experiments.report.follow import FIELDS, Follower, run_folders
+from fedloom.experiments.report.html import SHARED_SCRIPTS, fill_template, read_parts
+
+Answer = tuple[int, str, bytes]  # status, type, content
+
+
+def watch(folder: Path, host: str, port: int, browser: bool, say: Callable[[str], None]) -> None:
+    """Serves the page until Ctrl-C. The run need not have begun, and goes on when this ends. port 0: one that is free."""
+    with Watch(folder, host, port) as server:
+        try:
+            if not server.loopback:
+                say(f"--host {host}: whoever reaches this machine and has the address can watch; it travels without encryption")
+            say(f"watching {folder}: {server.url}")
+            if browser:
+                webbrowser.open(server.url)
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            say("stopped watching; the run is not touched")
+
+
+class Watch(ThreadingTCPServer):
+    """The server. Who has its token sees the page and what the folder's files tell; all others see nothing."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, folder: Path, host: str = "127.0.0.1", port: int = 0):
+        if not host:
+            raise ConfigError("host: must be a name or an address, e.g. 127.0.0.1")
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"port {port}: must be between 0 and 65535")
+        try:
+            self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            super().__init__((host, port), _Handler)
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"host {host!r}, port {port}: {getattr(error, 'strerror', None) or error}") from error
+        self.folder, self.host, self.port = folder, host, self.server_address[1]
+        self.token = secrets.token_urlsafe(24)
+        bound = ip_address(str(self.server_address[0]))
+        self.loopback, self._name = bound.is_loopback, socket.gethostname() if bound.is_unspecified else host
+        self._followers: dict[Path, Follower] = {}
+        self._lock = threading.Lock()  # two tabs must not read on in the same follower
+
+    @property
+    def url(self) -> str:
+        """Where the page is, with the token."""
+        return f"http://{_in_url(self._name)}:{self.port}/?token={self.token}"
+
+    @property
+    def cookie(self) -> str:
+        """Its name; browsers do not tell the ports of a machine apart."""
+        return f"fedloom-watch-{self.port}"
+
+    @cached_property
+    def hosts(self) -> set[str]:
+        """What a browser on this machine may call this server. A page from elsewhere whose name was made to point here is none of them."""
+        return {f"{name}:{self.port}" for name in ("127.0.0.1", "localhost", "[::1]", _in_url(self.host).lower())}
+
+    def data(self, run: str, version: int, have: int) -> dict[str, Any] | None:
+        """What a page that has the first `have` entries of a version does not know yet. None: there is no run of that name."""
+        with self._lock:
+            runs = run_folders(self.folder)
+            if run:
+                return self._one((runs or {})[run], version, have) if run in (runs or {}) else None
+            return self._one(self.folder, version, have) if runs is None else {"runs": self._all(runs)}
+
+    def _one(self, folder: Path, version: int, have: int) -> dict[str, Any]:
+        follower = self._follower(folder)
+        follower.look()
+        known = have if version == follower.version and 0 <= have <= len(follower.entries) else 0
+        fresh = follower.entries[known:]
+        told = {"name": folder.resolve().name, **follower.about(), "version": follower.version, "from": known, "entries": fresh}
+        told |= {"fields": FIELDS, "behind": follower.behind}
+        return told | ({"clients": [{"id": name, **about} for name, about in follower.clients.items()]} if fresh or not known else {})
+
+    def _all(self, runs: dict[str, Path]) -> list[dict[str, Any]]:
+        """Where each run is. Those that have ended are read once: their files do not change."""
+        told = []
+        for name, folder in runs.items():
+            follower = self._follower(folder)
+            follower.look(0.05)
+            told.append({"name": name, **follower.about()})
+        return told
+
+    def _follower(self, folder: Path) -> Follower:
+        return self._followers.setdefault(folder, Follower(folder))
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away in the middle of an answer is no news; anything else is."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Watch
+    timeout = 30  # a connection is for one question: what is open when the watch ends would be answered on
+    refused: ClassVar[bytes] = b"This page opens with the address that fedloom watch has printed, token included.\n"
+
+    def do_GET(self) -> None:
+        """The page and its data, to who has the token."""
+        asked = urlsplit(self.path)
+        query = {name: values[-1] for name, values in parse_qs(asked.query).items()}
+        if not self._is_known_host() or not self._has_token(query):
+            return self._answer(403, "text/plain", self.refused)
+        if asked.path == "/":
+            return self._page()
+        if asked.path == "/data":
+            return self._answer(*self._data(query))
+        return self._answer(404, "text/plain", b"There is nothing here.\n")
+
+    def _data(self, query: dict[str, str]) -> Answer:
+        try:
+            version, have = int(query.get("version", "0")), int(query.get("from", "0"))
+        except ValueError:
+            return 400, "text/plain", b"version and from are whole numbers.\n"
+        told = self.server.data(query.get("run", ""), version, have)
+        if told is None:
+            return 404, "text/plain", b"There is no run of that name.\n"
+        return 200, "application/json", json.dumps(told, separators=(",", ":")).encode()
+
+    def _page(self) -> None:
+        nonce = secrets.token_urlsafe(16)
+        parts = {"style": read_parts("base.css", "watch.css"), "script": read_parts(*SHARED_SCRIPTS, "watch.js"), "nonce": nonce}
+        cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+        self._answer(200, "text/html", fill_template("watch.html", parts).encode(), nonce, {"Set-Cookie": cookie})
+
+    # ---- who may ask ----
+    def _is_known_host(self) -> bool:
+        return not self.server.loopback or self.headers.get("Host", "").lower() in self.server.hosts
+
+    def _has_token(self, query: dict[str, str]) -> bool:
+        try:
+            kept = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie)
+        except CookieError:
+            kept = None
+        offered = (query.get("token", ""), kept.value if kept else "")
+        return any(secrets.compare_digest(one.encode(errors="replace"), self.server.token.encode()) for one in offered)
+
+    # ---- answering ----
+    def _answer(self, status: int, kind: str, content: bytes, nonce: str = "", more: dict[str, str] | None = None) -> None:
+        script = f"script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; " if nonce else ""
+        headers = {
+            "Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content)), "Cache-Control": "no-store",
+            "Content-Security-Policy": f"default-src 'none'; {script}base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+            "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin",
+            **(more or {}),
+        }  # fmt: skip
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Everything but GET, and what is not HTTP: a line, and the connection is over."""
+        if self.request_version == "HTTP/0.9":
+            return
+        self._answer(405 if code == 501 else code, "text/plain", b"Only GET.\n" if code == 501 else b"")
+
+    def version_string(self) -> str:
+        """Says no more of this machine than it has to."""
+        return "fedloom"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the address with the token is to stand in no log."""
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,250 @@
+"""Run: one method on one federation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedloom._system import retained_memory
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.method import Method
+from fedloom.core.registry import make_method, method_class, name_of
+from fedloom.data.federation import Federation, Roster
+from fedloom.data.statistics import label_counts
+from fedloom.engines import engine_class
+from fedloom.engines.base import Engine
+from fedloom.errors import ConfigError
+from fedloom.experiments import memory_estimate
+from fedloom.experiments.recorder import Recorder
+from fedloom.experiments.result import Result
+from fedloom.experiments.run_folder import read_config
+from fedloom.experiments.settings import RunSettings
+from fedloom.experiments.trackers import Track, Tracking
+from fedloom.nn.build import parse_spec
+from fedloom.privacy.secure_aggregation import require_cohort, responder_for
+
+OnRound = Callable[[dict[str, Any], int], None]  # a history entry, and the number of rounds
+OnStart = Callable[[dict[str, Any]], None]  # the summary's `engine` and `engine_details`
+
+
+def run(
+    method: str | Method,
+    federation: Federation,
+    *,
+    model: str = "gcn",
+    dropout: float = 0.5,
+    settings: RunSettings | None = None,
+    out: str | Path | None = None,
+    on_round: OnRound | None = None,
+    on_start: OnStart | None = None,
+    resume: bool = False,
+    track: Track = (),
+    config: Mapping[str, Any] | None = None,
+    seconds_loading: float = 0.0,
+    **options: Any,
+) -> Result:
+    """Runs a method on a federation.
+
+    Args:
+        method: A name ("fedavg"), a path to a method file, or a Method.
+        federation: The parties' graphs.
+        model: A spec ("gcn", "gcn-4x128"), or several separated by commas. The clients get them in
+            turn.
+        dropout: Share of hidden units dropped in training.
+        settings: How the run is carried out. The default is `RunSettings()`.
+        out: A folder for the run.
+        on_round: Called with each history entry and the number of rounds.
+        on_start: Called when the engine is ready.
+        resume: Continue the run in `out` from its checkpoint, or from the beginning if it has none.
+            A completed run is read.
+        track: "tensorboard", "mlflow" or a Tracker; see `fedloom.experiments.trackers`.
+        config: What the run folder keeps as the run's origin; given by recipes.
+        seconds_loading: Time that loading and dividing took; given by recipes.
+        options: Fields of the method (`lr=0.01`) or of RunSettings (`seed=0`). A name that both
+            have is an error.
+    """
+    of_run, of_method = _sorted_options(method, options)
+    settings = replace(settings or RunSettings(), **of_run)
+    if isinstance(method, Method):
+        name, chosen = name_of(method), method
+    else:
+        name, chosen = method, make_method(method, of_method)
+    divided, federation = federation, (federation.merged() if chosen.centralized else federation)
+    federation.check()
+    facts = agree_on_facts(chosen, name, federation.roster, model, dropout, settings)
+    need = memory_estimate.predict(federation, facts, settings.engine, settings.workers)
+    predicted_mb = memory_estimate.require(need)
+    tracking = Tracking(track)
+    tracking.check(None if out is None else Path(out), resume)
+    recorder = Recorder(federation.roster, settings, run_folder(out, resume), on_round, on_start)
+    recorder.tracking = tracking
+    recorder.predicted_mb = predicted_mb
+    recorder.partition = label_counts(divided) if recorder.folder else {}
+    recorder.joint_artifacts = partial(chosen.joint_artifacts, federation)
+    recorder.config = dict(config or _config(name, chosen, federation, model, dropout, settings))
+
+    def engine() -> Engine:
+        graphs = zip(federation.names, federation.graphs, strict=True)
+        inductive = federation.inductive
+        clients = (Client(n, g, facts, inductive, responder_for(facts)) for n, g in graphs)
+        return engine_class(settings.engine)(chosen, clients, settings.faults, settings.workers)
+
+    with threads(settings.threads), retained_memory():
+        return recorder.execute(name, chosen, facts, engine, resume, seconds_loading)
+
+
+def _sorted_options(
+    method: str | Method, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the options that are run settings, and those that are the method's."""
+    of_run = {f.name for f in fields(RunSettings)}
+    base = options["base"] if "base" in options else None
+    cls = (
+        type(method)
+        if isinstance(method, Method)
+        else method_class(method, {"base": base} if base else {})
+    )
+    own = {f.name for f in fields(cls)}
+    arguments = {p.name for p in inspect.signature(run).parameters.values()} - {"options"}
+    for key in sorted(own & arguments):
+        raise ConfigError(
+            f"method: its setting {key!r} has the name of an argument of fedloom.run; rename it"
+        )
+    for key in options:
+        if key in of_run and key in own:
+            raise ConfigError(
+                f"{key} is a setting of the method and of the run; pass "
+                f"settings=fedloom.RunSettings({key}=...) or a Method object with {key}=..."
+            )
+    given = {key: value for key, value in options.items() if key not in of_run}
+    if isinstance(method, Method) and given:
+        raise ConfigError(
+            f"method is given as an object; its settings {', '.join(given)} belong in its "
+            "constructor"
+        )
+    return {key: value for key, value in options.items() if key in of_run}, given
+
+
+def agree_on_facts(
+    method: Method, name: str, roster: Roster, model: str, dropout: float, settings: RunSettings
+) -> Facts:
+    """Returns what every party will know before training.
+
+    Raises a ConfigError if method, models, data and settings do not fit each other.
+    """
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"model.dropout is {dropout!r}, must be at least 0 and below 1")
+    if roster.task not in method.tasks:
+        tasks = " and ".join(method.tasks)
+        raise ConfigError(f"method {name!r} does {tasks} tasks, the data are a {roster.task} task")
+    specs = [spec.strip().lower() for spec in model.split(",")]
+    dealt = tuple(specs[k % len(specs)] for k in range(roster.num_clients))
+    if method.one_model and len(set(dealt)) > 1:
+        raise ConfigError(
+            f"model: method {name!r} averages weights and needs one model for all clients, "
+            f"got {', '.join(specs)}"
+        )
+    if method.shares_width() and len({parse_spec(spec).width for spec in dealt}) > 1:
+        raise ConfigError(
+            "model: all clients' models must share one embedding width for this method, "
+            f"got {', '.join(specs)}"
+        )
+    if method.transductive and roster.inductive:
+        raise ConfigError(
+            f"data.inductive: method {name!r} must see all nodes before training, "
+            "including those to be predicted"
+        )
+    if method.uses_cross_edges:
+        _require_cross_edges(name, roster)
+    secure = None if method.centralized else settings.terms  # one party has nothing to hide
+    if secure:
+        cohort = round(settings.participation * roster.num_clients)
+        require_cohort(cohort, "run.participation x partition.clients")
+    settings.upload_filters.check(type(method), "run.upload")
+    facts = Facts(
+        roster.num_features,
+        roster.num_classes,
+        roster.task,
+        roster.names,
+        dealt,
+        dropout,
+        settings.seed,
+        settings.auc or roster.num_classes == 2,
+        secure,
+        settings.upload,
+        settings.download,
+    )
+    method.check(facts)
+    return facts
+
+
+def _require_cross_edges(name: str, roster: Roster) -> None:
+    cut = roster.num_clients > 1 and roster.about.get("edges_cut", 1)
+    if cut and not roster.knows_cross_edges:
+        raise ConfigError(
+            f"method {name!r} works on the edges between clients: "
+            "set partition.cross_edges = 'known'"
+        )
+
+
+def run_folder(out: str | Path | None, resume: bool) -> Path | None:
+    """Returns the folder of a run, made if needed.
+
+    Raises a ConfigError if it cannot be written to or holds another run, and a DataError if
+    `resume` is set and it holds no run.
+    """
+    if out is None:
+        if resume:
+            raise ConfigError("out: resuming needs the folder of the run")
+        return None
+    folder = Path(out)
+    if resume:
+        read_config(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not resume and any(folder.iterdir()):
+            raise ConfigError(
+                f"out: {str(folder)!r} is not empty; choose another folder, or `fedloom resume` "
+                "to continue that run"
+            )
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"out: cannot write to {str(folder)!r} ({error.strerror})") from error
+    return folder
+
+
+def _config(
+    name: str,
+    method: Method,
+    federation: Federation,
+    model: str,
+    dropout: float,
+    settings: RunSettings,
+) -> dict[str, Any]:
+    return {
+        "data": dict(federation.about),
+        "model": {"name": model, "dropout": dropout},
+        "method": {"name": name, **method.settings()},
+        "run": {f.name: getattr(settings, f.name) for f in fields(settings)},
+    }
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Sets the number of threads of a tensor operation inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

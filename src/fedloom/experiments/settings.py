@@ -1,0 +1,127 @@
+"""Run settings: how a run is carried out, whatever the method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from fedloom.core.absence import FaultPolicy
+from fedloom.core.facts import SecureTerms
+from fedloom.core.filters import Filters, TopK, parse_filters
+from fedloom.core.method import Method
+from fedloom.core.settings import check_setting, setting
+from fedloom.engines import engine_class, engine_names, has_workers
+from fedloom.errors import ConfigError, unknown
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The [run] table of a recipe."""
+
+    seed: int = setting(0, "root of every random stream", at_least=0)
+    engine: str = setting("loop", "how clients are run: see `fedloom run --help`")
+    evaluation: str = setting(
+        "", "which model is scored: local, global or common (empty = the method's default)"
+    )
+    participation: float = setting(
+        1.0, "share of the clients that take part in a round", above=0, at_most=1
+    )
+    evaluate_every: int = setting(1, "rounds between evaluations", at_least=1)
+    patience: int = setting(
+        0, "stop after this many evaluations without a better validation accuracy (0 = never)",
+        at_least=0,
+    )  # fmt: skip
+    checkpoint_every: int = setting(0, "rounds between checkpoints (0 = none)", at_least=0)
+    auc: bool = setting(False, "compute AUC also for more than two classes")
+    upload: str = setting(
+        "", "filters on weights sent to the server: float16, int8, topk=SHARE, or topk=SHARE,int8"
+    )
+    download: str = setting("", "filters on weights sent to the clients: float16 or int8")
+    secure: bool = setting(False, "the server learns masked sums of the replies and nothing else")
+    secure_threshold: float = setting(
+        2 / 3, "more than this share of a client's neighbourhood must stay to the end",
+        at_least=0.5, below=1,
+    )  # fmt: skip
+    secure_neighbours: int = setting(
+        0, "clients that a client shares masks with (0 = all; about 100 for a thousand clients)",
+        at_least=0,
+    )  # fmt: skip
+    secure_bits: int = setting(64, "width of a masked number, 32 or 64", at_least=32, at_most=64)
+    secure_range: float = setting(2.0**24, "largest absolute value that a client may add", above=0)
+    threads: int = setting(1, "threads of a tensor operation", at_least=1, at_most=1024)
+    workers: int = setting(
+        0, "worker processes, in engines that have them (0 = as the cores allow)", at_least=0
+    )
+    quorum: float = setting(
+        1.0, "share of the asked clients that must answer; below 1 the others may be absent",
+        above=0, at_most=1,
+    )  # fmt: skip
+    deadline: float = setting(
+        0.0, "seconds that an exchange may take (0 = no limit; engines with deadlines)", at_least=0
+    )
+    grace: float = setting(
+        0.0, "seconds that the others have once a quorum has answered (0 = until the deadline)",
+        at_least=0,
+    )  # fmt: skip
+    retries: int = setting(
+        2, "how often absent clients are asked again before a round fails", at_least=0
+    )
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            object.__setattr__(self, f.name, check_setting(f, getattr(self, f.name), "run"))
+        if self.engine not in engine_names():
+            raise unknown("run.engine", self.engine, engine_names())
+        if not has_workers(self.engine) and self.workers:
+            raise ConfigError(
+                f"run.workers is {self.workers}, engine {self.engine!r} has none; "
+                "valid: 0, or run.engine processes or ray"
+            )
+        engine = engine_class(self.engine)
+        if self.quorum < 1 and not engine.tolerates_failures:
+            raise ConfigError(
+                f"run.quorum is {self.quorum:g}, engine {self.engine!r} cannot continue without a "
+                "client; valid: 1, or run.engine loop, wire, processes, ray or flower"
+            )
+        for name in ("deadline", "grace"):
+            if getattr(self, name) and not engine.supports_deadline:
+                raise ConfigError(
+                    f"run.{name} is {getattr(self, name):g}, engine {self.engine!r} has none; "
+                    "valid: 0, or run.engine processes, ray or flower"
+                )
+        if self.upload_filters and self.secure:
+            raise ConfigError(
+                "run.upload: a secure run sends masked sums, which filters cannot encode; "
+                "valid: no filter, or run.secure = false"
+            )
+        if any(isinstance(step, TopK) for step in self._download.chain):
+            raise ConfigError("run.download: topk is for uploads; valid: float16 or int8")
+        _ = self.terms  # raises if they do not fit
+
+    @property
+    def terms(self) -> SecureTerms | None:
+        """The terms of secure sums; None if the run is not secure."""
+        terms = SecureTerms(
+            self.secure_threshold, self.secure_neighbours, self.secure_bits, self.secure_range
+        )
+        return terms if self.secure else None
+
+    @property
+    def faults(self) -> FaultPolicy:
+        """Which absences an exchange tolerates."""
+        return FaultPolicy(self.quorum, self.grace, self.deadline)
+
+    @property
+    def upload_filters(self) -> Filters:
+        """The filters on what clients send."""
+        return parse_filters(self.upload, "run.upload")
+
+    @property
+    def _download(self) -> Filters:
+        return parse_filters(self.download, "run.download")
+
+
+def chosen_evaluation(method: Method | type[Method], name: str, asked: str) -> str:
+    """Returns which model is scored: the one asked for, or the method's default."""
+    if asked and asked not in method.evaluations:
+        raise unknown(f"run.evaluation for method {name!r}:", asked, method.evaluations)
+    return asked or method.evaluations[0]

@@ -1,0 +1,70 @@
+"""From a spec to a model.
+
+A model is named by a spec, `name[-LAYERS[xWIDTH]][+option...]`: "gcn", "sgc-4", "gcn-4x128",
+"gcn-8x64+jk", "sage-2x256+norm+linear". LAYERS counts graph layers, or hops where features or
+predictions are smoothed. In message passing WIDTH may be one for each hidden layer
+("sage-2x128-64+linear", "gcn-3x128-64"); the last is the embedding's. Options:
+
+    +linear  the head is one linear map, the same for every architecture; the extractor does all
+             work on the graph
+    +norm    LayerNorm on the input features
+    +jk      jumping knowledge: the embedding is the maximum over the extractor's layers
+
+In a graph-level task the extractor ends with pooling the nodes of each graph, and the head is
+linear.
+
+There is no training flag. Dropout is applied if and only if a `torch.Generator` is passed as `rng`,
+and it draws from that generator only. There is no BatchNorm: its running statistics are private
+data, and averaging them over parties breaks them. LayerNorm takes its place.
+"""
+
+from __future__ import annotations
+
+import re
+
+from torch import Generator, nn
+
+from fedloom.data.graph import Task
+from fedloom.errors import ConfigError, unknown
+from fedloom.nn.architectures import ARCHITECTURES, LayerByLayer
+from fedloom.nn.model import Model, Spec
+
+
+def architectures() -> dict[str, str]:
+    """Every architecture's name and one-line description."""
+    return {name: str(model.__doc__).splitlines()[0] for name, model in ARCHITECTURES.items()}
+
+
+def parse_spec(spec: str) -> Spec:
+    """Takes "name[-LAYERS[xWIDTH]][+option...]", gives its parts, or raises a ConfigError that names the wrong one."""
+    head, *options = spec.split("+")
+    name, dash, size = head.partition("-")
+    if name not in ARCHITECTURES:
+        raise unknown("model", name, ARCHITECTURES)
+    architecture = ARCHITECTURES[name]
+    for option in options:
+        if option not in architecture.accepts:
+            raise unknown(f"option of model {name!r}", option, architecture.accepts)
+    numbers = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*(?:-[1-9]\d*)*))?", size if dash else "2", re.ASCII)
+    if numbers is None:
+        raise ConfigError(f"model {spec!r}: size {size!r} is not LAYERS or LAYERSxWIDTH, both at least 1, e.g. '{name}-2x64'")
+    layers, widths = int(numbers[1]), tuple(int(width) for width in (numbers[2] or "64").split("-"))
+    if len(widths) > 1 and (not issubclass(architecture, LayerByLayer) or "jk" in options):
+        raise ConfigError(f"model {spec!r}: only message passing without +jk can have layers of different widths; give one width")
+    return Spec(name, layers, widths, frozenset(options) | architecture.implied(layers))
+
+
+def build_model(spec: str, num_features: int, num_classes: int, task: Task = "node", *, dropout: float = 0.5, seed: int) -> Model:
+    """A fresh model: the same for the same arguments. The global random state is neither read nor changed.
+
+    Matrices are drawn as Glorot & Bengio (AISTATS 2010) and PyG do, uniform in ±√(6 / (in + out)); vectors start at 0 or 1.
+    """
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"dropout is {dropout}, must be at least 0 and below 1, e.g. 0.5")
+    parts = parse_spec(spec)
+    model = ARCHITECTURES[parts.name](parts, num_features, num_classes, task, dropout)
+    rng = Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            nn.init.xavier_uniform_(parameter, generator=rng)
+    return model

@@ -1,0 +1,92 @@
+"""Metrics: the scores that evaluation reports, for node and graph classification."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.data.graph import Graph
+from fedloom.nn.operations import operation
+
+
+def confusion(logits: Tensor, y: Tensor, mask: Tensor, num_classes: int) -> Tensor:
+    """Counts [true class, predicted class] over the items in `mask`, int64."""
+    cell = y[mask] * num_classes + logits[mask].argmax(1)
+    return torch.bincount(cell, minlength=num_classes**2).view(num_classes, num_classes)
+
+
+@operation
+def held_out(logits: Tensor, graph: Graph) -> Tensor:
+    """Confusion matrices of a graph's validation and test items: [2, classes, classes]."""
+    masks = (graph.val, graph.test)
+    return torch.stack([confusion(logits, graph.y, mask, graph.num_classes) for mask in masks])
+
+
+UNDEFINED = -1.0  # an AUC that does not exist travels as this: messages carry finite numbers only
+
+
+def auc(logits: Tensor, y: Tensor, mask: Tensor) -> float:
+    """One-against-rest area under the ROC curve, mean over the classes that have both kinds of item; UNDEFINED if none has."""
+    probability, labels = logits[mask].double().softmax(1), y[mask]  # float32 rounds confident ones to 1
+    areas = []
+    for c in labels.unique().tolist():
+        positive, negative = probability[labels == c, c].contiguous(), probability[labels != c, c].sort().values
+        if len(negative):
+            below, up_to = (torch.searchsorted(negative, positive, right=right) for right in (False, True))
+            areas.append((below + up_to).double().mean().item() / (2 * len(negative)))  # a tie counts a half
+    return sum(areas) / len(areas) if areas else UNDEFINED
+
+
+def scores(matrices: Tensor) -> dict[str, list[float | None]]:
+    """From confusion matrices [clients, C, C], a list each: accuracy, F1 (macro over all classes, over present ones, support-weighted).
+
+    None where a matrix is empty. A class without items or predictions counts 0 in `f1_macro`.
+    """
+    m = matrices.double()
+    hit, true, predicted = m.diagonal(dim1=1, dim2=2), m.sum(2), m.sum(1)
+    total, present = true.sum(1), (true > 0).double()
+    f1 = 2 * hit / (true + predicted).clamp(min=1)
+    at_least_one = total.clamp(min=1)
+    values = {
+        "accuracy": hit.sum(1) / at_least_one,
+        "f1_macro": f1.mean(1),
+        "f1_present": (f1 * present).sum(1) / present.sum(1).clamp(min=1),
+        "f1_weighted": (f1 * true).sum(1) / at_least_one,
+    }
+    some = (total > 0).tolist()
+    return {name: [v if s else None for v, s in zip(column.tolist(), some, strict=True)] for name, column in values.items()}
+
+
+METRICS = ("accuracy", "f1_macro", "f1_present", "f1_weighted", "auc", "val_accuracy")
+
+
+def all_scores(val: Tensor, test: Tensor, areas: Tensor) -> dict[str, list[float | None]]:
+    """The `METRICS`, a list each, from clients' confusion matrices [clients, C, C] and AUCs [clients, 2] (validation, test).
+
+    None where one is not defined.
+    """
+    auc = [None if area < 0 else area for area in areas[:, 1].tolist()]
+    return {**scores(test), "auc": auc, "val_accuracy": scores(val)["accuracy"]}
+
+
+def scores_to_add(val: Tensor, test: Tensor, areas: Tensor, items: int) -> Tensor:
+    """A client's METRICS in a form of which the sum over clients gives both means: [metric, (items · value, items, value, 1)]."""
+    columns = all_scores(*(t.unsqueeze(0) for t in (val, test, areas))).values()
+    rows = [(0.0,) * 4 if v is None else (items * v, items, v, 1.0) for (v,) in columns]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def added_scores(total: Tensor) -> tuple[dict[str, float | None], dict[str, float | None]]:
+    """From the sum of `scores_to_add`: the METRICS averaged by size, and averaged over clients."""
+    rows = dict(zip(METRICS, total.tolist(), strict=True))
+    by_size = {m: row[0] / row[1] if row[1] > 0 else None for m, row in rows.items()}
+    return by_size, {m: row[2] / row[3] if row[3] > 0 else None for m, row in rows.items()}
+
+
+def average(values: list[float | None], weights: list[float]) -> float | None:
+    """Weighted mean over the clients that have a value; None if nobody has."""
+    pairs: list[tuple[Any, float]] = [(v, w) for v, w in zip(values, weights, strict=True) if v is not None]
+    total = sum(w for _, w in pairs)
+    return sum(v * w for v, w in pairs) / total if total else None

@@ -1,0 +1,77 @@
+"""Training steps: optimisers, backward passes, seeded initialisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.data.graph import Graph
+from fedloom.nn.model import Model
+from fedloom.nn.operations import operation
+from fedloom.nn.optimizers import SGD, Adam
+
+OPTIMIZERS = ("adam", "sgd")
+
+
+def make_optimizer(
+    kind: str,
+    parameters: Iterable[Tensor] | Iterable[dict[str, Any]],
+    lr: float,
+    weight_decay: float,
+) -> torch.optim.Optimizer:
+    """Returns an optimiser by name (`OPTIMIZERS`) of parameters or parameter groups.
+
+    Weight decay is an L2 penalty in the gradient, as in the papers.
+    """
+    if kind == "adam":
+        # The fused kernel updates all parameters in one pass: a third of the time on small models.
+        return Adam(parameters, lr=lr, weight_decay=weight_decay, fused=True)
+    return SGD(parameters, lr=lr, weight_decay=weight_decay)
+
+
+@operation
+def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """Takes one step down the gradient of `loss`."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+@operation
+def backward_pass(parameters: list[Tensor], root: Tensor, gradient: Tensor | None) -> None:
+    """`backward` for a list of tensors."""
+    root.backward(gradient)
+
+
+def backward(
+    model: nn.Module | Iterable[Tensor], root: Tensor, gradient: Tensor | None = None
+) -> None:
+    """Adds the gradient of `root` to the `grad` of a model's parameters, or of the given tensors.
+
+    gradient: the gradient with respect to `root`, if `root` is not a scalar.
+    """
+    parameters = model.parameters() if isinstance(model, nn.Module) else model
+    backward_pass(list(parameters), root, gradient)
+
+
+def outputs(
+    model: Model, graph: Graph, rng: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns embeddings [items, width] and logits [items, classes] of one forward pass."""
+    z = model.embed(graph, rng)
+    return z, model.head(z, graph, rng)
+
+
+@contextmanager
+def seeded(rng: torch.Generator) -> Iterator[None]:
+    """Modules built inside the block draw their weights from `rng`.
+
+    The global random state is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(torch.randint(2**62, (), generator=rng)))
+        yield

@@ -1,0 +1,94 @@
+"""Peer channel: in a secure run, clients write to each other through a server that cannot read it.
+
+    server                                  client
+    greet_peers                          ►  ◄ key       a fresh X25519 public key
+    meet_peers      all public keys      ►              PeerChannel.meet: a key per direction (HKDF)
+    a phase         its message          ►  ◄ blobs     {receiver: AES-256-GCM}: PeerChannel.seal
+    its reader      {sender: blob}       ►              PeerChannel.open, then the phase itself
+
+A blob is the number of the message in its direction (8 bytes), which is also the nonce, and the
+ciphertext with its tag. Numbers only increase, so a message that arrives twice, or after a later
+one, is refused. The phase is part of the plaintext, so a message of another phase is refused too.
+A server that holds a message back until the same phase is asked again, and then delivers it in
+place of the next one, is not noticed. The server still sees who writes to whom, when, and how much.
+As in secure sums there are no signatures: a server that hands out keys of its own is a
+man in the middle, which an honest but curious server is not.
+"""
+
+from __future__ import annotations
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from fedloom.errors import Refusal
+from fedloom.privacy.secure_sum import KEY_BYTES
+
+NUMBER_BYTES = 8
+
+
+class PeerChannel:
+    """One client's keys for peer messages. They live as long as the process and are never saved."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self._key = X25519PrivateKey.generate()
+        self._outgoing: dict[str, tuple[AESGCM, int]] = {}  # the cipher, and the number of the last message
+        self._incoming: dict[str, tuple[AESGCM, int]] = {}
+
+    @property
+    def public(self) -> bytes:
+        """The public key, 32 bytes."""
+        return self._key.public_key().public_bytes_raw()
+
+    def meet(self, keys: dict[str, bytes]) -> None:
+        """Takes every client's public key, once: a server that could change them later could read from then on."""
+        if self._outgoing:
+            raise Refusal(f"client {self.name!r} refuses to meet its peers again: it has their keys")
+        if keys.get(self.name) != self.public:
+            raise Refusal(f"client {self.name!r} refuses to meet its peers: the key under its own name is not its own")
+        if len(set(keys.values())) < len(keys):
+            raise Refusal(f"client {self.name!r} refuses to meet its peers: one key is there twice")
+        for peer, public in keys.items():
+            if peer == self.name:
+                continue
+            try:
+                secret = self._key.exchange(X25519PublicKey.from_public_bytes(public))
+            except ValueError:
+                raise Refusal(f"client {self.name!r} refuses to meet its peers: the key of {peer!r} is not valid") from None
+            self._outgoing[peer] = (_cipher(secret, self.name, self.public, peer, public), 0)
+            self._incoming[peer] = (_cipher(secret, peer, public, self.name, self.public), 0)
+
+    def knows(self, peer: str) -> bool:
+        """Returns whether there is a key for messages to this client."""
+        return peer in self._outgoing
+
+    def seal(self, receiver: str, plain: bytes) -> bytes:
+        """Takes what the receiver is to read, gives what may travel."""
+        cipher, last = self._outgoing[receiver]
+        number = last + 1
+        self._outgoing[receiver] = (cipher, number)
+        return number.to_bytes(NUMBER_BYTES, "big") + cipher.encrypt(number.to_bytes(12, "big"), plain, None)
+
+    def open(self, sender: str, blob: bytes) -> bytes:
+        """Takes what came, gives what the sender wrote; Refusal if it was changed, is not from the sender, or came before."""
+        if sender not in self._incoming:
+            raise Refusal(f"client {self.name!r} refuses the message of {sender!r}: it has no key of that name")
+        cipher, last = self._incoming[sender]
+        number = int.from_bytes(blob[:NUMBER_BYTES], "big")
+        if number <= last:
+            raise Refusal(f"client {self.name!r} refuses the message of {sender!r}: number {number} came before")
+        try:
+            plain = cipher.decrypt(number.to_bytes(12, "big"), blob[NUMBER_BYTES:], None)
+        except InvalidTag:
+            raise Refusal(f"client {self.name!r} refuses the message of {sender!r}: it was changed on the way") from None
+        self._incoming[sender] = (cipher, number)
+        return plain
+
+
+def _cipher(secret: bytes, sender: str, sender_key: bytes, receiver: str, receiver_key: bytes) -> AESGCM:
+    """The cipher of one direction of a pair. Names cannot contain the separator, so no two directions have the same info."""
+    info = b"fedloom peer messages\x1f" + sender.encode() + b"\x1f" + receiver.encode() + b"\x1f" + sender_key + receiver_key
+    return AESGCM(HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=None, info=info).derive(secret))

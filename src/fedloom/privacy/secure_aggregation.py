@@ -1,0 +1,536 @@
+"""Secure aggregation: the server of a run with `secure = true` learns sums and nothing else.
+
+    server                                    client
+    advertise_keys  run, number, roster, t ►  ◄ keys       Member.advertise
+    share_keys      keys, answered         ►  ◄ shares     Member.share
+    the phase       its message, shared    ►  ◄ masked     its reply, encoded and masked: Member.mask
+    unmask          survivors, shares      ►  ◄ revealed   Member.unmask
+
+One masked vector holds everything that a client adds: tensors, counts and, in a mean, its weight, by
+which it multiplies its reply itself. A client in a secure run answers nothing else: no phase that is
+not summed, and no sum without masks. Peer messages are encrypted for their reader, unless their
+phase says that they are encrypted or public already (`encrypted = False`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.core.absence import SILENT, too_few
+from fedloom.core.aggregation import (
+    Aggregation,
+    PlainAggregation,
+    PlainResponder,
+    Refuse,
+    Request,
+    Responder,
+    addresses_of,
+)
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts, SecureTerms, model_schema
+from fedloom.core.ledger import MEASURING
+from fedloom.core.message import (
+    DTYPES,
+    Absent,
+    Message,
+    Schema,
+    check,
+    decode,
+    encode,
+    flatten,
+    unflatten,
+)
+from fedloom.core.method import Method
+from fedloom.core.phase import BoundPhase, phases_of
+from fedloom.core.replies import Replies
+from fedloom.core.server import Server
+from fedloom.errors import ConfigError, MessageError, Refusal
+from fedloom.privacy import secure_sum
+from fedloom.privacy.peer_channel import PeerChannel
+from fedloom.privacy.secure_sum import (
+    ADVERTISED_BYTES,
+    CIPHERTEXT_BYTES,
+    KEY_BYTES,
+    SHARE_BYTES,
+    Collector,
+    Member,
+    TooFew,
+)
+
+SUM_PHASES = ("advertise_keys", "share_keys", "unmask")
+CHANNEL_PHASES = ("greet_peers", "meet_peers")
+WEIGHT = "weight of the client"  # no phase can declare a tensor of this name
+
+
+def aggregation_for(facts: Facts) -> Aggregation:
+    """Returns the server's side of a run with these facts: secure or plain."""
+    return PlainAggregation() if facts.secure is None else SecureAggregation(facts.secure)
+
+
+def responder_for(facts: Facts) -> Responder:
+    """Returns a client's side of a run with these facts: secure or plain."""
+    return PlainResponder() if facts.secure is None else SecureResponder(facts.secure)
+
+
+def require_cohort(clients: int, source: str) -> None:
+    """Raises a ConfigError if so few clients take part that a sum would expose one of them."""
+    if clients < 3:
+        raise ConfigError(f"run.secure needs at least 3 clients in every sum, {source} is {clients}")
+
+
+# ---- a client's side ----
+class SecureResponder:
+    """Answers requests under masks, and refuses those that could expose the client's data.
+
+    Its secrets live as long as the process and are never saved.
+    """
+
+    def __init__(self, terms: SecureTerms):
+        self.terms = terms
+        self.member: Member | None = None  # the client's side of the current sum
+        self.channel: PeerChannel | None = None
+
+    def answer(self, method: Method, client: Client, phase: str, message: Message) -> Message:
+        """Returns what may leave the client; raises Refusal if nothing may."""
+        if phase == "advertise_keys":
+            return self._advertise(client, **message)
+        if phase in SUM_PHASES:
+            return self._stage(client, phase, message)
+        if phase in CHANNEL_PHASES:
+            return self._exchange_keys(client, phase, message)
+        bound: BoundPhase = getattr(method, phase)
+        if bound.phase.aggregate:
+            return self._masked(method, client, bound, message)
+        if bound.phase.read_by:
+            return self._write(method, client, bound, message)
+        if "letters" in message:
+            message = {**message, "letters": self._read(method, client, phase, message["letters"])}
+        if bound.phase.reply:
+            raise Refusal(
+                f"client {client.name!r} refuses to answer {phase!r} in the clear: "
+                "this is a secure run"
+            )
+        reply = bound(client, **message)
+        check(reply, (), f"client {client.name!r} in {phase!r}")  # nothing undeclared leaves
+        return reply
+
+    # ---- sums ----
+    def _advertise(
+        self, client: Client, run: Tensor, number: Tensor, roster: Tensor, threshold: Tensor
+    ) -> Message:
+        who, fresh = f"client {client.name!r} refuses", {"run": run, "number": torch.tensor(0)}
+        known = client.state.setdefault("secure_sums", fresh)
+        if not torch.equal(known["run"], run):
+            raise Refusal(f"{who}: the run's id changed")
+        if number.is_floating_point() or number <= known["number"]:
+            last = int(known["number"])
+            raise Refusal(f"{who}: sum {int(number)} was asked for before, the last was {last}")
+        known["number"] = number
+        position, population = client.facts.clients.index(client.name), client.facts.num_clients
+        self.member = Member(
+            position,
+            population,
+            self.terms,
+            run.numpy().tobytes(),
+            int(number),
+            roster.numpy(),
+            int(threshold),
+        )
+        return {"keys": _tensor(self.member.advertise())}
+
+    def _stage(self, client: Client, phase: str, message: Message) -> Message:
+        member = self.member
+        if member is None:
+            raise Refusal(f"client {client.name!r} refuses to {phase}: no sum has begun")
+        if phase == "share_keys":
+            shares = member.share(message["keys"].numpy(), message["answered"].numpy())
+            return {"shares": torch.from_numpy(shares)}
+        self.member = None
+        revealed = member.unmask(message["survivors"].numpy(), message["shares"].numpy())
+        return {"revealed": torch.from_numpy(revealed)}
+
+    def _masked(
+        self, method: Method, client: Client, bound: BoundPhase, message: Message
+    ) -> Message:
+        phase, who = bound.phase, f"client {client.name!r} in {bound.name!r}"
+        if self.member is None or "shared" not in message.get("secure", {}):
+            raise Refusal(
+                f"client {client.name!r} refuses to answer {bound.name!r} in the clear: "
+                "this is a secure run"
+            )
+        self.member.require_due("mask")  # before the phase changes the client's state
+        own = {name: content for name, content in message.items() if name != "secure"}
+        weight = _weight(method, client, phase.weighted_by) if phase.aggregate == "mean" else None
+        reply = bound(client, **own)
+        model: Schema = ()
+        if "weights" in phase.reply.values():
+            model = model_schema(client.facts.model_of[client.name], client.facts)
+        # The server sees sums, so only the client can check its reply.
+        check(reply, phase.reply_schema(method, client.facts, own, model), who)
+        tensors = flatten(reply)
+        if weight is not None:
+            tensors = {name: tensor.double() * weight for name, tensor in tensors.items()}
+            tensors[WEIGHT] = weight.double()
+        arrays = {
+            name: (t.double() if t.is_floating_point() else t).detach().numpy()
+            for name, t in tensors.items()
+        }
+        terms = _terms_of(self.terms, bound.name)
+        try:
+            vector = secure_sum.encode(arrays, terms, self.member.parties)
+        except MessageError as error:
+            scaled = "" if weight is None else ", times the weight of the client"
+            raise MessageError(f"{who}: {error}{scaled}") from None
+        return {"masked": _tensor(self.member.mask(vector, message["secure"]["shared"].numpy()))}
+
+    # ---- peer messages ----
+    def _exchange_keys(self, client: Client, phase: str, message: Message) -> Message:
+        if phase == "greet_peers":
+            if self.channel is not None:
+                raise Refusal(
+                    f"client {client.name!r} refuses to greet its peers again: "
+                    "a server that changes keys may want to read"
+                )
+            self.channel = PeerChannel(client.name)
+            return {"key": _bytes_tensor(self.channel.public)}
+        keys = {name: _bytes(key) for name, key in message["keys"].items()}
+        self._channel(client).meet(keys)
+        return {}
+
+    def _write(self, method: Method, client: Client, bound: BoundPhase, message: Message) -> Message:
+        """Runs a phase that writes to peers; checks and encrypts its messages."""
+        phase, reply = bound.phase, bound(client, **message)
+        expected = phase.peer_schema(method, client.facts, message, reply, client.name)
+        check(reply, expected, f"client {client.name!r} in {bound.name!r}")
+        if not phase.encrypted:
+            return reply
+        channel = self._channel(client)
+        known = {to: content for to, content in reply.items() if channel.knows(to)}
+        return {
+            to: _bytes_tensor(channel.seal(to, encode(content, bound.name)))
+            for to, content in known.items()
+        }
+
+    def _read(self, method: Method, client: Client, reader: str, letters: Message) -> Message:
+        """Decrypts the messages for a phase and checks them against their writer's declaration."""
+        phases = phases_of(type(method)).values()
+        writers = [phase for phase in phases if phase.read_by == reader]
+        if len(writers) != 1:
+            raise Refusal(
+                f"client {client.name!r} refuses peer messages in {reader!r}: "
+                f"{len(writers)} phases write to it, must be one"
+            )
+        (writer,) = writers
+        opened = letters
+        if writer.encrypted:
+            channel = self._channel(client)
+            opened = {
+                sender: decode(channel.open(sender, _bytes(blob)), writer.name)
+                for sender, blob in letters.items()
+            }
+        expected = writer.peer_schema(method, client.facts, {}, opened, client.name)
+        check(opened, expected, f"client {client.name!r} in {reader!r}, the peer messages")
+        return opened
+
+    def _channel(self, client: Client) -> PeerChannel:
+        if self.channel is None:
+            raise Refusal(f"client {client.name!r} refuses: no keys for peer messages exist")
+        return self.channel
+
+
+def _weight(method: Method, client: Client, by: str) -> Tensor:
+    """A client's weight in a mean: computed once, then kept, as the server of a plain run does."""
+    if not by:
+        return torch.ones(())
+    known: dict[str, Tensor] = client.state.setdefault("secure_weights", {})
+    if by not in known:
+        (known[by],) = getattr(method, by)(client).values()
+    if not 0 <= float(known[by]) < float("inf"):
+        raise MessageError(
+            f"client {client.name!r}: its weight {by!r} must be finite and not negative"
+        )
+    return known[by]
+
+
+# ---- the server's side ----
+class SecureAggregation:
+    """The server learns the sum, or the mean, of the replies."""
+
+    def __init__(self, terms: SecureTerms):
+        self.terms = terms
+        self.keys_exchanged = False  # whether the clients have each other's public keys
+
+    def replies(
+        self,
+        server: Server,
+        request: Request,
+        needed: int | None = None,
+        refuse: Refuse | None = None,
+    ) -> Replies:
+        """Asks for a phase without a reply; refuses any other."""
+        phase = request.phase
+        if phase.phase.reply:
+            raise ConfigError(
+                f"run.secure: this method asks for every client's own answer to {phase.name!r}; "
+                "a secure run gives sums only (phases marked @summed or @averaged, as in fedavg "
+                "and fedsgd)"
+            )
+        return server.ask_phase(phase, server.address(request), needed, refuse)
+
+    def sum(self, server: Server, request: Request) -> Message:
+        """Runs a secure sum."""
+        return self._total(server, request)
+
+    def mean(self, server: Server, request: Request) -> Message:
+        """Runs a secure sum of weighted replies and weights."""
+        return self._total(server, request)
+
+    def peer_messages(self, server: Server, request: Request, book_as: str | None) -> Replies:
+        """Relays messages that the server cannot read."""
+        bound = request.phase
+        encrypted = bound.phase.encrypted
+        if encrypted:
+            self._exchange_keys(server)
+        messages = server.address(request)
+
+        def expected(client: str, reply: Message) -> Schema:
+            schema = bound.phase.peer_schema(
+                bound.method, server.facts, messages[client], reply, client
+            )
+            if not encrypted:
+                return schema
+            return tuple((receiver, "uint8", (-1,)) for receiver in sorted(reply))
+
+        written = server.exchange(bound.name, messages, expected, book_as)
+        server.remember(bound.name, messages, addresses_of(written))
+        return written
+
+    def evaluate(self, server: Server, message: Message, stage: str) -> None:
+        """Asks for the sum of the clients' scores."""
+        request = Request(server.method.evaluate_sum, server.clients, None, message)
+        server.observer.evaluated_in_sum(server, self.sum(server, request), stage)
+
+    def summary(self, server: Server) -> dict[str, int]:
+        """Returns the number of sums, the size of the smallest, and how many pairs differ in one.
+
+        Two sums over cohorts that differ in one client reveal that client's reply.
+        """
+        known = server.state.get("secure_sums", {})
+        cohorts = [rows.int() for rows in known.get("cohorts", {}).values()]
+        distances = [torch.cdist(rows.float(), rows.float(), p=1) for rows in cohorts]
+        return {
+            "sums": int(known.get("number", 0)),
+            "fewest_clients": min((int(rows.sum(1).min()) for rows in cohorts), default=0),
+            "cohorts_one_apart": sum(int((d == 1).sum()) // 2 for d in distances),
+        }
+
+    def _exchange_keys(self, server: Server) -> None:
+        """Gives every client the others' public keys, once in a run."""
+        if self.keys_exchanged:
+            return
+        schema: Schema = (("key", "uint8", (KEY_BYTES,)),)
+        greeted = server.exchange("greet_peers", {c: {} for c in server.clients}, lambda *_: schema)
+        keys = greeted.column("key")
+        server.exchange("meet_peers", {c: {"keys": keys} for c in greeted}, lambda *_: ())
+        self.keys_exchanged = True
+
+    def _total(self, server: Server, request: Request) -> Message:
+        """Returns the sum of the replies, or their mean.
+
+        The sum's own threshold says how many clients are enough. No stage is asked twice: a second
+        reply under the same masks would expose the first. If too few clients are there before the
+        phase itself, and the quorum is below 1, a new sum begins with a number and keys of its own.
+        After that clients have run the phase, and the round fails.
+        """
+        phase, messages = request.phase, server.address(request)
+        if not messages:
+            raise MessageError(f"nobody is asked for {phase.name!r}: there is nothing to add up")
+        items = messages.items()
+        schemas = {server.reply_schema(phase, content, client) for client, content in items}
+        if any(-1 in shape for schema in schemas for _, _, shape in schema):
+            raise ConfigError(
+                f"run.secure: what clients answer to {phase.name!r} may have any length (n), "
+                "it cannot be added up"
+            )
+        if len(schemas) != 1:
+            raise ConfigError(
+                f"run.secure: the clients' answers to {phase.name!r} differ in shape, "
+                "they cannot be added up"
+            )
+        (schema,) = schemas
+        lost: dict[str, Absent] = {}
+        try:
+            return self._sum(server, phase, messages, schema, lost)
+        except TooFew as error:
+            if not server.tolerates_absence:
+                raise
+            raise server.failed(phase.name, str(error), lost) from error
+
+    def _sum(
+        self,
+        server: Server,
+        phase: BoundPhase,
+        messages: dict[str, Message],
+        reply: Schema,
+        lost: dict[str, Absent],
+    ) -> Message:
+        name, mean = phase.name, phase.phase.aggregate == "mean"
+        terms = _terms_of(self.terms, name)
+        layout = {
+            key: ("float64" if mean or DTYPES[dtype].is_floating_point else dtype, shape)
+            for key, dtype, shape in reply
+        }
+        if mean:
+            layout[WEIGHT] = ("float64", ())
+        size = sum(int(np.prod(shape)) for _, shape in layout.values())
+        collector, shared = self._begin(server, name, messages, terms, size, lost, server.attempts)
+        asked = {
+            at: {**messages[server.clients[at]], "secure": {"shared": _tensor(s)}}
+            for at, (s,) in shared.items()
+        }
+        # The wire has signed integers only.
+        signed = _stage(server, name, asked, name, lost, masked=(f"int{terms.bits}", (size,)))
+        vectors = ((at, vector.view(terms.word)) for at, vector in signed)
+        post = {
+            at: {"survivors": _tensor(s), "shares": _tensor(c)}
+            for at, (s, c) in collector.take_vectors(vectors).items()
+        }
+        survivors = {server.clients[at]: messages[server.clients[at]] for at in post}
+        least = server.least(name, len(messages))
+        if server.tolerates_absence and len(post) < least:
+            raise server.failed(name, too_few(survivors, len(messages), least), lost)
+        revealed = ("uint8", (collector.degree + 1, SHARE_BYTES))
+        reveals = _stage(server, "unmask", post, name, lost, revealed=revealed)
+        added = secure_sum.decode(
+            collector.take_reveals(reveals), layout, terms, int(collector.roster.sum())
+        )
+        total = _as_declared(name, added, reply, mean)
+        # Masks differ in every run. What was asked, who is in the sum, and the sum do not.
+        _record_cohort(server, name, np.isin(server.clients, list(survivors)))
+        server.remember(name, survivors, {"sum": total})
+        missing = {c: lost.get(c, SILENT) for c in messages if c not in survivors}
+        server.conclude(name, messages, missing, None, repeatable=False)
+        return total
+
+    def _begin(
+        self,
+        server: Server,
+        phase: str,
+        messages: dict[str, Message],
+        terms: SecureTerms,
+        size: int,
+        lost: dict[str, Absent],
+        attempts: int,
+    ) -> tuple[Collector, dict[int, Any]]:
+        """Runs the first two stages of a new sum. Returns what `Collector.take_shares` returns."""
+        present, absent = server.present(messages, phase in MEASURING)
+        lost |= absent
+        roster = np.array([name in present for name in server.clients])
+        run, number = _next_number(server)
+        try:
+            collector = Collector(terms, run.numpy().tobytes(), number, roster, size)
+            proposal = {
+                "run": run,
+                "number": torch.tensor(number),
+                "roster": torch.from_numpy(roster),
+                "threshold": torch.tensor(collector.threshold),
+            }
+            sent = dict.fromkeys(np.flatnonzero(roster).tolist(), proposal)
+            declared = ("uint8", (ADVERTISED_BYTES,))
+            arrived = _stage(server, "advertise_keys", sent, phase, lost, keys=declared)
+            keys = {
+                at: {"keys": _tensor(k), "answered": _tensor(a)}
+                for at, (k, a) in collector.take_keys(arrived).items()
+            }
+            declared_shares = ("uint8", (collector.degree, CIPHERTEXT_BYTES))
+            arrived = _stage(server, "share_keys", keys, phase, lost, shares=declared_shares)
+            return collector, collector.take_shares(arrived)
+        except TooFew:
+            if attempts == 1:
+                raise
+        lost.clear()
+        server.absences.retried += len(present)
+        return self._begin(server, phase, messages, terms, size, lost, attempts - 1)
+
+
+def _as_declared(name: str, added: dict[str, Any], reply: Schema, mean: bool) -> Message:
+    """A decoded sum in the dtypes that the phase declared; divided by the weights for a mean."""
+    tensors = {key: torch.from_numpy(np.asarray(array)) for key, array in added.items()}
+    kinds = {key: DTYPES[dtype] for key, dtype, _ in reply}
+    if mean:
+        weight = tensors.pop(WEIGHT)
+        if weight <= 0:
+            raise MessageError(f"secure mean of {name!r}: all clients that answered have weight 0")
+        tensors = {key: tensor / weight for key, tensor in tensors.items()}
+        # A mean of integers is not an integer.
+        kinds = {k: kind if kind.is_floating_point else torch.float32 for k, kind in kinds.items()}
+    shaped = {key: tensors[key].to(kind) for key, kind in kinds.items()}
+    for key, tensor in shaped.items():
+        if not tensor.is_floating_point() and not torch.equal(tensor.long(), tensors[key]):
+            raise MessageError(
+                f"secure sum of {name!r}: the sum of {key!r} does not fit into {tensor.dtype}; "
+                "declare int64"
+            )
+    return unflatten(shaped)
+
+
+def _stage(
+    server: Server,
+    name: str,
+    sent: dict[int, Message],
+    phase: str,
+    lost: dict[str, Absent],
+    **declared: tuple[str, tuple[int, ...]],
+) -> Iterator[tuple[int, Any]]:
+    """Runs one stage of a sum for a phase. Yields (position, array) for each reply."""
+    ((answer, (dtype, shape)),) = declared.items()
+    book_as = phase if phase in MEASURING else None  # an evaluation's keys are booked as such
+    position = {server.clients[at]: at for at in sent}
+    named = {server.clients[at]: content for at, content in sent.items()}
+    schema: Schema = ((answer, dtype, shape),)
+    for client, reply in server.stage(name, named, lambda *_: schema, book_as, lost).items():
+        yield position[client], reply[answer].numpy()
+
+
+def _next_number(server: Server) -> tuple[Tensor, int]:
+    run = torch.frombuffer(bytearray(os.urandom(16)), dtype=torch.uint8)
+    known = server.state.setdefault("secure_sums", {"run": run, "number": torch.tensor(0)})
+    known["number"] = known["number"] + 1
+    return known["run"], int(known["number"])
+
+
+def _record_cohort(server: Server, phase: str, cohort: np.ndarray) -> None:
+    """Records over whom a phase was summed: two cohorts that differ in one client expose it."""
+    known = server.state["secure_sums"]
+    row = torch.from_numpy(cohort)[None]
+    earlier = known.setdefault("cohorts", {}).get(phase)
+    if earlier is None:
+        known["cohorts"][phase] = row
+    elif not (earlier == row).all(1).any():
+        known["cohorts"][phase] = torch.cat([earlier, row])
+
+
+def _terms_of(terms: SecureTerms, phase: str) -> SecureTerms:
+    """The terms of one sum: `bits` and `range` are chosen for the method, not for its scores."""
+    return replace(terms, bits=64, range=2.0**32) if phase in MEASURING else terms
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    if array.dtype.kind == "u" and array.itemsize > 1:
+        array = array.view(f"i{array.itemsize}")
+    return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+
+
+def _bytes_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()

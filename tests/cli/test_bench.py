@@ -1,0 +1,111 @@
+"""The benchmarks run, and their page says what was kept."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture
+def speed(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import speed
+
+    return speed
+
+
+def run(speed, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["speed.py", *map(str, arguments)])
+    speed.main()
+
+
+def test_a_part_is_kept_and_run_again_without_the_others(speed, monkeypatch, tmp_path):
+    kept, page = tmp_path / "kept.jsonl", tmp_path / "page.md"
+    monkeypatch.setitem(speed.PARTS, "startup", lambda quick: [{"what": "fedloom --help", "seconds": 0.25, "least": 0.125}])
+    run(speed, monkeypatch, "small1000", "startup", "--quick", "--keep", kept)
+    before = speed.read(kept)
+    run(speed, monkeypatch, "small1000", "--quick", "--keep", kept, "--write", page)
+    after = speed.read(kept)
+    assert list(after) == ["small1000", "startup"]
+    assert len(kept.read_text().splitlines()) == 2
+    assert after["startup"] == before["startup"]
+    assert after["small1000"]["rows"] != before["small1000"]["rows"]
+    assert [row["way"] for row in after["small1000"]["rows"]] == ["plain", *speed.ENGINES]
+    text = page.read_text()
+    assert "| `fedloom --help` | 0.25 | 0.12 |" in text
+    assert f"| {after['small1000']['rows'][0]['ms']:.1f} |" in text
+    assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_part_has_a_table(speed):
+    import speed_page
+
+    assert {*speed_page.ROUNDS, *speed_page.TABLES} == set(speed.PARTS)
+
+
+def test_an_unknown_part_is_refused(speed, monkeypatch, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(speed, monkeypatch, "cora11", "--keep", tmp_path / "kept.jsonl")
+    assert "no part cora11; there are cora10, " in capsys.readouterr().err
+
+
+def test_the_plain_loop_learns(speed, node_federation):
+    import plain
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        *_, (val, test) = plain.fedavg(node_federation, 10, 3)
+    assert min(val, test) > 0.5  # of three classes
+
+
+def test_exponents(speed):
+    assert speed.slope([1, 10, 100], [3, 30, 300]) == pytest.approx(1)
+    assert speed.slope([1, 2, 4], [5, 20, 80]) == pytest.approx(2)
+
+
+def test_a_job_prints_what_it_measured(speed, capsys, monkeypatch):
+    run(speed, monkeypatch, "--job", "crowded", json.dumps({"count": 2, "method": "fedproto"}))
+    assert json.loads(capsys.readouterr().out).keys() == {"ms", "mb"}
+
+
+# ---- sweeps ----
+@pytest.fixture
+def sweeping(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import sweep
+
+    return sweep
+
+
+TOY = {
+    "data": {"dataset": "synthetic:nodes=60,classes=3,features=8"}, "partition": {"name": "random", "clients": 3},
+    "model": {"name": "gcn-2x4"}, "method": {"name": "fedavg", "rounds": 2},
+}  # fmt: skip
+
+
+def test_a_sweep_gives_summaries_by_label_and_seed_and_keeps_them(sweeping, tmp_path):
+    heard = []
+    recipes = {"one": TOY, "again": TOY, "local": {**TOY, "method": {"name": "local", "rounds": 2}}}
+    found = sweeping.sweep(recipes, 2, lambda label, seed, s: heard.append((label, seed, s["method"])), tmp_path / "kept")
+    assert sorted(heard) == [
+        (label, seed, m) for label, m in (("again", "fedavg"), ("local", "local"), ("one", "fedavg")) for seed in (0, 1)
+    ]
+    assert [[s["seed"] for s in runs] for runs in found.values()] == [[0, 1]] * 3
+    assert found["one"] == found["again"]
+    assert not list((tmp_path / "kept").glob("*/models"))
+    heard.clear()
+    assert sweeping.sweep(recipes, 2, lambda *each: heard.append(each), tmp_path / "kept") == found
+    assert sweeping.sweep({**recipes, "more": {**TOY, "model": {"name": "mlp"}}}, 2, print, tmp_path / "kept", run=False) == found
+    assert not heard
+    assert sweeping.spread([s["accuracy"] for s in found["one"]]) != "-"
+
+
+def test_a_failed_run_is_an_error_when_the_others_are_done(sweeping, tmp_path):
+    wrong = {**TOY, "method": {"name": "gcfl+"}}
+    with pytest.raises(RuntimeError, match=r"1 runs failed, the first of them .*gcfl\+.*does graph tasks"):
+        sweeping.sweep({"wrong": wrong, "right": TOY}, 1, lambda *_: None, tmp_path / "kept")
+    assert list(sweeping.sweep({"wrong": wrong, "right": TOY}, 1, lambda *_: None, tmp_path / "kept", run=False)) == ["right"]

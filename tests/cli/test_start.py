@@ -1,0 +1,111 @@
+"""What a run asks of the libraries beneath it: no compiler, no garbage hunt among what stays, no memory back and forth."""
+
+import gc
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fedloom
+from fedloom._system import MALLOC_VARIABLES, peak_memory
+from fedloom.nn import optimizers
+
+KINDS = {
+    "adam": (optimizers.Adam, torch.optim.Adam, {"lr": 0.1, "weight_decay": 0.01, "fused": True}),
+    "sgd": (optimizers.SGD, torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01, "momentum": 0.9}),
+}
+
+
+def fresh(script: str, **variables: str) -> list[str]:
+    """What a script prints in a process of its own, in which nobody has set the allocator."""
+    inherited = {name: value for name, value in os.environ.items() if name not in MALLOC_VARIABLES}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=inherited | variables)
+    return done.stdout.split()
+
+
+def steps(kind, settings, again=None):
+    """Parameters after five steps; in the middle the state may go into another optimiser."""
+    x = torch.arange(6.0).view(2, 3).requires_grad_()
+    optimizer = kind([x], **settings)
+    for k in range(5):
+        if k == 3 and again is not None:
+            saved, optimizer = optimizer.state_dict(), again([x], **settings)
+            optimizer.load_state_dict(saved)
+        optimizer.zero_grad()
+        ((x - 1) ** 4).sum().backward()
+        optimizer.step()
+    return x.detach()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimisers_give_pytorchs_numbers_and_take_over_from_each_other(kind):
+    own, theirs, settings = KINDS[kind]
+    expected = steps(theirs, settings)
+    assert torch.equal(steps(own, settings), expected)
+    assert torch.equal(steps(own, settings, again=theirs), expected)
+    assert torch.equal(steps(theirs, settings, again=own), expected)
+
+
+def test_a_run_imports_no_compiler():
+    script = """
+import sys, fedloom
+for engine in ("loop", "stacked"):
+    for optimizer in ("adam", "sgd"):
+        fedloom.run("fedavg", fedloom.synthetic_clients(2), rounds=1, engine=engine, optimizer=optimizer)
+print(*(name in sys.modules for name in ("torch", "torch._dynamo", "torch_geometric")))
+"""
+    assert fresh(script) == ["True", "False", "False"]
+
+
+HELD = """
+import torch
+from fedloom._system import retained_memory
+
+def pages_after_a_step():
+    blocks = [torch.ones(2**20 * k) for k in (1, 2, 3, 4, 5)]  # of 4 to 20 MB, 15,360 pages
+    del blocks
+    return pages()
+
+def pages():
+    return int(open("/proc/self/statm").read().split()[1])
+
+torch.set_num_threads(1)
+before = pages_after_a_step()
+with retained_memory():
+    inside = pages_after_a_step()
+print(before, inside, pages())
+"""
+GLIBC = pytest.mark.skipif(
+    not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc", reason="the C library's allocator is not glibc's"
+)
+
+
+@GLIBC
+def test_freed_memory_stays_and_is_given_back_at_the_end():
+    before, inside, after = map(int, fresh(HELD))
+    assert inside - before > 10_000
+    assert inside - after > 10_000
+
+
+@GLIBC
+def test_who_has_set_the_allocator_is_not_overruled():
+    before, inside, _ = map(int, fresh(HELD, MALLOC_MMAP_THRESHOLD_="65536"))
+    assert inside - before < 1000
+
+
+def test_after_a_run_python_looks_everywhere_for_garbage_again(node_federation):
+    frozen = []
+    fedloom.run("fedavg", node_federation, rounds=2, on_round=lambda entry, planned: frozen.append(gc.get_freeze_count()))
+    assert min(frozen) > 0
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems tell a child's peak from its parent's")
+def test_a_peak_is_the_process_own():
+    block = torch.ones(2**26)  # 256 MB, which a child must not inherit
+    assert peak_memory() > block.nbytes
+    (child,) = map(int, fresh("import fedloom.allocator as a; print(a.peak_memory())"))
+    assert child < block.nbytes

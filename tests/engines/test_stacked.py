@@ -1,0 +1,87 @@
+"""The stacked engine: crews, what the summary says of them, and the loop's states in settings that a method's contract does not cover."""
+
+import pytest
+import torch
+
+import fedloom
+from fedloom.core.facts import Facts
+from fedloom.core.message import flatten
+from fedloom.data.synthetic import synthetic
+from fedloom.engines import stacked
+
+
+@pytest.fixture(scope="module")
+def federation():
+    return fedloom.divide(synthetic(300, classes=4, features=16, seed=0), 6, "random", 0)
+
+
+def both(method, federation, **settings):
+    loop, other = (fedloom.run(method, federation, rounds=3, engine=engine, **settings) for engine in ("loop", "stacked"))
+    one, two = flatten(loop.models), flatten(other.models)
+    assert one.keys() == two.keys()
+    return max((one[name] - two[name]).abs().max().item() for name in one), loop, other
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedprox", "scaffold", "fedproto", "fedgkc", "fedpg"])
+def test_part_of_the_clients_takes_part(method, federation):
+    off, loop, other = both(method, federation, participation=0.5)
+    assert off < 1e-5
+    assert loop.traffic == other.traffic
+
+
+@pytest.mark.parametrize("model", ["gcn", "gat-2x16", "gin", "gcn,sgc-2,gat-2x16"])
+def test_models_of_all_kinds(model, federation):
+    off, _, other = both("fedproto", federation, model=model.replace("gcn,", "gcn-2x16,").replace("sgc-2", "sgc-2x16"))
+    assert off < 1e-5
+    done = other.summary["engine_details"]["phases"]["train"]
+    assert done["together"] > 5 * done["alone"]
+
+
+def test_small_crews_give_the_same_as_one(federation, monkeypatch):
+    _, _, at_once = both("fedavg", federation)
+    assert at_once.summary["engine_details"]["clients_per_crew"] == [6]
+    facts = Facts(federation.num_features, federation.num_classes, "node", federation.names, ("gcn",) * federation.num_clients)
+    size = stacked.working_set(facts, federation.names[0], federation.graphs[0].num_nodes)
+    monkeypatch.setattr(stacked, "CREW_BYTES", 2.5 * size)
+    off, _, in_crews = both("fedavg", federation)
+    assert in_crews.summary["engine_details"]["clients_per_crew"] == [2, 2, 2]
+    assert off < 1e-5
+    monkeypatch.setattr(stacked, "CREW_BYTES", 0)
+    _, _, alone = both("fedavg", federation)
+    assert alone.summary["engine_details"] == {"threads": 1, "clients_per_crew": [1] * 6, "phases": {}}
+    assert alone.summary["history_hash"] != in_crews.summary["history_hash"]
+
+
+def test_a_run_can_be_secure(federation):
+    off, _, _ = both("fedavg", federation, secure=True)
+    assert off < 1e-5
+
+
+def test_a_run_that_was_stopped_goes_on(federation, tmp_path):
+    settings = {"engine": "stacked", "checkpoint_every": 2}
+    whole = fedloom.run("fedavg", federation, rounds=5, out=tmp_path / "whole", **settings)
+
+    def stop(entry, planned):
+        if entry["round"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fedloom.run("fedavg", federation, rounds=5, out=tmp_path / "broken", on_round=stop, **settings)
+    again = fedloom.run("fedavg", federation, rounds=5, out=tmp_path / "broken", resume=True, **settings)
+    one, two = flatten(whole.models), flatten(again.models)
+    assert all(torch.allclose(one[name], two[name], atol=1e-6) for name in one)
+
+
+def test_same_seed_same_bits(federation):
+    one, again = (fedloom.run("fedgkc", federation, rounds=3, engine="stacked") for _ in range(2))
+    assert one.summary["history_hash"] == again.summary["history_hash"]
+
+
+def test_clients_without_training_items(federation):
+    from dataclasses import replace
+
+    nobody = torch.zeros_like(federation.graphs[2].train)
+    graphs = list(federation.graphs)
+    graphs[2] = replace(graphs[2], train=nobody)
+    off, _, _ = both("fedavg", replace(federation, graphs=tuple(graphs)))
+    assert off < 1e-5

@@ -1,0 +1,383 @@
+"""The pages in a real browser: nothing but themselves is loaded, nothing goes wrong, and everything in them can be used."""
+
+import base64
+import json
+import threading
+
+import pytest
+from tests import chromium, pages
+from tests.experiments.test_watch import CONFIG, line, write
+
+from fedloom.experiments.report.html import write_page
+from fedloom.experiments.report.watch import Watch
+
+SECTIONS = ("results", "traffic", "clients", "data", "pictures")
+
+
+@pytest.fixture(scope="module")
+def new_tab():
+    with chromium.browser() as opener:
+        yield opener
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    write_page(pages.every_kind(), path)
+    return path.as_uri()
+
+
+@pytest.fixture
+def tab(new_tab, report):
+    """A tab with the report, 1400 pixels wide, on a light system. In the end its console is empty and it has requested nothing else."""
+    tab = new_tab()
+    tab.size(1400)
+    tab.open(report)
+    tab.js("localStorage.clear()")
+    yield tab
+    tab.settle()
+    assert tab.problems == []
+    assert {address.partition("#")[0] for address in tab.requests} <= {report, "about:blank"}
+
+
+def column(tab, selector, number):
+    """The texts of a table's column, from top to bottom."""
+    return tab.js(f"[...document.querySelectorAll('{selector} tbody tr')].map((row) => row.children[{number}].textContent)")
+
+
+def chosen(tab):
+    """The tab that is chosen, and the panels that are shown."""
+    shown = "[...document.querySelectorAll('[role=tabpanel]:not([hidden])')].map((panel) => panel.id)"
+    return tab.js("document.querySelector('[role=tab][aria-selected=true]').textContent"), tab.js(shown)
+
+
+def colours(tab, selector):
+    """How many different colours a canvas shows."""
+    script = """(() => {
+      const canvas = document.querySelector(%s), pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+      return new Set(new Uint32Array(pixels.buffer)).size;
+    })()"""
+    return tab.js(script % json.dumps(selector))
+
+
+# ---- the report ----
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 390])
+def test_every_section_opens_and_fits(tab, report, width, dark, tmp_path):
+    tab.size(width, 900, dark)
+    for section in SECTIONS:
+        tab.open("about:blank")
+        tab.open(f"{report}#{section}")
+        assert chosen(tab) == (section.title(), [f"panel-{section}"])
+        assert tab.js("document.documentElement.scrollWidth") <= width
+        drawn = tab.js("[...document.querySelectorAll('.panel:not([hidden]) .plot')].map((p) => p.querySelectorAll('svg *').length)")
+        assert all(count > 5 for count in drawn)
+        tab.screenshot(tmp_path / "shot.png")
+        assert (tmp_path / "shot.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_many_marks_are_on_a_canvas_and_few_are_not(tab):
+    tab.click("#tab-pictures")
+    assert colours(tab, "#embeddings canvas") > 20
+    assert colours(tab, "#adjacency canvas") > 20
+    assert tab.js("document.querySelector('#graph canvas')") is None
+    tab.click("#tab-results")
+    assert tab.js("document.querySelector('#convergence canvas')") is None
+
+
+def test_figures_are_made_when_their_tab_is_opened(tab):
+    assert tab.js("document.querySelectorAll('#panel-traffic *').length") == 0
+    tab.click("#tab-traffic")
+    assert chosen(tab) == ("Traffic", ["panel-traffic"])
+    assert tab.js("document.querySelectorAll('#phases svg path').length") > 30
+    assert tab.js("location.hash") == "#traffic"
+
+
+def test_tabs_go_by_arrow_keys(tab):
+    tab.js("document.getElementById('tab-results').focus()")
+    for key, title in (
+        ("ArrowRight", "Traffic"),
+        ("ArrowLeft", "Results"),
+        ("ArrowLeft", "Pictures"),
+        ("Home", "Results"),
+        ("End", "Pictures"),
+    ):
+        tab.press(key)
+        assert chosen(tab) == (title, [f"panel-{title.lower()}"])
+        assert tab.js("document.activeElement.textContent") == title
+    assert tab.js("[...document.querySelectorAll('[role=tab]')].filter((tab) => tab.tabIndex === 0).length") == 1
+
+
+def test_a_link_to_a_figure_opens_its_tab(tab, report):
+    tab.open("about:blank")
+    tab.open(f"{report}#homophily")
+    assert chosen(tab)[0] == "Data"
+
+
+def test_tables_sort_by_mouse_and_keyboard(tab):
+    head = "#results-table th:nth-child(4)"
+    tab.click(f"{head} button")
+    first = [row[3]["sort"] for row in pages.every_kind()["figures"][0]["rows"]]
+    expected = [f"{sent / 1e6:.2f} MB" for sent in sorted(first, reverse=True)]  # by numbers: 1000.00 MB is more than 90.00 MB
+    assert column(tab, "#results-table", 3) == expected
+    assert tab.js(f"document.querySelector('{head}').ariaSort") == "descending"
+    tab.js(f"document.querySelector('{head} button').focus()")
+    tab.press("Enter")
+    assert column(tab, "#results-table", 3) == expected[::-1]
+    assert tab.js(f"document.querySelector('{head}').ariaSort") == "ascending"
+    for _ in range(2):
+        tab.click("#results-table th:nth-child(5) button")
+        assert column(tab, "#results-table", 4)[-1] == "–"  # what is unknown is last, either way
+    tab.click("#results-table th:first-child button")
+    assert column(tab, "#results-table", 0) == sorted(pages.METHODS)
+    assert tab.js("document.querySelectorAll('#results-table [aria-sort]:not([aria-sort=none])').length") == 1
+
+
+def test_the_best_is_bold_and_the_second_underlined(tab):
+    assert tab.js("document.querySelector('#results-table strong').textContent").startswith("76.0")
+    assert tab.js("document.querySelector('#results-table u').textContent").startswith("75.0")
+
+
+def test_dark_follows_the_system_and_a_button_overrides_it(tab, report):
+    page = "getComputedStyle(document.body).backgroundColor"
+    light = tab.js(page)
+    tab.size(1400, dark=True)
+    dark = tab.js(page)
+    assert light != dark
+    tab.click("#theme")
+    assert tab.js(page) == light
+    tab.open("about:blank")
+    tab.open(report)
+    assert tab.js(page) == light  # remembered, although the system is dark
+    tab.click("#theme")
+    assert tab.js(page) == dark
+    assert tab.js("document.getElementById('theme').textContent") == "Light"
+
+
+def test_canvases_change_their_colours_too(tab):
+    tab.click("#tab-pictures")
+    before = tab.js("document.querySelector('#adjacency canvas').toDataURL()")
+    tab.click("#theme")
+    assert tab.js("document.querySelector('#adjacency canvas').toDataURL()") != before
+
+
+@pytest.mark.parametrize(
+    ("section", "figure", "at", "words"),
+    [
+        ("results", "convergence", (0.5, 0.5), ["round 1", "fedavg", "%"]),
+        ("traffic", "phases", (0.15, 0.17), ["fedavg", "together", "MB"]),
+        ("data", "labels", (0.5, 0.3), ["client", "class"]),
+        ("pictures", "adjacency", (0.1, 0.2), ["before pruning", "client 0", "of the fullest"]),
+    ],
+)
+def test_a_pointer_gets_the_values(tab, section, figure, at, words):
+    tab.click(f"#tab-{section}")
+    left, top, width, height = tab.box(f"#{figure} .plot")
+    assert tab.js(f"document.querySelector('#{figure} .tip').hidden")
+    tab.move(left + at[0] * width, top + at[1] * height)
+    text = tab.js(f"document.querySelector('#{figure} .tip').innerText")
+    assert all(word in text for word in words), text
+    place = tab.js(f"document.querySelector('#{figure} .tip').getBoundingClientRect().toJSON()")
+    assert left - 1 <= place["left"]
+    assert place["right"] <= left + width + 1
+    tab.move(2, 2)
+    assert tab.js(f"document.querySelector('#{figure} .tip').hidden")
+
+
+@pytest.mark.parametrize(
+    ("section", "figure"), [("results", "accuracy-traffic"), ("clients", "who-gains"), ("pictures", "graph"), ("pictures", "embeddings")]
+)
+def test_arrow_keys_go_through_the_values(tab, section, figure):
+    tab.click(f"#tab-{section}")
+    tab.js(f"document.querySelector('#{figure} .plot').focus()")
+    seen = []
+    for _ in range(3):
+        tab.press("ArrowRight")
+        seen.append(tab.js(f"document.querySelector('#{figure} .tip').innerText"))
+    assert len(set(seen)) == 3
+    tab.press("Escape")
+    assert tab.js(f"document.querySelector('#{figure} .tip').hidden")
+
+
+def test_legend_entries_hide_and_show_a_series(tab):
+    button = "#convergence .legend button:nth-of-type(2)"
+    drawn = "document.querySelectorAll('#convergence .plot > svg path').length"
+    before = tab.js(drawn)
+    tab.click(button)
+    assert tab.js(f"document.querySelector('{button}').getAttribute('aria-pressed')") == "false"
+    assert tab.js(drawn) < before
+    left, top, width, height = tab.box("#convergence .plot")
+    tab.move(left + width / 2, top + height / 2)
+    assert "fedavg" not in tab.js("document.querySelector('#convergence .tip').innerText")
+    tab.js(f"document.querySelector('{button}').focus()")
+    tab.press(" ")
+    assert tab.js(f"document.querySelector('{button}').getAttribute('aria-pressed')") == "true"
+    assert tab.js(drawn) == before
+
+
+def test_who_sends_nothing_is_in_the_picture(tab):
+    labels = tab.js("[...document.querySelectorAll('#accuracy-traffic .plot text')].map((text) => text.textContent)")
+    assert "0" in labels
+    tab.js("document.querySelector('#accuracy-traffic .plot').focus()")
+    tab.press("ArrowRight")
+    assert "local" in tab.js("document.querySelector('#accuracy-traffic .tip').innerText")
+
+
+def test_embeddings_can_be_coloured_by_client(tab):
+    tab.click("#tab-pictures")
+    names = "[...document.querySelectorAll('#embeddings .legend [aria-pressed]')].map((button) => button.textContent)"
+    assert tab.js(names) == list(pages.CLASSES)
+    tab.click("#embeddings .switch")
+    assert tab.js(names) == [f"client {k}" for k in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("section", "figure", "rows"),
+    [("results", "convergence", 50), ("traffic", "phases", 10), ("data", "labels", 10), ("pictures", "graph", 50)],
+)
+def test_the_numbers_are_there_when_asked_for(tab, section, figure, rows):
+    tab.click(f"#tab-{section}")
+    assert tab.js(f"document.querySelector('#{figure} details .table')") is None
+    tab.click(f"#{figure} details summary")
+    assert len(column(tab, f"#{figure} details", 0)) == rows
+    total = tab.js(f"document.querySelector('#{figure} details .count').textContent")
+    assert tab.js(f"document.querySelector('#{figure} details .tools').hidden") == (rows < 50)
+    assert total.startswith("1–")
+
+
+def test_what_was_left_out_is_named(tab):
+    text = tab.js("document.getElementById('left-out').innerText")
+    assert "2 run folders are not in this report" in text
+    assert "runs/<b>old</b> was made by another version" in text  # text, not an element
+    assert tab.js("document.querySelector('#left-out b')") is None
+
+
+def test_figures_are_drawn_again_when_the_window_changes(tab):
+    before = tab.js("document.querySelector('#convergence svg').getAttribute('width')")
+    tab.size(700)
+    tab.settle()
+    assert tab.js("document.querySelector('#convergence svg').getAttribute('width')") != before
+
+
+def test_names_and_roles_are_there(tab):
+    assert tab.js(
+        "[...document.querySelectorAll('.plot')].every((plot) => plot.getAttribute('role') === 'img' && plot.ariaLabel.length > 20)"
+    )
+    assert tab.js("[...document.querySelectorAll('figure')].every((figure) => figure.querySelector('figcaption h3').textContent)")
+    assert tab.js("[...document.querySelectorAll('button')].every((button) => button.textContent || button.ariaLabel)")
+
+
+def test_on_paper_there_is_everything(tab):
+    pdf = base64.b64decode(tab.send("Page.printToPDF")["data"])
+    assert pdf[:4] == b"%PDF"
+    assert chosen(tab) == ("Results", ["panel-results"])  # as before
+    assert tab.js("document.querySelectorAll('#embeddings canvas').length") == 1
+
+
+def test_a_page_without_figures_says_so(new_tab, tmp_path):
+    write_page(pages.page([]), tmp_path / "report.html")
+    tab = new_tab()
+    tab.open((tmp_path / "report.html").as_uri())
+    assert "no run folder could be used" in tab.js("document.body.innerText")
+    assert tab.problems == []
+
+
+def test_a_large_report_opens(new_tab, tmp_path):
+    write_page(pages.large(), tmp_path / "report.html")
+    tab = new_tab()
+    tab.size(1400)
+    tab.open((tmp_path / "report.html").as_uri())
+    assert tab.js("performance.now()") < 60_000  # generous: it is half a second where nothing else runs
+    assert tab.js("document.querySelectorAll('#convergence svg path').length") > 20
+    assert colours(tab, "#who-gains canvas") > 20
+    tab.click("#tab-clients")
+    assert len(column(tab, "#clients-table", 0)) == 50
+    tab.click("#clients-table th:nth-child(3) button")
+    best = max(row[2]["sort"] for row in pages.large()["figures"][3]["rows"])
+    assert column(tab, "#clients-table", 2)[0] == f"{100 * best:.1f}"
+    tab.click("#clients-table .pager button:last-child")
+    assert tab.js("document.querySelector('#clients-table .count').textContent") == "51–100 of 10,000"
+    tab.click("#clients-table input")
+    tab.send("Input.insertText", text="fedgh 77")
+    tab.settle()
+    assert set(column(tab, "#clients-table", 0)) == {"fedgh"}
+    assert "77" in column(tab, "#clients-table", 1)
+    tab.click("#tab-data")
+    assert colours(tab, "#labels canvas") > 20
+    assert tab.problems == []
+
+
+# ---- the watch page ----
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """A server that watches a folder which is not there yet."""
+    with Watch(tmp_path / "run") as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def words(name):
+    return f"document.querySelector('.state')?.innerText.includes({json.dumps(name)})"
+
+
+def test_a_run_is_followed_while_it_grows(new_tab, watched):
+    tab, folder = new_tab(), watched.folder
+    tab.size(390, dark=True)
+    tab.open(watched.url)
+    tab.wait(words("Waiting"))
+    assert "token" not in tab.js("location.href")
+    write(folder, line(1))
+    tab.wait(words("round 1 of 4"))
+    write(folder, line(2, absent=[{"client": "bob", "phase": "train", "cause": "did <i>not</i> answer"}]), line(3))
+    tab.wait(words("round 3 of 4"))
+    assert tab.js("document.querySelectorAll('#accuracy svg path').length") > 4
+    table = "[...document.querySelectorAll('#client-table tbody tr')].map((row) => [...row.children].map((cell) => cell.textContent))"
+    assert tab.js(table) == [["ann", "30.0%", "0", "", ""], ["bob", "40.0%", "1", "2", "did <i>not</i> answer"]]
+    assert tab.js("document.documentElement.scrollWidth") <= 390
+    sent = [address for address in tab.requests if "/data" in address]
+    assert any("from=1" in address for address in sent)  # what it has is not asked for again
+    write(folder, line(4))
+    (folder / "summary.json").write_text(
+        json.dumps({"status": "failed", "cause": "RoundFailed: 1 of 2 clients answered", "config": CONFIG})
+    )
+    tab.wait(words("Failed"))
+    assert "1 of 2 clients answered" in tab.js("document.querySelector('.cause').textContent")
+    assert tab.problems == []
+    home = watched.url.partition("?")[0]
+    assert all(address.startswith(home) for address in tab.requests)
+
+
+def test_a_watch_that_ends_is_noticed(new_tab, tmp_path):
+    write(tmp_path / "run", line(1))
+    tab = new_tab()
+    with Watch(tmp_path / "run") as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        tab.open(server.url)
+        tab.wait(words("round 1"))
+        server.shutdown()
+        thread.join()
+    tab.wait("document.querySelector('.notice:not([hidden])')?.innerText.includes('does not answer')")
+
+
+def test_several_runs_are_listed_and_opened(new_tab, watched):
+    for name in ("a", "b & c"):
+        write(watched.folder / "runs" / name, line(1))
+    tab = new_tab()
+    tab.open(watched.url)
+    tab.wait("document.querySelectorAll('tbody tr').length === 2")
+    write(watched.folder / "runs" / "a", line(2))
+    tab.wait("document.querySelector('tbody').innerText.includes('2 of 4')")
+    tab.click("tbody tr:nth-child(2) a")
+    tab.wait("document.querySelector('h1').textContent === 'b & c'")
+    tab.wait(words("round 1 of 4"))
+    tab.click(".back a")
+    tab.wait("document.querySelector('h1').textContent === 'Runs'")
+    assert tab.problems == []
