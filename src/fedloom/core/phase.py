@@ -250,7 +250,7 @@ def peer_messages(read_by: str, encrypted: bool = True) -> Callable[[Phase], Pha
     """Marks a phase that writes to other clients: it answers {receiver: message}.
 
     What the phase declares is what one message holds. `server.relay(phase)` delivers the messages
-    to the phase `read_by`, as `letters` = {sender: message}. The reader checks a message without
+    to the phase `read_by`, as `inbox` = {sender: message}. The reader checks a message without
     knowing what its writer was sent, so "=name", "~name", "weights" and "*name" are not allowed.
 
     encrypted: whether a secure run encrypts the messages, so that the server cannot read what it

@@ -202,7 +202,7 @@ class Server(Waist):
         for sender, sent in written.items():
             for receiver, message in sent.items():
                 arrived[receiver][sender] = message
-        messages = {c: {"letters": letters} if letters else {} for c, letters in arrived.items()}
+        messages = {c: {"inbox": inbox} if inbox else {} for c, inbox in arrived.items()}
         self.exchange(reader, messages, lambda client, reply: (), book_as)
 
     def due(self, stage: str = "train") -> bool:

@@ -130,7 +130,7 @@ class FedGCN(FedAvg, FedSGD):
         return written
 
     @phase()
-    def read_sums(self, client: Client, letters: Message | None = None) -> Message:
+    def read_sums(self, client: Client, inbox: Message | None = None) -> Message:
         """S X at the client's own nodes. Who did not write is missing from the sums, not from the degrees."""
         graph, n, scaled = client.graph, client.graph.num_nodes, scale(degree(client.graph))
         source, target = graph.edge_index[:, graph.edge_index[0] != graph.edge_index[1]]
@@ -138,7 +138,7 @@ class FedGCN(FedAvg, FedSGD):
         source, target = torch.cat([source, loop]), torch.cat([target, loop])
         client.memory["S"] = Sparse.from_edges(target, source, scaled[target] * scaled[source], (n, n))
         features = client.memory["S"] @ graph.x
-        for sender, letter in (letters or {}).items():
+        for sender, letter in (inbox or {}).items():
             who = f"client {sender!r} in 'write_sums'"
             own, _ = cross_edges(client, sender, IN)
             nodes, row, edges = graph.node_id[own].unique(return_inverse=True, return_counts=True)
@@ -165,11 +165,11 @@ class FedGCN(FedAvg, FedSGD):
         return written
 
     @phase()
-    def read_features(self, client: Client, letters: Message | None = None) -> Message:
+    def read_features(self, client: Client, inbox: Message | None = None) -> Message:
         """S X at the sources of incoming cross edges too, and the columns of S for them. Who did not write has none."""
         S, scaled, features = client.memory["S"], scale(degree(client.graph)), [client.memory["known"].x]
         source, target, values, n = [S.indices.long()], [S.rows], [S.values], client.graph.num_nodes
-        for sender, letter in (letters or {}).items():
+        for sender, letter in (inbox or {}).items():
             who = f"client {sender!r} in 'write_features'"
             own, remote = cross_edges(client, sender, IN)
             nodes, row = remote.unique(return_inverse=True)

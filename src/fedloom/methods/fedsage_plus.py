@@ -236,13 +236,13 @@ class FedSagePlus(FedAvg, FedSGD):
         return {other: letter for other in client.facts.clients if other != client.name}
 
     @phase()
-    def read_generators(self, client: Client, letters: Message | None = None) -> Message:
+    def read_generators(self, client: Client, inbox: Message | None = None) -> Message:
         """Keeps what the others ask."""
-        for sender, letter in (letters or {}).items():
+        for sender, letter in (inbox or {}).items():
             if (rows := len(letter["noisy"])) > self.sample:
                 who = f"client {sender!r} in 'write_generator'"
                 raise MessageError(f"{who}: tensor 'noisy' has {rows} rows, more than the {self.sample} agreed on")
-        client.memory["asked"] = letters or {}
+        client.memory["asked"] = inbox or {}
         return {}
 
     @peer_messages(read_by="read_gradients")
@@ -261,13 +261,13 @@ class FedSagePlus(FedAvg, FedSGD):
         return dict(zip(fgen, torch.autograd.grad(loss, list(fgen.values())), strict=True))
 
     @phase()
-    def read_gradients(self, client: Client, letters: Message | None = None) -> Message:
+    def read_gradients(self, client: Client, inbox: Message | None = None) -> Message:
         """One step along the own gradient and the mean of the others'."""
         memory = client.memory
-        for sender, letter in (letters or {}).items():
+        for sender, letter in (inbox or {}).items():
             if not memory["share"]:
                 raise MessageError(f"client {sender!r} in 'write_gradients': tensor 'first' is a gradient that nobody asked for")
-            weight = self.feature_weight * self.others * memory["share"] / len(letters or {})
+            weight = self.feature_weight * self.others * memory["share"] / len(inbox or {})
             for name, parameter in memory["fgen"].items():
                 parameter.grad += weight * letter[name]
         memory["generator optimizer"].step()

@@ -110,8 +110,8 @@ class SecureResponder:
             return self._masked(method, client, bound, message)
         if bound.phase.read_by:
             return self._write(method, client, bound, message)
-        if "letters" in message:
-            message = {**message, "letters": self._read(method, client, phase, message["letters"])}
+        if "inbox" in message:
+            message = {**message, "inbox": self._read(method, client, phase, message["inbox"])}
         if bound.phase.reply:
             raise Refusal(
                 f"client {client.name!r} refuses to answer {phase!r} in the clear: "
@@ -218,7 +218,7 @@ class SecureResponder:
             for to, content in known.items()
         }
 
-    def _read(self, method: Method, client: Client, reader: str, letters: Message) -> Message:
+    def _read(self, method: Method, client: Client, reader: str, inbox: Message) -> Message:
         """Decrypts the messages for a phase and checks them against their writer's declaration."""
         phases = phases_of(type(method)).values()
         writers = [phase for phase in phases if phase.read_by == reader]
@@ -228,12 +228,12 @@ class SecureResponder:
                 f"{len(writers)} phases write to it, must be one"
             )
         (writer,) = writers
-        opened = letters
+        opened = inbox
         if writer.encrypted:
             channel = self._channel(client)
             opened = {
                 sender: decode(channel.open(sender, _bytes(blob)), writer.name)
-                for sender, blob in letters.items()
+                for sender, blob in inbox.items()
             }
         expected = writer.peer_schema(method, client.facts, {}, opened, client.name)
         check(opened, expected, f"client {client.name!r} in {reader!r}, the peer messages")

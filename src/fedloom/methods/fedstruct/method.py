@@ -226,14 +226,14 @@ class FedStruct(FedSGD):
         return _shared_edges(client)
 
     @phase()
-    def meet(self, client: Client, letters: Message | None = None) -> Message:
+    def meet(self, client: Client, inbox: Message | None = None) -> Message:
         """Holds what peers know of the shared edges against what is known here; then the own part of A is complete."""
         graph, numbering, mine = client.graph, client.memory["numbering"], _shared_edges(client)
         gathered, spread = {}, {}
-        for peer in sorted({*mine, *(letters or {})}):
-            if letters is None or peer not in letters:
+        for peer in sorted({*mine, *(inbox or {})}):
+            if inbox is None or peer not in inbox:
                 continue  # it is not there: what leads to its nodes is left out
-            here, there = mine.get(peer, _NO_EDGES), letters[peer]
+            here, there = mine.get(peer, _NO_EDGES), inbox[peer]
             _require_same_edges(client.name, peer, here, there)
             own, remote = here["position"].numpy(), there["position"].numpy()
             size = numbering.size(peer)
@@ -275,11 +275,11 @@ class FedStruct(FedSGD):
         return hops.strongest_by_owner(block, share * part.numbering.size(receiver), part.numbering)
 
     @phase()
-    def absorb(self, client: Client, letters: Message | None = None) -> Message:
+    def absorb(self, client: Client, inbox: Message | None = None) -> Message:
         """[Â^[i]]^l = (D̃^[i])^-1 Σ_k B_ik, its own term included."""
         part: Part = client.memory["part"]
         arrived = []
-        for peer, letter in sorted((letters or {}).items()):
+        for peer, letter in sorted((inbox or {}).items()):
             who = f"client {client.name!r}: letter of {peer!r}"
             if peer not in part.gathered:
                 raise MessageError(f"{who}: a block from a client that no own node gathers from")
@@ -287,7 +287,7 @@ class FedStruct(FedSGD):
             block = hops.unpacked(letter, len(rows), part.numbering.total, who)
             arrived.append(hops.placed(block, rows, part.inner.shape[0]))
         expected = {peer for peer in part.gathered if len(part.rows_from(peer))}
-        client.memory["missed"] += len(expected - set(letters or {}))  # who met, and then was not there: the power lacks its part
+        client.memory["missed"] += len(expected - set(inbox or {}))  # who met, and then was not there: the power lacks its part
         self._advance(client, arrived)
         return {}
 
@@ -354,9 +354,9 @@ class FedStruct(FedSGD):
         return {peer: {"key": torch.from_numpy(keys.public)} for peer in client.memory["part"].gathered}
 
     @phase()
-    def trust(self, client: Client, letters: Message | None = None) -> Message:
+    def trust(self, client: Client, inbox: Message | None = None) -> Message:
         """Keeps the peers' public keys."""
-        client.memory["peers"] = {peer: letter["key"].numpy() for peer, letter in (letters or {}).items()}
+        client.memory["peers"] = {peer: letter["key"].numpy() for peer, letter in (inbox or {}).items()}
         return {}
 
     @peer_messages(read_by="absorb_encrypted", encrypted=False)
@@ -372,11 +372,11 @@ class FedStruct(FedSGD):
         return sent
 
     @phase()
-    def absorb_encrypted(self, client: Client, letters: Message | None = None) -> Message:
+    def absorb_encrypted(self, client: Client, inbox: Message | None = None) -> Message:
         """As `absorb`, from the sum of all blocks, which the server added up."""
         part: Part = client.memory["part"]
         arrived = []
-        for letter in (letters or {}).values():
+        for letter in (inbox or {}).values():
             size = part.inner.shape[0] * part.numbering.total
             values = client.memory["keys"].decrypt(letter["cipher"].numpy(), size)
             total = np.rint(values / GRID) * GRID
@@ -606,10 +606,10 @@ class FedStruct(FedSGD):
         return written
 
     @phase()
-    def register(self, client: Client, letters: Message | None = None) -> Message:
+    def register(self, client: Client, inbox: Message | None = None) -> Message:
         """Keeps what peers will ask for; draws the own rows of S."""
         own = client.graph.num_nodes
-        for peer, letter in (letters or {}).items():
+        for peer, letter in (inbox or {}).items():
             who = f"client {client.name!r}: letter of {peer!r}"
             count, train = len(letter["count"]), int(letter["train"])
             if not 0 <= train <= count:
@@ -661,10 +661,10 @@ class FedStruct(FedSGD):
         return {peer: {"sums": total} for peer, total in sums.items()}
 
     @phase()
-    def hear(self, client: Client, letters: Message | None = None) -> Message:
+    def hear(self, client: Client, inbox: Message | None = None) -> Message:
         """z of the asked nodes: the peers' sums and the own."""
         memory = client.memory
-        parts = {peer: letter["sums"] for peer, letter in (letters or {}).items()}
+        parts = {peer: letter["sums"] for peer, letter in (inbox or {}).items()}
         if memory["own sums"] is not None:
             parts[client.name] = memory["own sums"]
         z = torch.zeros(client.graph.num_nodes, client.facts.num_classes)
