@@ -19,7 +19,7 @@ setup: .venv/ready  ## the environment, in .venv
 	@touch $@
 
 demo: setup  ## a federation on Cora: FedAvg, with local and central training beside it
-	$(BIN)/fedloom run recipes/cora-louvain10-fedavg.toml --beside local,central
+	$(BIN)/fedloom run recipes/cora-louvain10-fedavg.toml --baselines local,central
 
 test: setup check  ## lint, types and tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist worksteal  # three on two cores: tests of deployments wait more than they compute

@@ -15,14 +15,21 @@ from fedloom.experiments.recipe import make_recipe, override, read_tables
 
 def main() -> None:
     """Prints the combinations, the best last."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipe", type=Path)
     parser.add_argument("choices", nargs="+", help="table.key=value,value,...")
     parser.add_argument("--seeds", type=int, default=3)
     asked = parser.parse_args()
     tables = read_tables(asked.recipe)
-    axes = [[f"{key}={value}" for value in values.split(",")] for key, _, values in (c.partition("=") for c in asked.choices)]
-    recipes = {" ".join(combination): override(tables, combination) for combination in product(*axes)}
+    axes = [
+        [f"{key}={value}" for value in values.split(",")]
+        for key, _, values in (c.partition("=") for c in asked.choices)
+    ]
+    recipes = {
+        " ".join(combination): override(tables, combination) for combination in product(*axes)
+    }
     for changed in recipes.values():
         make_recipe(changed)  # a misspelt key should not wait for its turn
     found = sweep(recipes, asked.seeds, lambda *_: None)

@@ -53,7 +53,9 @@ def _absent(entry: dict[str, Any]) -> set[str]:
 
 def _interrupted(name: str, seconds: float, harm: Callable[[Any], None]) -> bool:
     """One party's line fails for so long; prints what that costs, gives whether it is left out at most and comes back."""
-    with deployed(rounds=100_000, method="slow.py", settings={"seconds": 0.4}, run={"quorum": 0.5}) as d:
+    with deployed(
+        rounds=100_000, method="slow.py", settings={"seconds": 0.4}, run={"quorum": 0.5}
+    ) as d:
         wire = Wire(d.port)
         d.write("through.toml", address=f"127.0.0.1:{wire.port}")
         d.serve()
@@ -66,7 +68,9 @@ def _interrupted(name: str, seconds: float, harm: Callable[[Any], None]) -> bool
         during = d.rounds_done() - before
         wire.mend()
         mended, at = time.monotonic(), d.rounds_done()
-        d.until(lambda: any(CUT not in _absent(entry) for entry in d.history()[at + 1 :]), 120)  # the one under way may still be without it
+        d.until(
+            lambda: any(CUT not in _absent(entry) for entry in d.history()[at + 1 :]), 120
+        )  # the one under way may still be without it
         back = time.monotonic() - mended
         d.until(lambda: d.rounds_done() >= at + 5)
         entries = d.history()
@@ -118,9 +122,16 @@ PARTS["slower"] = lambda: _through("slower", rate=64_000)
 def small_disk() -> Iterator[Path | None]:
     """A file system of 4 MB; None if none may be mounted here."""
     with tempfile.TemporaryDirectory() as folder:
-        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", folder], capture_output=True, text=True, check=False)
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=4m", "none", folder],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if mounted.returncode:
-            print(f"disk: not run, a tmpfs cannot be mounted here ({mounted.stderr.strip()}); tests/faults/test_disk.py has RLIMIT_FSIZE")
+            print(
+                f"disk: not run, a tmpfs cannot be mounted here ({mounted.stderr.strip()}); tests/faults/test_disk.py has RLIMIT_FSIZE"
+            )
             yield None
             return
         try:
@@ -157,13 +168,18 @@ def _full_in_process(place: Path) -> bool:
 
     said = "nothing"
     try:
-        fedloom.run("scaffold", federation, out=place / "run", on_round=full_after_three, **settings)
+        fedloom.run(
+            "scaffold", federation, out=place / "run", on_round=full_after_three, **settings
+        )
     except OSError as error:
         said = f"{error.strerror}: {Path(str(error.filename)).name}"
     (place / "ballast").unlink()
     kept = checkpoint.read(place / "run")
     resumed = fedloom.run("scaffold", federation, out=place / "run", resume=True, **settings)
-    same = resumed.summary["history_hash"] == fedloom.run("scaffold", federation, **settings).summary["history_hash"]
+    same = (
+        resumed.summary["history_hash"]
+        == fedloom.run("scaffold", federation, **settings).summary["history_hash"]
+    )
     last = kept.about["round"] if kept else None
     print(
         f"disk: in process: ended by {said!r}; the checkpoint of round {last} was whole; resumed: {'same hash' if same else 'ANOTHER HASH'}"
@@ -192,8 +208,12 @@ def _full_at_the_coordinator(place: Path) -> bool:
 PARTS["disk"] = disk
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", choices=[*PARTS, []], help="which parts (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", choices=[*PARTS, []], help="which parts (default: all)"
+    )
     chosen = parser.parse_args().parts or list(PARTS)
     verdicts = [PARTS[name]() for name in chosen]
     sys.exit(0 if all(verdicts) else 1)

@@ -35,7 +35,12 @@ CONTROLS: dict[str, dict[str, Any]] = {
     "VGAE at home": {"refine_by": "latents"}, "without diffusion": {"diffused": False},
     "edges only, k = 3": {**EDGES, "append": 0.0}, "DGI at home, edges too": {**EDGES, "refine_by": "local"},
 }  # fmt: skip
-FEWER = ("FedATH", "without diffusion", "edges only, k = 3", "DGI at home, edges too")  # with 10 clients only
+FEWER = (
+    "FedATH",
+    "without diffusion",
+    "edges only, k = 3",
+    "DGI at home, edges too",
+)  # with 10 clients only
 PARTS: dict[str, dict[str, Any]] = {
     "w/o KL": {"kl_weight": 0.0}, "w/o C": {"regulated": False}, "w/o CL": {"refine_by": "pseudo-graph"},
     "γ = 0.001": {"kl_weight": 0.001}, "γ = 10": {"kl_weight": 10.0}, "an encoder for each client": {"encoder_per_client": True},
@@ -62,12 +67,21 @@ def remember_pseudo_graphs() -> None:
     """
     make = FedGH.pseudo_graph
     names = [f.name for f in fields(FedGH)]
-    makes = [n for n in names if n.startswith(("vgae", "latent", "diffus", "regul", "first", "last", "feature", "kl"))]
+    makes = [
+        n
+        for n in names
+        if n.startswith(("vgae", "latent", "diffus", "regul", "first", "last", "feature", "kl"))
+    ]
     code = code_behind("fedgh").encode()
 
     def remembered(self: FedGH, client: Client) -> tuple[torch.Tensor, torch.Tensor]:
         graph = client.full_graph
-        key = hashlib.sha256(code + json.dumps([client.name, client.facts.seed, *(getattr(self, n) for n in makes)]).encode())
+        key = hashlib.sha256(
+            code
+            + json.dumps(
+                [client.name, client.facts.seed, *(getattr(self, n) for n in makes)]
+            ).encode()
+        )
         for tensor in (graph.x, graph.edge_index):
             key.update(tensor.contiguous().numpy().data)
         path = PSEUDO / f"{key.hexdigest()}.safetensors"
@@ -96,11 +110,22 @@ def cells() -> dict[str, Tables]:
     found: dict[str, Tables] = {}
     for clients in CLIENTS:
         for data in DATASETS:
-            rows = {**METHODS, **{row: {"name": "fedgh", **settings} for row, settings in CONTROLS.items()}}
-            rows = {row: method for row, method in rows.items() if clients == 10 or row not in FEWER}
-            found |= {f"{clients}, {data}: {row}": task(data, clients, method) for row, method in rows.items()}
+            rows = {
+                **METHODS,
+                **{row: {"name": "fedgh", **settings} for row, settings in CONTROLS.items()},
+            }
+            rows = {
+                row: method for row, method in rows.items() if clients == 10 or row not in FEWER
+            }
+            found |= {
+                f"{clients}, {data}: {row}": task(data, clients, method)
+                for row, method in rows.items()
+            }
     for data in PARTS_ON:
-        found |= {f"parts, {data}: {row}": task(data, 10, {"name": "fedgh", **settings}) for row, settings in PARTS.items()}
+        found |= {
+            f"parts, {data}: {row}": task(data, 10, {"name": "fedgh", **settings})
+            for row, settings in PARTS.items()
+        }
     return found
 
 
@@ -115,10 +140,15 @@ def _scores(found: Found) -> str:
         for row in (*METHODS, *CONTROLS):
             labels = [f"{clients}, {data}: {row}" for clients in CLIENTS]
             if any(label in found for label in labels):
-                given = [spread(scores_of(found, label)) + _said(row, data, k) for k, label in enumerate(labels)]
+                given = [
+                    spread(scores_of(found, label)) + _said(row, data, k)
+                    for k, label in enumerate(labels)
+                ]
                 f1 = [spread(scores_of(found, label, "f1_weighted")) for label in labels[:1]]
                 rows.append([row, *given, *f1])
-        parts.append(markdown([data, *(f"{clients} clients" for clients in CLIENTS), "F1, 10 clients"], rows))
+        parts.append(
+            markdown([data, *(f"{clients} clients" for clients in CLIENTS), "F1, 10 clients"], rows)
+        )
     return "\n".join(parts)
 
 
@@ -131,27 +161,76 @@ def _gain(found: Found, ours: str, theirs: str, data: str, k: int) -> str:
 
 
 def _gains(found: Found) -> str:
-    against = [("FedGH + FedAvg", row) for row in ("FedAvg", "Local", *CONTROLS)] + [("FedGH + FedTAD", "FedTAD")]
+    against = [("FedGH + FedAvg", row) for row in ("FedAvg", "Local", *CONTROLS)] + [
+        ("FedGH + FedTAD", "FedTAD")
+    ]
     rows = []
     for ours, theirs in against:
-        pairs = [(f"{k}, {data}: {ours}", f"{k}, {data}: {theirs}") for data in DATASETS for k in CLIENTS]
+        pairs = [
+            (f"{k}, {data}: {ours}", f"{k}, {data}: {theirs}") for data in DATASETS for k in CLIENTS
+        ]
         known = [paired(found[a], found[b]) for a, b in pairs if a in found and b in found]
         if known:
-            each = [" / ".join(_gain(found, ours, theirs, data, k) for k in CLIENTS) for data in DATASETS]
-            rows.append([f"{ours} less {theirs}", *each, verdict([d for differences in known for d in differences])])
-    return markdown(["points", *(f"{data}, 10 / 15 / 20 clients" for data in DATASETS), "over seeds, clients and datasets"], rows)
+            each = [
+                " / ".join(_gain(found, ours, theirs, data, k) for k in CLIENTS)
+                for data in DATASETS
+            ]
+            rows.append(
+                [
+                    f"{ours} less {theirs}",
+                    *each,
+                    verdict([d for differences in known for d in differences]),
+                ]
+            )
+    return markdown(
+        [
+            "points",
+            *(f"{data}, 10 / 15 / 20 clients" for data in DATASETS),
+            "over seeds, clients and datasets",
+        ],
+        rows,
+    )
 
 
 def _parts(found: Found) -> str:
     rows = []
     for data in PARTS_ON:
         whole = f"10, {data}: FedGH + FedAvg"
-        for row, label in {"FedGH + FedAvg": whole, **{row: f"parts, {data}: {row}" for row in PARTS}}.items():
+        for row, label in {
+            "FedGH + FedAvg": whole,
+            **{row: f"parts, {data}: {row}" for row in PARTS},
+        }.items():
             if label in found:
-                sent = [s["traffic"]["phases"].get(_upload(s), {}).get("bytes_up", 0) / s["clients"] / 1e3 for s in counted(found, label)]
-                less = verdict(paired(found[label], found[whole])) if label != whole and whole in found else "-"
-                rows.append([row, data, spread(scores_of(found, label)), less, f"{mean(sent):,.0f}" if sent else "-"])
-    return markdown(["10 clients", "data", "accuracy", "less FedGH, points over seeds and clients", "kB of the upload a client"], rows)
+                sent = [
+                    s["traffic"]["phases"].get(_upload(s), {}).get("bytes_up", 0)
+                    / s["clients"]
+                    / 1e3
+                    for s in counted(found, label)
+                ]
+                less = (
+                    verdict(paired(found[label], found[whole]))
+                    if label != whole and whole in found
+                    else "-"
+                )
+                rows.append(
+                    [
+                        row,
+                        data,
+                        spread(scores_of(found, label)),
+                        less,
+                        f"{mean(sent):,.0f}" if sent else "-",
+                    ]
+                )
+    return markdown(
+        [
+            "10 clients",
+            "data",
+            "accuracy",
+            "less FedGH, points over seeds and clients",
+            "kB of the upload a client",
+        ],
+        rows,
+    )
 
 
 def _upload(s: dict[str, Any]) -> str:
@@ -167,11 +246,22 @@ def _traffic(found: Found) -> str:
             a_round = rounds["scalars_up"] / K / s["rounds"]
             rows.append([data, *(f"{n:,.0f}" for n in (up["scalars_up"] / K, down["scalars_down"] / K, a_round)),
                          f"{up['scalars_up'] / K / a_round:.1f}"])  # fmt: skip
-    head = ["10 clients", "numbers up, once", "numbers down, once", "a round's upload (FedAvg)", "FedAvg uploads that it costs"]
+    head = [
+        "10 clients",
+        "numbers up, once",
+        "numbers down, once",
+        "a round's upload (FedAvg)",
+        "FedAvg uploads that it costs",
+    ]
     return markdown(head, rows)
 
 
-SECTIONS = {"fedgh-scores": _scores, "fedgh-gains": _gains, "fedgh-parts": _parts, "fedgh-traffic": _traffic}
+SECTIONS = {
+    "fedgh-scores": _scores,
+    "fedgh-gains": _gains,
+    "fedgh-parts": _parts,
+    "fedgh-traffic": _traffic,
+}
 
 if __name__ == "__main__":
     remember_pseudo_graphs()

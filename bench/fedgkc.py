@@ -95,7 +95,12 @@ PAPER_ONE_MODEL = {
     "AdaFGL": (85.77, 93.88, 86.30, 83.29), "FedGKC": (88.73, 94.47, 90.30, 87.16),
 }  # fmt: skip
 PAPER_PARTS = {
-    clients: {"FedGKC": PAPER["A", clients]["FedGKC"][:3], "neither": neither, "SMKD alone": smkd, "KAMA alone": kama}
+    clients: {
+        "FedGKC": PAPER["A", clients]["FedGKC"][:3],
+        "neither": neither,
+        "SMKD alone": smkd,
+        "KAMA alone": kama,
+    }
     for clients, neither, smkd, kama in (
         (5, (80.50, 64.74, 84.64), (81.42, 64.44, 84.54), (81.24, 65.04, 85.05)),
         (10, (79.54, 62.73, 83.15), (80.44, 64.29, 83.37), (79.73, 63.11, 83.20)),
@@ -119,11 +124,20 @@ def cells() -> dict[str, Tables]:
     for clients in CLIENTS:
         for deal, models in DEALS.items():
             for data in DATASETS:
-                found |= {f"{deal} {clients}, {data}: {row}": task(data, clients, models, method) for row, method in METHODS.items()}
+                found |= {
+                    f"{deal} {clients}, {data}: {row}": task(data, clients, models, method)
+                    for row, method in METHODS.items()
+                }
     for data in ONE_MODEL_ON:
-        found |= {f"one model, {data}: {row}": task(data, 10, ("gcn-2x64",), method) for row, method in ONE_MODEL.items()}
+        found |= {
+            f"one model, {data}: {row}": task(data, 10, ("gcn-2x64",), method)
+            for row, method in ONE_MODEL.items()
+        }
     for data in PARTS_ON:
-        found |= {f"parts, {data}: {row}": task(data, 10, DEALS["A"], {**OURS, **settings}) for row, settings in PARTS.items()}
+        found |= {
+            f"parts, {data}: {row}": task(data, 10, DEALS["A"], {**OURS, **settings})
+            for row, settings in PARTS.items()
+        }
     return found
 
 
@@ -140,7 +154,10 @@ def _deals(found: Found) -> str:
                 labels = [f"{deal} {clients}, {data}: {row}" for data in DATASETS]
                 if any(label in found for label in labels):
                     paper = PAPER[deal, clients].get(row)
-                    given = [spread(scores_of(found, label, KEY)) + _said(paper[k] if paper else None) for k, label in enumerate(labels)]
+                    given = [
+                        spread(scores_of(found, label, KEY)) + _said(paper[k] if paper else None)
+                        for k, label in enumerate(labels)
+                    ]
                     said = f" *{mean(paper):.2f}*" if paper else ""
                     rows.append([row, *given, average(found, labels, KEY) + said])
             if rows:
@@ -153,11 +170,27 @@ def _paired(found: Found) -> str:
     for deal in DEALS:
         for clients in sorted(CLIENTS):
             for row in (row for row in METHODS if row != "FedGKC"):
-                pairs = [(f"{deal} {clients}, {data}: FedGKC", f"{deal} {clients}, {data}: {row}") for data in DATASETS]
-                known = [paired(found[ours], found[theirs]) for ours, theirs in pairs if ours in found and theirs in found]
+                pairs = [
+                    (f"{deal} {clients}, {data}: FedGKC", f"{deal} {clients}, {data}: {row}")
+                    for data in DATASETS
+                ]
+                known = [
+                    paired(found[ours], found[theirs])
+                    for ours, theirs in pairs
+                    if ours in found and theirs in found
+                ]
                 if known:
-                    rows.append([f"{deal}, {clients}", row, str(len(known)), verdict([d for differences in known for d in differences])])
-    return markdown(["deal, clients", "FedGKC less", "datasets", "points over seeds and clients"], rows)
+                    rows.append(
+                        [
+                            f"{deal}, {clients}",
+                            row,
+                            str(len(known)),
+                            verdict([d for differences in known for d in differences]),
+                        ]
+                    )
+    return markdown(
+        ["deal, clients", "FedGKC less", "datasets", "points over seeds and clients"], rows
+    )
 
 
 def _one_model(found: Found) -> str:
@@ -166,7 +199,10 @@ def _one_model(found: Found) -> str:
         labels = [f"one model, {data}: {row}" for data in ONE_MODEL_ON]
         if any(label in found for label in labels):
             paper = PAPER_ONE_MODEL.get(row)
-            given = [spread(scores_of(found, label, KEY)) + _said(paper[k] if paper else None) for k, label in enumerate(labels)]
+            given = [
+                spread(scores_of(found, label, KEY)) + _said(paper[k] if paper else None)
+                for k, label in enumerate(labels)
+            ]
             known = [found[label] for label in labels if label in found]
             seconds = mean(s["seconds"]["total"] for runs in known for s in runs)
             rows.append([row, *given, average(found, labels, KEY), f"{seconds:.0f}"])
@@ -179,11 +215,26 @@ def _parts(found: Found) -> str:
         labels = {data: f"parts, {data}: {row}" for data in PARTS_ON}
         if any(label in found for label in labels.values()):
             paper = PAPER_PARTS[10].get(row)
-            given = [spread(scores_of(found, label, KEY)) + _said(paper[k] if paper else None) for k, label in enumerate(labels.values())]
+            given = [
+                spread(scores_of(found, label, KEY)) + _said(paper[k] if paper else None)
+                for k, label in enumerate(labels.values())
+            ]
             pairs = [(label, f"parts, {data}: FedGKC") for data, label in labels.items()]
-            known = [paired(found[theirs], found[ours]) for theirs, ours in pairs if ours in found and theirs in found]
-            rows.append([row, *given, verdict([d for ds in known for d in ds]) if known and row != "FedGKC" else "-"])
-    return markdown(["deal A, 10 clients", *PARTS_ON, "less FedGKC, points over seeds and clients"], rows)
+            known = [
+                paired(found[theirs], found[ours])
+                for theirs, ours in pairs
+                if ours in found and theirs in found
+            ]
+            rows.append(
+                [
+                    row,
+                    *given,
+                    verdict([d for ds in known for d in ds]) if known and row != "FedGKC" else "-",
+                ]
+            )
+    return markdown(
+        ["deal A, 10 clients", *PARTS_ON, "less FedGKC, points over seeds and clients"], rows
+    )
 
 
 def _traffic(found: Found) -> str:
@@ -191,7 +242,13 @@ def _traffic(found: Found) -> str:
     for row in METHODS:
         runs = counted(found, f"A 10, cora: {row}")
         if runs:
-            per = [{d: s["traffic"][f"bytes_{d}"] / s["rounds"] / s["clients"] / 1e3 for d in ("up", "down")} for s in runs]
+            per = [
+                {
+                    d: s["traffic"][f"bytes_{d}"] / s["rounds"] / s["clients"] / 1e3
+                    for d in ("up", "down")
+                }
+                for s in runs
+            ]
             rows.append([row, *(f"{mean(p[d] for p in per):,.1f}" for d in ("up", "down"))])
     return markdown(["Cora, deal A, 10 clients", "kB up a client and round", "kB down"], rows)
 

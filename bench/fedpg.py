@@ -48,10 +48,18 @@ PAPER = {
 }  # fmt: skip
 # Table X, in the order of PAPER_PARTS_ON; Table VII (Physics by Louvain, 10 clients).
 PAPER_PARTS_ON = ("cora", "computers")
-PAPER_PARTS = {"no RF context": (84.4, 81.6), "no margin": (85.0, 82.4), "not personal": (84.2, 82.1)}
+PAPER_PARTS = {
+    "no RF context": (84.4, 81.6),
+    "no margin": (85.0, 82.4),
+    "not personal": (84.2, 82.1),
+}
 PAPER_PHYSICS = 92.8
 # FedPG at Dirichlet 0.3 and 1; the rest is in PAPER_GRAPHS.
-PAPER_DIRICHLET = {"PROTEINS": {"0.3": 76.5, "1": 78.6}, "NCI1": {"0.3": 77.4, "1": 79.3}, "IMDB-BINARY": {"0.3": 78.0, "1": 80.9}}
+PAPER_DIRICHLET = {
+    "PROTEINS": {"0.3": 76.5, "1": 78.6},
+    "NCI1": {"0.3": 77.4, "1": 79.3},
+    "IMDB-BINARY": {"0.3": 78.0, "1": 80.9},
+}
 PAPER_GRAPHS = {
     "FedAvg": {"PROTEINS": (69.5, 73.4, 73.9), "NCI1": (70.6, 74.5, 73.8), "IMDB-BINARY": (74.8, 78.6, 78.9)},
     "FedProto": {"PROTEINS": (68.6, 73.1, 72.8), "NCI1": (69.2, 73.8, 74.2), "IMDB-BINARY": (73.2, 76.3, 76.7)},
@@ -85,14 +93,22 @@ def cells() -> dict[str, Tables]:
     for kind, model in MODELS.items():
         for row, method in METHODS.items():
             if kind != "five" or row != "FedAvg":
-                found |= {f"nodes {kind}, {data}: {row}": nodes(data, model, method) for data in DATASETS}
+                found |= {
+                    f"nodes {kind}, {data}: {row}": nodes(data, model, method) for data in DATASETS
+                }
     for how, partition in SPREADS.items():
         for data in GRAPHS:
-            found |= {f"graphs {how}, {data}: {row}": graphs(data, partition, method) for row, method in GRAPH_METHODS.items()}
+            found |= {
+                f"graphs {how}, {data}: {row}": graphs(data, partition, method)
+                for row, method in GRAPH_METHODS.items()
+            }
     for row in ("Local", "FedAvg", "FedTGP", "FedPG"):
         found[f"traffic, physics: {row}"] = nodes("physics", MODELS["GCN"], METHODS[row], "louvain")
     for row, settings in PARTS.items():
-        found |= {f"parts, {data}: {row}": nodes(data, MODELS["GAMLP"], {**METHODS["FedPG"], **settings}) for data in PARTS_ON}
+        found |= {
+            f"parts, {data}: {row}": nodes(data, MODELS["GAMLP"], {**METHODS["FedPG"], **settings})
+            for data in PARTS_ON
+        }
     for row, method in AROUND.items():
         model = MODELS["GCN"] + ("+linear" if "linear" in row else "")
         found |= {f"around, {data}: {row}": nodes(data, model, method) for data in AROUND_ON}
@@ -106,7 +122,10 @@ def _nodes(found: Found) -> str:
             labels = [f"nodes {kind}, {data}: {row}" for data in DATASETS]
             if any(label in found for label in labels):
                 paper = PAPER.get(row) if kind == "GAMLP" else None
-                given = [spread(scores_of(found, label)) + (f" *{paper[k]}*" if paper else "") for k, label in enumerate(labels)]
+                given = [
+                    spread(scores_of(found, label)) + (f" *{paper[k]}*" if paper else "")
+                    for k, label in enumerate(labels)
+                ]
                 rows.append([kind, row, *given, average(found, labels)])
     return markdown(["models", "accuracy, paper's in italics", *DATASETS, "mean"], rows)
 
@@ -115,10 +134,24 @@ def _paired(found: Found) -> str:
     rows = []
     for kind in MODELS:
         for row in (row for row in METHODS if row != "FedPG"):
-            pairs = [(f"nodes {kind}, {data}: FedPG", f"nodes {kind}, {data}: {row}") for data in DATASETS]
-            known = [paired(found[ours], found[theirs]) for ours, theirs in pairs if ours in found and theirs in found]
+            pairs = [
+                (f"nodes {kind}, {data}: FedPG", f"nodes {kind}, {data}: {row}")
+                for data in DATASETS
+            ]
+            known = [
+                paired(found[ours], found[theirs])
+                for ours, theirs in pairs
+                if ours in found and theirs in found
+            ]
             if known:
-                rows.append([kind, row, str(len(known)), verdict([d for differences in known for d in differences])])
+                rows.append(
+                    [
+                        kind,
+                        row,
+                        str(len(known)),
+                        verdict([d for differences in known for d in differences]),
+                    ]
+                )
     return markdown(["models", "FedPG less", "datasets", "points over seeds and clients"], rows)
 
 
@@ -126,18 +159,37 @@ def _parts(found: Found) -> str:
     rows = []
     for row in PARTS:
         labels = {data: f"parts, {data}: {row}" for data in PARTS_ON}
-        given = [f"{spread(scores_of(found, label))} ({spread(scores_of(found, label, 'val_accuracy'))})" for label in labels.values()]
-        known = [paired(found[label], found[f"parts, {data}: FedPG"]) for data, label in labels.items() if label in found]
-        rows.append([row, *given, verdict([d for ds in known for d in ds]) if row != "FedPG" and known else "-"])
-    return markdown(["GAMLP, test (validation)", *PARTS_ON, "less FedPG, points over seeds and clients"], rows)
+        given = [
+            f"{spread(scores_of(found, label))} ({spread(scores_of(found, label, 'val_accuracy'))})"
+            for label in labels.values()
+        ]
+        known = [
+            paired(found[label], found[f"parts, {data}: FedPG"])
+            for data, label in labels.items()
+            if label in found
+        ]
+        rows.append(
+            [
+                row,
+                *given,
+                verdict([d for ds in known for d in ds]) if row != "FedPG" and known else "-",
+            ]
+        )
+    return markdown(
+        ["GAMLP, test (validation)", *PARTS_ON, "less FedPG, points over seeds and clients"], rows
+    )
 
 
 def _around(found: Found) -> str:
     rows = []
     for row in [*METHODS, *AROUND]:
-        labels = [f"{'around' if row in AROUND else 'nodes GCN'}, {data}: {row}" for data in AROUND_ON]
+        labels = [
+            f"{'around' if row in AROUND else 'nodes GCN'}, {data}: {row}" for data in AROUND_ON
+        ]
         one = found.get(labels[0], [None])[0]
-        seconds = "-" if one is None else f"{mean(s['seconds']['total'] for s in found[labels[0]]):.0f}"
+        seconds = (
+            "-" if one is None else f"{mean(s['seconds']['total'] for s in found[labels[0]]):.0f}"
+        )
         rows.append([row, *(spread(scores_of(found, label)) for label in labels), seconds])
     return markdown(["GCN", *AROUND_ON, "seconds on Cora"], rows)
 
@@ -147,24 +199,52 @@ def _traffic(found: Found) -> str:
     for row in ("Local", "FedAvg", "FedTGP", "FedPG"):
         runs = counted(found, f"traffic, physics: {row}")
         if runs:
-            sent = mean(s["traffic"]["phases"].get("train", {}).get("scalars_up", 0) / s["rounds"] / s["clients"] for s in runs)
+            sent = mean(
+                s["traffic"]["phases"].get("train", {}).get("scalars_up", 0)
+                / s["rounds"]
+                / s["clients"]
+                for s in runs
+            )
             base = sent if row == "FedAvg" else base
             fewer = f"{base / sent:,.0f}" if base and sent else "-"
             seconds = mean(s["seconds"]["total"] for s in runs)
-            rows.append([row, spread([s["accuracy"] for s in runs]), f"{sent:,.0f}", fewer, f"{seconds:.0f}"])
-    return markdown(["Physics, Louvain, 10 clients, GCN", "accuracy", "scalars up a client and round", "FedAvg's over it", "seconds"], rows)
+            rows.append(
+                [
+                    row,
+                    spread([s["accuracy"] for s in runs]),
+                    f"{sent:,.0f}",
+                    fewer,
+                    f"{seconds:.0f}",
+                ]
+            )
+    return markdown(
+        [
+            "Physics, Louvain, 10 clients, GCN",
+            "accuracy",
+            "scalars up a client and round",
+            "FedAvg's over it",
+            "seconds",
+        ],
+        rows,
+    )
 
 
 def _graphs(found: Found) -> str:
     rows = []
     for how in SPREADS:
-        for row in (row for row in GRAPH_METHODS if any(f"graphs {how}, {data}: {row}" in found for data in GRAPHS)):
+        for row in (
+            row
+            for row in GRAPH_METHODS
+            if any(f"graphs {how}, {data}: {row}" in found for data in GRAPHS)
+        ):
             given = []
             for data in GRAPHS:
                 label = f"graphs {how}, {data}: {row}"
                 paper = PAPER_GRAPHS.get(row, {}).get(data)
                 for key, at in (("accuracy", 1 if how == "iid" else 0), ("auc", 2)):
-                    said = f" *{paper[at]}*" if paper and not (key == "auc" and how != "iid") else ""
+                    said = (
+                        f" *{paper[at]}*" if paper and not (key == "auc" and how != "iid") else ""
+                    )
                     given.append(spread(scores_of(found, label, key)) + said)
             rows.append([how, row, *given])
     head = [f"{data}, {key}" for data in GRAPHS for key in ("ACC", "AUC")]

@@ -34,7 +34,13 @@ BRANCH = {
 }  # fmt: skip
 OWN_DATA = {"chameleon": {"flow": "reversed"}, "minesweeper": {"split": "public"}}
 # The paper's GraphSAGE. Learning rates and dropout of the baselines were chosen by validation, see docs/results.md; PubMed's were not.
-SAGE = {"cora": "2x128-64", "citeseer": "2x128-64", "pubmed": "2x256-256", "chameleon": "3x128-64-32", "photo": "2x256-128"}
+SAGE = {
+    "cora": "2x128-64",
+    "citeseer": "2x128-64",
+    "pubmed": "2x256-256",
+    "chameleon": "3x128-64-32",
+    "photo": "2x256-128",
+}
 RATES = {
     "cora": {"local": 0.01, "fedsgd": 0.02, "central": 0.01},
     "citeseer": {"local": 0.005, "fedsgd": 0.01, "central": 0.005},
@@ -67,7 +73,13 @@ MAIN = [
 ]
 FULL: list[Column] = [("cora", "random", 10)]
 # What the paper prints for its own method (Tables 2 and 6): random with 5, 10 and 20 clients, then Louvain and k-means with 10.
-PRINTED_FOR: list[tuple[str, int]] = [("random", 5), ("random", 10), ("random", 20), ("louvain-cyclic", 10), ("kmeans", 10)]
+PRINTED_FOR: list[tuple[str, int]] = [
+    ("random", 5),
+    ("random", 10),
+    ("random", 20),
+    ("louvain-cyclic", 10),
+    ("kmeans", 10),
+]
 PRINTED: dict[str, dict[str, tuple[float | None, ...]]] = {
     "FedStruct, DEG": {
         "cora": (72.24, 69.89, 66.01, 82.18, 71.31), "citeseer": (65.35, 63.54, 62.34, 68.29, 65.84),
@@ -98,7 +110,10 @@ PAPER: dict[str, list[float | None]] = {
     "FedGCN, 1 hop": [82.91, None, 70.63, 48.23, 93.60, 82.24, 81.60, 52.95, 48.35],
     "FedGCN, 2 hops": [82.90, 82.39, 70.49, 48.77, 93.72, 81.88, 82.00, 48.87, 49.14],
     "Central": [82.94, 82.94, 69.37, 54.38, 94.10, 82.94, 82.94, 54.38, 54.38],
-    **{row: [by[data][PRINTED_FOR.index((how, k))] for data, how, k in COLUMNS] for row, by in PRINTED.items()},
+    **{
+        row: [by[data][PRINTED_FOR.index((how, k))] for data, how, k in COLUMNS]
+        for row, by in PRINTED.items()
+    },
 }
 
 
@@ -109,13 +124,32 @@ def method(row: str, data: str, structural: dict[str, Any]) -> tuple[str | None,
     sage, rates = f"sage-{SAGE[data]}+norm+linear", RATES[data]
     decay = {"weight_decay": structural["weight_decay"]}
     if row in ("Local", "Central"):
-        return sage, {"name": row.lower(), "rounds": 100 if row == "Local" else 150, "epochs": 1, "lr": rates[row.lower()], **decay}
+        return sage, {
+            "name": row.lower(),
+            "rounds": 100 if row == "Local" else 150,
+            "epochs": 1,
+            "lr": rates[row.lower()],
+            **decay,
+        }
     if row == "FedSGD":
         return sage, {"name": "fedsgd", "rounds": 200, "lr": rates["fedsgd"], **decay}
     if row == "FedSage+":
-        return sage, {"name": "fedsage+", "aggregate": "gradients", "rounds": 200, "lr": rates["fedsgd"], **decay}
+        return sage, {
+            "name": "fedsage+",
+            "aggregate": "gradients",
+            "rounds": 200,
+            "lr": rates["fedsgd"],
+            **decay,
+        }
     hops = int(row.split()[1])
-    return "gcn-2x128", {"name": "fedgcn", "aggregate": "gradients", "rounds": 150, "lr": 0.01, "hops": hops, **decay}
+    return "gcn-2x128", {
+        "name": "fedgcn",
+        "aggregate": "gradients",
+        "rounds": 150,
+        "lr": 0.01,
+        "hops": hops,
+        **decay,
+    }
 
 
 def recipe(row: str, column: Column) -> Tables:
@@ -140,21 +174,49 @@ def seeds_of(cell: str) -> int:
 
 def main() -> None:
     """Runs what has not been run yet, writes the Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("target", type=Path)
-    parser.add_argument("--only", help="run these columns' cells now, and write nothing: a text that their names contain")
-    parser.add_argument("--skip", action="append", default=[], help="leave out the cells whose names contain this text")
+    parser.add_argument(
+        "--only",
+        help="run these columns' cells now, and write nothing: a text that their names contain",
+    )
+    parser.add_argument(
+        "--skip",
+        action="append",
+        default=[],
+        help="leave out the cells whose names contain this text",
+    )
     asked = parser.parse_args()
-    recipes = {label(row, c): recipe(row, c) for c in COLUMNS for row in _rows(c) if not asked.only or asked.only in _name(c)}
-    recipes = {cell: tables for cell, tables in recipes.items() if not any(text in cell for text in asked.skip)}
-    tell = lambda cell, seed, s: print(f"{cell}, seed {seed}: {s['seconds']['total']:.0f} s", flush=True)  # noqa: E731
+    recipes = {
+        label(row, c): recipe(row, c)
+        for c in COLUMNS
+        for row in _rows(c)
+        if not asked.only or asked.only in _name(c)
+    }
+    recipes = {
+        cell: tables
+        for cell, tables in recipes.items()
+        if not any(text in cell for text in asked.skip)
+    }
+    tell = lambda cell, seed, s: print(
+        f"{cell}, seed {seed}: {s['seconds']['total']:.0f} s", flush=True
+    )  # noqa: E731
     kept = Path("runs/fedstruct")
-    found = sweep({cell: tables for cell, tables in recipes.items() if not _is_slow(cell)}, SEEDS, tell, kept)
-    found |= sweep({cell: tables for cell, tables in recipes.items() if _is_slow(cell)}, FEWER, tell, kept)
+    found = sweep(
+        {cell: tables for cell, tables in recipes.items() if not _is_slow(cell)}, SEEDS, tell, kept
+    )
+    found |= sweep(
+        {cell: tables for cell, tables in recipes.items() if _is_slow(cell)}, FEWER, tell, kept
+    )
     if asked.only:
         return
     parts = [_table(found, COLUMNS[:5]), _table(found, COLUMNS[5:])]
-    lines = [f"{json.dumps(cell)}: {json.dumps([_short(s) for s in runs])}" for cell, runs in found.items()]
+    lines = [
+        f"{json.dumps(cell)}: {json.dumps([_short(s) for s in runs])}"
+        for cell, runs in found.items()
+    ]
     asked.target.with_name("results-fedstruct.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
     put_between(asked.target, "fedstruct", "\n".join(parts))
 
@@ -178,7 +240,10 @@ def _name(column: Column) -> str:
 
 
 def _table(found: dict[str, list[dict[str, Any]]], columns: list[Column]) -> str:
-    lines = ["| accuracy, paper's in italics | " + " | ".join(map(_name, columns)) + " |", "|---" * (len(columns) + 1) + "|"]
+    lines = [
+        "| accuracy, paper's in italics | " + " | ".join(map(_name, columns)) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
     for row in (row for row in ROWS if any(label(row, column) in found for column in columns)):
         cells = []
         for column in columns:
@@ -188,15 +253,29 @@ def _table(found: dict[str, list[dict[str, Any]]], columns: list[Column]) -> str
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
     gaps = []
     for column in columns:
-        ours, plain = ([s["accuracy"] for s in found.get(label(row, column), [])] for row in (OURS, "FedSGD"))
+        ours, plain = (
+            [s["accuracy"] for s in found.get(label(row, column), [])] for row in (OURS, "FedSGD")
+        )
         gaps.append(f"{100 * (mean(ours) - mean(plain)):+.1f}" if ours and plain else "-")
     lines.append("| **HOP2VEC by the protocol over FedSGD** | " + " | ".join(gaps) + " |")
     return "\n".join(lines) + "\n"
 
 
 def _short(s: dict[str, Any]) -> dict[str, Any]:
-    keys = ("method", "seed", "accuracy", "final_accuracy", "val_accuracy", "best_round", "history_hash")
-    return {**{k: s[k] for k in keys}, "seconds": s["seconds"]["total"], "settings": s["config"]["method"]}
+    keys = (
+        "method",
+        "seed",
+        "accuracy",
+        "final_accuracy",
+        "val_accuracy",
+        "best_round",
+        "history_hash",
+    )
+    return {
+        **{k: s[k] for k in keys},
+        "seconds": s["seconds"]["total"],
+        "settings": s["config"]["method"],
+    }
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ from statistics import median
 from typing import Any
 
 import fedloom
-from fedloom.deploy.coordinator_transport import Address, Office
+from fedloom.deploy.coordinator_transport import Address, CoordinatorTransport
 from fedloom.deploy.engine import Engine, _free_port
 from fedloom.deploy.keys import make_authority, make_party, read_party_key, read_public_key
-from fedloom.deploy.party_transport import Mailbox
+from fedloom.deploy.party_transport import PartyTransport
 from fedloom.experiments.run import run
 
 PARTS: dict[str, Callable[[], bool]] = {}
@@ -50,11 +50,13 @@ def part(function: Callable[[], bool]) -> Callable[[], bool]:
 
 def echo(address: str, folder: Path, name: str) -> None:
     """A party that sends back what it gets."""
-    with closing(Mailbox(address, folder / "ca.crt", read_party_key(folder / f"{name}.key"))) as mailbox:
-        mailbox.connect()
+    with closing(
+        PartyTransport(address, folder / "ca.crt", read_party_key(folder / f"{name}.key"))
+    ) as transport:
+        transport.connect()
         while True:
-            if (letter := mailbox.receive()) is not None:
-                mailbox.answer(letter, letter.envelope)
+            if (order := transport.receive()) is not None:
+                transport.answer(order, order.envelope)
 
 
 @part
@@ -66,16 +68,25 @@ def exchange(parties: int = 10, size: int = 100_000, times: int = 20) -> bool:
         make_party(folder, name)
     files = (folder / "server.crt", folder / "server.key", folder / "ca.crt")
     address = Address("127.0.0.1", _free_port(), *files)
-    with closing(Office(address, {name: read_public_key(folder / f"{name}.pub") for name in names}, folder / "link.log")) as office:
-        children = [subprocess.Popen([sys.executable, __file__, "--echo", address.text, str(folder), name]) for name in names]
+    with closing(
+        CoordinatorTransport(
+            address,
+            {name: read_public_key(folder / f"{name}.pub") for name in names},
+            folder / "link.log",
+        )
+    ) as transport:
+        children = [
+            subprocess.Popen([sys.executable, __file__, "--echo", address.text, str(folder), name])
+            for name in names
+        ]
         try:
-            while len(office.seen()) < parties:
+            while len(transport.seen()) < parties:
                 time.sleep(0.1)
             took, body = [], os.urandom(size)
             for _ in range(times):
-                began, waiting = time.perf_counter(), office.post(dict.fromkeys(names, body))
+                began, waiting = time.perf_counter(), transport.post(dict.fromkeys(names, body))
                 while waiting:
-                    for number, data in office.collect(waiting, 1.0):
+                    for number, data in transport.collect(waiting, 1.0):
                         assert data == body
                         del waiting[number]
                 took.append(time.perf_counter() - began)
@@ -83,7 +94,9 @@ def exchange(parties: int = 10, size: int = 100_000, times: int = 20) -> bool:
             for child in children:
                 child.kill()
                 child.wait()
-    print(f"exchange: {size / 1000:.0f} kB each way, {parties} parties: {median(took):.2f} s (least {min(took):.2f}, most {max(took):.2f})")
+    print(
+        f"exchange: {size / 1000:.0f} kB each way, {parties} parties: {median(took):.2f} s (least {min(took):.2f}, most {max(took):.2f})"
+    )
     return True
 
 
@@ -93,7 +106,9 @@ def methods(clients: int = 4) -> bool:
     right = True
     for name, settings in METHODS.items():
         crosses = "known" if name == "fedstruct" else "none"
-        federation = fedloom.divide(fedloom.load("cora"), clients, "louvain", 0, cross_edges=crosses)
+        federation = fedloom.divide(
+            fedloom.load("cora"), clients, "louvain", 0, cross_edges=crosses
+        )
         chosen = {"model": "gcn-2x64", "seed": 1, **settings}
         hashes, took = {}, {}
         for engine in ("loop", "flower"):
@@ -102,7 +117,10 @@ def methods(clients: int = 4) -> bool:
             took[engine] = time.perf_counter() - began
         same = hashes["loop"] == hashes["flower"]
         right &= same
-        verdict, times = "same hash" if same else "ANOTHER HASH", f"{took['loop']:.1f} s in the loop, {took['flower']:.1f} s over Flower"
+        verdict, times = (
+            "same hash" if same else "ANOTHER HASH",
+            f"{took['loop']:.1f} s in the loop, {took['flower']:.1f} s over Flower",
+        )
         print(f"methods: {name}, Cora, {clients} parties: {verdict} ({times})", flush=True)
     return right
 
@@ -110,8 +128,12 @@ def methods(clients: int = 4) -> bool:
 class Watched:
     """A run over Flower whose parties can be killed and started again."""
 
-    def __init__(self, parties: int, rounds: int, on_round: Callable[[Any, Engine], None], **settings: Any):
-        federation = fedloom.divide(fedloom.load("synthetic:nodes=2000,features=32"), parties, "random", 0)
+    def __init__(
+        self, parties: int, rounds: int, on_round: Callable[[Any, Engine], None], **settings: Any
+    ):
+        federation = fedloom.divide(
+            fedloom.load("synthetic:nodes=2000,features=32"), parties, "random", 0
+        )
         self.engine: Any = None
         made = Engine.__init__
 
@@ -135,7 +157,9 @@ def death(times: int = 3) -> bool:
     killed, took = [], []
 
     def on_round(entry: Any, engine: Engine) -> None:
-        if killed and any(absence["cause"].startswith("no sign") for absence in entry.get("absent", ())):
+        if killed and any(
+            absence["cause"].startswith("no sign") for absence in entry.get("absent", ())
+        ):
             took.append(time.perf_counter() - killed.pop())
         if not killed and len(took) < times and entry["round"] % 2 == 0:
             victim = engine.parties[1 + len(took)]  # another one each time
@@ -143,7 +167,9 @@ def death(times: int = 3) -> bool:
             killed.append(time.perf_counter())
 
     Watched(8, 3 * times, on_round)
-    print(f"death: noticed after {', '.join(f'{t:.1f}' for t in took)} s (a round's other exchanges counted)")
+    print(
+        f"death: noticed after {', '.join(f'{t:.1f}' for t in took)} s (a round's other exchanges counted)"
+    )
     return bool(took) and max(took) < 20
 
 
@@ -160,29 +186,41 @@ def twenty() -> bool:
             victim.start()
         if entry["round"] == 19:
             memory["a party"] = max(_rss(party.process.pid) for party in engine.parties)
-            memory["the link"] = _rss(engine.coordinator.office._process.pid)
+            memory["the link"] = _rss(engine.coordinator.transport._process.pid)
             memory["the coordinator"] = _rss(os.getpid())
 
     began = time.perf_counter()
     result = Watched(20, 20, on_round).result
     summary = result.summary
     took, absences = time.perf_counter() - began, summary["absences"]
-    print(f"twenty: 20 parties, 20 rounds, three killed and started again: {summary['status']} after {took:.0f} s; absences {absences}")
+    print(
+        f"twenty: 20 parties, 20 rounds, three killed and started again: {summary['status']} after {took:.0f} s; absences {absences}"
+    )
     print("twenty: memory, MB: " + ", ".join(f"{who} {mb:.0f}" for who, mb in memory.items()))
-    back = [client for client in summary["absences"] if not any(a["client"] == client for a in result.history[-1].get("absent", ()))]
+    back = [
+        client
+        for client in summary["absences"]
+        if not any(a["client"] == client for a in result.history[-1].get("absent", ()))
+    ]
     print(f"twenty: back in the last round: {', '.join(back) or 'nobody'}")
     return summary["status"] == "completed"
 
 
 def _rss(pid: int) -> float:
-    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
+    line = next(
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("VmRSS")
+    )
     return int(line.split()[1]) / 1024
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--echo"]:
         echo(sys.argv[2], Path(sys.argv[3]), sys.argv[4])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", metavar="PART", help="which parts (default: all)")
     chosen = parser.parse_args().parts or list(PARTS)
     verdicts = [PARTS[name]() for name in chosen]

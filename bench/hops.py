@@ -38,19 +38,33 @@ def measure(dataset: str, hops: int, p: int, clients: int, prune: str) -> dict[s
 
 def main() -> None:
     """Prints a table in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--largest", type=int, default=10**6)
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:
         print(json.dumps(measure(*asked.one)))
         return
-    cases: list[tuple[str, int, int, int, str]] = [("pubmed", 20, 30, 10, "protocol"), ("pubmed", 20, 30, 10, "global")]
+    cases: list[tuple[str, int, int, int, str]] = [
+        ("pubmed", 20, 30, 10, "protocol"),
+        ("pubmed", 20, 30, 10, "global"),
+    ]
     sizes = [nodes for nodes in (10**4, 10**5, 10**6) if nodes <= asked.largest]
-    cases += [(SYNTHETIC.format(nodes=nodes), 3, 30, 10, prune) for prune in ("protocol", "global") for nodes in sizes]
+    cases += [
+        (SYNTHETIC.format(nodes=nodes), 3, 30, 10, prune)
+        for prune in ("protocol", "global")
+        for nodes in sizes
+    ]
     print(f"| {HEAD} |\n" + "|---" * HEAD.count("|") + "|---|")
     for case in cases:
-        out = subprocess.run([sys.executable, __file__, "--one", json.dumps(case)], check=True, stdout=subprocess.PIPE, text=True).stdout
+        out = subprocess.run(
+            [sys.executable, __file__, "--one", json.dumps(case)],
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        ).stdout
         m = json.loads(out.splitlines()[-1])
         dataset, hops, p, clients, prune = case
         each = 1e6 * m["seconds"] / m["nodes"] / (hops - 1)

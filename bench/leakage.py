@@ -35,23 +35,48 @@ mpl.use("agg")
 from matplotlib import pyplot as plt
 
 DATASETS, SEEDS = ("cora", "pubmed", "photo"), 3
-MADE: dict[str, dict[str, Any]] = {"FedGH": {}, "w/o C": {"regulated": False}, "without diffusion": {"diffused": False}}
-EMBEDDED = {"DGI at home": {"refine_by": "local"}, "FedGH": {}, "without diffusion": {"diffused": False}}
-ONLY_ON = {"w/o C": ("cora",)}  # where nothing but the condition ties rows to nodes, one dataset shows it
+MADE: dict[str, dict[str, Any]] = {
+    "FedGH": {},
+    "w/o C": {"regulated": False},
+    "without diffusion": {"diffused": False},
+}
+EMBEDDED = {
+    "DGI at home": {"refine_by": "local"},
+    "FedGH": {},
+    "without diffusion": {"diffused": False},
+}
+ONLY_ON = {
+    "w/o C": ("cora",)
+}  # where nothing but the condition ties rows to nodes, one dataset shows it
 AT_MOST = 1000  # nodes of a pair of clients whose silhouette is taken
 
 
 def federation(data: str, seed: int) -> Federation:
     """Ten clients by Louvain."""
-    return make_recipe({"data": {"dataset": data, "split": "20/40/40"}, "partition": {"clients": 10}, "run": {"seed": seed}}).federation()
+    return make_recipe(
+        {
+            "data": {"dataset": data, "split": "20/40/40"},
+            "partition": {"clients": 10},
+            "run": {"seed": seed},
+        }
+    ).federation()
 
 
-def clients_of(parties: Federation, seed: int, **settings: Any) -> tuple[Any, dict[str, Client], Server]:
+def clients_of(
+    parties: Federation, seed: int, **settings: Any
+) -> tuple[Any, dict[str, Client], Server]:
     """A FedGH, its clients, and a server that asks them, as in a run."""
     method = make_method("fedgh", settings)
     facts = agree_on_facts(method, "fedgh", parties.roster, "gcn-2x64", 0.5, RunSettings(seed=seed))
-    clients = {name: Client(name, graph, facts) for name, graph in zip(parties.names, parties.graphs, strict=True)}
-    return method, clients, Server(method, facts, Engine(method, clients.values()).call, RoundPolicy("local"), None)  # type: ignore[arg-type]
+    clients = {
+        name: Client(name, graph, facts)
+        for name, graph in zip(parties.names, parties.graphs, strict=True)
+    }
+    return (
+        method,
+        clients,
+        Server(method, facts, Engine(method, clients.values()).call, RoundPolicy("local"), None),
+    )  # type: ignore[arg-type]
 
 
 def spread(values: list[float]) -> str:
@@ -74,12 +99,29 @@ def leaks() -> str:
                 rng = torch.Generator().manual_seed(seed)
                 found.append(mean(reidentified(graphs[c].x, x) for c, (x, _) in sent.items()))
                 chance.append(mean(1 / graphs[c].num_nodes for c in sent))
-                edges.append(mean(edge_auc(graphs[c].edge_index, x, links, rng) for c, (x, links) in sent.items()))
+                edges.append(
+                    mean(
+                        edge_auc(graphs[c].edge_index, x, links, rng)
+                        for c, (x, links) in sent.items()
+                    )
+                )
                 # What anybody could guess from the real features without a pseudo-graph: how much is the data's own homophily
-                alone.append(mean(edge_auc(graphs[c].edge_index, graphs[c].x, links[:, :0], rng) for c, (_, links) in sent.items()))
+                alone.append(
+                    mean(
+                        edge_auc(graphs[c].edge_index, graphs[c].x, links[:, :0], rng)
+                        for c, (_, links) in sent.items()
+                    )
+                )
             rows.append([data, row, *map(spread, (found, chance, edges, alone))])
             print(rows[-1], flush=True)
-    head = ["data", "made by", "rows re-identified", "by chance", "edges inferred, AUC (chance 0.5)", "AUC from the real features alone"]
+    head = [
+        "data",
+        "made by",
+        "rows re-identified",
+        "by chance",
+        "edges inferred, AUC (chance 0.5)",
+        "AUC from the real features alone",
+    ]
     return markdown(head, rows)
 
 
@@ -88,7 +130,9 @@ def quality(z: torch.Tensor, y: torch.Tensor) -> tuple[float, float, float]:
     rows, classes = z.numpy().astype(np.float64), len(y.unique())
     guessed = KMeans(classes, n_init=3, random_state=0).fit_predict(rows)
     some = np.random.default_rng(0).permutation(len(rows))[:AT_MOST]
-    shape = silhouette_score(rows[some], y.numpy()[some]) if len(y[some].unique()) > 1 else float("nan")
+    shape = (
+        silhouette_score(rows[some], y.numpy()[some]) if len(y[some].unique()) > 1 else float("nan")
+    )
     return normalized_mutual_info_score(y, guessed), adjusted_rand_score(y, guessed), float(shape)
 
 
@@ -99,14 +143,24 @@ def clustering() -> str:
         tables: dict[str, dict[str, torch.Tensor]] = {}
         parties = federation(data, 0)
         labels = dict(zip(parties.names, (g.y for g in parties.graphs), strict=True))
-        tables["features"] = dict(zip(parties.names, (directions(g.x) for g in parties.graphs), strict=True))  # as `refined` treats H̃
+        tables["features"] = dict(
+            zip(parties.names, (directions(g.x) for g in parties.graphs), strict=True)
+        )  # as `refined` treats H̃
         for row, settings in EMBEDDED.items():
             method, clients, server = clients_of(parties, 0, **settings)
             method.prepare_clients(server)
-            tables[row] = {name: client.full_graph.x[:, -method.embedding_width :] for name, client in clients.items()}
+            tables[row] = {
+                name: client.full_graph.x[:, -method.embedding_width :]
+                for name, client in clients.items()
+            }
         for row, z in tables.items():
-            both = [quality(torch.cat([z[a], z[b]]), torch.cat([labels[a], labels[b]])) for a, b in combinations(z, 2)]
-            rows.append([data, row, *(f"{np.nanmean(column):.3f}" for column in zip(*both, strict=True))])
+            both = [
+                quality(torch.cat([z[a], z[b]]), torch.cat([labels[a], labels[b]]))
+                for a, b in combinations(z, 2)
+            ]
+            rows.append(
+                [data, row, *(f"{np.nanmean(column):.3f}" for column in zip(*both, strict=True))]
+            )
             print(rows[-1], flush=True)
     return markdown(["data", "rows", "NMI", "ARI", "silhouette of the classes"], rows)
 
@@ -119,10 +173,17 @@ def picture(path: Path) -> None:
         client = next(iter(clients.values()))
         graph = client.full_graph
         x, links = method.pseudo_graph(client)
-        drawn = {"its own": (graph.x, pairs(graph.edge_index, graph.num_nodes)), "pseudo-graph": (x, links)}
+        drawn = {
+            "its own": (graph.x, pairs(graph.edge_index, graph.num_nodes)),
+            "pseudo-graph": (x, links),
+        }
         for axis, (title, (features, ends)) in zip(row, drawn.items(), strict=True):
-            place = TSNE(random_state=0, init="pca", perplexity=min(30, graph.num_nodes / 4)).fit_transform(features.numpy())
-            axis.add_collection(LineCollection(list(place[ends.T.numpy()]), colors="0.8", linewidths=0.2, zorder=0))
+            place = TSNE(
+                random_state=0, init="pca", perplexity=min(30, graph.num_nodes / 4)
+            ).fit_transform(features.numpy())
+            axis.add_collection(
+                LineCollection(list(place[ends.T.numpy()]), colors="0.8", linewidths=0.2, zorder=0)
+            )
             axis.scatter(*place.T, c=graph.y.numpy(), cmap="tab10", s=6)
             axis.set(title=f"{data}, client 0: {title}", xticks=[], yticks=[])
     figure.tight_layout()

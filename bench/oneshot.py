@@ -11,17 +11,50 @@ from typing import Any
 
 from sweep import put_between, spread, sweep
 
-DATASETS, PARTITIONS, CLIENTS, SEEDS = ("cora", "citeseer", "pubmed"), ("louvain+", "metis+"), (10, 20), 3
+DATASETS, PARTITIONS, CLIENTS, SEEDS = (
+    ("cora", "citeseer", "pubmed"),
+    ("louvain+", "metis+"),
+    (10, 20),
+    3,
+)
 LOCAL = {"epochs": 20, "finetune": 100}  # 20 by validation, see docs/results.md
 Tables = dict[str, dict[str, Any]]
 # The authors' settings, see docs/results.md; one partition and split for all seeds, as in the paper.
 _COMMON = {"lr_local": 5e-5, "beta": 0.2, "spread_steps": 2, "spread": 0.9, "waits": 10}
-_PUBMED = {"gamma_min": 0.05, "spread_steps": 4, "spread": 0.6, "expand_confidence": 0.95, "expand_degree": 0, "waits": 5}
+_PUBMED = {
+    "gamma_min": 0.05,
+    "spread_steps": 4,
+    "spread": 0.6,
+    "expand_confidence": 0.95,
+    "expand_degree": 0,
+    "waits": 5,
+}
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
-    ("cora", "louvain+"): {**_COMMON, "gamma_max": 0.15, "expand_confidence": 1.0, "expand_degree": 20},
-    ("cora", "metis+"): {**_COMMON, "gamma_max": 0.2, "expand_confidence": 0.95, "expand_degree": 0},
-    ("citeseer", "louvain+"): {**_COMMON, "gamma_max": 0.2, "expand_confidence": 0.95, "expand_degree": 3},
-    ("citeseer", "metis+"): {**_COMMON, "gamma_max": 0.15, "gamma_min": 0.05, "expand_confidence": 0.95, "expand_degree": 3},
+    ("cora", "louvain+"): {
+        **_COMMON,
+        "gamma_max": 0.15,
+        "expand_confidence": 1.0,
+        "expand_degree": 20,
+    },
+    ("cora", "metis+"): {
+        **_COMMON,
+        "gamma_max": 0.2,
+        "expand_confidence": 0.95,
+        "expand_degree": 0,
+    },
+    ("citeseer", "louvain+"): {
+        **_COMMON,
+        "gamma_max": 0.2,
+        "expand_confidence": 0.95,
+        "expand_degree": 3,
+    },
+    ("citeseer", "metis+"): {
+        **_COMMON,
+        "gamma_max": 0.15,
+        "gamma_min": 0.05,
+        "expand_confidence": 0.95,
+        "expand_degree": 3,
+    },
     ("pubmed", "louvain+"): {**_PUBMED, "lr_local": 0.001, "beta": 1.0, "gamma_max": 0.1},
     ("pubmed", "metis+"): {**_PUBMED, "lr_local": 0.002, "beta": 5.0, "gamma_max": 0.2},
 }
@@ -38,18 +71,88 @@ ABLATIONS = {
 # What the paper prints, accuracy / macro-F1.
 PAPER = {
     "louvain+": {
-        "Local": ("67.2 / 41.8", "61.6 / 30.4", "59.8 / 42.7", "57.9 / 36.4", "81.7 / 64.6", "81.8 / 58.0"),
-        "FedAvg + ft": ("69.7 / 45.1", "63.2 / 31.8", "63.9 / 46.0", "61.5 / 40.6", "78.2 / 42.2", "78.6 / 41.6"),
-        "DENSE": ("69.9 / 45.4", "63.2 / 31.7", "64.1 / 46.0", "61.7 / 40.7", "78.2 / 42.0", "78.6 / 41.6"),
-        "Co-Boost": ("70.0 / 45.4", "63.2 / 31.7", "64.2 / 46.0", "61.9 / 40.8", "78.1 / 41.8", "78.7 / 41.8"),
-        "O-pFGL": ("76.43 / 61.58", "69.84 / 49.37", "71.61 / 58.24", "68.69 / 50.26", "82.71 / 66.40", "82.04 / 58.79"),
+        "Local": (
+            "67.2 / 41.8",
+            "61.6 / 30.4",
+            "59.8 / 42.7",
+            "57.9 / 36.4",
+            "81.7 / 64.6",
+            "81.8 / 58.0",
+        ),
+        "FedAvg + ft": (
+            "69.7 / 45.1",
+            "63.2 / 31.8",
+            "63.9 / 46.0",
+            "61.5 / 40.6",
+            "78.2 / 42.2",
+            "78.6 / 41.6",
+        ),
+        "DENSE": (
+            "69.9 / 45.4",
+            "63.2 / 31.7",
+            "64.1 / 46.0",
+            "61.7 / 40.7",
+            "78.2 / 42.0",
+            "78.6 / 41.6",
+        ),
+        "Co-Boost": (
+            "70.0 / 45.4",
+            "63.2 / 31.7",
+            "64.2 / 46.0",
+            "61.9 / 40.8",
+            "78.1 / 41.8",
+            "78.7 / 41.8",
+        ),
+        "O-pFGL": (
+            "76.43 / 61.58",
+            "69.84 / 49.37",
+            "71.61 / 58.24",
+            "68.69 / 50.26",
+            "82.71 / 66.40",
+            "82.04 / 58.79",
+        ),
     },
     "metis+": {
-        "Local": ("75.2 / 31.0", "71.6 / 20.9", "64.7 / 37.4", "61.4 / 26.2", "83.2 / 56.6", "83.2 / 55.2"),
-        "FedAvg + ft": ("76.2 / 31.4", "73.1 / 18.4", "66.5 / 35.9", "62.6 / 28.5", "79.3 / 33.8", "79.9 / 34.8"),
-        "DENSE": ("76.2 / 31.6", "72.6 / 20.2", "65.6 / 37.9", "61.4 / 29.7", "79.3 / 33.8", "79.9 / 34.9"),
-        "Co-Boost": ("76.5 / 31.9", "73.4 / 18.5", "64.6 / 31.4", "61.3 / 25.9", "76.6 / 29.9", "80.0 / 35.0"),
-        "O-pFGL": ("81.79 / 50.85", "78.31 / 37.21", "72.76 / 50.94", "68.88 / 41.95", "83.99 / 61.03", "83.94 / 56.61"),
+        "Local": (
+            "75.2 / 31.0",
+            "71.6 / 20.9",
+            "64.7 / 37.4",
+            "61.4 / 26.2",
+            "83.2 / 56.6",
+            "83.2 / 55.2",
+        ),
+        "FedAvg + ft": (
+            "76.2 / 31.4",
+            "73.1 / 18.4",
+            "66.5 / 35.9",
+            "62.6 / 28.5",
+            "79.3 / 33.8",
+            "79.9 / 34.8",
+        ),
+        "DENSE": (
+            "76.2 / 31.6",
+            "72.6 / 20.2",
+            "65.6 / 37.9",
+            "61.4 / 29.7",
+            "79.3 / 33.8",
+            "79.9 / 34.9",
+        ),
+        "Co-Boost": (
+            "76.5 / 31.9",
+            "73.4 / 18.5",
+            "64.6 / 31.4",
+            "61.3 / 25.9",
+            "76.6 / 29.9",
+            "80.0 / 35.0",
+        ),
+        "O-pFGL": (
+            "81.79 / 50.85",
+            "78.31 / 37.21",
+            "72.76 / 50.94",
+            "68.88 / 41.95",
+            "83.99 / 61.03",
+            "83.94 / 56.61",
+        ),
     },
 }
 
@@ -69,7 +172,11 @@ def printed(text: str) -> tuple[float, float]:
 
 def setting_of(data: str, partition: str, clients: int, **method: Any) -> Tables:
     """O-pFGL on a graph and a partition, with other settings, or another method there."""
-    settings = {"name": "opfgl", **SETTINGS[data, partition]} if method.get("name", "opfgl") == "opfgl" else {}
+    settings = (
+        {"name": "opfgl", **SETTINGS[data, partition]}
+        if method.get("name", "opfgl") == "opfgl"
+        else {}
+    )
     return {
         "data": {"dataset": data, "split": "20/40/40"}, "partition": {"name": partition, "clients": clients, "seed": 42},
         "model": {"name": "gcn-2x64", "dropout": 0}, "method": {**settings, **method},
@@ -95,14 +202,27 @@ def main() -> None:
     for clients in CLIENTS:
         for data in DATASETS:
             for partition in PARTITIONS:
-                recipes |= {f"{data} {partition} {clients} {m}": tables for m, tables in methods(data, partition, clients).items()}
+                recipes |= {
+                    f"{data} {partition} {clients} {m}": tables
+                    for m, tables in methods(data, partition, clients).items()
+                }
     for data in ("cora", "citeseer"):
         for label, changed in ABLATIONS.items():
             recipes[f"{data} louvain+ 10 {label}"] = setting_of(data, "louvain+", 10, **changed)
-    found = sweep(recipes, SEEDS, lambda label, seed, s: print(f"{label}, seed {seed}: {s['seconds']['total']:.0f} s", flush=True), kept)
+    found = sweep(
+        recipes,
+        SEEDS,
+        lambda label, seed, s: print(
+            f"{label}, seed {seed}: {s['seconds']['total']:.0f} s", flush=True
+        ),
+        kept,
+    )
     parts = [_against_paper(found, partition) for partition in PARTITIONS]
     parts.append(_ablation(found))
-    lines = [f"{json.dumps(label)}: {json.dumps([_short(s) for s in runs])}" for label, runs in found.items()]
+    lines = [
+        f"{json.dumps(label)}: {json.dumps([_short(s) for s in runs])}"
+        for label, runs in found.items()
+    ]
     target.with_name("results-oneshot.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
     put_between(target, "oneshot", "\n".join(parts))
 
@@ -117,22 +237,42 @@ def _cell(runs: list[dict[str, Any]]) -> str:
 
 def _against_paper(found: dict[str, list[dict[str, Any]]], partition: str) -> str:
     columns = [(data, clients) for data in DATASETS for clients in CLIENTS]
-    lines = [f"### {partition}", "", "| accuracy / macro-F1 | " + " | ".join(f"{d}, {c} clients" for d, c in columns) + " |"]
+    lines = [
+        f"### {partition}",
+        "",
+        "| accuracy / macro-F1 | " + " | ".join(f"{d}, {c} clients" for d, c in columns) + " |",
+    ]
     lines.append("|---" * (len(columns) + 1) + "|")
     for label in PAPER[partition]:
         cells = [found[f"{data} {partition} {clients} {label}"] for data, clients in columns]
         lines.append(f"| {label} | " + " | ".join(map(_cell, cells)) + " |")
-        lines.append("| *paper* | " + " | ".join(f"*{_rounded(value)}*" for value in PAPER[partition][label]) + " |")
+        lines.append(
+            "| *paper* | "
+            + " | ".join(f"*{_rounded(value)}*" for value in PAPER[partition][label])
+            + " |"
+        )
     gains = []
     for data, clients in columns:
-        ours, alone = (found[f"{data} {partition} {clients} {label}"] for label in ("O-pFGL", "Local"))
-        gains.append(" / ".join(f"{100 * (mean(s[m] for s in ours) - mean(s[m] for s in alone)):+.1f}" for m in ("accuracy", "f1_macro")))
+        ours, alone = (
+            found[f"{data} {partition} {clients} {label}"] for label in ("O-pFGL", "Local")
+        )
+        gains.append(
+            " / ".join(
+                f"{100 * (mean(s[m] for s in ours) - mean(s[m] for s in alone)):+.1f}"
+                for m in ("accuracy", "f1_macro")
+            )
+        )
     lines.append("| **O-pFGL over Local** | " + " | ".join(gains) + " |")
     return "\n".join(lines) + "\n"
 
 
 def _ablation(found: dict[str, list[dict[str, Any]]]) -> str:
-    lines = ["### Ablation, louvain+, 10 clients", "", "| accuracy / macro-F1 | cora | citeseer |", "|---|---|---|"]
+    lines = [
+        "### Ablation, louvain+, 10 clients",
+        "",
+        "| accuracy / macro-F1 | cora | citeseer |",
+        "|---|---|---|",
+    ]
     for label in ("O-pFGL", *ABLATIONS):
         cells = [_cell(found[f"{data} louvain+ 10 {label}"]) for data in ("cora", "citeseer")]
         lines.append(f"| {label} | {' | '.join(cells)} |")
@@ -141,7 +281,11 @@ def _ablation(found: dict[str, list[dict[str, Any]]]) -> str:
 
 def _short(s: dict[str, Any]) -> dict[str, Any]:
     keys = ("method", "seed", "accuracy", "f1_macro", "val_accuracy", "history_hash")
-    return {**{k: s[k] for k in keys}, "seconds": s["seconds"]["total"], "settings": s["config"]["method"]}
+    return {
+        **{k: s[k] for k in keys},
+        "seconds": s["seconds"]["total"],
+        "settings": s["config"]["method"],
+    }
 
 
 if __name__ == "__main__":

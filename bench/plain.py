@@ -21,10 +21,14 @@ class GCN(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
         """Logits."""
-        return self.second(F.dropout(F.relu(self.first(x, edge_index)), 0.5, self.training), edge_index)
+        return self.second(
+            F.dropout(F.relu(self.first(x, edge_index)), 0.5, self.training), edge_index
+        )
 
 
-def fedavg(federation: fedloom.Federation, rounds: int, epochs: int) -> Iterator[tuple[float, float]]:
+def fedavg(
+    federation: fedloom.Federation, rounds: int, epochs: int
+) -> Iterator[tuple[float, float]]:
     """Takes a federation, yields each round's validation and test accuracy, averaged by the clients' sizes."""
     features, classes = federation.num_features, federation.num_classes
     nets = [GCN(features, classes) for _ in federation.graphs]
@@ -40,7 +44,10 @@ def fedavg(federation: fedloom.Federation, rounds: int, epochs: int) -> Iterator
                 optimizer.zero_grad()
                 F.cross_entropy(net(g.x, g.edge_index)[g.train], g.y[g.train]).backward()
                 optimizer.step()
-        state = {k: sum(s * net.state_dict()[k] for s, net in zip(shares, nets, strict=True)) for k in state}
+        state = {
+            k: sum(s * net.state_dict()[k] for s, net in zip(shares, nets, strict=True))
+            for k in state
+        }
         val = test = 0.0
         for net, share, g in zip(nets, shares.tolist(), federation.graphs, strict=True):
             net.eval()

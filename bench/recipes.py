@@ -26,7 +26,13 @@ import oneshot
 from fedloom.experiments.recipe import make_recipe, read_tables
 
 ROOT = Path(__file__).resolve().parent.parent
-FAMILIES = {"fedstruct": "FedStruct", "opfgl": "O-pFGL", "fedpg": "FedPG", "fedgkc": "FedGKC", "fedgh": "FedGH"}
+FAMILIES = {
+    "fedstruct": "FedStruct",
+    "opfgl": "O-pFGL",
+    "fedpg": "FedPG",
+    "fedgkc": "FedGKC",
+    "fedgh": "FedGH",
+}
 MARGIN = 2.0  # points below the kept result that are no failure: three seeds on another machine
 # Floors that were set with the methods, closer than MARGIN; they stay.
 FLOORS = {
@@ -35,7 +41,14 @@ FLOORS = {
     "opfgl/citeseer-metisplus10.toml": 69.5, "opfgl/pubmed-louvainplus10.toml": 83.2, "opfgl/pubmed-metisplus10.toml": 83.7,
 }  # fmt: skip
 Tables = dict[str, dict[str, Any]]
-NAMES = {"citeseer": "CiteSeer", "pubmed": "PubMed", "cs": "CS", "imdb-binary": "IMDB-BINARY", "proteins": "PROTEINS", "nci1": "NCI1"}
+NAMES = {
+    "citeseer": "CiteSeer",
+    "pubmed": "PubMed",
+    "cs": "CS",
+    "imdb-binary": "IMDB-BINARY",
+    "proteins": "PROTEINS",
+    "nci1": "NCI1",
+}
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,9 @@ class Number:
     def is_plain(self) -> bool:
         """Whether it is the method itself on a federation, not one of its variants."""
         data, given = self.tables.get("data", {}).get("dataset"), self.tables.get("partition", {})
-        return self.path.endswith(f"/{file_name(data, given.get('name', ''), given.get('clients', 0))}")
+        return self.path.endswith(
+            f"/{file_name(data, given.get('name', ''), given.get('clients', 0))}"
+        )
 
 
 def kept_file(name: str) -> Path:
@@ -135,7 +150,12 @@ def _fedstruct() -> Iterator[Number]:
                     yield _struct(row, variant, (data, partition, clients), value)
     column = ("minesweeper", "random", 10)
     tables = fedstruct.recipe("FedStruct, HOP2VEC, pruned globally", column)
-    local = {"name": "local", "rounds": 100, "epochs": 1, **{key: tables["method"][key] for key in ("lr", "weight_decay")}}
+    local = {
+        "name": "local",
+        "rounds": 100,
+        "epochs": 1,
+        **{key: tables["method"][key] for key in ("lr", "weight_decay")},
+    }
     yield Number(
         "fedstruct/minesweeper-random10.toml", "none: FedStruct has no such number (Minesweeper)", None,
         "Clients know the edges between them; the dataset's own first split.", tables, {**tables, "method": local}, "fedstruct",
@@ -148,12 +168,19 @@ def _struct(row: str, variant: str, column: fedstruct.Column, value: float) -> N
     taken, remark = row, ""
     if not variant and column == ("cora", "random", 10):
         taken = fedstruct.OURS
-        validated = (kept_results("fedstruct").get(fedstruct.label(each, column), []) for each in (taken, row))
+        validated = (
+            kept_results("fedstruct").get(fedstruct.label(each, column), [])
+            for each in (taken, row)
+        )
         ours, theirs = (100 * mean(s["val_accuracy"] for s in runs) for runs in validated)
         remark = f"Pruned by the protocol, which validates better ({ours:.1f}) than the global rule of the paper's number ({theirs:.1f})."
     if data == "pubmed":
         remark = "The paper's settings; neither they nor Local's were chosen by validation."
-        remark += " After 20 hops nothing is 0: some 400 million numbers, which may not fit into memory." if variant == "unpruned" else ""
+        remark += (
+            " After 20 hops nothing is 0: some 400 million numbers, which may not fit into memory."
+            if variant == "unpruned"
+            else ""
+        )
     how = {"random": "at random", "louvain-cyclic": "by Louvain", "kmeans": "by k-means"}[partition]
     label = fedstruct.label(taken, column)
     form = row.removeprefix("FedStruct, ").removesuffix(", pruned globally")
@@ -183,7 +210,9 @@ def _opfgl() -> Iterator[Number]:
         accuracy, f1 = oneshot.printed(said)
         ours, local = (
             {**tables, "model": {**tables["model"], "name": oneshot.TEN}}
-            for tables in (oneshot.setting_of(data, partition, 10, name=name) for name in ("opfgl", "local"))
+            for tables in (
+                oneshot.setting_of(data, partition, 10, name=name) for name in ("opfgl", "local")
+            )
         )
         yield Number(
             f"opfgl/{file_name(data, partition, 10, 'ten-models')}",
@@ -198,10 +227,22 @@ _PG_NODES = (
     "20/40/40 per client and class; each client's own model at the best validation round, clients weighted by size; 40 rounds "
     "(the paper: 100)."
 )
-_PG_PARTS = {"no RF context": "no-context", "no margin": "no-margin", "not personal": "not-personal"}
+_PG_PARTS = {
+    "no RF context": "no-context",
+    "no margin": "no-margin",
+    "not personal": "not-personal",
+}
 
 
-def _pg_nodes(data: str, source: str, paper: float | None, label: str, variant: str = "", kind: str = "GAMLP", **settings: Any) -> Number:
+def _pg_nodes(
+    data: str,
+    source: str,
+    paper: float | None,
+    label: str,
+    variant: str = "",
+    kind: str = "GAMLP",
+    **settings: Any,
+) -> Number:
     method = {**fedpg.METHODS["FedPG"], **settings}
     return Number(
         f"fedpg/{file_name(data, 'metis', 10, variant)}", source, paper, _PG_NODES, fedpg.nodes(data, fedpg.MODELS[kind], method),
@@ -211,18 +252,34 @@ def _pg_nodes(data: str, source: str, paper: float | None, label: str, variant: 
 
 
 def _fedpg() -> Iterator[Number]:
-    for data, value, noisy in zip(fedpg.DATASETS, fedpg.PAPER["FedPG"], fedpg.PAPER["FedPG, 10 % noise"], strict=True):
+    for data, value, noisy in zip(
+        fedpg.DATASETS, fedpg.PAPER["FedPG"], fedpg.PAPER["FedPG, 10 % noise"], strict=True
+    ):
         where = f"{_title(data)} by Metis, 10 clients"
-        yield _pg_nodes(data, f"FedPG Table V, GAMLP, {where}", value, f"nodes GAMLP, {data}: FedPG")
+        yield _pg_nodes(
+            data, f"FedPG Table V, GAMLP, {where}", value, f"nodes GAMLP, {data}: FedPG"
+        )
         label = f"parts, {data}: 10 % noise"
-        yield _pg_nodes(data, f"FedPG Table V, GAMLP, 10 % noise, {where}", noisy, label, "noise10", **fedpg.PARTS["10 % noise"])
+        yield _pg_nodes(
+            data,
+            f"FedPG Table V, GAMLP, 10 % noise, {where}",
+            noisy,
+            label,
+            "noise10",
+            **fedpg.PARTS["10 % noise"],
+        )
     for row, values in fedpg.PAPER_PARTS.items():
         for data, value in zip(fedpg.PAPER_PARTS_ON, values, strict=True):
             source = f"FedPG Table X, {row}, {_title(data)} by Metis, 10 clients"
-            yield _pg_nodes(data, source, value, f"parts, {data}: {row}", _PG_PARTS[row], **fedpg.PARTS[row])
+            yield _pg_nodes(
+                data, source, value, f"parts, {data}: {row}", _PG_PARTS[row], **fedpg.PARTS[row]
+            )
     source = "none: FedPG prints five architectures on arxiv and Flickr only (Table VI)"
     yield _pg_nodes("cora", source, None, "nodes five, cora: FedPG", "five", "five")
-    ours, local = (fedpg.nodes("physics", fedpg.MODELS["GCN"], fedpg.METHODS[row], "louvain") for row in ("FedPG", "Local"))
+    ours, local = (
+        fedpg.nodes("physics", fedpg.MODELS["GCN"], fedpg.METHODS[row], "louvain")
+        for row in ("FedPG", "Local")
+    )
     yield Number(
         "fedpg/physics-louvain10.toml", "FedPG Table VII, Physics by Louvain, 10 clients", fedpg.PAPER_PHYSICS, _PG_NODES, ours, local,
         "fedpg", "traffic, physics: FedPG", "traffic, physics: Local", remark="The table's model is not named; a GCN here.",
@@ -232,12 +289,20 @@ def _fedpg() -> Iterator[Number]:
         yield _pg_graphs(data, "iid", {"name": "uniform"}, iid, also={"auc": auc})
         for alpha, value in {**fedpg.PAPER_DIRICHLET[data], "0.5": at_half}.items():
             yield _pg_graphs(data, alpha, {"name": "dirichlet", "alpha": float(alpha)}, value)
-    yield _pg_graphs("COLLAB", "0.5", {"name": "dirichlet", "alpha": 0.5}, None, seeds=1, minutes=240)
+    yield _pg_graphs(
+        "COLLAB", "0.5", {"name": "dirichlet", "alpha": 0.5}, None, seeds=1, minutes=240
+    )
 
 
-def _pg_graphs(data: str, how: str, partition: dict[str, Any], value: float | None, **more: Any) -> Number:
+def _pg_graphs(
+    data: str, how: str, partition: dict[str, Any], value: float | None, **more: Any
+) -> Number:
     variant, spread = ("", "uniformly") if how == "iid" else (f"alpha{how}", f"by Dirichlet {how}")
-    source = f"FedPG's table of graph tasks, {data} {spread}, 10 clients" if value else "none: FedPG's value for COLLAB is not at hand"
+    source = (
+        f"FedPG's table of graph tasks, {data} {spread}, 10 clients"
+        if value
+        else "none: FedPG's value for COLLAB is not at hand"
+    )
     return Number(
         f"fedpg/{file_name(data.lower(), partition['name'], 10, variant)}", source, value,
         "80/10/10 (of the paper's 90 % for training a ninth validates); each client's own GIN at the best validation round; 30 rounds.",
@@ -271,16 +336,35 @@ def _fedgkc() -> Iterator[Number]:
         source = "Table II, five architectures" if deal == "A" else "Table III, five scales"
         for data, value in zip(fedgkc.DATASETS, rows["FedGKC"], strict=True):
             labels = (f"{deal} {clients}, {data}: FedGKC", f"{deal} {clients}, {data}: Local")
-            yield _gkc(source, value, data, clients, fedgkc.DEALS[deal], "" if deal == "A" else "scales", labels)
+            yield _gkc(
+                source,
+                value,
+                data,
+                clients,
+                fedgkc.DEALS[deal],
+                "" if deal == "A" else "scales",
+                labels,
+            )
     for data, value in zip(fedgkc.ONE_MODEL_ON, fedgkc.PAPER_ONE_MODEL["FedGKC"], strict=True):
         labels = (f"one model, {data}: FedGKC", f"one model, {data}: Local")
         yield _gkc("Table IV, one architecture", value, data, 10, ("gcn-2x64",), "gcn", labels)
     for clients, parts in fedgkc.PAPER_PARTS.items():
         for row, variant in _GKC_PARTS.items():
             for data, value in zip(fedgkc.PARTS_ON, parts[row], strict=True):
-                label = f"parts, {data}: {row}" if clients == 10 else f"parts {clients}, {data}: {row}"
+                label = (
+                    f"parts, {data}: {row}" if clients == 10 else f"parts {clients}, {data}: {row}"
+                )
                 labels = (label, f"A {clients}, {data}: Local")
-                yield _gkc(f"Table V, {row}", value, data, clients, fedgkc.DEALS["A"], variant, labels, **fedgkc.PARTS[row])
+                yield _gkc(
+                    f"Table V, {row}",
+                    value,
+                    data,
+                    clients,
+                    fedgkc.DEALS["A"],
+                    variant,
+                    labels,
+                    **fedgkc.PARTS[row],
+                )
 
 
 # ---- FedGH ----
@@ -292,7 +376,9 @@ def _fedgh() -> Iterator[Number]:
     for row, variant in {"FedGH + FedAvg": "", "FedGH + FedTAD": "fedtad"}.items():
         for data, values in fedgh.PAPER[row].items():
             for at, (clients, value) in enumerate(zip(fedgh.CLIENTS, values, strict=True)):
-                table = "FedGH Tables 1 and 2" if not variant else "FedGH's table in front of FedTAD"
+                table = (
+                    "FedGH Tables 1 and 2" if not variant else "FedGH's table in front of FedTAD"
+                )
                 yield Number(
                     f"fedgh/{file_name(data, 'louvain', clients, variant)}", f"{table}, {_title(data)}, {clients} clients", value, protocol,
                     fedgh.task(data, clients, fedgh.METHODS[row]), fedgh.task(data, clients, fedgh.METHODS["Local"]), "fedgh",
@@ -311,7 +397,11 @@ def run_tables(number: Number) -> tuple[Tables, Tables]:
 
 def _in_engine_of(runs: list[dict[str, Any]], tables: Tables) -> Tables:
     engine = runs[0].get("engine", "loop") if runs else "loop"
-    return tables if engine == "loop" else {**tables, "run": {**tables.get("run", {}), "engine": engine}}
+    return (
+        tables
+        if engine == "loop"
+        else {**tables, "run": {**tables.get("run", {}), "engine": engine}}
+    )
 
 
 def expectation(number: Number) -> dict[str, Any]:
@@ -332,11 +422,20 @@ def _minutes(number: Number) -> float:
     if not ours or "seconds" not in ours[0]:
         return number.minutes
     one = mean(s["seconds"] for s in ours)
-    if number.family == "fedgh":  # kept runs shared their pseudo-graphs: what making them takes is in those that were first
+    if (
+        number.family == "fedgh"
+    ):  # kept runs shared their pseudo-graphs: what making them takes is in those that were first
         clients, _, data = number.label.partition(":")[0].partition(", ")
         alike = (f"{clients}, {data}:", *([f"parts, {data}:"] if clients == "10" else []))
-        one = max(mean(s["seconds"] for s in runs) for label, runs in kept_results("fedgh").items() if label.startswith(alike))
-    return round(max(0.1, number.seeds * (one + (mean(s["seconds"] for s in local) if local else 0)) / 120), 1)
+        one = max(
+            mean(s["seconds"] for s in runs)
+            for label, runs in kept_results("fedgh").items()
+            if label.startswith(alike)
+        )
+    return round(
+        max(0.1, number.seeds * (one + (mean(s["seconds"] for s in local) if local else 0)) / 120),
+        1,
+    )
 
 
 def text(number: Number) -> str:
@@ -346,23 +445,41 @@ def text(number: Number) -> str:
     held = "Not run over seeds yet: nothing is held to."
     if ours:
         score = 100 * mean(s[number.metric] for s in ours)
-        why = f"at_least is {MARGIN:g} points below" if number.path not in FLOORS else "at_least was set with the method"
+        why = (
+            f"at_least is {MARGIN:g} points below"
+            if number.path not in FLOORS
+            else "at_least was set with the method"
+        )
         held = f'Kept: {score:.1f} over {len(ours)} seeds (docs/results-{number.kept}.json, "{number.label}"); {why}.'
-    minutes = f"about {expect['minutes']:g} minutes on two cores" if expect["minutes"] else "time not known"
-    said = f"{number.source}: {number.paper:g}" if number.paper else f"No printed number: {number.source.removeprefix('none: ')}"
-    said_of_it = [part for text in (said, number.protocol, number.remark) for part in textwrap.wrap(text, 136)]
-    commands = [f"    fedloom run {command} --beside local",
+    minutes = (
+        f"about {expect['minutes']:g} minutes on two cores"
+        if expect["minutes"]
+        else "time not known"
+    )
+    said = (
+        f"{number.source}: {number.paper:g}"
+        if number.paper
+        else f"No printed number: {number.source.removeprefix('none: ')}"
+    )
+    said_of_it = [
+        part for text in (said, number.protocol, number.remark) for part in textwrap.wrap(text, 136)
+    ]
+    commands = [f"    fedloom run {command} --baselines local",
                 f"    python bench/reproduce.py {command}          ({number.seeds} seeds, Local beside them: {minutes})"]  # fmt: skip
     written = [*textwrap.wrap(held, 136), "Written by bench/recipes.py: change it there."]
     head = "\n".join(f"# {line}".rstrip() for line in (*said_of_it, "", *commands, "", *written))
     tables = {**run_tables(number)[0], "expect": expect}
-    order = [name for name in ("data", "partition", "model", "method", "run", "expect") if name in tables]
+    order = [
+        name for name in ("data", "partition", "model", "method", "run", "expect") if name in tables
+    ]
     return head + "\n" + "\n".join(f"[{name}]\n{_toml(tables[name])}" for name in order)
 
 
 def _toml(table: dict[str, Any]) -> str:
     named = {"name": table["name"], **table} if "name" in table else table
-    return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in named.items())
+    return "".join(
+        f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in named.items()
+    )
 
 
 def _title(data: str) -> str:

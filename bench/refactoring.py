@@ -111,7 +111,9 @@ def record_method(pair):
     own, known, found = tests_of(module), federations(), {}
     for task, federation in known.items():
         for engine in ("loop", "wire", "stacked"):
-            found[f"{name} {task} {engine}"] = result_of(name, module, federation, {"engine": engine})
+            found[f"{name} {task} {engine}"] = result_of(
+                name, module, federation, {"engine": engine}
+            )
     task = next(task for task in known if "hash" in found[f"{name} {task} loop"])
     for label, settings in {
         "secure": {"secure": True}, "secure stacked": {"secure": True, "engine": "stacked"},

@@ -30,14 +30,24 @@ print(graph.num_edges, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
 
 def measure(n: int, refining: bool) -> tuple[int, float, float]:
     """Edges, peak MB and seconds of a fresh process."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT.format(n=n, refining=refining)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(n=n, refining=refining)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     edges, peak, seconds = done.stdout.split()
     return int(edges), float(peak), float(seconds)
 
 
 if __name__ == "__main__":
-    print("| nodes | edges | MB of the refinement | MB per 1000 nodes and edges | seconds (few steps) |")
+    print(
+        "| nodes | edges | MB of the refinement | MB per 1000 nodes and edges | seconds (few steps) |"
+    )
     print("|---|---|---|---|---|")
     for n in map(int, sys.argv[1:] or ("12500", "25000", "50000", "100000")):
         (edges, full, seconds), (_, bare, _) = measure(n, True), measure(n, False)
-        print(f"| {n:,} | {edges:,} | {full - bare:,.0f} | {1000 * (full - bare) / (n + edges):.2f} | {seconds:.0f} |", flush=True)
+        print(
+            f"| {n:,} | {edges:,} | {full - bare:,.0f} | {1000 * (full - bare) / (n + edges):.2f} | {seconds:.0f} |",
+            flush=True,
+        )

@@ -33,16 +33,27 @@ METHODS = {
 def main() -> None:
     """Runs the grid, writes the Markdown and, beside it, the raw summaries."""
     target = Path(sys.argv[1])
-    recipes = {f"{data}/{label}": {"data": {"dataset": data}, **COMMON, **tables} for data in DATASETS for label, tables in METHODS.items()}
+    recipes = {
+        f"{data}/{label}": {"data": {"dataset": data}, **COMMON, **tables}
+        for data in DATASETS
+        for label, tables in METHODS.items()
+    }
     begun = datetime.datetime.now(datetime.UTC)
 
     def tell(label: str, seed: int, s: dict) -> None:
-        print(f"{label} seed {seed}: {100 * s['accuracy']:.1f} in {s['seconds']['total']:.0f} s", flush=True)
+        print(
+            f"{label} seed {seed}: {100 * s['accuracy']:.1f} in {s['seconds']['total']:.0f} s",
+            flush=True,
+        )
 
     found = sweep(recipes, SEEDS, tell)
     took = (datetime.datetime.now(datetime.UTC) - begun).total_seconds() / 60
-    target.with_suffix(".json").write_text(json.dumps({k: [_short(s) for s in v] for k, v in found.items()}, indent=1) + "\n")
-    parts = [_section(data, {label: found[f"{data}/{label}"] for label in METHODS}) for data in DATASETS]
+    target.with_suffix(".json").write_text(
+        json.dumps({k: [_short(s) for s in v] for k, v in found.items()}, indent=1) + "\n"
+    )
+    parts = [
+        _section(data, {label: found[f"{data}/{label}"] for label in METHODS}) for data in DATASETS
+    ]
     some = found["cora/Local"][0]
     versions = ", ".join(f"{k} {v}" for k, v in some["versions"].items())
     head = f"Made by `python bench/results.py {target}` on {begun:%Y-%m-%d}, {took:.0f} minutes on two cores. {versions}.\n"
@@ -62,7 +73,11 @@ def _short(s: dict) -> dict:
         "final_accuracy",
         "val_accuracy",
     )
-    return {**{k: s[k] for k in keys}, "history_hash": s["history_hash"], "method_settings": s["config"]["method"]}
+    return {
+        **{k: s[k] for k in keys},
+        "history_hash": s["history_hash"],
+        "method_settings": s["config"]["method"],
+    }
 
 
 def _section(data: str, rows: dict[str, list[dict]]) -> str:
@@ -76,10 +91,17 @@ def _section(data: str, rows: dict[str, list[dict]]) -> str:
     for label, runs in rows.items():
         gain = mean(100 * (s["accuracy"] - alone) for s, alone in zip(runs, local, strict=True))
         traffic, one = runs[0]["traffic"], runs[0]
-        per_round = (traffic["bytes_up"] + traffic["bytes_down"]) / one["rounds"] / one["clients"] / 1e6
-        cells = [spread([s[k] for s in runs]) for k in ("accuracy", "f1_macro", "f1_weighted", "val_accuracy", "final_accuracy")]
+        per_round = (
+            (traffic["bytes_up"] + traffic["bytes_down"]) / one["rounds"] / one["clients"] / 1e6
+        )
+        cells = [
+            spread([s[k] for s in runs])
+            for k in ("accuracy", "f1_macro", "f1_weighted", "val_accuracy", "final_accuracy")
+        ]
         moved = "" if label == "Local" else f"{gain:+.1f}"
-        lines.append(f"| {label} | {one['evaluation']} | {cells[0]} | {moved} | {' | '.join(cells[1:])} | {per_round:.2f} |")
+        lines.append(
+            f"| {label} | {one['evaluation']} | {cells[0]} | {moved} | {' | '.join(cells[1:])} | {per_round:.2f} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -28,12 +28,18 @@ FAILING = 0.3  # share of the exchanges in which one of the clients fails
 
 def resident() -> float:
     """kB that this process has in memory."""
-    return next(float(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
+    return next(
+        float(line.split()[1])
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmRSS:")
+    )
 
 
 def slope(points: list[tuple[int, float]]) -> float:
     """The median of the slopes between all pairs of points (Theil and Sen): a single outlier has no say."""
-    return median((b[1] - a[1]) / (b[0] - a[0]) for k, a in enumerate(points) for b in points[k + 1 :])
+    return median(
+        (b[1] - a[1]) / (b[0] - a[0]) for k, a in enumerate(points) for b in points[k + 1 :]
+    )
 
 
 class Unreliable(FedAvg):
@@ -52,7 +58,9 @@ class Unreliable(FedAvg):
 
 def measure(rounds: int, folder: Path | None) -> list[tuple[int, float, float]]:
     """(round, kB in memory, kB that Python has allocated), every hundred rounds. The first fifth is left out: caches fill."""
-    federation = fedloom.divide(fedloom.synthetic(nodes=200, classes=3, features=8, seed=0), 4, "random", 0)
+    federation = fedloom.divide(
+        fedloom.synthetic(nodes=200, classes=3, features=8, seed=0), 4, "random", 0
+    )
     seen: list[tuple[int, float, float]] = []
 
     def look(entry: dict[str, Any], planned: int) -> None:
@@ -77,9 +85,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         points = measure(asked.rounds, None if asked.no_folder else Path(place) / "run")
     for number, held, allocated in points:
-        print(f"round {number:>6}: {held / 1024:.1f} MB in memory, {allocated / 1024:.2f} MB allocated by Python")
+        print(
+            f"round {number:>6}: {held / 1024:.1f} MB in memory, {allocated / 1024:.2f} MB allocated by Python"
+        )
     slopes = [slope([(point[0], point[column]) for point in points]) for column in (1, 2)]
-    print(f"slopes, kB a round: {slopes[0]:.3f} in memory, {slopes[1]:.3f} allocated by Python ({ALLOWED:g} allowed)")
+    print(
+        f"slopes, kB a round: {slopes[0]:.3f} in memory, {slopes[1]:.3f} allocated by Python ({ALLOWED:g} allowed)"
+    )
     sys.exit(max(slopes) > ALLOWED)
 
 

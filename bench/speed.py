@@ -59,7 +59,13 @@ def job(function: Callable[..., Row]) -> Callable[..., Row]:
     JOBS[function.__name__] = function
 
     def call(**arguments: Any) -> Row:
-        asked = [sys.executable, str(HERE / "speed.py"), "--job", function.__name__, json.dumps(arguments)]
+        asked = [
+            sys.executable,
+            str(HERE / "speed.py"),
+            "--job",
+            function.__name__,
+            json.dumps(arguments),
+        ]
         done = subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True)
         return {**arguments, **json.loads(done.stdout.splitlines()[-1])}
 
@@ -69,7 +75,14 @@ def job(function: Callable[..., Row]) -> Callable[..., Row]:
 # ---- what is measured with ----
 
 
-def each_round(way: str, federation: fedloom.Federation, rounds: int, ended: Callable[[], None], epochs: int = 3, **settings: Any) -> None:
+def each_round(
+    way: str,
+    federation: fedloom.Federation,
+    rounds: int,
+    ended: Callable[[], None],
+    epochs: int = 3,
+    **settings: Any,
+) -> None:
     """FedAvg by the plain loop ("plain") or an engine (or what `settings` say); calls `ended` after every round."""
     if way == PLAIN:
         import plain
@@ -78,13 +91,23 @@ def each_round(way: str, federation: fedloom.Federation, rounds: int, ended: Cal
             ended()
         return
     settings = {"method": "fedavg", "model": MODEL, "epochs": epochs, **settings}
-    fedloom.run(federation=federation, engine=way, rounds=rounds, on_round=lambda entry, planned: ended(), **settings)
+    fedloom.run(
+        federation=federation,
+        engine=way,
+        rounds=rounds,
+        on_round=lambda entry, planned: ended(),
+        **settings,
+    )
 
 
-def seconds_a_round(way: str, federation: fedloom.Federation, rounds: int, epochs: int = 3, **settings: Any) -> list[float]:
+def seconds_a_round(
+    way: str, federation: fedloom.Federation, rounds: int, epochs: int = 3, **settings: Any
+) -> list[float]:
     """The seconds of every round but the first. Set-up does not count."""
     clock: list[float] = []
-    each_round(way, federation, rounds, lambda: clock.append(time.perf_counter()), epochs, **settings)
+    each_round(
+        way, federation, rounds, lambda: clock.append(time.perf_counter()), epochs, **settings
+    )
     return gaps(clock)
 
 
@@ -99,13 +122,23 @@ def in_turns(ways: dict[str, Callable[[], float]], turns: int, base: str) -> lis
     for _ in range(turns):
         for name, way in ways.items():
             took[name].append(way())
-    ratio = {name: median(b / t for b, t in zip(took[base], times, strict=True)) for name, times in took.items()}
-    return [{"way": name, "ms": 1000 * median(times), "ratio": ratio[name]} for name, times in took.items()]
+    ratio = {
+        name: median(b / t for b, t in zip(took[base], times, strict=True))
+        for name, times in took.items()
+    }
+    return [
+        {"way": name, "ms": 1000 * median(times), "ratio": ratio[name]}
+        for name, times in took.items()
+    ]
 
 
 def memory(field: str) -> float:
     """MB of this process: "VmRSS", what it holds now, or "VmHWM", the most it held since `forget_peak`."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(field + ":")
+    )
     return int(line.split()[1]) / 1024
 
 
@@ -118,7 +151,9 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     """The exponent k of y ~ x^k, by least squares of logarithms."""
     lx, ly = [math.log(v) for v in x], [math.log(v) for v in y]
     mx, my = sum(lx) / len(lx), sum(ly) / len(ly)
-    return sum((a - mx) * (b - my) for a, b in zip(lx, ly, strict=True)) / sum((a - mx) ** 2 for a in lx)
+    return sum((a - mx) * (b - my) for a, b in zip(lx, ly, strict=True)) / sum(
+        (a - mx) ** 2 for a in lx
+    )
 
 
 # ---- a round of FedAvg against the plain loop ----
@@ -131,15 +166,26 @@ class Turns:
     """
 
     def __init__(self, case: str, way: str, quick: bool):
-        command = [sys.executable, str(HERE / "speed.py"), "--turns", case, way, *(["--quick"] if quick else [])]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            str(HERE / "speed.py"),
+            "--turns",
+            case,
+            way,
+            *(["--quick"] if quick else []),
+        ]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def answer(self) -> Row:
         """What it says next."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{' '.join(self.process.args)} has ended with exit code {self.process.wait()}")  # type: ignore[arg-type]
+            raise RuntimeError(
+                f"{' '.join(self.process.args)} has ended with exit code {self.process.wait()}"
+            )  # type: ignore[arg-type]
         return json.loads(line)
 
     def seconds(self) -> float:
@@ -156,11 +202,18 @@ class Turns:
 
 def take_turns(case: str, way: str, quick: bool) -> None:
     """The other side of `Turns`."""
-    federation, rounds, epochs = CASES[case].make(quick), 3 if quick else CASES[case].rounds, CASES[case].epochs
+    federation, rounds, epochs = (
+        CASES[case].make(quick),
+        3 if quick else CASES[case].rounds,
+        CASES[case].epochs,
+    )
     seconds_a_round(way, federation, 2, epochs)
     print(json.dumps({"warm": True}), flush=True)
     for _ in sys.stdin:
-        print(json.dumps({"seconds": median(seconds_a_round(way, federation, rounds, epochs))}), flush=True)
+        print(
+            json.dumps({"seconds": median(seconds_a_round(way, federation, rounds, epochs))}),
+            flush=True,
+        )
     print(json.dumps({"peak_mb": memory("VmHWM")}))
 
 
@@ -178,13 +231,22 @@ class Case(NamedTuple):
         workers = {way: Turns(name, way, quick) for way in (PLAIN, *ENGINES)}
         for worker in workers.values():
             worker.answer()  # it is warm
-        rows = in_turns({way: worker.seconds for way, worker in workers.items()}, 1 if quick else self.turns, PLAIN)
+        rows = in_turns(
+            {way: worker.seconds for way, worker in workers.items()},
+            1 if quick else self.turns,
+            PLAIN,
+        )
         return [{**row, "peak_mb": workers[row["way"]].end()} for row in rows]
 
 
 def cut(dataset: str, clients: int, partition: str, quick: bool) -> fedloom.Federation:
     """A dataset over clients; a small synthetic graph instead, if it is to be quick."""
-    return fedloom.divide(fedloom.load("synthetic:nodes=300" if quick else dataset), 3 if quick else clients, partition, 0)
+    return fedloom.divide(
+        fedloom.load("synthetic:nodes=300" if quick else dataset),
+        3 if quick else clients,
+        partition,
+        0,
+    )
 
 
 CASES = {
@@ -236,10 +298,25 @@ OF_METHOD: dict[str, dict[str, Any]] = {
 def whole_or_round(way: str, federation: fedloom.Federation, name: str, rounds: int) -> float:
     """Seconds of a round of a method, or of the whole run if it has but one."""
     cls = method_class(name)
-    one_shot = next(f for f in cls.__dataclass_fields__.values() if f.name == "rounds").metadata["bounds"]["at most"] == 1
-    settings = {"model": MODEL, "method": name, "engine": way, "rounds": 1 if one_shot else rounds, **OF_METHOD.get(name, {})}
+    one_shot = (
+        next(f for f in cls.__dataclass_fields__.values() if f.name == "rounds").metadata["bounds"][
+            "at most"
+        ]
+        == 1
+    )
+    settings = {
+        "model": MODEL,
+        "method": name,
+        "engine": way,
+        "rounds": 1 if one_shot else rounds,
+        **OF_METHOD.get(name, {}),
+    }
     clock = [time.perf_counter()]
-    fedloom.run(federation=federation, on_round=lambda entry, planned: clock.append(time.perf_counter()), **settings)
+    fedloom.run(
+        federation=federation,
+        on_round=lambda entry, planned: clock.append(time.perf_counter()),
+        **settings,
+    )
     took = gaps(clock)
     return sum(took) if one_shot else median(took[2:])
 
@@ -255,14 +332,30 @@ def methods(quick: bool) -> list[Row]:
         cls = method_class(name)
         kind = "graph" if "node" not in cls.tasks else "known" if cls.uses_cross_edges else "none"
         if kind not in kept:
-            graph = fedloom.load("synthetic-graphs" if kind == "graph" else "synthetic:nodes=300" if quick else "cora")
+            graph = fedloom.load(
+                "synthetic-graphs"
+                if kind == "graph"
+                else "synthetic:nodes=300"
+                if quick
+                else "cora"
+            )
             cutting = {"partition": "uniform"} if kind == "graph" else {"cross_edges": kind}
             kept[kind] = fedloom.divide(graph, 3 if quick else 10, **cutting)
-        ways = {way: lambda w=way, n=name, k=kind: whole_or_round(w, kept[k], n, 4 if quick else 8) for way in ("loop", "stacked")}
+        ways = {
+            way: lambda w=way, n=name, k=kind: whole_or_round(w, kept[k], n, 4 if quick else 8)
+            for way in ("loop", "stacked")
+        }
         loop, stacked = in_turns(ways, 1 if quick else 3, "loop")
         if stacked["ratio"] < 1.05 and not quick:  # too close to call
             loop, stacked = in_turns(ways, 9, "loop")
-        rows.append({"method": name, "loop_ms": loop["ms"], "stacked_ms": stacked["ms"], "ratio": stacked["ratio"]})
+        rows.append(
+            {
+                "method": name,
+                "loop_ms": loop["ms"],
+                "stacked_ms": stacked["ms"],
+                "ratio": stacked["ratio"],
+            }
+        )
     return rows
 
 
@@ -294,8 +387,20 @@ def profiled(way: str, federation: fedloom.Federation, rounds: int) -> Row:
             trace.stop()
 
     each_round(way, federation, rounds + 1, ended)
-    inside = sum(event.self_cpu_time_total for event in trace.key_averages() if event.key.startswith("aten::")) / 1e6
-    return {"way": way, "ms": 1000 * bare, "kernels_ms": 1000 * inside / rounds, "outside": 1 - inside / (clock[-1] - clock[0])}
+    inside = (
+        sum(
+            event.self_cpu_time_total
+            for event in trace.key_averages()
+            if event.key.startswith("aten::")
+        )
+        / 1e6
+    )
+    return {
+        "way": way,
+        "ms": 1000 * bare,
+        "kernels_ms": 1000 * inside / rounds,
+        "outside": 1 - inside / (clock[-1] - clock[0]),
+    }
 
 
 # ---- start-up ----
@@ -309,15 +414,23 @@ def startup(quick: bool) -> list[Row]:
     helped = [_until("", "--help") for _ in times]
     ran = [_until("round 1 of 10", "run", "--rounds", "10", *data) for _ in times]
     commands = {"fedloom --help": helped, "fedloom run, first round done": ran}
-    rows: list[Row] = [{"what": what, "seconds": median(took), "least": min(took)} for what, took in commands.items()]
+    rows: list[Row] = [
+        {"what": what, "seconds": median(took), "least": min(took)}
+        for what, took in commands.items()
+    ]
     spent: dict[str, float] = defaultdict(float)
     with tempfile.TemporaryDirectory() as folder:
-        told = _fedloom("run", "--rounds", "1", *data, "--out", folder, options=("-X", "importtime")).communicate()[1]
+        told = _fedloom(
+            "run", "--rounds", "1", *data, "--out", folder, options=("-X", "importtime")
+        ).communicate()[1]
     for line in told.splitlines():
         if line.startswith("import time:") and "self [us]" not in line:
             own, _, module = line.removeprefix("import time:").split("|")
             spent[module.strip().split(".")[0]] += int(own) / 1e6
-    return rows + [{"package": name, "seconds": took} for name, took in sorted(spent.items(), key=lambda item: -item[1])[:10]]
+    return rows + [
+        {"package": name, "seconds": took}
+        for name, took in sorted(spent.items(), key=lambda item: -item[1])[:10]
+    ]
 
 
 def _fedloom(*arguments: str, options: Sequence[str] = ()) -> subprocess.Popen:
@@ -351,7 +464,9 @@ def products(quick: bool) -> list[Row]:
     """A federation on a graph of ogbn-products' size with decoupled models, end to end: partition, propagation, 20 rounds of one epoch."""
     dataset = "synthetic-products:nodes=3000" if quick else "synthetic-products"
     cases = [("sgc-2x64", "louvain"), ("sgc-2x64", "random"), ("sign-2x64", "louvain")]
-    return [end_to_end(dataset=dataset, model=model, partition=name, rounds=20) for model, name in cases]
+    return [
+        end_to_end(dataset=dataset, model=model, partition=name, rounds=20) for model, name in cases
+    ]
 
 
 @job
@@ -379,7 +494,11 @@ def end_to_end(dataset: str, model: str, partition: str, rounds: int) -> Row:
 def prediction(quick: bool) -> list[Row]:
     """Peak memory as a run foresees it, against what it held; FedAvg, 10 clients by Louvain, a process each."""
     sets = ("synthetic:nodes=300",) if quick else ("cora", "pubmed", "photo", "synthetic-arxiv")
-    return [foreseen(dataset=dataset, model=model) for dataset in sets for model in ("gcn-2x64", "sgc-2x64", "gat-2x64")]
+    return [
+        foreseen(dataset=dataset, model=model)
+        for dataset in sets
+        for model in ("gcn-2x64", "sgc-2x64", "gat-2x64")
+    ]
 
 
 @job
@@ -389,7 +508,11 @@ def foreseen(dataset: str, model: str) -> Row:
     forget_peak()
     before = memory("VmRSS")
     summary = fedloom.run("fedavg", federation, model=model, rounds=3, engine=FASTEST).summary
-    return {"before_mb": before, "predicted_mb": summary["memory_predicted_mb"], "peak_mb": memory("VmHWM")}
+    return {
+        "before_mb": before,
+        "predicted_mb": summary["memory_predicted_mb"],
+        "peak_mb": memory("VmHWM"),
+    }
 
 
 # ---- growth ----
@@ -403,13 +526,18 @@ def growth(quick: bool) -> list[Row]:
     axes = {
         "nodes": [{**small, "nodes": round(small["nodes"] * k / 10) * 10} for k in steps],
         "edges": [{**small, "nodes": 2 * small["nodes"], "degree": 2.0 * k} for k in steps],
-        "features": [{**small, "nodes": 2 * small["nodes"], "features": round(10 * k)} for k in steps],
+        "features": [
+            {**small, "nodes": 2 * small["nodes"], "features": round(10 * k)} for k in steps
+        ],
     }
     rows = []
     for axis, points in axes.items():
         found = [growing(**point) for point in points]
         amounts = [row["nodes"] * row["degree"] if axis == "edges" else row[axis] for row in found]
-        rows += [{"axis": axis, "amount": amount, **row} for amount, row in zip(amounts, found, strict=True)]
+        rows += [
+            {"axis": axis, "amount": amount, **row}
+            for amount, row in zip(amounts, found, strict=True)
+        ]
     return rows
 
 
@@ -429,7 +557,11 @@ def growing(nodes: int, degree: float, features: int) -> Row:
 def clients(quick: bool) -> list[Row]:
     """A round of FedAvg and of FedProto with 100 to 10,000 clients of 100 nodes."""
     counts = (2, 20) if quick else (100, 316, 1000, 3162, 10_000)
-    return [{"amount": count, **crowded(count=count, method=method)} for method in ("fedavg", "fedproto") for count in counts]
+    return [
+        {"amount": count, **crowded(count=count, method=method)}
+        for method in ("fedavg", "fedproto")
+        for count in counts
+    ]
 
 
 @job
@@ -447,10 +579,19 @@ def crowded(count: int, method: str) -> Row:
 
 def machine() -> dict[str, str]:
     """What the numbers were measured on, and with."""
-    cpu = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "?")
+    cpu = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        "?",
+    )
     gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     packages = ("fedloom", "torch", "torch_geometric", "numpy", "scipy")
-    versions = ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)])
+    versions = ", ".join(
+        [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)]
+    )
     return {"machine": f"{cpu}, {os.cpu_count()} cores, {gigabytes:.0f} GB", "versions": versions}
 
 
@@ -470,25 +611,40 @@ def keep(kept: Path, result: Row) -> None:
 
 def main() -> None:
     """Runs parts, keeps what they give, writes the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}, or none (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}, or none (default: all)"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny graphs, one turn")
-    parser.add_argument("--keep", type=Path, default=KEPT, metavar="FILE", help="JSON lines, one for each part")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="a Markdown file to make of what is kept, and a .png beside it")
+    parser.add_argument(
+        "--keep", type=Path, default=KEPT, metavar="FILE", help="JSON lines, one for each part"
+    )
+    parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="PAGE",
+        help="a Markdown file to make of what is kept, and a .png beside it",
+    )
     parser.add_argument("--job", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--turns", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     if asked.job:
         name, arguments = asked.job
-        each_round("loop", fedloom.synthetic_clients(2, nodes=50), 1, lambda: None)  # the first optimiser loads half of torch
+        each_round(
+            "loop", fedloom.synthetic_clients(2, nodes=50), 1, lambda: None
+        )  # the first optimiser loads half of torch
         print(json.dumps(JOBS[name](**json.loads(arguments))))
         return
     if asked.turns:
         take_turns(*asked.turns, asked.quick)
         return
     if unknown := set(asked.parts) - {*PARTS, "none"}:
-        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}, and none")
+        parser.error(
+            f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}, and none"
+        )
     for name in asked.parts or PARTS:
         if name == "none":
             continue
@@ -498,11 +654,26 @@ def main() -> None:
         took = time.perf_counter() - begun
         print(f"{name}: {took:.0f} s", *map(json.dumps, rows), sep="\n  ", flush=True)
         date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-        keep(asked.keep, {"part": name, "made": date, "took_s": round(took), "load": round(load, 1), **machine(), "rows": rows})
+        keep(
+            asked.keep,
+            {
+                "part": name,
+                "made": date,
+                "took_s": round(took),
+                "load": round(load, 1),
+                **machine(),
+                "rows": rows,
+            },
+        )
     if asked.write:
         import speed_page
 
-        speed_page.write(asked.write, read(asked.keep), {name: function.__doc__ or "" for name, function in PARTS.items()}, slope)
+        speed_page.write(
+            asked.write,
+            read(asked.keep),
+            {name: function.__doc__ or "" for name, function in PARTS.items()},
+            slope,
+        )
 
 
 if __name__ == "__main__":

@@ -36,8 +36,13 @@ def sweep(
     """
     with ExitStack() as stack:
         place = kept or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        wanted = [(label, seed) for seed in range(seeds) for label in recipes]  # seeds outermost: soon every label has a number
-        cells = {key: grid.cell(override(recipes[key[0]], [f"run.seed={key[1]}"]), place) for key in wanted}
+        wanted = [
+            (label, seed) for seed in range(seeds) for label in recipes
+        ]  # seeds outermost: soon every label has a number
+        cells = {
+            key: grid.cell(override(recipes[key[0]], [f"run.seed={key[1]}"]), place)
+            for key in wanted
+        }
 
         def watch(state: State, event: Step | End | None) -> None:
             if isinstance(event, End) and event.status == "completed":
@@ -49,9 +54,17 @@ def sweep(
         if run:
             state = execute(cells.values(), Processes(workers), watch)
             for end in state.failed:
-                raise RuntimeError(f"{len(state.failed)} runs failed, the first of them {end.cell.name}: {end.cause}")
-        complete = [label for label in recipes if all(grid.is_done(cells[label, seed]) for seed in range(seeds))]
-        return {label: [_summary(cells[label, seed]) for seed in range(seeds)] for label in complete}
+                raise RuntimeError(
+                    f"{len(state.failed)} runs failed, the first of them {end.cell.name}: {end.cause}"
+                )
+        complete = [
+            label
+            for label in recipes
+            if all(grid.is_done(cells[label, seed]) for seed in range(seeds))
+        ]
+        return {
+            label: [_summary(cells[label, seed]) for seed in range(seeds)] for label in complete
+        }
 
 
 def _summary(cell: grid.Cell) -> dict[str, Any]:
@@ -60,19 +73,38 @@ def _summary(cell: grid.Cell) -> dict[str, Any]:
     return found
 
 
-def make_tables(about: str, name: str, cells: dict[str, Tables], seeds: int, sections: Mapping[str, Callable[[Found], str]]) -> None:
+def make_tables(
+    about: str,
+    name: str,
+    cells: dict[str, Tables],
+    seeds: int,
+    sections: Mapping[str, Callable[[Found], str]],
+) -> None:
     """The command of a file that fills tables in a Markdown file: runs what is not in runs/NAME, then writes each section's text.
 
     about: the file's docstring. cells: {label: recipe}, the most wanted first. sections: {mark in the Markdown: what makes its text}.
     Beside the Markdown file is results-NAME.json, with what the tables were made of: what is not in runs/ is taken from there.
     """
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("target", type=Path)
-    parser.add_argument("--only", help="run the cells whose names begin with this text, and write nothing")
-    parser.add_argument("--skip", action="append", default=[], help="leave out the cells whose names contain this text")
+    parser.add_argument(
+        "--only", help="run the cells whose names begin with this text, and write nothing"
+    )
+    parser.add_argument(
+        "--skip",
+        action="append",
+        default=[],
+        help="leave out the cells whose names contain this text",
+    )
     parser.add_argument("--write", action="store_true", help="run nothing: write what has been run")
     asked = parser.parse_args()
-    recipes = {k: v for k, v in cells.items() if k.startswith(asked.only or "") and not any(text in k for text in asked.skip)}
+    recipes = {
+        k: v
+        for k, v in cells.items()
+        if k.startswith(asked.only or "") and not any(text in k for text in asked.skip)
+    }
 
     def tell(label: str, seed: int, s: dict[str, Any]) -> None:
         print(f"{label}, seed {seed}: {s['seconds']['total']:.0f} s", flush=True)
@@ -81,8 +113,14 @@ def make_tables(about: str, name: str, cells: dict[str, Tables], seeds: int, sec
     if asked.only:
         return
     kept = asked.target.with_name(f"results-{name}.json")
-    found = {label: runs for label, runs in {**_remembered(kept), **found}.items() if label in cells}
-    lines = [f"{json.dumps(label)}: {json.dumps([_short(s) for s in found[label]])}" for label in cells if label in found]
+    found = {
+        label: runs for label, runs in {**_remembered(kept), **found}.items() if label in cells
+    }
+    lines = [
+        f"{json.dumps(label)}: {json.dumps([_short(s) for s in found[label]])}"
+        for label in cells
+        if label in found
+    ]
     kept.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     for mark, text in sections.items():
         if made := text(found):  # else nothing is known that it needs, and what stands there stays
@@ -97,7 +135,9 @@ _KEPT = (
 
 def _short(s: dict[str, Any]) -> dict[str, Any]:
     """What the repository keeps of a run: enough for the tables."""
-    per_client = [round(c["accuracy"], 4) if c["accuracy"] is not None else None for c in s["per_client"]]
+    per_client = [
+        round(c["accuracy"], 4) if c["accuracy"] is not None else None for c in s["per_client"]
+    ]
     settings = {"seconds": s["seconds"]["total"], "settings": s["config"]["method"]}
     return {**{k: s[k] for k in _KEPT if k in s}, "per_client": per_client, **settings}
 
@@ -126,7 +166,10 @@ def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
     rows = list(rows)
     if not rows:
         return ""
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows]) + "\n"
+    return (
+        "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
+        + "\n"
+    )
 
 
 def scores_of(found: Found, label: str, key: str = "accuracy") -> list[float | None]:

@@ -18,9 +18,30 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 METHODS = "local,fedavg,fedprox,fedproto,fedpg,fedgkc,opfgl,fedstruct,fedgh"
-GRID = ["--dataset", "cora", "--clients", "10", "--partition", "louvain", "--seeds", "3", "--rounds", "30"]
+GRID = [
+    "--dataset",
+    "cora",
+    "--clients",
+    "10",
+    "--partition",
+    "louvain",
+    "--seeds",
+    "3",
+    "--rounds",
+    "30",
+]
 SIZES = {"": (1400, 1400), "-phone": (390, 1400)}
-FOLLOWED = ["run", "--method", "fedgkc", "--model", "gcn,gat,sage", "--rounds", "200", "--out", "cora-fedgkc"]
+FOLLOWED = [
+    "run",
+    "--method",
+    "fedgkc",
+    "--model",
+    "gcn,gat,sage",
+    "--rounds",
+    "200",
+    "--out",
+    "cora-fedgkc",
+]
 AT = 60  # the round at which its picture is taken
 
 
@@ -39,7 +60,9 @@ def main() -> None:
         fedloom("compare", "--methods", METHODS, *GRID, "--out", folder)
     with tempfile.TemporaryDirectory() as made, browser() as new_tab:
         place = Path(made)
-        (place / "compare").symlink_to(folder.resolve())  # the page prints the command, which should be nobody's paths
+        (place / "compare").symlink_to(
+            folder.resolve()
+        )  # the page prints the command, which should be nobody's paths
         fedloom("report", "compare/runs", "--out", "report.html", cwd=place)
         take(new_tab, "report", (place / "report.html").as_uri())
         with following(place) as url:
@@ -51,7 +74,9 @@ def following(place: Path) -> Iterator[str]:
     """A run that is under way, and the address of the page that follows it."""
     from fedloom.experiments.report.watch import Watch
 
-    run = subprocess.Popen([sys.executable, "-m", "fedloom", *FOLLOWED], cwd=place, stderr=subprocess.DEVNULL)
+    run = subprocess.Popen(
+        [sys.executable, "-m", "fedloom", *FOLLOWED], cwd=place, stderr=subprocess.DEVNULL
+    )
     with Watch(place / FOLLOWED[-1]) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         while (server.data("", 0, 0) or {})["round"] < AT:

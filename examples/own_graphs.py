@@ -24,7 +24,11 @@ small = Data(
     edge_index=torch.randint(40, (2, 120), generator=rng),
     y=torch.arange(40) // 20,
 )
-graphs = [fedloom.from_networkx(village(60, 1)), fedloom.from_networkx(village(100, 2)), fedloom.from_pyg(small)]
+graphs = [
+    fedloom.from_networkx(village(60, 1)),
+    fedloom.from_networkx(village(100, 2)),
+    fedloom.from_pyg(small),
+]
 parties = tuple(apply_split(graph, "40/20/40", seed=0) for graph in graphs)
 federation = fedloom.Federation(parties, names=("bank-a", "bank-b", "bank-c"))
 

@@ -1,6 +1,6 @@
-"""A method of one's own is one file: this one, run with  fedloom run --method examples/own_method.py
+"""FedTrim: FedAvg that drops the extremes of the clients' weights before it averages them.
 
-FedTrim: FedAvg that drops, coordinate by coordinate, the largest and the smallest of the clients' weights before averaging.
+An example of a method in one file:  fedloom run --method examples/own_method.py
 
 What travels: as in FedAvg.
 
@@ -11,20 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
-import fedloom
-from fedloom.core.message import tree_map
-from fedloom.core.server import Server
-from fedloom.methods.fedavg import FedAvg
+from fedloom.api import FedAvg, Server, setting, tree_map
 
 
 @dataclass(frozen=True)
 class FedTrim(FedAvg):
     """FedAvg with a trimmed mean."""
 
-    drop: int = fedloom.setting(1, "clients dropped at either end", at_least=0)
+    drop: int = setting(1, "clients dropped at either end", at_least=0)
 
     def run(self, server: Server) -> None:
-        """As FedAvg, with another average."""
+        """FedAvg's loop with another average."""
         server.ask(self.setup)
         state = server.state
         state["model"] = server.model()
@@ -33,7 +30,7 @@ class FedTrim(FedAvg):
             state["model"] = tree_map(self.trimmed_mean, *models)
             server.evaluate(model=state["model"])
 
-    def trimmed_mean(self, *weights):
-        """The mean without the extremes."""
+    def trimmed_mean(self, *weights: torch.Tensor) -> torch.Tensor:
+        """The mean without the extremes, entry by entry."""
         ordered = torch.stack(weights).sort(0).values
         return ordered[self.drop : len(weights) - self.drop].mean(0)

@@ -9,5 +9,8 @@ alone = fedloom.run("local", federation, model="gcn", rounds=20, seed=0)
 
 print(f"FedAvg {result.accuracy:.3f}, Local {alone.accuracy:.3f}")
 print(f"sent up by all clients: {result.traffic['bytes_up'] / 1e6:.1f} MB")
-gains = {c["id"]: c["accuracy"] - d["accuracy"] for c, d in zip(result.per_client, alone.per_client, strict=True)}
+gains = {
+    c["id"]: c["accuracy"] - d["accuracy"]
+    for c, d in zip(result.per_client, alone.per_client, strict=True)
+}
 print("clients that lose by federating:", [name for name, gain in gains.items() if gain < 0])

@@ -58,9 +58,18 @@ class Tab:
 
     def size(self, width, height=900, dark=False):
         """Sets the window's width and whether the system is dark."""
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         scheme = "dark" if dark else "light"
-        self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.send(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
 
     def open(self, url):
         """Goes to an address and waits until it has loaded and drawn."""
@@ -75,11 +84,15 @@ class Tab:
 
     def settle(self):
         """Waits for what is drawn in the next two frames."""
-        self.js("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
+        self.js(
+            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
+        )
 
     def js(self, expression):
         """The value of an expression in the page."""
-        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.send(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -92,9 +105,13 @@ class Tab:
 
     def box(self, selector):
         """Where an element is in the window, once it has been scrolled to: left, top, width, height."""
-        self.js(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center', behavior: 'instant'}})")
+        self.js(
+            f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center', behavior: 'instant'}})"
+        )
         self.settle()
-        rect = self.js(f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()")
+        rect = self.js(
+            f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()"
+        )
         return rect["left"], rect["top"], rect["width"], rect["height"]
 
     def move(self, x, y):
@@ -106,7 +123,14 @@ class Tab:
         """Clicks the middle of an element."""
         left, top, width, height = self.box(selector)
         for kind in ("mousePressed", "mouseReleased"):
-            self.send("Input.dispatchMouseEvent", type=kind, x=left + width / 2, y=top + height / 2, button="left", clickCount=1)
+            self.send(
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=left + width / 2,
+                y=top + height / 2,
+                button="left",
+                clickCount=1,
+            )
         self.settle()
 
     def press(self, key):
@@ -115,12 +139,22 @@ class Tab:
         codes = {"Enter": 13, " ": 32}
         for kind in ("keyDown", "keyUp"):
             extra = {"text": text} if text and kind == "keyDown" else {}
-            self.send("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=codes.get(key, 0), **extra)
+            self.send(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                windowsVirtualKeyCode=codes.get(key, 0),
+                **extra,
+            )
         self.settle()
 
     def screenshot(self, path, whole=True):
         """Writes a PNG of the page."""
-        Path(path).write_bytes(base64.b64decode(self.send("Page.captureScreenshot", captureBeyondViewport=whole)["data"]))
+        Path(path).write_bytes(
+            base64.b64decode(
+                self.send("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
+            )
+        )
 
 
 @contextmanager
@@ -137,11 +171,15 @@ def browser():
         ]  # fmt: skip
         if os.geteuid() == 0:
             options.append("--no-sandbox")
-        process = subprocess.Popen([PATH, *options, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [PATH, *options, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         try:
             port, path = _address(Path(folder) / "DevToolsActivePort", process)
             with ExitStack() as stack:
-                link = lambda path: Link(stack.enter_context(connect(f"ws://127.0.0.1:{port}{path}", max_size=None)))  # noqa: E731
+                link = lambda path: Link(
+                    stack.enter_context(connect(f"ws://127.0.0.1:{port}{path}", max_size=None))
+                )  # noqa: E731
                 root = link(path)
 
                 def new_tab() -> Tab:

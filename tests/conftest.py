@@ -32,7 +32,14 @@ def cross_federation() -> Federation:
     """Four clients that know the edges between them; a third of the edges go one way only."""
     graph = synthetic(nodes=211, classes=3, features=12, degree=6.0, homophily=0.8, seed=1)
     kept = torch.rand(graph.num_edges, generator=torch.Generator().manual_seed(3)) < 0.8
-    return divide(replace(graph, edge_index=graph.edge_index[:, kept]), 4, "random", 0, split="40/30/30", cross_edges="known")
+    return divide(
+        replace(graph, edge_index=graph.edge_index[:, kept]),
+        4,
+        "random",
+        0,
+        split="40/30/30",
+        cross_edges="known",
+    )
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +62,13 @@ def local_ray():
     engine_class("ray")  # sets what Ray reads when it is imported
     import ray
 
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
     yield ray
     ray.shutdown()
 

@@ -6,9 +6,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    "README.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
+]
 # Records of what was run once, with the commands and versions of then.
-RECORDS = [page for page in PAGES if page in ("docs/results.md", "docs/benchmarks.md") or page.startswith("docs/decisions/")]
+RECORDS = [
+    page
+    for page in PAGES
+    if page in ("docs/results.md", "docs/benchmarks.md") or page.startswith("docs/decisions/")
+]
 EXAMPLES = [page for page in PAGES if page not in RECORDS]
 
 
@@ -55,4 +62,8 @@ def typed(block: Block) -> list[str]:
     if block.info not in ("", "bash", "console"):
         return []
     lines = [line.removeprefix("$ ") for line in block.text.splitlines()]
-    return [re.sub(r"\s+# .*", "", line).strip() for line in lines if re.match(r"(fedloom|make|pip) ", line)]
+    return [
+        re.sub(r"\s+# .*", "", line).strip()
+        for line in lines
+        if re.match(r"(fedloom|make|pip) ", line)
+    ]

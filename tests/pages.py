@@ -4,8 +4,27 @@ import base64
 import math
 import random
 
-METHODS = ("local", "fedavg", "fedprox", "fedproto", "fedpg", "fedgkc", "opfgl", "fedstruct", "fedgh", "fedtgp")
-CLASSES = ("Case based", "Genetic", "Neural", "Probabilistic", "Reinforcement", "RoundPolicy", "Theory")
+METHODS = (
+    "local",
+    "fedavg",
+    "fedprox",
+    "fedproto",
+    "fedpg",
+    "fedgkc",
+    "opfgl",
+    "fedstruct",
+    "fedgh",
+    "fedtgp",
+)
+CLASSES = (
+    "Case based",
+    "Genetic",
+    "Neural",
+    "Probabilistic",
+    "Reinforcement",
+    "RoundPolicy",
+    "Theory",
+)
 ROUND = {"label": "round", "log": False, "unit": "count"}
 ACCURACY = {"label": "test accuracy", "log": False, "unit": "percent"}
 TRAFFIC = {"label": "bytes sent, all clients", "log": True, "unit": "bytes"}
@@ -50,7 +69,15 @@ def against_local(methods, clients, rng):
     for k, name in enumerate(methods):
         if name != "local":
             y = [min(1.0, max(0.0, v + rng.gauss(0.02 * (k % 4), 0.05))) for v in base]
-            series.append({"name": name, "color": k, "x": base, "y": y, "labels": [f"client {c}" for c in range(clients)]})
+            series.append(
+                {
+                    "name": name,
+                    "color": k,
+                    "x": base,
+                    "y": y,
+                    "labels": [f"client {c}" for c in range(clients)],
+                }
+            )
     return {
         "id": "who-gains", "title": "Who gains from federating", "section": "clients", "kind": "points", "diagonal": True,
         "caption": "Each mark is a client: its accuracy alone (across) and in the federation (up). Above the line it gains.",
@@ -60,7 +87,12 @@ def against_local(methods, clients, rng):
 
 def holdings(identity, title, clients, rng, share=False):
     values = [
-        [None if rng.random() < 0.15 else (rng.random() if share else float(int(rng.expovariate(1 / 40)) + 1)) for _ in CLASSES]
+        [
+            None
+            if rng.random() < 0.15
+            else (rng.random() if share else float(int(rng.expovariate(1 / 40)) + 1))
+            for _ in CLASSES
+        ]
         for _ in range(clients)
     ]
     return {
@@ -107,7 +139,10 @@ def plane(count, rng):
     centres = [(rng.uniform(0.15, 0.85), rng.uniform(0.15, 0.85)) for _ in CLASSES]
     classes = [rng.randrange(len(CLASSES)) for _ in range(count)]
     clip = lambda v: min(1.0, max(0.0, v))  # noqa: E731
-    points = [[clip(rng.gauss(centres[c][0], 0.07)), clip(rng.gauss(centres[c][1], 0.07))] for c in classes]
+    points = [
+        [clip(rng.gauss(centres[c][0], 0.07)), clip(rng.gauss(centres[c][1], 0.07))]
+        for c in classes
+    ]
     return points, classes, [rng.randrange(4) for _ in range(count)]
 
 
@@ -117,7 +152,14 @@ def every_kind():
     sent = [0.0, *(10 ** rng.uniform(5, 9) for _ in METHODS[1:])]
     best = [0.6 + 0.03 * ((k * 7) % 10) for k in range(len(METHODS))]
     spots = [
-        {"name": name, "color": k, "x": [sent[k]], "y": [best[k]], "low": [best[k] - 0.01], "high": [best[k] + 0.015]}
+        {
+            "name": name,
+            "color": k,
+            "x": [sent[k]],
+            "y": [best[k]],
+            "low": [best[k] - 0.01],
+            "high": [best[k] + 0.015],
+        }
         for k, name in enumerate(METHODS)
     ]
     frontier, top = [], 0.0
@@ -125,9 +167,17 @@ def every_kind():
         if y > top:
             frontier, top = [*frontier, [x, y]], y
     phases = ("size", "train", "evaluate", "share statistics")
-    bars = [{"name": name, "color": k, "values": [rng.uniform(0, 4e7) if m else 0 for m in range(10)]} for k, name in enumerate(phases)]
+    bars = [
+        {"name": name, "color": k, "values": [rng.uniform(0, 4e7) if m else 0 for m in range(10)]}
+        for k, name in enumerate(phases)
+    ]
     points, classes, _ = plane(60, rng)
-    edges = [[i, j] for i in range(60) for j in range(i) if classes[i] == classes[j] and rng.random() < 0.25]
+    edges = [
+        [i, j]
+        for i in range(60)
+        for j in range(i)
+        if classes[i] == classes[j] and rng.random() < 0.25
+    ]
     added = [[rng.randrange(60), rng.randrange(60)] for _ in range(25)]
     many = [plane(1400, random.Random(seed)) for seed in (2, 3)]
     timed = curves(METHODS[:4], 12, rng)

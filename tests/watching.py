@@ -12,6 +12,8 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:  # a sparse one holds less than its shape says
+            if (
+                isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+            ):  # a sparse one holds less than its shape says
                 self.numel = max(self.numel, tensor.numel())
         return out

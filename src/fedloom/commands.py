@@ -13,7 +13,14 @@ from inspect import getdoc, getmodule
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from fedloom.core.method import Method
 from fedloom.core.registry import method_class, method_names
@@ -22,8 +29,7 @@ from fedloom.data.partition import partitions
 from fedloom.data.statistics import partition_statistics
 from fedloom.deploy.keys import make_authority, make_party, party_files
 from fedloom.errors import ConfigError, RoundFailed, unknown
-from fedloom.experiments import executor as crew
-from fedloom.experiments import grid
+from fedloom.experiments import executor, grid
 from fedloom.experiments.recipe import Recipe, make_recipe, override, read_tables
 from fedloom.experiments.report import comparison, tables
 from fedloom.experiments.report.console import err, out
@@ -37,25 +43,43 @@ Given = Mapping[str, Any]  # "table.key" -> value, None where the user said noth
 
 
 def run(
-    recipe: Path | None, given: Given, assignments: Iterable[str], folder: Path | None, beside: str, as_json: bool, track: str = ""
+    recipe: Path | None, given: Given, assignments: Iterable[str], folder: Path | None, baselines: str, as_json: bool, track: str = ""
 ) -> None:  # fmt: skip
     """Runs a recipe with options and assignments on top, and other methods on the same federation beside it."""
     trackers = make_trackers(track)  # one that is not there should not wait for the data
     base = _tables(read_tables(recipe) if recipe else {}, given, assignments)
     chosen = make_recipe(base)
-    others = [make_recipe(_as_baseline(base, name)) for name in beside.replace(" ", "").split(",") if name]
-    err.print(f"loading {chosen.data.dataset}, {chosen.partition.clients} clients by {chosen.partition.name}", style="dim")
+    others = [
+        make_recipe(_as_baseline(base, name))
+        for name in baselines.replace(" ", "").split(",")
+        if name
+    ]
+    err.print(
+        f"loading {chosen.data.dataset}, {chosen.partition.clients} clients by {chosen.partition.name}",
+        style="dim",
+    )
     federation = chosen.federation()
     for each in (chosen, *others):  # before the first of them takes its time
         each.check(federation)
     if idle := federation.roster.without_training:
-        err.print(f"no training item at client {', '.join(idle)}: takes part, its loss is 0", style="yellow")
+        err.print(
+            f"no training item at client {', '.join(idle)}: takes part, its loss is 0",
+            style="yellow",
+        )
     folder = _fresh_folder(chosen, folder)
     with _lines_for_warnings():
         result = _with_progress(
-            chosen.method, lambda step: chosen.execute(folder, step, on_start=_announce, federation=federation, track=trackers)
+            chosen.method,
+            lambda step: chosen.execute(
+                folder, step, on_start=_announce, federation=federation, track=trackers
+            ),
         )
-    compared = [_with_progress(other.method, lambda step, o=other: o.execute(None, step, federation=federation)) for other in others]  # type: ignore[misc]
+    compared = [
+        _with_progress(
+            other.method, lambda step, o=other: o.execute(None, step, federation=federation)
+        )
+        for other in others
+    ]  # type: ignore[misc]
     _print(result, as_json, compared)
 
 
@@ -71,7 +95,11 @@ def _as_baseline(base: dict[str, Any], name: str) -> dict[str, Any]:
     if own["rounds"].metadata["bounds"]["at most"] == 1:
         shared -= {"rounds", "epochs"}  # one-shot: it trains as long as it needs, before and after
     kept = {key: value for key, value in base.get("method", {}).items() if key in shared}
-    return {**base, "method": {"name": name, **kept}, "run": {**base.get("run", {}), "evaluation": ""}}
+    return {
+        **base,
+        "method": {"name": name, **kept},
+        "run": {**base.get("run", {}), "evaluation": ""},
+    }
 
 
 def resume(folder: Path, as_json: bool, track: str = "") -> None:
@@ -89,11 +117,23 @@ def resume(folder: Path, as_json: bool, track: str = "") -> None:
             raise ConfigError("track: the run of a deployment is not tracked; valid: no --track")
         kept = config["deployment"]
         if "agreement" not in kept:
-            raise ConfigError(f"{folder} is the run of a Flower app: `flwr run` again goes on with it")
-        serve(Path(kept["agreement"]), Path(kept["keys"]), folder, kept["wait"], kept["insecure"], as_json, resumed=config)
+            raise ConfigError(
+                f"{folder} is the run of a Flower app: `flwr run` again goes on with it"
+            )
+        serve(
+            Path(kept["agreement"]),
+            Path(kept["keys"]),
+            folder,
+            kept["wait"],
+            kept["insecure"],
+            as_json,
+            resumed=config,
+        )
         return
     if "partition" not in config:
-        raise ConfigError(f"{folder} was made from Python with a federation of its own: fedloom.run(..., out=folder, resume=True) there")
+        raise ConfigError(
+            f"{folder} was made from Python with a federation of its own: fedloom.run(..., out=folder, resume=True) there"
+        )
     recipe = make_recipe(config)
     trackers = make_trackers(track or tracked(folder))
     with _lines_for_warnings():
@@ -130,7 +170,11 @@ def _first_line(cls: type[Method]) -> str:
 
 def list_datasets() -> None:
     """Prints the catalogue."""
-    out.print(tables.datasets(catalogue(), [name for name in catalogue() if find(name).kind != "download"]))
+    out.print(
+        tables.datasets(
+            catalogue(), [name for name in catalogue() if find(name).kind != "download"]
+        )
+    )
 
 
 def list_partitions() -> None:
@@ -141,7 +185,10 @@ def list_partitions() -> None:
 def list_models() -> None:
     """Prints the architectures."""
     out.print(tables.listing(architectures()))
-    out.print("\nname-LAYERSxWIDTH, e.g. gcn-4x128; several, separated by commas, are dealt over the clients", style="dim")
+    out.print(
+        "\nname-LAYERSxWIDTH, e.g. gcn-4x128; several, separated by commas, are dealt over the clients",
+        style="dim",
+    )
 
 
 def partition(given: Given, assignments: Iterable[str], plot: Path | None, as_json: bool) -> None:
@@ -178,19 +225,36 @@ def _goes_to(path: Path) -> str:
         return "stays with the coordinator, which shows it to whoever connects"
     if path.name == "ca.crt":
         return "to every party: by it they know the coordinator"
-    return f"secret: to party {path.stem} and nobody else" if path.suffix == ".key" else "to the coordinator"
+    return (
+        f"secret: to party {path.stem} and nobody else"
+        if path.suffix == ".key"
+        else "to the coordinator"
+    )
 
 
 def serve(
-    agreement: Path, keys: Path, folder: Path | None, wait: float, insecure: bool, as_json: bool, resumed: dict[str, Any] | None = None
+    agreement: Path,
+    keys: Path,
+    folder: Path | None,
+    wait: float,
+    insecure: bool,
+    as_json: bool,
+    resumed: dict[str, Any] | None = None,
 ) -> None:
     """Coordinates a federation. resumed: the config of the run to go on with."""
     from fedloom.deploy.agreement import read_agreement
     from fedloom.deploy.serve import serve as coordinate
 
     agreed = read_agreement(agreement)
-    folder = folder or _unused(Path("runs") / f"{agreement.stem}-{Path(agreed.method).stem}-s{agreed.run.seed}")
-    origin = {"agreement": str(agreement.resolve()), "keys": str(keys.resolve()), "wait": wait, "insecure": insecure}
+    folder = folder or _unused(
+        Path("runs") / f"{agreement.stem}-{Path(agreed.method).stem}-s{agreed.run.seed}"
+    )
+    origin = {
+        "agreement": str(agreement.resolve()),
+        "keys": str(keys.resolve()),
+        "wait": wait,
+        "insecure": insecure,
+    }
     with _lines_for_warnings():
         result = _with_progress(
             agreed.method,
@@ -213,11 +277,22 @@ def join(
     agreed = read_agreement(agreement)
     if socket is None:
         require_tls(agreed, insecure)
-    member = Party(agreed, party, read_party_key(key), agreed.graph(data, party), state or Path(f"fedloom-{party}"), tell_errors)
+    member = Party(
+        agreed,
+        party,
+        read_party_key(key),
+        agreed.graph(data, party),
+        state or Path(f"fedloom-{party}"),
+        tell_errors,
+    )
     status = take_part(member, _say, patience) if socket is None else stay(member, socket, _say)
     if member.errors.exists():
         _say(f"errors of this party whose words the coordinator was not told: {member.errors}")
-    _say(f"the run is {status}; this party's model: {member.model}" if member.model.exists() else f"the run is {status}")
+    _say(
+        f"the run is {status}; this party's model: {member.model}"
+        if member.model.exists()
+        else f"the run is {status}"
+    )
 
 
 def tune(
@@ -238,7 +313,9 @@ def tune(
             best = max((t.validation for t in over if t.validation is not None), default=None)
             bar.update(row, completed=len(over), score=f"best val {tables.percent(best)}")
             if trial.error:
-                err.print(f"trial {trial.number} failed: {trial.error}", style="yellow", highlight=False)
+                err.print(
+                    f"trial {trial.number} failed: {trial.error}", style="yellow", highlight=False
+                )
             elif not err.is_terminal:
                 scores = f"val {tables.percent(trial.validation)}, best {tables.percent(best)}"
                 _say(f"trial {trial.number}: {scores}; {len(over)} of {trials} are over")
@@ -259,57 +336,84 @@ def _say(line: str) -> None:
 
 
 def compare(
-    file: Path | None, given: Given, assignments: Sequence[str], metric: str, folder: Path, jobs: int, on: str, report: bool, as_json: bool
+    file: Path | None,
+    given: Given,
+    assignments: Sequence[str],
+    metric: str,
+    folder: Path,
+    jobs: int,
+    on: str,
+    report: bool,
+    as_json: bool,
 ) -> None:
     """Runs a grid, prints its table, writes tables and report into the folder. RoundFailed at the end if a cell did not complete."""
     base = _tables(read_tables(file) if file else {}, given, [])
     methods = grid.read_axes(base.get("compare", {})).methods
     if metric not in comparison.METRICS:
         raise unknown("metric", metric, comparison.METRICS)
-    if on not in crew.CREWS:
-        raise unknown("--on", on, crew.CREWS)
+    if on not in executor.EXECUTORS:
+        raise unknown("--on", on, executor.EXECUTORS)
     if jobs < 0:
         raise ConfigError(f"jobs is {jobs}, must be a whole number at least 0")
     cells = grid.cells(grid.assigned(base, assignments, methods), folder / "runs")
-    state = _with_grid_progress(cells, crew.CREWS[on](jobs))
+    state = _with_grid_progress(cells, executor.EXECUTORS[on](jobs))
     completed = [cell for cell in cells if cell.name not in {end.cell.name for end in state.failed}]
     runs, left_out = gather(cell.folder for cell in completed)
-    left_out += [LeftOut(str(end.cell.folder), f"{end.status}: {end.cause}") for end in state.failed]
+    left_out += [
+        LeftOut(str(end.cell.folder), f"{end.status}: {end.cause}") for end in state.failed
+    ]
     found = comparison.compare(runs, left_out, metric)
     written = comparison.write_tables(found, folder)
     if report:
         from fedloom.experiments.report.write import write_report
 
-        written.append(write_report(found, folder / "report.html", shlex.join(["fedloom", *sys.argv[1:]])))
+        written.append(
+            write_report(found, folder / "report.html", shlex.join(["fedloom", *sys.argv[1:]]))
+        )
     if as_json:
         print(json.dumps(tables.comparison_as_json(found)))
     else:
         out.print(tables.comparison(found))
     err.print("wrote " + ", ".join(map(str, written)), style="dim")
     if state.failed:
-        raise RoundFailed(f"{len(state.failed)} of {len(cells)} cells did not complete, the first of them {state.failed[0].cell.name}")
+        raise RoundFailed(
+            f"{len(state.failed)} of {len(cells)} cells did not complete, the first of them {state.failed[0].cell.name}"
+        )
 
 
-def _with_grid_progress(cells: Sequence[grid.Cell], by: crew.Crew) -> crew.State:
+def _with_grid_progress(cells: Sequence[grid.Cell], by: executor.Executor) -> executor.State:
     """On a terminal a bar for the grid, with the time left, and one for each run; else a line for each run that ends."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[more]}"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[more]}"),
+    )
     with Progress(*columns, console=err, disable=not err.is_terminal) as bar:
         whole = bar.add_task("grid", total=len(cells), more="")
         shown: dict[str, Any] = {}
 
-        def watch(state: crew.State, event: crew.Step | crew.End | None) -> None:
+        def watch(state: executor.State, event: executor.Step | executor.End | None) -> None:
             left = state.seconds_left()
             more = "" if left is None else f"about {tables.duration(left)} left"
             bar.update(whole, completed=state.done, total=len(state.cells), more=more)
             if event is None:
                 if state.kept:
-                    err.print(f"{len(state.kept)} of {len(state.cells)} runs are done already", style="dim")
+                    err.print(
+                        f"{len(state.kept)} of {len(state.cells)} runs are done already",
+                        style="dim",
+                    )
                 return
             name = event.cell.name
-            if isinstance(event, crew.Step):
+            if isinstance(event, executor.Step):
                 if name not in shown:
                     shown[name] = bar.add_task(f"  {name}", total=None, more="")
-                score = f"val {tables.percent(event.validation)}" if event.validation is not None else ""
+                score = (
+                    f"val {tables.percent(event.validation)}"
+                    if event.validation is not None
+                    else ""
+                )
                 bar.update(shown[name], completed=event.round, total=event.planned, more=score)
                 return
             if name in shown:
@@ -318,9 +422,13 @@ def _with_grid_progress(cells: Sequence[grid.Cell], by: crew.Crew) -> crew.State
                 err.print(f"{name}: {event.status}: {event.cause}", style="yellow", highlight=False)
             elif not err.is_terminal:
                 took = tables.duration(state.seconds[name])
-                err.print(f"{state.done} of {len(state.cells)}: {name} in {took}{f'; {more}' * bool(more)}", style="dim", highlight=False)
+                err.print(
+                    f"{state.done} of {len(state.cells)}: {name} in {took}{f'; {more}' * bool(more)}",
+                    style="dim",
+                    highlight=False,
+                )
 
-        return crew.execute(cells, by, watch)
+        return executor.execute(cells, by, watch)
 
 
 def _fresh_folder(recipe: Recipe, asked: Path | None) -> Path:
@@ -331,8 +439,14 @@ def _fresh_folder(recipe: Recipe, asked: Path | None) -> Path:
 
 def _name(recipe: Recipe) -> str:
     """What a recipe's folder is called if nobody says."""
-    parts = (Path(recipe.data.dataset).name, f"{recipe.partition.name}{recipe.partition.clients}", Path(recipe.method).stem)
-    return "-".join((*parts, recipe.model.name)).replace(",", "_").replace(":", "_").replace("=", "_")
+    parts = (
+        Path(recipe.data.dataset).name,
+        f"{recipe.partition.name}{recipe.partition.clients}",
+        Path(recipe.method).stem,
+    )
+    return (
+        "-".join((*parts, recipe.model.name)).replace(",", "_").replace(":", "_").replace("=", "_")
+    )
 
 
 def _unused(folder: Path) -> Path:
@@ -351,11 +465,19 @@ def _announce(started: dict[str, Any]) -> None:
 
 def _bar() -> Progress:
     clock = (TimeElapsedColumn(), TimeRemainingColumn())
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *clock, TextColumn("{task.fields[score]}"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        *clock,
+        TextColumn("{task.fields[score]}"),
+    )
     return Progress(*columns, console=err, disable=not err.is_terminal)
 
 
-def _with_progress(method: str, work: Callable[[Callable[[dict[str, Any], int], None]], Result]) -> Result:
+def _with_progress(
+    method: str, work: Callable[[Callable[[dict[str, Any], int], None]], Result]
+) -> Result:
     """A bar on a terminal; in a pipe or a log a line for every tenth of the rounds."""
     with _bar() as bar:
         task = bar.add_task(method, total=None, score="")
@@ -363,7 +485,9 @@ def _with_progress(method: str, work: Callable[[Callable[[dict[str, Any], int], 
 
         def step(entry: dict[str, Any], planned: int) -> None:
             nonlocal last
-            last = f"val {tables.percent(entry['val_accuracy'])}" if "val_accuracy" in entry else last
+            last = (
+                f"val {tables.percent(entry['val_accuracy'])}" if "val_accuracy" in entry else last
+            )
             bar.update(task, completed=entry["round"], total=planned, score=last)
             done = entry["round"]
             if (
@@ -371,7 +495,9 @@ def _with_progress(method: str, work: Callable[[Callable[[dict[str, Any], int], 
                 and entry.get("stage") != "finetune"
                 and done * 10 // max(planned, 1) > (done - 1) * 10 // max(planned, 1)
             ):
-                err.print(f"{method}: round {done} of {planned}, {last}", style="dim", highlight=False)
+                err.print(
+                    f"{method}: round {done} of {planned}, {last}", style="dim", highlight=False
+                )
 
         return work(step)
 
@@ -379,7 +505,14 @@ def _with_progress(method: str, work: Callable[[Callable[[dict[str, Any], int], 
 def _print(result: Result, as_json: bool, compared: list[Result] | None = None) -> None:
     summary = result.summary
     if as_json:
-        shown = {**summary, **({"beside": {r.summary["method"]: r.summary for r in compared}} if compared else {})}
+        shown = {
+            **summary,
+            **(
+                {"baselines": {r.summary["method"]: r.summary for r in compared}}
+                if compared
+                else {}
+            ),
+        }
         print(json.dumps(shown))
     else:
         out.print(tables.result(summary, [r.summary for r in compared or []]))

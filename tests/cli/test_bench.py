@@ -25,7 +25,11 @@ def run(speed, monkeypatch, *arguments):
 
 def test_a_part_is_kept_and_run_again_without_the_others(speed, monkeypatch, tmp_path):
     kept, page = tmp_path / "kept.jsonl", tmp_path / "page.md"
-    monkeypatch.setitem(speed.PARTS, "startup", lambda quick: [{"what": "fedloom --help", "seconds": 0.25, "least": 0.125}])
+    monkeypatch.setitem(
+        speed.PARTS,
+        "startup",
+        lambda quick: [{"what": "fedloom --help", "seconds": 0.25, "least": 0.125}],
+    )
     run(speed, monkeypatch, "small1000", "startup", "--quick", "--keep", kept)
     before = speed.read(kept)
     run(speed, monkeypatch, "small1000", "--quick", "--keep", kept, "--write", page)
@@ -90,22 +94,44 @@ TOY = {
 def test_a_sweep_gives_summaries_by_label_and_seed_and_keeps_them(sweeping, tmp_path):
     heard = []
     recipes = {"one": TOY, "again": TOY, "local": {**TOY, "method": {"name": "local", "rounds": 2}}}
-    found = sweeping.sweep(recipes, 2, lambda label, seed, s: heard.append((label, seed, s["method"])), tmp_path / "kept")
+    found = sweeping.sweep(
+        recipes,
+        2,
+        lambda label, seed, s: heard.append((label, seed, s["method"])),
+        tmp_path / "kept",
+    )
     assert sorted(heard) == [
-        (label, seed, m) for label, m in (("again", "fedavg"), ("local", "local"), ("one", "fedavg")) for seed in (0, 1)
+        (label, seed, m)
+        for label, m in (("again", "fedavg"), ("local", "local"), ("one", "fedavg"))
+        for seed in (0, 1)
     ]
     assert [[s["seed"] for s in runs] for runs in found.values()] == [[0, 1]] * 3
     assert found["one"] == found["again"]
     assert not list((tmp_path / "kept").glob("*/models"))
     heard.clear()
     assert sweeping.sweep(recipes, 2, lambda *each: heard.append(each), tmp_path / "kept") == found
-    assert sweeping.sweep({**recipes, "more": {**TOY, "model": {"name": "mlp"}}}, 2, print, tmp_path / "kept", run=False) == found
+    assert (
+        sweeping.sweep(
+            {**recipes, "more": {**TOY, "model": {"name": "mlp"}}},
+            2,
+            print,
+            tmp_path / "kept",
+            run=False,
+        )
+        == found
+    )
     assert not heard
     assert sweeping.spread([s["accuracy"] for s in found["one"]]) != "-"
 
 
 def test_a_failed_run_is_an_error_when_the_others_are_done(sweeping, tmp_path):
     wrong = {**TOY, "method": {"name": "gcfl+"}}
-    with pytest.raises(RuntimeError, match=r"1 runs failed, the first of them .*gcfl\+.*does graph tasks"):
+    with pytest.raises(
+        RuntimeError, match=r"1 runs failed, the first of them .*gcfl\+.*does graph tasks"
+    ):
         sweeping.sweep({"wrong": wrong, "right": TOY}, 1, lambda *_: None, tmp_path / "kept")
-    assert list(sweeping.sweep({"wrong": wrong, "right": TOY}, 1, lambda *_: None, tmp_path / "kept", run=False)) == ["right"]
+    assert list(
+        sweeping.sweep(
+            {"wrong": wrong, "right": TOY}, 1, lambda *_: None, tmp_path / "kept", run=False
+        )
+    ) == ["right"]

@@ -16,7 +16,16 @@ import fedloom
 from fedloom.cli import main
 from fedloom.data.datasets import find
 
-SMALL = ["--dataset", "synthetic:nodes=150,classes=3,features=8", "--clients", "3", "--partition", "random", "--model", "gcn-2x8"]
+SMALL = [
+    "--dataset",
+    "synthetic:nodes=150,classes=3,features=8",
+    "--clients",
+    "3",
+    "--partition",
+    "random",
+    "--model",
+    "gcn-2x8",
+]
 
 
 def command(*arguments, cwd, **kwargs):
@@ -47,7 +56,9 @@ def here(monkeypatch, capsys):
 
 
 def test_json_is_one_object_and_nothing_else(tmp_path):
-    done = command("run", *SMALL, "--rounds", 3, "--out", "x", "--json", "--beside", "local", cwd=tmp_path)
+    done = command(
+        "run", *SMALL, "--rounds", 3, "--out", "x", "--json", "--baselines", "local", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     for key in (
@@ -55,16 +66,32 @@ def test_json_is_one_object_and_nothing_else(tmp_path):
         "final_accuracy", "val_accuracy", "per_client", "traffic", "seconds", "peak_rss_mb", "history_hash", "versions", "config",
     ):  # fmt: skip
         assert key in summary, key
-    assert {"id", "nodes", "train", "val", "test", "accuracy", "f1"} <= summary["per_client"][0].keys()
-    assert {"bytes_up", "bytes_down", "scalars_up", "scalars_down", "phases"} <= summary["traffic"].keys()
+    assert {"id", "nodes", "train", "val", "test", "accuracy", "f1"} <= summary["per_client"][
+        0
+    ].keys()
+    assert {"bytes_up", "bytes_down", "scalars_up", "scalars_down", "phases"} <= summary[
+        "traffic"
+    ].keys()
     assert {"setup", "train", "evaluate", "total"} <= summary["seconds"].keys()
     assert re.fullmatch("[0-9a-f]{64}", summary["history_hash"])
-    assert summary["beside"]["local"]["traffic"]["bytes_up"] == 0
+    assert summary["baselines"]["local"]["traffic"]["bytes_up"] == 0
     assert (summary["rounds"], summary["clients"], summary["partition"]) == (3, 3, "random")
 
 
 def test_a_run_with_workers_says_how_many(tmp_path, here):
-    done = here("run", *SMALL, "--rounds", 1, "--engine", "processes", "--set", "run.workers=3", "--out", "x", cwd=tmp_path)
+    done = here(
+        "run",
+        *SMALL,
+        "--rounds",
+        1,
+        "--engine",
+        "processes",
+        "--set",
+        "run.workers=3",
+        "--out",
+        "x",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert "engine processes: 3 workers with 1 client and 1 thread each" in done.stderr
 
@@ -77,11 +104,21 @@ def test_a_run_is_shown_again_and_its_config_runs_again(tmp_path, here):
     assert "fedavg" in table.stdout
     assert "accuracy" in table.stdout
     config = json.loads(first.stdout)["config"]
-    toml = "\n".join(f"[{name}]\n" + "\n".join(f"{k} = {json.dumps(v)}" for k, v in table.items()) for name, table in config.items())
+    toml = "\n".join(
+        f"[{name}]\n" + "\n".join(f"{k} = {json.dumps(v)}" for k, v in table.items())
+        for name, table in config.items()
+    )
     (tmp_path / "again.toml").write_text(toml)
     rerun = here("run", "again.toml", "--json", cwd=tmp_path)
     assert json.loads(rerun.stdout)["history_hash"] == json.loads(first.stdout)["history_hash"]
-    expected = {"config.json", "history.jsonl", "ledger.csv", "schemas.json", "summary.json", "models"}
+    expected = {
+        "config.json",
+        "history.jsonl",
+        "ledger.csv",
+        "schemas.json",
+        "summary.json",
+        "models",
+    }
     assert expected <= {p.name for p in (tmp_path / "x").iterdir()}
     assert {p.name for p in (tmp_path / "x" / "models").iterdir()} == {
         "0.safetensors",
@@ -107,13 +144,33 @@ def test_recipes_options_and_set_override_each_other_in_that_order(tmp_path, her
     (tmp_path / "r.toml").write_text(
         '[data]\ndataset = "synthetic:nodes=150"\n[partition]\nname = "random"\nclients = 3\n[method]\nlr = 0.1\nrounds = 5\n'
     )
-    done = here("run", "r.toml", "--rounds", 2, "--set", "method.lr=0.02", "--set", "model.name=sage-2x8", "--json", cwd=tmp_path)
+    done = here(
+        "run",
+        "r.toml",
+        "--rounds",
+        2,
+        "--set",
+        "method.lr=0.02",
+        "--set",
+        "model.name=sage-2x8",
+        "--json",
+        cwd=tmp_path,
+    )
     summary = json.loads(done.stdout)
-    assert (summary["rounds"], summary["config"]["method"]["lr"], summary["model"]) == (2, 0.02, "sage-2x8")
+    assert (summary["rounds"], summary["config"]["method"]["lr"], summary["model"]) == (
+        2,
+        0.02,
+        "sage-2x8",
+    )
 
 
 def test_listings(tmp_path, here):
-    for command, name in (("methods", "fedprox"), ("datasets", "cora"), ("partitions", "louvain"), ("models", "gcnii")):
+    for command, name in (
+        ("methods", "fedprox"),
+        ("datasets", "cora"),
+        ("partitions", "louvain"),
+        ("models", "gcnii"),
+    ):
         done = here(command, cwd=tmp_path)
         assert done.returncode == 0
         assert name in done.stdout
@@ -122,7 +179,15 @@ def test_listings(tmp_path, here):
 
 
 def test_partition_shows_who_holds_what_and_draws_it(tmp_path, here):
-    arguments = ("partition", "--dataset", "synthetic:nodes=200", "--clients", 3, "--partition", "metis")
+    arguments = (
+        "partition",
+        "--dataset",
+        "synthetic:nodes=200",
+        "--clients",
+        3,
+        "--partition",
+        "metis",
+    )
     done = here(*arguments, "--plot", "parts.png", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "cut" in done.stdout
@@ -137,29 +202,53 @@ BAD = {
     "unknown partition": (["run", "--partition", "luvain"], ["'luvain'", "'louvain'", "metis"]),
     "unknown model": (["run", "--model", "gcnn"], ["'gcnn'", "'gcn'", "sage"]),
     "unknown engine": (["run", "--engine", "lop"], ["'lop'", "'loop'", "wire"]),
-    "unknown evaluation": (["run", *SMALL, "--evaluation", "glbal"], ["glbal", "'global'", "local"]),
+    "unknown evaluation": (
+        ["run", *SMALL, "--evaluation", "glbal"],
+        ["glbal", "'global'", "local"],
+    ),
     "unknown setting": (["run", "--set", "method.learning_rate=1"], ["learning_rate", "lr"]),
     "unknown table": (["run", "--set", "methods.lr=1"], ["methods", "'method'"]),
     "set without a value": (["run", "--set", "lr"], ["--set", "method.lr=0.02"]),
-    "value of the wrong kind": (["run", "--set", "method.lr=abc"], ["method.lr", "'abc'", "number"]),
-    "value out of range": (["run", "--set", "model.dropout=1.5"], ["model.dropout", "1.5", "below 1"]),
+    "value of the wrong kind": (
+        ["run", "--set", "method.lr=abc"],
+        ["method.lr", "'abc'", "number"],
+    ),
+    "value out of range": (
+        ["run", "--set", "model.dropout=1.5"],
+        ["model.dropout", "1.5", "below 1"],
+    ),
     "negative rounds": (["run", "--rounds", "-3"], ["method.rounds", "-3", "at least 1"]),
     "no clients": (["run", *SMALL, "--clients", "0"], ["clients", "0", "at least 1"]),
     "more clients than nodes": (["run", *SMALL, "--clients", "151"], ["clients", "151", "150"]),
     "not a number": (["run", "--clients", "ten"], ["--clients", "ten"]),
     "unknown option": (["run", "--metod", "fedavg"], ["--metod"]),
     "unknown command": (["rnu"], ["'rnu'", "'run'"]),
-    "split that does not add up": (["run", *SMALL, "--split", "20/40/50"], ["split", "20/40/50", "20/40/40"]),
-    "mixed models to average": (["run", *SMALL, "--model", "gcn,gat"], ["model", "one model for all clients"]),
-    "mixed models beside": (["run", "--method", "local", *SMALL, "--model", "gcn,gat", "--beside", "fedavg"], ["fedavg", "one model"]),
+    "split that does not add up": (
+        ["run", *SMALL, "--split", "20/40/50"],
+        ["split", "20/40/50", "20/40/40"],
+    ),
+    "mixed models to average": (
+        ["run", *SMALL, "--model", "gcn,gat"],
+        ["model", "one model for all clients"],
+    ),
+    "mixed models beside": (
+        ["run", "--method", "local", *SMALL, "--model", "gcn,gat", "--baselines", "fedavg"],
+        ["fedavg", "one model"],
+    ),
     "no such recipe": (["run", "missing.toml"], ["missing.toml"]),
     "no such run": (["show", "nowhere"], ["nowhere"]),
     "out is a file": (["run", *SMALL, "--rounds", "1", "--out", "taken"], ["out", "taken"]),
     "out below a file": (["run", *SMALL, "--rounds", "1", "--out", "taken/x"], ["out", "taken/x"]),
-    "read-only out": (["run", *SMALL, "--rounds", "1", "--out", "/proc/fedloom"], ["out", "cannot write"]),
+    "read-only out": (
+        ["run", *SMALL, "--rounds", "1", "--out", "/proc/fedloom"],
+        ["out", "cannot write"],
+    ),
     "misspelt key": (["run", "misspelt.toml"], ["cleints", "'clients'"]),
     "broken toml": (["run", "broken.toml"], ["broken.toml", "line"]),
-    "node partition for graphs": (["run", "--dataset", "mutag", "--partition", "louvain"], ["louvain", "dirichlet"]),
+    "node partition for graphs": (
+        ["run", "--dataset", "mutag", "--partition", "louvain"],
+        ["louvain", "dirichlet"],
+    ),
 }
 
 
@@ -170,7 +259,11 @@ def test_bad_input_is_one_line_that_names_it(case, tmp_path, here):
     (tmp_path / "broken.toml").write_text("[partition\n")
     arguments, words = BAD[case]
     done = here(*arguments, cwd=tmp_path)
-    if case == "node partition for graphs" and "mutag" in done.stderr and "Looked in" in done.stderr:
+    if (
+        case == "node partition for graphs"
+        and "mutag" in done.stderr
+        and "Looked in" in done.stderr
+    ):
         pytest.skip("no MUTAG: not under FEDLOOM_DATA, not beside the project, and no network")
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
@@ -179,7 +272,12 @@ def test_bad_input_is_one_line_that_names_it(case, tmp_path, here):
     assert all(word in lines[0] for word in words), lines[0]
 
 
-def graph_folder(path, nodes="id,label,a\n0,x,1.0\n1,y,2.0\n2,x,0.5\n3,y,0.1\n", edges="source,target\n0,1\n1,2\n2,3\n", toml=""):
+def graph_folder(
+    path,
+    nodes="id,label,a\n0,x,1.0\n1,y,2.0\n2,x,0.5\n3,y,0.1\n",
+    edges="source,target\n0,1\n1,2\n2,3\n",
+    toml="",
+):
     path.mkdir()
     (path / "graph.toml").write_text(toml)
     (path / "nodes.csv").write_text(nodes)
@@ -214,7 +312,10 @@ BAD_DATA = {
     "edge to nowhere": ({"edges": "source,target\n0,9\n"}, ["edges.csv", "9"]),
     "empty graph": ({"nodes": "id,label,a\n", "edges": "source,target\n"}, ["nodes.csv"]),
     "missing column": ({"nodes": "id,a\n0,1\n1,1\n"}, ["label", "nodes.csv"]),
-    "label out of range": ({"toml": "num_classes = 1\n", "nodes": "id,label,a\n0,0,1.0\n1,3,2.0\n2,0,1.0\n3,0,1.0\n"}, ["nodes.csv", "3"]),
+    "label out of range": (
+        {"toml": "num_classes = 1\n", "nodes": "id,label,a\n0,0,1.0\n1,3,2.0\n2,0,1.0\n3,0,1.0\n"},
+        ["nodes.csv", "3"],
+    ),
     "truncated row": ({"nodes": "id,label,a\n0,x,1.0\n1,y\n"}, ["nodes.csv"]),
 }
 
@@ -223,7 +324,18 @@ BAD_DATA = {
 def test_bad_data_is_one_line_too(case, tmp_path, here):
     content, words = BAD_DATA[case]
     graph_folder(tmp_path / "mine", **content)
-    done = here("run", "--dataset", "mine", "--clients", 1, "--partition", "random", "--rounds", 1, cwd=tmp_path)
+    done = here(
+        "run",
+        "--dataset",
+        "mine",
+        "--clients",
+        1,
+        "--partition",
+        "random",
+        "--rounds",
+        1,
+        cwd=tmp_path,
+    )
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.strip().splitlines() if not line.startswith("loading")]
     assert len(lines) == 1, done.stderr
@@ -232,8 +344,24 @@ def test_bad_data_is_one_line_too(case, tmp_path, here):
 
 def test_a_folder_of_tables_is_a_dataset(tmp_path, here):
     rows = "".join(f"{k},{'xy'[k % 2]},{k % 2}.0,1.0\n" for k in range(40))
-    graph_folder(tmp_path / "mine", "id,label,a,b\n" + rows, "source,target\n" + "".join(f"{k},{(k + 2) % 40}\n" for k in range(40)))
-    done = here("run", "--dataset", "mine", "--clients", 2, "--partition", "random", "--rounds", 2, "--json", cwd=tmp_path)
+    graph_folder(
+        tmp_path / "mine",
+        "id,label,a,b\n" + rows,
+        "source,target\n" + "".join(f"{k},{(k + 2) % 40}\n" for k in range(40)),
+    )
+    done = here(
+        "run",
+        "--dataset",
+        "mine",
+        "--clients",
+        2,
+        "--partition",
+        "random",
+        "--rounds",
+        2,
+        "--json",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert sum(c["nodes"] for c in json.loads(done.stdout)["per_client"]) == 40
 
@@ -311,5 +439,16 @@ def test_kill_9_then_resume_gives_the_bits_of_an_unbroken_run(tmp_path, long_run
     (tmp_path / "x" / "config.json").write_text(json.dumps(config))
     resumed = command("resume", "x", "--json", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
-    unbroken = command("run", *SMALL, "--rounds", done + 3, "--set", "run.checkpoint_every=2", "--out", "y", "--json", cwd=tmp_path)
+    unbroken = command(
+        "run",
+        *SMALL,
+        "--rounds",
+        done + 3,
+        "--set",
+        "run.checkpoint_every=2",
+        "--out",
+        "y",
+        "--json",
+        cwd=tmp_path,
+    )
     assert json.loads(resumed.stdout)["history_hash"] == json.loads(unbroken.stdout)["history_hash"]

@@ -14,7 +14,8 @@ import fedloom
 
 TEXTS = [*PAGES, "CONTRIBUTING.md"]
 needs_mkdocs = pytest.mark.skipif(
-    not all(map(find_spec, ("mkdocs", "material", "mkdocstrings"))), reason="the extra 'docs' is not installed"
+    not all(map(find_spec, ("mkdocs", "material", "mkdocstrings"))),
+    reason="the extra 'docs' is not installed",
 )
 
 
@@ -45,7 +46,9 @@ def test_links_lead_somewhere(page):
 def test_every_page_is_in_the_navigation():
     listed = re.findall(r"^ *- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     written = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
-    assert sorted(listed) == sorted([*written, "index.md", "api.md"])  # the two that docs/hooks.py makes
+    assert sorted(listed) == sorted(
+        [*written, "index.md", "api.md"]
+    )  # the two that docs/hooks.py makes
 
 
 def test_the_readme_links_to_what_it_is_the_door_to():
@@ -70,11 +73,17 @@ def site(tmp_path_factory):
 @needs_mkdocs
 def test_site_has_every_page_and_every_public_name(site):
     for page in PAGES:
-        name = "index.html" if page == "README.md" else page.removeprefix("docs/").replace(".md", ".html")
+        name = (
+            "index.html"
+            if page == "README.md"
+            else page.removeprefix("docs/").replace(".md", ".html")
+        )
         assert (site / name).is_file(), name
     told = (site / "api.html").read_text()
     for name in fedloom.__all__:
-        assert re.search(rf'<h3 id="fedloom\.[\w.]+\.{name}"', told), f"{name} is not on the page of public names"
+        assert re.search(rf'<h3 id="fedloom\.[\w.]+\.{name}"', told), (
+            f"{name} is not on the page of public names"
+        )
 
 
 @needs_mkdocs

@@ -20,7 +20,8 @@ from fedloom.data.datasets import catalogue, find
 from fedloom.experiments.run import run
 
 needs_cora = pytest.mark.skipif(
-    find("cora").kind == "download", reason="no Cora: not under FEDLOOM_DATA, not beside the project, no graphdatascience package"
+    find("cora").kind == "download",
+    reason="no Cora: not under FEDLOOM_DATA, not beside the project, no graphdatascience package",
 )
 # Lines that are not run here: part of a line, or a page, and why.
 SKIPPED = {
@@ -34,7 +35,12 @@ SHORT = {
     "opfgl": {"condense_steps": 2, "steps": 2, "check_every": 1},
 }
 COMMANDS = typer.main.get_command(app).commands
-LINES = [(page, line) for page in EXAMPLES for block in blocks((ROOT / page).read_text()) for line in typed(block)]
+LINES = [
+    (page, line)
+    for page in EXAMPLES
+    for block in blocks((ROOT / page).read_text())
+    for line in typed(block)
+]
 
 
 @needs_cora
@@ -50,13 +56,20 @@ def test_own_graphs(capsys):
 
 def test_own_method(node_federation):
     path = str(ROOT / "examples" / "own_method.py")
-    trimmed, plain = run(path, node_federation, model="gcn-2x8", rounds=2), run("fedavg", node_federation, model="gcn-2x8", rounds=2)
+    trimmed, plain = (
+        run(path, node_federation, model="gcn-2x8", rounds=2),
+        run("fedavg", node_federation, model="gcn-2x8", rounds=2),
+    )
     assert trimmed.summary["status"] == "completed"
     assert trimmed.summary["history_hash"] != plain.summary["history_hash"]
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=needs_cora if 'load("cora")' in (ROOT / page).read_text() else ()) for page in EXAMPLES]
+    "page",
+    [
+        pytest.param(page, marks=needs_cora if 'load("cora")' in (ROOT / page).read_text() else ())
+        for page in EXAMPLES
+    ],
 )
 def test_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -70,21 +83,27 @@ def test_page_runs(page, tmp_path, monkeypatch, capsys):
         elif re.fullmatch(r"python no-run: .+", block.info):
             continue
         elif block.info.startswith("python"):
-            assert block.info == "python", f"{page}: ```{block.info}: what must not run says why: ```python no-run: the reason"
+            assert block.info == "python", (
+                f"{page}: ```{block.info}: what must not run says why: ```python no-run: the reason"
+            )
             capsys.readouterr()
             exec(compile(block.text, f"{page} block {number}", "exec"), names)
             printed = capsys.readouterr().out
             for promised in re.findall(r"print\(.*\)  # (.+)", block.text):
                 assert promised in printed.splitlines(), f"{page} block {number} printed\n{printed}"
         elif block.info == "text":
-            assert block.text == printed, f"{page}: what stands under a block of Python is what it prints:\n{printed}"
+            assert block.text == printed, (
+                f"{page}: what stands under a block of Python is what it prints:\n{printed}"
+            )
         for line in typed(block):
             if line.startswith("fedloom") and not why_not(page, line):
                 arguments = shortened(shlex.split(line)[1:])
                 monkeypatch.setattr(sys, "argv", ["fedloom", *arguments])
                 with pytest.raises(SystemExit) as ended:
                     main()
-                assert not ended.value.code, f"{page}: {line}\nas fedloom {shlex.join(arguments)}\n{capsys.readouterr().err}"
+                assert not ended.value.code, (
+                    f"{page}: {line}\nas fedloom {shlex.join(arguments)}\n{capsys.readouterr().err}"
+                )
 
 
 def why_not(page: str, line: str) -> str:
@@ -99,15 +118,29 @@ def shortened(arguments: list[str]) -> list[str]:
         arguments = [command, "--method", "fedavg", *arguments[2:]]
     if command not in ("run", "compare", "tune", "partition"):
         return arguments
-    given = {one: two for one, two in zip(arguments, [*arguments[1:], ""], strict=True) if one.startswith("--")}
-    recipe = tomllib.loads(Path(arguments[1]).read_text()) if arguments[1:] and arguments[1].endswith(".toml") else {}
-    told = recipe.get("compare", {}).get("datasets") or [recipe.get("data", {}).get("dataset", "cora")]
+    given = {
+        one: two
+        for one, two in zip(arguments, [*arguments[1:], ""], strict=True)
+        if one.startswith("--")
+    }
+    recipe = (
+        tomllib.loads(Path(arguments[1]).read_text())
+        if arguments[1:] and arguments[1].endswith(".toml")
+        else {}
+    )
+    told = recipe.get("compare", {}).get("datasets") or [
+        recipe.get("data", {}).get("dataset", "cora")
+    ]
     asked = given.get("--dataset", given.get("--datasets", ""))
     named = [asked] if ":" in asked else asked.split(",") if asked else told
     added = ["--dataset", ",".join(map(small, named))]
     if command == "partition":
         return [*arguments, *added]
-    added += ["--rounds", "1", *{"compare": ["--seeds", "1"], "tune": ["--trials", "2"]}.get(command, [])]
+    added += [
+        "--rounds",
+        "1",
+        *{"compare": ["--seeds", "1"], "tune": ["--trials", "2"]}.get(command, []),
+    ]
     method = given.get("--method", recipe.get("method", {}).get("name", ""))
     for name, settings in SHORT.items():
         for key, value in settings.items():
@@ -123,12 +156,18 @@ def small(name: str) -> str:
     if name not in catalogue():
         return name
     place = list(catalogue()).index(name)  # two datasets are two graphs
-    return f"synthetic-graphs:graphs={200 + place}" if catalogue()[name].task == "graph" else f"synthetic:nodes={400 + place}"
+    return (
+        f"synthetic-graphs:graphs={200 + place}"
+        if catalogue()[name].task == "graph"
+        else f"synthetic:nodes={400 + place}"
+    )
 
 
 def test_nothing_is_skipped_in_vain():
     for part in SKIPPED:
-        assert any(part == page or part in line for page, line in LINES), f"nothing matches {part!r}"
+        assert any(part == page or part in line for page, line in LINES), (
+            f"nothing matches {part!r}"
+        )
 
 
 @pytest.mark.parametrize("page", EXAMPLES)
@@ -138,7 +177,9 @@ def test_what_a_page_names_is_there(page):
     inline = re.findall(r"`([^`\n]+)`", prose(text))
     shown = [*inline, *(line for block in blocks(text) for line in typed(block))]
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     for code in shown:
         if command := re.match(r"fedloom ([a-z]+)", code):
             assert command[1] in COMMANDS, code

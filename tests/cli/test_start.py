@@ -22,7 +22,13 @@ KINDS = {
 def fresh(script: str, **variables: str) -> list[str]:
     """What a script prints in a process of its own, in which nobody has set the allocator."""
     inherited = {name: value for name, value in os.environ.items() if name not in MALLOC_VARIABLES}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=inherited | variables)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=inherited | variables,
+    )
     return done.stdout.split()
 
 
@@ -79,7 +85,8 @@ with retained_memory():
 print(before, inside, pages())
 """
 GLIBC = pytest.mark.skipif(
-    not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc", reason="the C library's allocator is not glibc's"
+    not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc",
+    reason="the C library's allocator is not glibc's",
 )
 
 
@@ -98,12 +105,20 @@ def test_who_has_set_the_allocator_is_not_overruled():
 
 def test_after_a_run_python_looks_everywhere_for_garbage_again(node_federation):
     frozen = []
-    fedloom.run("fedavg", node_federation, rounds=2, on_round=lambda entry, planned: frozen.append(gc.get_freeze_count()))
+    fedloom.run(
+        "fedavg",
+        node_federation,
+        rounds=2,
+        on_round=lambda entry, planned: frozen.append(gc.get_freeze_count()),
+    )
     assert min(frozen) > 0
     assert gc.get_freeze_count() == 0
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems tell a child's peak from its parent's")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"),
+    reason="other systems tell a child's peak from its parent's",
+)
 def test_a_peak_is_the_process_own():
     block = torch.ones(2**26)  # 256 MB, which a child must not inherit
     assert peak_memory() > block.nbytes

@@ -23,7 +23,9 @@ def filled():
             ledger.book(number, "train", "down", {client: MODEL})
             ledger.book(number, "train", "up", {client: {**MODEL, **SIZE}})
             ledger.book(number, "evaluate", "down", {client: MODEL})
-            ledger.book(number, "evaluate", "up", {client: {"test": torch.zeros(2, 2, dtype=torch.int64)}})
+            ledger.book(
+                number, "evaluate", "up", {client: {"test": torch.zeros(2, 2, dtype=torch.int64)}}
+            )
     return ledger
 
 
@@ -52,7 +54,11 @@ def test_messages_of_one_form_share_a_schema():
     ledger = filled()
     assert len(ledger.schemas) == 4
     assert [row.schema for row in ledger.rows[:6]] == [0, 0, 1, 2, 1, 3]
-    assert ledger.schemas[2] == (("model/b", "float32", (4,)), ("model/w", "float32", (3, 4)), ("size", "int64", ()))
+    assert ledger.schemas[2] == (
+        ("model/b", "float32", (4,)),
+        ("model/w", "float32", (3, 4)),
+        ("size", "int64", ()),
+    )
 
 
 def test_totals_are_sums_and_measuring_is_apart():
@@ -62,7 +68,13 @@ def test_totals_are_sums_and_measuring_is_apart():
         "bytes_up": 4 * up, "bytes_down": 4 * down, "scalars_up": 4 * 17, "scalars_down": 4 * 16, "messages": 8,
     }  # fmt: skip
     setup = len(encode(SIZE, "setup"))
-    assert traffic["phases"]["setup"] == {"bytes_up": 2 * setup, "bytes_down": 0, "scalars_up": 2, "scalars_down": 0, "messages": 2}
+    assert traffic["phases"]["setup"] == {
+        "bytes_up": 2 * setup,
+        "bytes_down": 0,
+        "scalars_up": 2,
+        "scalars_down": 0,
+        "messages": 2,
+    }
     assert {key: traffic[key] for key in ("bytes_up", "bytes_down", "scalars_up", "scalars_down", "messages")} == {
         "bytes_up": 4 * up + 2 * setup, "bytes_down": 4 * down, "scalars_up": 70, "scalars_down": 64, "messages": 10,
     }  # fmt: skip
@@ -101,7 +113,9 @@ def test_what_is_written_is_read_again(tmp_path):
     ledger = filled()
     booked = list(ledger.rows)
     ledger.write(tmp_path)
-    assert [tuple(row.values()) for row in rows_of(tmp_path)] == [tuple(map(str, row)) for row in booked]
+    assert [tuple(row.values()) for row in rows_of(tmp_path)] == [
+        tuple(map(str, row)) for row in booked
+    ]
     other = Ledger.read(tmp_path, ledger.sync())
     assert other.schemas == ledger.schemas
     assert other.traffic() == ledger.traffic()
@@ -128,7 +142,9 @@ def test_writing_bit_by_bit_is_writing_at_once(tmp_path):
         replay(growing, rows[start:end])
         growing.write(tmp_path / "steps")
     for file in ("ledger.csv", "schemas.json"):
-        assert (tmp_path / "once" / file).read_bytes() == (tmp_path / "steps" / file).read_bytes(), file
+        assert (tmp_path / "once" / file).read_bytes() == (
+            tmp_path / "steps" / file
+        ).read_bytes(), file
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2, 10, 18])

@@ -6,14 +6,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from fedloom.core.message import DTYPES, batched, check, decode, encode, encoded_size, flatten, isolate, schema_of, tree_map, unflatten
+from fedloom.core.message import (
+    DTYPES,
+    batched,
+    check,
+    decode,
+    encode,
+    encoded_size,
+    flatten,
+    isolate,
+    schema_of,
+    tree_map,
+    unflatten,
+)
 from fedloom.errors import MessageError
 
-names = st.text(st.characters(codec="utf-8", exclude_characters="/", exclude_categories=("Cs",)), min_size=1, max_size=8).filter(
-    lambda s: s != "__metadata__"
-)
+names = st.text(
+    st.characters(codec="utf-8", exclude_characters="/", exclude_categories=("Cs",)),
+    min_size=1,
+    max_size=8,
+).filter(lambda s: s != "__metadata__")
 tensors = st.builds(
-    lambda dtype, shape: (torch.arange(max(1, int(torch.tensor(shape).prod()))) % 2).reshape(shape).to(DTYPES[dtype]),
+    lambda dtype, shape: (
+        (torch.arange(max(1, int(torch.tensor(shape).prod()))) % 2).reshape(shape).to(DTYPES[dtype])
+    ),
     st.sampled_from(sorted(DTYPES)),
     st.lists(st.integers(1, 3), max_size=3).map(tuple),
 )
@@ -30,14 +46,25 @@ def test_round_trip_and_size(message):
     data = encode(message, "train")
     back = decode(data, "train")
     assert schema_of(back) == schema_of(message)
-    assert all(torch.equal(a, b) for a, b in zip(flatten(message).values(), flatten(back).values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(flatten(message).values(), flatten(back).values(), strict=True)
+    )
     assert len(data) == encoded_size(schema_of(message), "train")
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.dictionaries(names, st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 40), max_size=3)), max_size=5))
+@given(
+    st.dictionaries(
+        names,
+        st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 40), max_size=3)),
+        max_size=5,
+    )
+)
 def test_the_size_of_larger_ones_with_other_digits_in_their_places(described):
-    message = {name: torch.zeros(shape, dtype=DTYPES[dtype]) for name, (dtype, shape) in described.items()}
+    message = {
+        name: torch.zeros(shape, dtype=DTYPES[dtype]) for name, (dtype, shape) in described.items()
+    }
     assert len(encode(message, "train")) == encoded_size(schema_of(message), "train")
 
 
@@ -45,7 +72,11 @@ def test_the_size_of_larger_ones_with_other_digits_in_their_places(described):
 @given(st.binary(max_size=200) | st.tuples(st.integers(0, 400), st.binary(min_size=1, max_size=4)))
 def test_damaged_bytes_are_refused_or_decode_to_finite_tensors(noise):
     good = encode({"model": {"w": torch.ones(3, 4)}, "size": torch.tensor(3)}, "train")
-    data = noise if isinstance(noise, bytes) else good[: noise[0] % len(good)] + noise[1] + good[noise[0] % len(good) + len(noise[1]) :]
+    data = (
+        noise
+        if isinstance(noise, bytes)
+        else good[: noise[0] % len(good)] + noise[1] + good[noise[0] % len(good) + len(noise[1]) :]
+    )
     try:
         message = decode(data, "train")
     except MessageError:
@@ -76,7 +107,9 @@ def test_format_phase_and_limit():
     with pytest.raises(MessageError, match="limit"):
         decode(data, "train", limit=10)
     with pytest.raises(MessageError, match="speaks 'fedloom/1'"):
-        decode(save({"w": torch.ones(2)}, metadata={"format": "fedloom/2", "phase": "train"}), "train")
+        decode(
+            save({"w": torch.ones(2)}, metadata={"format": "fedloom/2", "phase": "train"}), "train"
+        )
     with pytest.raises(MessageError, match="speaks 'fedloom/1'"):
         decode(save({"w": torch.ones(2)}), "train")
 
@@ -125,7 +158,10 @@ def test_tree_map():
 
 # ---- many messages in one ----
 def test_messages_of_one_schema_become_one_and_are_what_they_were():
-    sent = {c: {"model": {"w": torch.full((2, 3), float(k))}, "n": torch.tensor(k)} for k, c in enumerate("abc")}
+    sent = {
+        c: {"model": {"w": torch.full((2, 3), float(k))}, "n": torch.tensor(k)}
+        for k, c in enumerate("abc")
+    }
     batch = batched(sent)
     assert list(batch) == list(sent)
     assert batch.schema == schema_of(sent["a"])
@@ -137,7 +173,14 @@ def test_messages_of_one_schema_become_one_and_are_what_they_were():
 
 
 @pytest.mark.parametrize(
-    "other", [{}, {"v": torch.ones(2)}, {"w": torch.ones(3)}, {"w": torch.ones(2).double()}, {"w": torch.ones(2), "v": torch.ones(1)}]
+    "other",
+    [
+        {},
+        {"v": torch.ones(2)},
+        {"w": torch.ones(3)},
+        {"w": torch.ones(2).double()},
+        {"w": torch.ones(2), "v": torch.ones(1)},
+    ],
 )
 def test_messages_that_differ_stay_apart(other):
     assert batched({"a": {"w": torch.ones(2)}, "b": other}) is None

@@ -83,7 +83,12 @@ def test_zeros_do_not_raise_the_bound(monkeypatch):
         if phase == "request":
             ask_for_single_nodes(self, replies)
         if phase == "answer":
-            leaked.append(torch.equal(replies["1"]["0"]["sums"], self.clients["1"].state["S"].detach()[: len(replies["1"]["0"]["sums"])]))
+            leaked.append(
+                torch.equal(
+                    replies["1"]["0"]["sums"],
+                    self.clients["1"].state["S"].detach()[: len(replies["1"]["0"]["sums"])],
+                )
+            )
         return replies
 
     monkeypatch.setattr(Loop, "call", call)
@@ -95,7 +100,9 @@ def test_zeros_do_not_raise_the_bound(monkeypatch):
 def test_what_a_peer_can_solve_for_all_the_same_is_counted():
     federation = with_few_labels(federation_of(random_graph(nodes=80), 3))
     notes = go(federation, private=True, absorbed=True, query_limit=0, p=4).summary["notes"]
-    assert notes["embeddings that a peer can solve for"] > 0  # pruning leaves rows with a single node
+    assert (
+        notes["embeddings that a peer can solve for"] > 0
+    )  # pruning leaves rows with a single node
     sums = hops.csr_matrix(np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1]], np.float32))
     assert hops.determined(sums).tolist() == [0, 1]
 
@@ -112,20 +119,26 @@ def test_edges_that_are_there_twice_count_twice_wherever_the_cut_is(clients, wat
 def test_a_direction_on_which_the_ends_disagree_is_an_edge_that_one_side_knows():
     """Node ids of different clients may be the same, so that the ids alone do not tell 0 -> 0 from 0 -> 0."""
     federation = Federation((party(3, [0, 0, 1, 1]), party(3, [0, 0, 0, 1])))
-    with pytest.raises(MessageError, match="cross edge 0 -> 0: client '0' knows it, client '1' does not"):
+    with pytest.raises(
+        MessageError, match="cross edge 0 -> 0: client '0' knows it, client '1' does not"
+    ):
         run("fedstruct", federation, model="dgcn-2x4", rounds=1, hops=1, d_s=4, hidden="")
 
 
 def test_targets_in_another_order_are_refused(monkeypatch):
     def swap(engine, replies):
         letter = replies["0"]["1"]
-        same = (letter["source"][1:] == letter["source"][:-1]) & (letter["target"][1:] != letter["target"][:-1])
+        same = (letter["source"][1:] == letter["source"][:-1]) & (
+            letter["target"][1:] != letter["target"][:-1]
+        )
         at = int(same.nonzero()[0])
         for key in ("target", "position"):
             letter[key][[at, at + 1]] = letter[key][[at + 1, at]].clone()
 
     meddle(monkeypatch, "greet", swap)
-    with pytest.raises(MessageError, match="letter of '0': tensor 'target' lists the shared edges in another order"):
+    with pytest.raises(
+        MessageError, match="letter of '0': tensor 'target' lists the shared edges in another order"
+    ):
         go(federation_of(random_graph(), 3))
 
 
@@ -133,7 +146,9 @@ def test_targets_in_another_order_are_refused(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
 def test_edge_weights_of_another_dtype_are_refused(dtype):
     federation = federation_of(random_graph(), 3)
-    graphs = tuple(replace(g, edge_weight=torch.ones(g.num_edges, dtype=dtype)) for g in federation.graphs)
+    graphs = tuple(
+        replace(g, edge_weight=torch.ones(g.num_edges, dtype=dtype)) for g in federation.graphs
+    )
     with pytest.raises(DataError, match=r"edge_weight must be .* float32"):
         go(replace(federation, graphs=graphs, whole=None), prune="global")
 
@@ -144,7 +159,10 @@ def test_cross_edges_have_two_directions():
 
 
 # ---- recipes ----
-@pytest.mark.parametrize(("data", "paper"), [("citeseer", 65.43), ("pubmed", 85.02), ("chameleon", 52.60), ("photo", 90.93)])
+@pytest.mark.parametrize(
+    ("data", "paper"),
+    [("citeseer", 65.43), ("pubmed", 85.02), ("chameleon", 52.60), ("photo", 90.93)],
+)
 def test_a_recipe_has_what_the_paper_prints_for_its_dataset(data, paper):
     expect = tomllib.loads((RECIPES / "fedstruct" / f"{data}-random10.toml").read_text())["expect"]
     assert expect["paper"] == paper
@@ -162,7 +180,9 @@ def test_letters_for_a_phase_that_nobody_writes_to_are_refused(monkeypatch):
     meddle(
         monkeypatch,
         "start",
-        lambda _, sent: [m.update(letters={"0": torch.zeros(9, dtype=torch.uint8)}) for m in sent.values()],
+        lambda _, sent: [
+            m.update(letters={"0": torch.zeros(9, dtype=torch.uint8)}) for m in sent.values()
+        ],
         before=True,
     )
     with pytest.raises(Refusal, match="refuses letters in 'start'"):
@@ -177,7 +197,9 @@ def spoil_cipher(monkeypatch, values):
     def change(engine, replies):
         one = engine.clients["1"]
         public = one.memory["keys"].public
-        replies["0"]["1"]["cipher"] = torch.from_numpy(ckks.encrypt(public, values(one.graph.num_nodes * 60)))
+        replies["0"]["1"]["cipher"] = torch.from_numpy(
+            ckks.encrypt(public, values(one.graph.num_nodes * 60))
+        )
 
     meddle(monkeypatch, "offer_encrypted", change)
 
@@ -201,7 +223,12 @@ def test_fedgcn_notices_edges_that_only_the_targets_owner_knows():
     kept = ~((first.cross_edges[2] == 1) & (first.cross_edges[3] == 0))
     lost = replace(first, cross_edges=first.cross_edges[:, kept])
     with pytest.raises(MessageError, match="client '0' in 'write_sums': tensor 'nodes' lacks"):
-        run("fedgcn", replace(federation, graphs=(lost, *federation.graphs[1:]), whole=None), model="gcn-2x8", rounds=1)
+        run(
+            "fedgcn",
+            replace(federation, graphs=(lost, *federation.graphs[1:]), whole=None),
+            model="gcn-2x8",
+            rounds=1,
+        )
 
 
 # ---- small things ----
@@ -222,7 +249,9 @@ def test_a_peer_that_asks_nothing_is_not_refused():
     federation = with_few_labels(federation_of(random_graph(nodes=80), 3))
     first, *others = federation.graphs
     bare = replace(first, train=torch.zeros_like(first.train))
-    result = go(replace(federation, graphs=(bare, *others)), private=True, prune="none", query_limit=0)
+    result = go(
+        replace(federation, graphs=(bare, *others)), private=True, prune="none", query_limit=0
+    )
     assert result.summary["status"] == "completed"
 
 
@@ -234,15 +263,25 @@ def test_a_graph_with_cross_edges_is_not_turned_round_by_half():
 # ---- what readers check ----
 def test_a_position_that_is_none_of_the_peers_is_refused(monkeypatch):
     meddle(monkeypatch, "greet", lambda _, replies: replies["0"]["1"]["position"].add_(1000))
-    with pytest.raises(MessageError, match=r"client '1': letter of '0': tensor 'position' holds a number outside 0 to \d+"):
+    with pytest.raises(
+        MessageError,
+        match=r"client '1': letter of '0': tensor 'position' holds a number outside 0 to \d+",
+    ):
         go(federation_of(random_graph(), 3))
 
 
 def test_a_block_from_a_client_without_edges_to_here_is_refused(monkeypatch):
     federation = Federation((party(3, [0, 0, 1, 1]), party(3, [0, 0, 0, 0]), party(3, [])))
-    block = {"count": torch.zeros(0, dtype=torch.int32), "column": torch.zeros(0, dtype=torch.int32), "value": torch.zeros(0)}
+    block = {
+        "count": torch.zeros(0, dtype=torch.int32),
+        "column": torch.zeros(0, dtype=torch.int32),
+        "value": torch.zeros(0),
+    }
     meddle(monkeypatch, "offer", lambda _, replies: replies["2"].update({"0": block}))
-    with pytest.raises(MessageError, match="client '0': letter of '2': a block from a client that no own node gathers from"):
+    with pytest.raises(
+        MessageError,
+        match="client '0': letter of '2': a block from a client that no own node gathers from",
+    ):
         run("fedstruct", federation, model="dgcn-2x4", rounds=1, hops=2, d_s=4, hidden="")
 
 
@@ -252,13 +291,22 @@ def few():
 
 def test_more_training_rows_than_rows_are_refused(monkeypatch):
     meddle(monkeypatch, "request", lambda _, replies: replies["0"]["1"]["train"].add_(1000))
-    with pytest.raises(MessageError, match=r"client '1': letter of '0': tensor 'train' is \d+, must be 0 to \d+"):
+    with pytest.raises(
+        MessageError, match=r"client '1': letter of '0': tensor 'train' is \d+, must be 0 to \d+"
+    ):
         go(few(), private=True)
 
 
 def test_sums_for_other_rows_than_asked_are_refused(monkeypatch):
-    meddle(monkeypatch, "answer", lambda _, replies: replies["0"]["1"].update(sums=replies["0"]["1"]["sums"][:-1]))
-    with pytest.raises(MessageError, match=r"client '1': letter of '0': tensor 'sums' has \d+ rows, not one for each asked node"):
+    meddle(
+        monkeypatch,
+        "answer",
+        lambda _, replies: replies["0"]["1"].update(sums=replies["0"]["1"]["sums"][:-1]),
+    )
+    with pytest.raises(
+        MessageError,
+        match=r"client '1': letter of '0': tensor 'sums' has \d+ rows, not one for each asked node",
+    ):
         go(few(), private=True)
 
 
@@ -269,11 +317,16 @@ def test_the_bound_counts_what_scores_ask_for():
     assert train < both
     with pytest.raises(Refusal, match=rf"for \d+ nodes, more than {train};"):
         go(federation, private=True, prune="none", query_limit=train)
-    assert go(federation, private=True, prune="none", query_limit=both).summary["status"] == "completed"
+    assert (
+        go(federation, private=True, prune="none", query_limit=both).summary["status"]
+        == "completed"
+    )
 
 
 def test_scores_ask_only_when_they_are_due_and_are_booked_apart():
-    each, other = (go(few(), private=True, rounds=4, evaluate_every=every).traffic for every in (1, 2))
+    each, other = (
+        go(few(), private=True, rounds=4, evaluate_every=every).traffic for every in (1, 2)
+    )
     assert each["phases"]["answer"] == other["phases"]["answer"]
     assert each["measuring"]["scalars_up"] > 1.5 * other["measuring"]["scalars_up"]
 

@@ -65,7 +65,13 @@ class Toy(Method):
             x.add_(y)
         return reply
 
-    @phase(model="weights", table="float32[C,d]", row="float32[width,p]", any="float64[n]", count="int64[K,3]")
+    @phase(
+        model="weights",
+        table="float32[C,d]",
+        row="float32[width,p]",
+        any="float64[n]",
+        count="int64[K,3]",
+    )
     def shapes(self, client: Client):
         """One of each kind of declaration."""
         f = client.facts
@@ -89,7 +95,11 @@ class Toy(Method):
     def post(self, client: Client, scale):
         """To everybody else: the own place in the order of clients, so many times."""
         own = NAMES.index(client.name)
-        return {to: {"words": scale * torch.ones(own + 1), "number": torch.tensor(own)} for to in NAMES if to != client.name}
+        return {
+            to: {"words": scale * torch.ones(own + 1), "number": torch.tensor(own)}
+            for to in NAMES
+            if to != client.name
+        }
 
     @phase()
     def open_post(self, client: Client, letters=None):
@@ -148,11 +158,25 @@ def graph(nodes=6):
     )  # fmt: skip
 
 
-def make(names=NAMES, participation=1.0, evaluation="local", evaluate_every=1, watcher=None, seed=0, method=None):
+def make(
+    names=NAMES,
+    participation=1.0,
+    evaluation="local",
+    evaluate_every=1,
+    watcher=None,
+    seed=0,
+    method=None,
+):
     known = facts(names, seed=seed)
     method = method or Toy()
     engine = Engine(method, [Client(name, graph(), known) for name in names])
-    server = Server(method, known, engine.call, RoundPolicy(evaluation, participation, evaluate_every), watcher or Watcher())
+    server = Server(
+        method,
+        known,
+        engine.call,
+        RoundPolicy(evaluation, participation, evaluate_every),
+        watcher or Watcher(),
+    )
     return server, engine, method
 
 
@@ -165,7 +189,9 @@ def test_letters_reach_whom_they_are_for_and_are_booked_both_ways():
     }  # fmt: skip
     assert engine.clients["b"].state["post"]["c"]["words"].tolist() == [2, 2, 2]
     phases = server.ledger.traffic()["phases"]
-    assert phases["post"]["scalars_up"] == phases["open_post"]["scalars_down"] == 2 * (1 + 2 + 3) + 6
+    assert (
+        phases["post"]["scalars_up"] == phases["open_post"]["scalars_down"] == 2 * (1 + 2 + 3) + 6
+    )
 
 
 def test_who_does_not_write_is_missing_and_a_client_without_post_reads_nothing():
@@ -179,24 +205,41 @@ def test_who_does_not_write_is_missing_and_a_client_without_post_reads_nothing()
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda r: r | {"b": r["a"]}, "client 'b' in 'post': writes to 'b', who is not another client; valid: a, c"),
+        (
+            lambda r: r | {"b": r["a"]},
+            "client 'b' in 'post': writes to 'b', who is not another client; valid: a, c",
+        ),
         (lambda r: r | {"x": r["a"]}, "writes to 'x', who is not another client"),
         (lambda r: r | {"a": {"words": torch.ones(1)}}, "tensor 'a/number' is missing"),
-        (lambda r: r | {"a": {**r["a"], "words": torch.ones(1, 1)}}, r"tensor 'a/words' has shape \[1, 1\], expected \[-1\]"),
-        (lambda r: r | {"a": {**r["a"], "words": torch.tensor([float("nan")])}}, "tensor 'a/words' holds nan"),
-        (lambda r: r | {"a": {**r["a"], "more": torch.ones(1)}}, "tensor 'a/more' is not expected here"),
+        (
+            lambda r: r | {"a": {**r["a"], "words": torch.ones(1, 1)}},
+            r"tensor 'a/words' has shape \[1, 1\], expected \[-1\]",
+        ),
+        (
+            lambda r: r | {"a": {**r["a"], "words": torch.tensor([float("nan")])}},
+            "tensor 'a/words' holds nan",
+        ),
+        (
+            lambda r: r | {"a": {**r["a"], "more": torch.ones(1)}},
+            "tensor 'a/more' is not expected here",
+        ),
     ],
 )
 def test_letters_are_held_against_what_is_declared(spoil, words, monkeypatch):
     server, engine, toy = make()
-    server._call = lambda phase, sent: {c: spoil(r) if c == "b" else r for c, r in engine.call(phase, sent).items()}
+    server._call = lambda phase, sent: {
+        c: spoil(r) if c == "b" else r for c, r in engine.call(phase, sent).items()
+    }
     with pytest.raises(MessageError, match=words):
         server.relay(toy.post, scale=torch.tensor(1.0))
 
 
 def test_letters_are_relayed_and_nothing_else_is():
     server, _, toy = make()
-    with pytest.raises(ConfigError, match=r"server\.ask: phase 'post' writes letters to other clients; use server\.relay"):
+    with pytest.raises(
+        ConfigError,
+        match=r"server\.ask: phase 'post' writes letters to other clients; use server\.relay",
+    ):
         server.ask(toy.post, scale=torch.tensor(1.0))
     with pytest.raises(ConfigError, match=r"server\.relay: phase 'echo' is not marked @letters"):
         server.relay(toy.echo, x=torch.ones(1))
@@ -205,7 +248,9 @@ def test_letters_are_relayed_and_nothing_else_is():
 def test_a_length_can_be_a_number_that_was_sent():
     server, engine, toy = make()
     assert server.sum(toy.table, count=torch.tensor(4))["rows"].tolist() == [[3.0] * 3] * 4
-    server._call = lambda phase, sent: {c: {"rows": r["rows"][:-1]} for c, r in engine.call(phase, sent).items()}
+    server._call = lambda phase, sent: {
+        c: {"rows": r["rows"][:-1]} for c, r in engine.call(phase, sent).items()
+    }
     with pytest.raises(MessageError, match=r"tensor 'rows' has shape \[3, 3\], expected \[4, 3\]"):
         server.sum(toy.table, count=torch.tensor(4))
 
@@ -215,15 +260,26 @@ def test_a_length_can_be_how_many_are_true_in_the_answer_itself():
     assert all(reply["rows"].shape == (2, 2) for reply in server.ask(toy.some).values())
 
     def refused(spoil, words):
-        server._call = lambda phase, sent: {c: spoil(dict(r)) for c, r in engine.call(phase, sent).items()}
+        server._call = lambda phase, sent: {
+            c: spoil(dict(r)) for c, r in engine.call(phase, sent).items()
+        }
         with pytest.raises(MessageError, match=words):
             server.ask(toy.some)
 
-    refused(lambda r: r | {"rows": r["rows"][:1]}, r"tensor 'rows' has shape \[1, 2\], expected \[2, 2\]")
-    refused(lambda r: r | {"there": r["there"] & False}, r"tensor 'rows' has shape \[2, 2\], expected \[0, 2\]")
+    refused(
+        lambda r: r | {"rows": r["rows"][:1]},
+        r"tensor 'rows' has shape \[1, 2\], expected \[2, 2\]",
+    )
+    refused(
+        lambda r: r | {"there": r["there"] & False},
+        r"tensor 'rows' has shape \[2, 2\], expected \[0, 2\]",
+    )
     refused(lambda r: r | {"there": r["there"].long()}, "tensor 'there' has dtype")
     refused(lambda r: {"rows": r["rows"]}, "tensor 'there' is missing")
-    with pytest.raises(ValueError, match=r"counts what is true in 'there', which has to be declared as 'bool\[dims\]'"):
+    with pytest.raises(
+        ValueError,
+        match=r"counts what is true in 'there', which has to be declared as 'bool\[dims\]'",
+    ):
         phase(rows="float32[*there]", there="int64[C]")
 
 
@@ -238,7 +294,9 @@ def test_everybody_is_asked_in_client_order():
 
 def test_each_gets_its_own_on_top_of_what_all_get():
     server, _, toy = make()
-    replies = server.ask(toy.echo, x=torch.zeros(1), each={"c": {"y": torch.tensor(3.0)}, "b": {"x": torch.ones(2)}})
+    replies = server.ask(
+        toy.echo, x=torch.zeros(1), each={"c": {"y": torch.tensor(3.0)}, "b": {"x": torch.ones(2)}}
+    )
     assert list(replies) == ["b", "c"]  # the keys say whom; the order stays the clients'
     assert replies["c"]["seen"].tolist() == [3]
     assert replies["b"]["seen"].tolist() == [1, 1]
@@ -247,7 +305,10 @@ def test_each_gets_its_own_on_top_of_what_all_get():
 def test_chosen_clients_and_nobody_else():
     server, engine, toy = make()
     assert list(server.ask(toy.silent, clients=["c", "b"])) == ["b", "c"]
-    assert [name for name, client in engine.clients.items() if "visited" in client.state] == ["b", "c"]
+    assert [name for name, client in engine.clients.items() if "visited" in client.state] == [
+        "b",
+        "c",
+    ]
     assert len(server.ask(toy.silent, each={})) == 0  # nobody, not everybody
     assert len(server.ask(toy.silent, clients=[])) == 0
 
@@ -261,7 +322,9 @@ def test_an_unknown_client_is_refused(whom):
 
 def test_names_of_a_message_are_checked_before_anything_runs():
     server, engine, toy = make()
-    with pytest.raises(MessageError, match=r"to client 'b': tensor 'x' is missing in the message to 'echo'"):
+    with pytest.raises(
+        MessageError, match=r"to client 'b': tensor 'x' is missing in the message to 'echo'"
+    ):
         server.ask(toy.echo)
     with pytest.raises(MessageError, match=r"to client 'b': 'echo' does not take 'z'; valid: x, y"):
         server.ask(toy.echo, x=torch.ones(1), z=torch.ones(1))
@@ -284,14 +347,20 @@ def test_the_server_sends_finite_numbers_only(way):
 def test_declared_replies_pass_and_any_other_length_does_not():
     server, _, toy = make()
     reply = server.ask(toy.shapes)["a"]
-    assert (reply["table"].shape, reply["row"].shape, reply["count"].shape) == ((3, 2), (2, 4), (3, 3))
+    assert (reply["table"].shape, reply["row"].shape, reply["count"].shape) == (
+        (3, 2),
+        (2, 4),
+        (3, 3),
+    )
     for name, wrong in [
         ("table", torch.ones(2, 3)), ("row", torch.ones(3, 4)), ("count", torch.ones(2, 3, dtype=torch.int64)),
         ("any", torch.ones(6, 1).double()), ("model/classifier.bias", torch.ones(4)),
     ]:  # fmt: skip
         spoilt = unflatten({**flatten(reply), name: wrong})
         server._call = lambda phase, sent, spoilt=spoilt: {"b": spoilt}
-        with pytest.raises(MessageError, match=f"client 'b' in 'shapes': tensor '{name}' has shape"):
+        with pytest.raises(
+            MessageError, match=f"client 'b' in 'shapes': tensor '{name}' has shape"
+        ):
             server.ask(toy.shapes)
 
 
@@ -301,7 +370,10 @@ def test_each_client_must_answer_with_the_weights_of_its_own_model():
     engine = Engine(toy, [Client(name, graph(), known) for name in NAMES])
     server = Server(toy, known, engine.call, RoundPolicy("local"), Watcher())
     replies = server.ask(toy.shapes)
-    assert set(replies["a"]["model"]) - set(replies["b"]["model"]) == {"layers.0.neighbour", "classifier.neighbour"}
+    assert set(replies["a"]["model"]) - set(replies["b"]["model"]) == {
+        "layers.0.neighbour",
+        "classifier.neighbour",
+    }
     swapped = {"b": replies["a"], "a": replies["b"]}
     server._call = lambda phase, sent: swapped
     with pytest.raises(MessageError, match=r"client 'b'.*neighbour"):
@@ -319,7 +391,9 @@ def test_both_ways_are_booked_once_per_client():
 
 def test_those_who_do_not_answer_are_left_out():
     server, engine, toy = make()
-    server._call = lambda phase, sent: {k: v for k, v in engine.call(phase, sent).items() if k != "a"}
+    server._call = lambda phase, sent: {
+        k: v for k, v in engine.call(phase, sent).items() if k != "a"
+    }
     replies = server.ask(toy.echo, x=torch.ones(1))
     assert list(replies) == ["b", "c"]
     assert replies.mean()["seen"].tolist() == [1]
@@ -340,7 +414,11 @@ def test_nobody_shares_memory_with_anybody():
 
 def test_a_server_has_no_way_to_a_graph():
     server, engine, _ = make()
-    reachable = [value for value in vars(server).values() if value is engine or isinstance(value, (Graph, Client, Engine))]
+    reachable = [
+        value
+        for value in vars(server).values()
+        if value is engine or isinstance(value, (Graph, Client, Engine))
+    ]
     assert not reachable
 
 
@@ -390,14 +468,22 @@ def test_the_server_sums_and_averages_what_it_asks_for():
     for _ in range(2):
         assert server.mean(toy.weigh, each=each)["seen"].tolist() == [1.5]
     assert server.ledger.traffic()["phases"]["weight"]["messages"] == 3  # asked for once
-    for how, wrong, mark in (("sum", toy.blend, "@summed"), ("mean", toy.add, "@averaged"), ("sum", toy.echo, "@summed")):
-        with pytest.raises(ConfigError, match=f"server.{how}: phase '{wrong.__name__}' is not marked {mark}"):
+    for how, wrong, mark in (
+        ("sum", toy.blend, "@summed"),
+        ("mean", toy.add, "@averaged"),
+        ("sum", toy.echo, "@summed"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"server.{how}: phase '{wrong.__name__}' is not marked {mark}"
+        ):
             getattr(server, how)(wrong, each=each)
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_a_nonsense_weight_is_refused_with_its_client(weight):
-    with pytest.raises(MessageError, match=r"client 'a': weight is .* must be finite, not negative and at most"):
+    with pytest.raises(
+        MessageError, match=r"client 'a': weight is .* must be finite, not negative and at most"
+    ):
         answered(dict).normalized({"a": torch.tensor(weight), "b": torch.tensor(1.0)})
     with pytest.raises(MessageError, match="weight 0"):
         answered(dict).normalized({"a": torch.tensor(0.0), "b": torch.tensor(0.0)})
@@ -454,7 +540,9 @@ def test_rounds_go_on_after_those_that_are_done_and_stop_when_told():
     assert server.round == 9
 
 
-@pytest.mark.parametrize(("every", "scored"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (3, [3, 5]), (9, [5])])
+@pytest.mark.parametrize(
+    ("every", "scored"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (3, [3, 5]), (9, [5])]
+)
 def test_evaluation_is_every_so_many_rounds_and_in_the_last(every, scored):
     watcher = Watcher()
     server, engine, _ = make(MANY[:3], 0.4, evaluate_every=every, watcher=watcher)
@@ -462,7 +550,9 @@ def test_evaluation_is_every_so_many_rounds_and_in_the_last(every, scored):
         client.state["model"] = client.build()
     for _ in server.rounds(5):
         server.evaluate()
-    assert watcher.scored == [(number, "train", list(MANY[:3])) for number in scored]  # all clients, also in a partial round
+    assert watcher.scored == [
+        (number, "train", list(MANY[:3])) for number in scored
+    ]  # all clients, also in a partial round
     server.evaluate(stage="finetune")
     assert watcher.scored[-1] == (5, "finetune", list(MANY[:3]))
     assert server.seconds_evaluating > 0
@@ -480,7 +570,9 @@ def test_the_shared_model_is_sent_only_where_it_is_scored(evaluation, travels):
 # ---- random streams and models ----
 def test_streams_belong_to_a_party_and_a_purpose_and_go_on():
     def first(name, purpose, seed=0):
-        return torch.rand(3, generator=Client(name, graph(), facts(seed=seed)).rng(purpose)).tolist()
+        return torch.rand(
+            3, generator=Client(name, graph(), facts(seed=seed)).rng(purpose)
+        ).tolist()
 
     draws = [first("a", "x"), first("a", "y"), first("b", "x"), first("a", "x", seed=1)]
     server = make()[0]
@@ -496,10 +588,21 @@ def test_models_of_clients_differ_and_the_servers_is_one_for_all():
     assert not torch.equal(one.layers[0].weight, other.layers[0].weight)
     assert torch.equal(one.layers[0].weight, Client("a", graph(), facts()).build().layers[0].weight)
     assert all(torch.equal(t, make()[0].model()[name]) for name, t in make()[0].model().items())
-    mixed = Server(Toy(), facts(models=("gcn-2x4", "sage-2x4", "gcn-2x4")), None, RoundPolicy("local"), Watcher())
+    mixed = Server(
+        Toy(),
+        facts(models=("gcn-2x4", "sage-2x4", "gcn-2x4")),
+        None,
+        RoundPolicy("local"),
+        Watcher(),
+    )
     with pytest.raises(ConfigError, match="needs one model for all clients, got gcn-2x4, sage-2x4"):
         mixed.model()
-    assert type(Client("a", graph(), facts(models=("gcn-2x4", "sage-2x4", "gcn-2x4"))).build()).__name__ == "SAGE"
+    assert (
+        type(
+            Client("a", graph(), facts(models=("gcn-2x4", "sage-2x4", "gcn-2x4"))).build()
+        ).__name__
+        == "SAGE"
+    )
 
 
 def test_a_client_trains_without_held_out_labels_and_is_scored_with_them():
@@ -509,7 +612,9 @@ def test_a_client_trains_without_held_out_labels_and_is_scored_with_them():
     assert Client("a", graph(), facts(), inductive=True).graph.num_nodes == 2
     logits = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
     train = client.full_graph.train
-    expected = nn.functional.cross_entropy(logits[train], client.full_graph.y[train], reduction="sum")
+    expected = nn.functional.cross_entropy(
+        logits[train], client.full_graph.y[train], reduction="sum"
+    )
     assert torch.equal(client.loss(logits, client.graph, "sum"), expected)
 
 
@@ -518,7 +623,15 @@ def items(count, train):
     chosen = torch.arange(count) < train
     x = torch.arange(2.0 * count).view(-1, 1).expand(-1, 2).contiguous()
     ends = torch.arange(2 * count).view(-1, 2).t()
-    return Graph(x, ends, torch.arange(count) % 3, 3, train=chosen, test=~chosen, batch=torch.arange(count).repeat_interleave(2))
+    return Graph(
+        x,
+        ends,
+        torch.arange(count) % 3,
+        3,
+        train=chosen,
+        test=~chosen,
+        batch=torch.arange(count).repeat_interleave(2),
+    )
 
 
 def many(count=10, train=7, seed=0):
@@ -530,7 +643,9 @@ def held(batches):
     return [sorted(int(v) // 2 for v in batch.x[::2, 0]) for batch in batches]
 
 
-@pytest.mark.parametrize(("size", "lengths"), [(3, [3, 3, 1]), (7, [7]), (100, [7]), (1, [1] * 7), (0, [7])])
+@pytest.mark.parametrize(
+    ("size", "lengths"), [(3, [3, 3, 1]), (7, [7]), (100, [7]), (1, [1] * 7), (0, [7])]
+)
 def test_batches_share_out_the_training_graphs(size, lengths):
     client = many()
     batches = client.batches(size)
@@ -571,11 +686,19 @@ def test_the_history_hash_hangs_on_every_byte_both_ways_and_on_who_said_it():
         server, engine, toy = make()
         server.round = number
         if spoil:
-            server._call = lambda phase, sent: {k: {"x": spoil(v["x"])} for k, v in engine.call(phase, sent).items()}
+            server._call = lambda phase, sent: {
+                k: {"x": spoil(v["x"])} for k, v in engine.call(phase, sent).items()
+            }
         server.ask(toy.mirror, x=torch.tensor([1.0, value]), clients=clients)
         return server.history_hash
 
-    others = [after(2.000001), after(clients=["a"]), after(clients=["b"]), after(number=2), after(spoil=lambda x: x.flip(0))]
+    others = [
+        after(2.000001),
+        after(clients=["a"]),
+        after(clients=["b"]),
+        after(number=2),
+        after(spoil=lambda x: x.flip(0)),
+    ]
     assert len({after(), *others}) == 6
     assert after() == after(spoil=torch.clone)
 
@@ -610,13 +733,20 @@ def test_a_restored_state_goes_on_as_the_one_that_was_saved(kind, steps):
     addresses = [p.data_ptr() for p in again["model"].parameters()]
     model, optimizer, generator = again["model"], again["optimizer"], again["rng"]
     restore(again, saved)
-    assert (again["model"], again["optimizer"], again["rng"]) == (model, optimizer, generator)  # the same objects
+    assert (again["model"], again["optimizer"], again["rng"]) == (
+        model,
+        optimizer,
+        generator,
+    )  # the same objects
     assert [p.data_ptr() for p in again["model"].parameters()] == addresses
     assert again["optimizer"].param_groups[0]["lr"] == 0.1
     for state in (original, again):
         train(state, 4)
     assert flatten(snapshot(original)).keys() == flatten(snapshot(again)).keys()
-    assert all(torch.equal(a, b) for a, b in zip(*(flatten(snapshot(s)).values() for s in (original, again)), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(*(flatten(snapshot(s)).values() for s in (original, again)), strict=True)
+    )
     assert again["deep"]["er"]["n"].item() == steps + 4
 
 
@@ -630,9 +760,22 @@ def test_a_snapshot_is_a_copy():
 
 
 def test_tensors_appear_disappear_and_change_their_shape():
-    live = {"gone": torch.ones(1), "same": torch.zeros(2), "wider": torch.zeros(2), "group": {"old": torch.ones(1)}}
+    live = {
+        "gone": torch.ones(1),
+        "same": torch.zeros(2),
+        "wider": torch.zeros(2),
+        "group": {"old": torch.ones(1)},
+    }
     kept = live["same"]
-    restore(live, {"same": torch.ones(2), "wider": torch.ones(3), "new": {"x": torch.ones(1)}, "group": {"fresh": torch.ones(1)}})
+    restore(
+        live,
+        {
+            "same": torch.ones(2),
+            "wider": torch.ones(3),
+            "new": {"x": torch.ones(1)},
+            "group": {"fresh": torch.ones(1)},
+        },
+    )
     assert set(live) == {"same", "wider", "new", "group"}
     assert live["same"] is kept
     assert kept.tolist() == [1, 1]
@@ -642,7 +785,9 @@ def test_tensors_appear_disappear_and_change_their_shape():
 
 @pytest.mark.parametrize("thing", [3, "text", [torch.ones(1)], None])
 def test_what_cannot_be_saved_is_refused_by_kind(thing):
-    with pytest.raises(TypeError, match=f"state holds a {type(thing).__name__}; valid: tensors, models"):
+    with pytest.raises(
+        TypeError, match=f"state holds a {type(thing).__name__}; valid: tensors, models"
+    ):
         snapshot({"a": {"b": thing}})
 
 
@@ -684,7 +829,9 @@ def test_many_replies_in_one_are_held_to_what_is_expected(wrong, says):
     everybody_wrong = "nan" not in says
     answers = {c: wrong if everybody_wrong or c == "b" else good for c in facts.clients}
     method = Echo()
-    server = Server(method, facts, lambda phase, messages: batched(answers), RoundPolicy("local"), Told())
+    server = Server(
+        method, facts, lambda phase, messages: batched(answers), RoundPolicy("local"), Told()
+    )
     with pytest.raises(MessageError, match=says):
         server.ask(method.echo, x=torch.ones(2))
 
@@ -697,7 +844,10 @@ def test_fingerprints_differ_with_any_bit_and_not_with_the_way_a_tensor_lies_in_
             other = tensor.clone()
             other[row, 1] += bit
             seen.add(fingerprint(other))
-        for order in (torch.arange(size - 1, -1, -1), torch.randperm(size, generator=torch.Generator().manual_seed(0))):
+        for order in (
+            torch.arange(size - 1, -1, -1),
+            torch.randperm(size, generator=torch.Generator().manual_seed(0)),
+        ):
             seen.add(fingerprint(tensor[order]))  # the same rows, of other clients
         assert len(seen) == 5
         assert fingerprint(tensor.t().contiguous().t()) == fingerprint(tensor)

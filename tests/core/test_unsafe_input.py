@@ -27,7 +27,9 @@ FORBIDDEN = (
     "pickle.find_class", "exec", "compile", "import", "open", "code.__new__", "function.__new__", "ctypes.", "marshal.", "socket.",
     "subprocess.", "os.", "shutil.", "tempfile.", "urllib.", "shelve.", "winreg.",
 )  # fmt: skip
-_watching: dict[int, list[str]] = {}  # thread -> events; empty outside of `watched`, where the hook does nothing
+_watching: dict[
+    int, list[str]
+] = {}  # thread -> events; empty outside of `watched`, where the hook does nothing
 
 
 def _hook(event, arguments):
@@ -92,7 +94,10 @@ def pickles(canary):
 
 
 def archives(canary):
-    for name, content in {"plain": {"w": torch.ones(2)}, "trap": {"w": traps(canary)["exec"]}}.items():
+    for name, content in {
+        "plain": {"w": torch.ones(2)},
+        "trap": {"w": traps(canary)["exec"]},
+    }.items():
         for new in (True, False):
             file = io.BytesIO()
             torch.save(content, file, _use_new_zipfile_serialization=new)
@@ -112,7 +117,10 @@ def archives(canary):
         with zipfile.ZipFile(file, "w") as archive:
             archive.writestr(inside, b"out of the zip")
         yield f"zip with {inside[:8]}", file.getvalue()
-        yield f"zip with {inside[:8]} after a message", encode({"w": torch.ones(2)}, "train") + file.getvalue()
+        yield (
+            f"zip with {inside[:8]} after a message",
+            encode({"w": torch.ones(2)}, "train") + file.getvalue(),
+        )
     for mode in ("w", "w:gz", "w:xz"):
         file = io.BytesIO()
         with tarfile.open(fileobj=file, mode=mode) as archive:
@@ -125,14 +133,22 @@ def archives(canary):
 
 
 def texts(canary):
-    for tag in ("object/apply:os.system", "object/new:os.system", "object/apply:eval", "object/apply:subprocess.call"):
+    for tag in (
+        "object/apply:os.system",
+        "object/new:os.system",
+        "object/apply:eval",
+        "object/apply:subprocess.call",
+    ):
         yield f"yaml {tag}", f'!!python/{tag} ["touch {canary}"]\n'.encode()
         yield f"yaml {tag} as header", raw(f'!!python/{tag} ["touch {canary}"]\n'.encode())
     yield "python", f"__import__('os').system('touch {canary}')".encode()
     yield "python as header", raw(f"__import__('os').system('touch {canary}')".encode())
     yield "shell", f"#!/bin/sh\ntouch {canary}\n".encode()
     yield "xml entities", b'<!DOCTYPE a [<!ENTITY b SYSTEM "file:///etc/passwd">]><a>&b;</a>'
-    yield "json with a class", raw(json.dumps({"py/object": "os.system", "__metadata__": META}).encode())
+    yield (
+        "json with a class",
+        raw(json.dumps({"py/object": "os.system", "__metadata__": META}).encode()),
+    )
     yield "empty", b""
     yield "zeros", bytes(1000)
     yield "ones", b"\xff" * 1000
@@ -212,11 +228,17 @@ def layouts(_canary):
         [],
     ):
         for width in (1, 2, 4, 8):
-            yield f"dtype {dtype!r} of {width} bytes", message(bytes(width), a=tensor(dtype, (1,), (0, width)))
+            yield (
+                f"dtype {dtype!r} of {width} bytes",
+                message(bytes(width), a=tensor(dtype, (1,), (0, width))),
+            )
     for shape, size in [((0, 2**63), 0), ((0, 2**64 - 1), 0), ((2**64, 0), 0), ((2**32, 2**32), 0), ((2**62,), 4), ((-1,), 4),
                         ((1.0,), 4), ((True,), 4), (("1",), 4), ((None,), 4), ((2,), 4), ((1,) * 65, 4), ((1,) * 5000, 4),
                         ((0,) * 5000, 0)]:  # fmt: skip
-        yield f"shape {shape!s:.30} in {size} bytes", message(bytes(size), a=tensor(shape=shape, place=(0, size)))
+        yield (
+            f"shape {shape!s:.30} in {size} bytes",
+            message(bytes(size), a=tensor(shape=shape, place=(0, size))),
+        )
     for place in (
         (0, 2**64 - 1),
         (2**64 - 4, 2**64),
@@ -232,12 +254,28 @@ def layouts(_canary):
     ):
         yield f"place {place}", message(a=tensor(place=place))
     for first, second in (((0, 4), (0, 4)), ((0, 4), (2, 6)), ((0, 4), (8, 12)), ((4, 8), (4, 8))):
-        yield f"places {first} and {second}", message(bytes(second[1]), a=tensor(place=first), b=tensor(place=second))
+        yield (
+            f"places {first} and {second}",
+            message(bytes(second[1]), a=tensor(place=first), b=tensor(place=second)),
+        )
     for size in (0, 3, 5, 8, 4096):
         yield f"{size} bytes for 4", message(bytes(size), a=tensor())
-    for name in ("", "/", "a/", "/a", "a//b", "../../etc/passwd/", "/".join("a" * 66), "/".join("a" * 5000), "a/" * 5000):
+    for name in (
+        "",
+        "/",
+        "a/",
+        "/a",
+        "a//b",
+        "../../etc/passwd/",
+        "/".join("a" * 66),
+        "/".join("a" * 5000),
+        "a/" * 5000,
+    ):
         yield f"name {name:.20} of {len(name)}", message(**{name: tensor()})
-    yield "a tensor inside a tensor", message(bytes(8), **{"a": tensor(), "a/b": tensor(place=(4, 8))})
+    yield (
+        "a tensor inside a tensor",
+        message(bytes(8), **{"a": tensor(), "a/b": tensor(place=(4, 8))}),
+    )
     for entry in (None, 1, "x", [], {}, {"dtype": "F32"}, {"dtype": "F32", "shape": [1]}):
         yield f"entry {entry}", message(a=entry)
     for dtype, pattern in (
@@ -247,7 +285,10 @@ def layouts(_canary):
         ("F16", b"\0\x7c"),
         ("BF16", b"\x80\x7f"),
     ):
-        yield f"{dtype} of {pattern.hex()}", message(pattern, a=tensor(dtype, (1,), (0, len(pattern))))
+        yield (
+            f"{dtype} of {pattern.hex()}",
+            message(pattern, a=tensor(dtype, (1,), (0, len(pattern)))),
+        )
     yield "inf in 65 dimensions", message(b"\0\0\x80\x7f", a=tensor(shape=(1,) * 65))
     yield "inf and -inf", message(b"\0\0\x80\x7f\0\0\x80\xff", a=tensor(shape=(2,), place=(0, 8)))
 
@@ -284,7 +325,9 @@ def test_no_payload_gets_in_or_gets_to_act(family, tmp_path):
 
 
 def test_there_are_enough_of_them(tmp_path):
-    payloads = [payload for family in FAMILIES for payload in dict(family(tmp_path / "canary")).values()]
+    payloads = [
+        payload for family in FAMILIES for payload in dict(family(tmp_path / "canary")).values()
+    ]
     assert len(set(payloads)) > 250
 
 
@@ -328,7 +371,11 @@ def test_the_watch_sees_what_it_should_and_sleeps_otherwise(tmp_path):
     with watched() as seen:
         acts()
     acts()
-    assert [event.split()[0] for event in seen if event.split()[0] != "exec"] == ["open", "os.rename", "compile"]
+    assert [event.split()[0] for event in seen if event.split()[0] != "exec"] == [
+        "open",
+        "os.rename",
+        "compile",
+    ]
     assert not _watching
 
 
@@ -336,10 +383,16 @@ def test_the_watch_sees_what_it_should_and_sleeps_otherwise(tmp_path):
 GOOD = [
     encode({"w": torch.ones(2)}, "train"),
     encode({}, "train"),
-    encode({"model": {"w": torch.ones(3, 4), "b": torch.zeros(0, 3)}, "size": torch.tensor(3)}, "train"),
+    encode(
+        {"model": {"w": torch.ones(3, 4), "b": torch.zeros(0, 3)}, "size": torch.tensor(3)}, "train"
+    ),
     encode({name: torch.ones(1, dtype=dtype) for name, dtype in DTYPES.items()}, "train"),
 ]
-edits = st.tuples(st.sampled_from(["put", "insert", "remove", "swap"]), st.integers(0, 2**16), st.binary(min_size=1, max_size=6))
+edits = st.tuples(
+    st.sampled_from(["put", "insert", "remove", "swap"]),
+    st.integers(0, 2**16),
+    st.binary(min_size=1, max_size=6),
+)
 # Pieces of headers make more of the mutants go deep than bytes alone do.
 pieces = st.sampled_from(
     [
@@ -386,19 +439,41 @@ def refit(data):
     return data[:8] if end < 8 else struct.pack("<Q", end - 8) + data[8:]
 
 
-changes = st.lists(edits | edits.flatmap(lambda edit: pieces.map(lambda piece: (*edit[:2], piece))), min_size=1, max_size=4)
+changes = st.lists(
+    edits | edits.flatmap(lambda edit: pieces.map(lambda piece: (*edit[:2], piece))),
+    min_size=1,
+    max_size=4,
+)
 mutants = st.builds(mutate, st.sampled_from(GOOD), changes)
 
 # Headers that are JSON, with what no honest sender puts there.
 junk = st.recursive(
     st.none() | st.booleans() | st.integers(-1, 2**65) | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=4,
 )
 lengths = st.sampled_from([0, 1, 1, 2, 4, 2**62, 2**63, 2**64 - 1])
 shapes = st.lists(lengths, max_size=4) | st.integers(60, 70).map(lambda n: [1] * n)
-dtypes = st.sampled_from([("F32", 4), ("F64", 8), ("F16", 2), ("BF16", 2), ("I8", 1), ("BOOL", 1), ("U16", 2), ("C64", 8), ("F8_E4M3", 1)])
-tensor_names = st.sampled_from("abcd") | st.sampled_from(["a/b", "", "/"]) | st.integers(1, 3000).map(lambda n: "/".join("a" * n))
+dtypes = st.sampled_from(
+    [
+        ("F32", 4),
+        ("F64", 8),
+        ("F16", 2),
+        ("BF16", 2),
+        ("I8", 1),
+        ("BOOL", 1),
+        ("U16", 2),
+        ("C64", 8),
+        ("F8_E4M3", 1),
+    ]
+)
+tensor_names = (
+    st.sampled_from("abcd")
+    | st.sampled_from(["a/b", "", "/"])
+    | st.integers(1, 3000).map(lambda n: "/".join("a" * n))
+)
 
 
 def lay_out(said, described, off, noise):
@@ -416,14 +491,22 @@ def lay_out(said, described, off, noise):
 built = st.builds(
     lay_out,
     st.sampled_from([META] * 9 + [None]).flatmap(lambda said: st.just(said) if said else junk),
-    st.dictionaries(tensor_names, st.tuples(dtypes, shapes) | st.tuples(dtypes, shapes) | junk, max_size=3),
+    st.dictionaries(
+        tensor_names, st.tuples(dtypes, shapes) | st.tuples(dtypes, shapes) | junk, max_size=3
+    ),
     st.sampled_from([0] * 9 + [-1, 1, 2**63]),
     st.just(b"\0") | st.binary(min_size=1, max_size=9),
 )
 
 
 @settings(max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.binary(max_size=300) | st.binary(max_size=200).map(raw) | mutants | mutants.map(refit) | built)
+@given(
+    st.binary(max_size=300)
+    | st.binary(max_size=200).map(raw)
+    | mutants
+    | mutants.map(refit)
+    | built
+)
 def test_any_bytes_are_refused_or_are_a_message(data):
     with watched() as seen:
         try:
@@ -431,4 +514,7 @@ def test_any_bytes_are_refused_or_are_a_message(data):
         except MessageError:
             tensors = {}
     assert not seen
-    assert all(tensor.dtype in DTYPES.values() and torch.isfinite(tensor).all() for tensor in tensors.values())
+    assert all(
+        tensor.dtype in DTYPES.values() and torch.isfinite(tensor).all()
+        for tensor in tensors.values()
+    )

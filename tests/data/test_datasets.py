@@ -53,12 +53,17 @@ def need(name: str) -> Path:
     place = find(name)
     if place.kind != "folder":
         places = datasets._candidates(name, catalogue()[name], None)
-        pytest.skip(f"{name} is not on this machine; looked in {', '.join(str(place.path) for place in places)}")
+        pytest.skip(
+            f"{name} is not on this machine; looked in {', '.join(str(place.path) for place in places)}"
+        )
     return place.path
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int]]:
-    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*"))}
+    return {
+        str(path): (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+    }
 
 
 def tiny_tu(folder: Path, name: str = "ENZYMES", labels: str = "1\n2\n") -> Path:
@@ -96,7 +101,10 @@ def test_counts(name, shared_cache, monkeypatch):
     assert graph.y.unique().tolist() == list(range(classes))
     assert (graph.x.dtype, graph.edge_index.dtype) == (torch.float32, torch.int64)
     entry = catalogue()[name]
-    assert (entry.nodes, entry.edges, entry.features, entry.classes, entry.task) == (*COUNTS[name][1:5], graph.task)
+    assert (entry.nodes, entry.edges, entry.features, entry.classes, entry.task) == (
+        *COUNTS[name][1:5],
+        graph.task,
+    )
     assert (entry.public or (0, 0, 0)) == splits
     source, target = graph.edge_index
     key = source * nodes + target
@@ -135,7 +143,9 @@ def test_cora_agrees_with_pyg(shared_cache, monkeypatch, tmp_path):
     assert torch.equal(mine.x, theirs.x)
     assert torch.equal(mine.y, theirs.y)
     assert torch.equal(mine.train, theirs.train_mask)
-    assert set(map(tuple, mine.edge_index.t().tolist())) == set(map(tuple, theirs.edge_index.t().tolist()))
+    assert set(map(tuple, mine.edge_index.t().tolist())) == set(
+        map(tuple, theirs.edge_index.t().tolist())
+    )
 
 
 def test_public_split(shared_cache, monkeypatch):
@@ -151,7 +161,9 @@ def test_public_split(shared_cache, monkeypatch):
 @pytest.fixture
 def package_cora(tmp_path, monkeypatch):
     """Cora from the package, as if there were no data folder."""
-    if not (find_spec("graphdatascience") and find_spec("pyarrow")):  # found, not imported: that takes seconds
+    if not (
+        find_spec("graphdatascience") and find_spec("pyarrow")
+    ):  # found, not imported: that takes seconds
         pytest.skip("the extra 'demo' is not installed")
     with monkeypatch.context() as patch:
         patch.setattr(datasets, "_data_folders", lambda root: iter([tmp_path]))
@@ -160,7 +172,11 @@ def package_cora(tmp_path, monkeypatch):
 
 
 def test_package_cora(package_cora):
-    assert (package_cora.num_nodes, package_cora.num_edges, package_cora.num_features) == (2708, 2 * 5278, 1433)
+    assert (package_cora.num_nodes, package_cora.num_edges, package_cora.num_features) == (
+        2708,
+        2 * 5278,
+        1433,
+    )
     assert torch.bincount(package_cora.y).tolist() == [351, 217, 418, 818, 426, 298, 180]
     assert not package_cora.train.any()
 
@@ -172,7 +188,9 @@ def test_package_cora_is_planetoid_cora(package_cora, shared_cache, monkeypatch)
     # The nodes have other numbers: what is around them must agree as a multiset.
     def fingerprint(g):
         degree = torch.bincount(g.edge_index[0], minlength=g.num_nodes)
-        near = torch.zeros(g.num_nodes).index_add_(0, g.edge_index[0], degree[g.edge_index[1]].float())
+        near = torch.zeros(g.num_nodes).index_add_(
+            0, g.edge_index[0], degree[g.edge_index[1]].float()
+        )
         return sorted(zip(g.y.tolist(), degree.tolist(), near.tolist(), strict=True))
 
     assert fingerprint(package_cora) == fingerprint(load("cora"))
@@ -182,7 +200,9 @@ def test_degree_features():
     star = torch.stack([torch.zeros(200, dtype=torch.int64), torch.arange(1, 201)])
     x = datasets._degree_features(torch.cat([star, star.flip(0)], 1), 202)
     assert x.shape == (202, DEGREE_CAP + 1)
-    assert x.argmax(1).tolist() == [DEGREE_CAP] + [1] * 200 + [0]  # 200 is over the cap; the last node stands alone
+    assert x.argmax(1).tolist() == [DEGREE_CAP] + [1] * 200 + [
+        0
+    ]  # 200 is over the cap; the last node stands alone
     assert (x.sum(1) == 1).all()
 
 
@@ -203,20 +223,31 @@ def test_data_folder_is_not_written_to(tmp_path):
 
 def test_order_of_places(tmp_path, monkeypatch, cache):
     folder = "TUDataset/ENZYMES/raw"
-    monkeypatch.setattr(datasets, "__file__", str(tmp_path / "project/src/fedloom/data/datasets.py"))
+    monkeypatch.setattr(
+        datasets, "__file__", str(tmp_path / "project/src/fedloom/data/datasets.py")
+    )
     monkeypatch.delenv("FEDLOOM_DATA", raising=False)
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "pyproject.toml").touch()
-    places = [cache / "data", tmp_path / "shared" / "data", tmp_path / "env", tmp_path / "root"]  # each before the ones left of it
+    places = [
+        cache / "data",
+        tmp_path / "shared" / "data",
+        tmp_path / "env",
+        tmp_path / "root",
+    ]  # each before the ones left of it
     assert find("enzymes") == datasets.Place("download", cache / "data" / folder)
     for place in places:
         tiny_tu(place / folder)
         if place.name == "env":
             monkeypatch.setenv("FEDLOOM_DATA", str(place))
-        assert find("enzymes", root=place if place.name == "root" else None) == datasets.Place("folder", place / folder)
+        assert find("enzymes", root=place if place.name == "root" else None) == datasets.Place(
+            "folder", place / folder
+        )
     # A data folder without this dataset is passed over.
     assert find("dd").kind == "download"
-    (tmp_path / "project" / "pyproject.toml").unlink()  # not a checkout: what lies beside it is not ours
+    (
+        tmp_path / "project" / "pyproject.toml"
+    ).unlink()  # not a checkout: what lies beside it is not ours
     monkeypatch.delenv("FEDLOOM_DATA")
     assert find("enzymes").path == cache / "data" / folder
 
@@ -238,7 +269,9 @@ def test_zip(tmp_path):
     assert (graph.y.tolist(), graph.batch.tolist()) == ([0, 1], [0, 0, 0, 1, 1])
     assert tree(tmp_path / "data") == before
     archive.write_bytes(archive.read_bytes()[:-30])
-    with pytest.raises(DataError, match=r"dataset 'enzymes': .*ENZYMES.zip cannot be read: BadZipFile"):
+    with pytest.raises(
+        DataError, match=r"dataset 'enzymes': .*ENZYMES.zip cannot be read: BadZipFile"
+    ):
         load("enzymes", root=tmp_path / "data")
 
 
@@ -279,12 +312,19 @@ def test_ogb_download(tmp_path, monkeypatch, cache):
         for path in raw.rglob("*.gz"):
             archive.write(path, path.relative_to(tmp_path))
     asked = []
-    monkeypatch.setattr(datasets.urllib.request, "urlopen", lambda url: asked.append(url) or io.BytesIO(packed.getvalue()))
+    monkeypatch.setattr(
+        datasets.urllib.request,
+        "urlopen",
+        lambda url: asked.append(url) or io.BytesIO(packed.getvalue()),
+    )
     check_ogb(load("ogbn-arxiv"))
     assert asked == ["https://snap.stanford.edu/ogb/data/nodeproppred/arxiv.zip"]
     check_ogb(load("ogbn-arxiv"))
     assert len(asked) == 1
-    assert sorted(path.name for path in cache.iterdir()) == ["data", "graphs"]  # nothing left lying about
+    assert sorted(path.name for path in cache.iterdir()) == [
+        "data",
+        "graphs",
+    ]  # nothing left lying about
 
 
 # ---- downloads ----
@@ -301,7 +341,9 @@ def test_download_lands_in_the_cache_once(monkeypatch, cache, capsys):
 
     monkeypatch.setattr(TUDataset, "download", download)
     assert load("enzymes").num_items == 2
-    assert find("enzymes") == datasets.Place("folder", cache / "data" / "TUDataset" / "ENZYMES" / "raw")
+    assert find("enzymes") == datasets.Place(
+        "folder", cache / "data" / "TUDataset" / "ENZYMES" / "raw"
+    )
     shutil.rmtree(cache / "graphs")
     assert load("enzymes").num_items == 2
     assert fetched == ["ENZYMES"]
@@ -320,8 +362,15 @@ def test_no_network(tmp_path, monkeypatch, cache):
     with pytest.raises(DataError) as error:
         load("enzymes")
     text = str(error.value)
-    assert "'enzymes' is not on this machine and could not be downloaded (OSError: Name or service not known)" in text
-    places = [tmp_path / "TUDataset/ENZYMES/raw", tmp_path / "TUDataset/ENZYMES.zip", cache / "data/TUDataset/ENZYMES/raw"]
+    assert (
+        "'enzymes' is not on this machine and could not be downloaded (OSError: Name or service not known)"
+        in text
+    )
+    places = [
+        tmp_path / "TUDataset/ENZYMES/raw",
+        tmp_path / "TUDataset/ENZYMES.zip",
+        cache / "data/TUDataset/ENZYMES/raw",
+    ]
     positions = [text.index(str(place)) for place in places]
     assert positions == sorted(positions)
     assert "set FEDLOOM_DATA to a folder that holds TUDataset/ENZYMES/raw" in text
@@ -357,7 +406,9 @@ def test_cache_that_cannot_be_written(tmp_path, monkeypatch):
     tiny_tu(tmp_path / "TUDataset/ENZYMES/raw")
     (tmp_path / "file").touch()
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "file"))
-    with pytest.raises(DataError, match=r"the cache folder .*file cannot be written .*set FEDLOOM_CACHE"):
+    with pytest.raises(
+        DataError, match=r"the cache folder .*file cannot be written .*set FEDLOOM_CACHE"
+    ):
         load("enzymes", root=tmp_path)
 
 
@@ -373,7 +424,10 @@ def test_cache_place(tmp_path, monkeypatch):
 def test_two_processes_at_once(tmp_path, cache):
     ogb(tmp_path / "OGB" / "ogbn_arxiv")  # read without PyG, whose import takes seconds
     code = f"from fedloom.data.datasets import load; print(load('ogbn-arxiv', root={str(tmp_path)!r}).x.sum().item())"
-    running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     said = [process.communicate(timeout=120)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0]
     assert said == ["36.0\n", "36.0\n"]
@@ -390,7 +444,10 @@ def test_quiet(tmp_path, monkeypatch, capsys):
 
 # ---- what goes wrong ----
 def test_unknown_name():
-    with pytest.raises(ConfigError, match=r"unknown dataset 'corra'. Did you mean 'cora'\? Valid: actor, .*synthetic"):
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown dataset 'corra'. Did you mean 'cora'\? Valid: actor, .*synthetic",
+    ):
         load("corra")
 
 
@@ -413,7 +470,9 @@ def test_truncated_file(tmp_path, name, file, length):
     raw = copied(name, tmp_path)
     path = raw / file
     path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(DataError, match=f"dataset '{name}': {re.escape(str(raw))} (cannot be read: |is damaged: )") as error:
+    with pytest.raises(
+        DataError, match=f"dataset '{name}': {re.escape(str(raw))} (cannot be read: |is damaged: )"
+    ) as error:
         load(name, root=tmp_path)
     assert "\n" not in str(error.value)
     with warnings.catch_warnings():
@@ -436,7 +495,9 @@ def test_missing_file_is_not_downloaded(tmp_path):
     raw = copied("cora", tmp_path)
     (raw / "ind.cora.ty").unlink()
     before = tree(raw)
-    with pytest.raises(DataError, match=r"cannot be read: FileNotFoundError: incomplete, no ind.cora.ty"):
+    with pytest.raises(
+        DataError, match=r"cannot be read: FileNotFoundError: incomplete, no ind.cora.ty"
+    ):
         load("cora", root=tmp_path)
     assert tree(raw) == before
 
@@ -469,7 +530,9 @@ def test_tables_and_recipes(tmp_path, monkeypatch):
 
 
 # ---- the catalogue ----
-@pytest.mark.parametrize("name", [name for name, entry in catalogue().items() if entry.family != "OGB"])
+@pytest.mark.parametrize(
+    "name", [name for name, entry in catalogue().items() if entry.family != "OGB"]
+)
 def test_folder_is_where_pyg_looks(name, tmp_path):
     """So that a data folder can hold datasets nobody here has seen."""
     entry = catalogue()[name]
@@ -490,7 +553,13 @@ def test_catalogue_is_sound():
         assert (len(shares), sum(shares)) == (3, 100)
         assert entry.description
         assert (entry.graphs > 1) == (entry.task == "graph")
-    usual = {"cora": "20/40/40", "wikics": "50/25/25", "actor": "48/32/20", "ogbn-arxiv": "60/20/20", "mutag": "80/10/10"}
+    usual = {
+        "cora": "20/40/40",
+        "wikics": "50/25/25",
+        "actor": "48/32/20",
+        "ogbn-arxiv": "60/20/20",
+        "mutag": "80/10/10",
+    }
     assert {name: entries[name].split for name in usual} == usual
     entries.clear()
     assert catalogue()  # a copy was emptied

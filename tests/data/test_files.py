@@ -54,7 +54,10 @@ def test_folder(tmp_path):
     assert graph.num_classes == 2
     # p-q is listed in both directions and there once in each.
     assert graph.edge_index.tolist() == [[0, 0, 1, 1, 2, 3], [1, 3, 0, 2, 1, 0]]
-    assert (graph.train.tolist(), graph.val.tolist()) == ([True, False, False, False], [False, True, False, False])
+    assert (graph.train.tolist(), graph.val.tolist()) == (
+        [True, False, False, False],
+        [False, True, False, False],
+    )
     assert graph.test.tolist() == [False, False, False, True]
     assert graph.edge_weight is None
     assert graph.name == tmp_path.name
@@ -75,7 +78,9 @@ def test_folder_with_settings(tmp_path):
         name = "club"
     """
     folder(tmp_path, settings=settings)
-    (tmp_path / "people.csv").write_text("\ufeffwho,note,class,x\n7,hello,2,1\n\n8,,0,2\n")  # a byte-order mark, an empty line
+    (tmp_path / "people.csv").write_text(
+        "\ufeffwho,note,class,x\n7,hello,2,1\n\n8,,0,2\n"
+    )  # a byte-order mark, an empty line
     (tmp_path / "links.tsv").write_text("to\tfrom\tstrength\n8\t7\t0.5\n")
     graph = from_folder(tmp_path / "graph.toml")
     assert graph.x.tolist() == [[1], [2]]
@@ -99,7 +104,9 @@ def test_unlabelled_nodes_need_num_classes(tmp_path):
     nodes = "id,a\n1,0\n"
     with pytest.raises(DataError, match="no node has a label in column 'label'"):
         from_folder(folder(tmp_path, nodes, "source,target\n"))
-    assert from_folder(folder(tmp_path, nodes, "source,target\n", "num_classes = 3")).y.tolist() == [-1]
+    assert from_folder(
+        folder(tmp_path, nodes, "source,target\n", "num_classes = 3")
+    ).y.tolist() == [-1]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +215,10 @@ def test_parquet_gives_the_same_graph(tmp_path):
     plain = from_folder(tmp_path)
     for table in ("nodes", "edges"):
         options = csv.ConvertOptions(strings_can_be_null=True)
-        parquet.write_table(csv.read_csv(tmp_path / f"{table}.csv", convert_options=options), tmp_path / f"{table}.parquet")
+        parquet.write_table(
+            csv.read_csv(tmp_path / f"{table}.csv", convert_options=options),
+            tmp_path / f"{table}.parquet",
+        )
     (tmp_path / "graph.toml").write_text('nodes = "nodes.parquet"\nedges = "edges.parquet"')
     assert parquet.read_schema(tmp_path / "nodes.parquet").field("id").type == pa.int64()
     assert_same(from_folder(tmp_path), plain)
@@ -255,7 +265,9 @@ def test_networkx():
 
 def test_networkx_directed_weighted_numbered():
     g = nx.DiGraph()
-    g.add_nodes_from([(1, {"f": 0.5, "c": 3}), ("one", {"f": 1, "c": 0}), ((2,), {"f": 2, "c": -1})])  # not comparable
+    g.add_nodes_from(
+        [(1, {"f": 0.5, "c": 3}), ("one", {"f": 1, "c": 0}), ((2,), {"f": 2, "c": -1})]
+    )  # not comparable
     g.add_edge("one", 1, weight=2.0)
     g.add_edge((2,), "one")
     graph = from_networkx(g, features="f", label="c")
@@ -280,11 +292,19 @@ def test_networkx_order_does_not_hang_on_insertion():
     ("nodes", "edge", "message"),
     [
         ({1: {"x": 1.0, "y": 0}, 2: {"y": 0}}, {}, "node 2 has no attribute 'x'"),
-        ({1: {"x": 1.0, "y": 0}, 2: {"x": [1.0, 2.0], "y": 0}}, {}, "node 2 has 2 features, node 1 has 1"),
+        (
+            {1: {"x": 1.0, "y": 0}, 2: {"x": [1.0, 2.0], "y": 0}},
+            {},
+            "node 2 has 2 features, node 1 has 1",
+        ),
         ({1: {"x": "blue", "y": 0}}, {}, "node 1, attribute 'x': not numbers"),
         ({1: {"x": float("nan"), "y": 0}}, {}, "NaN"),
         ({1: {"x": 1.0, "y": -3}}, {}, "node 1, attribute 'y': label '-3' is out of range"),
-        ({1: {"x": 1.0, "y": 0}}, {"weight": None}, "edge 1 -> 1, attribute 'weight': not a finite number"),
+        (
+            {1: {"x": 1.0, "y": 0}},
+            {"weight": None},
+            "edge 1 -> 1, attribute 'weight': not a finite number",
+        ),
         ({}, {}, "no nodes"),
     ],
 )
@@ -302,7 +322,12 @@ def test_pyg():
 
     edges = torch.tensor([[1, 0, 0, 2, 1], [0, 1, 1, 2, 0]])
     masks = torch.eye(3, dtype=torch.bool)
-    data = Data(x=torch.ones(3, 2).double(), edge_index=edges, y=torch.tensor([[0.0], [4.0], [-1.0]]), val_mask=masks[0])
+    data = Data(
+        x=torch.ones(3, 2).double(),
+        edge_index=edges,
+        y=torch.tensor([[0.0], [4.0], [-1.0]]),
+        val_mask=masks[0],
+    )
     graph = from_pyg(data, name="it")
     assert graph.edge_index.tolist() == [[0, 1, 2], [1, 0, 2]]  # sorted, once
     assert graph.x.dtype == torch.float32
@@ -327,7 +352,9 @@ def test_pyg_list_is_a_graph_level_dataset():
     from torch_geometric.data import Data
 
     one = Data(x=torch.ones(2, 1), edge_index=torch.tensor([[0, 1], [1, 0]]), y=torch.tensor([1]))
-    other = Data(x=torch.zeros(1, 1), edge_index=torch.zeros(2, 0, dtype=torch.long), y=torch.tensor([0]))
+    other = Data(
+        x=torch.zeros(1, 1), edge_index=torch.zeros(2, 0, dtype=torch.long), y=torch.tensor([0])
+    )
     graph = from_pyg([other, one])
     assert graph.task == "graph"
     assert graph.batch.tolist() == [0, 1, 1]
@@ -351,14 +378,22 @@ def test_pyg_list_is_a_graph_level_dataset():
 def test_pyg_errors(change, message):
     from torch_geometric.data import Data
 
-    good = {"x": torch.ones(2, 1), "edge_index": torch.tensor([[0], [1]]), "y": torch.tensor([0, 1])}
+    good = {
+        "x": torch.ones(2, 1),
+        "edge_index": torch.tensor([[0], [1]]),
+        "y": torch.tensor([0, 1]),
+    }
     with pytest.raises(DataError, match=message):
         from_pyg(Data(**(good | change)))
 
 
 @pytest.mark.parametrize("name", ["synthetic:nodes=50", "synthetic-graphs"])
 def test_one_file_gives_a_graph_of_any_kind_back_to_the_bit(name, tmp_path):
-    how = {"partition": "uniform"} if "graphs" in name else {"partition": "random", "cross_edges": "known"}
+    how = (
+        {"partition": "uniform"}
+        if "graphs" in name
+        else {"partition": "random", "cross_edges": "known"}
+    )
     federation = fedloom.divide(fedloom.load(name), 2, **how)
     graph = federation.graphs[1]
     again = fedloom.from_file(fedloom.to_file(graph, tmp_path / "graph.safetensors"))

@@ -66,7 +66,10 @@ def weight_of(graph):
 def named_edges(graph):
     """Edges as (source id, target id, weight), sorted: what does not depend on the numbering."""
     ids = graph.node_id.tolist()
-    return sorted((ids[s], ids[t], w) for (s, t), w in zip(graph.edge_index.t().tolist(), weight_of(graph), strict=True))
+    return sorted(
+        (ids[s], ids[t], w)
+        for (s, t), w in zip(graph.edge_index.t().tolist(), weight_of(graph), strict=True)
+    )
 
 
 # ---- what is cut out and joined ----
@@ -83,9 +86,13 @@ def test_a_subgraph_holds_the_chosen_nodes_and_the_edges_between_them(seed, weig
     kept = keep.tolist()
     place = {old: new for new, old in enumerate(kept)}
     edges = [
-        (place[s], place[t], w) for (s, t), w in zip(graph.edge_index.t().tolist(), weight_of(graph), strict=True) if {s, t} <= {*kept}
+        (place[s], place[t], w)
+        for (s, t), w in zip(graph.edge_index.t().tolist(), weight_of(graph), strict=True)
+        if {s, t} <= {*kept}
     ]
-    assert [(s, t, w) for (s, t), w in zip(part.edge_index.t().tolist(), weight_of(part), strict=True)] == edges
+    assert [
+        (s, t, w) for (s, t), w in zip(part.edge_index.t().tolist(), weight_of(part), strict=True)
+    ] == edges
     for field in ("x", "y", "train", "val", "test", "node_id"):
         assert torch.equal(getattr(part, field), getattr(graph, field)[keep]), field
     cut = [[place[own], *rest] for own, *rest in graph.cross_edges.t().tolist() if own in place]
@@ -101,13 +108,23 @@ def test_selected_items_are_whole_small_graphs_in_the_order_asked_for(seed, weig
     graph = random_graphs(seed, weighted)
     keep = random_choice(seed + 1, graph.num_items)
     part = graph.select_items(keep)
-    nodes = [node for item in keep.tolist() for node in (graph.batch == item).nonzero().flatten().tolist()]
+    nodes = [
+        node
+        for item in keep.tolist()
+        for node in (graph.batch == item).nonzero().flatten().tolist()
+    ]
     assert torch.equal(part.x, graph.x[nodes])
     assert torch.equal(part.node_id, graph.node_id[nodes])
     assert part.batch.tolist() == sorted(part.batch.tolist())
-    assert part.batch.tolist() == [new for new, item in enumerate(keep.tolist()) for _ in range(int((graph.batch == item).sum()))]
+    assert part.batch.tolist() == [
+        new
+        for new, item in enumerate(keep.tolist())
+        for _ in range(int((graph.batch == item).sum()))
+    ]
     ids = set(part.node_id.tolist())
-    assert named_edges(part) == [e for e in named_edges(graph) if e[0] in ids]  # no edge leaves its small graph
+    assert named_edges(part) == [
+        e for e in named_edges(graph) if e[0] in ids
+    ]  # no edge leaves its small graph
     for field in ("y", "train", "val", "test"):
         assert torch.equal(getattr(part, field), getattr(graph, field)[keep]), field
     if len(nodes):
@@ -132,13 +149,19 @@ def test_subgraph_refuses_many_small_graphs():
 @some
 @given(seeds, st.booleans(), st.booleans())
 def test_a_union_is_block_diagonal(seed, first_weighted, second_weighted):
-    parts = [random_graph(seed, first_weighted), random_graph(seed + 1, second_weighted), random_graph(seed + 2)]
+    parts = [
+        random_graph(seed, first_weighted),
+        random_graph(seed + 1, second_weighted),
+        random_graph(seed + 2),
+    ]
     union = disjoint_union(iter(parts))
     blocks = torch.block_diag(*(p.adjacency("sum").dense() for p in parts))
     assert torch.equal(union.adjacency("sum").dense(), blocks)
     assert union.num_edges == sum(p.num_edges for p in parts)  # the adjacency would hide self-loops
     for field in ("x", "y", "train", "val", "test", "node_id"):
-        assert torch.equal(getattr(union, field), torch.cat([getattr(p, field) for p in parts])), field
+        assert torch.equal(getattr(union, field), torch.cat([getattr(p, field) for p in parts])), (
+            field
+        )
     assert (union.edge_weight is not None) == (first_weighted or second_weighted)
     assert union.cross_edges.shape == (4, 0)
     assert union.batch is None
@@ -197,7 +220,12 @@ def test_a_graph_with_other_edges_or_features_has_other_products():
     graph = random_graph(1, nodes=8)
     assert graph.adjacency("sum").nnz
     assert graph.sparse_x is None
-    assert replace(graph, edge_index=torch.zeros(2, 0, dtype=torch.int64), edge_weight=None).adjacency("sum").nnz == 0
+    assert (
+        replace(graph, edge_index=torch.zeros(2, 0, dtype=torch.int64), edge_weight=None)
+        .adjacency("sum")
+        .nnz
+        == 0
+    )
     assert replace(graph, x=torch.zeros(8, 3)).sparse_x.nnz == 0
 
 
@@ -205,7 +233,11 @@ def test_what_is_worked_out_once_is_kept():
     graph, made = random_graph(1, nodes=8), []
     for _ in range(2):
         assert graph.cached("key", lambda: made.append(1) or 7) == 7
-    assert graph.cached("nothing", lambda: made.append(2)) is graph.cached("nothing", lambda: made.append(3)) is None
+    assert (
+        graph.cached("nothing", lambda: made.append(2))
+        is graph.cached("nothing", lambda: made.append(3))
+        is None
+    )
     assert made == [1, 2]
 
 
@@ -244,7 +276,11 @@ def test_adjacencies_are_their_formulas(seed, weighted):
 
 def test_messages_flow_from_the_first_row_to_the_second():
     graph = Graph(torch.ones(3, 1), torch.tensor([[0], [2]]), torch.zeros(3, dtype=torch.int64), 1)
-    assert graph.propagate(torch.tensor([[5.0], [6.0], [7.0]]), "sum").flatten().tolist() == [0, 0, 5]
+    assert graph.propagate(torch.tensor([[5.0], [6.0], [7.0]]), "sum").flatten().tolist() == [
+        0,
+        0,
+        5,
+    ]
 
 
 def test_adjacencies_are_made_once_per_kind():
@@ -257,17 +293,27 @@ def test_adjacencies_are_made_once_per_kind():
 
 
 def test_edges_of_weight_zero_are_as_good_as_none():
-    graph = Graph(torch.ones(2, 1), torch.tensor([[0], [1]]), torch.zeros(2, dtype=torch.int64), 1, edge_weight=torch.zeros(1))
+    graph = Graph(
+        torch.ones(2, 1),
+        torch.tensor([[0], [1]]),
+        torch.zeros(2, dtype=torch.int64),
+        1,
+        edge_weight=torch.zeros(1),
+    )
     for kind in KINDS:
         assert graph.adjacency(kind).dense().isfinite().all(), kind
 
 
-@pytest.mark.parametrize("filled", [0.0, SPARSE_FEATURES_BELOW - 0.05, SPARSE_FEATURES_BELOW + 0.05, 1.0])
+@pytest.mark.parametrize(
+    "filled", [0.0, SPARSE_FEATURES_BELOW - 0.05, SPARSE_FEATURES_BELOW + 0.05, 1.0]
+)
 def test_projections_are_the_dense_product_however_the_features_are_kept(filled):
     rng = torch.Generator().manual_seed(0)
     x = torch.zeros(200)
     x[torch.randperm(200, generator=rng)[: round(200 * filled)]] = 1.5
-    graph = Graph(x.view(10, 20), torch.zeros(2, 0, dtype=torch.int64), torch.zeros(10, dtype=torch.int64), 1)
+    graph = Graph(
+        x.view(10, 20), torch.zeros(2, 0, dtype=torch.int64), torch.zeros(10, dtype=torch.int64), 1
+    )
     assert (graph.sparse_x is not None) == (filled < SPARSE_FEATURES_BELOW)
     assert graph.sparse_x is None or isinstance(graph.sparse_x, Sparse)
     ways = []
@@ -281,8 +327,16 @@ def test_projections_are_the_dense_product_however_the_features_are_kept(filled)
 
 
 def test_sizes_and_defaults():
-    graph = Graph(torch.ones(4, 2), torch.tensor([[0, 1], [1, 0]]), torch.zeros(4, dtype=torch.int64), 3)
-    assert (graph.num_nodes, graph.num_edges, graph.num_features, graph.num_items, graph.task) == (4, 2, 2, 4, "node")
+    graph = Graph(
+        torch.ones(4, 2), torch.tensor([[0, 1], [1, 0]]), torch.zeros(4, dtype=torch.int64), 3
+    )
+    assert (graph.num_nodes, graph.num_edges, graph.num_features, graph.num_items, graph.task) == (
+        4,
+        2,
+        2,
+        4,
+        "node",
+    )
     assert graph.node_id.tolist() == [0, 1, 2, 3]
     assert graph.cross_edges.shape == (4, 0)
     assert not (graph.train | graph.val | graph.test).any()
@@ -409,7 +463,12 @@ def test_a_name_too_many_is_refused_though_it_repeats_another():
 def test_federation_facts():
     federation = Federation((plain(), plain())).check()
     assert federation.names == ("0", "1")
-    assert (federation.num_clients, federation.num_features, federation.num_classes, federation.task) == (2, 2, 3, "node")
+    assert (
+        federation.num_clients,
+        federation.num_features,
+        federation.num_classes,
+        federation.task,
+    ) == (2, 2, 3, "node")
     assert Federation((plain(),), names=("hospital",)).names == ("hospital",)
 
 
@@ -417,14 +476,24 @@ def test_pooling_takes_the_uncut_graph_if_there_is_one_else_the_union():
     parts, whole = (plain(), plain()), random_graph(0, nodes=8)
     with_whole = Federation(parts, whole=whole, inductive=True, about={"dataset": "toy"}).merged()
     assert with_whole.graphs == (whole,)
-    assert (with_whole.names, with_whole.whole, with_whole.inductive, with_whole.about) == (("all",), None, True, {"dataset": "toy"})
+    assert (with_whole.names, with_whole.whole, with_whole.inductive, with_whole.about) == (
+        ("all",),
+        None,
+        True,
+        {"dataset": "toy"},
+    )
     without = Federation(parts).merged().check()
     assert without.num_clients == 1
-    assert torch.equal(without.graphs[0].adjacency().dense(), torch.block_diag(*(p.adjacency().dense() for p in parts)))
+    assert torch.equal(
+        without.graphs[0].adjacency().dense(),
+        torch.block_diag(*(p.adjacency().dense() for p in parts)),
+    )
 
 
 def test_flow_turns_edges_round_or_makes_them_go_both_ways() -> None:
-    graph = Graph(torch.ones(3, 1), torch.tensor([[0, 1, 1], [1, 0, 2]]), torch.zeros(3, dtype=torch.int64), 1)
+    graph = Graph(
+        torch.ones(3, 1), torch.tensor([[0, 1, 1], [1, 0, 2]]), torch.zeros(3, dtype=torch.int64), 1
+    )
     assert graph.flowing("forward") is graph
     assert graph.flowing("reversed").edge_index.tolist() == [[1, 0, 2], [0, 1, 1]]
     assert graph.flowing("both").edge_index.tolist() == [[0, 1, 1, 2], [1, 0, 2, 1]]

@@ -32,8 +32,12 @@ def graphs(draw):
     edges = torch.from_numpy(rng.integers(nodes, size=(2, draw(st.integers(0, 80)))))
     if draw(st.booleans()):
         edges = torch.cat([edges, edges.flip(0)], 1)
-    x = torch.from_numpy(rng.integers(2, size=(nodes, 3))).float()  # few different rows: k-means clusters stay empty
-    return Graph(x=x, edge_index=edges, y=torch.from_numpy(rng.integers(-1, 3, size=nodes)), num_classes=3)
+    x = torch.from_numpy(
+        rng.integers(2, size=(nodes, 3))
+    ).float()  # few different rows: k-means clusters stay empty
+    return Graph(
+        x=x, edge_index=edges, y=torch.from_numpy(rng.integers(-1, 3, size=nodes)), num_classes=3
+    )
 
 
 def clubs(sizes=(50,) * 12, inside=0.25, outside=0.003):
@@ -41,9 +45,15 @@ def clubs(sizes=(50,) * 12, inside=0.25, outside=0.003):
     edges = torch.tensor(list(nx.random_partition_graph(sizes, inside, outside, seed=0).edges)).T
     rng = np.random.default_rng(0)
     y = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)) % 4
-    y = torch.where(torch.from_numpy(rng.random(len(y)) < 0.15), torch.from_numpy(rng.integers(4, size=len(y))), y)
+    y = torch.where(
+        torch.from_numpy(rng.random(len(y)) < 0.15),
+        torch.from_numpy(rng.integers(4, size=len(y))),
+        y,
+    )
     x = torch.eye(4)[y] + torch.from_numpy(rng.normal(scale=0.3, size=(len(y), 4))).float()
-    return Graph(x=x, edge_index=torch.cat([edges, edges.flip(0)], 1), y=y, num_classes=4, name="clubs")
+    return Graph(
+        x=x, edge_index=torch.cat([edges, edges.flip(0)], 1), y=y, num_classes=4, name="clubs"
+    )
 
 
 def small_graphs(count=120, classes=3):
@@ -52,12 +62,21 @@ def small_graphs(count=120, classes=3):
     path = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
     edges = torch.cat([path + 3 * i for i in range(count)], 1)
     batch = torch.arange(count).repeat_interleave(3)
-    return Graph(x=torch.ones(3 * count, 2), edge_index=edges, y=y, num_classes=classes, batch=batch, name="paths")
+    return Graph(
+        x=torch.ones(3 * count, 2),
+        edge_index=edges,
+        y=y,
+        num_classes=classes,
+        batch=batch,
+        name="paths",
+    )
 
 
 def skew(graph, owner):
     """How far the clients' label shares are from the whole's: mean total variation, weighted by size."""
-    counts = torch.zeros(int(owner.max()) + 1, graph.num_classes).index_put_((owner, graph.y), torch.tensor(1.0), accumulate=True)
+    counts = torch.zeros(int(owner.max()) + 1, graph.num_classes).index_put_(
+        (owner, graph.y), torch.tensor(1.0), accumulate=True
+    )
     share, whole = counts / counts.sum(1, keepdim=True), counts.sum(0) / counts.sum()
     return float(((share - whole).abs().sum(1) / 2 * counts.sum(1) / counts.sum()).sum())
 
@@ -67,7 +86,9 @@ def cut(graph, owner):
 
 
 def cora():
-    datasets = pytest.importorskip("fedloom.data.datasets", reason="datasets are not written yet", exc_type=ImportError)
+    datasets = pytest.importorskip(
+        "fedloom.data.datasets", reason="datasets are not written yet", exc_type=ImportError
+    )
     try:
         return datasets.load("cora")
     except FedloomError as error:
@@ -83,7 +104,9 @@ def cora():
 def test_every_item_has_one_client_and_every_client_an_item(partition, graph, clients, seed):
     clients = min(clients, graph.num_items)
     options = {"min_items": 1} if partition == "dirichlet" else {}
-    refusal = ConfigError if partition == "dirichlet" else ()  # labels drawn too unevenly for so few items
+    refusal = (
+        ConfigError if partition == "dirichlet" else ()
+    )  # labels drawn too unevenly for so few items
     try:
         owner = assign(graph, clients, partition, seed, **options)
     except refusal:
@@ -94,7 +117,11 @@ def test_every_item_has_one_client_and_every_client_an_item(partition, graph, cl
 
 
 @settings(max_examples=60, deadline=None)
-@given(graph=graphs(), clients=st.integers(1, 8), partition=st.sampled_from(["random", "louvain", "metis"]))
+@given(
+    graph=graphs(),
+    clients=st.integers(1, 8),
+    partition=st.sampled_from(["random", "louvain", "metis"]),
+)
 def test_kept_and_cross_edges_together_are_the_whole_graph(graph, clients, partition):
     clients = min(clients, graph.num_nodes)
     federation = divide(graph, clients, partition, cross_edges="known")
@@ -111,14 +138,18 @@ def test_kept_and_cross_edges_together_are_the_whole_graph(graph, clients, parti
         pairs = torch.stack([part.node_id[own], remote], 1)
         leaving += pairs[direction == 0].tolist()
         arriving += pairs[direction == 1].flip(1).tolist()
-    assert sorted(leaving) == sorted(arriving)  # both owners know of every cut edge, in the same direction
+    assert sorted(leaving) == sorted(
+        arriving
+    )  # both owners know of every cut edge, in the same direction
     assert sorted(kept + leaving) == sorted(graph.edge_index.T.tolist())
     assert not any(part.cross_edges.numel() for part in divide(graph, clients, partition).graphs)
 
 
 @pytest.mark.parametrize("partition", partitions())
 def test_the_seed_decides(partition):
-    graph = clubs(inside=0.08, outside=0.02)  # so blurred that Louvain's outcome hangs on the order of the nodes
+    graph = clubs(
+        inside=0.08, outside=0.02
+    )  # so blurred that Louvain's outcome hangs on the order of the nodes
     first = assign(graph, 6, partition, seed=3)
     torch.manual_seed(99)
     np.random.seed(99)
@@ -148,7 +179,9 @@ def test_another_process_with_other_hashes_and_threads_gives_the_same(capsys):
     exec(DIGEST, {})
     here = capsys.readouterr().out
     environment = {**os.environ, "PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "2"}
-    there = subprocess.run([sys.executable, "-c", DIGEST], capture_output=True, text=True, check=True, env=environment).stdout
+    there = subprocess.run(
+        [sys.executable, "-c", DIGEST], capture_output=True, text=True, check=True, env=environment
+    ).stdout
     assert here == there
     assert here.count("\n") == len(partitions())
 
@@ -164,7 +197,18 @@ def test_global_random_state_is_left_alone():
 
 
 def test_names_and_settings_come_from_the_functions():
-    names = {"louvain", "louvain-cyclic", "louvain+", "metis", "metis+", "kmeans", "random", "uniform", "blocks", "dirichlet"}
+    names = {
+        "louvain",
+        "louvain-cyclic",
+        "louvain+",
+        "metis",
+        "metis+",
+        "kmeans",
+        "random",
+        "uniform",
+        "blocks",
+        "dirichlet",
+    }
     assert names == set(partitions())
     assert all(len(text) > 20 and "\n" not in text for text in partitions().values())
     assert partition_settings("louvain") == {"delta": 20, "resolution": 1.0}
@@ -234,11 +278,19 @@ def literal_cyclic(communities, clients, delta):
     return [next(k for k in range(clients) if v in held[k]) for v in range(n)]
 
 
-@pytest.mark.parametrize(("quick", "literal"), [(module._balanced, literal_balanced), (module._levelled, literal_cyclic)])
+@pytest.mark.parametrize(
+    ("quick", "literal"), [(module._balanced, literal_balanced), (module._levelled, literal_cyclic)]
+)
 @settings(max_examples=150, deadline=None)
-@given(communities=st.lists(st.integers(0, 8), min_size=8, max_size=120), clients=st.integers(1, 8), delta=st.integers(0, 9))
+@given(
+    communities=st.lists(st.integers(0, 8), min_size=8, max_size=120),
+    clients=st.integers(1, 8),
+    delta=st.integers(0, 9),
+)
 def test_cut_and_merge_follow_the_text(quick, literal, communities, clients, delta):
-    assert quick(np.array(communities), clients, delta).tolist() == literal(communities, clients, delta)
+    assert quick(np.array(communities), clients, delta).tolist() == literal(
+        communities, clients, delta
+    )
 
 
 def test_balanced_louvain_by_hand():
@@ -251,7 +303,9 @@ def test_balanced_louvain_by_hand():
 @pytest.mark.parametrize("clients", [3, 5, 8])
 def test_louvain_sizes_stay_within_the_tolerance(clients):
     # Like Cora: communities of all sizes, and many tiny components that fill the gaps.
-    graph = clubs((220, 160, 130, 110, 90, 70, 60, 50, 40, 30, *[2] * 60), inside=0.2, outside=0.001)
+    graph = clubs(
+        (220, 160, 130, 110, 90, 70, 60, 50, 40, 30, *[2] * 60), inside=0.2, outside=0.001
+    )
     for seed in range(3):
         sizes = torch.bincount(assign(graph, clients, seed=seed))
         assert sizes.max() < 1080 // clients + 20
@@ -261,11 +315,15 @@ def test_louvain_sizes_stay_within_the_tolerance(clients):
 def test_louvain_finds_communities_as_good_as_networkx():
     drawn = nx.powerlaw_cluster_graph(800, 3, 0.3, seed=5)
     edges = torch.tensor(list(drawn.edges)).T  # one direction only: it is made symmetric
-    graph = Graph(x=torch.ones(800, 1), edge_index=edges, y=torch.zeros(800, dtype=torch.int64), num_classes=1)
+    graph = Graph(
+        x=torch.ones(800, 1), edge_index=edges, y=torch.zeros(800, dtype=torch.int64), num_classes=1
+    )
     theirs = nx.community.modularity(drawn, nx.community.louvain_communities(drawn, seed=0))
     for seed in range(3):
         found = module._communities(graph, seed, 1.0)
-        ours = nx.community.modularity(drawn, [set(np.flatnonzero(found == c).tolist()) for c in range(found.max() + 1)])
+        ours = nx.community.modularity(
+            drawn, [set(np.flatnonzero(found == c).tolist()) for c in range(found.max() + 1)]
+        )
         assert ours > theirs - 0.03
 
 
@@ -301,7 +359,9 @@ def test_label_imbalance_variants_are_more_skewed():
     graph = clubs()
 
     def mean(partition, **options):
-        return np.mean([skew(graph, assign(graph, 4, partition, seed, **options)) for seed in range(3)])
+        return np.mean(
+            [skew(graph, assign(graph, 4, partition, seed, **options)) for seed in range(3)]
+        )
 
     assert mean("louvain+", parts=0) > mean("louvain") + 0.2
     assert mean("louvain+", parts=24, delta=2) > mean("louvain") + 0.2
@@ -322,9 +382,17 @@ def test_label_clusters_that_stay_empty_get_whole_parts():
 
 def test_kmeans_goes_by_features():
     graph = clubs()
-    assert skew(graph, assign(graph, 4, "kmeans", delta=100)) > skew(graph, assign(graph, 4, "random")) + 0.3
+    assert (
+        skew(graph, assign(graph, 4, "kmeans", delta=100))
+        > skew(graph, assign(graph, 4, "random")) + 0.3
+    )
     assert torch.bincount(assign(graph, 4, "kmeans")).max() <= 600 // 4 + 20
-    sparse = Graph(x=torch.cat([graph.x, torch.zeros(600, 60)], 1), edge_index=graph.edge_index, y=graph.y, num_classes=4)
+    sparse = Graph(
+        x=torch.cat([graph.x, torch.zeros(600, 60)], 1),
+        edge_index=graph.edge_index,
+        y=graph.y,
+        num_classes=4,
+    )
     assert sparse.sparse_x is not None
     assert torch.equal(assign(graph, 4, "kmeans"), assign(sparse, 4, "kmeans"))
 
@@ -341,11 +409,24 @@ def test_blocks_are_shares_in_the_order_given():
     assert (assign(small_graphs(5), 2, "blocks")).tolist() == [0, 0, 0, 1, 1]
 
 
-FIELDS = ("x", "edge_index", "y", "train", "val", "test", "edge_weight", "node_id", "cross_edges", "batch")
+FIELDS = (
+    "x",
+    "edge_index",
+    "y",
+    "train",
+    "val",
+    "test",
+    "edge_weight",
+    "node_id",
+    "cross_edges",
+    "batch",
+)
 
 
 @given(graph=graphs(), clients=st.integers(1, 6), weighted=st.booleans(), in_pieces=st.booleans())
-def test_cutting_in_one_pass_gives_what_selecting_client_by_client_gives(graph, clients, weighted, in_pieces):
+def test_cutting_in_one_pass_gives_what_selecting_client_by_client_gives(
+    graph, clients, weighted, in_pieces
+):
     rng = torch.Generator().manual_seed(graph.num_edges)
     if weighted:
         graph = replace(graph, edge_weight=torch.rand(graph.num_edges, generator=rng))
@@ -353,17 +434,27 @@ def test_cutting_in_one_pass_gives_what_selecting_client_by_client_gives(graph, 
     with mock.patch.object(module, "_CHUNK", 7 if in_pieces else 2**22):
         parts = module.cut(graph, owner, clients)
     for k, part in enumerate(parts):
-        assert all(_alike(getattr(part, key), getattr(graph.select_items(owner == k), key)) for key in FIELDS)
+        assert all(
+            _alike(getattr(part, key), getattr(graph.select_items(owner == k), key))
+            for key in FIELDS
+        )
 
 
 def test_cutting_sets_of_graphs():
     graph, owner = small_graphs(7), torch.tensor([1, 0, 2, 1, 1, 0, 2])
     for k, part in enumerate(module.cut(graph, owner, 3)):
-        assert all(_alike(getattr(part, key), getattr(graph.select_items(owner == k), key)) for key in FIELDS)
+        assert all(
+            _alike(getattr(part, key), getattr(graph.select_items(owner == k), key))
+            for key in FIELDS
+        )
 
 
 def _alike(one, other):
-    return one is other if one is None or other is None else one.dtype == other.dtype and torch.equal(one, other)
+    return (
+        one is other
+        if one is None or other is None
+        else one.dtype == other.dtype and torch.equal(one, other)
+    )
 
 
 def test_random_and_uniform():
@@ -414,11 +505,19 @@ def test_the_whole_graph_carries_the_clients_masks():
         for mask in ("train", "val", "test"):
             assert torch.equal(getattr(whole, mask)[part.node_id], getattr(part, mask))
     assert torch.equal(whole.edge_index, graph.edge_index)
-    assert federation.merged().graphs[0].train.sum() == sum(part.train.sum() for part in federation.graphs) > 0
+    assert (
+        federation.merged().graphs[0].train.sum()
+        == sum(part.train.sum() for part in federation.graphs)
+        > 0
+    )
 
 
 def test_pyg_and_networkx_objects_are_divided_as_they_are():
-    data = Data(x=torch.eye(6), edge_index=torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]]), y=torch.tensor([0, 1, 0, 1, 0, 1]))
+    data = Data(
+        x=torch.eye(6),
+        edge_index=torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]]),
+        y=torch.tensor([0, 1, 0, 1, 0, 1]),
+    )
     club = nx.path_graph(6)
     for person in club:
         club.nodes[person].update(x=[1.0, float(person)], y=person % 2)
@@ -430,7 +529,9 @@ def test_pyg_and_networkx_objects_are_divided_as_they_are():
 
 
 def test_about_says_where_it_came_from():
-    federation = divide(clubs(), 5, "louvain", 7, inductive=True, options={"delta": 10}, split="60/20/20")
+    federation = divide(
+        clubs(), 5, "louvain", 7, inductive=True, options={"delta": 10}, split="60/20/20"
+    )
     about = dict(federation.about)
     kept, lost = about.pop("edges_kept"), about.pop("edges_cut")
     assert kept + lost == clubs().num_edges // 2
@@ -440,7 +541,9 @@ def test_about_says_where_it_came_from():
         "dataset": "clubs", "partition": "louvain", "clients": 5, "options": {"delta": 10, "resolution": 1.0}, "seed": 7,
         "split": "60/20/20", "split_seed": 7, "cross_edges": "none", "inductive": True,
     }  # fmt: skip
-    with pytest.raises(ConfigError, match="inductive"):  # training would see the cut edges of held-out nodes
+    with pytest.raises(
+        ConfigError, match="inductive"
+    ):  # training would see the cut edges of held-out nodes
         divide(clubs(), 5, "louvain", 7, cross_edges="known", inductive=True)
 
 
@@ -454,7 +557,14 @@ def test_split_seed_changes_the_split_only():
 def test_edge_weights_and_node_ids_go_along():
     graph = clubs()
     weight = torch.arange(graph.num_edges).float()
-    numbered = Graph(x=graph.x, edge_index=graph.edge_index, y=graph.y, num_classes=4, edge_weight=weight, node_id=torch.arange(600) + 1000)
+    numbered = Graph(
+        x=graph.x,
+        edge_index=graph.edge_index,
+        y=graph.y,
+        num_classes=4,
+        edge_weight=weight,
+        node_id=torch.arange(600) + 1000,
+    )
     federation = divide(numbered, 3, cross_edges="known")
     for part in federation.graphs:
         ends = graph.edge_index[:, part.edge_weight.long()] + 1000
@@ -468,7 +578,9 @@ def test_graph_level_federation():
     assert [part.num_items for part in federation.graphs] == [30] * 4
     assert all(part.num_nodes == 90 and part.num_edges == 120 for part in federation.graphs)
     assert federation.about["edges_cut"] == 0
-    assert sorted(torch.cat([part.node_id for part in federation.graphs]).tolist()) == list(range(360))
+    assert sorted(torch.cat([part.node_id for part in federation.graphs]).tolist()) == list(
+        range(360)
+    )
 
 
 def test_one_client_holds_everything():
@@ -484,24 +596,57 @@ def test_one_client_holds_everything():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"clients": 0}, "clients must be a whole number from 1 to 600 (the items of 'clubs'), got 0"),
+        (
+            {"clients": 0},
+            "clients must be a whole number from 1 to 600 (the items of 'clubs'), got 0",
+        ),
         ({"clients": -3}, "from 1 to 600 (the items of 'clubs'), got -3"),
         ({"clients": 601}, "from 1 to 600 (the items of 'clubs'), got 601"),
         ({"clients": 2.0}, "got 2.0"),
         ({"clients": True}, "got True"),
         ({"clients": "5"}, "got '5'"),
-        ({"partition": "luvain"}, "unknown partition 'luvain'. Did you mean 'louvain'? Valid: blocks, dirichlet, kmeans, louvain,"),
-        ({"options": {"detla": 3}}, "unknown option of partition 'louvain' 'detla'. Did you mean 'delta'? Valid: delta, resolution"),
-        ({"partition": "random", "options": {"delta": 3}}, "partition 'random' has no options, got 'delta'"),
-        ({"options": {"delta": -1}}, "partition 'louvain': delta must be a whole number, 0 or more, got -1"),
+        (
+            {"partition": "luvain"},
+            "unknown partition 'luvain'. Did you mean 'louvain'? Valid: blocks, dirichlet, kmeans, louvain,",
+        ),
+        (
+            {"options": {"detla": 3}},
+            "unknown option of partition 'louvain' 'detla'. Did you mean 'delta'? Valid: delta, resolution",
+        ),
+        (
+            {"partition": "random", "options": {"delta": 3}},
+            "partition 'random' has no options, got 'delta'",
+        ),
+        (
+            {"options": {"delta": -1}},
+            "partition 'louvain': delta must be a whole number, 0 or more, got -1",
+        ),
         ({"options": {"delta": 2.5}}, "delta must be a whole number, 0 or more, got 2.5"),
         ({"options": {"resolution": 0}}, "resolution must be a number, 1e-06 or more, got 0"),
-        ({"options": {"resolution": float("nan")}}, "resolution must be a number, 1e-06 or more, got nan"),
-        ({"partition": "metis+", "options": {"parts": 0}}, "parts must be a whole number, 1 or more, got 0"),
-        ({"partition": "metis+", "options": {"parts": 3}}, "clients is 5, but there are only 3 parts to make them of; raise parts"),
-        ({"partition": "louvain+", "clients": 50, "options": {"parts": 0}}, "clients is 50, but there are only"),
-        ({"partition": "dirichlet", "options": {"alpha": 0.0}}, "alpha must be a number, 0.001 or more, got 0.0"),
-        ({"partition": "dirichlet", "options": {"alpha": "0.5"}}, "alpha must be a number, 0.001 or more, got '0.5'"),
+        (
+            {"options": {"resolution": float("nan")}},
+            "resolution must be a number, 1e-06 or more, got nan",
+        ),
+        (
+            {"partition": "metis+", "options": {"parts": 0}},
+            "parts must be a whole number, 1 or more, got 0",
+        ),
+        (
+            {"partition": "metis+", "options": {"parts": 3}},
+            "clients is 5, but there are only 3 parts to make them of; raise parts",
+        ),
+        (
+            {"partition": "louvain+", "clients": 50, "options": {"parts": 0}},
+            "clients is 50, but there are only",
+        ),
+        (
+            {"partition": "dirichlet", "options": {"alpha": 0.0}},
+            "alpha must be a number, 0.001 or more, got 0.0",
+        ),
+        (
+            {"partition": "dirichlet", "options": {"alpha": "0.5"}},
+            "alpha must be a number, 0.001 or more, got '0.5'",
+        ),
         (
             {"partition": "dirichlet", "options": {"min_items": 121}},
             "in 100 draws some client always got fewer than min_items = 121 of 600 items; raise alpha (now 0.5), or lower min_items",
@@ -517,14 +662,19 @@ def test_errors_name_the_field_and_what_is_valid(arguments, text):
 
 
 def test_graph_level_tasks_refuse_partitions_along_edges():
-    with pytest.raises(ConfigError, match=r"'paths' is a set of graphs\. Valid: blocks, dirichlet, random, uniform"):
+    with pytest.raises(
+        ConfigError, match=r"'paths' is a set of graphs\. Valid: blocks, dirichlet, random, uniform"
+    ):
         assign(small_graphs(), 4, "louvain")
     with pytest.raises(ConfigError, match="cross_edges 'known': 'paths' is a set of graphs"):
         divide(small_graphs(), 4, "uniform", cross_edges="known")
 
 
 def test_divide_takes_the_options_that_assign_takes():
-    assert list(inspect.signature(assign).parameters)[:4] == list(inspect.signature(divide).parameters)[:4]
+    assert (
+        list(inspect.signature(assign).parameters)[:4]
+        == list(inspect.signature(divide).parameters)[:4]
+    )
 
 
 # ---- Cora ----
@@ -538,4 +688,7 @@ def test_cora():
     assert cut(graph, assign(graph, 10)) < 0.25 * graph.num_edges
     assert cut(graph, assign(graph, 10, "metis")) < 0.15 * graph.num_edges
     # O-pFGL's 100 parts of Cora are put together from pieces of 7 nodes, OpenFGL's raw communities are far purer.
-    assert skew(graph, assign(graph, 10, "louvain+", parts=0)) > skew(graph, assign(graph, 10, "louvain+")) + 0.1
+    assert (
+        skew(graph, assign(graph, 10, "louvain+", parts=0))
+        > skew(graph, assign(graph, 10, "louvain+")) + 0.1
+    )

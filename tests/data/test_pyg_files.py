@@ -18,9 +18,18 @@ from fedloom.errors import DataError
 
 def some(nodes=6, **changed):
     edges = torch.tensor([[k, (k + 1) % nodes] for k in range(nodes)]).t()
-    masks = {f"{part}_mask": torch.arange(nodes) % 3 == k for k, part in enumerate(("train", "val", "test"))}
+    masks = {
+        f"{part}_mask": torch.arange(nodes) % 3 == k
+        for k, part in enumerate(("train", "val", "test"))
+    }
     return Data(
-        **{"x": torch.rand(nodes, 4), "edge_index": torch.cat([edges, edges.flip(0)], 1), "y": torch.arange(nodes) % 2, **masks, **changed}
+        **{
+            "x": torch.rand(nodes, 4),
+            "edge_index": torch.cat([edges, edges.flip(0)], 1),
+            "y": torch.arange(nodes) % 2,
+            **masks,
+            **changed,
+        }
     )
 
 
@@ -36,11 +45,16 @@ def saved(content, path, **how):
 def same(one, other):
     names = ("x", "edge_index", "y", "train", "val", "test", "edge_weight", "batch")
     pairs = [(getattr(one, name), getattr(other, name)) for name in names]
-    return one.num_classes == other.num_classes and all(a is b is None or torch.equal(a, b) for a, b in pairs)
+    return one.num_classes == other.num_classes and all(
+        a is b is None or torch.equal(a, b) for a, b in pairs
+    )
 
 
 # ---- what is read ----
-@pytest.mark.parametrize("more", [{}, {"edge_weight": torch.rand(12)}, {"name": "a text", "numbers": [1, 2.5, None, True]}])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"edge_weight": torch.rand(12)}, {"name": "a text", "numbers": [1, 2.5, None, True]}],
+)
 def test_a_graph_that_pyg_has_saved_is_read(more, tmp_path):
     data = some(**more)
     path = saved(data, tmp_path / "mine.pt")
@@ -53,13 +67,19 @@ def test_a_graph_that_pyg_has_saved_is_read(more, tmp_path):
 def test_many_small_graphs_are_a_graph_level_set(form, tmp_path):
     graphs = [small(0), small(1, 5), small(1)]
     joined, slices = InMemoryDataset.collate(graphs)
-    content = {"list": graphs, "collated": (joined, slices), "collated as a dict": (joined.to_dict(), slices, Data)}[form]
+    content = {
+        "list": graphs,
+        "collated": (joined, slices),
+        "collated as a dict": (joined.to_dict(), slices, Data),
+    }[form]
     assert same(fedloom.from_file(saved(content, tmp_path / "mine.pt")), from_pyg(graphs))
 
 
 def test_a_dataset_of_one_graph_is_that_graph(tmp_path):
     data = some()
-    assert same(fedloom.from_file(saved((data.to_dict(), None, Data), tmp_path / "mine.pt")), from_pyg(data))
+    assert same(
+        fedloom.from_file(saved((data.to_dict(), None, Data), tmp_path / "mine.pt")), from_pyg(data)
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +94,10 @@ def test_a_dataset_of_one_graph_is_that_graph(tmp_path):
         ([], "holds a list, must be a PyG Data"),
         ({"x": torch.ones(2)}, "holds a dict, must be a PyG Data"),
         (torch.ones(3), "holds a Tensor, must be"),
-        (some(x=torch.ones(1, 1).expand(10**9, 1000)), "x has 1000000000000 entries, the file holds less"),
+        (
+            some(x=torch.ones(1, 1).expand(10**9, 1000)),
+            "x has 1000000000000 entries, the file holds less",
+        ),
         ((some().to_dict(), {"x": torch.tensor([0, 10**12])}, Data), "damaged, or not a graph"),
     ],
 )
@@ -84,7 +107,9 @@ def test_what_does_not_make_a_graph_is_named(content, words, tmp_path):
 
 
 def test_a_missing_split_is_no_error_here_as_with_folders(tmp_path):
-    graph = fedloom.from_file(saved(some(train_mask=None, val_mask=None, test_mask=None), tmp_path / "mine.pt"))
+    graph = fedloom.from_file(
+        saved(some(train_mask=None, val_mask=None, test_mask=None), tmp_path / "mine.pt")
+    )
     assert not (graph.train | graph.val | graph.test).any()
 
 
@@ -132,11 +157,15 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE | OTHERS)
-def test_whatever_else_a_file_names_is_refused_by_name_and_nothing_is_run(kind, tmp_path, monkeypatch):
+def test_whatever_else_a_file_names_is_refused_by_name_and_nothing_is_run(
+    kind, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     make, named = (HOSTILE | OTHERS)[kind]
     path = saved(make(), tmp_path / "mine.pt")
-    with pytest.raises(DataError, match=r"names '.*', which is no part of a plain graph; nothing of it was run") as refused:
+    with pytest.raises(
+        DataError, match=r"names '.*', which is no part of a plain graph; nothing of it was run"
+    ) as refused:
         fedloom.from_file(path)
     assert named in str(refused.value)
     assert not (tmp_path / "canary").exists()
@@ -146,7 +175,9 @@ def test_whatever_else_a_file_names_is_refused_by_name_and_nothing_is_run(kind, 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_the_same_files_act_when_they_are_loaded_as_pickles(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    torch.load(io.BytesIO(saved(HOSTILE[kind][0](), tmp_path / "mine.pt").read_bytes()), weights_only=False)
+    torch.load(
+        io.BytesIO(saved(HOSTILE[kind][0](), tmp_path / "mine.pt").read_bytes()), weights_only=False
+    )
     assert (tmp_path / "canary").exists()
 
 
@@ -162,7 +193,12 @@ def test_what_others_have_declared_safe_is_not_safe_here(tmp_path, monkeypatch):
 def archive(path, pickled, how=zipfile.ZIP_STORED, **more):
     """A file like torch.save's, around a pickle."""
     with zipfile.ZipFile(path, "w", how) as file:
-        for name, content in {"data.pkl": pickled, "version": b"3\n", "byteorder": b"little", **more}.items():
+        for name, content in {
+            "data.pkl": pickled,
+            "version": b"3\n",
+            "byteorder": b"little",
+            **more,
+        }.items():
             file.writestr(f"archive/{name}", content)
     return path
 
@@ -187,7 +223,12 @@ def test_old_forms_and_bare_pickles_are_not_read(tmp_path, monkeypatch):
 
 
 def test_bombs_are_refused_by_their_size(tmp_path):
-    packed = archive(tmp_path / "mine.pt", pickle.dumps([0] * 10**6, 2), zipfile.ZIP_DEFLATED, **{"data/0": bytes(10**8)})
+    packed = archive(
+        tmp_path / "mine.pt",
+        pickle.dumps([0] * 10**6, 2),
+        zipfile.ZIP_DEFLATED,
+        **{"data/0": bytes(10**8)},
+    )
     assert packed.stat().st_size < 10**6
     with pytest.raises(DataError, match="holds more than its size"):
         fedloom.from_file(packed)
@@ -199,21 +240,38 @@ def test_bombs_are_refused_by_their_size(tmp_path):
 
 
 def test_a_tensor_that_claims_more_than_its_record_is_not_read(tmp_path):
-    path = saved(some(x=torch.rand(77, 1), y=torch.zeros(77).long(), train_mask=None, val_mask=None, test_mask=None), tmp_path / "mine.pt")
+    path = saved(
+        some(
+            x=torch.rand(77, 1),
+            y=torch.zeros(77).long(),
+            train_mask=None,
+            val_mask=None,
+            test_mask=None,
+        ),
+        tmp_path / "mine.pt",
+    )
     with zipfile.ZipFile(path) as file:
         parts = {name.removeprefix("mine/"): file.read(name) for name in file.namelist()}
     pickled = parts.pop("data.pkl")
-    assert pickled.count(b"KM") >= 2  # 77 as the pickle writes it: the storage's length, the tensor's shape
+    assert (
+        pickled.count(b"KM") >= 2
+    )  # 77 as the pickle writes it: the storage's length, the tensor's shape
     longer = pickled.replace(b"KM", b"K\xff")
     with pytest.raises(DataError, match=r"mine\.pt"):
-        fedloom.from_file(archive(path, longer, **{name: parts[name] for name in parts if name.startswith("data/")}))
+        fedloom.from_file(
+            archive(
+                path, longer, **{name: parts[name] for name in parts if name.startswith("data/")}
+            )
+        )
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.99, 0.999])
 def test_a_file_that_was_cut_off_is_damaged(share, tmp_path):
     path = saved(some(), tmp_path / "mine.pt")
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
-    with pytest.raises(DataError, match=r"'.*mine\.pt' is damaged, or not a graph that torch\.save wrote"):
+    with pytest.raises(
+        DataError, match=r"'.*mine\.pt' is damaged, or not a graph that torch\.save wrote"
+    ):
         fedloom.from_file(path)
 
 
@@ -222,10 +280,14 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         fedloom.from_file(tmp_path / "none.pt")
 
 
-edits = st.lists(st.tuples(st.integers(0, 2**16), st.binary(min_size=1, max_size=4)), min_size=1, max_size=4)
+edits = st.lists(
+    st.tuples(st.integers(0, 2**16), st.binary(min_size=1, max_size=4)), min_size=1, max_size=4
+)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(edits)
 @pytest.mark.filterwarnings("ignore")
 def test_any_change_of_the_pickle_is_a_graph_or_one_line(tmp_path, changes):
@@ -235,7 +297,9 @@ def test_any_change_of_the_pickle_is_a_graph_or_one_line(tmp_path, changes):
     pickled = bytearray(parts.pop("data.pkl"))
     for where, piece in changes:
         pickled[where % len(pickled) : where % len(pickled) + len(piece)] = piece
-    archive(whole, bytes(pickled), **{name: parts[name] for name in parts if name.startswith("data/")})
+    archive(
+        whole, bytes(pickled), **{name: parts[name] for name in parts if name.startswith("data/")}
+    )
     said = ""
     try:
         fedloom.from_file(whole).check()

@@ -62,7 +62,12 @@ def test_dense_transpose_rows_and_count(entries):
 
 
 def test_entries_are_sorted_by_row_then_column():
-    sparse = Sparse.from_edges(torch.tensor([2, 0, 2, 0]), torch.tensor([1, 2, 0, 0]), torch.tensor([1.0, 2.0, 3.0, 4.0]), (4, 3))
+    sparse = Sparse.from_edges(
+        torch.tensor([2, 0, 2, 0]),
+        torch.tensor([1, 2, 0, 0]),
+        torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        (4, 3),
+    )
     assert sparse.offsets.tolist() == [0, 2, 2, 4, 4]
     assert sparse.indices.tolist() == [0, 2, 0, 1]
     assert sparse.values.tolist() == [4, 2, 3, 1]
@@ -79,7 +84,9 @@ def test_only_entries_other_than_zero_are_taken_from_a_dense_matrix():
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_wide_indices_give_the_same(index):
-    narrow = Sparse.from_dense(torch.eye(4, 6) + torch.ones(4, 1) * torch.tensor([0, 0, 0, 0, 0, 1.0]))
+    narrow = Sparse.from_dense(
+        torch.eye(4, 6) + torch.ones(4, 1) * torch.tensor([0, 0, 0, 0, 0, 1.0])
+    )
     sparse = Sparse(narrow.offsets.to(index), narrow.indices.to(index), narrow.values, narrow.shape)
     h = torch.arange(12.0).view(6, 2).requires_grad_()
     out = sparse @ h
@@ -91,8 +98,15 @@ def test_wide_indices_give_the_same(index):
 
 
 def test_gradients_by_finite_differences_and_of_gradients():
-    sparse = Sparse.from_edges(torch.tensor([0, 0, 2, 2]), torch.tensor([1, 1, 0, 3]), torch.tensor([0.5, 2.0, -1.0, 0.25]), (4, 5))
-    h = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    sparse = Sparse.from_edges(
+        torch.tensor([0, 0, 2, 2]),
+        torch.tensor([1, 1, 0, 3]),
+        torch.tensor([0.5, 2.0, -1.0, 0.25]),
+        (4, 5),
+    )
+    h = torch.randn(
+        5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True
+    )
     assert torch.autograd.gradcheck(lambda t: sparse @ t, (h,))
     assert torch.autograd.gradgradcheck(lambda t: (sparse @ t).pow(3), (h,))
 
@@ -115,7 +129,9 @@ def test_a_tensor_that_does_not_fit_is_refused():
 def with_entries(matrix, values):
     """The matrix with other entries, dense, once for each row of `values`; differentiable in them."""
     places = matrix.rows * matrix.shape[1] + matrix.indices.long()
-    flat = values.new_zeros(*values.shape[:-1], matrix.shape[0] * matrix.shape[1]).index_add(-1, places, values)
+    flat = values.new_zeros(*values.shape[:-1], matrix.shape[0] * matrix.shape[1]).index_add(
+        -1, places, values
+    )
     return flat.unflatten(-1, matrix.shape)
 
 
@@ -129,7 +145,9 @@ def test_weighted_products_and_their_gradients_are_the_dense_ones(entries, width
     weight = torch.randn(*lead, matrix.shape[0], width, generator=rng)
     outputs = weighted(matrix, values, dense), with_entries(matrix, values) @ dense
     assert outputs[0].shape == outputs[1].shape
-    results = [(out, *torch.autograd.grad((out * weight).sum(), (values, dense))) for out in outputs]
+    results = [
+        (out, *torch.autograd.grad((out * weight).sum(), (values, dense))) for out in outputs
+    ]
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
@@ -137,7 +155,10 @@ def test_weighted_products_and_their_gradients_are_the_dense_ones(entries, width
 @pytest.mark.parametrize("lead", [(), (2,)])
 @pytest.mark.parametrize("count", [0, 5])
 def test_weighted_gradients_by_finite_differences_and_of_gradients(lead, count):
-    row, col = torch.tensor([0, 0, 2, 2, 2])[:count], torch.tensor([1, 1, 0, 3, 4])[:count]  # a repeated entry, empty rows
+    row, col = (
+        torch.tensor([0, 0, 2, 2, 2])[:count],
+        torch.tensor([1, 1, 0, 3, 4])[:count],
+    )  # a repeated entry, empty rows
     matrix = Sparse.from_edges(row, col, torch.ones(count), (4, 5))
     rng = torch.Generator().manual_seed(0)
     values, dense = (
@@ -157,7 +178,11 @@ def test_weighted_with_one_side_constant_or_not_contiguous():
         leaf = leaf.clone().requires_grad_()
         out = weighted(matrix, leaf, other) if leaf.dim() == 2 else weighted(matrix, other, leaf)
         (gradient,) = torch.autograd.grad(out.transpose(1, 2).flatten().square().sum(), leaf)
-        twin = with_entries(matrix, leaf) @ other if leaf.dim() == 2 else with_entries(matrix, other) @ leaf
+        twin = (
+            with_entries(matrix, leaf) @ other
+            if leaf.dim() == 2
+            else with_entries(matrix, other) @ leaf
+        )
         torch.testing.assert_close(gradient, torch.autograd.grad(twin.square().sum(), leaf)[0])
 
 
@@ -168,7 +193,9 @@ def test_its_own_entries_give_the_plain_product():
 
 
 def test_stacked_places_are_a_block_diagonal():
-    matrix = Sparse.from_dense(torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0], [0.0, 3.0, 0.0], [0.0, 0.0, 0.0]]))
+    matrix = Sparse.from_dense(
+        torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0], [0.0, 3.0, 0.0], [0.0, 0.0, 0.0]])
+    )
     offsets, indices = matrix.stacked(3)
     block = Sparse(offsets, indices, matrix.values.repeat(3), (12, 9))
     assert torch.equal(block.dense(), torch.block_diag(*[matrix.dense()] * 3))
@@ -177,7 +204,9 @@ def test_stacked_places_are_a_block_diagonal():
 
 
 def test_stacked_places_that_outgrow_int32():
-    matrix = Sparse.from_edges(torch.tensor([0]), torch.tensor([2**30 - 1]), torch.ones(1), (1, 2**30))
+    matrix = Sparse.from_edges(
+        torch.tensor([0]), torch.tensor([2**30 - 1]), torch.ones(1), (1, 2**30)
+    )
     offsets, indices = matrix.stacked(4)
     assert matrix.indices.dtype == torch.int32
     assert indices.tolist() == [k * 2**30 - 1 for k in range(1, 5)]
@@ -185,7 +214,15 @@ def test_stacked_places_that_outgrow_int32():
 
 
 @pytest.mark.parametrize(
-    ("values", "dense"), [((3,), (4, 2)), ((2,), (3, 2)), ((3,), (2, 3, 2)), ((2, 3), (3, 2)), ((3,), (3,)), ((3, 3), (2, 3, 2))]
+    ("values", "dense"),
+    [
+        ((3,), (4, 2)),
+        ((2,), (3, 2)),
+        ((3,), (2, 3, 2)),
+        ((2, 3), (3, 2)),
+        ((3,), (3,)),
+        ((3, 3), (2, 3, 2)),
+    ],
 )
 def test_weighted_shapes_that_do_not_fit_are_refused(values, dense):
     matrix = Sparse.from_dense(torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]))

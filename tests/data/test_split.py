@@ -18,7 +18,14 @@ from fedloom.errors import ConfigError, DataError
 
 def labelled(y, **masks):
     y = torch.as_tensor(y)
-    return Graph(x=torch.ones(len(y), 1), edge_index=torch.zeros(2, 0, dtype=torch.int64), y=y, num_classes=3, name="toy", **masks)
+    return Graph(
+        x=torch.ones(len(y), 1),
+        edge_index=torch.zeros(2, 0, dtype=torch.int64),
+        y=y,
+        num_classes=3,
+        name="toy",
+        **masks,
+    )
 
 
 def mixed(items=400, seed=0):
@@ -41,7 +48,17 @@ def assert_counts(graph, among, train, val):
 @settings(max_examples=100, deadline=None)
 @given(
     y=st.lists(st.integers(-1, 2), min_size=1, max_size=80),
-    shares=st.sampled_from([("20", "40"), ("60", "20"), ("29", "1"), ("33.3", "33.3"), ("0", "0"), ("100", "0"), ("12.5", "0.5")]),
+    shares=st.sampled_from(
+        [
+            ("20", "40"),
+            ("60", "20"),
+            ("29", "1"),
+            ("33.3", "33.3"),
+            ("0", "0"),
+            ("100", "0"),
+            ("12.5", "0.5"),
+        ]
+    ),
     clients=st.integers(1, 4),
     seed=st.integers(0, 2**40),
 )
@@ -49,7 +66,9 @@ def test_counts_per_client_and_class_are_exact(y, shares, clients, seed):
     graph = labelled(y)
     owner = torch.from_numpy(np.random.default_rng(seed).integers(clients, size=len(y)))
     rest = 100 - Fraction(shares[0]) - Fraction(shares[1])
-    split = apply_split(graph, f"{shares[0]}/{shares[1]}/{float(rest):g}", seed, owner=owner).check()  # check: disjoint, no -1
+    split = apply_split(
+        graph, f"{shares[0]}/{shares[1]}/{float(rest):g}", seed, owner=owner
+    ).check()  # check: disjoint, no -1
     for k in range(clients):
         for c in range(3):
             assert_counts(split, (owner == k) & (graph.y == c), *shares)
@@ -109,7 +128,11 @@ def test_the_seed_decides(split):
 
 def test_every_item_is_as_likely_to_train():
     graph = labelled([0] * 20)
-    times = torch.stack([apply_split(graph, "50/0/50", seed).train for seed in range(400)]).float().mean(0)
+    times = (
+        torch.stack([apply_split(graph, "50/0/50", seed).train for seed in range(400)])
+        .float()
+        .mean(0)
+    )
     assert (times - 0.5).abs().max() < 0.1  # four standard deviations
 
 
@@ -125,12 +148,21 @@ def test_public_masks_go_through_the_partition():
 
 
 def test_public_masks_leave_out_what_has_no_label():
-    graph = labelled([0, -1, 1, 2], train=torch.tensor([1, 1, 0, 0]).bool(), test=torch.tensor([0, 0, 1, 1]).bool())
+    graph = labelled(
+        [0, -1, 1, 2],
+        train=torch.tensor([1, 1, 0, 0]).bool(),
+        test=torch.tensor([0, 0, 1, 1]).bool(),
+    )
     assert apply_split(graph, "public").train.tolist() == [True, False, False, False]
 
 
 def test_public_split_needs_masks_that_do_not_overlap():
-    with pytest.raises(ConfigError, match=re.escape("split 'public': 'toy' comes with no masks; give percentages such as '20/40/40'")):
+    with pytest.raises(
+        ConfigError,
+        match=re.escape(
+            "split 'public': 'toy' comes with no masks; give percentages such as '20/40/40'"
+        ),
+    ):
         apply_split(mixed(), "public")
     both = torch.ones(4, dtype=torch.bool)
     with pytest.raises(DataError, match="train and test overlap, first at item 0"):
@@ -139,17 +171,34 @@ def test_public_split_needs_masks_that_do_not_overlap():
 
 @pytest.mark.parametrize(
     "split",
-    ["", "20", "20/40", "20/40/41", "20/40/39.9", "-20/80/40", "20/40/40/0", "a/b/c", "nan/50/50", "1e1/40/50", "local 20/40/40", 20],
+    [
+        "",
+        "20",
+        "20/40",
+        "20/40/41",
+        "20/40/39.9",
+        "-20/80/40",
+        "20/40/40/0",
+        "a/b/c",
+        "nan/50/50",
+        "1e1/40/50",
+        "local 20/40/40",
+        20,
+    ],
 )
 def test_a_bad_split_is_refused_with_an_example(split):
-    with pytest.raises(ConfigError, match=rf"split {re.escape(repr(split))}: .*such as '20/40/40'") as caught:
+    with pytest.raises(
+        ConfigError, match=rf"split {re.escape(repr(split))}: .*such as '20/40/40'"
+    ) as caught:
         apply_split(mixed(), split)
     assert "\n" not in str(caught.value)
 
 
 def test_spaces_and_decimals_are_fine():
     graph = mixed()
-    assert torch.equal(apply_split(graph, " 20 / 40/40.0 ").train, apply_split(graph, "20/40/40").train)
+    assert torch.equal(
+        apply_split(graph, " 20 / 40/40.0 ").train, apply_split(graph, "20/40/40").train
+    )
 
 
 def test_graph_level_items_are_split_like_nodes():
@@ -162,6 +211,8 @@ def test_graph_level_items_are_split_like_nodes():
 
 def test_clients_without_training_are_named():
     train = torch.tensor([True, False])
-    federation = Federation((labelled([0, 1], train=train), labelled([0, 1])), names=("has", "lacks"))
+    federation = Federation(
+        (labelled([0, 1], train=train), labelled([0, 1])), names=("has", "lacks")
+    )
     assert federation.roster.without_training == ["lacks"]
     assert divide(mixed(), 5, "random").roster.without_training == []

@@ -34,7 +34,12 @@ def whole():
 def pair(whole):
     train = torch.tensor([1, 0, 0, 0]).bool()
     ann = replace(whole.subgraph(torch.arange(4)), train=train)
-    return Federation((ann, whole.subgraph(torch.arange(4, 7))), names=("ann", "bob"), whole=whole, about={"dataset": "toy"})
+    return Federation(
+        (ann, whole.subgraph(torch.arange(4, 7))),
+        names=("ann", "bob"),
+        whole=whole,
+        about={"dataset": "toy"},
+    )
 
 
 def test_counted_by_hand(pair):
@@ -66,14 +71,24 @@ def test_directed_edges_count_one_by_one():
     graph = Graph(x=torch.ones(4, 1), edge_index=edges, y=torch.tensor([0, 0, 1, 1]), num_classes=2)
     assert not is_undirected(graph)
     assert count_edges(edges, undirected=False) == 5
-    held = holdings(Federation((graph.subgraph(torch.tensor([0, 1])), graph.subgraph(torch.tensor([2, 3]))), whole=graph))
+    held = holdings(
+        Federation(
+            (graph.subgraph(torch.tensor([0, 1])), graph.subgraph(torch.tensor([2, 3]))),
+            whole=graph,
+        )
+    )
     assert [(c["edges_kept"], c["edges_cut"]) for c in held["clients"]] == [(2, 2), (1, 2)]
     assert held["totals"]["edges_cut"] == 2
     assert held["clients"][1]["homophily"] is None  # its only edge is a self-loop
 
 
 def test_undirected_edges_count_once_and_loops_once(whole):
-    looped = Graph(x=whole.x, edge_index=torch.cat([whole.edge_index, torch.tensor([[3], [3]])], 1), y=whole.y, num_classes=3)
+    looped = Graph(
+        x=whole.x,
+        edge_index=torch.cat([whole.edge_index, torch.tensor([[3], [3]])], 1),
+        y=whole.y,
+        num_classes=3,
+    )
     assert is_undirected(looped)
     assert count_edges(looped.edge_index, undirected=True) == 7
 
@@ -88,7 +103,13 @@ def test_totals_agree_with_the_federations_record(whole):
 
 
 def test_numbered_otherwise_the_same_edges_are_cut(whole):
-    renumbered = Graph(x=whole.x, edge_index=whole.edge_index, y=whole.y, num_classes=3, node_id=torch.arange(7) * 10 + 5)
+    renumbered = Graph(
+        x=whole.x,
+        edge_index=whole.edge_index,
+        y=whole.y,
+        num_classes=3,
+        node_id=torch.arange(7) * 10 + 5,
+    )
     first, second = (holdings(divide(graph, 3, "random")) for graph in (whole, renumbered))
     assert [c["edges_cut"] for c in first["clients"]] == [c["edges_cut"] for c in second["clients"]]
 
@@ -97,7 +118,13 @@ def test_numbered_otherwise_the_same_edges_are_cut(whole):
 def graphs():
     """Four graphs of 1, 2, 3 and 4 nodes with labels 0 1 0 -."""
     batch = torch.repeat_interleave(torch.arange(4), torch.arange(1, 5))
-    return Graph(x=torch.ones(10, 1), edge_index=both_ways((1, 2), (3, 4)), y=torch.tensor([0, 1, 0, -1]), num_classes=3, batch=batch)
+    return Graph(
+        x=torch.ones(10, 1),
+        edge_index=both_ways((1, 2), (3, 4)),
+        y=torch.tensor([0, 1, 0, -1]),
+        num_classes=3,
+        batch=batch,
+    )
 
 
 def test_graph_level_holdings_have_sizes_instead_of_homophily(graphs):
@@ -112,7 +139,9 @@ def test_graph_level_holdings_have_sizes_instead_of_homophily(graphs):
 # ---- the picture ----
 
 
-@pytest.mark.parametrize(("suffix", "opening"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
+@pytest.mark.parametrize(
+    ("suffix", "opening"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")]
+)
 def test_pictures_are_written_by_suffix(pair, tmp_path, suffix, opening):
     path = plot_partition(pair, tmp_path / f"held{suffix}")
     assert path.read_bytes().startswith(opening)
@@ -121,7 +150,13 @@ def test_pictures_are_written_by_suffix(pair, tmp_path, suffix, opening):
 def test_the_picture_says_what_it_shows(pair, tmp_path):
     text = plot_partition(pair, str(tmp_path / "held.svg")).read_text()
     # The SVG draws letters as shapes and keeps each text as a comment.
-    for words in ("toy · 2 clients · 33% of the edges cut", "nodes per class", "homophily", "ann", "0.67"):
+    for words in (
+        "toy · 2 clients · 33% of the edges cut",
+        "nodes per class",
+        "homophily",
+        "ann",
+        "0.67",
+    ):
         assert f"<!-- {words} -->" in text
 
 

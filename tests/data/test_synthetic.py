@@ -30,7 +30,12 @@ def test_homophily_is_the_fraction_of_same_class_edges(homophily, label_skew):
 
 def test_sizes_and_edges():
     graph = synthetic(nodes=2000, classes=3, features=7, degree=6.0, name="mine").check()
-    assert (graph.num_nodes, graph.num_features, graph.num_classes, graph.name) == (2000, 7, 3, "mine")
+    assert (graph.num_nodes, graph.num_features, graph.num_classes, graph.name) == (
+        2000,
+        7,
+        3,
+        "mine",
+    )
     assert graph.num_edges == 2000 * 6  # met exactly
     source, target = graph.edge_index
     assert (source != target).all()
@@ -52,18 +57,29 @@ def test_label_skew_is_the_ratio_of_class_sizes():
 
 
 def test_every_class_has_a_node():
-    assert torch.bincount(synthetic(nodes=40, classes=20, degree=2, homophily=0.1, label_skew=0.9).y, minlength=20).min() >= 1
+    assert (
+        torch.bincount(
+            synthetic(nodes=40, classes=20, degree=2, homophily=0.1, label_skew=0.9).y, minlength=20
+        ).min()
+        >= 1
+    )
 
 
 def test_degrees_follow_the_exponent():
-    heavy, light = degrees(synthetic(nodes=20000)), degrees(synthetic(nodes=20000, degree_exponent=0))
+    heavy, light = (
+        degrees(synthetic(nodes=20000)),
+        degrees(synthetic(nodes=20000, degree_exponent=0)),
+    )
     assert heavy.float().mean() == light.float().mean() == 8
     assert light.max() < 30  # Poisson with mean 8
     assert heavy.max() > 150
     # P(degree > k) ~ k^-(exponent - 1): the slope between two points of the tail, away from the cut.
     tail = [(heavy > k).float().mean().item() for k in (16, 64)]
     assert np.log(tail[0] / tail[1]) / np.log(4) == pytest.approx(1.5, abs=0.25)
-    assert torch.equal(degrees(synthetic(nodes=500, degree_exponent=None)), degrees(synthetic(nodes=500, degree_exponent=0)))
+    assert torch.equal(
+        degrees(synthetic(nodes=500, degree_exponent=None)),
+        degrees(synthetic(nodes=500, degree_exponent=0)),
+    )
 
 
 @pytest.mark.parametrize("features", [4, 16])
@@ -83,7 +99,11 @@ def test_seed_decides_and_nothing_else():
     one = synthetic(nodes=300, seed=7)
     assert np.array_equal(before[0], np.random.get_state()[1])
     assert torch.equal(before[1], torch.get_rng_state())
-    again, other, wider = synthetic(nodes=300, seed=7), synthetic(nodes=300, seed=8), synthetic(nodes=300, seed=7, features=64)
+    again, other, wider = (
+        synthetic(nodes=300, seed=7),
+        synthetic(nodes=300, seed=8),
+        synthetic(nodes=300, seed=7, features=64),
+    )
     for key in ("x", "edge_index", "y"):
         assert torch.equal(getattr(one, key), getattr(again, key))
         assert not torch.equal(getattr(one, key), getattr(other, key))
@@ -91,11 +111,18 @@ def test_seed_decides_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    ("name", "classes", "features", "degree", "homophily"), [("arxiv", 40, 128, 13.67, 0.65), ("products", 47, 100, 50.52, 0.81)]
+    ("name", "classes", "features", "degree", "homophily"),
+    [("arxiv", 40, 128, 13.67, 0.65), ("products", 47, 100, 50.52, 0.81)],
 )
 def test_named_shapes(name, classes, features, degree, homophily):
-    graph = from_text(f"synthetic-{name}:nodes=10000").check()  # any of their sizes can be overridden
-    assert (graph.num_classes, graph.num_features, graph.name) == (classes, features, f"synthetic-{name}")
+    graph = from_text(
+        f"synthetic-{name}:nodes=10000"
+    ).check()  # any of their sizes can be overridden
+    assert (graph.num_classes, graph.num_features, graph.name) == (
+        classes,
+        features,
+        f"synthetic-{name}",
+    )
     assert graph.num_edges / 10000 == pytest.approx(degree, abs=0.01)
     assert same_class(graph) == pytest.approx(homophily, abs=0.02)
     assert degrees(graph).max() > 10 * degree
@@ -125,7 +152,9 @@ def test_blocks_have_no_edges_between_them(homophily):
 
 
 def test_clients_hold_a_block_each():
-    federation = synthetic_clients(20, nodes=50, classes=4, features=6, split="40/30/30", seed=3, degree=5)
+    federation = synthetic_clients(
+        20, nodes=50, classes=4, features=6, split="40/30/30", seed=3, degree=5
+    )
     assert (federation.num_clients, federation.num_features, federation.num_classes) == (20, 6, 4)
     assert {g.num_nodes for g in federation.graphs} == {50}
     assert federation.about["edges_cut"] == 0
@@ -150,7 +179,9 @@ def test_graphs():
     assert by_class[0].max() < by_class[1].min() <= by_class[1].max() < by_class[2].min()
     assert (graph.x[:, 0] == 1).all()
     assert torch.equal(graph.x, synthetic_graphs(graphs=90, classes=3, nodes=(10, 20)).x)
-    assert not torch.equal(graph.x[:50], synthetic_graphs(graphs=90, classes=3, nodes=(10, 20), seed=1).x[:50])
+    assert not torch.equal(
+        graph.x[:50], synthetic_graphs(graphs=90, classes=3, nodes=(10, 20), seed=1).x[:50]
+    )
 
 
 def test_from_text():
@@ -179,7 +210,10 @@ def test_from_text():
         ("synthetic:label_skew=1", "label_skew is 1.0, must be a number from 0 to 0.99"),
         ("synthetic:degree_exponent=1.5", "degree_exponent is 1.5, must be a number at least 2.01"),
         ("synthetic:nodes=40,degree=30", "degree is 30.0, too dense"),
-        ("synthetic:nodes=10,classes=2,blocks=6", "blocks is 6, must be a whole number from 1 to 5"),
+        (
+            "synthetic:nodes=10,classes=2,blocks=6",
+            "blocks is 6, must be a whole number from 1 to 5",
+        ),
         ("synthetic:nodes=10,classes=2,blocks=3", "blocks is 3, must divide nodes, which is 10"),
         ("synthetic-graphs:nodes=5-9", r"nodes\[0\] is 5"),
         ("synthetic-graphs:nodes=10-9", r"nodes\[1\] is 9"),

@@ -4,7 +4,14 @@ from importlib.util import find_spec
 import pytest
 from deployment import Deployment
 
-OVER_FLOWER = ("test_apps", "test_deploy", "test_dishonest", "test_flower", "test_join", "test_transport")
+OVER_FLOWER = (
+    "test_apps",
+    "test_deploy",
+    "test_dishonest",
+    "test_flower",
+    "test_join",
+    "test_transport",
+)
 
 
 def pytest_ignore_collect(collection_path):

@@ -92,9 +92,22 @@ class Deployment:
     """Everything in `folder`; processes end with the deployment."""
 
     def __init__(
-        self, folder, parties=("bank-a", "bank-b", "bank-c"), rounds=4, method="fedavg", run=None, settings=None, tls=True, model="gcn-2x8"
+        self,
+        folder,
+        parties=("bank-a", "bank-b", "bank-c"),
+        rounds=4,
+        method="fedavg",
+        run=None,
+        settings=None,
+        tls=True,
+        model="gcn-2x8",
     ):
-        self.folder, self.parties, self.port, self.processes = Path(folder), parties, free_port(), {}
+        self.folder, self.parties, self.port, self.processes = (
+            Path(folder),
+            parties,
+            free_port(),
+            {},
+        )
         make_authority(self.folder, "127.0.0.1")
         for name in ("coordinator", *parties):
             make_party(self.folder, name)
@@ -117,24 +130,50 @@ class Deployment:
             "data": {"num_features": self.federation.num_features, "num_classes": self.federation.num_classes, "split": "own"},
             "model": {"name": self.model}, "method": {**self.settings, **changed}, "run": self.run,
         }  # fmt: skip
-        lines = [line for name, table in tables.items() for line in (f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in table.items()))]
+        lines = [
+            line
+            for name, table in tables.items()
+            for line in (f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in table.items()))
+        ]
         (self.folder / path).write_text("\n".join(lines) + "\n")
         return self.folder / path
 
     def start(self, who, *arguments):
         """Starts `fedloom ARGUMENTS`; what it says goes to who.log."""
         with open(self.folder / f"{who}.log", "ab") as log:
-            self.processes[who] = Command([str(argument) for argument in arguments], self.folder, log.fileno())
+            self.processes[who] = Command(
+                [str(argument) for argument in arguments], self.folder, log.fileno()
+            )
         return self.processes[who]
 
     def serve(self, *more, out="run"):
-        return self.start("coordinator", "serve", "federation.toml", "--keys", ".", "--out", out, "--wait", 60, *more)
+        return self.start(
+            "coordinator",
+            "serve",
+            "federation.toml",
+            "--keys",
+            ".",
+            "--out",
+            out,
+            "--wait",
+            60,
+            *more,
+        )
 
     def resume(self, out="run"):
         return self.start("coordinator", "resume", out)
 
     def join(self, name, *more, key=None, agreement="federation.toml"):
-        given = ["--party", name, "--key", key or f"{name}.key", "--data", f"{name}.safetensors", "--state", f"state-{name}"]
+        given = [
+            "--party",
+            name,
+            "--key",
+            key or f"{name}.key",
+            "--data",
+            f"{name}.safetensors",
+            "--state",
+            f"state-{name}",
+        ]
         return self.start(name, "join", agreement, *given, *more)
 
     def join_all(self):
@@ -148,7 +187,9 @@ class Deployment:
         """Waits until something is so; fails with all that was said if it does not become so."""
         end = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < end, "\n".join(f"{who}:\n{self.said(who)}" for who in self.processes)
+            assert time.monotonic() < end, "\n".join(
+                f"{who}:\n{self.said(who)}" for who in self.processes
+            )
             time.sleep(0.05)
 
     def rounds_done(self, out="run"):
@@ -161,18 +202,27 @@ class Deployment:
             code = self.processes["coordinator"].wait(seconds)
         except subprocess.TimeoutExpired:
             code = "still running"
-        assert code == 0, f"{code}\n" + "\n".join(f"{who}:\n{self.said(who)}" for who in self.processes)
+        assert code == 0, f"{code}\n" + "\n".join(
+            f"{who}:\n{self.said(who)}" for who in self.processes
+        )
         return self.summary(out)
 
     def summary(self, out="run"):
         return json.loads((self.folder / out / "summary.json").read_text())
 
     def history(self, out="run"):
-        return [json.loads(line) for line in (self.folder / out / "history.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.folder / out / "history.jsonl").read_text().splitlines()
+        ]
 
     def link(self):
         """The process id of the link."""
-        return next(pid for pid, parent in running("fedloom.deploy.superlink").items() if parent == self.processes["coordinator"].pid)
+        return next(
+            pid
+            for pid, parent in running("fedloom.deploy.superlink").items()
+            if parent == self.processes["coordinator"].pid
+        )
 
     def reference(self, method="fedavg", **settings):
         """What the loop engine makes of the same graphs."""
@@ -180,8 +230,14 @@ class Deployment:
 
         named = replace(self.federation, names=tuple(self.parties))
         of_method = {k: v for k, v in self.settings.items() if k != "name"}
-        chosen = str(self.folder / self.settings["name"]) if self.settings["name"].endswith(".py") else self.settings["name"]
-        return fedloom.run(chosen, named, model=self.model, seed=self.run["seed"], **{**of_method, **settings})
+        chosen = (
+            str(self.folder / self.settings["name"])
+            if self.settings["name"].endswith(".py")
+            else self.settings["name"]
+        )
+        return fedloom.run(
+            chosen, named, model=self.model, seed=self.run["seed"], **{**of_method, **settings}
+        )
 
     def end(self):
         for process in self.processes.values():
@@ -196,7 +252,9 @@ def running(module):
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
             if module in (folder / "cmdline").read_text().split("\0"):
-                found[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                found[int(folder.name)] = int(
+                    (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                )
     return found
 
 
@@ -232,7 +290,9 @@ class Wire:
             for one, other in ((near, far), (far, near)):
                 under_way = queue.Queue(64)
                 threading.Thread(target=self._take, args=(one, under_way), daemon=True).start()
-                threading.Thread(target=self._bring, args=(under_way, one, other), daemon=True).start()
+                threading.Thread(
+                    target=self._bring, args=(under_way, one, other), daemon=True
+                ).start()
 
     def _take(self, one, under_way):
         free = 0.0  # when the line is, for the next piece

@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 from deployment import free_port, port_is_free
 
-from fedloom.deploy.framing import put, take
 from fedloom.errors import ConfigError, MessageError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "deploy.md"
 BIN = Path(sys.executable).parent
-QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1"}
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
 
 
 @pytest.fixture
@@ -30,12 +33,20 @@ def flowers(tmp_path):
         home = tmp_path / f"home-{name}"
         home.mkdir()
         path = f"{BIN}:{os.environ['PATH']}"
-        environment = {**os.environ, **QUIET, "OMP_NUM_THREADS": "1", "PATH": path, "FLWR_HOME": str(home)}
+        environment = {
+            **os.environ,
+            **QUIET,
+            "OMP_NUM_THREADS": "1",
+            "PATH": path,
+            "FLWR_HOME": str(home),
+        }
         if config:
             (home / "config.toml").write_text(config)
         with open(tmp_path / f"{name}.out", "wb") as log:
             program = [BIN / arguments[0], *map(str, arguments[1:])]
-            process = subprocess.Popen(program, env=environment, stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen(
+                program, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
         started.append(process)
         return process
 
@@ -53,21 +64,36 @@ def living_in(homes, program):
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile, or is somebody else's
-            if f"FLWR_HOME={homes}/" in (folder / "environ").read_text() and program in (folder / "cmdline").read_text():
+            if (
+                f"FLWR_HOME={homes}/" in (folder / "environ").read_text()
+                and program in (folder / "cmdline").read_text()
+            ):
                 found.append(int(folder.name))
     return found
 
 
-TOO_SLOW = pytest.mark.skipif("FEDLOOM_SLOW" not in os.environ, reason="takes minutes: set FEDLOOM_SLOW, as `make bench` does")
+TOO_SLOW = pytest.mark.skipif(
+    "FEDLOOM_SLOW" not in os.environ, reason="takes minutes: set FEDLOOM_SLOW, as `make bench` does"
+)
 
 
 @pytest.mark.parametrize("killed", [False, pytest.param(True, marks=TOO_SLOW)])
-def test_a_stock_superlink_gives_the_loops_hash_also_when_its_server_app_is_killed(killed, deploy, flowers):
+def test_a_stock_superlink_gives_the_loops_hash_also_when_its_server_app_is_killed(
+    killed, deploy, flowers
+):
     d = deploy(parties=("bank-a", "bank-b"), rounds=2)
     app = d.folder / "app"
     app.mkdir()
-    settings = next(block for block in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.S) if "serverapp" in block)
-    for path, here in {"federation.toml": "federation.toml", "keys": ".", "runs/first": "run"}.items():
+    settings = next(
+        block
+        for block in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.S)
+        if "serverapp" in block
+    )
+    for path, here in {
+        "federation.toml": "federation.toml",
+        "keys": ".",
+        "runs/first": "run",
+    }.items():
         assert f"/srv/fedloom/{path}" in settings
         settings = settings.replace(f'"/srv/fedloom/{path}"', f'"{d.folder / here}"')
     (app / "pyproject.toml").write_text(settings)
@@ -76,7 +102,14 @@ def test_a_stock_superlink_gives_the_loops_hash_also_when_its_server_app_is_kill
     for name in d.parties:
         d.join(name, "--socket", d.folder / f"{name}.sock")
         given = f'party="{name}" socket="{d.folder / name}.sock"'
-        reached = ("--superlink", f"127.0.0.1:{d.port}", "--host", "127.0.0.1", "--port", free_port())
+        reached = (
+            "--superlink",
+            f"127.0.0.1:{d.port}",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            free_port(),
+        )
         flowers(name, "flower-supernode", "--insecure", *reached, "--node-config", given)
     d.until(lambda: all((d.folder / f"{name}.sock").exists() for name in d.parties))
     connection = f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{d.port}"\ninsecure = true\n'
@@ -87,7 +120,9 @@ def test_a_stock_superlink_gives_the_loops_hash_also_when_its_server_app_is_kill
         os.kill(of_run, signal.SIGKILL)
         assert d.start("curious", "resume", "run").wait(30) == 2
         assert "`flwr run` again goes on with it" in " ".join(d.said("curious").split())
-        assert flowers("again", "flwr", "run", app, "here", config=connection).wait(60) == 0  # parties are not started again
+        assert (
+            flowers("again", "flwr", "run", app, "here", config=connection).wait(60) == 0
+        )  # parties are not started again
     d.until(lambda: (d.folder / "run" / "summary.json").exists(), seconds=300)
     assert [d.processes[name].wait(60) for name in d.parties] == [0, 0]
     summary = d.summary()

@@ -88,10 +88,19 @@ def lying(monkeypatch, lies):
 
     def performed(self, header, body):
         told = perform(self, header, body)
-        if self.name == LIAR and header.phase == "size" and header.round == 1 and lies.get(1) == "weight":
+        if (
+            self.name == LIAR
+            and header.phase == "size"
+            and header.round == 1
+            and lies.get(1) == "weight"
+        ):
             return encode({"size": torch.tensor(2**62)}, "size")
         kind = lies.get(header.round)
-        return CONTENT[kind][0](told) if self.name == LIAR and header.phase == "train" and kind in CONTENT else told
+        return (
+            CONTENT[kind][0](told)
+            if self.name == LIAR and header.phase == "train" and kind in CONTENT
+            else told
+        )
 
     def answered(self, data):
         envelope, header = answer(self, data), parse(data)[0]
@@ -111,22 +120,46 @@ def run_in_the_loop(d, lost):
         return d.reference(quorum=0.5)
 
 
-def test_nonsense_of_every_kind_is_refused_by_name_and_the_others_are_averaged_to_the_bit(deploy, monkeypatch):
-    lies = {1: "weight", **dict(enumerate([None, *CONTENT, *ENVELOPE], 2))}  # an honest round, to have something to replay
+def test_nonsense_of_every_kind_is_refused_by_name_and_the_others_are_averaged_to_the_bit(
+    deploy, monkeypatch
+):
+    lies = {
+        1: "weight",
+        **dict(enumerate([None, *CONTENT, *ENVELOPE], 2)),
+    }  # an honest round, to have something to replay
     lying(monkeypatch, lies)
     d = deploy(rounds=max(lies), run={"quorum": 0.5})
     d.serve()
     d.join_all()
     summary = d.completed(180)
-    causes = {entry["round"]: absence["cause"] for entry in d.history() for absence in entry.get("absent", ())}
-    words = {kind: told for kind, (_, told) in {**CONTENT, **ENVELOPE}.items()} | {"weight": "at most 2^53"}
+    causes = {
+        entry["round"]: absence["cause"]
+        for entry in d.history()
+        for absence in entry.get("absent", ())
+    }
+    words = {kind: told for kind, (_, told) in {**CONTENT, **ENVELOPE}.items()} | {
+        "weight": "at most 2^53"
+    }
     for number, kind in lies.items():
-        assert (kind is None and number not in causes) or words[kind] in causes[number], (kind, causes.get(number))
-    lost = {(1, "size", LIAR), *((number, "train", LIAR) for number, kind in lies.items() if kind not in (None, "weight"))}
+        assert (kind is None and number not in causes) or words[kind] in causes[number], (
+            kind,
+            causes.get(number),
+        )
+    lost = {
+        (1, "size", LIAR),
+        *((number, "train", LIAR) for number, kind in lies.items() if kind not in (None, "weight")),
+    }
     reference = run_in_the_loop(d, lost)
     assert summary["history_hash"] == reference.summary["history_hash"]
     assert summary["absences"] == reference.summary["absences"] == {LIAR: len(lies) - 1}
-    assert summary["engine_details"]["refused"] == {"format": 1, "forged": 2, "foreign": 1, "run": 1, "replay": 1, "version": 1}
+    assert summary["engine_details"]["refused"] == {
+        "format": 1,
+        "forged": 2,
+        "foreign": 1,
+        "run": 1,
+        "replay": 1,
+        "version": 1,
+    }
 
 
 # ---- controls ----
@@ -159,7 +192,9 @@ def test_without_one_of_the_checks_it_gets_in(off, deploy, monkeypatch):
     assert summary["history_hash"] != run_in_the_loop(d, lost).summary["history_hash"]
 
 
-def test_without_signs_of_life_and_deadline_a_stopped_and_a_killed_party_are_waited_for(deploy, monkeypatch):
+def test_without_signs_of_life_and_deadline_a_stopped_and_a_killed_party_are_waited_for(
+    deploy, monkeypatch
+):
     monkeypatch.setattr(coordinator, "DEAD_AFTER", 1e9)
     d = deploy(rounds=100, method="slow.py", settings={"seconds": 0.2}, run={"quorum": 0.5})
     d.serve()
@@ -178,7 +213,9 @@ def test_without_signs_of_life_and_deadline_a_stopped_and_a_killed_party_are_wai
     assert not any("absent" in entry for entry in d.history())
 
 
-def test_if_parties_do_not_go_back_to_the_states_that_they_kept_the_end_is_another(deploy, monkeypatch):
+def test_if_parties_do_not_go_back_to_the_states_that_they_kept_the_end_is_another(
+    deploy, monkeypatch
+):
     monkeypatch.setattr(Party, "_restore", lambda self, order: {})
     d = deploy(rounds=4, method="slow.py")
     d.serve()
@@ -198,7 +235,9 @@ def test_if_the_link_is_not_started_again_its_death_ends_the_run(deploy, monkeyp
     d.until(lambda: d.rounds_done() >= 2)
     os.kill(d.link(), signal.SIGKILL)
     assert d.processes["coordinator"].wait(30) == 2
-    assert re.search("fedloom: the link (has ended|does not|gives no messages)", d.said("coordinator"))
+    assert re.search(
+        "fedloom: the link (has ended|does not|gives no messages)", d.said("coordinator")
+    )
     assert d.summary()["status"] == "failed"
 
 

@@ -10,22 +10,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.deploy import envelope
-from fedloom.deploy.envelope import MAGIC, PREFIX_BYTES, REMEMBERED, SIGNATURE_BYTES, EnvelopeError, Gate, Header, Opened, parse, sign
+from fedloom.deploy.envelope import (
+    MAGIC,
+    PREFIX_BYTES,
+    REMEMBERED,
+    SIGNATURE_BYTES,
+    EnvelopeError,
+    Gate,
+    Header,
+    Opened,
+    parse,
+    sign,
+)
 from fedloom.deploy.keys import PartyKey
 from fedloom.errors import MessageError
 
 RUN, OTHER_RUN = "0123456789abcdef", "fedcba9876543210"
-KEYS = {party: PartyKey(ec.generate_private_key(ec.SECP384R1()), Ed25519PrivateKey.generate()) for party in ("bank-a", "bank-b")}
+KEYS = {
+    party: PartyKey(ec.generate_private_key(ec.SECP384R1()), Ed25519PrivateKey.generate())
+    for party in ("bank-a", "bank-b")
+}
 PUBLIC = {party: key.public for party, key in KEYS.items()}
 
 
 def answer(body=b"numbers", party="bank-a", key=None, **said):
-    header = Header(**{"run": RUN, "round": 2, "sequence": 5, "party": party, "phase": "train", **said})
+    header = Header(
+        **{"run": RUN, "round": 2, "sequence": 5, "party": party, "phase": "train", **said}
+    )
     return sign(body, header, KEYS[key or party])
 
 
 def opened(gate, data, **asked):
-    return gate.open(data, **{"sender": "bank-a", "round": 2, "sequence": 5, "phase": "train", **asked})
+    return gate.open(
+        data, **{"sender": "bank-a", "round": 2, "sequence": 5, "phase": "train", **asked}
+    )
 
 
 def reason(gate, data, **asked):
@@ -43,7 +61,15 @@ def with_header(text, body=b"numbers", party="bank-a"):
     return MAGIC + b"\0\1" + len(text).to_bytes(2, "big") + text + signature + body
 
 
-FIELDS = {"kind": "answer", "party": "bank-a", "phase": "train", "round": 2, "run": RUN, "sequence": 5, "version": 1}
+FIELDS = {
+    "kind": "answer",
+    "party": "bank-a",
+    "phase": "train",
+    "round": 2,
+    "run": RUN,
+    "sequence": 5,
+    "version": 1,
+}
 
 
 def canonical(fields):
@@ -65,17 +91,29 @@ def test_an_answer_gets_in(gate, kind, body):
 
 def test_the_layout_is_the_documented_one(gate):
     data = answer(b"numbers")
-    assert data == with_header(canonical(FIELDS))  # Ed25519 signatures are a function of key and content
+    assert data == with_header(
+        canonical(FIELDS)
+    )  # Ed25519 signatures are a function of key and content
     header, text, signature, body = parse(data)
-    assert (header.sequence, text, len(signature), bytes(body)) == (5, canonical(FIELDS), SIGNATURE_BYTES, b"numbers")
+    assert (header.sequence, text, len(signature), bytes(body)) == (
+        5,
+        canonical(FIELDS),
+        SIGNATURE_BYTES,
+        b"numbers",
+    )
 
 
 def test_a_run_from_its_first_exchange(gate):
     for sequence in range(300):
         for party in KEYS:
             data = answer(party=party, round=sequence // 3, sequence=sequence)
-            assert opened(gate, data, sender=party, round=sequence // 3, sequence=sequence).kind == "answer"
-    assert all(len(numbers) == REMEMBERED for numbers in gate._answered.values())  # memory does not grow with the run
+            assert (
+                opened(gate, data, sender=party, round=sequence // 3, sequence=sequence).kind
+                == "answer"
+            )
+    assert all(
+        len(numbers) == REMEMBERED for numbers in gate._answered.values()
+    )  # memory does not grow with the run
     assert not gate.refused
 
 
@@ -89,8 +127,13 @@ def test_forged(gate):
     assert reason(gate, data.replace(b'"round":2', b'"round":3'), round=3) == "forged"
     _, text, signature, _ = parse(data)
     assert reason(gate, data.replace(signature, bytes(64))) == "forged"
-    assert reason(gate, data.replace(signature, KEYS["bank-a"].signing.sign(text + b"numbers"))) == "forged"  # without the domain
-    assert opened(gate, data).body == b"numbers"  # nobody is kept out by what others forge in its name
+    assert (
+        reason(gate, data.replace(signature, KEYS["bank-a"].signing.sign(text + b"numbers")))
+        == "forged"
+    )  # without the domain
+    assert (
+        opened(gate, data).body == b"numbers"
+    )  # nobody is kept out by what others forge in its name
 
 
 def test_foreign(gate):
@@ -128,7 +171,9 @@ def test_late_is_not_replay(gate):
     assert opened(gate, answer(sequence=6), sequence=6)
     assert reason(gate, late, sequence=6) == "late"  # also after a later one was answered
     assert reason(gate, answer(sequence=4), sequence=6) == "replay"
-    assert reason(gate, answer(party="bank-b", sequence=4), sender="bank-b", sequence=6) == "late"  # each party has its own memory
+    assert (
+        reason(gate, answer(party="bank-b", sequence=4), sender="bank-b", sequence=6) == "late"
+    )  # each party has its own memory
 
 
 def test_what_is_too_old_to_remember_is_a_replay(gate):
@@ -158,7 +203,9 @@ def test_10_000_replays_of_recorded_envelopes():
     for sequence in range(250):
         for party in KEYS:
             if (sequence + len(party)) % 7:  # now and then somebody is too slow
-                recorded.append((party, answer(party=party, round=sequence // 2, sequence=sequence)))
+                recorded.append(
+                    (party, answer(party=party, round=sequence // 2, sequence=sequence))
+                )
                 opened(gate, recorded[-1][1], sender=party, round=sequence // 2, sequence=sequence)
     accepted = tried = 0
     while tried < 10_000:
@@ -221,7 +268,9 @@ def test_the_order_of_exchanges_is_what_keeps_replays_out(gate, monkeypatch):
 
 
 def test_the_version_is_what_keeps_other_versions_out(gate, monkeypatch):
-    newer = with_header(canonical({**FIELDS, "version": 2})).replace(MAGIC + b"\0\1", MAGIC + b"\0\2")
+    newer = with_header(canonical({**FIELDS, "version": 2})).replace(
+        MAGIC + b"\0\1", MAGIC + b"\0\2"
+    )
     assert reason(gate, newer) == "version"
     monkeypatch.setattr(envelope, "_require_version", lambda version: None)
     assert opened(gate, newer)
@@ -236,7 +285,11 @@ def test_the_version_is_what_keeps_other_versions_out(gate, monkeypatch):
         (b"fedloomX" + answer()[8:], "format", "does not begin with 'fedloomE'"),
         (MAGIC + b"\0\2" + answer()[10:], "version", "version 2, this side speaks 1"),
         (MAGIC + b"\0\1\xff\xff" + bytes(70_000), "format", "claims 65535 bytes"),
-        (MAGIC + b"\0\1\x08\0" + bytes(100), "format", "cut off: header and signature need 2124 bytes, 112 came"),
+        (
+            MAGIC + b"\0\1\x08\0" + bytes(100),
+            "format",
+            "cut off: header and signature need 2124 bytes, 112 came",
+        ),
         (MAGIC + b"\0\1\0\0" + bytes(100), "format", "not canonical JSON"),
         (answer()[: PREFIX_BYTES + SIGNATURE_BYTES], "format", "cut off"),
     ],
@@ -273,12 +326,26 @@ def test_headers_in_another_form_are_refused_though_signed(gate, text):
         *(({name: None}, f"no '{name}'") for name in FIELDS),
         ({"extra": 1}, "unknown 'extra'"),
         ({"version": 2}, "version 2, this side speaks 1"),
-        *(({name: bad}, f"{name} is not") for name in ("round", "sequence") for bad in ("2", 2.0, True, [2], -1, 2**63, {})),
-        *(({name: bad}, f"{name} is not a text") for name in ("run", "party", "phase", "kind") for bad in (1, True, ["train"], {})),
+        *(
+            ({name: bad}, f"{name} is not")
+            for name in ("round", "sequence")
+            for bad in ("2", 2.0, True, [2], -1, 2**63, {})
+        ),
+        *(
+            ({name: bad}, f"{name} is not a text")
+            for name in ("run", "party", "phase", "kind")
+            for bad in (1, True, ["train"], {})
+        ),
         *(({"version": bad}, "version is not") for bad in ("1", True, 1.0)),
-        *(({"run": bad}, "run is not") for bad in ("", "0123", RUN.upper(), RUN[:-1], RUN * 5, "zz" * 8, RUN + "\n")),
+        *(
+            ({"run": bad}, "run is not")
+            for bad in ("", "0123", RUN.upper(), RUN[:-1], RUN * 5, "zz" * 8, RUN + "\n")
+        ),
         *(({"party": bad}, "party is not") for bad in ("", "A", "../x", "a" * 65, "ä", "a\n")),
-        *(({"phase": bad}, "phase is not") for bad in ("", "a b", "1a", "a" * 65, "a/b", "\ud800", "a\n")),
+        *(
+            ({"phase": bad}, "phase is not")
+            for bad in ("", "a b", "1a", "a" * 65, "a/b", "\ud800", "a\n")
+        ),
         *(({"kind": bad}, "valid: order, answer, error") for bad in ("", "Answer", "x" * 500)),
     ],
 )
@@ -290,9 +357,19 @@ def test_headers_with_other_content_are_refused_though_signed(gate, change, word
 
 
 def test_the_signing_side_has_the_same_rules():
-    for change in ({"run": "x"}, {"round": -1}, {"sequence": True}, {"party": "A"}, {"phase": ""}, {"kind": "x"}):
+    for change in (
+        {"run": "x"},
+        {"round": -1},
+        {"sequence": True},
+        {"party": "A"},
+        {"phase": ""},
+        {"kind": "x"},
+    ):
         with pytest.raises(EnvelopeError):
             answer(**{"key": "bank-a", **change})
-    assert len(parse(answer(run="ab" * 32, phase="𝛼" * 64, round=2**63 - 1, sequence=2**63 - 1))[1]) < envelope.HEADER_LIMIT
+    assert (
+        len(parse(answer(run="ab" * 32, phase="𝛼" * 64, round=2**63 - 1, sequence=2**63 - 1))[1])
+        < envelope.HEADER_LIMIT
+    )
     with pytest.raises(AssertionError, match="hex"):
         Gate(PUBLIC, "")

@@ -22,7 +22,10 @@ def federation():
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
-        ("fedproto", {"rounds": 2, "model": "gcn-2x8,gat-2x8,sage-2x8"}),  # messages for each, of any number of prototypes
+        (
+            "fedproto",
+            {"rounds": 2, "model": "gcn-2x8,gat-2x8,sage-2x8"},
+        ),  # messages for each, of any number of prototypes
         ("fedavg", {"rounds": 2, "secure": True, "participation": 1.0, "finetune": 1}),
     ],
 )
@@ -47,8 +50,13 @@ def test_a_run_that_was_stopped_is_resumed_to_the_bit(federation, tmp_path):
     chosen = {"model": "gcn-2x8", "rounds": 3, "seed": 3, "checkpoint_every": 1}
     with pytest.raises(StoppedError):
         run("fedavg", federation, engine="flower", out=tmp_path / "run", on_round=stop, **chosen)
-    resumed = run("fedavg", federation, engine="flower", out=tmp_path / "run", resume=True, **chosen)
-    assert resumed.summary["history_hash"] == run("fedavg", federation, **chosen).summary["history_hash"]
+    resumed = run(
+        "fedavg", federation, engine="flower", out=tmp_path / "run", resume=True, **chosen
+    )
+    assert (
+        resumed.summary["history_hash"]
+        == run("fedavg", federation, **chosen).summary["history_hash"]
+    )
 
 
 def test_killed_parties_are_left_out_and_nothing_is_left_behind(federation, tmp_path):
@@ -57,7 +65,14 @@ def test_killed_parties_are_left_out_and_nothing_is_left_behind(federation, tmp_
 
     def kill_one(entry, planned):
         told = watching.data("", 0, 0)
-        followed.append((told["state"], told["round"], told["bytes_up"], [c["id"] for c in told["clients"] if c["absences"]]))
+        followed.append(
+            (
+                told["state"],
+                told["round"],
+                told["bytes_up"],
+                [c["id"] for c in told["clients"] if c["absences"]],
+            )
+        )
         if entry["round"] == 1:
             (engine,) = engines
             os.kill(engine.parties[1].process.pid, signal.SIGKILL)
@@ -71,7 +86,16 @@ def test_killed_parties_are_left_out_and_nothing_is_left_behind(federation, tmp_
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "__init__", noted)
-        result = run("fedavg", federation, model="gcn-2x8", rounds=3, engine="flower", quorum=0.6, on_round=kill_one, out=tmp_path / "run")
+        result = run(
+            "fedavg",
+            federation,
+            model="gcn-2x8",
+            rounds=3,
+            engine="flower",
+            quorum=0.6,
+            on_round=kill_one,
+            out=tmp_path / "run",
+        )
     watching.server_close()
     assert [each[:2] for each in followed] == [("running", 1), ("running", 2), ("running", 3)]
     assert [each[2] for each in followed] == [entry["bytes_up"] for entry in result.history]
@@ -80,7 +104,7 @@ def test_killed_parties_are_left_out_and_nothing_is_left_behind(federation, tmp_
     assert result.summary["absences"].keys() == {"1"}
     (engine,) = engines
     assert not engine.folder.exists()
-    assert port_is_free(engine.coordinator.office.address.port)
+    assert port_is_free(engine.coordinator.transport.address.port)
     assert not running("fedloom.deploy.local_party").keys() & set(begun)
 
 
@@ -91,7 +115,16 @@ def test_too_few_parties_end_the_run_with_who_and_why(federation):
                 os.kill(pid, signal.SIGKILL)
 
     with pytest.raises(RoundFailed, match="no sign of life"):
-        run("fedavg", federation, model="gcn-2x8", rounds=3, engine="flower", quorum=0.6, retries=0, on_round=kill_all)
+        run(
+            "fedavg",
+            federation,
+            model="gcn-2x8",
+            rounds=3,
+            engine="flower",
+            quorum=0.6,
+            retries=0,
+            on_round=kill_all,
+        )
 
 
 def test_a_method_that_comes_composed_another_is_found_by_its_name(federation):
@@ -99,4 +132,10 @@ def test_a_method_that_comes_composed_another_is_found_by_its_name(federation):
 
     assert _name_of(make_method("fedgh", {"base": "fedprox"})) == "fedgh"
     assert _name_of(make_method("fedsage+", {})) == "fedsage+"
-    assert [_toml(value) for value in (True, 3, 0.5, 1e-05, 'a "b"')] == ["true", "3", "0.5", "1e-05", '"a \\"b\\""']
+    assert [_toml(value) for value in (True, 3, 0.5, 1e-05, 'a "b"')] == [
+        "true",
+        "3",
+        "0.5",
+        "1e-05",
+        '"a \\"b\\""',
+    ]

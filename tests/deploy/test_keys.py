@@ -13,7 +13,12 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+)
 
 from fedloom.cli import main
 from fedloom.deploy import keys
@@ -84,7 +89,9 @@ def test_a_party_with_the_authoritys_certificate_connects(tmp_path, host, asked)
     assert handshake(tmp_path, tmp_path / "ca.crt", asked) == b"welcome"
 
 
-@pytest.mark.parametrize("asked", ["other.example.org", "localhost", "127.0.0.1", "sub." + HOST, "example.org"])
+@pytest.mark.parametrize(
+    "asked", ["other.example.org", "localhost", "127.0.0.1", "sub." + HOST, "example.org"]
+)
 def test_another_host_is_refused(tmp_path, asked):
     make_authority(tmp_path, HOST)
     with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
@@ -125,14 +132,28 @@ def test_what_the_certificates_say(tmp_path):
     authority, server = certificate(tmp_path / "ca.crt"), certificate(tmp_path / "server.crt")
     for made, ca in ((authority, True), (server, False)):
         assert isinstance(made.public_key().curve, ec.SECP256R1)
-        basic, usage = (made.extensions.get_extension_for_class(c) for c in (x509.BasicConstraints, x509.KeyUsage))
+        basic, usage = (
+            made.extensions.get_extension_for_class(c)
+            for c in (x509.BasicConstraints, x509.KeyUsage)
+        )
         assert basic.critical
         assert usage.critical
-        assert (basic.value.ca, usage.value.key_cert_sign, usage.value.digital_signature) == (ca, ca, not ca)
+        assert (basic.value.ca, usage.value.key_cert_sign, usage.value.digital_signature) == (
+            ca,
+            ca,
+            not ca,
+        )
         issuer = made.extensions.get_extension_for_class(x509.AuthorityKeyIdentifier).value
-        assert issuer.key_identifier == authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value.digest
-    assert list(server.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value) == [x509.OID_SERVER_AUTH]
-    assert list(server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value) == [x509.DNSName(HOST)]
+        assert (
+            issuer.key_identifier
+            == authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value.digest
+        )
+    assert list(server.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value) == [
+        x509.OID_SERVER_AUTH
+    ]
+    assert list(server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value) == [
+        x509.DNSName(HOST)
+    ]
     assert timedelta(29) < server.not_valid_after_utc - datetime.now(UTC) <= timedelta(30)
     assert authority.not_valid_after_utc > server.not_valid_after_utc
     server.verify_directly_issued_by(authority)
@@ -145,7 +166,11 @@ def test_what_the_certificates_say(tmp_path):
 )  # fmt: skip
 def test_loopback_names_only_for_loopback(tmp_path, host, names):
     make_authority(tmp_path, host)
-    listed = certificate(tmp_path / "server.crt").extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    listed = (
+        certificate(tmp_path / "server.crt")
+        .extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        .value
+    )
     assert {name.value for name in listed} == names
     assert len(listed) == len(names)
 
@@ -171,11 +196,18 @@ def test_days(tmp_path):
 
 # ---- asking twice ----
 def test_a_certificate_is_renewed_by_the_same_authority(tmp_path):
-    assert [p.name for p in make_authority(tmp_path, HOST)] == ["ca.key", "ca.crt", "server.key", "server.crt"]
+    assert [p.name for p in make_authority(tmp_path, HOST)] == [
+        "ca.key",
+        "ca.crt",
+        "server.key",
+        "server.crt",
+    ]
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     (tmp_path / "server.crt").unlink()
     assert [p.name for p in make_authority(tmp_path, "new.example.org")] == ["server.crt"]
-    assert {p.name for p in tmp_path.iterdir() if p.read_bytes() != before[p.name]} == {"server.crt"}
+    assert {p.name for p in tmp_path.iterdir() if p.read_bytes() != before[p.name]} == {
+        "server.crt"
+    }
     assert handshake(tmp_path, tmp_path / "ca.crt", "new.example.org") == b"welcome"
     for name in ("server.crt", "server.key"):
         (tmp_path / name).unlink()
@@ -189,7 +221,10 @@ def test_a_renewed_certificate_does_not_outlive_its_authority(tmp_path, monkeypa
     make_authority(tmp_path, HOST, days=10)
     (tmp_path / "server.crt").unlink()
     make_authority(tmp_path, HOST, days=300)
-    assert certificate(tmp_path / "server.crt").not_valid_after_utc == certificate(tmp_path / "ca.crt").not_valid_after_utc
+    assert (
+        certificate(tmp_path / "server.crt").not_valid_after_utc
+        == certificate(tmp_path / "ca.crt").not_valid_after_utc
+    )
     (tmp_path / "server.crt").unlink()
     monkeypatch.setattr(keys, "_now", lambda: datetime.now(UTC) + timedelta(21))
     with pytest.raises(ConfigError, match=r"ca\.crt: not valid today"):
@@ -200,7 +235,9 @@ def test_a_renewed_certificate_does_not_outlive_its_authority(tmp_path, monkeypa
 def test_existing_files_stay_as_they_are(tmp_path, existing):
     (tmp_path / existing).write_text("mine")
     (tmp_path / existing).chmod(0o600)
-    with pytest.raises(ConfigError, match="server.crt: exists" if existing == "server.crt" else existing):
+    with pytest.raises(
+        ConfigError, match="server.crt: exists" if existing == "server.crt" else existing
+    ):
         make_authority(tmp_path, HOST)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(existing, "mine")]
 
@@ -227,7 +264,9 @@ def test_an_authority_with_anothers_key_is_refused(tmp_path):
 
 @pytest.mark.parametrize("existing", ["bank.key", "bank.pub"])
 def test_a_partys_files_are_never_written_over(tmp_path, existing):
-    (tmp_path / existing).symlink_to(tmp_path / "nowhere")  # not even through a link that leads nowhere
+    (tmp_path / existing).symlink_to(
+        tmp_path / "nowhere"
+    )  # not even through a link that leads nowhere
     with pytest.raises(ConfigError, match=f"{existing}: exists already"):
         make_party(tmp_path, "bank")
     assert [p.name for p in tmp_path.iterdir()] == [existing]
@@ -257,7 +296,9 @@ def test_secrets_are_private_from_the_first_byte(tmp_path, monkeypatch, umask):
     def watched(path, flags, *rest, **more):
         descriptor = original(path, flags, *rest, **more)
         if str(path).startswith(str(tmp_path)):
-            seen[os.path.basename(path)] = os.fstat(descriptor).st_mode & 0o777  # when it is still empty
+            seen[os.path.basename(path)] = (
+                os.fstat(descriptor).st_mode & 0o777
+            )  # when it is still empty
             assert flags & os.O_EXCL
         return descriptor
 
@@ -283,7 +324,9 @@ def test_a_key_that_others_have_access_to_is_not_used(tmp_path, loose):
     for read in (require_private, read_party_key):
         with pytest.raises(ConfigError) as refused:
             read(path)
-        assert all(words in str(refused.value) for words in (str(path), f"{loose:04o}", "chmod 600"))
+        assert all(
+            words in str(refused.value) for words in (str(path), f"{loose:04o}", "chmod 600")
+        )
     path.chmod(0o400)
     require_private(path)
 
@@ -294,7 +337,12 @@ def test_a_partys_keys_are_what_was_written(tmp_path):
     assert (secret.name, public.name) == ("bank-a.2_x.key", "bank-a.2_x.pub")
     key = read_party_key(secret)
     assert isinstance(key.node.curve, ec.SECP384R1)
-    assert read_public_key(public) == key.public == public_key_of(key.public.text()) == public_key_of(f"  {key.public.text()}\n")
+    assert (
+        read_public_key(public)
+        == key.public
+        == public_key_of(key.public.text())
+        == public_key_of(f"  {key.public.text()}\n")
+    )
     assert "\n" not in key.public.text()
     key.public.signing.verify(key.signing.sign(b"x"), b"x")
     assert read_party_key(make_party(tmp_path, "other")[0]).public != key.public
@@ -305,7 +353,27 @@ def test_names_that_are_valid(tmp_path, name):
     assert make_party(tmp_path, name)[0].name == f"{name}.key"
 
 
-@pytest.mark.parametrize("name", ["", "A", "a" * 65, "-a", ".a", "..", "_a", "a/b", "../a", "a b", "ä", "a\n", "a\0", "ca", "server", "٣"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "A",
+        "a" * 65,
+        "-a",
+        ".a",
+        "..",
+        "_a",
+        "a/b",
+        "../a",
+        "a b",
+        "ä",
+        "a\n",
+        "a\0",
+        "ca",
+        "server",
+        "٣",
+    ],
+)
 def test_names_that_are_not(tmp_path, name):
     with pytest.raises(ConfigError, match="1 to 64 of a-z"):
         make_party(tmp_path / "keys", name)
@@ -420,8 +488,16 @@ def test_the_command_writes_all_or_nothing(fedloom, tmp_path, arguments, words):
 
 
 def test_help_waits_for_neither_torch_nor_cryptography(tmp_path):
-    check = "import sys\nfrom fedloom.cli import main\ntry: main()\nfinally: print(sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", check, "keys", "--help"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    check = (
+        "import sys\nfrom fedloom.cli import main\ntry: main()\nfinally: print(sorted(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", check, "keys", "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     modules = done.stdout.splitlines()[-1]
     assert "'fedloom.cli'" in modules

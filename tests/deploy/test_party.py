@@ -40,7 +40,9 @@ class Desk:
     def __init__(self, folder):
         for name in ("coordinator", "bank-a", "bank-b"):
             make_party(folder, name)
-        graph = fedloom.divide(fedloom.load("synthetic:nodes=60,features=8"), 2, "random", 0).graphs[0]
+        graph = fedloom.divide(
+            fedloom.load("synthetic:nodes=60,features=8"), 2, "random", 0
+        ).graphs[0]
         (folder / "federation.toml").write_text(AGREEMENT.format(classes=graph.num_classes))
         self.agreement = read_agreement(folder / "federation.toml")
         self.folder, self.graph, self.keys = (
@@ -53,13 +55,30 @@ class Desk:
         self.gate = Gate(self.agreement.parties, RUN)
 
     def start(self):
-        return Party(self.agreement, "bank-a", self.keys["bank-a"], self.graph, self.folder / "state")
+        return Party(
+            self.agreement, "bank-a", self.keys["bank-a"], self.graph, self.folder / "state"
+        )
 
-    def order(self, phase, content, *, by="coordinator", to="bank-a", run=RUN, round=0, sequence=None, kind="order"):
+    def order(
+        self,
+        phase,
+        content,
+        *,
+        by="coordinator",
+        to="bank-a",
+        run=RUN,
+        round=0,
+        sequence=None,
+        kind="order",
+    ):
         if sequence is None:
             self.sequence += 1
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        return sign(body, Header(run, round, self.sequence if sequence is None else sequence, to, phase, kind), self.keys[by])
+        return sign(
+            body,
+            Header(run, round, self.sequence if sequence is None else sequence, to, phase, kind),
+            self.keys[by],
+        )
 
     def tell(self, phase, content, **how):
         opened = self.gate.open(
@@ -69,11 +88,20 @@ class Desk:
             sequence=self.sequence,
             phase=phase,
         )
-        return opened.kind, opened.body if phase in ("setup", "train") and opened.kind == "answer" else json.loads(opened.body)
+        return opened.kind, opened.body if phase in (
+            "setup",
+            "train",
+        ) and opened.kind == "answer" else json.loads(opened.body)
 
     def begin(self, **changed):
         _, hello = self.tell("fedloom_hello", {})
-        told = {"nonce": hello["nonce"], "agreed": self.agreement.agreed(), "facts": facts_to(self.facts), "lineage": "l", "rejoin": False}
+        told = {
+            "nonce": hello["nonce"],
+            "agreed": self.agreement.agreed(),
+            "facts": facts_to(self.facts),
+            "lineage": "l",
+            "rejoin": False,
+        }
         return self.tell("fedloom_begin", {**told, **changed})
 
 
@@ -115,7 +143,10 @@ def test_the_same_order_again_gets_the_same_answer_and_nothing_is_done_twice(des
     first = desk.party.answer(order)
     after = {name: t.clone() for name, t in desk.party._client.state["model"].named_parameters()}
     assert desk.party.answer(order) == first
-    assert all(torch.equal(t, after[name]) for name, t in desk.party._client.state["model"].named_parameters())
+    assert all(
+        torch.equal(t, after[name])
+        for name, t in desk.party._client.state["model"].named_parameters()
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +175,13 @@ def test_an_order_of_a_run_it_knows_nothing_of_is_answered_with_that(desk):
 
 def test_a_recorded_beginning_begins_nothing(desk):
     _, hello = desk.tell("fedloom_hello", {})
-    order = {"agreed": desk.agreement.agreed(), "facts": facts_to(desk.facts), "lineage": "l", "rejoin": False, "nonce": hello["nonce"]}
+    order = {
+        "agreed": desk.agreement.agreed(),
+        "facts": facts_to(desk.facts),
+        "lineage": "l",
+        "rejoin": False,
+        "nonce": hello["nonce"],
+    }
     assert desk.tell("fedloom_begin", order)[0] == "answer"
     desk.tell("fedloom_hello", {})
     kind, told = desk.tell("fedloom_begin", order)
@@ -157,7 +194,13 @@ def begun(desk, run):
     desk.sequence, orders = -1, []
     orders.append(desk.order("fedloom_hello", {}, run=run))
     nonce = json.loads(parse(desk.party.answer(orders[-1]))[3].tobytes())["nonce"]
-    told = {"nonce": nonce, "agreed": desk.agreement.agreed(), "facts": facts_to(desk.facts), "lineage": "l", "rejoin": False}
+    told = {
+        "nonce": nonce,
+        "agreed": desk.agreement.agreed(),
+        "facts": facts_to(desk.facts),
+        "lineage": "l",
+        "rejoin": False,
+    }
     orders.append(desk.order("fedloom_begin", told, run=run))
     orders.append(desk.order("setup", encode({}, "setup"), run=run))
     assert [parse(desk.party.answer(order))[0].kind for order in orders[1:]] == ["answer", "answer"]
@@ -181,9 +224,17 @@ def test_recorded_orders_of_an_earlier_life_change_nothing_in_the_run_under_way(
         one_round(each, now, 1)
         if each is desk:  # whoever has the link's secret hands them to the party once more
             kinds = [parse(each.party.answer(order))[0].kind for order in recorded]
-            assert kinds == ["answer", "error", "error", "error", "error"]  # it says hello back, with a number that no old order shows
+            assert kinds == [
+                "answer",
+                "error",
+                "error",
+                "error",
+                "error",
+            ]  # it says hello back, with a number that no old order shows
             assert not each.party.over
-    ours, undisturbed = (flatten(decode(bytes(one_round(each, now, 2)[1][3]), "train")) for each in (desk, reference))
+    ours, undisturbed = (
+        flatten(decode(bytes(one_round(each, now, 2)[1][3]), "train")) for each in (desk, reference)
+    )
     assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in ours.items())
 
 
@@ -199,15 +250,27 @@ def test_a_life_that_shows_the_number_takes_over(desk):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda a: a["method"].update(lr=0.5), "method.lr is 0.01 at the party and 0.5 at the coordinator"),
-        (lambda a: a["method"].update(name="fedprox"), 'method.name is "fedavg" at the party and "fedprox" at the coordinator'),
+        (
+            lambda a: a["method"].update(lr=0.5),
+            "method.lr is 0.01 at the party and 0.5 at the coordinator",
+        ),
+        (
+            lambda a: a["method"].update(name="fedprox"),
+            'method.name is "fedavg" at the party and "fedprox" at the coordinator',
+        ),
         (lambda a: a["method"].update(code="00"), "method.code is"),
         (
             lambda a: a["wire"].update(messages="fedloom/99"),
             'wire.messages is "fedloom/1" at the party and "fedloom/99" at the coordinator',
         ),
-        (lambda a: a["data"].update(num_features=500), "data.num_features is 8 at the party and 500 at the coordinator"),
-        (lambda a: a["run"].update(secure=True), "run.secure is false at the party and true at the coordinator"),
+        (
+            lambda a: a["data"].update(num_features=500),
+            "data.num_features is 8 at the party and 500 at the coordinator",
+        ),
+        (
+            lambda a: a["run"].update(secure=True),
+            "run.secure is false at the party and true at the coordinator",
+        ),
     ],
 )
 def test_it_begins_nothing_that_it_has_not_agreed_to(desk, change, words):
@@ -219,7 +282,9 @@ def test_it_begins_nothing_that_it_has_not_agreed_to(desk, change, words):
 
 
 @pytest.mark.parametrize("tell", [False, True])
-def test_what_a_party_holds_is_not_in_the_errors_that_it_tells_unless_it_wants_to(desk, monkeypatch, tell):
+def test_what_a_party_holds_is_not_in_the_errors_that_it_tells_unless_it_wants_to(
+    desk, monkeypatch, tell
+):
     value = repr(desk.graph.x[3].tolist())
 
     def failing(self, client, model):
@@ -227,13 +292,22 @@ def test_what_a_party_holds_is_not_in_the_errors_that_it_tells_unless_it_wants_t
 
     failing.__dict__ |= FedAvg.train.__dict__
     monkeypatch.setattr(FedAvg, "train", failing)
-    desk.party = Party(desk.agreement, "bank-a", desk.keys["bank-a"], desk.graph, desk.folder / "state", tell_errors=tell)
+    desk.party = Party(
+        desk.agreement,
+        "bank-a",
+        desk.keys["bank-a"],
+        desk.graph,
+        desk.folder / "state",
+        tell_errors=tell,
+    )
     desk.begin()
     desk.tell("setup", encode({}, "setup"))
     kind, told = desk.tell("train", encode({"model": model(desk)}, "train"), round=1)
     assert kind == "error"
     assert told["cause"].startswith("KeyError: ")
-    assert (value in told["cause"]) == tell  # with --tell-errors it is: the planted value would be found
+    assert (
+        value in told["cause"]
+    ) == tell  # with --tell-errors it is: the planted value would be found
     assert desk.party.errors.exists() != tell
     if not tell:
         assert value in desk.party.errors.read_text()
@@ -244,7 +318,10 @@ def test_an_error_that_cannot_be_written_down_is_told_all_the_same(desk):
     desk.begin()
     (desk.folder / "state").write_text("a file where the folder should be")
     kind, told = desk.tell("train", encode({"model": model(desk)}, "train"), round=1)
-    assert (kind, told["cause"]) == ("error", "KeyError: its words stay with the party, which could not keep them (File exists)")
+    assert (kind, told["cause"]) == (
+        "error",
+        "KeyError: its words stay with the party, which could not keep them (File exists)",
+    )
 
 
 @pytest.mark.parametrize("name", ["run", "settings", "check", "predict", "advertise_keys"])
@@ -264,7 +341,11 @@ def test_what_becomes_a_name_of_a_file_is_letters_and_digits(desk, word):
     kind, told = desk.tell("fedloom_keep", {"mark": word})
     assert kind == "error"
     assert "mark is not" in told["cause"]
-    written = [path for path in desk.folder.rglob("*") if path.is_file() and path.suffix not in (".toml", ".key", ".pub")]
+    written = [
+        path
+        for path in desk.folder.rglob("*")
+        if path.is_file() and path.suffix not in (".toml", ".key", ".pub")
+    ]
     assert not written
     assert not (desk.folder.parent / "out").exists()
 

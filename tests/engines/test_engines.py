@@ -95,7 +95,9 @@ def test_only_those_with_a_message_are_called_and_each_gets_its_own(engine):
     assert list(replies) == ["b"]
     assert replies["b"]["x"].tolist() == [6]
     assert state_of(engine, "a") == {}
-    both = engine.call("mirror", {name: {"x": torch.tensor([float(k)])} for k, name in enumerate(NAMES)})
+    both = engine.call(
+        "mirror", {name: {"x": torch.tensor([float(k)])} for k, name in enumerate(NAMES)}
+    )
     assert [both[name]["x"].item() for name in NAMES] == [1, 2]
 
 
@@ -108,13 +110,18 @@ def test_nothing_that_crosses_is_shared(engine):
     assert state_of(engine, "a")["sent"]["x"].tolist() == [2, 2]
     assert replies["b"]["x"].tolist() == [2, 2]
     engine.call("mirror", {"b": {"x": torch.full((2,), 5.0)}})
-    assert state_of(engine, "a")["got"].tolist() == [0, 0]  # it was spoilt there, and nobody has written over it since
+    assert state_of(engine, "a")["got"].tolist() == [
+        0,
+        0,
+    ]  # it was spoilt there, and nobody has written over it since
     assert state_of(engine, "a")["sent"]["x"].tolist() == [2, 2]
 
 
 def test_answers_carry_no_graph_of_gradients(engine):
     engine.call("setup", {name: {} for name in NAMES})
-    assert not any(r["loss"].requires_grad for r in engine.call("train", {name: {} for name in NAMES}).values())
+    assert not any(
+        r["loss"].requires_grad for r in engine.call("train", {name: {} for name in NAMES}).values()
+    )
 
 
 def test_engines_agree_with_the_loop_to_the_bit_or_but_for_rounding(engine, make):
@@ -122,7 +129,9 @@ def test_engines_agree_with_the_loop_to_the_bit_or_but_for_rounding(engine, make
     losses = []
     for one in (make("loop"), engine):
         one.call("setup", everybody)
-        losses.append([one.call("train", everybody)[c]["loss"].item() for _ in range(3) for c in NAMES])
+        losses.append(
+            [one.call("train", everybody)[c]["loss"].item() for _ in range(3) for c in NAMES]
+        )
     stacked = type(engine).__module__.endswith(".stacked")
     assert losses[1] == (pytest.approx(losses[0], abs=1e-6) if stacked else losses[0])
 
@@ -134,7 +143,9 @@ def test_an_engine_gives_the_models_of_those_that_have_one(engine):
     ((name, model),) = engine.models().items()
     assert name == "b"
     assert flatten(model).keys() == flatten(state_of(engine, "b")["model"]).keys()
-    assert all(torch.equal(tensor, state_of(engine, "b")["model"][key]) for key, tensor in model.items())
+    assert all(
+        torch.equal(tensor, state_of(engine, "b")["model"][key]) for key, tensor in model.items()
+    )
 
 
 def test_what_an_engine_says_of_itself_is_a_few_plain_values(engine):
@@ -151,8 +162,15 @@ def test_an_engine_put_back_goes_on_as_the_one_that_was_saved(engine, make):
     again.call("setup", everybody)
     again.restore(saved)
     one, other = ([e.call("train", everybody) for _ in range(2)] for e in (engine, again))
-    assert all(torch.equal(x[c]["loss"], y[c]["loss"]) for x, y in zip(one, other, strict=True) for c in NAMES)
-    assert all(torch.equal(t, flatten(again.snapshot())[name]) for name, t in flatten(engine.snapshot()).items())
+    assert all(
+        torch.equal(x[c]["loss"], y[c]["loss"])
+        for x, y in zip(one, other, strict=True)
+        for c in NAMES
+    )
+    assert all(
+        torch.equal(t, flatten(again.snapshot())[name])
+        for name, t in flatten(engine.snapshot()).items()
+    )
 
 
 def test_the_wire_lets_no_nonsense_through_either_way():

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from fedloom.engines.stacked.lockstep import in_step, kept, others_go_on
-from fedloom.experiments.executor import Crew
+from fedloom.engines.stacked.lockstep import kept, others_go_on, run_lockstep
+from fedloom.experiments.executor import Executor
 from fedloom.nn.operations import Operation
 
 
@@ -36,23 +36,29 @@ def test_outside_an_operation_is_itself():
 
 
 def test_those_who_ask_alike_at_the_same_time_are_answered_together():
-    double, crew = Doubled(), Crew()
+    double, crew = Doubled(), Executor()
 
     def work(k):
         once = double(k)
         return double(once) if k != 1 else once
 
-    assert in_step([partial(work, k) for k in range(4)], crew) == [0, 2, 8, 12]
+    assert run_lockstep([partial(work, k) for k in range(4)], executor) == [0, 2, 8, 12]
     assert double.met == [(0, 1, 2, 3), (0, 4, 6)]
-    assert crew.tally == {"together": 7}
+    assert executor.tally == {"together": 7}
 
 
 def test_the_unlike_are_not_and_none_is_like_nobody():
-    double, crew = Doubled(), Crew()
+    double, crew = Doubled(), Executor()
     kinds = ["a", "b", "a", None, None]
-    assert in_step([partial(double, k, kinds[k]) for k in range(5)], crew) == [0, 2, 4, 6, 8]
+    assert run_lockstep([partial(double, k, kinds[k]) for k in range(5)], executor) == [
+        0,
+        2,
+        4,
+        6,
+        8,
+    ]
     assert double.met == [(0, 2), (1, "b"), (3, None), (4, None)]
-    assert crew.tally == {"together": 2, "alone": 3}
+    assert executor.tally == {"together": 2, "alone": 3}
 
 
 def test_who_waits_waits_for_those_who_do_not():
@@ -62,7 +68,7 @@ def test_who_waits_waits_for_those_who_do_not():
         number = quick(k) if k == 1 else k
         return slow(quick(number) if k == 1 else number)
 
-    assert in_step([partial(work, k) for k in range(3)], Crew()) == [0, 8, 4]
+    assert run_lockstep([partial(work, k) for k in range(3)], Executor()) == [0, 8, 4]
     assert slow.met == [(0, 4, 2)]
 
 
@@ -75,7 +81,7 @@ def test_an_error_is_raised_where_it_was_asked_for():
         except ValueError as error:
             return str(error)
 
-    assert in_step([partial(work, k) for k in range(2)], Crew()) == [0, "-1 is negative"]
+    assert run_lockstep([partial(work, k) for k in range(2)], Executor()) == [0, "-1 is negative"]
 
 
 def test_who_fails_ends_all_and_nothing_is_left_behind():
@@ -91,10 +97,10 @@ def test_who_fails_ends_all_and_nothing_is_left_behind():
             ended.append(k)
 
     with pytest.raises(KeyError, match="of client 1"):
-        in_step([partial(work, k) for k in range(4)], Crew())
+        run_lockstep([partial(work, k) for k in range(4)], Executor())
     assert sorted(ended) == [0, 1, 2, 3]
     assert double(1) == 2  # nobody runs in step any more
-    assert in_step([partial(double, k) for k in range(6)], Crew()) == [0, 2, 4, 6, 8, 10]
+    assert run_lockstep([partial(double, k) for k in range(6)], Executor()) == [0, 2, 4, 6, 8, 10]
 
 
 def test_an_error_in_what_is_done_together_ends_all():
@@ -104,8 +110,8 @@ def test_an_error_in_what_is_done_together_ends_all():
 
     broken, double = Broken(), Doubled()
     with pytest.raises(RuntimeError, match="broken"):
-        in_step([partial(broken, k) for k in range(3)], Crew())
-    assert in_step([partial(double, k) for k in range(3)], Crew()) == [0, 2, 4]
+        run_lockstep([partial(broken, k) for k in range(3)], Executor())
+    assert run_lockstep([partial(double, k) for k in range(3)], Executor()) == [0, 2, 4]
 
 
 def test_whether_gradients_are_recorded_is_each_ones_own_affair():
@@ -121,7 +127,7 @@ def test_whether_gradients_are_recorded_is_each_ones_own_affair():
             seen.append((k, torch.is_grad_enabled()))
         return torch.is_grad_enabled()
 
-    assert in_step([partial(work, k) for k in range(4)], Crew()) == [True] * 4
+    assert run_lockstep([partial(work, k) for k in range(4)], Executor()) == [True] * 4
     assert sorted(seen) == [(0, True), (1, False), (2, True), (3, False)]
     assert double.met == [(0, 2), (1, 3)]
     assert torch.is_grad_enabled()
@@ -135,18 +141,18 @@ def test_what_a_crew_keeps_is_made_once_for_the_same_objects():
             kept("list", things[: len(calls)], lambda: made.append(len(calls)))
             return [others_go_on()] * len(calls)
 
-    crew, keeps = Crew(), Keeps()
-    assert in_step([partial(keeps, k) for k in range(3)], crew) == [False] * 3
-    in_step([partial(keeps, k) for k in range(3)], crew)
-    in_step([partial(keeps, k) for k in range(2)], crew)
+    executor, keeps = Executor(), Keeps()
+    assert run_lockstep([partial(keeps, k) for k in range(3)], executor) == [False] * 3
+    run_lockstep([partial(keeps, k) for k in range(3)], executor)
+    run_lockstep([partial(keeps, k) for k in range(2)], executor)
     assert made == [3, 2]
 
 
 def test_a_crew_forgets_what_was_not_asked_for_long():
-    crew, made = Crew(), []
-    things = [object() for _ in range(Crew.LIMIT + 1)]
+    executor, made = Executor(), []
+    things = [object() for _ in range(Executor.LIMIT + 1)]
     for thing in [*things, things[0]]:
-        crew.kept("thing", [thing], lambda thing=thing: made.append(thing))
+        executor.kept("thing", [thing], lambda thing=thing: made.append(thing))
     assert made == [*things, things[0]]
 
 
@@ -154,7 +160,9 @@ def test_threads_do_not_meet():
     results = {}
 
     def work(number):
-        results[number] = in_step([partial(Doubled(), number + k) for k in range(3)], Crew())
+        results[number] = run_lockstep(
+            [partial(Doubled(), number + k) for k in range(3)], Executor()
+        )
 
     threads = [threading.Thread(target=work, args=(10 * number,)) for number in range(3)]
     for thread in threads:

@@ -88,7 +88,9 @@ class Odd(Method):
 
 
 def graph(nodes=8):
-    return Graph(torch.ones(nodes, 4), torch.zeros(2, 0, dtype=torch.int64), torch.arange(nodes) % 2, 2)
+    return Graph(
+        torch.ones(nodes, 4), torch.zeros(2, 0, dtype=torch.int64), torch.arange(nodes) % 2, 2
+    )
 
 
 def clients(sizes=(8, 8, 8)):
@@ -107,7 +109,9 @@ def engine():
 def blocks_held():
     """Shared memory that this process holds open."""
     links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
-    return [link for link in links if os.path.lexists(link) and "memfd:fedloom" in os.readlink(link)]
+    return [
+        link for link in links if os.path.lexists(link) and "memfd:fedloom" in os.readlink(link)
+    ]
 
 
 def is_running(pid):
@@ -141,7 +145,9 @@ def test_edges_and_features_count_as_work():
     assert [[c.name for c in group] for group in deal(parties, 2)] == [["b"], ["a", "c"]]
 
 
-@pytest.mark.parametrize(("asked", "expected"), [(1, [3]), (2, [2, 1]), (3, [1, 1, 1]), (9, [1, 1, 1])])
+@pytest.mark.parametrize(
+    ("asked", "expected"), [(1, [3]), (2, [2, 1]), (3, [1, 1, 1]), (9, [1, 1, 1])]
+)
 def test_there_are_as_many_workers_as_asked_for_but_not_more_than_clients(asked, expected):
     engine = Engine(Odd(), clients(), asked)
     assert engine.about() == {"workers": len(expected), "clients_per_worker": expected}
@@ -155,7 +161,9 @@ def test_by_default_workers_and_their_threads_fill_the_cores(monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        torch.randn(600, 600) @ torch.randn(600, 600)  # opens a pool of threads, which a fork does not have
+        torch.randn(600, 600) @ torch.randn(
+            600, 600
+        )  # opens a pool of threads, which a fork does not have
         engine = Engine(Odd(), clients())
         replies = engine.call("where", EVERYBODY)
     finally:
@@ -167,7 +175,10 @@ def test_by_default_workers_and_their_threads_fill_the_cores(monkeypatch):
 
 def test_workers_belong_to_engines_that_have_them():
     assert RunSettings(engine="processes", workers=3).workers == 3
-    with pytest.raises(ConfigError, match=r"run\.workers is 2, engine 'loop' has none; valid: 0, or run\.engine processes or ray"):
+    with pytest.raises(
+        ConfigError,
+        match=r"run\.workers is 2, engine 'loop' has none; valid: 0, or run\.engine processes or ray",
+    ):
         RunSettings(workers=2)
     with pytest.raises(ConfigError, match=r"run\.workers is -1, must be a whole number at least 0"):
         RunSettings(engine="processes", workers=-1)
@@ -175,12 +186,19 @@ def test_workers_belong_to_engines_that_have_them():
 
 # ---- what is shared ----
 def test_what_all_get_is_written_once():
-    model, own = torch.ones(1000), {name: torch.full((3,), float(k)) for k, name in enumerate(NAMES)}
+    model, own = (
+        torch.ones(1000),
+        {name: torch.full((3,), float(k)) for k, name in enumerate(NAMES)},
+    )
     block = Block()
     layout = block.write(distinct({name: {"model": {"w": model}} for name in NAMES}))
     assert [clients for clients, _ in layout] == [list(NAMES)]
-    layout = block.write(distinct({name: {"model": {"w": model}, "own": own[name]} for name in NAMES}))
-    assert len({place for _, rows in layout for name, _, _, place in rows if name == "model/w"}) == 1
+    layout = block.write(
+        distinct({name: {"model": {"w": model}, "own": own[name]} for name in NAMES})
+    )
+    assert (
+        len({place for _, rows in layout for name, _, _, place in rows if name == "model/w"}) == 1
+    )
     assert all(torch.equal(block.read(layout)[name]["own"], own[name]) for name in NAMES)
     block.close()
 
@@ -190,7 +208,11 @@ def test_memory_grows_and_holds_every_kind_of_tensor():
     assert block.read(block.write([])) == {}
     for length in (1, 0, 5000, 3):
         tensors = {name: torch.arange(length).to(dtype) for name, dtype in DTYPES.items()}
-        tensors |= {"scalar": torch.tensor(2.5), "turned": torch.arange(6.0).view(2, 3).t(), "none": torch.zeros(0, 4)}
+        tensors |= {
+            "scalar": torch.tensor(2.5),
+            "turned": torch.arange(6.0).view(2, 3).t(),
+            "none": torch.zeros(0, 4),
+        }
         read = block.read(block.write(distinct({"a": {"nested": tensors}, "b": {}})))
         assert read["b"] == {}
         assert read["a"]["nested"].keys() == tensors.keys()
@@ -245,7 +267,9 @@ def test_a_run_whose_worker_is_killed_leaves_a_folder_that_says_so(tmp_path):
     with pytest.raises(WorkerError, match="SIGKILL"):
         run(Odd(), federation, model="gcn-2x4", engine="processes", out=tmp_path / "x")
     assert read_run(tmp_path / "x").summary["status"] == "failed"
-    assert re.match(r"WorkerError: worker [01] was killed by SIGKILL", read_run(tmp_path / "x").summary["cause"])
+    assert re.match(
+        r"WorkerError: worker [01] was killed by SIGKILL", read_run(tmp_path / "x").summary["cause"]
+    )
 
 
 def test_ctrl_c_ends_the_workers_too(engine):
@@ -297,13 +321,20 @@ def test_workers_end_when_the_process_that_made_them_is_killed():
 
 # ---- whole runs ----
 def same_bits(one, other):
-    one, other = ({owner: flatten(model) for owner, model in result.models.items()} for result in (one, other))
-    return one.keys() == other.keys() and all(torch.equal(t, other[owner][k]) for owner, model in one.items() for k, t in model.items())
+    one, other = (
+        {owner: flatten(model) for owner, model in result.models.items()} for result in (one, other)
+    )
+    return one.keys() == other.keys() and all(
+        torch.equal(t, other[owner][k]) for owner, model in one.items() for k, t in model.items()
+    )
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedstruct", "fedproto"])
 def test_secure_runs_agree_with_the_loop(method, cross_federation):
-    one, other = (run(method, cross_federation, model="gcn-2x8", rounds=2, secure=True, engine=engine) for engine in ("loop", "processes"))
+    one, other = (
+        run(method, cross_federation, model="gcn-2x8", rounds=2, secure=True, engine=engine)
+        for engine in ("loop", "processes")
+    )
     assert one.summary["history_hash"] == other.summary["history_hash"]
     assert same_bits(one, other)
 
@@ -312,7 +343,9 @@ class Killed(BaseException):
     """Stands for whatever ends a process between two rounds."""
 
 
-@pytest.mark.parametrize(("first", "then"), [("loop", "processes"), ("processes", "loop"), ("processes", "processes")])
+@pytest.mark.parametrize(
+    ("first", "then"), [("loop", "processes"), ("processes", "loop"), ("processes", "processes")]
+)
 def test_a_run_goes_on_from_its_checkpoint_in_any_engine(first, then, node_federation, tmp_path):
     settings = {"model": "gcn-2x8", "rounds": 4, "participation": 0.7, "checkpoint_every": 1}
     unbroken = run("scaffold", node_federation, **settings)
@@ -323,15 +356,28 @@ def test_a_run_goes_on_from_its_checkpoint_in_any_engine(first, then, node_feder
 
     with pytest.raises(Killed):
         run("scaffold", node_federation, out=tmp_path / "x", engine=first, on_round=die, **settings)
-    resumed = run("scaffold", node_federation, out=tmp_path / "x", engine=then, resume=True, **settings)
+    resumed = run(
+        "scaffold", node_federation, out=tmp_path / "x", engine=then, resume=True, **settings
+    )
     assert resumed.summary["history_hash"] == unbroken.summary["history_hash"]
     assert same_bits(resumed, unbroken)
 
 
 def test_a_run_says_how_it_was_shared_out(node_federation):
     said = []
-    result = run("fedavg", node_federation, model="gcn-2x8", rounds=1, engine="processes", workers=3, on_start=said.append)
-    expected = {"engine": "processes", "engine_details": {"threads": 1, "workers": 3, "clients_per_worker": [1, 1, 2]}}
+    result = run(
+        "fedavg",
+        node_federation,
+        model="gcn-2x8",
+        rounds=1,
+        engine="processes",
+        workers=3,
+        on_start=said.append,
+    )
+    expected = {
+        "engine": "processes",
+        "engine_details": {"threads": 1, "workers": 3, "clients_per_worker": [1, 1, 2]},
+    }
     assert said == [expected]
     assert {key: result.summary[key] for key in expected} == expected
     assert workers(expected) == "engine processes: 3 workers with 1 to 2 clients and 1 thread each"
@@ -341,7 +387,9 @@ def test_a_run_says_how_it_was_shared_out(node_federation):
 @pytest.mark.skipif(find("cora").kind == "download", reason="no Cora on this machine")
 def test_cora_agrees_with_the_loop_to_the_bit():
     federation = fedloom.divide(fedloom.load("cora"), 10, "louvain", 0)
-    one, other = (run("fedavg", federation, rounds=3, engine=engine) for engine in ("loop", "processes"))
+    one, other = (
+        run("fedavg", federation, rounds=3, engine=engine) for engine in ("loop", "processes")
+    )
     assert one.summary["history_hash"] == other.summary["history_hash"]
     assert one.traffic == other.traffic
     assert same_bits(one, other)
@@ -349,6 +397,7 @@ def test_cora_agrees_with_the_loop_to_the_bit():
 
 def test_the_workers_memory_counts(node_federation):
     alone, shared = (
-        fedloom.run("fedavg", node_federation, rounds=1, **engine).summary for engine in ({}, {"engine": "processes", "workers": 2})
+        fedloom.run("fedavg", node_federation, rounds=1, **engine).summary
+        for engine in ({}, {"engine": "processes", "workers": 2})
     )
     assert shared["peak_rss_mb"] > 1.5 * alone["peak_rss_mb"]

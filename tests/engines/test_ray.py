@@ -42,7 +42,11 @@ class Odd(Local):
 
     def run(self, server):
         """All three."""
-        for wanted, where in ((Refusal, self.refuse), (WorkerError, self.fail), (WorkerError, self.crash)):
+        for wanted, where in (
+            (Refusal, self.refuse),
+            (WorkerError, self.fail),
+            (WorkerError, self.crash),
+        ):
             with pytest.raises(wanted) as failure:
                 server.ask(where)
             server.notes[str(failure.value)] = 1.0
@@ -51,15 +55,23 @@ class Odd(Local):
 def agree(one, other):
     assert one.summary["history_hash"] == other.summary["history_hash"]
     assert one.traffic == other.traffic
-    one, other = ({owner: flatten(model) for owner, model in result.models.items()} for result in (one, other))
+    one, other = (
+        {owner: flatten(model) for owner, model in result.models.items()} for result in (one, other)
+    )
     assert one.keys() == other.keys()
-    assert all(torch.equal(tensor, other[owner][name]) for owner, model in one.items() for name, tensor in model.items())
+    assert all(
+        torch.equal(tensor, other[owner][name])
+        for owner, model in one.items()
+        for name, tensor in model.items()
+    )
 
 
 def test_without_ray_the_engine_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "fedloom.engines.ray", raising=False)
-    with pytest.raises(ConfigError, match=r"run\.engine 'ray' needs Ray: pip install 'fedloom\[ray\]'"):
+    with pytest.raises(
+        ConfigError, match=r"run\.engine 'ray' needs Ray: pip install 'fedloom\[ray\]'"
+    ):
         engine_class("ray")
 
 
@@ -72,19 +84,34 @@ def test_without_ray_the_engine_says_what_to_install(monkeypatch):
 )  # fmt: skip
 def test_methods_of_every_kind_agree_with_the_loop(method, settings, cross_federation, local_ray):
     settings = {"model": "gcn-2x8", "rounds": 2, **settings}
-    one, other = (run(method, cross_federation, engine=engine, **settings) for engine in ("loop", "ray"))
-    assert other.summary["engine_details"] == {"threads": 1, "workers": 2, "clients_per_worker": [2, 2]}
+    one, other = (
+        run(method, cross_federation, engine=engine, **settings) for engine in ("loop", "ray")
+    )
+    assert other.summary["engine_details"] == {
+        "threads": 1,
+        "workers": 2,
+        "clients_per_worker": [2, 2],
+    }
     agree(one, other)
 
 
 @pytest.mark.parametrize("which", ["inductive", "graphs"])
 def test_graphs_arrive_as_they_are(which, node_federation, graph_federation, local_ray):
-    federation = replace(node_federation, inductive=True) if which == "inductive" else graph_federation
-    agree(*(run("fedavg", federation, model="gcn-2x8", rounds=2, engine=engine) for engine in ("loop", "ray")))
+    federation = (
+        replace(node_federation, inductive=True) if which == "inductive" else graph_federation
+    )
+    agree(
+        *(
+            run("fedavg", federation, model="gcn-2x8", rounds=2, engine=engine)
+            for engine in ("loop", "ray")
+        )
+    )
 
 
 def test_errors_come_back_as_they_were_and_a_lost_worker_is_one(node_federation, local_ray):
-    refused, failed, lost = run(Odd(), node_federation, model="gcn-2x8", engine="ray").summary["notes"]
+    refused, failed, lost = run(Odd(), node_federation, model="gcn-2x8", engine="ray").summary[
+        "notes"
+    ]
     assert refused == "client '0' refuses"
     assert failed == "worker 0: KeyError: 'not there'"
     assert "was lost; it had clients" in lost
@@ -100,5 +127,8 @@ def test_an_address_without_a_cluster_is_an_error_of_the_setting(monkeypatch):
 
     monkeypatch.setattr(ray, "init", refuse)
     monkeypatch.setenv("RAY_ADDRESS", "nowhere:1")
-    with pytest.raises(ConfigError, match=r"run\.engine 'ray': there is no cluster at RAY_ADDRESS=nowhere:1 \(no answer\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"run\.engine 'ray': there is no cluster at RAY_ADDRESS=nowhere:1 \(no answer\)",
+    ):
         engine_class("ray")(Odd(), ())

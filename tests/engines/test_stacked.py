@@ -16,7 +16,10 @@ def federation():
 
 
 def both(method, federation, **settings):
-    loop, other = (fedloom.run(method, federation, rounds=3, engine=engine, **settings) for engine in ("loop", "stacked"))
+    loop, other = (
+        fedloom.run(method, federation, rounds=3, engine=engine, **settings)
+        for engine in ("loop", "stacked")
+    )
     one, two = flatten(loop.models), flatten(other.models)
     assert one.keys() == two.keys()
     return max((one[name] - two[name]).abs().max().item() for name in one), loop, other
@@ -31,7 +34,11 @@ def test_part_of_the_clients_takes_part(method, federation):
 
 @pytest.mark.parametrize("model", ["gcn", "gat-2x16", "gin", "gcn,sgc-2,gat-2x16"])
 def test_models_of_all_kinds(model, federation):
-    off, _, other = both("fedproto", federation, model=model.replace("gcn,", "gcn-2x16,").replace("sgc-2", "sgc-2x16"))
+    off, _, other = both(
+        "fedproto",
+        federation,
+        model=model.replace("gcn,", "gcn-2x16,").replace("sgc-2", "sgc-2x16"),
+    )
     assert off < 1e-5
     done = other.summary["engine_details"]["phases"]["train"]
     assert done["together"] > 5 * done["alone"]
@@ -40,15 +47,25 @@ def test_models_of_all_kinds(model, federation):
 def test_small_crews_give_the_same_as_one(federation, monkeypatch):
     _, _, at_once = both("fedavg", federation)
     assert at_once.summary["engine_details"]["clients_per_crew"] == [6]
-    facts = Facts(federation.num_features, federation.num_classes, "node", federation.names, ("gcn",) * federation.num_clients)
+    facts = Facts(
+        federation.num_features,
+        federation.num_classes,
+        "node",
+        federation.names,
+        ("gcn",) * federation.num_clients,
+    )
     size = stacked.working_set(facts, federation.names[0], federation.graphs[0].num_nodes)
-    monkeypatch.setattr(stacked, "CREW_BYTES", 2.5 * size)
+    monkeypatch.setattr(stacked, "GROUP_BYTES", 2.5 * size)
     off, _, in_crews = both("fedavg", federation)
     assert in_crews.summary["engine_details"]["clients_per_crew"] == [2, 2, 2]
     assert off < 1e-5
-    monkeypatch.setattr(stacked, "CREW_BYTES", 0)
+    monkeypatch.setattr(stacked, "GROUP_BYTES", 0)
     _, _, alone = both("fedavg", federation)
-    assert alone.summary["engine_details"] == {"threads": 1, "clients_per_crew": [1] * 6, "phases": {}}
+    assert alone.summary["engine_details"] == {
+        "threads": 1,
+        "clients_per_crew": [1] * 6,
+        "phases": {},
+    }
     assert alone.summary["history_hash"] != in_crews.summary["history_hash"]
 
 
@@ -66,8 +83,12 @@ def test_a_run_that_was_stopped_goes_on(federation, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fedloom.run("fedavg", federation, rounds=5, out=tmp_path / "broken", on_round=stop, **settings)
-    again = fedloom.run("fedavg", federation, rounds=5, out=tmp_path / "broken", resume=True, **settings)
+        fedloom.run(
+            "fedavg", federation, rounds=5, out=tmp_path / "broken", on_round=stop, **settings
+        )
+    again = fedloom.run(
+        "fedavg", federation, rounds=5, out=tmp_path / "broken", resume=True, **settings
+    )
     one, two = flatten(whole.models), flatten(again.models)
     assert all(torch.allclose(one[name], two[name], atol=1e-6) for name in one)
 

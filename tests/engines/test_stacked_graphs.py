@@ -11,10 +11,15 @@ from fedloom.core.client import Client
 from fedloom.core.facts import Facts
 from fedloom.data.graph import Graph
 from fedloom.engines.stacked.graphs import Stack, common, copies, joined, parted, whole_of
-from fedloom.engines.stacked.lockstep import in_step
+from fedloom.engines.stacked.lockstep import run_lockstep
 from fedloom.engines.stacked.matmul import blockwise
-from fedloom.engines.stacked.parameters import StackedOptimizer, position_of, stacked, tensor_of_rows
-from fedloom.experiments.executor import Crew
+from fedloom.engines.stacked.parameters import (
+    StackedOptimizer,
+    position_of,
+    stacked,
+    tensor_of_rows,
+)
+from fedloom.experiments.executor import Executor
 from fedloom.nn.architectures import ARCHITECTURES
 from fedloom.nn.augment import thinned
 from fedloom.nn.build import build_model
@@ -50,11 +55,15 @@ def nets(spec, task="node", count=4):
 
 def both_ways(work, count, crew=None):
     """What `work(k)` gives for each client, alone and in step."""
-    return [work(k) for k in range(count)], in_step([partial(work, k) for k in range(count)], crew or Crew())
+    return [work(k) for k in range(count)], run_lockstep(
+        [partial(work, k) for k in range(count)], crew or Executor()
+    )
 
 
 def close(one, other):
-    return len(one) == len(other) and all(torch.allclose(a, b, atol=1e-5) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        torch.allclose(a, b, atol=1e-5) for a, b in zip(one, other, strict=True)
+    )
 
 
 def everything(spec, task, parts):
@@ -69,7 +78,13 @@ def everything(spec, task, parts):
         backward(net, loss)
         with torch.no_grad():
             quiet = net(graph)
-        return [z.detach(), logits.detach(), loss.detach(), quiet, *(p.grad for p in net.parameters())]
+        return [
+            z.detach(),
+            logits.detach(),
+            loss.detach(),
+            quiet,
+            *(p.grad for p in net.parameters()),
+        ]
 
     return work
 
@@ -82,11 +97,11 @@ def everything(spec, task, parts):
 def test_every_architecture(name, options, task, sparse, sizes):
     if name == "dgcn" and options == "+norm":
         pytest.skip("dgcn has a norm as it is")
-    parts, crew = graphs(task, sizes, sparse), Crew()
+    parts, crew = graphs(task, sizes, sparse), Executor()
     alone = [everything(f"{name}-2x8{options}", task, parts)(k) for k in range(len(sizes))]
     work = everything(f"{name}-2x8{options}", task, parts)
-    together = in_step([partial(work, k) for k in range(len(sizes))], crew)
-    assert crew.tally["alone"] == 0
+    together = run_lockstep([partial(work, k) for k in range(len(sizes))], executor)
+    assert executor.tally["alone"] == 0
     for one, other in zip(alone, together, strict=True):
         assert close(one, other)
 
@@ -94,26 +109,30 @@ def test_every_architecture(name, options, task, sparse, sizes):
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "gcn+norm"])
 def test_views(name, sparse):
-    parts, crew = graphs(sparse=sparse), Crew()
+    parts, crew = graphs(sparse=sparse), Executor()
     name, plus, option = name.partition("+")
 
     def seen():
-        return [thinned(graph, 0.3, 0.4, Generator().manual_seed(k)) for k, graph in enumerate(parts)]
+        return [
+            thinned(graph, 0.3, 0.4, Generator().manual_seed(k)) for k, graph in enumerate(parts)
+        ]
 
     alone = [everything(f"{name}-2x8{plus}{option}", "node", seen())(k) for k in range(4)]
     work = everything(f"{name}-2x8{plus}{option}", "node", seen())
-    for one, other in zip(alone, in_step([partial(work, k) for k in range(4)], crew), strict=True):
+    for one, other in zip(
+        alone, run_lockstep([partial(work, k) for k in range(4)], executor), strict=True
+    ):
         assert close(one, other)
-    assert crew.tally["alone"] == 0
+    assert executor.tally["alone"] == 0
 
 
 def test_clients_of_different_architectures_run_side_by_side():
-    parts, crew = graphs(), Crew()
+    parts, crew = graphs(), Executor()
     specs = ["gcn-2x8", "sgc-2x8", "gcn-2x8", "sage-2x8"]
     models = [build_model(spec, FEATURES, CLASSES, seed=k) for k, spec in enumerate(specs)]
-    alone, together = both_ways(lambda k: models[k](parts[k]).detach(), len(specs), crew)
+    alone, together = both_ways(lambda k: models[k](parts[k]).detach(), len(specs), executor)
     assert close(alone, together)
-    assert crew.tally == {"together": 2, "alone": 2}
+    assert executor.tally == {"together": 2, "alone": 2}
 
 
 def test_models_of_one_kind_become_rows_of_one_tensor_and_stay_themselves():
@@ -121,15 +140,24 @@ def test_models_of_one_kind_become_rows_of_one_tensor_and_stay_themselves():
     before = [{name: t.clone() for name, t in weights(net).items()} for net in models]
     parameters = [p for net in models for p in net.parameters()]
     stack = stacked(models)
-    assert all(p is q for p, q in zip(parameters, (p for net in models for p in net.parameters()), strict=True))
-    assert all(torch.equal(stack[name][k], kept) for k, own in enumerate(before) for name, kept in own.items())
+    assert all(
+        p is q
+        for p, q in zip(parameters, (p for net in models for p in net.parameters()), strict=True)
+    )
+    assert all(
+        torch.equal(stack[name][k], kept)
+        for k, own in enumerate(before)
+        for name, kept in own.items()
+    )
     load_weights(models[2], before[0])
     assert torch.equal(stack["classifier.weight"][2], before[0]["classifier.weight"])
     family, j, k = position_of(models[1].classifier.bias)
     assert family.rows[j][k] is models[1].classifier.bias
     assert tensor_of_rows([net.classifier.bias for net in models]) is stack["classifier.bias"]
     assert tensor_of_rows([net.classifier.bias for net in models[:2]]) is None
-    some = stacked(models[:2])  # not the whole family: a copy, through which gradients find their way
+    some = stacked(
+        models[:2]
+    )  # not the whole family: a copy, through which gradients find their way
     some["classifier.bias"].sum().backward()
     assert torch.equal(models[1].classifier.bias.grad, torch.ones(CLASSES))
 
@@ -137,11 +165,16 @@ def test_models_of_one_kind_become_rows_of_one_tensor_and_stay_themselves():
 def trained(kind, engine, rounds=4, absent=None, lr=(0.1, 0.1, 0.1, 0.1), momentum_before=False):
     """Weights after some steps, of which a client may miss one."""
     parts, models = graphs(), nets("gcn-2x8")
-    optimizers = [make_optimizer(kind, net.parameters(), lr[k], 0.01) for k, net in enumerate(models)]
-    crew = Crew()
+    optimizers = [
+        make_optimizer(kind, net.parameters(), lr[k], 0.01) for k, net in enumerate(models)
+    ]
+    crew = Executor()
 
     def one(k):
-        step(optimizers[k], training_loss(models[k](parts[k], Generator().manual_seed(k)), parts[k], "mean", None))
+        step(
+            optimizers[k],
+            training_loss(models[k](parts[k], Generator().manual_seed(k)), parts[k], "mean", None),
+        )
 
     if momentum_before:
         one(1)
@@ -151,23 +184,35 @@ def trained(kind, engine, rounds=4, absent=None, lr=(0.1, 0.1, 0.1, 0.1), moment
             for k in who:
                 one(k)
         else:
-            in_step([partial(one, k) for k in who], crew)
+            run_lockstep([partial(one, k) for k in who], executor)
     return [p.detach() for net in models for p in net.parameters()], optimizers, crew
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 @pytest.mark.parametrize(
     "case",
-    [{}, {"absent": (0, 1)}, {"absent": (2, 1)}, {"lr": (0.1, 0.1, 0.2, 0.1)}, {"momentum_before": True}],
+    [
+        {},
+        {"absent": (0, 1)},
+        {"absent": (2, 1)},
+        {"lr": (0.1, 0.1, 0.2, 0.1)},
+        {"momentum_before": True},
+    ],
     ids=["all", "one misses the first", "one misses a later", "other rates", "one is ahead"],
 )
 def test_steps_at_once_are_each_ones_own(kind, case):
-    (loop, one, _), (stack, other, _) = (trained(kind, engine, **case) for engine in ("loop", "stacked"))
+    (loop, one, _), (stack, other, _) = (
+        trained(kind, engine, **case) for engine in ("loop", "stacked")
+    )
     assert close(loop, stack)
     for a, b in zip(one, other, strict=True):
         left, right = a.state_dict()["state"], b.state_dict()["state"]
         assert left.keys() == right.keys()
-        assert all(torch.allclose(left[i][name], right[i][name], atol=1e-5) for i in left for name in left[i])
+        assert all(
+            torch.allclose(left[i][name], right[i][name], atol=1e-5)
+            for i in left
+            for name in left[i]
+        )
 
 
 def test_optimisers_that_hold_different_things_move_each_for_itself():
@@ -177,24 +222,40 @@ def test_optimisers_that_hold_different_things_move_each_for_itself():
     held[2] = [{"params": list(models[2].parameters())[:2]}]
     optimizers = [make_optimizer("adam", groups, 0.1, 0.0) for groups in held]
     before = [weights(net)["classifier.bias"].clone() for net in models]
-    in_step(
-        [partial(lambda k: step(optimizers[k], training_loss(models[k](parts[k]), parts[k], "mean", None)), k) for k in range(4)], Crew()
+    run_lockstep(
+        [
+            partial(
+                lambda k: step(
+                    optimizers[k], training_loss(models[k](parts[k]), parts[k], "mean", None)
+                ),
+                k,
+            )
+            for k in range(4)
+        ],
+        Executor(),
     )
-    moved = [not torch.equal(old, weights(net)["classifier.bias"]) for old, net in zip(before, models, strict=True)]
+    moved = [
+        not torch.equal(old, weights(net)["classifier.bias"])
+        for old, net in zip(before, models, strict=True)
+    ]
     assert moved[1]
     assert not moved[2]
 
 
 def test_all_move_as_one_when_they_can(monkeypatch):
     moved = []
-    monkeypatch.setattr(StackedOptimizer, "step", lambda self, step=StackedOptimizer.step: moved.append(step(self)) or moved[-1])
+    monkeypatch.setattr(
+        StackedOptimizer,
+        "step",
+        lambda self, step=StackedOptimizer.step: moved.append(step(self)) or moved[-1],
+    )
     trained("adam", "stacked")
     assert moved == [True] * 4
 
 
 def test_a_state_that_was_put_back_is_taken_up():
     _, optimizers, _ = trained("adam", "stacked")
-    parts, crew = graphs(), Crew()
+    parts, crew = graphs(), Executor()
     models = nets("gcn-2x8")
     fresh = [make_optimizer("adam", net.parameters(), 0.1, 0.01) for net in models]
     alike = nets("gcn-2x8")
@@ -203,15 +264,18 @@ def test_a_state_that_was_put_back_is_taken_up():
     def one(nets, optimizers, k):
         step(optimizers[k], training_loss(nets[k](parts[k]), parts[k], "mean", None))
 
-    in_step([partial(one, models, fresh, k) for k in range(4)], crew)
+    run_lockstep([partial(one, models, fresh, k) for k in range(4)], executor)
     for k in range(4):
         one(alike, alone, k)
         for optimizer in (fresh[k], alone[k]):
             optimizer.load_state_dict(optimizers[k].state_dict())
-    in_step([partial(one, models, fresh, k) for k in range(4)], crew)
+    run_lockstep([partial(one, models, fresh, k) for k in range(4)], executor)
     for k in range(4):
         one(alike, alone, k)
-    assert close([p for net in models for p in net.parameters()], [p for net in alike for p in net.parameters()])
+    assert close(
+        [p for net in models for p in net.parameters()],
+        [p for net in alike for p in net.parameters()],
+    )
 
 
 def test_a_loss_beside_the_model_adds_to_its_gradient():
@@ -222,16 +286,22 @@ def test_a_loss_beside_the_model_adds_to_its_gradient():
         near = sum(p.square().sum() for p in nets[k].parameters())
         step(optimizer, training_loss(nets[k](parts[k]), parts[k], "mean", None) + near)
 
-    in_step([partial(work, models, k) for k in range(4)], Crew())
+    run_lockstep([partial(work, models, k) for k in range(4)], Executor())
     for k in range(4):
         work(others, k)
-    assert close([p for net in models for p in net.parameters()], [p for net in others for p in net.parameters()])
+    assert close(
+        [p for net in models for p in net.parameters()],
+        [p for net in others for p in net.parameters()],
+    )
 
 
 def test_differentiating_by_oneself_what_all_share_is_an_error():
     parts, models = graphs(), nets("gcn-2x8")
     with pytest.raises(RuntimeError, match=r"fedloom\.learn\.backward"):
-        in_step([partial(lambda k: models[k](parts[k]).sum().backward(), k) for k in range(4)], Crew())
+        run_lockstep(
+            [partial(lambda k: models[k](parts[k]).sum().backward(), k) for k in range(4)],
+            Executor(),
+        )
 
 
 def test_who_still_needs_what_all_share_keeps_it():
@@ -246,7 +316,7 @@ def test_who_still_needs_what_all_share_keeps_it():
         return [p.grad for p in models[k].parameters()]
 
     fresh = nets("gcn-2x8")
-    for k, got in enumerate(in_step([partial(work, k) for k in range(4)], Crew())):
+    for k, got in enumerate(run_lockstep([partial(work, k) for k in range(4)], Executor())):
         backward(fresh[k], training_loss(fresh[k](parts[k]), parts[k], "mean", None))
         assert close(got, [p.grad for p in fresh[k].parameters()])
 
@@ -281,16 +351,25 @@ def test_parts_know_their_whole():
     assert joined(parts) is whole
     assert whole_of(parts[:2]) is None
     assert whole_of([parts[1], parts[0], parts[2]]) is None
-    assert torch.equal(joined([parts[1] * 1, parts[0], parts[2]]), torch.cat([parts[1], parts[0], parts[2]]))
+    assert torch.equal(
+        joined([parts[1] * 1, parts[0], parts[2]]), torch.cat([parts[1], parts[0], parts[2]])
+    )
 
 
 def test_losses_and_confusions_of_clients_with_nothing_to_score():
     parts = graphs()
     nobody = torch.zeros(len(parts[0].y), dtype=torch.bool)
-    parts[0] = Graph(parts[0].x, parts[0].edge_index, parts[0].y, CLASSES, train=nobody, val=nobody, test=nobody)
+    parts[0] = Graph(
+        parts[0].x, parts[0].edge_index, parts[0].y, CLASSES, train=nobody, val=nobody, test=nobody
+    )
     logits = [torch.randn(g.num_items, CLASSES, requires_grad=True) for g in parts]
     for reduction in ("mean", "sum"):
-        alone, together = both_ways(partial(lambda k, how: training_loss(logits[k], parts[k], how, None).detach(), how=reduction), 4)
+        alone, together = both_ways(
+            partial(
+                lambda k, how: training_loss(logits[k], parts[k], how, None).detach(), how=reduction
+            ),
+            4,
+        )
         assert close(alone, together)
     alone, together = both_ways(lambda k: held_out(logits[k], parts[k]), 4)
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
@@ -299,26 +378,37 @@ def test_losses_and_confusions_of_clients_with_nothing_to_score():
 def test_a_stack_is_a_graph_with_the_others_side_by_side():
     parts = graphs("graph")
     stack = Stack(parts)
-    assert (stack.num_nodes, stack.num_items, stack.num_features) == (sum(SIZES), sum(g.num_items for g in parts), FEATURES)
+    assert (stack.num_nodes, stack.num_items, stack.num_features) == (
+        sum(SIZES),
+        sum(g.num_items for g in parts),
+        FEATURES,
+    )
     assert stack.batch.max() == stack.num_items - 1
     whole = stack.adjacency("sym").dense()
     assert torch.allclose(whole, torch.block_diag(*(g.adjacency("sym").dense() for g in parts)))
-    assert torch.allclose(stack.adjacency("mean").transpose.dense(), stack.adjacency("mean").dense().t())
+    assert torch.allclose(
+        stack.adjacency("mean").transpose.dense(), stack.adjacency("mean").dense().t()
+    )
 
 
 def test_graphs_that_take_part_in_differentiation_run_alone():
     parts = graphs()
     x = parts[1].x.clone().requires_grad_()
     parts[1] = Graph(x, parts[1].edge_index, parts[1].y, CLASSES)
-    models, crew = nets("gcn-2x8"), Crew()
-    in_step([partial(lambda k: backward(models[k], models[k](parts[k]).sum()), k) for k in range(4)], crew)
+    models, crew = nets("gcn-2x8"), Executor()
+    run_lockstep(
+        [partial(lambda k: backward(models[k], models[k](parts[k]).sum()), k) for k in range(4)],
+        executor,
+    )
     assert x.grad is not None
     assert FORWARD.alike(models[1], parts[1], None) is None
 
 
 def test_clients_share_no_memory_with_each_other():
     facts = Facts(FEATURES, CLASSES, "node", ("a", "b"), ("gcn-2x8",) * 2)
-    clients = [Client(name, graph, facts) for name, graph in zip("ab", graphs(sizes=(4, 5)), strict=True)]
+    clients = [
+        Client(name, graph, facts) for name, graph in zip("ab", graphs(sizes=(4, 5)), strict=True)
+    ]
     models = [client.build() for client in clients]
     stacked(models)
     before = weights(models[1])["classifier.bias"].clone()
@@ -329,9 +419,18 @@ def test_clients_share_no_memory_with_each_other():
 
 @pytest.mark.parametrize("sizes", [[0, 0], [0, 3], [2, 2]])
 def test_blocks_may_be_empty(sizes):
-    h, weights = torch.randn(sum(sizes), 20, requires_grad=True), torch.randn(2, 20, 3, requires_grad=True)
+    h, weights = (
+        torch.randn(sum(sizes), 20, requires_grad=True),
+        torch.randn(2, 20, 3, requires_grad=True),
+    )
     out = blockwise(h, weights, sizes)
-    assert torch.allclose(out, torch.cat([part @ own for part, own in zip(h.split(sizes), weights, strict=True)]), atol=1e-5)
+    assert torch.allclose(
+        out,
+        torch.cat([part @ own for part, own in zip(h.split(sizes), weights, strict=True)]),
+        atol=1e-5,
+    )
     out.sum().backward()
-    expected = torch.stack([part.sum(0).unsqueeze(1).expand(20, 3) for part in h.detach().split(sizes)])
+    expected = torch.stack(
+        [part.sum(0).unsqueeze(1).expand(20, 3) for part in h.detach().split(sizes)]
+    )
     assert torch.allclose(weights.grad, expected, atol=1e-5)

@@ -32,7 +32,10 @@ GIVEN = {"fedgh": {**SMALL, "epochs": 1}, "fedstruct": STRUCT}
 MODELS = {"fedgh": "gcn-2x8", "fedstruct": "dgcn-2x8"}
 ENGINES = ("stacked", "wire", "processes", "ray")
 SYNTHETIC = {
-    "data": {"dataset": "synthetic:nodes=300,classes=3,features=16,homophily=0.9", "split": "40/30/30"},
+    "data": {
+        "dataset": "synthetic:nodes=300,classes=3,features=16,homophily=0.9",
+        "split": "40/30/30",
+    },
     "partition": {"name": "louvain", "clients": 3},
     "model": {"name": "gcn-2x8", "dropout": 0.2},
     "method": {"name": "fedavg", "rounds": 40},
@@ -45,7 +48,13 @@ def play(node_federation, cross_federation):
 
     def play(method, out=None, federation=None, **settings):
         own = cross_federation if method == "fedstruct" else node_federation
-        return run(method, federation or own, model=MODELS[method], out=out, **{"rounds": 2, **GIVEN[method], **settings})
+        return run(
+            method,
+            federation or own,
+            model=MODELS[method],
+            out=out,
+            **{"rounds": 2, **GIVEN[method], **settings},
+        )
 
     return play
 
@@ -53,7 +62,11 @@ def play(node_federation, cross_federation):
 def shown(folder):
     """All tensors that are shown, by file and name."""
     files = [*(folder / "artifacts").glob("*.safetensors"), *folder.glob("artifacts.safetensors")]
-    return {(str(path.relative_to(folder)), name): tensor for path in files for name, tensor in load_file(path).items()}
+    return {
+        (str(path.relative_to(folder)), name): tensor
+        for path in files
+        for name, tensor in load_file(path).items()
+    }
 
 
 def assert_same(one, other):
@@ -66,7 +79,9 @@ def by_kind(folder, kind):
 
 
 def matrix_of(panel):
-    return np.frombuffer(base64.b64decode(panel["values"]), np.uint8).reshape(panel["size"], panel["size"])
+    return np.frombuffer(base64.b64decode(panel["values"]), np.uint8).reshape(
+        panel["size"], panel["size"]
+    )
 
 
 # ---- what a run leaves ----
@@ -84,10 +99,16 @@ def test_every_engine_shows_what_the_loop_shows(play, method, engine, tmp_path, 
 @pytest.mark.parametrize("method", GIVEN)
 def test_showing_changes_nothing_in_the_run(play, method, tmp_path, monkeypatch):
     with_pictures = play(method, tmp_path / "x")
-    monkeypatch.setattr(Loop, "artifacts", lambda self: pytest.fail("nothing is collected for a run that is not kept"))
+    monkeypatch.setattr(
+        Loop,
+        "artifacts",
+        lambda self: pytest.fail("nothing is collected for a run that is not kept"),
+    )
     without_folder = play(method)
     same = ("history_hash", "traffic", "accuracy", "per_client")
-    assert {k: with_pictures.summary[k] for k in same} == {k: without_folder.summary[k] for k in same}
+    assert {k: with_pictures.summary[k] for k in same} == {
+        k: without_folder.summary[k] for k in same
+    }
     for name, weights in without_folder.models.items():
         kept = flatten(with_pictures.models[name])
         assert all(torch.equal(tensor, kept[key]) for key, tensor in flatten(weights).items())
@@ -117,9 +138,9 @@ def test_most_methods_show_nothing_and_leave_no_files(node_federation, tmp_path)
 
 def test_parties_of_a_deployment_show_nothing(node_federation, tmp_path):
     pytest.importorskip("flwr")
-    from fedloom.deploy.engine import Remote
+    from fedloom.deploy.engine import RemoteEngine
 
-    assert Remote.artifacts(None) == {}
+    assert RemoteEngine.artifacts(None) == {}
 
 
 def test_a_secure_run_shows_the_same_as_an_open_one(play, tmp_path):
@@ -132,17 +153,27 @@ def test_a_secure_run_shows_the_same_as_an_open_one(play, tmp_path):
 def test_pictures_are_read_without_torch(play, tmp_path):
     play("fedgh", tmp_path / "x")
     code = "import sys; from fedloom.pictures import pictures; print(len(pictures(sys.argv[1])), 'torch' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", code, str(tmp_path / "x")], capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "x")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert told.stdout.split() == ["4", "False"]
 
 
 def test_ids_are_told_apart_by_a_prefix(play, tmp_path):
     play("fedstruct", tmp_path / "x")
-    assert [figure["id"] for figure in pictures(tmp_path / "x", "a-")] == ["a-adjacency-weight", "a-adjacency-entries"]
+    assert [figure["id"] for figure in pictures(tmp_path / "x", "a-")] == [
+        "a-adjacency-weight",
+        "a-adjacency-entries",
+    ]
 
 
 # ---- FedGH ----
-def test_graphs_are_the_clients_own_their_pseudo_graphs_and_what_was_added(play, node_federation, tmp_path):
+def test_graphs_are_the_clients_own_their_pseudo_graphs_and_what_was_added(
+    play, node_federation, tmp_path
+):
     play("fedgh", tmp_path / "x")
     figures = by_kind(tmp_path / "x", "graph")
     assert [figure["id"] for figure in figures] == [f"graphs-{k}" for k in range(4)]
@@ -153,12 +184,16 @@ def test_graphs_are_the_clients_own_their_pseudo_graphs_and_what_was_added(play,
         nodes = neighbourhood(graph.edge_index, graph.num_nodes, SHOWN_NODES).tolist()
         assert sorted(nodes) == list(range(graph.num_nodes))
         edges = {tuple(sorted((nodes[i], nodes[j]))) for i, j in own["edges"]}
-        assert edges == {tuple(sorted(pair)) for pair in graph.edge_index.T.tolist() if pair[0] != pair[1]}
+        assert edges == {
+            tuple(sorted(pair)) for pair in graph.edge_index.T.tolist() if pair[0] != pair[1]
+        }
         assert own["classes"] == graph.y[nodes].tolist()
         assert own["points"] == pseudo["points"] == refined["points"]
         assert own["edges"] == refined["edges"] != pseudo["edges"]
         assert refined["added"]
-        assert not {tuple(sorted(pair)) for pair in refined["added"]} & {tuple(sorted(pair)) for pair in own["edges"]}
+        assert not {tuple(sorted(pair)) for pair in refined["added"]} & {
+            tuple(sorted(pair)) for pair in own["edges"]
+        }
         assert len(own["points"]) == graph.num_nodes
         assert all(0 <= x <= 1 and 0 <= y <= 1 for x, y in own["points"])
 
@@ -181,10 +216,19 @@ def test_what_a_variant_does_not_make_is_not_shown(play, settings, titles, tmp_p
 
 def test_few_clients_show_a_part_of_a_large_graph(play, tmp_path):
     graph = synthetic(nodes=3000, classes=3, features=4, degree=8.0, seed=0)
-    play("fedgh", tmp_path / "x", divide(graph, 6, "random", 0, split="40/30/30"), rounds=1, vgae_epochs=1, diffusion_epochs=1)
+    play(
+        "fedgh",
+        tmp_path / "x",
+        divide(graph, 6, "random", 0, split="40/30/30"),
+        rounds=1,
+        vgae_epochs=1,
+        diffusion_epochs=1,
+    )
     figures = by_kind(tmp_path / "x", "graph")
     assert len(figures) == 4
-    assert all(len(panel["points"]) == SHOWN_NODES for figure in figures for panel in figure["panels"])
+    assert all(
+        len(panel["points"]) == SHOWN_NODES for figure in figures for panel in figure["panels"]
+    )
     assert "Of its 480 nodes, 300" in figures[0]["caption"]
     assert sum(path.stat().st_size for path in (tmp_path / "x" / "artifacts").iterdir()) < 200_000
 
@@ -255,8 +299,12 @@ def left(folder, kind, n):
 
 
 @pytest.mark.parametrize("side", [256, 17])
-@pytest.mark.parametrize("settings", [{}, {"beta": "0.5,0,0.25,0.25"}, {"private": True, "query_limit": 10**6}])
-def test_unpruned_before_and_after_are_the_dense_matrix(play, cross_federation, side, settings, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "settings", [{}, {"beta": "0.5,0,0.25,0.25"}, {"private": True, "query_limit": 10**6}]
+)
+def test_unpruned_before_and_after_are_the_dense_matrix(
+    play, cross_federation, side, settings, tmp_path, monkeypatch
+):
     monkeypatch.setattr(binned, "MOST_CELLS", side)
     play("fedstruct", tmp_path / "x", prune="none", **settings)
     beta = [float(b) for b in settings.get("beta", "0,0,0,1").split(",")]
@@ -299,15 +347,29 @@ def test_a_learned_filter_is_the_one_that_the_run_ended_with(play, cross_federat
     assert beta != [0, 0, 0, 1]
     wanted = dense(cross_federation, beta)
     assert left(tmp_path / "x", "weight", 211) == pytest.approx(wanted, abs=1e-5)
-    before, after = (matrix_of(panel).astype(int) for panel in by_kind(tmp_path / "x", "image")[0]["panels"])
+    before, after = (
+        matrix_of(panel).astype(int) for panel in by_kind(tmp_path / "x", "image")[0]["panels"]
+    )
     assert abs(before - after).max() <= 1
 
 
-def test_behind_fedgh_the_exact_matrix_is_shown_only_if_edges_stay(play, cross_federation, tmp_path):
+def test_behind_fedgh_the_exact_matrix_is_shown_only_if_edges_stay(
+    play, cross_federation, tmp_path
+):
     small = {**SMALL, **STRUCT, "base": "fedstruct"}
     for out, more, panels in (("kept", {"add_edges": 0}, 2), ("changed", {}, 1)):
-        run("fedgh", cross_federation, model="dgcn-2x8", rounds=1, out=tmp_path / out, **{**small, **more})
-        assert [len(figure["panels"]) for figure in by_kind(tmp_path / out, "image")] == [panels, panels]
+        run(
+            "fedgh",
+            cross_federation,
+            model="dgcn-2x8",
+            rounds=1,
+            out=tmp_path / out,
+            **{**small, **more},
+        )
+        assert [len(figure["panels"]) for figure in by_kind(tmp_path / out, "image")] == [
+            panels,
+            panels,
+        ]
         assert len(by_kind(tmp_path / out, "graph")) == 4
     assert "not known" in by_kind(tmp_path / "changed", "image")[0]["caption"]
 
@@ -323,7 +385,9 @@ def test_what_would_take_too_long_is_not_worked_out(play, tmp_path, monkeypatch)
 @pytest.mark.parametrize("n", [1, 5, 255, 256, 257, 700])
 def test_cells_against_dense_powers(n, monkeypatch):
     monkeypatch.setattr(binned, "REACHED_BYTES", 2**14)  # several blocks of columns
-    matrix = csr_matrix(random_array((n, n), density=min(1.0, 3 / n), rng=n) + csr_matrix(np.eye(n)))
+    matrix = csr_matrix(
+        random_array((n, n), density=min(1.0, 3 / n), rng=n) + csr_matrix(np.eye(n))
+    )
     full, side = matrix.toarray(), binned.count(n)
     assert np.diff(binned.begins(n)).min() >= 1
     assert [binned.cell(int(first), n) for first in binned.begins(n)[:-1]] == list(range(side))
@@ -344,9 +408,17 @@ def test_cells_against_dense_powers(n, monkeypatch):
 
 def test_exhibits_of_a_large_graph_are_small(play, tmp_path):
     graph = synthetic(nodes=3000, classes=3, features=4, degree=6.0, seed=0)
-    play("fedstruct", tmp_path / "x", divide(graph, 5, "random", 0, split="40/30/30", cross_edges="known"), rounds=1)
+    play(
+        "fedstruct",
+        tmp_path / "x",
+        divide(graph, 5, "random", 0, split="40/30/30", cross_edges="known"),
+        rounds=1,
+    )
     assert (tmp_path / "x" / "artifacts.safetensors").stat().st_size < 2 * 4 * 256**2 + 2000
-    assert sum(path.stat().st_size for path in (tmp_path / "x" / "artifacts").iterdir()) < 2 * 4 * 256 * (256 + 5) + 5 * 2000
+    assert (
+        sum(path.stat().st_size for path in (tmp_path / "x" / "artifacts").iterdir())
+        < 2 * 4 * 256 * (256 + 5) + 5 * 2000
+    )
 
 
 # ---- damaged folders ----
@@ -386,14 +458,19 @@ def test_embeddings_show_the_classes_and_are_kept(trained, how):
     assert points.min() >= 0
     assert points.max() <= 1
     shuffled = np.random.default_rng(0).permutation(panel["classes"])
-    assert silhouette_score(points, panel["classes"]) > 0.1 > 0.02 > silhouette_score(points, shuffled)
+    assert (
+        silhouette_score(points, panel["classes"]) > 0.1 > 0.02 > silhouette_score(points, shuffled)
+    )
     assert pictures(trained) == [figure]
     assert embed(trained, how=how) == figure
 
 
 def test_embeddings_are_what_the_models_give(trained, monkeypatch):
     seen = []
-    monkeypatch.setattr("fedloom.experiments.embeddings.reduced", lambda rows, how: seen.append(rows) or reduced(rows, how))
+    monkeypatch.setattr(
+        "fedloom.experiments.embeddings.reduced",
+        lambda rows, how: seen.append(rows) or reduced(rows, how),
+    )
     embed(trained, clients=["1"], how="pca")
     recipe = make_recipe(SYNTHETIC)
     result = recipe.execute()
@@ -473,7 +550,13 @@ def test_models_that_are_not_enough_say_so(tmp_path):
     make_recipe({**SYNTHETIC, "method": private}).execute(tmp_path / "x")
     with pytest.raises(DataError, match="models alone do not bring back"):
         embed(tmp_path / "x")
-    make_recipe({**SYNTHETIC, "model": {"name": "gcn-2x8,gcn-2x16"}, "method": {"name": "local", "rounds": 1}}).execute(tmp_path / "y")
+    make_recipe(
+        {
+            **SYNTHETIC,
+            "model": {"name": "gcn-2x8,gcn-2x16"},
+            "method": {"name": "local", "rounds": 1},
+        }
+    ).execute(tmp_path / "y")
     with pytest.raises(DataError, match="differ in width"):
         embed(tmp_path / "y")
     assert embed(tmp_path / "y", clients=["1"], how="pca")["kind"] == "scatter"

@@ -42,13 +42,19 @@ def tab(new_tab, report):
 
 def column(tab, selector, number):
     """The texts of a table's column, from top to bottom."""
-    return tab.js(f"[...document.querySelectorAll('{selector} tbody tr')].map((row) => row.children[{number}].textContent)")
+    return tab.js(
+        f"[...document.querySelectorAll('{selector} tbody tr')].map((row) => row.children[{number}].textContent)"
+    )
 
 
 def chosen(tab):
     """The tab that is chosen, and the panels that are shown."""
-    shown = "[...document.querySelectorAll('[role=tabpanel]:not([hidden])')].map((panel) => panel.id)"
-    return tab.js("document.querySelector('[role=tab][aria-selected=true]').textContent"), tab.js(shown)
+    shown = (
+        "[...document.querySelectorAll('[role=tabpanel]:not([hidden])')].map((panel) => panel.id)"
+    )
+    return tab.js("document.querySelector('[role=tab][aria-selected=true]').textContent"), tab.js(
+        shown
+    )
 
 
 def colours(tab, selector):
@@ -72,7 +78,9 @@ def test_every_section_opens_and_fits(tab, report, width, dark, tmp_path):
         tab.open(f"{report}#{section}")
         assert chosen(tab) == (section.title(), [f"panel-{section}"])
         assert tab.js("document.documentElement.scrollWidth") <= width
-        drawn = tab.js("[...document.querySelectorAll('.panel:not([hidden]) .plot')].map((p) => p.querySelectorAll('svg *').length)")
+        drawn = tab.js(
+            "[...document.querySelectorAll('.panel:not([hidden]) .plot')].map((p) => p.querySelectorAll('svg *').length)"
+        )
         assert all(count > 5 for count in drawn)
         tab.screenshot(tmp_path / "shot.png")
         assert (tmp_path / "shot.png").read_bytes()[:4] == b"\x89PNG"
@@ -107,7 +115,12 @@ def test_tabs_go_by_arrow_keys(tab):
         tab.press(key)
         assert chosen(tab) == (title, [f"panel-{title.lower()}"])
         assert tab.js("document.activeElement.textContent") == title
-    assert tab.js("[...document.querySelectorAll('[role=tab]')].filter((tab) => tab.tabIndex === 0).length") == 1
+    assert (
+        tab.js(
+            "[...document.querySelectorAll('[role=tab]')].filter((tab) => tab.tabIndex === 0).length"
+        )
+        == 1
+    )
 
 
 def test_a_link_to_a_figure_opens_its_tab(tab, report):
@@ -120,7 +133,9 @@ def test_tables_sort_by_mouse_and_keyboard(tab):
     head = "#results-table th:nth-child(4)"
     tab.click(f"{head} button")
     first = [row[3]["sort"] for row in pages.every_kind()["figures"][0]["rows"]]
-    expected = [f"{sent / 1e6:.2f} MB" for sent in sorted(first, reverse=True)]  # by numbers: 1000.00 MB is more than 90.00 MB
+    expected = [
+        f"{sent / 1e6:.2f} MB" for sent in sorted(first, reverse=True)
+    ]  # by numbers: 1000.00 MB is more than 90.00 MB
     assert column(tab, "#results-table", 3) == expected
     assert tab.js(f"document.querySelector('{head}').ariaSort") == "descending"
     tab.js(f"document.querySelector('{head} button').focus()")
@@ -132,7 +147,12 @@ def test_tables_sort_by_mouse_and_keyboard(tab):
         assert column(tab, "#results-table", 4)[-1] == "–"  # what is unknown is last, either way
     tab.click("#results-table th:first-child button")
     assert column(tab, "#results-table", 0) == sorted(pages.METHODS)
-    assert tab.js("document.querySelectorAll('#results-table [aria-sort]:not([aria-sort=none])').length") == 1
+    assert (
+        tab.js(
+            "document.querySelectorAll('#results-table [aria-sort]:not([aria-sort=none])').length"
+        )
+        == 1
+    )
 
 
 def test_the_best_is_bold_and_the_second_underlined(tab):
@@ -187,7 +207,13 @@ def test_a_pointer_gets_the_values(tab, section, figure, at, words):
 
 
 @pytest.mark.parametrize(
-    ("section", "figure"), [("results", "accuracy-traffic"), ("clients", "who-gains"), ("pictures", "graph"), ("pictures", "embeddings")]
+    ("section", "figure"),
+    [
+        ("results", "accuracy-traffic"),
+        ("clients", "who-gains"),
+        ("pictures", "graph"),
+        ("pictures", "embeddings"),
+    ],
 )
 def test_arrow_keys_go_through_the_values(tab, section, figure):
     tab.click(f"#tab-{section}")
@@ -218,7 +244,9 @@ def test_legend_entries_hide_and_show_a_series(tab):
 
 
 def test_who_sends_nothing_is_in_the_picture(tab):
-    labels = tab.js("[...document.querySelectorAll('#accuracy-traffic .plot text')].map((text) => text.textContent)")
+    labels = tab.js(
+        "[...document.querySelectorAll('#accuracy-traffic .plot text')].map((text) => text.textContent)"
+    )
     assert "0" in labels
     tab.js("document.querySelector('#accuracy-traffic .plot').focus()")
     tab.press("ArrowRight")
@@ -235,7 +263,12 @@ def test_embeddings_can_be_coloured_by_client(tab):
 
 @pytest.mark.parametrize(
     ("section", "figure", "rows"),
-    [("results", "convergence", 50), ("traffic", "phases", 10), ("data", "labels", 10), ("pictures", "graph", 50)],
+    [
+        ("results", "convergence", 50),
+        ("traffic", "phases", 10),
+        ("data", "labels", 10),
+        ("pictures", "graph", 50),
+    ],
 )
 def test_the_numbers_are_there_when_asked_for(tab, section, figure, rows):
     tab.click(f"#tab-{section}")
@@ -265,8 +298,12 @@ def test_names_and_roles_are_there(tab):
     assert tab.js(
         "[...document.querySelectorAll('.plot')].every((plot) => plot.getAttribute('role') === 'img' && plot.ariaLabel.length > 20)"
     )
-    assert tab.js("[...document.querySelectorAll('figure')].every((figure) => figure.querySelector('figcaption h3').textContent)")
-    assert tab.js("[...document.querySelectorAll('button')].every((button) => button.textContent || button.ariaLabel)")
+    assert tab.js(
+        "[...document.querySelectorAll('figure')].every((figure) => figure.querySelector('figcaption h3').textContent)"
+    )
+    assert tab.js(
+        "[...document.querySelectorAll('button')].every((button) => button.textContent || button.ariaLabel)"
+    )
 
 
 def test_on_paper_there_is_everything(tab):
@@ -289,7 +326,9 @@ def test_a_large_report_opens(new_tab, tmp_path):
     tab = new_tab()
     tab.size(1400)
     tab.open((tmp_path / "report.html").as_uri())
-    assert tab.js("performance.now()") < 60_000  # generous: it is half a second where nothing else runs
+    assert (
+        tab.js("performance.now()") < 60_000
+    )  # generous: it is half a second where nothing else runs
     assert tab.js("document.querySelectorAll('#convergence svg path').length") > 20
     assert colours(tab, "#who-gains canvas") > 20
     tab.click("#tab-clients")
@@ -298,7 +337,9 @@ def test_a_large_report_opens(new_tab, tmp_path):
     best = max(row[2]["sort"] for row in pages.large()["figures"][3]["rows"])
     assert column(tab, "#clients-table", 2)[0] == f"{100 * best:.1f}"
     tab.click("#clients-table .pager button:last-child")
-    assert tab.js("document.querySelector('#clients-table .count').textContent") == "51–100 of 10,000"
+    assert (
+        tab.js("document.querySelector('#clients-table .count').textContent") == "51–100 of 10,000"
+    )
     tab.click("#clients-table input")
     tab.send("Input.insertText", text="fedgh 77")
     tab.settle()
@@ -335,17 +376,26 @@ def test_a_run_is_followed_while_it_grows(new_tab, watched):
     assert "token" not in tab.js("location.href")
     write(folder, line(1))
     tab.wait(words("round 1 of 4"))
-    write(folder, line(2, absent=[{"client": "bob", "phase": "train", "cause": "did <i>not</i> answer"}]), line(3))
+    write(
+        folder,
+        line(2, absent=[{"client": "bob", "phase": "train", "cause": "did <i>not</i> answer"}]),
+        line(3),
+    )
     tab.wait(words("round 3 of 4"))
     assert tab.js("document.querySelectorAll('#accuracy svg path').length") > 4
     table = "[...document.querySelectorAll('#client-table tbody tr')].map((row) => [...row.children].map((cell) => cell.textContent))"
-    assert tab.js(table) == [["ann", "30.0%", "0", "", ""], ["bob", "40.0%", "1", "2", "did <i>not</i> answer"]]
+    assert tab.js(table) == [
+        ["ann", "30.0%", "0", "", ""],
+        ["bob", "40.0%", "1", "2", "did <i>not</i> answer"],
+    ]
     assert tab.js("document.documentElement.scrollWidth") <= 390
     sent = [address for address in tab.requests if "/data" in address]
     assert any("from=1" in address for address in sent)  # what it has is not asked for again
     write(folder, line(4))
     (folder / "summary.json").write_text(
-        json.dumps({"status": "failed", "cause": "RoundFailed: 1 of 2 clients answered", "config": CONFIG})
+        json.dumps(
+            {"status": "failed", "cause": "RoundFailed: 1 of 2 clients answered", "config": CONFIG}
+        )
     )
     tab.wait(words("Failed"))
     assert "1 of 2 clients answered" in tab.js("document.querySelector('.cause').textContent")
@@ -364,7 +414,9 @@ def test_a_watch_that_ends_is_noticed(new_tab, tmp_path):
         tab.wait(words("round 1"))
         server.shutdown()
         thread.join()
-    tab.wait("document.querySelector('.notice:not([hidden])')?.innerText.includes('does not answer')")
+    tab.wait(
+        "document.querySelector('.notice:not([hidden])')?.innerText.includes('does not answer')"
+    )
 
 
 def test_several_runs_are_listed_and_opened(new_tab, watched):

@@ -9,15 +9,31 @@ import time
 import pytest
 from tests.cli.test_cli import SMALL, command, here  # noqa: F401  (a fixture)
 
-GRID = ["compare", "--methods", "fedavg,fedprox", *SMALL, "--seeds", "2", "--rounds", "2", "--out", "x"]
+GRID = [
+    "compare",
+    "--methods",
+    "fedavg,fedprox",
+    *SMALL,
+    "--seeds",
+    "2",
+    "--rounds",
+    "2",
+    "--out",
+    "x",
+]
 
 
 def summaries(folder):
-    return {path.parent.name: json.loads(path.read_text()) for path in folder.glob("runs/*/summary.json")}
+    return {
+        path.parent.name: json.loads(path.read_text())
+        for path in folder.glob("runs/*/summary.json")
+    }
 
 
 def written(folder):
-    return {path.parent.name: path.stat().st_mtime_ns for path in folder.glob("runs/*/summary.json")}
+    return {
+        path.parent.name: path.stat().st_mtime_ns for path in folder.glob("runs/*/summary.json")
+    }
 
 
 def page_data(path):
@@ -31,7 +47,12 @@ def test_from_nothing_to_the_report_and_again_without_a_run(tmp_path):
     assert "6 of 6: " in first.stderr
     for row in ("local", "fedavg", "fedprox"):
         assert row in first.stdout
-    assert {path.name for path in (tmp_path / "x").glob("*.*")} == {"table.csv", "table.md", "table.tex", "report.html"}
+    assert {path.name for path in (tmp_path / "x").glob("*.*")} == {
+        "table.csv",
+        "table.md",
+        "table.tex",
+        "report.html",
+    }
     before = written(tmp_path / "x")
     again = command(*GRID, "--json", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
@@ -39,7 +60,9 @@ def test_from_nothing_to_the_report_and_again_without_a_run(tmp_path):
     assert written(tmp_path / "x") == before
     rows = {row["method"]: row for row in json.loads(again.stdout)["rows"]}
     for method, row in rows.items():
-        scores = [s["accuracy"] for s in summaries(tmp_path / "x").values() if s["method"] == method]
+        scores = [
+            s["accuracy"] for s in summaries(tmp_path / "x").values() if s["method"] == method
+        ]
         assert row["mean"] == pytest.approx(sum(scores) / 2)
         assert row["seeds"] == 2
 
@@ -47,7 +70,10 @@ def test_from_nothing_to_the_report_and_again_without_a_run(tmp_path):
 def test_killed_in_the_middle_only_the_unfinished_are_run_again(tmp_path):
     grid = [*GRID, "--jobs", "1", "--set", "method.rounds=150"]
     started = subprocess.Popen(
-        [sys.executable, "-c", "from fedloom.cli import main; main()", *grid], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", "from fedloom.cli import main; main()", *grid],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     folder = tmp_path / "x"
     while len(written(folder)) < 2 or len(list(folder.glob("runs/*/history.jsonl"))) < 3:
@@ -56,7 +82,11 @@ def test_killed_in_the_middle_only_the_unfinished_are_run_again(tmp_path):
     started.send_signal(signal.SIGKILL)
     started.communicate()
     time.sleep(0.5)  # its run ends by itself
-    done = {name: when for name, when in written(folder).items() if summaries(folder)[name]["status"] == "completed"}
+    done = {
+        name: when
+        for name, when in written(folder).items()
+        if summaries(folder)[name]["status"] == "completed"
+    }
     assert 2 <= len(done) < 6
     again = command(*grid, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
@@ -65,8 +95,22 @@ def test_killed_in_the_middle_only_the_unfinished_are_run_again(tmp_path):
     assert {s["status"] for s in summaries(folder).values()} == {"completed"}
 
 
-def test_a_failed_cell_is_named_in_the_table_and_on_the_page_and_the_exit_code_tells(tmp_path, here):  # noqa: F811
-    done = here("compare", "--methods", "fedavg,gcfl+", *SMALL, "--seeds", 1, "--rounds", 1, "--out", "x", cwd=tmp_path)
+def test_a_failed_cell_is_named_in_the_table_and_on_the_page_and_the_exit_code_tells(
+    tmp_path, here
+):  # noqa: F811
+    done = here(
+        "compare",
+        "--methods",
+        "fedavg,gcfl+",
+        *SMALL,
+        "--seeds",
+        1,
+        "--rounds",
+        1,
+        "--out",
+        "x",
+        cwd=tmp_path,
+    )
     assert done.returncode == 1
     assert "1 of 3 cells did not complete" in done.stderr
     assert "gcfl+" in done.stdout
@@ -81,11 +125,22 @@ def test_a_grid_from_a_file_with_settings_of_one_method(tmp_path, here):  # noqa
         '[compare]\nmethods = ["fedprox"]\ndatasets = "synthetic:nodes=80,classes=2"\npartitions = ["random", "uniform"]\nclients = 2\n'
         'models = ["gcn-2x4"]\nseeds = 1\n[method]\nrounds = 2\n[method.fedprox]\nmu = 0.5\n[run]\nengine = "stacked"\n'
     )
-    done = here("compare", "grid.toml", "--set", "fedprox.mu=0.25", "--out", "x", "--no-report", cwd=tmp_path)
+    done = here(
+        "compare",
+        "grid.toml",
+        "--set",
+        "fedprox.mu=0.25",
+        "--out",
+        "x",
+        "--no-report",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     found = summaries(tmp_path / "x").values()
     assert {(s["method"], s["partition"], s["engine"]) for s in found} == {
-        (method, partition, "stacked") for method in ("local", "fedprox") for partition in ("random", "uniform")
+        (method, partition, "stacked")
+        for method in ("local", "fedprox")
+        for partition in ("random", "uniform")
     }
     assert {s["config"]["method"]["mu"] for s in found if s["method"] == "fedprox"} == {0.25}
     assert not (tmp_path / "x" / "report.html").exists()
@@ -114,23 +169,53 @@ def test_mistakes_are_one_line_and_nothing_is_begun(case, tmp_path, here):  # no
 
 def test_a_report_of_folders_names_what_it_leaves_out(tmp_path, here):  # noqa: F811
     for method in ("local", "fedavg"):
-        here("run", "--method", method, *SMALL, "--rounds", 2, "--out", f"runs/{method}", cwd=tmp_path)
+        here(
+            "run",
+            "--method",
+            method,
+            *SMALL,
+            "--rounds",
+            2,
+            "--out",
+            f"runs/{method}",
+            cwd=tmp_path,
+        )
     here("run", "--method", "fedprox", *SMALL, "--rounds", 2, "--out", "runs/killed", cwd=tmp_path)
     (tmp_path / "runs" / "killed" / "summary.json").unlink()
-    done = here("report", "runs", "--out", "page.html", "--figures", "figures", "--formats", "svg,png", cwd=tmp_path)
+    done = here(
+        "report",
+        "runs",
+        "--out",
+        "page.html",
+        "--figures",
+        "figures",
+        "--formats",
+        "svg,png",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert "left out: runs/killed: unfinished: under way or killed, last round 2" in done.stderr
     data = page_data(tmp_path / "page.html")
-    assert [(each["folder"], each["reason"].partition(":")[0]) for each in data["left_out"]] == [("runs/killed", "unfinished")]
+    assert [(each["folder"], each["reason"].partition(":")[0]) for each in data["left_out"]] == [
+        ("runs/killed", "unfinished")
+    ]
     drawn = {path.name for path in (tmp_path / "figures").iterdir()}
-    wanted = {f"{figure['id']}.{suffix}" for figure in data["figures"] if figure["kind"] != "table" for suffix in ("svg", "png")}
+    wanted = {
+        f"{figure['id']}.{suffix}"
+        for figure in data["figures"]
+        if figure["kind"] != "table"
+        for suffix in ("svg", "png")
+    }
     assert drawn == wanted
     assert len(drawn) == 14
 
 
 def test_a_report_of_nothing_says_so(tmp_path, here):  # noqa: F811
     done = here("report", "runs", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (2, "fedloom: there is no completed run to compare; runs: there is no run folder\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "fedloom: there is no completed run to compare; runs: there is no run folder\n",
+    )
     here("run", *SMALL, "--rounds", 1, "--out", "a", cwd=tmp_path)
     unknown = here("report", "a", "--figures", "f", "--formats", "gif", cwd=tmp_path)
     assert unknown.returncode == 2

@@ -12,7 +12,14 @@ from fedloom.errors import ConfigError, DataError
 from fedloom.experiments.executor import Processes, execute
 from fedloom.experiments.grid import cells
 from fedloom.experiments.report import comparison
-from fedloom.experiments.report.comparison import compare, local_beside, to_csv, to_latex, to_markdown, write_tables
+from fedloom.experiments.report.comparison import (
+    compare,
+    local_beside,
+    to_csv,
+    to_latex,
+    to_markdown,
+    write_tables,
+)
 from fedloom.experiments.report.figures import _cut, _frontier, figures
 from fedloom.experiments.run_folder import gather
 
@@ -46,7 +53,9 @@ def test_the_tables_numbers_are_the_folders(folder, found):
         scores = [s["accuracy"] for s in of(folder, row)]
         assert entry.score == pytest.approx((mean(scores), stdev(scores)))
         assert entry.seconds == pytest.approx(mean(s["seconds"]["total"] for s in of(folder, row)))
-        assert entry.bytes_sent == pytest.approx(mean(s["traffic"]["bytes_up"] + s["traffic"]["bytes_down"] for s in of(folder, row)))
+        assert entry.bytes_sent == pytest.approx(
+            mean(s["traffic"]["bytes_up"] + s["traffic"]["bytes_down"] for s in of(folder, row))
+        )
     rows = {row["method"]: row for row in csv.DictReader(io.StringIO(to_csv(found)))}
     assert float(rows["fedavg"]["mean"]) == mean(s["accuracy"] for s in of(folder, "fedavg"))
     assert rows["fedavg"]["seeds"] == "3"
@@ -69,14 +78,20 @@ def test_best_second_and_tests(folder, found):
 
 def test_exports_mark_best_and_second(found, tmp_path):
     entries = found.on(found.tasks[0])
-    best, second = (next(row for row, e in entries.items() if e.mark == mark) for mark in ("best", "second"))
+    best, second = (
+        next(row for row, e in entries.items() if e.mark == mark) for mark in ("best", "second")
+    )
     text = to_markdown(found)
     assert f"| {best} | **{entries[best].score}** |" in text
     assert f"| {second} | *{entries[second].score}*" in text
     latex = to_latex(found)
     assert rf"{best} & \textbf{{{entries[best].score}}}".replace(" ± ", r" $\pm$ ") in latex
     assert latex.count(r"\\") == 4
-    assert [p.name for p in write_tables(found, tmp_path / "x")] == ["table.csv", "table.md", "table.tex"]
+    assert [p.name for p in write_tables(found, tmp_path / "x")] == [
+        "table.csv",
+        "table.md",
+        "table.tex",
+    ]
 
 
 def test_names_in_latex_are_escaped():
@@ -85,7 +100,9 @@ def test_names_in_latex_are_escaped():
 
 def test_another_metric(found, folder):
     other = compare(*gather([folder]), metric="f1_macro")
-    assert other.on(other.tasks[0])["fedavg"].score.mean == mean(s["f1_macro"] for s in of(folder, "fedavg"))
+    assert other.on(other.tasks[0])["fedavg"].score.mean == mean(
+        s["f1_macro"] for s in of(folder, "fedavg")
+    )
     with pytest.raises(ConfigError, match=r"metric 'acuracy'\. Did you mean 'accuracy'"):
         compare([], metric="acuracy")
 
@@ -100,7 +117,9 @@ def test_a_method_that_lacks_a_seed_is_named_and_left_out(folder):
     fewer = [r for r in runs if (r.summary["method"], r.summary["seed"]) != ("fedavg", 1)]
     found = compare(fewer, left_out)
     assert found.rows == ["local", "central"]
-    assert [each.reason for each in found.left_out] == [f"fedavg on {found.tasks[0]} has no run with seed 1"] * 2
+    assert [each.reason for each in found.left_out] == [
+        f"fedavg on {found.tasks[0]} has no run with seed 1"
+    ] * 2
 
 
 def test_the_same_run_twice_counts_once(folder):
@@ -121,13 +140,20 @@ def test_variants_of_a_method_are_told_apart_by_what_differs(tmp_path):
 
 def test_who_stops_earlier_or_looks_less_often_is_another_row(tmp_path):
     grids = [toy("fedavg", method={"rounds": 2}, run={"evaluate_every": every}) for every in (1, 2)]
-    assert not execute([cell for tables in grids for cell in cells(tables, tmp_path)], Processes(2), nothing).failed
+    assert not execute(
+        [cell for tables in grids for cell in cells(tables, tmp_path)], Processes(2), nothing
+    ).failed
     found = compare(*gather([tmp_path]))
-    assert sorted(found.rows) == [f"{row} (evaluate_every={every})" for row in ("fedavg", "local") for every in (1, 2)]
+    assert sorted(found.rows) == [
+        f"{row} (evaluate_every={every})" for row in ("fedavg", "local") for every in (1, 2)
+    ]
     assert not found.left_out
     entries = found.on(found.tasks[0])
     for every in (1, 2):
-        assert local_beside(entries[f"fedavg (evaluate_every={every})"], entries) is entries[f"local (evaluate_every={every})"]
+        assert (
+            local_beside(entries[f"fedavg (evaluate_every={every})"], entries)
+            is entries[f"local (evaluate_every={every})"]
+        )
 
 
 def test_models_are_compared_with_local_of_the_same_model(tmp_path):
@@ -148,14 +174,21 @@ def test_who_knew_of_cut_edges_is_said(tmp_path):
     tables = toy("fedavg,fedgcn", method={"rounds": 1}, run={"engine": "stacked"})
     assert not execute(cells(tables, tmp_path), Processes(2), nothing).failed
     found = compare(*gather([tmp_path]))
-    assert "Of the edges that the division cut, fedgcn knew; the others did not." in to_markdown(found)
-    alone = compare([run for e in found.entries.values() for run in e.runs if run.summary["method"] == "fedgcn"])
+    assert "Of the edges that the division cut, fedgcn knew; the others did not." in to_markdown(
+        found
+    )
+    alone = compare(
+        [run for e in found.entries.values() for run in e.runs if run.summary["method"] == "fedgcn"]
+    )
     assert "knew" not in to_markdown(alone)
 
 
 # ---- figures ----
 def by_id(found):
-    return {figure["id"].removesuffix("-synthetic-3-clients-by-random"): figure for figure in figures(found)}
+    return {
+        figure["id"].removesuffix("-synthetic-3-clients-by-random"): figure
+        for figure in figures(found)
+    }
 
 
 def test_every_figure_is_plain_data_and_has_what_renderers_need(found):
@@ -170,10 +203,15 @@ def test_every_figure_is_plain_data_and_has_what_renderers_need(found):
 def test_curves_are_the_histories(folder, found):
     figure = by_id(found)["convergence"]
     fedavg = next(s for s in figure["series"] if s["name"] == "fedavg")
-    histories = [[json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("*-fedavg-*/history.jsonl")]
+    histories = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in folder.glob("*-fedavg-*/history.jsonl")
+    ]
     assert fedavg["x"] == [2, 4]
     for k, number in enumerate((2, 4)):
-        scores = [next(e["accuracy"] for e in history if e["round"] == number) for history in histories]
+        scores = [
+            next(e["accuracy"] for e in history if e["round"] == number) for history in histories
+        ]
         assert fedavg["y"][k] == pytest.approx(mean(scores), abs=1e-5)
         assert fedavg["high"][k] - fedavg["y"][k] == pytest.approx(stdev(scores), abs=1e-4)
 
@@ -198,8 +236,12 @@ def test_traffic_points_are_what_travelled_until_the_best_round(folder, found):
     sent = []
     for path in folder.glob("*-fedavg-*/summary.json"):
         s = json.loads(path.read_text())
-        entries = [json.loads(line) for line in (path.parent / "history.jsonl").read_text().splitlines()]
-        sent.append(max(e["bytes_up"] + e["bytes_down"] for e in entries if e["round"] <= s["best_round"]))
+        entries = [
+            json.loads(line) for line in (path.parent / "history.jsonl").read_text().splitlines()
+        ]
+        sent.append(
+            max(e["bytes_up"] + e["bytes_down"] for e in entries if e["round"] <= s["best_round"])
+        )
     assert series["x"] == pytest.approx([mean(sent)], rel=1e-4)
     assert figure["frontier"] == [[series["x"][0], series["y"][0]]]
 
@@ -208,18 +250,26 @@ def test_heat_maps_are_the_holdings(folder, found):
     made = by_id(found)
     held = json.loads(next(folder.glob("*-local-*-s0-*/holdings.json")).read_text())["clients"]
     assert made["labels"]["values"] == [[n or None for n in c["labels"]] for c in held]
-    assert made["homophily"]["values"] == [pytest.approx(c["homophily_per_class"], abs=1e-4) for c in held]
+    assert made["homophily"]["values"] == [
+        pytest.approx(c["homophily_per_class"], abs=1e-4) for c in held
+    ]
 
 
 def test_every_run_is_listed_with_its_hash(folder, found):
     listed = by_id(found)["runs"]["rows"]
     assert len(listed) == 9
-    hashes = {json.loads(path.read_text())["history_hash"][:16] for path in folder.glob("*/summary.json")}
+    hashes = {
+        json.loads(path.read_text())["history_hash"][:16] for path in folder.glob("*/summary.json")
+    }
     assert {row[8] for row in listed} == hashes
 
 
 def test_the_frontier_is_what_nobody_beats_for_less():
-    assert _frontier([(3, 0.5), (1, 0.4), (2, 0.3), (4, 0.5), (5, 0.9), (1, 0.2)]) == [(1, 0.4), (3, 0.5), (5, 0.9)]
+    assert _frontier([(3, 0.5), (1, 0.4), (2, 0.3), (4, 0.5), (5, 0.9), (1, 0.2)]) == [
+        (1, 0.4),
+        (3, 0.5),
+        (5, 0.9),
+    ]
     assert _frontier([]) == []
 
 

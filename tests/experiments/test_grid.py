@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.errors import ConfigError
-from fedloom.experiments import executor as crew
+from fedloom.experiments import executor
 from fedloom.experiments.executor import End, Processes, State, Step, execute
 from fedloom.experiments.grid import assigned, cell, cells, is_done, read_axes, run_cell
 from fedloom.experiments.run_folder import is_completed, read_history
@@ -39,47 +39,89 @@ def methods_of(found):
 
 # ---- cells ----
 def test_local_is_always_among_the_methods_and_seeds_are_outermost(tmp_path):
-    assert methods_of(cells(toy("fedavg"), tmp_path)) == [("local", 0), ("fedavg", 0), ("local", 1), ("fedavg", 1)]
-    assert methods_of(cells(toy(["fedavg", "local"]), tmp_path))[:2] == [("fedavg", 0), ("local", 0)]
+    assert methods_of(cells(toy("fedavg"), tmp_path)) == [
+        ("local", 0),
+        ("fedavg", 0),
+        ("local", 1),
+        ("fedavg", 1),
+    ]
+    assert methods_of(cells(toy(["fedavg", "local"]), tmp_path))[:2] == [
+        ("fedavg", 0),
+        ("local", 0),
+    ]
 
 
 def test_axes_are_crossed(tmp_path):
-    axes = {"methods": "local,fedavg", "datasets": "cora,citeseer", "partitions": ["louvain", "metis"], "clients": "5,10", "seeds": 3}
+    axes = {
+        "methods": "local,fedavg",
+        "datasets": "cora,citeseer",
+        "partitions": ["louvain", "metis"],
+        "clients": "5,10",
+        "seeds": 3,
+    }
     found = cells({"compare": axes}, tmp_path)
     assert len(found) == len({c.name for c in found}) == 2 * 2 * 2 * 2 * 3
     mixed = cells({"compare": {"models": "gcn-2x64+norm/gat,sage", "seeds": 1}}, tmp_path)
     assert {c.tables["model"]["name"] for c in mixed} == {"gcn-2x64+norm,gat", "sage"}
-    made = cells({"compare": {"datasets": "synthetic:nodes=50,classes=2,cora", "seeds": 1}}, tmp_path)
+    made = cells(
+        {"compare": {"datasets": "synthetic:nodes=50,classes=2,cora", "seeds": 1}}, tmp_path
+    )
     assert {c.tables["data"]["dataset"] for c in made} == {"synthetic:nodes=50,classes=2", "cora"}
 
 
 def test_what_is_said_to_all_reaches_those_who_have_it(tmp_path):
-    found = {c.method: c.tables["method"] for c in cells(toy("fedavg,opfgl", method={"rounds": 7, "lr": 0.5}), tmp_path)}
-    assert (found["fedavg"]["rounds"], found["local"]["rounds"], found["opfgl"]["rounds"]) == (7, 7, 1)
+    found = {
+        c.method: c.tables["method"]
+        for c in cells(toy("fedavg,opfgl", method={"rounds": 7, "lr": 0.5}), tmp_path)
+    }
+    assert (found["fedavg"]["rounds"], found["local"]["rounds"], found["opfgl"]["rounds"]) == (
+        7,
+        7,
+        1,
+    )
     assert found["fedavg"]["lr"] == found["local"]["lr"] == 0.5
 
 
 def test_what_is_said_to_one_method_reaches_no_other(tmp_path):
     tables = assigned(
-        toy("fedprox,moon,fed-pub"), ["fedprox.mu=0.25", "method.rounds=4", "fed-pub.scale=3"], ("fedprox", "moon", "fed-pub")
+        toy("fedprox,moon,fed-pub"),
+        ["fedprox.mu=0.25", "method.rounds=4", "fed-pub.scale=3"],
+        ("fedprox", "moon", "fed-pub"),
     )
     found = {c.method: c.tables["method"] for c in cells(tables, tmp_path)}
-    assert (found["fedprox"]["mu"], found["moon"]["mu"], found["fed-pub"]["scale"], found["moon"]["rounds"]) == (0.25, 1.0, 3.0, 4)
+    assert (
+        found["fedprox"]["mu"],
+        found["moon"]["mu"],
+        found["fed-pub"]["scale"],
+        found["moon"]["rounds"],
+    ) == (0.25, 1.0, 3.0, 4)
 
 
 BAD = {
-    "unknown axis": ({"compare": {"method": "fedavg"}}, r"setting in \[compare\]: 'method'. Did you mean 'methods'"),
+    "unknown axis": (
+        {"compare": {"method": "fedavg"}},
+        r"setting in \[compare\]: 'method'. Did you mean 'methods'",
+    ),
     "no names": ({"compare": {"methods": ""}}, "compare.methods is '', must be names"),
-    "clients in words": ({"compare": {"clients": "ten"}}, "compare.clients is 'ten', must be whole numbers"),
+    "clients in words": (
+        {"compare": {"clients": "ten"}},
+        "compare.clients is 'ten', must be whole numbers",
+    ),
     "seeds": ({"compare": {"seeds": 0}}, "compare.seeds is 0, must be a whole number at least 1"),
     "unknown dataset": ({"compare": {"datasets": "corra"}}, "dataset 'corra'. Did you mean 'cora'"),
-    "unknown method": ({"compare": {"methods": "fedavgg"}}, "method 'fedavgg'. Did you mean 'fedavg'"),
+    "unknown method": (
+        {"compare": {"methods": "fedavgg"}},
+        "method 'fedavgg'. Did you mean 'fedavg'",
+    ),
     "method of another grid": (
         {"method": {"moon": {"mu": 1}}, "compare": {"methods": "fedavg"}},
         r"method in a table \[method.NAME\]: 'moon'",
     ),
     "own setting to all": ({"method": {"mu": 1}}, "method.mu is said to all methods.*METHOD.mu"),
-    "axis elsewhere": ({"data": {"dataset": "cora"}}, r"data.dataset is an axis of the grid: give it in \[compare\]"),
+    "axis elsewhere": (
+        {"data": {"dataset": "cora"}},
+        r"data.dataset is an axis of the grid: give it in \[compare\]",
+    ),
     "setting": ({"method": {"fedavg": {"mu": 1}}}, "setting of method 'fedavg': 'mu'"),
     "value": ({"method": {"rounds": 0}}, "method.rounds is 0"),
 }
@@ -95,9 +137,27 @@ def test_every_mistake_is_named_before_anything_runs(case, tmp_path):
 
 def test_a_cells_folder_is_named_after_all_that_its_numbers_depend_on(tmp_path):
     one = cell({"method": {"name": "fedavg"}}, tmp_path)
-    assert one == cell({"method": {"name": "fedavg", "rounds": 100}, "data": {"dataset": "cora"}}, tmp_path)  # defaults are settings too
-    others = [{"method": {"rounds": 99}}, {"model": {"dropout": 0.1}}, {"partition": {"delta": 5}}, {"run": {"evaluate_every": 2}}]
-    assert len({one.name, *(cell({"method": {"name": "fedavg"}, **tables}, tmp_path).name for tables in others)}) == 5
+    assert one == cell(
+        {"method": {"name": "fedavg", "rounds": 100}, "data": {"dataset": "cora"}}, tmp_path
+    )  # defaults are settings too
+    others = [
+        {"method": {"rounds": 99}},
+        {"model": {"dropout": 0.1}},
+        {"partition": {"delta": 5}},
+        {"run": {"evaluate_every": 2}},
+    ]
+    assert (
+        len(
+            {
+                one.name,
+                *(
+                    cell({"method": {"name": "fedavg"}, **tables}, tmp_path).name
+                    for tables in others
+                ),
+            }
+        )
+        == 5
+    )
 
 
 def test_code_is_part_of_the_name(tmp_path):
@@ -107,7 +167,9 @@ def test_code_is_part_of_the_name(tmp_path):
     script = f"from fedloom.grid import cell; from pathlib import Path; print(cell({{'method': {{'name': {str(own)!r}}}}}, Path('x')).name)"
 
     def name():
-        return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        ).stdout
 
     before = name()
     assert before == name()
@@ -141,7 +203,10 @@ def test_a_cell_gives_the_same_bits_as_a_run(tmp_path):
     from fedloom.experiments.recipe import make_recipe
 
     alone = make_recipe(one.tables).execute()
-    assert json.loads((one.folder / "summary.json").read_text())["history_hash"] == alone.summary["history_hash"]
+    assert (
+        json.loads((one.folder / "summary.json").read_text())["history_hash"]
+        == alone.summary["history_hash"]
+    )
 
 
 def test_a_failed_cell_is_named_and_the_others_go_on(tmp_path):
@@ -160,15 +225,19 @@ def test_a_cell_whose_process_is_killed_is_named_and_the_others_go_on(tmp_path, 
             os.kill(os.getpid(), signal.SIGKILL)
         run_cell(each, tell)
 
-    monkeypatch.setattr(crew, "run_cell", dies)
+    monkeypatch.setattr(executor, "run_cell", dies)
     state = execute(wanted, Processes(2), nothing)
-    assert [(end.cell.method, end.cause) for end in state.failed] == [("fedavg", "its process was ended by SIGKILL (out of memory?)")] * 2
+    assert [(end.cell.method, end.cause) for end in state.failed] == [
+        ("fedavg", "its process was ended by SIGKILL (out of memory?)")
+    ] * 2
     assert is_done(wanted[0])
 
 
 def test_an_unfinished_cell_goes_on_from_its_checkpoint(tmp_path):
     (one, *_) = cells(toy("local", method={"rounds": 6}, run={"checkpoint_every": 2}), tmp_path)
-    (other, *_) = cells(toy("local", method={"rounds": 6}, run={"checkpoint_every": 2}), tmp_path / "unbroken")
+    (other, *_) = cells(
+        toy("local", method={"rounds": 6}, run={"checkpoint_every": 2}), tmp_path / "unbroken"
+    )
     run_cell(other)
 
     class Enough(Exception):  # noqa: N818
@@ -184,7 +253,9 @@ def test_an_unfinished_cell_goes_on_from_its_checkpoint(tmp_path):
     seen = []
     run_cell(one, lambda entry, planned: seen.append(entry["round"]))
     assert seen == [5, 6]
-    hashes = [json.loads((c.folder / "summary.json").read_text())["history_hash"] for c in (one, other)]
+    hashes = [
+        json.loads((c.folder / "summary.json").read_text())["history_hash"] for c in (one, other)
+    ]
     assert hashes[0] == hashes[1]
     assert [e["round"] for e in read_history(one.folder)] == [1, 2, 3, 4, 5, 6]
 
@@ -235,7 +306,11 @@ with graceful_signals():
 
 
 def begun(tmp_path, count=2):
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT % str(tmp_path)], cwd=Path(__file__).parents[1], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT % str(tmp_path)],
+        cwd=Path(__file__).parents[1],
+        stderr=subprocess.DEVNULL,
+    )
     while len(list(tmp_path.glob("*/history.jsonl"))) < count:
         assert process.poll() is None
         time.sleep(0.05)
@@ -258,7 +333,9 @@ def test_when_a_grid_is_killed_its_runs_end_too(tmp_path):
     until = time.monotonic() + 60
     while len(list(tmp_path.glob("*/summary.json"))) < 2 and time.monotonic() < until:
         time.sleep(0.1)
-    assert {json.loads(path.read_text())["status"] for path in tmp_path.glob("*/summary.json")} == {"stopped"}
+    assert {json.loads(path.read_text())["status"] for path in tmp_path.glob("*/summary.json")} == {
+        "stopped"
+    }
 
 
 def test_the_time_left_is_judged_by_what_is_known(tmp_path, monkeypatch):
@@ -266,7 +343,7 @@ def test_the_time_left_is_judged_by_what_is_known(tmp_path, monkeypatch):
     local, fedavg, *_ = wanted
     state = State(wanted, [], size=2)
     assert state.seconds_left() is None
-    monkeypatch.setattr(crew.time, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(executor.time, "monotonic", lambda: 100.0)
     state.ended[local.name], state.seconds[local.name] = End(local, "completed"), 4.0
     state.running[fedavg.name], state.started[fedavg.name] = Step(fedavg, 25, 100, None), 90.0
     # fedavg will take 40 s, of which 10 are over; another local 4, another fedavg 40; two at a time.
@@ -276,13 +353,20 @@ def test_the_time_left_is_judged_by_what_is_known(tmp_path, monkeypatch):
 # ---- on Ray ----
 def test_whole_runs_are_spread_over_ray(local_ray, tmp_path):
     wanted = cells(toy("fedavg,gcfl+", method={"rounds": 2}), tmp_path / "ray")
-    state = execute(wanted, crew.Cluster(), nothing)
+    state = execute(wanted, executor.Cluster(), nothing)
     assert {end.cell.method for end in state.failed} == {"gcfl+"}
     here = cells(toy("fedavg", method={"rounds": 2}), tmp_path / "here")
     execute(here, Processes(2), nothing)
     for one in here:
         there = tmp_path / "ray" / one.name
-        assert sorted(p.name for p in there.rglob("*")) == sorted(p.name for p in one.folder.rglob("*"))
-        hashes = [json.loads((folder / "summary.json").read_text())["history_hash"] for folder in (there, one.folder)]
+        assert sorted(p.name for p in there.rglob("*")) == sorted(
+            p.name for p in one.folder.rglob("*")
+        )
+        hashes = [
+            json.loads((folder / "summary.json").read_text())["history_hash"]
+            for folder in (there, one.folder)
+        ]
         assert hashes[0] == hashes[1]
-    assert [c.name for c in execute(wanted, crew.Cluster(), nothing).kept] == [c.name for c in wanted if c.method != "gcfl+"]
+    assert [c.name for c in execute(wanted, executor.Cluster(), nothing).kept] == [
+        c.name for c in wanted if c.method != "gcfl+"
+    ]

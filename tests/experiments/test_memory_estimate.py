@@ -16,11 +16,18 @@ from fedloom.experiments.settings import RunSettings
 
 
 def federation_of(nodes=2000, features=16, degree=8.0, clients=4, inductive=False):
-    return divide(synthetic(nodes, 4, features, degree, degree_exponent=0), clients, "random", inductive=inductive)
+    return divide(
+        synthetic(nodes, 4, features, degree, degree_exponent=0),
+        clients,
+        "random",
+        inductive=inductive,
+    )
 
 
 def need_of(federation, model="gcn-2x64", at_once=1, engine="processes"):
-    facts = agree_on_facts(make_method("local", {}), "local", federation.roster, model, 0.5, RunSettings())
+    facts = agree_on_facts(
+        make_method("local", {}), "local", federation.roster, model, 0.5, RunSettings()
+    )
     return predict(federation, facts, engine, at_once).parts
 
 
@@ -46,16 +53,25 @@ def test_needs_grow_with_what_they_are_for(larger, part, times):
 def test_adjacencies_grow_with_edges_and_smoothed_features_with_features():
     plain = need_of(federation_of())
     assert need_of(federation_of(degree=16.0))[GRAPHS] > 1.3 * plain[GRAPHS]
-    for spec, hops in (("gin", 0), ("gcn", 1), ("sgc-3", 1), ("sign-3", 3)):  # that are kept, each 144 more numbers a node
+    for spec, hops in (
+        ("gin", 0),
+        ("gcn", 1),
+        ("sgc-3", 1),
+        ("sign-3", 3),
+    ):  # that are kept, each 144 more numbers a node
         narrow, wide = need_of(federation_of(), spec), need_of(federation_of(features=160), spec)
-        assert wide[GRAPHS] - narrow[GRAPHS] == pytest.approx(hops * 2000 * 144 * 4, rel=0.05, abs=1e4), spec
+        assert wide[GRAPHS] - narrow[GRAPHS] == pytest.approx(
+            hops * 2000 * 144 * 4, rel=0.05, abs=1e4
+        ), spec
 
 
 def test_what_runs_at_once_and_wider_or_deeper_models_need_more():
     federation = federation_of()
     once = need_of(federation)
     assert need_of(federation, at_once=4)[STEP] == pytest.approx(4 * once[STEP], rel=0.15)
-    assert need_of(federation, at_once=9)[STEP] == need_of(federation, at_once=4)[STEP]  # there are four
+    assert (
+        need_of(federation, at_once=9)[STEP] == need_of(federation, at_once=4)[STEP]
+    )  # there are four
     assert need_of(federation, "gcn-2x256")[STEP] > 3 * once[STEP]
     assert need_of(federation, "gcn-4x64")[STEP] > 2 * once[STEP]
     assert need_of(federation, "gat-2x64")[STEP] > 1.5 * once[STEP]  # numbers for every edge
@@ -63,12 +79,16 @@ def test_what_runs_at_once_and_wider_or_deeper_models_need_more():
 
 def test_weights_are_those_of_the_model():
     weights = need_of(federation_of(), "gcn-2x64")[WEIGHTS]
-    assert weights == 4 * (16 * 64 + 64 + 64 * 4 + 4) * 4 * (memory.COPIES_AT_CLIENT + memory.COPIES_AT_SERVER)
+    assert weights == 4 * (16 * 64 + 64 + 64 * 4 + 4) * 4 * (
+        memory.COPIES_AT_CLIENT + memory.COPIES_AT_SERVER
+    )
 
 
 def test_different_models_add_up():
     federation = federation_of()
-    mixed, gcn, sgc = (need_of(federation, model) for model in ("gcn-2x64,sgc-2x64", "gcn-2x64", "sgc-2x64"))
+    mixed, gcn, sgc = (
+        need_of(federation, model) for model in ("gcn-2x64,sgc-2x64", "gcn-2x64", "sgc-2x64")
+    )
     assert mixed[GRAPHS] == pytest.approx((gcn[GRAPHS] + sgc[GRAPHS]) / 2, rel=0.1)
     assert mixed[STEP] == pytest.approx(max(gcn[STEP], sgc[STEP]), rel=0.1)
 
@@ -100,7 +120,9 @@ def test_too_much_is_refused_with_what_takes_the_most_and_what_to_do(monkeypatch
     monkeypatch.setattr(memory, "available", lambda: 5_331 * MB)
     assert require(need) > 5_330
     monkeypatch.setattr(memory, "available", lambda: 5_329 * MB)
-    with pytest.raises(ConfigError, match=r"needs about 5,330 MB more .*5,329 MB are available") as caught:
+    with pytest.raises(
+        ConfigError, match=r"needs about 5,330 MB more .*5,329 MB are available"
+    ) as caught:
         require(need)
     assert "a training step takes the most: try more clients" in str(caught.value).lower()
     assert "\n" not in str(caught.value)
@@ -117,7 +139,9 @@ def test_a_run_that_cannot_fit_ends_before_it_starts(monkeypatch, node_federatio
 
 def test_the_summary_has_what_was_foreseen_beside_what_was_held(node_federation):
     summary = run("fedavg", node_federation, model="gcn-2x8", rounds=1).summary
-    assert 0.9 * summary["peak_rss_mb"] < summary["memory_predicted_mb"] < 1.5 * summary["peak_rss_mb"]
+    assert (
+        0.9 * summary["peak_rss_mb"] < summary["memory_predicted_mb"] < 1.5 * summary["peak_rss_mb"]
+    )
 
 
 def test_what_the_machine_has(tmp_path):
@@ -148,7 +172,9 @@ def test_clients_need_not_be_alike():
     alike, unlike = federation_of(clients=2), federation_of(clients=2)
     one, other = unlike.graphs
     small = other.subgraph(torch.arange(10))
-    assert need_of(replace(unlike, graphs=(one, small)))[STEP] == pytest.approx(need_of(alike)[STEP], rel=0.3)  # the larger one's
+    assert need_of(replace(unlike, graphs=(one, small)))[STEP] == pytest.approx(
+        need_of(alike)[STEP], rel=0.3
+    )  # the larger one's
 
 
 def test_clients_in_step_hold_their_graphs_twice_and_all_steps_at_once(monkeypatch):
@@ -156,7 +182,7 @@ def test_clients_in_step_hold_their_graphs_twice_and_all_steps_at_once(monkeypat
     alone, together = need_of(federation, engine="loop"), need_of(federation, engine="stacked")
     assert together[GRAPHS] == pytest.approx(2 * alone[GRAPHS])
     assert together[STEP] == pytest.approx(4 * alone[STEP], rel=0.15)
-    monkeypatch.setattr("fedloom.engines.stacked.CREW_BYTES", 0)
+    monkeypatch.setattr("fedloom.engines.stacked.GROUP_BYTES", 0)
     assert need_of(federation, engine="stacked") == alone
 
 

@@ -26,7 +26,11 @@ class Loads(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tag = dict(attrs).get("id") or tag
-        self.addresses += [value for name, value in attrs if name in ("src", "href", "srcset", "action", "data", "poster")]
+        self.addresses += [
+            value
+            for name, value in attrs
+            if name in ("src", "href", "srcset", "action", "data", "poster")
+        ]
 
     def handle_data(self, data):
         self.inside[self.tag] = self.inside.get(self.tag, "") + data
@@ -46,10 +50,15 @@ def test_a_page_loads_nothing(tmp_path):
     found = parse(tmp_path / "report.html")
     assert found.addresses == ["data:,"]
     code = found.inside["style"] + found.inside["script"]
-    assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|WebSocket|importScripts|import\(|sendBeacon", code)
-    assert set(re.findall(r"https?://[^\"' ]+", code)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
+    assert not re.search(
+        r"url\(|@import|fetch\(|XMLHttpRequest|WebSocket|importScripts|import\(|sendBeacon", code
+    )
+    assert set(re.findall(r"https?://[^\"' ]+", code)) == {
+        "http://www.w3.org/2000/svg"
+    }  # a name, not an address
     assert (
-        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:" in (tmp_path / "report.html").read_text()
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+        in (tmp_path / "report.html").read_text()
     )
 
 
@@ -64,8 +73,13 @@ def test_what_is_in_a_page_cannot_leave_its_element(tmp_path):
 
 
 def test_a_folder_whose_name_is_no_text_is_written_too(tmp_path):
-    write_page(pages.page([], left_out=[{"folder": "a\udcff", "reason": "x"}]), tmp_path / "report.html")
-    assert json.loads(parse(tmp_path / "report.html").inside["data"])["left_out"][0]["folder"] == "a\udcff"
+    write_page(
+        pages.page([], left_out=[{"folder": "a\udcff", "reason": "x"}]), tmp_path / "report.html"
+    )
+    assert (
+        json.loads(parse(tmp_path / "report.html").inside["data"])["left_out"][0]["folder"]
+        == "a\udcff"
+    )
 
 
 def test_numbers_that_json_does_not_know_are_refused(tmp_path):
@@ -80,20 +94,32 @@ def test_a_large_report_stays_small(tmp_path):
 
 
 def test_templates_have_a_place_for_everything():
-    assert set(re.findall(r"{{(\w+)}}", read_parts("report.html"))) == {"title", "style", "script", "data"}
+    assert set(re.findall(r"{{(\w+)}}", read_parts("report.html"))) == {
+        "title",
+        "style",
+        "script",
+        "data",
+    }
     with pytest.raises(KeyError, match="style"):
         fill_template("report.html", {"title": "t"})
 
 
 def test_pages_and_pictures_need_no_torch():
     script = "import sys, fedloom.report_page, fedloom.draw, fedloom.watch; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "False"
+    )
 
 
 # ---- pictures ----
 
 
-@pytest.mark.parametrize(("suffix", "opening"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
+@pytest.mark.parametrize(
+    ("suffix", "opening"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")]
+)
 @pytest.mark.parametrize("figure", DRAWN, ids=lambda figure: figure["id"])
 def test_every_kind_is_drawn_in_every_format(figure, tmp_path, suffix, opening):
     path = draw(figure, tmp_path / f"figure{suffix}")
@@ -101,7 +127,15 @@ def test_every_kind_is_drawn_in_every_format(figure, tmp_path, suffix, opening):
 
 
 def test_every_kind_of_figure_is_among_them():
-    assert {figure["kind"] for figure in DRAWN} == {"lines", "points", "bars", "heat", "image", "graph", "scatter"}
+    assert {figure["kind"] for figure in DRAWN} == {
+        "lines",
+        "points",
+        "bars",
+        "heat",
+        "image",
+        "graph",
+        "scatter",
+    }
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".pdf"])
@@ -128,12 +162,22 @@ def test_who_sends_nothing_has_a_place_on_a_logarithmic_axis(tmp_path):
 def test_figures_of_nothing_are_drawn(tmp_path):
     for kind in ("lines", "points"):
         draw({**DRAWN[0], "kind": kind, "series": []}, tmp_path / "empty.png")
-    unknown = {"name": "a", "color": 0, "x": [1, 2], "y": [None, None], "low": [None, None], "high": [None, None]}
+    unknown = {
+        "name": "a",
+        "color": 0,
+        "x": [1, 2],
+        "y": [None, None],
+        "low": [None, None],
+        "high": [None, None],
+    }
     draw({**DRAWN[0], "series": [unknown]}, tmp_path / "unknown.png")
 
 
 def test_bad_suffix_and_kind_are_explained(tmp_path):
     with pytest.raises(ConfigError, match=r"must end in .png, .svg, .pdf"):
         draw(DRAWN[0], tmp_path / "figure.gif")
-    with pytest.raises(ConfigError, match=r"unknown kind of figure 'table'.*Valid: bars, graph, heat, image, lines, points, scatter"):
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown kind of figure 'table'.*Valid: bars, graph, heat, image, lines, points, scatter",
+    ):
         draw({"kind": "table"}, tmp_path / "figure.png")

@@ -12,7 +12,10 @@ from fedloom.data.datasets import catalogue
 from fedloom.errors import ConfigError, DataError
 from fedloom.experiments.recipe import make_recipe, override, read_tables, to_toml
 
-TOY = {"data": {"dataset": "synthetic:nodes=60,classes=3,features=4"}, "partition": {"name": "random", "clients": 3}}
+TOY = {
+    "data": {"dataset": "synthetic:nodes=60,classes=3,features=4"},
+    "partition": {"name": "random", "clients": 3},
+}
 
 
 # ---- assignments ----
@@ -31,13 +34,21 @@ def test_values_are_read_as_toml_and_else_as_text(text, value):
 def test_assignments_apply_in_order_and_leave_the_tables_alone():
     before = {"method": {"lr": 0.1, "epochs": 2}, "run": {"seed": 1}}
     after = override(before, ["method.lr=0.2", " method.lr = 0.3", "model.name=sage"])
-    assert after == {"method": {"lr": 0.3, "epochs": 2}, "run": {"seed": 1}, "model": {"name": "sage"}}
+    assert after == {
+        "method": {"lr": 0.3, "epochs": 2},
+        "run": {"seed": 1},
+        "model": {"name": "sage"},
+    }
     assert before == {"method": {"lr": 0.1, "epochs": 2}, "run": {"seed": 1}}
 
 
-@pytest.mark.parametrize("text", ["lr=3", "method.lr", "method.a.b=3", "method.=3", "=3", "", "meth od.lr=3"])
+@pytest.mark.parametrize(
+    "text", ["lr=3", "method.lr", "method.a.b=3", "method.=3", "=3", "", "meth od.lr=3"]
+)
 def test_what_is_no_assignment_is_refused_with_an_example(text):
-    with pytest.raises(ConfigError, match=r"--set takes table\.key=value, for example method\.lr=0\.02; got"):
+    with pytest.raises(
+        ConfigError, match=r"--set takes table\.key=value, for example method\.lr=0\.02; got"
+    ):
         override({}, [text])
 
 
@@ -52,7 +63,11 @@ def test_a_file_is_read_and_a_bad_one_is_named(tmp_path):
     assert read_tables(tmp_path / "good.toml") == {"method": {"name": "fedprox", "mu": 0.5}}
     (tmp_path / "bad.toml").write_text("[method\n")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
-    for name, words in [("bad", "bad.toml' is not TOML.*line 1"), ("binary", "is not TOML"), ("missing", "cannot read .*missing.toml")]:
+    for name, words in [
+        ("bad", "bad.toml' is not TOML.*line 1"),
+        ("binary", "is not TOML"),
+        ("missing", "cannot read .*missing.toml"),
+    ]:
         with pytest.raises(DataError, match=words):
             read_tables(tmp_path / f"{name}.toml")
     with pytest.raises(DataError, match="cannot read"):
@@ -104,13 +119,20 @@ def test_every_mistake_names_table_key_and_what_would_be_valid(case):
 # ---- what comes of it ----
 def test_an_empty_recipe_is_fedavg_on_cora():
     recipe = make_recipe({})
-    assert (recipe.method, recipe.data.dataset, recipe.partition.name, recipe.partition.clients) == ("fedavg", "cora", "louvain", 10)
+    assert (
+        recipe.method,
+        recipe.data.dataset,
+        recipe.partition.name,
+        recipe.partition.clients,
+    ) == ("fedavg", "cora", "louvain", 10)
     assert (recipe.model.name, recipe.run.seed, recipe.split) == ("gcn", 0, "20/40/40")
     assert recipe.config()["method"] == {"name": "fedavg", **make_method("fedavg", {}).settings()}
 
 
 def test_partition_options_lie_beside_the_tables_own_keys():
-    recipe = make_recipe({"partition": {"name": "louvain", "clients": 4, "delta": 7, "resolution": 2}})
+    recipe = make_recipe(
+        {"partition": {"name": "louvain", "clients": 4, "delta": 7, "resolution": 2}}
+    )
     assert recipe.options == {"delta": 7, "resolution": 2}
     assert recipe.partition.clients == 4
     assert recipe.config()["partition"] == {
@@ -132,16 +154,23 @@ def test_the_partition_has_the_runs_seed_unless_it_has_its_own():
     assert seed(run={"seed": 7}, partition={"seed": -1}) == 7
 
 
-@pytest.mark.parametrize("dataset", ["cora", "chameleon", "mutag", "ogbn-arxiv", "synthetic:nodes=50", "some/folder"])
+@pytest.mark.parametrize(
+    "dataset", ["cora", "chameleon", "mutag", "ogbn-arxiv", "synthetic:nodes=50", "some/folder"]
+)
 def test_a_dataset_has_its_usual_split_unless_told_otherwise(dataset):
     usual = catalogue()[dataset].split if dataset in catalogue() else "20/40/40"
     assert make_recipe({"data": {"dataset": dataset}}).split == usual
-    assert make_recipe({"data": {"dataset": dataset, "split": "global 10/10/80"}}).split == "global 10/10/80"
+    assert (
+        make_recipe({"data": {"dataset": dataset, "split": "global 10/10/80"}}).split
+        == "global 10/10/80"
+    )
     assert make_recipe({"data": {"dataset": dataset}}).config()["data"]["split"] == usual
 
 
 def test_usual_splits_differ():
-    assert {make_recipe({"data": {"dataset": d}}).split for d in ("cora", "chameleon", "mutag")} == {"20/40/40", "48/32/20", "80/10/10"}
+    assert {
+        make_recipe({"data": {"dataset": d}}).split for d in ("cora", "chameleon", "mutag")
+    } == {"20/40/40", "48/32/20", "80/10/10"}
 
 
 @pytest.mark.parametrize(
@@ -153,20 +182,33 @@ def test_usual_splits_differ():
 def test_a_config_is_a_recipe_that_gives_the_same_config(tables):
     config = make_recipe(tables).config()
     assert make_recipe(config).config() == config
-    assert make_recipe(json.loads(json.dumps(config))).config() == config  # as a run folder keeps it
-    lines = [f"[{name}]\n" + "\n".join(f"{k} = {json.dumps(v)}" for k, v in table.items()) for name, table in config.items()]
+    assert (
+        make_recipe(json.loads(json.dumps(config))).config() == config
+    )  # as a run folder keeps it
+    lines = [
+        f"[{name}]\n" + "\n".join(f"{k} = {json.dumps(v)}" for k, v in table.items())
+        for name, table in config.items()
+    ]
     assert make_recipe(tomllib.loads("\n".join(lines))).config() == config
 
 
 def test_a_recipe_makes_the_federation_it_describes():
-    recipe = make_recipe({**TOY, "data": {**TOY["data"], "inductive": True, "split": "50/20/30"}, "run": {"seed": 4}})
+    recipe = make_recipe(
+        {**TOY, "data": {**TOY["data"], "inductive": True, "split": "50/20/30"}, "run": {"seed": 4}}
+    )
     federation = recipe.federation()
     assert federation.num_clients == 3
     assert federation.inductive
     assert federation.whole.num_nodes == 60
     assert federation.about["seed"] == federation.about["split_seed"] == 4
-    assert (federation.about["split"], federation.about["partition"], federation.about["cross_edges"]) == ("50/20/30", "random", "none")
-    known = make_recipe({**TOY, "partition": {**TOY["partition"], "cross_edges": "known"}}).federation()
+    assert (
+        federation.about["split"],
+        federation.about["partition"],
+        federation.about["cross_edges"],
+    ) == ("50/20/30", "random", "none")
+    known = make_recipe(
+        {**TOY, "partition": {**TOY["partition"], "cross_edges": "known"}}
+    ).federation()
     assert all(graph.cross_edges.shape[1] for graph in known.graphs)
 
 
@@ -180,14 +222,29 @@ def test_carrying_out_uses_every_table_and_keeps_the_config(tmp_path):
         }
     )
     entries = []
-    result = recipe.execute(tmp_path / "x", lambda entry, planned: entries.append((entry["round"], planned)))
+    result = recipe.execute(
+        tmp_path / "x", lambda entry, planned: entries.append((entry["round"], planned))
+    )
     assert entries == [(1, 2), (2, 2)]
-    assert result.summary["config"] == recipe.config() == json.loads((tmp_path / "x" / "config.json").read_text())
+    assert (
+        result.summary["config"]
+        == recipe.config()
+        == json.loads((tmp_path / "x" / "config.json").read_text())
+    )
     assert result.summary["seconds"]["load"] > 0
     assert result.summary["auc"] is not None
-    assert (result.summary["method"], result.summary["model"], result.summary["seed"]) == ("fedprox", "sage-2x4", 3)
+    assert (result.summary["method"], result.summary["model"], result.summary["seed"]) == (
+        "fedprox",
+        "sage-2x4",
+        3,
+    )
     assert "layers.0.neighbour" in result.models["server"]
-    for table, key, value in (("method", "mu", 0.0), ("model", "dropout", 0.5), ("partition", "seed", 9), ("run", "participation", 0.5)):
+    for table, key, value in (
+        ("method", "mu", 0.0),
+        ("model", "dropout", 0.5),
+        ("partition", "seed", 9),
+        ("run", "participation", 0.5),
+    ):
         changed = make_recipe({**recipe.config(), table: {**recipe.config()[table], key: value}})
         assert changed.execute().summary["history_hash"] != result.summary["history_hash"], key
     again = recipe.execute(federation=recipe.federation())

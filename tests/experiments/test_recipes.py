@@ -23,14 +23,27 @@ ON_DISK = sorted((ROOT / "recipes").rglob("*.toml"))
 
 
 def number(path="fedgkc/x-louvain10.toml", paper=80.0, **more):
-    tables = {"data": {"dataset": "x"}, "partition": {"name": "louvain", "clients": 10}, "method": {"name": "fedavg"}}
+    tables = {
+        "data": {"dataset": "x"},
+        "partition": {"name": "louvain", "clients": 10},
+        "method": {"name": "fedavg"},
+    }
     local = {**tables, "method": {"name": "local"}}
-    return recipes.Number(path, "A paper, Table 1", paper, "", tables, local, "none", "ours", "local", **more)
+    return recipes.Number(
+        path, "A paper, Table 1", paper, "", tables, local, "none", "ours", "local", **more
+    )
 
 
 def runs(*accuracies, **more):
     return [
-        {"seed": seed, "accuracy": a, "seconds": {"total": 1.0}, "versions": {"fedloom": "9"}, **more} for seed, a in enumerate(accuracies)
+        {
+            "seed": seed,
+            "accuracy": a,
+            "seconds": {"total": 1.0},
+            "versions": {"fedloom": "9"},
+            **more,
+        }
+        for seed, a in enumerate(accuracies)
     ]
 
 
@@ -39,7 +52,9 @@ def test_the_files_are_what_the_generator_writes():
     written = {ROOT / "recipes" / n.path: recipes.text(n) for n in NUMBERS}
     below = {path for path in ON_DISK if path.parent != ROOT / "recipes"}
     assert below == set(written), "run python bench/recipes.py"
-    assert [path for path, content in written.items() if path.read_text() != content] == [], "run python bench/recipes.py"
+    assert [path for path, content in written.items() if path.read_text() != content] == [], (
+        "run python bench/recipes.py"
+    )
 
 
 def test_every_recipe_has_a_name_a_run_and_a_source_of_its_own():
@@ -69,7 +84,11 @@ def test_every_paper_has_recipes_and_local_runs_on_the_same_federation():
     for n in NUMBERS:
         ours, local = (make_recipe(tables) for tables in recipes.run_tables(n))
         assert local.method == "local"
-        assert (local.data, local.partition, local.options) == (ours.data, ours.partition, ours.options)
+        assert (local.data, local.partition, local.options) == (
+            ours.data,
+            ours.partition,
+            ours.options,
+        )
 
 
 def test_floors_and_kept_results_belong_to_numbers():
@@ -79,13 +98,21 @@ def test_floors_and_kept_results_belong_to_numbers():
     for n in NUMBERS:
         kept, _ = recipes.kept_runs(n)
         assert not kept or kept[0]["settings"]["name"] == n.tables["method"]["name"]
-        given = {key: value for key, value in n.tables["method"].items() if key in (kept[0]["settings"] if kept else ())}
+        given = {
+            key: value
+            for key, value in n.tables["method"].items()
+            if key in (kept[0]["settings"] if kept else ())
+        }
         assert not kept or given == {key: kept[0]["settings"][key] for key in given}
 
 
 def test_what_is_held_to_is_the_kept_result_less_the_margin(monkeypatch):
     monkeypatch.setattr(
-        recipes, "kept_results", lambda name: {"ours": [{"accuracy": 0.80, "seconds": 60.0}, {"accuracy": 0.82, "seconds": 60.0}]}
+        recipes,
+        "kept_results",
+        lambda name: {
+            "ours": [{"accuracy": 0.80, "seconds": 60.0}, {"accuracy": 0.82, "seconds": 60.0}]
+        },
     )
     assert recipes.expectation(number())["at_least"] == 81.0 - recipes.MARGIN
     assert recipes.expectation(number())["minutes"] == 1.5
@@ -95,7 +122,9 @@ def test_what_is_held_to_is_the_kept_result_less_the_margin(monkeypatch):
 
 
 def test_recipes_run_in_the_engine_that_made_the_kept_results(monkeypatch):
-    monkeypatch.setattr(recipes, "kept_results", lambda name: {"ours": [{"engine": "stacked"}], "local": [{}]})
+    monkeypatch.setattr(
+        recipes, "kept_results", lambda name: {"ours": [{"engine": "stacked"}], "local": [{}]}
+    )
     ours, local = recipes.run_tables(number())
     assert ours["run"] == {"engine": "stacked"}
     assert "run" not in local
@@ -116,7 +145,9 @@ def test_what_is_not_printed_has_no_gap():
 
 
 def test_a_score_that_one_run_lacks_is_not_known():
-    assert reproduce.percent([{"accuracy": 0.5}, {"accuracy": 0.7}], "accuracy") == pytest.approx(60)
+    assert reproduce.percent([{"accuracy": 0.5}, {"accuracy": 0.7}], "accuracy") == pytest.approx(
+        60
+    )
     assert reproduce.percent([{"accuracy": 0.5}, {"accuracy": None}], "accuracy") is None
     assert reproduce.percent([{"accuracy": 0.5}], "auc") is None
     assert reproduce.percent([], "accuracy") is None
@@ -135,16 +166,32 @@ def test_below_what_it_is_held_to_fails_and_a_gap_to_the_paper_does_not():
 
 
 def test_the_short_ones_are_some_of_each_paper_variants_last():
-    one, two = ([number(f"{family}/x-louvain10{v}.toml") for v in ("", "-a", "-b", "-c")] for family in ("fedgkc", "fedgh"))
-    minutes = dict(zip([n.path for n in (*one, *two)], [2.0, 1.0, 3.0, math.inf, 50.0, 60.0, math.inf, 70.0], strict=True))
+    one, two = (
+        [number(f"{family}/x-louvain10{v}.toml") for v in ("", "-a", "-b", "-c")]
+        for family in ("fedgkc", "fedgh")
+    )
+    minutes = dict(
+        zip(
+            [n.path for n in (*one, *two)],
+            [2.0, 1.0, 3.0, math.inf, 50.0, 60.0, math.inf, 70.0],
+            strict=True,
+        )
+    )
     chosen = [n.path for n in reproduce.short_ones([*one, *two], minutes, 10)]
-    assert chosen == ["fedgkc/x-louvain10.toml", "fedgh/x-louvain10.toml", "fedgkc/x-louvain10-a.toml"]
+    assert chosen == [
+        "fedgkc/x-louvain10.toml",
+        "fedgh/x-louvain10.toml",
+        "fedgkc/x-louvain10-a.toml",
+    ]
 
 
 # ---- tables ----
 @pytest.fixture
 def made_up(monkeypatch):
-    kept = {"ours": [{"accuracy": 0.79}, {"accuracy": 0.79}], "local": [{"accuracy": 0.75}, {"accuracy": 0.77}]}
+    kept = {
+        "ours": [{"accuracy": 0.79}, {"accuracy": 0.79}],
+        "local": [{"accuracy": 0.75}, {"accuracy": 0.77}],
+    }
     monkeypatch.setattr(recipes, "kept_results", lambda name: kept)
     monkeypatch.setattr(reproduce, "made_when", lambda name, label: "2026-01-02 abcdef0")
     return number()
@@ -157,14 +204,29 @@ def test_a_number_that_was_run_stands_before_one_that_is_kept(made_up):
     assert row[7].startswith("run 2")
     assert row[8] == "`python bench/reproduce.py recipes/fedgkc/x-louvain10.toml`"
     (row,) = reproduce.rows_of(made_up, {})
-    assert row[2:8] == ["79.0 ± 0.0", "76.0 ± 1.4", "80.0", "-1.0", "within 1.5", "kept, not run now: 2026-01-02 abcdef0"]
+    assert row[2:8] == [
+        "79.0 ± 0.0",
+        "76.0 ± 1.4",
+        "80.0",
+        "-1.0",
+        "within 1.5",
+        "kept, not run now: 2026-01-02 abcdef0",
+    ]
 
 
 def test_other_metrics_have_rows_of_their_own_and_what_nobody_ran_says_so(made_up):
     both = replace(made_up, also={"f1_macro": 61.5})
     known = {both.path: reproduce.entry(both, runs(0.8, f1_macro=0.58), runs(0.7, f1_macro=0.4))}
     rows = reproduce.rows_of(both, known)
-    assert rows[1][:7] == ["A paper, Table 1, macro-F1", "1", "58.0", "40.0", "61.5", "-3.5", "short by 3.5"]
+    assert rows[1][:7] == [
+        "A paper, Table 1, macro-F1",
+        "1",
+        "58.0",
+        "40.0",
+        "61.5",
+        "-3.5",
+        "short by 3.5",
+    ]
     (row,) = reproduce.rows_of(replace(made_up, label="else"), {})
     assert row[2:8] == ["-", "76.0 ± 1.4", "80.0", "-", "-", "not run"]
     assert reproduce.summary([*rows, row]) == (
@@ -196,7 +258,10 @@ def test_results_are_written_read_again_and_dropped_when_the_recipe_changes(made
 def test_runs_that_were_only_taken_from_where_they_are_kept_keep_their_date(made_up):
     before = {**reproduce.entry(made_up, runs(0.82), runs(0.70)), "date": "2026-01-02"}
     assert reproduce.newer(reproduce.entry(made_up, runs(0.82), runs(0.70)), before) is before
-    assert reproduce.newer(reproduce.entry(made_up, runs(0.83), runs(0.70)), before)["date"] > "2026-01-02"
+    assert (
+        reproduce.newer(reproduce.entry(made_up, runs(0.83), runs(0.70)), before)["date"]
+        > "2026-01-02"
+    )
     assert reproduce.newer(before, None) is before
 
 
@@ -210,7 +275,9 @@ def command(monkeypatch, tmp_path):
     def go(outcome, *arguments):
         monkeypatch.setattr(reproduce, "run", outcome)
         monkeypatch.setattr(reproduce.fedgh, "remember_pseudo_graphs", lambda: None)
-        monkeypatch.setattr(sys, "argv", ["reproduce.py", "--target", str(target), *map(str, arguments)])
+        monkeypatch.setattr(
+            sys, "argv", ["reproduce.py", "--target", str(target), *map(str, arguments)]
+        )
         with pytest.raises(SystemExit) as ended:
             reproduce.main()
         return ended.value.code, target
@@ -230,20 +297,32 @@ def test_a_failed_recipe_is_named_and_the_others_go_on(command, capsys):
     code, target = command(outcome, *TWO)
     said = capsys.readouterr().out
     assert code == 1
-    assert "[1/2] fedgkc/cora-louvain5.toml: FAILED: 3 runs failed, the first of them x: no memory" in said
-    assert "[2/2] fedgkc/cora-louvain10.toml: ours 90.0 ± 0.0 | Local 70.0 ± 0.0 | paper 80.71, gap +9.3: above" in said
-    assert list(json.loads(target.with_name("results-reproduction.json").read_text())) == ["fedgkc/cora-louvain10.toml"]
+    assert (
+        "[1/2] fedgkc/cora-louvain5.toml: FAILED: 3 runs failed, the first of them x: no memory"
+        in said
+    )
+    assert (
+        "[2/2] fedgkc/cora-louvain10.toml: ours 90.0 ± 0.0 | Local 70.0 ± 0.0 | paper 80.71, gap +9.3: above"
+        in said
+    )
+    assert list(json.loads(target.with_name("results-reproduction.json").read_text())) == [
+        "fedgkc/cora-louvain10.toml"
+    ]
 
 
 def test_a_regression_is_a_failure_and_what_is_written_can_be_made_again(command, capsys):
     found = iter([0.9, 0.5])
-    code, target = command(lambda *_: (runs(0.9, accuracy_mean=next(found)), runs(0.7, accuracy_mean=0.7)), *TWO)
+    code, target = command(
+        lambda *_: (runs(0.9, accuracy_mean=next(found)), runs(0.7, accuracy_mean=0.7)), *TWO
+    )
     assert code == 1
     assert "NOT what it is held to, 79.3" in capsys.readouterr().out
     first = target.read_text().splitlines()
     code, target = command(lambda *_: pytest.fail("nothing is to be run"), "--write")
     assert code == 0
-    assert [line for line in target.read_text().splitlines() if "Made by" not in line] == [line for line in first if "Made by" not in line]
+    assert [line for line in target.read_text().splitlines() if "Made by" not in line] == [
+        line for line in first if "Made by" not in line
+    ]
 
 
 def test_workers_and_seeds_reach_the_sweep(monkeypatch):
@@ -259,7 +338,9 @@ def test_workers_and_seeds_reach_the_sweep(monkeypatch):
 
 
 def test_when_kept_results_were_made_is_known_from_git():
-    here = subprocess.run(["git", "log", "-1", "--", "docs"], cwd=ROOT, capture_output=True, check=False)
+    here = subprocess.run(
+        ["git", "log", "-1", "--", "docs"], cwd=ROOT, capture_output=True, check=False
+    )
     if here.returncode or not here.stdout:
         pytest.skip("no history here")
     made = reproduce.made_when("fedstruct", "cora, random, 10 clients: Local")

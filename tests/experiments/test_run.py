@@ -37,7 +37,9 @@ class Scripted(Method):
     tune: int = setting(0, "evaluations of another stage after the rounds", at_least=0)
     fail_in: int = setting(0, "round that ends in an error", at_least=0)
 
-    script: ClassVar[dict[str, list[tuple[tuple[int, int], tuple[int, int]]]]] = {}  # client: (val, test) a round, each (hits, items)
+    script: ClassVar[
+        dict[str, list[tuple[tuple[int, int], tuple[int, int]]]]
+    ] = {}  # client: (val, test) a round, each (hits, items)
     pause: ClassVar[float] = 0.0
 
     @phase()
@@ -76,11 +78,19 @@ class Scripted(Method):
 
 def party(nodes, train=1, val=1):
     number = torch.arange(nodes)
-    masks = {"train": number < train, "val": (number >= train) & (number < train + val), "test": number >= train + val}
+    masks = {
+        "train": number < train,
+        "val": (number >= train) & (number < train + val),
+        "test": number >= train + val,
+    }
     return Graph(torch.ones(nodes, 2), torch.zeros(2, 0, dtype=torch.int64), number % 2, 2, **masks)
 
 
-PAIR = Federation((party(6, 2, 1), party(2, 1, 0)), names=("a", "b"), about={"dataset": "toy", "partition": "by hand", "clients": 2})
+PAIR = Federation(
+    (party(6, 2, 1), party(2, 1, 0)),
+    names=("a", "b"),
+    about={"dataset": "toy", "partition": "by hand", "clients": 2},
+)
 
 
 @pytest.fixture
@@ -90,7 +100,10 @@ def play(monkeypatch):
     def go(a, b=None, test_a=None, test_b=None, federation=PAIR, **settings):
         b = a if b is None else b
         script = {
-            name: [(v if isinstance(v, tuple) else (v, 10), t if isinstance(t, tuple) else (t, 10)) for v, t in zip(val, test, strict=True)]
+            name: [
+                (v if isinstance(v, tuple) else (v, 10), t if isinstance(t, tuple) else (t, 10))
+                for v, t in zip(val, test, strict=True)
+            ]
             for name, val, test in (("a", a, test_a or a), ("b", b, test_b or b))
         }
         monkeypatch.setattr(Scripted, "script", script)
@@ -109,7 +122,9 @@ def rounds_scored(result):
 def test_the_best_round_is_the_first_with_the_highest_validation_accuracy(play):
     result = play([3, 7, 5, 7, 6], test_a=[1, 2, 3, 9, 5])
     assert result.summary["best_round"] == 2
-    assert result.accuracy == pytest.approx(0.2 * 6 / 8 + 0.7 * 2 / 8)  # test of round 2, whatever came later
+    assert result.accuracy == pytest.approx(
+        0.2 * 6 / 8 + 0.7 * 2 / 8
+    )  # test of round 2, whatever came later
     assert result.summary["val_accuracy"] == pytest.approx(0.7)
     assert result.summary["final_accuracy"] == pytest.approx(0.5 * 6 / 8 + 0.6 * 2 / 8)
     assert result.summary["rounds"] == 5
@@ -125,7 +140,11 @@ def test_test_scores_have_no_say_in_the_choice(play):
 def test_without_validation_items_the_last_round_counts(play):
     result = play([(0, 0)] * 3, test_a=[9, 5, 4], test_b=[9, 5, 8])
     assert (result.summary["best_round"], result.summary["val_accuracy"]) == (3, None)
-    assert result.accuracy == result.summary["final_accuracy"] == pytest.approx(0.4 * 6 / 8 + 0.8 * 2 / 8)
+    assert (
+        result.accuracy
+        == result.summary["final_accuracy"]
+        == pytest.approx(0.4 * 6 / 8 + 0.8 * 2 / 8)
+    )
 
 
 def test_a_round_without_validation_loses_to_any_with(play):
@@ -163,13 +182,21 @@ def test_per_client_counts_and_scores_are_those_of_the_best_round(play):
 
 def test_after_a_last_stage_its_best_epoch_counts(play):
     result = play([9, 8, 2, 5, 5], test_a=[1, 2, 3, 4, 5], tune=3)
-    assert [(e["round"], e["stage"]) for e in result.history] == [(1, "train"), (2, "train"), (2, "tune"), (2, "tune"), (2, "tune")]
+    assert [(e["round"], e["stage"]) for e in result.history] == [
+        (1, "train"),
+        (2, "train"),
+        (2, "tune"),
+        (2, "tune"),
+        (2, "tune"),
+    ]
     assert (result.summary["val_accuracy"], result.summary["rounds"]) == (pytest.approx(0.5), 2)
     assert result.accuracy == pytest.approx(0.4 * 6 / 8 + 0.5 * 2 / 8)
 
 
 # ---- when to evaluate, when to stop ----
-@pytest.mark.parametrize(("every", "scored"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (50, [5])])
+@pytest.mark.parametrize(
+    ("every", "scored"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (50, [5])]
+)
 def test_evaluate_every(play, every, scored):
     result = play([1, 2, 3, 4, 5], evaluate_every=every)
     assert rounds_scored(result) == scored
@@ -184,7 +211,9 @@ def test_evaluate_every(play, every, scored):
      ([5, 4, 3, 2], 0, 1, 4), ([1, 5, 9, 4, 9, 3, 9, 9], 2, 2, 6), ([5, 4, 9, 9], 1, 1, 2), ([(0, 0)] * 5, 1, 1, 5)],
 )  # fmt: skip
 def test_patience_counts_evaluations_without_a_better_one(play, val, patience, every, last):
-    result = play(val, test_a=[1] * len(val), test_b=[1] * len(val), patience=patience, evaluate_every=every)
+    result = play(
+        val, test_a=[1] * len(val), test_b=[1] * len(val), patience=patience, evaluate_every=every
+    )
     assert result.summary["rounds"] == last
     assert result.summary["status"] == "completed"
 
@@ -208,7 +237,13 @@ def without_time(result):
 
 @pytest.mark.parametrize("killed_in", [2, 3, 4, 5])
 @pytest.mark.parametrize(
-    "settings", [{"evaluate_every": 2}, {"patience": 3}, {"evaluate_every": 2, "patience": 1}, {"checkpoint_every": 2}]
+    "settings",
+    [
+        {"evaluate_every": 2},
+        {"patience": 3},
+        {"evaluate_every": 2, "patience": 1},
+        {"checkpoint_every": 2},
+    ],
 )
 def test_evaluation_and_patience_go_on_where_they_were(play, tmp_path, killed_in, settings):
     settings = {"a": [5, 9, 4, 9, 3, 2, 1, 1], "checkpoint_every": 1, **settings}
@@ -218,15 +253,26 @@ def test_evaluation_and_patience_go_on_where_they_were(play, tmp_path, killed_in
         play(**settings, out=tmp_path / "x", on_round=stop_at(killed_in))
     resumed = play(**settings, out=tmp_path / "x", resume=True)
     assert without_time(resumed) == without_time(unbroken)
-    assert {k: resumed.summary[k] for k in ("best_round", "rounds", "history_hash", "traffic", "status")} == {
-        k: unbroken.summary[k] for k in ("best_round", "rounds", "history_hash", "traffic", "status")
+    assert {
+        k: resumed.summary[k] for k in ("best_round", "rounds", "history_hash", "traffic", "status")
+    } == {
+        k: unbroken.summary[k]
+        for k in ("best_round", "rounds", "history_hash", "traffic", "status")
     }
     assert (tmp_path / "x" / "history.jsonl").read_text().count("\n") == len(unbroken.history)
-    assert (tmp_path / "x" / "ledger.csv").read_text() == (tmp_path / "unbroken" / "ledger.csv").read_text()
+    assert (tmp_path / "x" / "ledger.csv").read_text() == (
+        tmp_path / "unbroken" / "ledger.csv"
+    ).read_text()
 
 
 def test_a_run_that_patience_stopped_stays_stopped_when_resumed(play, tmp_path):
-    settings = {"a": [5, 4, 4, 4, 9, 9], "patience": 2, "tune": 1, "rounds": 5, "checkpoint_every": 1}
+    settings = {
+        "a": [5, 4, 4, 4, 9, 9],
+        "patience": 2,
+        "tune": 1,
+        "rounds": 5,
+        "checkpoint_every": 1,
+    }
     unbroken = play(**settings)
     with pytest.raises(Killed):
         play(**settings, out=tmp_path / "x", on_round=stop_at(3, "tune"))
@@ -244,7 +290,10 @@ def test_a_refused_resume_leaves_the_run_as_it_was(play, tmp_path):
     for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
         (tmp_path / "x" / name).write_bytes(b"nothing of the kind")
     before = content(tmp_path / "x")
-    with pytest.raises(DataError, match=r"checkpoint\.safetensors in .* is damaged.*checkpoint\.previous\.safetensors in .* is damaged"):
+    with pytest.raises(
+        DataError,
+        match=r"checkpoint\.safetensors in .* is damaged.*checkpoint\.previous\.safetensors in .* is damaged",
+    ):
         play([1, 2, 3], out=tmp_path / "x", resume=True)
     assert content(tmp_path / "x") == before
 
@@ -252,7 +301,12 @@ def test_a_refused_resume_leaves_the_run_as_it_was(play, tmp_path):
 def test_resuming_a_completed_run_gives_its_result_and_changes_nothing(play, tmp_path):
     first = play([5, 6], out=tmp_path / "x", checkpoint_every=1)
     before = content(tmp_path / "x")
-    again = play([5, 6], out=tmp_path / "x", resume=True, on_round=lambda entry, planned: pytest.fail("nothing is left to do"))
+    again = play(
+        [5, 6],
+        out=tmp_path / "x",
+        resume=True,
+        on_round=lambda entry, planned: pytest.fail("nothing is left to do"),
+    )
     assert content(tmp_path / "x") == before
     assert (again.summary, again.history) == (json.loads(json.dumps(first.summary)), first.history)
 
@@ -264,7 +318,9 @@ def test_a_run_without_a_checkpoint_begins_again(play, tmp_path):
     resumed = play([1, 2, 3], out=tmp_path / "x", resume=True)
     assert without_time(resumed) == without_time(unbroken)
     assert resumed.summary["history_hash"] == unbroken.summary["history_hash"]
-    assert (tmp_path / "x" / "ledger.csv").read_text() == (tmp_path / "unbroken" / "ledger.csv").read_text()
+    assert (tmp_path / "x" / "ledger.csv").read_text() == (
+        tmp_path / "unbroken" / "ledger.csv"
+    ).read_text()
 
 
 def test_what_was_never_begun_is_not_resumed(play, tmp_path):
@@ -288,15 +344,28 @@ def test_a_resume_that_is_interrupted_early_can_be_resumed_again(play, tmp_path,
         with pytest.raises(KeyboardInterrupt):
             play(**settings, out=tmp_path / "x", resume=True)
     stopped = read_run(tmp_path / "x")  # as the checkpoint says
-    assert (stopped.summary["status"], stopped.summary["rounds"], len(stopped.history)) == ("stopped", 2, 2)
-    assert [stopped.traffic["phases"][name]["messages"] for name in ("advance", "evaluate")] == [4, 4]
+    assert (stopped.summary["status"], stopped.summary["rounds"], len(stopped.history)) == (
+        "stopped",
+        2,
+        2,
+    )
+    assert [stopped.traffic["phases"][name]["messages"] for name in ("advance", "evaluate")] == [
+        4,
+        4,
+    ]
     assert len((tmp_path / "x" / "ledger.csv").read_text().splitlines()) == 1 + 4 + 4
     resumed = play(**settings, out=tmp_path / "x", resume=True)
     assert resumed.traffic == unbroken.traffic
 
 
 def test_a_run_is_resumed_before_its_first_message(node_federation, tmp_path):
-    settings = {"model": MODEL, "rounds": 3, "evaluate_every": 3, "checkpoint_every": 1, "out": tmp_path / "x"}
+    settings = {
+        "model": MODEL,
+        "rounds": 3,
+        "evaluate_every": 3,
+        "checkpoint_every": 1,
+        "out": tmp_path / "x",
+    }
     with pytest.raises(Killed):
         run("local", node_federation, on_round=stop_at(2), **settings)
     assert run("local", node_federation, resume=True, **settings).summary["status"] == "completed"
@@ -348,7 +417,11 @@ def test_a_folder_is_read_back_as_it_was(node_federation, tmp_path):
     assert again.summary == json.loads(json.dumps(result.summary))
     assert again.history == json.loads(json.dumps(result.history))
     assert again.models.keys() == result.models.keys() == {*node_federation.names, "server"}
-    assert all(torch.equal(t, again.models[owner][name]) for owner, model in result.models.items() for name, t in model.items())
+    assert all(
+        torch.equal(t, again.models[owner][name])
+        for owner, model in result.models.items()
+        for name, t in model.items()
+    )
     assert (again.accuracy, again.traffic) == (result.accuracy, result.traffic)
     lines = (tmp_path / "x" / "ledger.csv").read_text().splitlines()
     assert len(lines) - 1 == result.traffic["messages"] + result.traffic["measuring"]["messages"]
@@ -363,7 +436,10 @@ def test_a_failed_run_says_so_and_keeps_what_it_had(play, tmp_path):
     with pytest.raises(RuntimeError, match="on fire"):
         play([4, 5, 6], fail_in=3, out=tmp_path / "x")
     kept = read_run(tmp_path / "x")
-    assert (kept.summary["status"], kept.summary["cause"]) == ("failed", "RuntimeError: the disk is on fire")
+    assert (kept.summary["status"], kept.summary["cause"]) == (
+        "failed",
+        "RuntimeError: the disk is on fire",
+    )
     assert (kept.summary["rounds"], kept.summary["best_round"]) == (2, 2)
     assert kept.accuracy == pytest.approx(0.5)
     assert len(kept.history) == 2
@@ -380,7 +456,11 @@ def test_a_run_whose_engine_fails_says_so(play, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="no such machine"):
         play([4], out=tmp_path / "x")
     kept = read_run(tmp_path / "x").summary
-    assert (kept["status"], kept["cause"], kept["rounds"]) == ("failed", "RuntimeError: no such machine", 0)
+    assert (kept["status"], kept["cause"], kept["rounds"]) == (
+        "failed",
+        "RuntimeError: no such machine",
+        0,
+    )
 
 
 def test_a_run_that_the_system_ends_says_so(play, tmp_path):
@@ -444,18 +524,28 @@ def test_checkpoints_are_taken_when_asked_for_and_into_folders_only(play, tmp_pa
         play([4, 5, 6, 7], out=tmp_path / "two", checkpoint_every=2, on_round=stop_at(4))
     assert play([4, 5, 6, 7], checkpoint_every=2).folder is None
     resumed_rounds = []
-    play([4, 5, 6, 7], out=tmp_path / "two", checkpoint_every=2, resume=True, on_round=lambda e, planned: resumed_rounds.append(e["round"]))
+    play(
+        [4, 5, 6, 7],
+        out=tmp_path / "two",
+        checkpoint_every=2,
+        resume=True,
+        on_round=lambda e, planned: resumed_rounds.append(e["round"]),
+    )
     assert resumed_rounds == [3, 4]
 
 
-@pytest.mark.parametrize("names", [("a:b", "a_b", "c", "d"), ("server", "b", "c", "d"), ("a/b", "b", "c", "d")])
+@pytest.mark.parametrize(
+    "names", [("a:b", "a_b", "c", "d"), ("server", "b", "c", "d"), ("a/b", "b", "c", "d")]
+)
 def test_every_clients_model_is_kept_whatever_its_name(node_federation, tmp_path, names):
     federation = replace(node_federation, names=names)
     try:
         federation.check()
     except DataError:
         return  # refused at once: as good
-    result = run("fedavg", federation, model=MODEL, rounds=1, out=tmp_path / "x", checkpoint_every=1)
+    result = run(
+        "fedavg", federation, model=MODEL, rounds=1, out=tmp_path / "x", checkpoint_every=1
+    )
     assert len(result.models) == len(read_run(tmp_path / "x").models) == 5
 
 
@@ -468,13 +558,22 @@ def accuracy_of(weights, graph, classes=3):
     return (guess[graph.test] == graph.y[graph.test]).double().mean().item()
 
 
-@pytest.mark.parametrize(("evaluation", "whose"), [("local", None), ("global", "server"), ("", None)])
-def test_scores_are_those_of_the_models_that_the_convention_names(node_federation, evaluation, whose):
+@pytest.mark.parametrize(
+    ("evaluation", "whose"), [("local", None), ("global", "server"), ("", None)]
+)
+def test_scores_are_those_of_the_models_that_the_convention_names(
+    node_federation, evaluation, whose
+):
     result = run("fedavg", node_federation, model=MODEL, rounds=1, epochs=20, evaluation=evaluation)
-    expected = [accuracy_of(result.models[whose or n], g) for n, g in zip(node_federation.names, node_federation.graphs, strict=True)]
+    expected = [
+        accuracy_of(result.models[whose or n], g)
+        for n, g in zip(node_federation.names, node_federation.graphs, strict=True)
+    ]
     assert [c["accuracy"] for c in result.per_client] == pytest.approx(expected)
     sizes = [g.num_items for g in node_federation.graphs]
-    assert result.accuracy == pytest.approx(sum(a * n for a, n in zip(expected, sizes, strict=True)) / sum(sizes))
+    assert result.accuracy == pytest.approx(
+        sum(a * n for a, n in zip(expected, sizes, strict=True)) / sum(sizes)
+    )
     assert result.summary["evaluation"] == (evaluation or "local")
 
 
@@ -483,14 +582,20 @@ def test_auc_is_there_for_two_classes_and_on_request(node_federation, graph_fede
     asked = run("local", node_federation, model=MODEL, rounds=1, auc=True)
     graph, name = node_federation.graphs[0], node_federation.names[0]
     with torch.no_grad():
-        logits = torch.func.functional_call(build_model(MODEL, graph.num_features, 3, seed=0), asked.models[name], (graph,))
-    assert asked.per_client[0]["auc"] == pytest.approx(task.auc(logits, graph.y, graph.test), abs=1e-6)
+        logits = torch.func.functional_call(
+            build_model(MODEL, graph.num_features, 3, seed=0), asked.models[name], (graph,)
+        )
+    assert asked.per_client[0]["auc"] == pytest.approx(
+        task.auc(logits, graph.y, graph.test), abs=1e-6
+    )
     assert 0 <= asked.summary["auc_mean"] <= 1
     assert run("local", graph_federation, model=MODEL, rounds=1).summary["auc"] is not None
 
 
 def test_auc_without_both_kinds_of_item_is_none():
-    one_kind = replace(PAIR.graphs[0], test=torch.tensor([0, 0, 0, 1, 0, 1]).bool())  # both of class 1
+    one_kind = replace(
+        PAIR.graphs[0], test=torch.tensor([0, 0, 0, 1, 0, 1]).bool()
+    )  # both of class 1
     result = run("local", Federation((PAIR.graphs[0], one_kind)), model="mlp-2x4", rounds=1)
     assert [c["auc"] is None for c in result.per_client] == [False, True]
     assert result.summary["auc"] == result.per_client[0]["auc"]
@@ -533,7 +638,11 @@ def test_a_method_of_another_task_is_refused(graph_federation, monkeypatch):
 def test_the_number_of_threads_is_put_back_also_after_an_error(play):
     before = torch.get_num_threads()
     seen = []
-    play([4], threads=before + 1, on_round=lambda entry, planned: seen.append(torch.get_num_threads()))
+    play(
+        [4],
+        threads=before + 1,
+        on_round=lambda entry, planned: seen.append(torch.get_num_threads()),
+    )
     assert seen == [before + 1]
     assert torch.get_num_threads() == before
     with pytest.raises(RuntimeError, match="fire"):
@@ -543,7 +652,15 @@ def test_the_number_of_threads_is_put_back_also_after_an_error(play):
 
 def test_defaults_of_a_run():
     assert RunSettings() == RunSettings(
-        seed=0, engine="loop", evaluation="", participation=1.0, evaluate_every=1, patience=0, checkpoint_every=0, auc=False, threads=1
+        seed=0,
+        engine="loop",
+        evaluation="",
+        participation=1.0,
+        evaluate_every=1,
+        patience=0,
+        checkpoint_every=0,
+        auc=False,
+        threads=1,
     )
 
 
@@ -562,14 +679,20 @@ def test_a_result_says_what_was_run(play):
     assert summary["without_training_items"] == []
     assert set(summary["seconds"]) == {"load", "setup", "train", "evaluate", "total"}
     assert summary["seconds"]["total"] >= summary["seconds"]["evaluate"] > 0
-    assert (result.accuracy, result.per_client, result.traffic) == (summary["accuracy"], summary["per_client"], summary["traffic"])
+    assert (result.accuracy, result.per_client, result.traffic) == (
+        summary["accuracy"],
+        summary["per_client"],
+        summary["traffic"],
+    )
     assert [e["participants"] for e in result.history] == [["a", "b"], ["a", "b"]]
     json.dumps(summary)
 
 
 def test_clients_without_training_items_are_named(play):
     idle = replace(PAIR.graphs[1], train=torch.zeros(2, dtype=torch.bool))
-    assert play([4], federation=replace(PAIR, graphs=(PAIR.graphs[0], idle))).summary["without_training_items"] == ["b"]
+    assert play([4], federation=replace(PAIR, graphs=(PAIR.graphs[0], idle))).summary[
+        "without_training_items"
+    ] == ["b"]
 
 
 PROGRAM = """
@@ -592,8 +715,17 @@ SETTINGS = [
 def test_the_history_hash_is_the_same_in_another_process_with_other_string_hashes(node_federation):
     program = PROGRAM.replace("SETTINGS", repr(SETTINGS))
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == [run(federation=node_federation, **s).summary["history_hash"] for s in SETTINGS]
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.split() == [
+        run(federation=node_federation, **s).summary["history_hash"] for s in SETTINGS
+    ]
 
 
 # ---- what else can happen ----
@@ -621,7 +753,10 @@ def test_a_round_whose_participants_have_nothing_to_train_on_is_survived(node_fe
     first, *rest = node_federation.graphs
     bare = replace(first, test=first.test | first.train, train=torch.zeros_like(first.train))
     federation = replace(node_federation, graphs=(bare, *rest), inductive=True, whole=None)
-    assert run("fedavg", federation, model=MODEL, rounds=12, participation=0.25).summary["status"] == "completed"
+    assert (
+        run("fedavg", federation, model=MODEL, rounds=12, participation=0.25).summary["status"]
+        == "completed"
+    )
 
 
 def test_a_method_file_may_postpone_its_annotations(node_federation, tmp_path):
@@ -630,7 +765,10 @@ def test_a_method_file_may_postpone_its_annotations(node_federation, tmp_path):
         "from fedloom.method import setting\nfrom fedloom.methods.fedavg import FedAvg\n\n\n@dataclass(frozen=True)\nclass Mine(FedAvg):\n"
         '    """Mine."""\n\n    lr: float = setting(0.05, "rate", above=0)\n'
     )
-    assert run(str(tmp_path / "mine.py"), node_federation, model=MODEL, rounds=1).summary["status"] == "completed"
+    assert (
+        run(str(tmp_path / "mine.py"), node_federation, model=MODEL, rounds=1).summary["status"]
+        == "completed"
+    )
 
 
 @pytest.mark.parametrize("engine", ["loop", "stacked"])

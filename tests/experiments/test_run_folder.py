@@ -8,7 +8,14 @@ import sys
 import pytest
 
 from fedloom.experiments.run import run
-from fedloom.experiments.run_folder import FORMAT, find, gather, open_run, read_history, read_summary
+from fedloom.experiments.run_folder import (
+    FORMAT,
+    find,
+    gather,
+    open_run,
+    read_history,
+    read_summary,
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +35,11 @@ def copy(finished, tmp_path):
         for path in finished.iterdir():
             if path.is_file():
                 (folder / path.name).write_bytes(path.read_bytes())
-        summary = {key: value for key, value in (json.loads((folder / "summary.json").read_text()) | changed).items() if value != "gone"}
+        summary = {
+            key: value
+            for key, value in (json.loads((folder / "summary.json").read_text()) | changed).items()
+            if value != "gone"
+        }
         (folder / "summary.json").write_text(json.dumps(summary))
         return folder
 
@@ -53,16 +64,43 @@ def test_traffic_by_round_only_grows(finished):
 
 
 REASONS = {
-    "another version": (lambda copy: copy("x", format="fedloom-run/9"), "from another version: its summary says fedloom-run/9"),
-    "before versions": (lambda copy: copy("x", format="gone"), "from another version: .* before there were any"),
-    "failed": (lambda copy: copy("x", status="failed", cause="ValueError: no"), r"unfinished: failed \(ValueError: no\)"),
-    "stopped": (lambda copy: copy("x", status="stopped", cause="interrupted"), r"unfinished: stopped \(interrupted\)"),
-    "an entry is gone": (lambda copy: copy("x", traffic="gone"), "damaged: summary.json has no traffic"),
-    "another's history": (lambda copy: copy("x", rounds=7), "damaged: history.jsonl ends with round 3, summary.json with 7"),
-    "killed": (lambda copy: _without(copy("x"), "summary.json"), "unfinished: under way or killed, last round 3"),
+    "another version": (
+        lambda copy: copy("x", format="fedloom-run/9"),
+        "from another version: its summary says fedloom-run/9",
+    ),
+    "before versions": (
+        lambda copy: copy("x", format="gone"),
+        "from another version: .* before there were any",
+    ),
+    "failed": (
+        lambda copy: copy("x", status="failed", cause="ValueError: no"),
+        r"unfinished: failed \(ValueError: no\)",
+    ),
+    "stopped": (
+        lambda copy: copy("x", status="stopped", cause="interrupted"),
+        r"unfinished: stopped \(interrupted\)",
+    ),
+    "an entry is gone": (
+        lambda copy: copy("x", traffic="gone"),
+        "damaged: summary.json has no traffic",
+    ),
+    "another's history": (
+        lambda copy: copy("x", rounds=7),
+        "damaged: history.jsonl ends with round 3, summary.json with 7",
+    ),
+    "killed": (
+        lambda copy: _without(copy("x"), "summary.json"),
+        "unfinished: under way or killed, last round 3",
+    ),
     "half a summary": (lambda copy: _spoilt(copy("x"), "summary.json"), r"damaged \(summary.json"),
-    "half a line": (lambda copy: _spoilt(copy("x"), "history.jsonl", "{\n"), "damaged: JSONDecodeError"),
-    "history gone": (lambda copy: _without(copy("x"), "history.jsonl"), "damaged: history.jsonl ends with round 0"),
+    "half a line": (
+        lambda copy: _spoilt(copy("x"), "history.jsonl", "{\n"),
+        "damaged: JSONDecodeError",
+    ),
+    "history gone": (
+        lambda copy: _without(copy("x"), "history.jsonl"),
+        "damaged: history.jsonl ends with round 0",
+    ),
     "holdings": (lambda copy: _spoilt(copy("x"), "holdings.json", "[]"), "damaged: ValueError"),
 }
 
@@ -109,4 +147,9 @@ def test_folders_are_found_below_others(copy, tmp_path, finished):
 
 def test_reading_folders_does_not_wait_for_torch():
     script = "import sys, fedloom.comparison, fedloom.figures; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "False"
+    )

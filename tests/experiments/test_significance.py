@@ -8,7 +8,11 @@ from fedloom.experiments.report.significance import holm, paired, points, spread
 
 
 def summary(seed, *scores, **more):
-    return {"seed": seed, "per_client": [{"id": str(k), "accuracy": v} for k, v in enumerate(scores)], **more}
+    return {
+        "seed": seed,
+        "per_client": [{"id": str(k), "accuracy": v} for k, v in enumerate(scores)],
+        **more,
+    }
 
 
 def test_spread():
@@ -19,12 +23,18 @@ def test_spread():
 
 
 def test_pairs_are_by_seed_and_client():
-    ours, theirs = [summary(0, 0.5, 0.6), summary(1, 0.7, None)], [summary(0, 0.25, 0.7), summary(1, 0.5, 0.5)]
+    ours, theirs = (
+        [summary(0, 0.5, 0.6), summary(1, 0.7, None)],
+        [summary(0, 0.25, 0.7), summary(1, 0.5, 0.5)],
+    )
     assert paired(ours, theirs) == pytest.approx([25, -10, 20])
 
 
 def test_clients_in_another_order_are_still_themselves():
-    turned = {"seed": 0, "per_client": [{"id": "1", "accuracy": 0.7}, {"id": "0", "accuracy": 0.25}]}
+    turned = {
+        "seed": 0,
+        "per_client": [{"id": "1", "accuracy": 0.7}, {"id": "0", "accuracy": 0.25}],
+    }
     assert paired([summary(0, 0.5, 0.6)], [turned]) == pytest.approx([25, -10])
 
 
@@ -71,7 +81,9 @@ def test_holm_rejects_what_the_step_down_procedure_rejects(seed):
     values = np.random.default_rng(seed).beta(0.3, 1, 8)
     named = {str(k): float(v) for k, v in enumerate(values)}
     rejected, ranked = set(), sorted(named, key=named.__getitem__)
-    for rank, name in enumerate(ranked):  # the smallest against α / 8, the next against α / 7, until one does not pass
+    for rank, name in enumerate(
+        ranked
+    ):  # the smallest against α / 8, the next against α / 7, until one does not pass
         if named[name] > 0.05 / (len(ranked) - rank):
             break
         rejected.add(name)
@@ -79,7 +91,9 @@ def test_holm_rejects_what_the_step_down_procedure_rejects(seed):
 
 
 def test_holm_by_hand():
-    assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == pytest.approx({"a": 0.03, "c": 0.06, "b": 0.06})
+    assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == pytest.approx(
+        {"a": 0.03, "c": 0.06, "b": 0.06}
+    )
 
 
 def test_differences_have_no_minus_before_nothing():

@@ -21,8 +21,12 @@ from fedloom.experiments.run_folder import read_history
 from fedloom.experiments.trackers import Begun, MLflow, TensorBoard, Tracker, make_trackers, points
 
 NEEDS = {
-    "tensorboard": pytest.mark.skipif(find_spec("tensorboard") is None, reason="the extra 'tensorboard' is not installed"),
-    "mlflow": pytest.mark.skipif(find_spec("mlflow") is None, reason="the extra 'mlflow' is not installed"),
+    "tensorboard": pytest.mark.skipif(
+        find_spec("tensorboard") is None, reason="the extra 'tensorboard' is not installed"
+    ),
+    "mlflow": pytest.mark.skipif(
+        find_spec("mlflow") is None, reason="the extra 'mlflow' is not installed"
+    ),
 }
 BOTH = [pytest.param(name, marks=mark) for name, mark in NEEDS.items()]
 SETTINGS = {"model": "gcn-2x8", "rounds": 4, "finetune": 2, "checkpoint_every": 1}
@@ -77,7 +81,9 @@ def mlflow_run(folder):
 
 def of_mlflow(folder):
     client, found = client_of(folder), mlflow_run(folder)
-    histories = {key: client.get_metric_history(found.info.run_id, key) for key in found.data.metrics}
+    histories = {
+        key: client.get_metric_history(found.info.run_id, key) for key in found.data.metrics
+    }
     return {key: sorted((m.step, m.value) for m in history) for key, history in histories.items()}
 
 
@@ -86,20 +92,26 @@ READERS = {"tensorboard": of_tensorboard, "mlflow": of_mlflow}
 
 def expected(folder, name, clients=False):
     """What the run's own files say, as the tracker's numbers are kept: TensorBoard's are single precision."""
-    kept = (lambda x: struct.unpack("f", struct.pack("f", x))[0]) if name == "tensorboard" else float
+    kept = (
+        (lambda x: struct.unpack("f", struct.pack("f", x))[0]) if name == "tensorboard" else float
+    )
     found = {}
     for entry in read_history(folder):
         for key, value in points(entry, clients).items():
             earlier = found.setdefault(key, [])
             earlier.append((max(entry["round"], earlier[-1][0] + 1 if earlier else 0), kept(value)))
     summary = json.loads((folder / "summary.json").read_text())
-    return found | {key: [(summary["rounds"], kept(value))] for key, value in trackers.result(summary).items()}
+    return found | {
+        key: [(summary["rounds"], kept(value))] for key, value in trackers.result(summary).items()
+    }
 
 
 # ---- numbers ----
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("clients", [False, True])
-def test_a_tracker_holds_the_numbers_of_history_and_summary(name, clients, node_federation, tmp_path):
+def test_a_tracker_holds_the_numbers_of_history_and_summary(
+    name, clients, node_federation, tmp_path
+):
     folder = tmp_path / "x"
     run("fedavg", node_federation, out=folder, track=name + "+clients" * clients, **SETTINGS)
     told = READERS[name](folder)
@@ -112,7 +124,11 @@ def test_a_tracker_holds_the_numbers_of_history_and_summary(name, clients, node_
 def test_points_are_an_entrys_own_numbers():
     row = {"id": "a", "accuracy": 0.25, "auc": None}
     entry = {"round": 3, "participants": ["a"], "seconds": 1.5, "bytes_up": 10, "bytes_down": 20}
-    assert points(entry, True) == {"traffic/bytes_up": 10, "traffic/bytes_down": 20, "time/seconds": 1.5}
+    assert points(entry, True) == {
+        "traffic/bytes_up": 10,
+        "traffic/bytes_down": 20,
+        "time/seconds": 1.5,
+    }
     scored = {**entry, "stage": "finetune", "accuracy": 0.5, "auc": None, "clients": [row]}
     assert points(scored, True) == {
         "finetune/scores/accuracy": 0.5, "finetune/traffic/bytes_up": 10, "finetune/traffic/bytes_down": 20,
@@ -123,7 +139,15 @@ def test_points_are_an_entrys_own_numbers():
 @pytest.mark.parametrize("name", BOTH)
 def test_a_secure_run_has_no_clients_scores(name, node_federation, tmp_path):
     folder = tmp_path / "x"
-    run("fedavg", node_federation, out=folder, track=f"{name}+clients", secure=True, model="gcn-2x8", rounds=2)
+    run(
+        "fedavg",
+        node_federation,
+        out=folder,
+        track=f"{name}+clients",
+        secure=True,
+        model="gcn-2x8",
+        rounds=2,
+    )
     told = READERS[name](folder)
     assert len(told["scores/accuracy"]) == 2
     assert not any("clients/" in key for key in told)
@@ -136,7 +160,9 @@ def test_tensorboard_has_parameters_and_how_the_run_ended(node_federation, tmp_p
     folder = tmp_path / "x"
     summary = run("fedavg", node_federation, out=folder, track="tensorboard", **SETTINGS).summary
     found = events(folder / "tensorboard")
-    data = HParamsPluginData.FromString(found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content)
+    data = HParamsPluginData.FromString(
+        found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    )
     values = data.session_start_info.hparams
     assert values["method.lr"].number_value == 0.01
     assert values["model.name"].string_value == "gcn-2x8"
@@ -152,7 +178,11 @@ def test_mlflow_has_parameters_tags_and_an_experiment_for_the_task(node_federati
     summary = run("fedavg", node_federation, out=folder, track="mlflow", **SETTINGS).summary
     found = mlflow_run(folder)
     assert (found.info.status, found.info.run_name) == ("FINISHED", "x")
-    assert (found.data.params["method.lr"], found.data.params["run.seed"], found.data.params["model.name"]) == ("0.01", "0", "gcn-2x8")
+    assert (
+        found.data.params["method.lr"],
+        found.data.params["run.seed"],
+        found.data.params["model.name"],
+    ) == ("0.01", "0", "gcn-2x8")
     assert found.data.tags["history_hash"] == summary["history_hash"]
     assert found.data.tags["run_folder"] == str(folder)
     assert client_of(folder).get_experiment(found.info.experiment_id).name == "synthetic-random"
@@ -164,10 +194,16 @@ def test_mlflow_goes_where_the_environment_says(node_federation, tmp_path, monke
 
     uri = f"sqlite:///{tmp_path}/elsewhere.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    run("fedavg", node_federation, track="mlflow", model="gcn-2x8", rounds=1, seed=3)  # also without a folder
-    (found,) = MlflowClient(uri).search_runs([e.experiment_id for e in MlflowClient(uri).search_experiments()])
+    run(
+        "fedavg", node_federation, track="mlflow", model="gcn-2x8", rounds=1, seed=3
+    )  # also without a folder
+    (found,) = MlflowClient(uri).search_runs(
+        [e.experiment_id for e in MlflowClient(uri).search_experiments()]
+    )
     assert found.info.run_name == "fedavg-s3"
-    assert not client_of(tmp_path / "x").search_runs([e.experiment_id for e in client_of(tmp_path / "x").search_experiments()])
+    assert not client_of(tmp_path / "x").search_runs(
+        [e.experiment_id for e in client_of(tmp_path / "x").search_experiments()]
+    )
 
 
 @NEEDS["tensorboard"]
@@ -176,7 +212,13 @@ def test_tensorboard_goes_where_it_is_told_and_not_among_others_events(node_fede
     run("fedavg", node_federation, track=f"tensorboard:{tmp_path}/t", **settings)
     assert len(events(tmp_path / "t").Scalars("scores/accuracy")) == 2
     with pytest.raises(ConfigError, match="holds the events of another run"):
-        run("fedavg", node_federation, track=f"tensorboard:{tmp_path}/t", out=tmp_path / "y", **settings)
+        run(
+            "fedavg",
+            node_federation,
+            track=f"tensorboard:{tmp_path}/t",
+            out=tmp_path / "y",
+            **settings,
+        )
     assert not (tmp_path / "y").exists()
     with pytest.raises(ConfigError, match="tensorboard needs a run folder"):
         run("fedavg", node_federation, track="tensorboard", **settings)
@@ -184,13 +226,21 @@ def test_tensorboard_goes_where_it_is_told_and_not_among_others_events(node_fede
 
 # ---- going on ----
 @pytest.mark.parametrize("name", BOTH)
-@pytest.mark.parametrize("where", ["round-unclosed:3", "round-closed:3", "checkpoint-half:3", "summary-half"])
-def test_a_run_that_was_killed_is_tracked_on_without_double_points(name, where, node_federation, tmp_path):
+@pytest.mark.parametrize(
+    "where", ["round-unclosed:3", "round-closed:3", "checkpoint-half:3", "summary-half"]
+)
+def test_a_run_that_was_killed_is_tracked_on_without_double_points(
+    name, where, node_federation, tmp_path
+):
     folder = tmp_path / "x"
-    assert crash_at(where, lambda: run("fedavg", node_federation, out=folder, track=name, **SETTINGS))
+    assert crash_at(
+        where, lambda: run("fedavg", node_federation, out=folder, track=name, **SETTINGS)
+    )
     run("fedavg", node_federation, out=folder, track=name, resume=True, **SETTINGS)
     told, own = READERS[name](folder), expected(folder, name)
-    if name == "mlflow":  # a round that was told before the kill, and done again, took another time then
+    if (
+        name == "mlflow"
+    ):  # a round that was told before the kill, and done again, took another time then
         steps = [{k: [s for s, _ in v] for k, v in each.items()} for each in (told, own)]
         assert steps[0] == steps[1]
         told, own = ({k: v for k, v in each.items() if "seconds" not in k} for each in (told, own))
@@ -200,9 +250,13 @@ def test_a_run_that_was_killed_is_tracked_on_without_double_points(name, where, 
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_who_begins_to_track_in_the_middle_hears_of_the_earlier_rounds(name, node_federation, tmp_path):
+def test_who_begins_to_track_in_the_middle_hears_of_the_earlier_rounds(
+    name, node_federation, tmp_path
+):
     folder = tmp_path / "x"
-    assert crash_at("round-closed:3", lambda: run("fedavg", node_federation, out=folder, **SETTINGS))
+    assert crash_at(
+        "round-closed:3", lambda: run("fedavg", node_federation, out=folder, **SETTINGS)
+    )
     run("fedavg", node_federation, out=folder, track=name, resume=True, **SETTINGS)
     assert READERS[name](folder) == expected(folder, name)
 
@@ -217,7 +271,11 @@ def test_mlflow_learns_how_a_run_failed_and_that_it_went_on(node_federation, tmp
     with pytest.raises(KeyboardInterrupt):
         run("fedavg", node_federation, out=folder, track="mlflow", on_round=stop, **SETTINGS)
     found = mlflow_run(folder)
-    assert (found.info.status, found.data.tags["status"], found.data.tags["cause"]) == ("KILLED", "stopped", "interrupted")
+    assert (found.info.status, found.data.tags["status"], found.data.tags["cause"]) == (
+        "KILLED",
+        "stopped",
+        "interrupted",
+    )
     assert not any(key.startswith("summary/") for key in found.data.metrics)
     run("fedavg", node_federation, out=folder, track="mlflow", resume=True, **SETTINGS)
     found = mlflow_run(folder)
@@ -249,7 +307,9 @@ class Failing(Tracker):
 
 
 @pytest.mark.parametrize("at", ["begin", "add", "end", "never"])
-def test_a_tracker_that_fails_is_one_line_of_warning_and_the_run_goes_on(at, node_federation, tmp_path, recwarn):
+def test_a_tracker_that_fails_is_one_line_of_warning_and_the_run_goes_on(
+    at, node_federation, tmp_path, recwarn
+):
     other, plain = Failing("never"), run("fedavg", node_federation, **SETTINGS)
     failing = Failing(at)
     result = run("fedavg", node_federation, out=tmp_path / "x", track=[failing, other], **SETTINGS)
@@ -260,7 +320,9 @@ def test_a_tracker_that_fails_is_one_line_of_warning_and_the_run_goes_on(at, nod
     if at == "never":
         assert lines == []
     else:
-        assert lines == ["tracker failing fails (OSError: [Errno 28] No space left); the run goes on without it"]
+        assert lines == [
+            "tracker failing fails (OSError: [Errno 28] No space left); the run goes on without it"
+        ]
         assert failing.heard[-1] == at
         assert failing.heard.count(at) == 1
 
@@ -269,7 +331,13 @@ def test_a_tracker_that_fails_is_one_line_of_warning_and_the_run_goes_on(at, nod
 def test_a_server_that_is_not_there_stops_nobody(node_federation, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.warns(UserWarning, match="tracker mlflow fails .*; the run goes on without it"):
-        result = run("fedavg", node_federation, out=tmp_path / "x", track="mlflow:http://127.0.0.1:9", **SETTINGS)
+        result = run(
+            "fedavg",
+            node_federation,
+            out=tmp_path / "x",
+            track="mlflow:http://127.0.0.1:9",
+            **SETTINGS,
+        )
     assert result.summary["status"] == "completed"
 
 
@@ -277,7 +345,13 @@ def test_a_server_that_is_not_there_stops_nobody(node_federation, tmp_path, monk
 def test_a_folder_that_cannot_be_written_stops_nobody(node_federation, tmp_path):
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match=r"tracker tensorboard fails \(NotADirectoryError"):
-        result = run("fedavg", node_federation, out=tmp_path / "x", track=TensorBoard(str(tmp_path / "file" / "t")), **SETTINGS)
+        result = run(
+            "fedavg",
+            node_federation,
+            out=tmp_path / "x",
+            track=TensorBoard(str(tmp_path / "file" / "t")),
+            **SETTINGS,
+        )
     assert result.summary["status"] == "completed"
 
 
@@ -286,9 +360,14 @@ def test_trackers_are_made_by_name():
     assert make_trackers("") == make_trackers(()) == []
     own = Failing("never")
     assert make_trackers(own) == make_trackers([own]) == [own]
-    with pytest.raises(ConfigError, match=r"unknown tracker 'tensorbord'. Did you mean 'tensorboard'\? Valid: mlflow, tensorboard"):
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown tracker 'tensorbord'. Did you mean 'tensorboard'\? Valid: mlflow, tensorboard",
+    ):
         make_trackers("tensorbord")
-    with pytest.raises(ConfigError, match=r"unknown part of track 'mlflow.all': 'all'.* Valid: clients"):
+    with pytest.raises(
+        ConfigError, match=r"unknown part of track 'mlflow.all': 'all'.* Valid: clients"
+    ):
         make_trackers("mlflow+all")
 
 
@@ -298,20 +377,30 @@ def test_a_tracker_is_said_as_it_was_asked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@host")
     found = make_trackers(["tensorboard+clients:t", " mlflow , mlflow:http://host:5000"])
     assert [type(t) for t in found] == [TensorBoard, MLflow, MLflow]
-    assert [t.spec for t in found] == [f"tensorboard+clients:{tmp_path}/t", "mlflow", "mlflow:http://host:5000"]
+    assert [t.spec for t in found] == [
+        f"tensorboard+clients:{tmp_path}/t",
+        "mlflow",
+        "mlflow:http://host:5000",
+    ]
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "mlflow"])
 def test_what_is_not_installed_is_said_before_the_run(name, node_federation, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=rf"track: {name} needs the package '{name}.*': pip install 'fedloom\[{name}\]'"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"track: {name} needs the package '{name}.*': pip install 'fedloom\[{name}\]'",
+    ):
         run("fedavg", node_federation, out=tmp_path / "x", track=name)
     assert not (tmp_path / "x").exists()
 
 
 def test_a_damaged_note_is_named(node_federation, tmp_path):
     folder = tmp_path / "x"
-    assert crash_at("round-closed:3", lambda: run("fedavg", node_federation, out=folder, track=Failing("never"), **SETTINGS))
+    assert crash_at(
+        "round-closed:3",
+        lambda: run("fedavg", node_federation, out=folder, track=Failing("never"), **SETTINGS),
+    )
     for content in ("{", "[]"):
         (folder / "tracking.json").write_text(content)
         with pytest.raises(DataError, match=r"is damaged \(tracking.json"):
@@ -327,22 +416,49 @@ def test_the_command_line_tracks_and_goes_on_tracking(tmp_path, monkeypatch, cap
             main()
         return ended.value.code or 0, capsys.readouterr().err
 
-    small = ["--dataset", "synthetic:nodes=150,classes=3,features=8", "--clients", 3, "--partition", "random", "--model", "gcn-2x8"]
+    small = [
+        "--dataset",
+        "synthetic:nodes=150,classes=3,features=8",
+        "--clients",
+        3,
+        "--partition",
+        "random",
+        "--model",
+        "gcn-2x8",
+    ]
     assert call("run", *small, "--track", "wandb")[0] == 2
     assert not (tmp_path / "runs").exists()
-    asked = ["run", *small, "--rounds", 4, "--out", "x", "--set", "run.checkpoint_every=1", "--track", "tensorboard"]
+    asked = [
+        "run",
+        *small,
+        "--rounds",
+        4,
+        "--out",
+        "x",
+        "--set",
+        "run.checkpoint_every=1",
+        "--track",
+        "tensorboard",
+    ]
     assert crash_at("round-closed:2", lambda: call(*asked))
     assert call("resume", "x")[0] == 0
     assert of_tensorboard(tmp_path / "x") == expected(tmp_path / "x", "tensorboard")
     (tmp_path / "file").touch()
-    code, told = call("run", *small, "--rounds", 1, "--out", "y", "--track", f"tensorboard:{tmp_path}/file")
+    code, told = call(
+        "run", *small, "--rounds", 1, "--out", "y", "--track", f"tensorboard:{tmp_path}/file"
+    )
     assert code == 0
-    assert len([line for line in told.splitlines() if line.startswith("tracker tensorboard fails")]) == 1
+    assert (
+        len([line for line in told.splitlines() if line.startswith("tracker tensorboard fails")])
+        == 1
+    )
 
 
 def test_nothing_of_a_tracker_is_imported_unless_it_is_asked_for():
     script = "import sys, fedloom.commands, fedloom.runs; print(*(m in sys.modules for m in ('tensorboard', 'mlflow', 'optuna')))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ
+    )
     assert done.stdout.split() == ["False"] * 3
 
 

@@ -39,7 +39,9 @@ def field_of(cls, name):
 def test_what_a_method_declares_is_allowed_and_holds_its_default(name):
     recipe = make_recipe({"method": {"name": name}})
     found = declared(recipe)
-    defaults = {f"method.{f.name}": default_of(f) for f in fields(method_class(name))} | {"model.dropout": ModelTable.dropout}
+    defaults = {f"method.{f.name}": default_of(f) for f in fields(method_class(name))} | {
+        "model.dropout": ModelTable.dropout
+    }
     for key, values in found.items():
         assert values.holds(defaults[key]), key
         values.distribution()
@@ -81,7 +83,10 @@ def test_a_range_is_read(name, text, expected):
         ("method.optimizer=adam,lion", "method.optimizer is 'lion', must be"),
         ("method.lr=0.1", "two choices or more"),
         ("method.lr=0.1,0.1", "each once"),
-        ("method.finetune", r"method.finetune has no declared range; give one.*declared: method.epochs, method.lr"),
+        (
+            "method.finetune",
+            r"method.finetune has no declared range; give one.*declared: method.epochs, method.lr",
+        ),
         ("lr=0.1..1", "--over takes table.key"),
         ("", "--over takes table.key"),
     ],
@@ -93,7 +98,9 @@ def test_what_cannot_be_tuned_is_named(over, words):
 
 def test_several_settings_may_be_named_at_once():
     recipe = make_recipe(TOY)
-    found = search_space(recipe, ["method.lr,method.epochs=1,2,5,model.dropout", "method.mu=0.5..0.9"])
+    found = search_space(
+        recipe, ["method.lr,method.epochs=1,2,5,model.dropout", "method.mu=0.5..0.9"]
+    )
     assert {key: values.text for key, values in found.items()} == {
         "method.lr": "0.001..0.1", "method.epochs": "1,2,5", "model.dropout": "0..0.8", "method.mu": "0.5..0.9",
     }  # fmt: skip
@@ -114,16 +121,30 @@ def unbroken(tmp_path_factory):
 
 
 def test_the_first_trial_is_the_recipe_as_given_and_the_best_is_what_is_written(unbroken, tmp_path):
-    given = [make_recipe({**TOY, "run": {"seed": seed}}).execute().summary["val_accuracy"] for seed in (0, 1)]
+    given = [
+        make_recipe({**TOY, "run": {"seed": seed}}).execute().summary["val_accuracy"]
+        for seed in (0, 1)
+    ]
     assert unbroken.given.validation == pytest.approx(sum(given) / 2, abs=1e-12)
     assert unbroken.given.settings == {"method.lr": 0.01, "method.mu": 0.001}
-    assert unbroken.best.validation == max(t.validation for t in unbroken.trials) >= unbroken.given.validation
+    assert (
+        unbroken.best.validation
+        == max(t.validation for t in unbroken.trials)
+        >= unbroken.given.validation
+    )
     assert len(unbroken.trials) == len({json.dumps(t.settings) for t in unbroken.trials}) == 13
     text = unbroken.recipe.read_text()
     tables = tomllib.loads(text)
-    assert (tables["method"]["lr"], tables["method"]["mu"]) == tuple(unbroken.best.settings.values())
+    assert (tables["method"]["lr"], tables["method"]["mu"]) == tuple(
+        unbroken.best.settings.values()
+    )
     assert tables["partition"]["seed"] == -1  # another seed is another partition, as before
-    again = [make_recipe({**tables, "run": {**tables["run"], "seed": s}}).execute().summary["val_accuracy"] for s in (0, 1)]
+    again = [
+        make_recipe({**tables, "run": {**tables["run"], "seed": s}})
+        .execute()
+        .summary["val_accuracy"]
+        for s in (0, 1)
+    ]
     assert sum(again) / 2 == pytest.approx(unbroken.best.validation, abs=1e-12)
     comment = text.partition("\n\n")[0]
     assert "# Tuned by: fedloom tune ..." in comment
@@ -133,8 +154,13 @@ def test_the_first_trial_is_the_recipe_as_given_and_the_best_is_what_is_written(
 
 def test_every_trial_is_a_run_folder_for_each_seed(unbroken):
     folder = unbroken.recipe.parent / "trials"
-    assert sorted(p.name for p in folder.iterdir()) == [f"{n:03d}-s{s}" for n in range(13) for s in (0, 1)]
-    marks = [read_run(folder / f"{unbroken.best.number:03d}-s{s}").summary["val_accuracy"] for s in (0, 1)]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        f"{n:03d}-s{s}" for n in range(13) for s in (0, 1)
+    ]
+    marks = [
+        read_run(folder / f"{unbroken.best.number:03d}-s{s}").summary["val_accuracy"]
+        for s in (0, 1)
+    ]
     assert sum(marks) / 2 == unbroken.best.validation
 
 
@@ -144,26 +170,39 @@ def test_the_journal_is_lines_of_json_that_optuna_reads(unbroken):
     journal = unbroken.recipe.parent / "study.jsonl"
     for line in journal.read_text().splitlines():
         json.loads(line)
-    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))
+    storage = optuna.storages.JournalStorage(
+        optuna.storages.journal.JournalFileBackend(str(journal))
+    )
     study = optuna.load_study(study_name="fedloom", storage=storage)
     assert study.best_value == unbroken.best.validation
     assert study.best_params == unbroken.best.settings
 
 
-@pytest.mark.parametrize("where", ["config-half:2", "round-closed:9", "summary-half:8", "summary-in-place:24"])
+@pytest.mark.parametrize(
+    "where", ["config-half:2", "round-closed:9", "summary-half:8", "summary-in-place:24"]
+)
 def test_a_study_that_was_killed_goes_on_as_if_it_had_not_been(where, unbroken, tmp_path):
     folder = tmp_path / "x"
     assert crash_at(where, lambda: tune(TOY, folder, over=OVER, trials=13, seeds=2))
     with open(folder / "study.jsonl", "ab") as journal:
         journal.write(b'{"op_code":')  # half a line
     ended = []
-    tuned = tune(TOY, folder, over=OVER, trials=13, seeds=2, on_trial=lambda trial, over: ended.append(trial.number))
+    tuned = tune(
+        TOY,
+        folder,
+        over=OVER,
+        trials=13,
+        seeds=2,
+        on_trial=lambda trial, over: ended.append(trial.number),
+    )
     assert tuned.trials == unbroken.trials
     assert tuned.best == unbroken.best
     assert ended == list(range(ended[0], 13))  # those before were not done again
 
 
-def test_a_trial_that_is_interrupted_is_done_again_and_others_are_not(unbroken, tmp_path, monkeypatch):
+def test_a_trial_that_is_interrupted_is_done_again_and_others_are_not(
+    unbroken, tmp_path, monkeypatch
+):
     asked, real = [], tuning.validate
 
     def stopped(tables, seeds, folder, number):
@@ -180,7 +219,9 @@ def test_a_trial_that_is_interrupted_is_done_again_and_others_are_not(unbroken, 
     assert tuned.trials == unbroken.trials[:4]
 
 
-def test_a_budget_that_is_used_up_asks_for_no_run_and_a_larger_one_goes_on(unbroken, tmp_path, monkeypatch):
+def test_a_budget_that_is_used_up_asks_for_no_run_and_a_larger_one_goes_on(
+    unbroken, tmp_path, monkeypatch
+):
     settings = {"over": OVER, "seeds": 2}
     tune(TOY, tmp_path, trials=2, **settings)
     with monkeypatch.context() as patch:
@@ -207,7 +248,10 @@ def test_minutes_count_in_all_starts_together(tmp_path, monkeypatch):
 
 def test_a_trial_that_fails_is_noted_and_the_study_goes_on(tmp_path):
     # α and β of FedGKC may not be more than 1 together.
-    tables = {**TOY, "method": {"name": "fedgkc", "rounds": 1, "alpha": 0.5, "beta": 0.25, "copilot": "gcn-2x8"}}
+    tables = {
+        **TOY,
+        "method": {"name": "fedgkc", "rounds": 1, "alpha": 0.5, "beta": 0.25, "copilot": "gcn-2x8"},
+    }
     tuned = tune(tables, tmp_path, over=["method.alpha=0.5,0.9", "method.beta=0.25,0.5"], trials=9)
     assert len(tuned.trials) == 4
     assert tuned.ended == "no other combination was found"
@@ -222,7 +266,9 @@ def test_if_all_fail_the_first_reason_is_told(tmp_path, monkeypatch):
         raise RuntimeError(f"no number, {number}")
 
     monkeypatch.setattr(tuning, "validate", diverges)
-    with pytest.raises(ConfigError, match="of 2 trials none could be run; the first: RuntimeError: no number, 0"):
+    with pytest.raises(
+        ConfigError, match="of 2 trials none could be run; the first: RuntimeError: no number, 0"
+    ):
         tune(TOY, tmp_path, over=OVER, trials=2)
 
 
@@ -238,9 +284,17 @@ def test_an_error_of_the_disk_is_not_the_trials(tmp_path, monkeypatch):
 
 
 def test_a_value_beyond_its_range_is_tried_first_all_the_same(tmp_path):
-    tuned = tune(toy(lr=0.5, weight_decay=0.0), tmp_path, over=["method.lr", "method.weight_decay"], trials=12)
+    tuned = tune(
+        toy(lr=0.5, weight_decay=0.0),
+        tmp_path,
+        over=["method.lr", "method.weight_decay"],
+        trials=12,
+    )
     assert tuned.trials[0].settings == {"method.lr": 0.5, "method.weight_decay": 0.0}
-    assert all(0.001 <= t.settings["method.lr"] <= 0.1 and t.settings["method.weight_decay"] >= 1e-6 for t in tuned.trials[1:])
+    assert all(
+        0.001 <= t.settings["method.lr"] <= 0.1 and t.settings["method.weight_decay"] >= 1e-6
+        for t in tuned.trials[1:]
+    )
 
 
 def test_nobody_looks_at_test_scores(tmp_path, monkeypatch):
@@ -253,7 +307,9 @@ def test_nobody_looks_at_test_scores(tmp_path, monkeypatch):
             raise AssertionError("all of it is read")
 
     real = tuning.Recipe.execute
-    monkeypatch.setattr(tuning.Recipe, "execute", lambda self, *a, **k: Result(Sealed(real(self, *a, **k).summary)))
+    monkeypatch.setattr(
+        tuning.Recipe, "execute", lambda self, *a, **k: Result(Sealed(real(self, *a, **k).summary))
+    )
     tuned = tune(TOY, tmp_path, over=OVER, trials=2)
     scores = read_run(tmp_path / "trials" / f"{tuned.best.number:03d}-s0").summary
     assert f"{100 * scores['accuracy']:.2f}" not in tuned.recipe.read_text()
@@ -263,12 +319,18 @@ def test_nobody_looks_at_test_scores(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"tables": {**TOY, "data": {**TOY["data"], "split": "60/0/40"}}}, "no client has a validation item.*'60/0/40'"),
+        (
+            {"tables": {**TOY, "data": {**TOY["data"], "split": "60/0/40"}}},
+            "no client has a validation item.*'60/0/40'",
+        ),
         ({"trials": 0}, "trials is 0, must be a whole number at least 1"),
         ({"seeds": 0}, "seeds is 0"),
         ({"jobs": 0}, "jobs is 0"),
         ({"minutes": -1.0}, "minutes is -1, must be a number at least 0"),
-        ({"jobs": 2, "tables": {**TOY, "run": {"engine": "processes"}}}, "engine 'processes' has workers of its own"),
+        (
+            {"jobs": 2, "tables": {**TOY, "run": {"engine": "processes"}}},
+            "engine 'processes' has workers of its own",
+        ),
     ],
 )
 def test_what_makes_no_study_is_refused_before_anything_is_written(change, words, tmp_path):
@@ -317,7 +379,10 @@ def test_trials_in_processes_give_what_they_give_here(unbroken, tmp_path):
     tuned = tune(TOY, tmp_path, over=OVER, trials=3, seeds=2, jobs=2)
     assert tuned.trials[:1] == unbroken.trials[:1]
     for trial in tuned.trials:
-        marks = [read_run(tmp_path / "trials" / f"{trial.number:03d}-s{s}").summary["val_accuracy"] for s in (0, 1)]
+        marks = [
+            read_run(tmp_path / "trials" / f"{trial.number:03d}-s{s}").summary["val_accuracy"]
+            for s in (0, 1)
+        ]
         assert trial.validation == sum(marks) / 2
 
 
@@ -335,11 +400,33 @@ def here(monkeypatch, capsys, tmp_path):
     return call
 
 
-SMALL = ["--dataset", TOY["data"]["dataset"], "--split", "40/30/30", "--clients", 3, "--partition", "random", "--model", "gcn-2x8"]
+SMALL = [
+    "--dataset",
+    TOY["data"]["dataset"],
+    "--split",
+    "40/30/30",
+    "--clients",
+    3,
+    "--partition",
+    "random",
+    "--model",
+    "gcn-2x8",
+]
 
 
 def test_the_command_prints_the_best_trials_and_writes_a_recipe_that_runs(here, tmp_path):
-    code, printed, progress = here("tune", *SMALL, "--method", "fedprox", "--rounds", 2, "--over", "method.lr,method.mu", "--trials", 3)
+    code, printed, progress = here(
+        "tune",
+        *SMALL,
+        "--method",
+        "fedprox",
+        "--rounds",
+        2,
+        "--over",
+        "method.lr,method.mu",
+        "--trials",
+        3,
+    )
     assert code == 0, progress
     assert "0 (as given)" in printed
     assert "points of validation accuracy more than the recipe as given" in printed
@@ -349,7 +436,19 @@ def test_the_command_prints_the_best_trials_and_writes_a_recipe_that_runs(here, 
     assert recipe.read_text().startswith("# Tuned by: fedloom tune --dataset synthetic:nodes=120")
     code, printed, progress = here("run", recipe, "--out", "r", "--json")
     assert code == 0, progress
-    code, told, _ = here("tune", *SMALL, "--method", "fedprox", "--rounds", 2, "--over", "method.lr,method.mu", "--trials", 3, "--json")
+    code, told, _ = here(
+        "tune",
+        *SMALL,
+        "--method",
+        "fedprox",
+        "--rounds",
+        2,
+        "--over",
+        "method.lr,method.mu",
+        "--trials",
+        3,
+        "--json",
+    )
     assert json.loads(told)["best"]["validation"] == json.loads(printed)["val_accuracy"]
     assert json.loads(told)["recipe"] == str(recipe.relative_to(tmp_path))
 
@@ -360,7 +459,10 @@ def test_the_command_says_what_is_wrong(here, monkeypatch):
         "fedloom: tune: method.lr from '5': give two choices or more, each once\n",
     )
     monkeypatch.setitem(sys.modules, "optuna", None)
-    assert here("tune", *SMALL)[::2] == (2, "fedloom: tune needs the package 'optuna': pip install 'fedloom[tune]'\n")
+    assert here("tune", *SMALL)[::2] == (
+        2,
+        "fedloom: tune needs the package 'optuna': pip install 'fedloom[tune]'\n",
+    )
 
 
 def test_a_methods_ranges_are_shown(here):

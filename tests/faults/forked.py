@@ -39,4 +39,6 @@ def crash_at(place, work):
 
 def content(folder):
     """Every file of a folder."""
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }

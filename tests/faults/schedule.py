@@ -49,5 +49,12 @@ class Schedule:
     def fault(self, phase, client):
         """What goes wrong now, if anything."""
         now = (self.server.round, phase, client)
-        fault = next((f for when, f in self.faults.items() if all(w in (None, n) for w, n in zip(when, now, strict=True))), None)
+        fault = next(
+            (
+                f
+                for when, f in self.faults.items()
+                if all(w in (None, n) for w, n in zip(when, now, strict=True))
+            ),
+            None,
+        )
         return (fault.pop(0) if fault else None) if isinstance(fault, list) else fault

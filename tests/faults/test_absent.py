@@ -38,22 +38,36 @@ def go(federation, method="fedavg", **settings):
 
 
 def only(federation, names):
-    graphs = [graph for name, graph in zip(federation.names, federation.graphs, strict=True) if name in names]
+    graphs = [
+        graph
+        for name, graph in zip(federation.names, federation.graphs, strict=True)
+        if name in names
+    ]
     return replace(federation, graphs=tuple(graphs), names=tuple(names), whole=None)
 
 
 def same_bits(one, other, owners=None):
     owners = owners or one.models.keys()
-    return all(torch.equal(t, flatten(other.models[o])[k]) for o in owners for k, t in flatten(one.models[o]).items())
+    return all(
+        torch.equal(t, flatten(other.models[o])[k])
+        for o in owners
+        for k, t in flatten(one.models[o]).items()
+    )
 
 
 def absences(result):
-    return [(e["round"], a["phase"], a["client"], a["cause"]) for e in result.history for a in e.get("absent", [])]
+    return [
+        (e["round"], a["phase"], a["client"], a["cause"])
+        for e in result.history
+        for a in e.get("absent", [])
+    ]
 
 
 # ---- one of several fails ----
 @pytest.mark.parametrize("engine", ["loop", "wire"])
-def test_who_raises_is_left_out_and_the_others_are_averaged_to_the_bit(engine, node_federation, monkeypatch):
+def test_who_raises_is_left_out_and_the_others_are_averaged_to_the_bit(
+    engine, node_federation, monkeypatch
+):
     survivors = only(node_federation, ("0", "2", "3"))
     reference = go(survivors, engine=engine)
     unharmed = go(node_federation, engine=engine)
@@ -63,7 +77,9 @@ def test_who_raises_is_left_out_and_the_others_are_averaged_to_the_bit(engine, n
     assert same_bits(reference, result, ("server", "0", "2", "3"))
     assert not same_bits(unharmed, result, ("server",))
     assert absences(result)[0] == (1, "setup", "1", "ValueError: boom")
-    assert {cause for _, _, _, cause in absences(result)[1:]} == {"behind since 'setup': ValueError: boom"}
+    assert {cause for _, _, _, cause in absences(result)[1:]} == {
+        "behind since 'setup': ValueError: boom"
+    }
     assert result.summary["absences"] == {"1": len(absences(result))}
     assert result.summary["retried"] == 0
     assert result.per_client[1]["accuracy"] is None
@@ -90,14 +106,20 @@ def test_absences_are_kept_in_the_folder_and_shown(node_federation, monkeypatch,
     result = go(node_federation, out=tmp_path / "x")
     expected = [(2, "train", "1", "ValueError: boom"), (2, "evaluate", "3", "KeyError: 'x'")]
     assert absences(result) == absences(read_run(tmp_path / "x")) == expected
-    assert [row["id"] for row in result.history[1]["clients"]] == ["0", "1", "2"]  # those who answered are scored
+    assert [row["id"] for row in result.history[1]["clients"]] == [
+        "0",
+        "1",
+        "2",
+    ]  # those who answered are scored
     assert [row["id"] for row in result.history[2]["clients"]] == ["0", "1", "2", "3"]
     assert json.loads((tmp_path / "x" / "summary.json").read_text())["absences"] == {"1": 1, "3": 1}
     assert "absent from exchanges: 1 (once), 3 (once); asked again: 0" in printed(result)
 
 
 @pytest.mark.parametrize("engine", ["loop", "wire"])
-def test_with_a_quorum_of_1_the_clients_own_error_ends_the_run(engine, node_federation, monkeypatch):
+def test_with_a_quorum_of_1_the_clients_own_error_ends_the_run(
+    engine, node_federation, monkeypatch
+):
     Schedule(monkeypatch, {(2, "train", "1"): BOOM})
     with pytest.raises(ValueError, match="boom") as raised:
         go(node_federation, quorum=1.0, engine=engine)
@@ -145,7 +167,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_answer_is_refused_by_name_and_the_others_are_averaged_to_the_bit(kind, node_federation, monkeypatch):
+def test_a_bad_answer_is_refused_by_name_and_the_others_are_averaged_to_the_bit(
+    kind, node_federation, monkeypatch
+):
     fault, words = BAD[kind]
     with monkeypatch.context() as patch:
         Schedule(patch, {(2, "train", "1"): BOOM})
@@ -197,10 +221,17 @@ def test_a_weight_that_is_no_number_is_refused(node_federation, monkeypatch):
     Schedule(monkeypatch, {(None, "size", "1"): lambda reply: {"size": torch.tensor(float("nan"))}})
     settings = {key: value for key, value in SETTINGS.items() if key != "rounds"}
     result = run(ByHeart(rounds=2), node_federation, **settings)
-    assert absences(result)[0] == (1, "size", "1", "refused: client '1': weight is nan, must be finite, not negative and at most 2^53")
+    assert absences(result)[0] == (
+        1,
+        "size",
+        "1",
+        "refused: client '1': weight is nan, must be finite, not negative and at most 2^53",
+    )
 
 
-def test_weights_that_are_all_0_end_the_run_and_keep_the_model(node_federation, monkeypatch, tmp_path):
+def test_weights_that_are_all_0_end_the_run_and_keep_the_model(
+    node_federation, monkeypatch, tmp_path
+):
     Schedule(monkeypatch, {(None, "size", None): lambda reply: {"size": torch.tensor(0)}})
     with pytest.raises(MessageError, match="all clients that answered have weight 0"):
         go(node_federation, out=tmp_path / "x")
@@ -211,7 +242,9 @@ def test_weights_that_are_all_0_end_the_run_and_keep_the_model(node_federation, 
 
 
 # ---- too few ----
-def test_if_too_few_answer_the_others_are_asked_again_and_nobody_twice_who_has_answered(node_federation, monkeypatch):
+def test_if_too_few_answer_the_others_are_asked_again_and_nobody_twice_who_has_answered(
+    node_federation, monkeypatch
+):
     unharmed = go(node_federation)
     schedule = Schedule(monkeypatch, {(2, "train", c): [LOST, BOOM] for c in "123"})
     result = go(node_federation)
@@ -223,7 +256,9 @@ def test_if_too_few_answer_the_others_are_asked_again_and_nobody_twice_who_has_a
 
 
 @pytest.mark.parametrize("retries", [0, 2])
-def test_if_all_drop_the_run_fails_with_the_model_of_the_round_before(retries, node_federation, monkeypatch, tmp_path):
+def test_if_all_drop_the_run_fails_with_the_model_of_the_round_before(
+    retries, node_federation, monkeypatch, tmp_path
+):
     before = go(node_federation, rounds=2)
     schedule = Schedule(monkeypatch, {(3, "train", None): BOOM})
     with pytest.raises(RoundFailed) as failure:
@@ -237,10 +272,15 @@ def test_if_all_drop_the_run_fails_with_the_model_of_the_round_before(retries, n
     assert kept.summary["absences"] == dict.fromkeys("0123", 1)
     assert kept.summary["retried"] == 4 * retries
     assert kept.summary["rounds"] == 2
-    assert all(torch.equal(t, flatten(before.models["server"])[k]) for k, t in kept.models["server"].items())
+    assert all(
+        torch.equal(t, flatten(before.models["server"])[k])
+        for k, t in kept.models["server"].items()
+    )
 
 
-def test_a_round_that_fails_late_takes_back_what_it_did_to_the_model(node_federation, monkeypatch, tmp_path):
+def test_a_round_that_fails_late_takes_back_what_it_did_to_the_model(
+    node_federation, monkeypatch, tmp_path
+):
     before = go(node_federation, "fedsgd", rounds=2)
     Schedule(monkeypatch, {(3, "evaluate", None): BOOM})  # after the server's step
     with pytest.raises(RoundFailed, match=r"round 3, 'evaluate'"):
@@ -252,7 +292,8 @@ def test_a_round_that_fails_late_takes_back_what_it_did_to_the_model(node_federa
 def test_before_the_rounds_too_few_fail_too(node_federation, monkeypatch):
     Schedule(monkeypatch, {(None, "setup", c): BOOM for c in "012"})
     with pytest.raises(
-        RoundFailed, match=r"before round 1, 'setup': 1 of 4 clients answered \(3\), 2 are needed; absent: 0, 1, 2: ValueError"
+        RoundFailed,
+        match=r"before round 1, 'setup': 1 of 4 clients answered \(3\), 2 are needed; absent: 0, 1, 2: ValueError",
     ):
         go(node_federation)
 
@@ -261,7 +302,13 @@ def test_a_run_bears_30_per_cent_dropout_in_each_of_100_rounds(monkeypatch):
     graph = synthetic(nodes=150, classes=3, features=6, degree=4.0, seed=1)
     federation = divide(graph, 10, "random", 0, split="40/30/30")
     lots = random.Random(0)
-    drops = {(r, p, c): BOOM for r in range(1, 101) for c in federation.names if lots.random() < 0.3 for p in ("size", "train")}
+    drops = {
+        (r, p, c): BOOM
+        for r in range(1, 101)
+        for c in federation.names
+        if lots.random() < 0.3
+        for p in ("size", "train")
+    }
     Schedule(monkeypatch, drops)
     result = go(federation, rounds=100, quorum=0.2, evaluate_every=50)
     assert result.summary["status"] == "completed"
@@ -280,7 +327,9 @@ def test_a_flapping_client_is_in_when_it_is_there(node_federation, monkeypatch):
 
 
 # ---- what follows from absence ----
-def test_who_misses_an_exchange_is_out_of_the_round_but_not_of_its_evaluation(node_federation, monkeypatch):
+def test_who_misses_an_exchange_is_out_of_the_round_but_not_of_its_evaluation(
+    node_federation, monkeypatch
+):
     schedule = Schedule(monkeypatch, {(2, "train", "1"): LOST})  # it has trained, and nobody knows
     result = go(node_federation, "fedgkc", copilot="gcn-2x8")
     assert [(r, p) for r, p, c in schedule.asked if c == "1" and r in (2, 3)] == [
@@ -290,16 +339,29 @@ def test_who_misses_an_exchange_is_out_of_the_round_but_not_of_its_evaluation(no
 
 
 def test_who_is_out_of_a_round_counts_as_absent_in_all_of_it(node_federation, monkeypatch):
-    Schedule(monkeypatch, {(2, "train", "1"): BOOM, (2, "train", "2"): BOOM, (2, "contribute", "3"): KeyError("x")})
-    with pytest.raises(RoundFailed, match=r"round 2, 'contribute': 1 of 4 .* 2 are needed; absent: 1, 2: ValueError: boom; 3: KeyError"):
+    Schedule(
+        monkeypatch,
+        {(2, "train", "1"): BOOM, (2, "train", "2"): BOOM, (2, "contribute", "3"): KeyError("x")},
+    )
+    with pytest.raises(
+        RoundFailed,
+        match=r"round 2, 'contribute': 1 of 4 .* 2 are needed; absent: 1, 2: ValueError: boom; 3: KeyError",
+    ):
         go(node_federation, "fedgkc", copilot="gcn-2x8")
 
 
-def test_who_misses_setup_is_handed_it_again_before_it_is_asked_anything_else(node_federation, monkeypatch):
+def test_who_misses_setup_is_handed_it_again_before_it_is_asked_anything_else(
+    node_federation, monkeypatch
+):
     unharmed = go(node_federation)
     schedule = Schedule(monkeypatch, {(0, "setup", "1"): BOOM})
     result = go(node_federation)
-    assert [(r, p) for r, p, c in schedule.asked if c == "1"][:4] == [(0, "setup"), (1, "setup"), (1, "size"), (1, "train")]
+    assert [(r, p) for r, p, c in schedule.asked if c == "1"][:4] == [
+        (0, "setup"),
+        (1, "setup"),
+        (1, "size"),
+        (1, "train"),
+    ]
     assert [p for r, p, c in schedule.asked if c == "0"].count("setup") == 1
     assert absences(result) == [(1, "setup", "1", "ValueError: boom")]
     assert same_bits(unharmed, result)  # it takes part as if nothing had been
@@ -308,7 +370,9 @@ def test_who_misses_setup_is_handed_it_again_before_it_is_asked_anything_else(no
 def test_who_joins_late_takes_part_from_then_on(node_federation, monkeypatch):
     schedule = Schedule(monkeypatch, {(r, None, "1"): BOOM for r in (0, 1, 2)})
     result = go(node_federation, rounds=4)
-    assert [(r, p) for r, p, c in schedule.asked if c == "1" and r == 3] == [(3, p) for p in ("setup", "size", "train", "evaluate")]
+    assert [(r, p) for r, p, c in schedule.asked if c == "1" and r == 3] == [
+        (3, p) for p in ("setup", "size", "train", "evaluate")
+    ]
     assert {r for r, *_ in absences(result)} == {1, 2}
     assert result.history[-1]["clients"][1]["id"] == "1"
 
@@ -353,9 +417,23 @@ def steps(federation, monkeypatch, faults):
 
 
 def test_what_was_missed_is_made_up_for_in_order(node_federation, monkeypatch):
-    result, schedule = steps(node_federation, monkeypatch, {(0, "first", "1"): [BOOM], (0, "second", "2"): [BOOM]})
-    assert [p for r, p, c in schedule.asked if c == "1"][:5] == ["setup", "first", "first", "second", "third"]
-    assert [p for r, p, c in schedule.asked if c == "2"][:5] == ["setup", "first", "second", "second", "third"]
+    result, schedule = steps(
+        node_federation, monkeypatch, {(0, "first", "1"): [BOOM], (0, "second", "2"): [BOOM]}
+    )
+    assert [p for r, p, c in schedule.asked if c == "1"][:5] == [
+        "setup",
+        "first",
+        "first",
+        "second",
+        "third",
+    ]
+    assert [p for r, p, c in schedule.asked if c == "2"][:5] == [
+        "setup",
+        "first",
+        "second",
+        "second",
+        "third",
+    ]
     assert result.summary["notes"] == {f"{r} {c}": [1.0, 2.0] for r in (1, 2, 3) for c in "0123"}
 
 
@@ -363,7 +441,16 @@ def test_who_has_lost_its_state_is_handed_in_everything(node_federation, monkeyp
     gone = Absent("was started anew", forgot=True)
     result, schedule = steps(node_federation, monkeypatch, {(2, "third", "1"): gone})
     of_1 = [(r, p) for r, p, c in schedule.asked if c == "1"]
-    assert of_1[-6:] == [(2, "third"), *((2, p) for p in ("setup", "first", "second")), (2, "evaluate"), (3, "third"), (3, "evaluate")][1:]
+    assert (
+        of_1[-6:]
+        == [
+            (2, "third"),
+            *((2, p) for p in ("setup", "first", "second")),
+            (2, "evaluate"),
+            (3, "third"),
+            (3, "evaluate"),
+        ][1:]
+    )
     assert "2 1" not in result.summary["notes"]
     assert result.summary["notes"]["3 1"] == [1.0, 2.0]
     assert absences(result) == [(2, "third", "1", "was started anew")]
@@ -372,7 +459,12 @@ def test_who_has_lost_its_state_is_handed_in_everything(node_federation, monkeyp
 def test_who_forgets_in_an_evaluation_sits_out_a_round(node_federation, monkeypatch):
     gone = Absent("was started anew", forgot=True)
     result, schedule = steps(node_federation, monkeypatch, {(1, "evaluate", "1"): gone})
-    assert [p for r, p, c in schedule.asked if (r, c) == (2, "1")] == ["setup", "first", "second", "evaluate"]
+    assert [p for r, p, c in schedule.asked if (r, c) == (2, "1")] == [
+        "setup",
+        "first",
+        "second",
+        "evaluate",
+    ]
     assert "2 1" not in result.summary["notes"]
     assert "3 1" in result.summary["notes"]
 
@@ -404,18 +496,25 @@ def test_a_method_says_how_few_are_too_few(node_federation, monkeypatch):
         Schedule(patch, {(2, "train", "1"): BOOM})
         assert go(node_federation, quorum=0.1).summary["status"] == "completed"
     Schedule(monkeypatch, {(2, "train", "1"): BOOM, (2, "train", "2"): BOOM})
-    with pytest.raises(RoundFailed, match=r"round 2, 'train': 2 of 4 clients answered \(0, 3\), 3 are needed"):
+    with pytest.raises(
+        RoundFailed, match=r"round 2, 'train': 2 of 4 clients answered \(0, 3\), 3 are needed"
+    ):
         go(node_federation, quorum=0.1)
 
 
 @pytest.mark.parametrize(("structure", "phase_name"), [("deg", "describe"), ("node2vec", "reveal")])
 @pytest.mark.parametrize("secure", [False, True])
-def test_a_method_says_in_which_phases_nobody_may_be_absent(structure, phase_name, secure, cross_federation, monkeypatch):
+def test_a_method_says_in_which_phases_nobody_may_be_absent(
+    structure, phase_name, secure, cross_federation, monkeypatch
+):
     if secure and structure == "node2vec":
         pytest.skip("edges that the server sees are for plain runs")
     assert phase_name in FedStruct.requires_all
     Schedule(monkeypatch, {(0, phase_name, "1"): BOOM})
-    with pytest.raises(RoundFailed, match=rf"before round 1, '{phase_name}': 3 of 4 .*, 4 are needed; absent: 1: ValueError: boom"):
+    with pytest.raises(
+        RoundFailed,
+        match=rf"before round 1, '{phase_name}': 3 of 4 .*, 4 are needed; absent: 1: ValueError: boom",
+    ):
         go(cross_federation, "fedstruct", structure=structure, secure=secure)
 
 
@@ -428,7 +527,10 @@ def test_a_plug_in_and_its_method_both_say_so():
         def prepare_clients(self, server):
             """Nothing."""
 
-    assert composed(Before, FedStruct, "fedstruct").requires_all == ("mine", *FedStruct.requires_all)
+    assert composed(Before, FedStruct, "fedstruct").requires_all == (
+        "mine",
+        *FedStruct.requires_all,
+    )
 
 
 # ---- at the command line ----
@@ -452,9 +554,29 @@ class GivesUp(FedAvg):
 
 def test_a_failed_round_is_one_line_and_exit_code_1(monkeypatch, capsys, tmp_path):
     (tmp_path / "gives_up.py").write_text(METHOD)
-    given = ["--method", str(tmp_path / "gives_up.py"), "--dataset", "synthetic:nodes=60", "--clients", "2", "--model", "gcn-2x4"]
+    given = [
+        "--method",
+        str(tmp_path / "gives_up.py"),
+        "--dataset",
+        "synthetic:nodes=60",
+        "--clients",
+        "2",
+        "--model",
+        "gcn-2x4",
+    ]
     for quorum, code in (("0.5", 1), ("2", 2)):
-        monkeypatch.setattr("sys.argv", ["fedloom", "run", *given, "--set", f"run.quorum={quorum}", "--out", str(tmp_path / quorum)])
+        monkeypatch.setattr(
+            "sys.argv",
+            [
+                "fedloom",
+                "run",
+                *given,
+                "--set",
+                f"run.quorum={quorum}",
+                "--out",
+                str(tmp_path / quorum),
+            ],
+        )
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code == code
@@ -467,13 +589,21 @@ def test_a_failed_round_is_one_line_and_exit_code_1(monkeypatch, capsys, tmp_pat
 # ---- settings ----
 def test_settings_say_which_engines_can():
     assert RunSettings(engine="processes", quorum=0.5, deadline=3, grace=1).deadline == 3
-    with pytest.raises(ConfigError, match=r"run\.quorum is 0, must be a number above 0 and at most 1"):
+    with pytest.raises(
+        ConfigError, match=r"run\.quorum is 0, must be a number above 0 and at most 1"
+    ):
         RunSettings(quorum=0)
-    with pytest.raises(ConfigError, match=r"run\.quorum is 0\.5, in engine 'stacked' .*; valid: 1, or run\.engine loop, wire, processes"):
+    with pytest.raises(
+        ConfigError,
+        match=r"run\.quorum is 0\.5, in engine 'stacked' .*; valid: 1, or run\.engine loop, wire, processes",
+    ):
         RunSettings(engine="stacked", quorum=0.5)
     for engine in ("loop", "wire", "stacked"):
         for name in ("deadline", "grace"):
-            with pytest.raises(ConfigError, match=rf"run\.{name} is 5, engine '{engine}' has none; valid: 0, or run\.engine processes"):
+            with pytest.raises(
+                ConfigError,
+                match=rf"run\.{name} is 5, engine '{engine}' has none; valid: 0, or run\.engine processes",
+            ):
                 RunSettings(engine=engine, **{name: 5})
 
 

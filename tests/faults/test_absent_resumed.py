@@ -27,13 +27,25 @@ FAULTS = {
 
 
 def go(federation, folder, method="scaffold", **settings):
-    given = {"model": "gcn-2x8", "rounds": ROUNDS, "checkpoint_every": 1, "quorum": 0.5, "out": folder, **settings}
+    given = {
+        "model": "gcn-2x8",
+        "rounds": ROUNDS,
+        "checkpoint_every": 1,
+        "quorum": 0.5,
+        "out": folder,
+        **settings,
+    }
     return run(method, federation, **given)
 
 
-@pytest.mark.parametrize("place", ["round-closed:2", "round-unclosed:3", "exchange-answered:9", "checkpoint-between-renames:4"])
+@pytest.mark.parametrize(
+    "place",
+    ["round-closed:2", "round-unclosed:3", "exchange-answered:9", "checkpoint-between-renames:4"],
+)
 @pytest.mark.parametrize("kind", FAULTS)
-def test_killed_in_the_middle_and_resumed_equals_unbroken(kind, place, node_federation, monkeypatch, tmp_path):
+def test_killed_in_the_middle_and_resumed_equals_unbroken(
+    kind, place, node_federation, monkeypatch, tmp_path
+):
     Schedule(monkeypatch, FAULTS[kind])
     unbroken = go(node_federation, tmp_path / "unbroken")
     assert crash_at(place, lambda: go(node_federation, tmp_path / "x"))
@@ -51,28 +63,62 @@ class Counted(FedAvg):
         there = list(server.ask(self.size))
         server.state["model"] = server.model()
         for _ in server.rounds(self.rounds):
-            server.state["model"] = server.mean(self.train, clients=there, model=server.state["model"])["model"]
+            server.state["model"] = server.mean(
+                self.train, clients=there, model=server.state["model"]
+            )["model"]
             server.evaluate(model=server.state["model"])
 
 
-def killed_with_a_fault_in_set_up_and_resumed_without(federation, monkeypatch, folder, method, fault, **settings):
+def killed_with_a_fault_in_set_up_and_resumed_without(
+    federation, monkeypatch, folder, method, fault, **settings
+):
     for name in ("unbroken", "x"):
         with monkeypatch.context() as patch:
             Schedule(patch, {fault: BOOM})
-            work = partial(run, method, federation, model="gcn-2x8", checkpoint_every=1, quorum=0.5, out=folder / name, **settings)
+            work = partial(
+                run,
+                method,
+                federation,
+                model="gcn-2x8",
+                checkpoint_every=1,
+                quorum=0.5,
+                out=folder / name,
+                **settings,
+            )
             assert crash_at("round-closed:2", work) if name == "x" else work()
-    run(method, federation, model="gcn-2x8", checkpoint_every=1, quorum=0.5, out=folder / "x", resume=True, **settings)
+    run(
+        method,
+        federation,
+        model="gcn-2x8",
+        checkpoint_every=1,
+        quorum=0.5,
+        out=folder / "x",
+        resume=True,
+        **settings,
+    )
 
 
-def test_who_missed_set_up_and_is_there_when_it_is_done_again_changes_nothing(node_federation, monkeypatch, tmp_path):
+def test_who_missed_set_up_and_is_there_when_it_is_done_again_changes_nothing(
+    node_federation, monkeypatch, tmp_path
+):
     """What the server made of set-up, it made without that client."""
-    killed_with_a_fault_in_set_up_and_resumed_without(node_federation, monkeypatch, tmp_path, Counted(rounds=4), (0, "size", "1"))
+    killed_with_a_fault_in_set_up_and_resumed_without(
+        node_federation, monkeypatch, tmp_path, Counted(rounds=4), (0, "size", "1")
+    )
     assert differences(tmp_path / "x", tmp_path / "unbroken") == set()
 
 
-def test_in_a_secure_run_who_missed_a_sum_before_the_rounds_stays_out(cross_federation, monkeypatch, tmp_path):
+def test_in_a_secure_run_who_missed_a_sum_before_the_rounds_stays_out(
+    cross_federation, monkeypatch, tmp_path
+):
     killed_with_a_fault_in_set_up_and_resumed_without(
-        cross_federation, monkeypatch, tmp_path, "fedstruct", (0, "setup", "1"), secure=True, rounds=4
+        cross_federation,
+        monkeypatch,
+        tmp_path,
+        "fedstruct",
+        (0, "setup", "1"),
+        secure=True,
+        rounds=4,
     )
     resumed, unbroken = (read_run(tmp_path / name) for name in ("x", "unbroken"))
     assert absences(resumed) == absences(unbroken) != []
@@ -82,25 +128,35 @@ def test_in_a_secure_run_who_missed_a_sum_before_the_rounds_stays_out(cross_fede
 @pytest.mark.parametrize(
     ("kind", "forgotten"), [("forgets in evaluation, sits out a round", "sits_out"), ("never comes", "missed")]
 )  # fmt: skip
-def test_without_it_in_the_checkpoint_the_end_is_another(kind, forgotten, node_federation, monkeypatch, tmp_path):
+def test_without_it_in_the_checkpoint_the_end_is_another(
+    kind, forgotten, node_federation, monkeypatch, tmp_path
+):
     """The control: each part of it counts."""
     with monkeypatch.context() as patch:
         Schedule(patch, FAULTS[kind])
         go(node_federation, tmp_path / "unbroken")
         assert crash_at("round-closed:2", lambda: go(node_federation, tmp_path / "x"))
     without(monkeypatch, forgotten)
-    Schedule(monkeypatch, {when: fault for when, fault in FAULTS[kind].items() if when[0]})  # set-up goes well this time
+    Schedule(
+        monkeypatch, {when: fault for when, fault in FAULTS[kind].items() if when[0]}
+    )  # set-up goes well this time
     go(node_federation, tmp_path / "x", resume=True)
     assert differences(tmp_path / "x", tmp_path / "unbroken") != set()
 
 
 def test_without_who_missed_set_up_the_end_is_another(node_federation, monkeypatch, tmp_path):
     without(monkeypatch, "absent")
-    killed_with_a_fault_in_set_up_and_resumed_without(node_federation, monkeypatch, tmp_path, Counted(rounds=4), (0, "size", "1"))
+    killed_with_a_fault_in_set_up_and_resumed_without(
+        node_federation, monkeypatch, tmp_path, Counted(rounds=4), (0, "size", "1")
+    )
     assert "history_hash" in differences(tmp_path / "x", tmp_path / "unbroken")
 
 
 def without(monkeypatch, forgotten):
     """Checkpoints that lack something."""
     original = AbsenceTracker.resume
-    monkeypatch.setattr(AbsenceTracker, "resume", lambda self, saved: original(self, {k: v for k, v in saved.items() if k != forgotten}))
+    monkeypatch.setattr(
+        AbsenceTracker,
+        "resume",
+        lambda self, saved: original(self, {k: v for k, v in saved.items() if k != forgotten}),
+    )

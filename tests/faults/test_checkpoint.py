@@ -13,7 +13,16 @@ from safetensors.torch import load, save
 from tests.faults.forked import crash_at, ending, fork
 
 from fedloom.errors import DataError
-from fedloom.experiments.checkpoint import LATEST, PREVIOUS, Checkpoint, DamagedCheckpointWarning, decode, encode, read, write
+from fedloom.experiments.checkpoint import (
+    LATEST,
+    PREVIOUS,
+    Checkpoint,
+    DamagedCheckpointWarning,
+    decode,
+    encode,
+    read,
+    write,
+)
 from fedloom.experiments.run import run
 
 NAMES = ("weights", "moments", "stream")
@@ -21,13 +30,21 @@ NAMES = ("weights", "moments", "stream")
 
 def made(number, size=40_000):
     """A checkpoint of which every part says its number."""
-    server, client = ({name: torch.full((size,), number, dtype=torch.int32) for name in NAMES} for _ in range(2))
-    return Checkpoint({"number": number, "notes": {"a": 0.1}}, {"server": {"state": server}, "clients": {"0": {"state": client}}})
+    server, client = (
+        {name: torch.full((size,), number, dtype=torch.int32) for name in NAMES} for _ in range(2)
+    )
+    return Checkpoint(
+        {"number": number, "notes": {"a": 0.1}},
+        {"server": {"state": server}, "clients": {"0": {"state": client}}},
+    )
 
 
 def number_of(found):
     """The number of a checkpoint, if all its parts agree on it."""
-    tensors = [*found.state["server"]["state"].values(), *found.state["clients"]["0"]["state"].values()]
+    tensors = [
+        *found.state["server"]["state"].values(),
+        *found.state["clients"]["0"]["state"].values(),
+    ]
     assert all((tensor == found.about["number"]).all() for tensor in tensors)
     return found.about["number"]
 
@@ -61,9 +78,15 @@ def test_200_kills_while_writing_leave_the_old_one_or_the_new_one(tmp_path):
         while content := os.read(here, 4):
             told.append(content)
         os.close(here)
-        done, ways = int.from_bytes(told[-1], "little"), ways | {frozenset(path.name for path in tmp_path.iterdir())}
+        done, ways = (
+            int.from_bytes(told[-1], "little"),
+            ways | {frozenset(path.name for path in tmp_path.iterdir())},
+        )
         last = number_of(read(tmp_path))
-        assert last in (done, done + 1)  # what was said to be written is, and nothing older comes back
+        assert last in (
+            done,
+            done + 1,
+        )  # what was said to be written is, and nothing older comes back
     assert any(LATEST + ".new" in names for names in ways)  # it did hit writes
 
 
@@ -106,9 +129,15 @@ def test_what_is_cut_off_is_known_for_it(length):
 
 
 def test_of_another_format_both_are_named():
-    with pytest.raises(DataError, match="has format 'fedloom-checkpoint/9', this fedloom reads 'fedloom-checkpoint/2'"):
+    with pytest.raises(
+        DataError,
+        match="has format 'fedloom-checkpoint/9', this fedloom reads 'fedloom-checkpoint/2'",
+    ):
         decode(encode(made(7)).replace(b"fedloom-checkpoint/2", b"fedloom-checkpoint/9"))
-    with pytest.raises(DataError, match="has format 'fedloom-checkpoint/1', this fedloom reads 'fedloom-checkpoint/2'"):
+    with pytest.raises(
+        DataError,
+        match="has format 'fedloom-checkpoint/1', this fedloom reads 'fedloom-checkpoint/2'",
+    ):
         decode(save({"server/state/w": torch.ones(3)}, {"fedloom": "{}"}))
 
 
@@ -116,7 +145,9 @@ DAMAGE = {
     "a bit": lambda content: flipped(content, 8 * len(content) - 1),
     "cut off": lambda content: content[:1000],
     "empty": lambda content: b"",
-    "another format": lambda content: content.replace(b"fedloom-checkpoint/2", b"fedloom-checkpoint/3"),
+    "another format": lambda content: content.replace(
+        b"fedloom-checkpoint/2", b"fedloom-checkpoint/3"
+    ),
 }
 
 
@@ -134,7 +165,9 @@ def test_if_both_are_damaged_both_are_named(tmp_path):
         write(tmp_path, made(number))
     (tmp_path / LATEST).write_bytes(b"")
     (tmp_path / PREVIOUS).write_bytes((tmp_path / PREVIOUS).read_bytes()[:-1])
-    with pytest.raises(DataError, match=rf"{LATEST} in .* is damaged .*; {PREVIOUS} in .* is damaged"):
+    with pytest.raises(
+        DataError, match=rf"{LATEST} in .* is damaged .*; {PREVIOUS} in .* is damaged"
+    ):
         read(tmp_path)
 
 
@@ -148,12 +181,19 @@ def test_a_damaged_one_without_a_previous_is_no_beginning(tmp_path):
 def test_a_run_goes_on_from_the_previous_one_to_the_same_end(node_federation, tmp_path):
     settings = {"model": "gcn-2x8", "rounds": 4, "checkpoint_every": 1}
     unbroken = run("fedavg", node_federation, **settings)
-    assert crash_at("round-closed:3", lambda: run("fedavg", node_federation, out=tmp_path, **settings))
+    assert crash_at(
+        "round-closed:3", lambda: run("fedavg", node_federation, out=tmp_path, **settings)
+    )
     (tmp_path / LATEST).write_bytes(flipped((tmp_path / LATEST).read_bytes(), 12345))
     seen = []
     with pytest.warns(DamagedCheckpointWarning):
         resumed = run(
-            "fedavg", node_federation, out=tmp_path, resume=True, on_round=lambda entry, planned: seen.append(entry["round"]), **settings
+            "fedavg",
+            node_federation,
+            out=tmp_path,
+            resume=True,
+            on_round=lambda entry, planned: seen.append(entry["round"]),
+            **settings,
         )
     assert seen == [3, 4]
     assert resumed.summary["history_hash"] == unbroken.summary["history_hash"]

@@ -62,7 +62,9 @@ def test_without_the_check_a_bad_answer_gets_in_or_ends_the_run(kind, node_feder
     result = None
     with suppress(Exception):  # it ends the run, the others' round is lost
         result = go(node_federation, rounds=2)
-    assert result is None or (absences(result) == [] and not same_bits(reference, result, ("server",)))
+    assert result is None or (
+        absences(result) == [] and not same_bits(reference, result, ("server",))
+    )
 
 
 # ---- F12: weights ----
@@ -86,7 +88,12 @@ def grown(work):
     def measured():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         work()
-        os.write(there, ((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024).to_bytes(8, "little"))
+        os.write(
+            there,
+            ((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024).to_bytes(
+                8, "little"
+            ),
+        )
 
     assert ending(fork(measured)) == 0
     os.close(there)
@@ -98,7 +105,11 @@ def grown(work):
 def test_a_message_that_claims_a_gigabyte_takes_no_memory(entries):
     def claimed():
         claim = blob(
-            {"__metadata__": {"format": FORMAT, "phase": "train"}, "a": tensor(shape=(entries,), place=(0, 4 * entries))}, bytes(64)
+            {
+                "__metadata__": {"format": FORMAT, "phase": "train"},
+                "a": tensor(shape=(entries,), place=(0, 4 * entries)),
+            },
+            bytes(64),
         )
         with pytest.raises(MessageError):
             decode(claim, "train")
@@ -118,7 +129,9 @@ def test_ten_times_what_is_expected_is_refused_within_twice_the_limit():
 
 
 # ---- F16: bits that flip on the disk ----
-def test_without_the_sum_a_damaged_checkpoint_is_resumed_from(node_federation, monkeypatch, tmp_path):
+def test_without_the_sum_a_damaged_checkpoint_is_resumed_from(
+    node_federation, monkeypatch, tmp_path
+):
     settings = {"checkpoint_every": 1, "quorum": 1.0}
     unbroken = go(node_federation, rounds=4, **settings)
     go(node_federation, rounds=2, out=tmp_path / "x", **settings)
@@ -127,7 +140,11 @@ def test_without_the_sum_a_damaged_checkpoint_is_resumed_from(node_federation, m
     content = bytearray(path.read_bytes())
     begin = 8 + int.from_bytes(content[:8], "little")
     places = json.loads(content[8:begin])
-    of_model = next(entry["data_offsets"][0] for name, entry in places.items() if name.startswith("server/state/model/"))
+    of_model = next(
+        entry["data_offsets"][0]
+        for name, entry in places.items()
+        if name.startswith("server/state/model/")
+    )
     content[begin + of_model + 3] ^= 0x01  # of a number's exponent
     path.write_bytes(content)
     with pytest.raises(DataError, match="SHA-256"):
@@ -153,7 +170,8 @@ def test_without_the_sum_a_damaged_checkpoint_is_resumed_from(node_federation, m
 # ---- F17: signals ----
 def test_without_our_handling_a_signal_leaves_no_summary(start, tmp_path, monkeypatch):
     unhandled = test_signals.PROGRAM.replace(
-        "main()", "import fedloom.cli as c; from contextlib import nullcontext; c.in_order = nullcontext; main()"
+        "main()",
+        "import fedloom.cli as c; from contextlib import nullcontext; c.in_order = nullcontext; main()",
     )
     monkeypatch.setattr(test_signals, "PROGRAM", unhandled)
     process = start("--set", "run.checkpoint_every=1", until="x/history.jsonl", lines=3)
@@ -174,9 +192,9 @@ def test_if_nothing_is_made_up_for_who_joins_late_never_takes_part(node_federati
     monkeypatch.setattr(AbsenceTracker, "lacks", lambda *_: False)
     Schedule(monkeypatch, {(0, "setup", "1"): BOOM})
     result = go(node_federation, rounds=3)
-    assert {(number, cause) for number, phase, client, cause in absences(result) if phase == "train"} == {
-        (number, "KeyError: 'model'") for number in (1, 2, 3)
-    }
+    assert {
+        (number, cause) for number, phase, client, cause in absences(result) if phase == "train"
+    } == {(number, "KeyError: 'model'") for number in (1, 2, 3)}
 
 
 # ---- F22: versions ----
@@ -191,6 +209,12 @@ def test_a_message_of_another_version_is_refused_by_that_alone(monkeypatch):
 
 def test_the_page_names_tests_that_are_there():
     tests = Path(__file__).parents[1]
-    named = set(re.findall(r"`([\w/]+\.py)::(\w+)`", (tests.parent / "docs" / "faults.md").read_text()))
+    named = set(
+        re.findall(r"`([\w/]+\.py)::(\w+)`", (tests.parent / "docs" / "faults.md").read_text())
+    )
     assert len(named) > 40
-    assert [f"{file}::{name}" for file, name in sorted(named) if f"def {name}(" not in (tests / file).read_text()] == []
+    assert [
+        f"{file}::{name}"
+        for file, name in sorted(named)
+        if f"def {name}(" not in (tests / file).read_text()
+    ] == []

@@ -34,7 +34,10 @@ def unbroken(node_federation, tmp_path_factory):
 def resumes(federation, folder, unbroken, **settings):
     """Whether the run goes on to the end of one that was not disturbed."""
     resumed, whole = go(federation, folder, resume=True, **settings), read_run(unbroken)
-    entries = [[{k: v for k, v in entry.items() if k != "seconds"} for entry in result.history] for result in (resumed, whole)]
+    entries = [
+        [{k: v for k, v in entry.items() if k != "seconds"} for entry in result.history]
+        for result in (resumed, whole)
+    ]
     return (
         resumed.summary["history_hash"] == whole.summary["history_hash"]
         and (folder / "ledger.csv").read_bytes() == (unbroken / "ledger.csv").read_bytes()
@@ -45,9 +48,15 @@ def resumes(federation, folder, unbroken, **settings):
 
 @pytest.mark.parametrize(
     ("full", "settings"),
-    [("history.jsonl", {}), ("ledger.csv", {"rounds": 200, "evaluate_every": 200, "checkpoint_every": 50}), (LATEST, {})],
+    [
+        ("history.jsonl", {}),
+        ("ledger.csv", {"rounds": 200, "evaluate_every": 200, "checkpoint_every": 50}),
+        (LATEST, {}),
+    ],
 )
-def test_a_full_disk_ends_the_run_with_the_name_of_the_file(full, settings, node_federation, tmp_path):
+def test_a_full_disk_ends_the_run_with_the_name_of_the_file(
+    full, settings, node_federation, tmp_path
+):
     go(node_federation, tmp_path / "unbroken", **settings)
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "unbroken").iterdir()}
     limit = sizes[LATEST] - 100 if full == LATEST else sizes[LATEST] + 100
@@ -70,7 +79,9 @@ def test_a_full_disk_ends_the_run_with_the_name_of_the_file(full, settings, node
 
 
 def test_a_folder_that_becomes_read_only_ends_the_run(node_federation, unbroken):
-    with tempfile.TemporaryDirectory() as place:  # where also nobody, who cannot do everything as root can, may write
+    with (
+        tempfile.TemporaryDirectory() as place
+    ):  # where also nobody, who cannot do everything as root can, may write
         os.chmod(place, 0o777)
         folder = Path(place) / "x"
 
@@ -83,7 +94,9 @@ def test_a_folder_that_becomes_read_only_ends_the_run(node_federation, unbroken)
                 os.setuid(65534)
             with pytest.raises(PermissionError, match=LATEST) as raised:
                 go(node_federation, folder, on_round=close)
-            assert any("summary.json" in note for note in raised.value.__notes__)  # it could not be written either
+            assert any(
+                "summary.json" in note for note in raised.value.__notes__
+            )  # it could not be written either
 
         assert ending(fork(in_a_folder_that_closes)) == 0
         os.chmod(folder, 0o755)
@@ -91,7 +104,9 @@ def test_a_folder_that_becomes_read_only_ends_the_run(node_federation, unbroken)
         assert resumes(node_federation, folder, unbroken)
 
 
-def test_an_error_of_the_disk_is_told_and_survived(node_federation, unbroken, tmp_path, monkeypatch):
+def test_an_error_of_the_disk_is_told_and_survived(
+    node_federation, unbroken, tmp_path, monkeypatch
+):
     def break_at(entry, planned):
         if entry["round"] == 5:
             monkeypatch.setattr(disk.os, "fsync", broken)
@@ -104,7 +119,10 @@ def test_an_error_of_the_disk_is_told_and_survived(node_federation, unbroken, tm
         go(node_federation, tmp_path / "x", on_round=break_at)
     summary = json.loads((tmp_path / "x" / "summary.json").read_text())
     assert (summary["status"], summary["rounds"]) == ("failed", 5)
-    assert summary["cause"] == f"OSError: [Errno 5] Input/output error: '{tmp_path / 'x' / 'history.jsonl'}'"
+    assert (
+        summary["cause"]
+        == f"OSError: [Errno 5] Input/output error: '{tmp_path / 'x' / 'history.jsonl'}'"
+    )
     assert resumes(node_federation, tmp_path / "x", unbroken)
 
 
@@ -123,7 +141,10 @@ def test_what_cannot_be_put_in_place_leaves_what_was_there(content, tmp_path, mo
     with pytest.raises(OSError, match=r"No space left on device: '.*log'"):
         log.append(content)
     monkeypatch.undo()
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"before", "log": b"before\n"}
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        "file": b"before",
+        "log": b"before\n",
+    }
     log.append(b"after\n")
     assert log.read() == "before\nafter\n"
 
@@ -140,4 +161,6 @@ def test_jumps_of_the_clock_change_nothing(node_federation, unbroken, tmp_path, 
     jumped = go(node_federation, tmp_path / "x")
     assert jumped.summary["history_hash"] == read_run(unbroken).summary["history_hash"]
     assert all(0 <= seconds < 60 for seconds in jumped.summary["seconds"].values())
-    assert [entry["seconds"] for entry in jumped.history] == sorted(entry["seconds"] for entry in jumped.history)
+    assert [entry["seconds"] for entry in jumped.history] == sorted(
+        entry["seconds"] for entry in jumped.history
+    )

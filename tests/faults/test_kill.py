@@ -24,8 +24,15 @@ from fedloom.methods.fedavg import FedAvg
 ROUNDS = 4
 SETTINGS = {"model": "gcn-2x8", "rounds": ROUNDS, "participation": 0.7, "checkpoint_every": 1}
 UNBEGUN = ("config-half", "config-written", "config-synced")  # config.json is not there yet
-EVERY_ROUND = [p for p in CRASH_POINTS if p.partition("-")[0] in ("exchange", "round", "history", "ledger", "checkpoint", "models")]
-KILLS = [*(p for p in CRASH_POINTS if p != "history-cut"), *(f"{p}:3" for p in EVERY_ROUND if p != "history-cut")]
+EVERY_ROUND = [
+    p
+    for p in CRASH_POINTS
+    if p.partition("-")[0] in ("exchange", "round", "history", "ledger", "checkpoint", "models")
+]
+KILLS = [
+    *(p for p in CRASH_POINTS if p != "history-cut"),
+    *(f"{p}:3" for p in EVERY_ROUND if p != "history-cut"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +58,22 @@ def differences(folder, other):
     """What is not the same in two folders of runs that should be: only what measures the process that ended it may differ."""
     here, there = read_run(folder), read_run(other)
     varying = ("seconds", "peak_rss_mb", "memory_predicted_mb", "engine_details")
-    said = [{k: v for k, v in result.summary.items() if k not in varying} for result in (here, there)]
-    entries = [[{k: v for k, v in entry.items() if k != "seconds"} for entry in result.history] for result in (here, there)]
-    files = [{str(path): data for path, data in content(where).items()} for where in (folder, other)]
-    same = [path for path in files[1] if path.endswith(("ledger.csv", "schemas.json", "config.json")) or path.startswith("models/")]
+    said = [
+        {k: v for k, v in result.summary.items() if k not in varying} for result in (here, there)
+    ]
+    entries = [
+        [{k: v for k, v in entry.items() if k != "seconds"} for entry in result.history]
+        for result in (here, there)
+    ]
+    files = [
+        {str(path): data for path, data in content(where).items()} for where in (folder, other)
+    ]
+    same = [
+        path
+        for path in files[1]
+        if path.endswith(("ledger.csv", "schemas.json", "config.json"))
+        or path.startswith("models/")
+    ]
     return {
         *(key for key in said[1] if said[0].get(key) != said[1][key]), *({"history"} if entries[0] != entries[1] else ()),
         *(path for path in same if files[0].get(path) != files[1][path]), *(files[0].keys() ^ files[1].keys()),
@@ -75,13 +94,26 @@ def test_killed_anywhere_and_resumed_equals_unbroken(place, node_federation, unb
             go(node_federation, folder, resume=True)
         return
     before = rounds_done(folder)
-    go(node_federation, folder, resume=True, on_round=lambda entry, planned: redone.append(entry["round"]))
+    go(
+        node_federation,
+        folder,
+        resume=True,
+        on_round=lambda entry, planned: redone.append(entry["round"]),
+    )
     assert differences(folder, unbroken()) == set()
     assert len(redone) <= ROUNDS - before + 1  # no more than one of them was done before
 
 
 @pytest.mark.parametrize(
-    "place", ["history-cut", "ledger-half", "nothing-asked", "exchange-answered:2", "checkpoint-between-renames", "summary-half"]
+    "place",
+    [
+        "history-cut",
+        "ledger-half",
+        "nothing-asked",
+        "exchange-answered:2",
+        "checkpoint-between-renames",
+        "summary-half",
+    ],
 )
 def test_a_resume_may_be_killed_too(place, node_federation, unbroken, tmp_path):
     assert crash_at("history-half:3", lambda: go(node_federation, tmp_path / "x"))
@@ -91,7 +123,9 @@ def test_a_resume_may_be_killed_too(place, node_federation, unbroken, tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["wire", "stacked", "processes"])
-@pytest.mark.parametrize("place", ["nothing-asked", "exchange-answered:6", "checkpoint-between-renames:2", "models-half"])
+@pytest.mark.parametrize(
+    "place", ["nothing-asked", "exchange-answered:6", "checkpoint-between-renames:2", "models-half"]
+)
 def test_every_engine_goes_on(engine, place, node_federation, unbroken, tmp_path):
     assert crash_at(place, lambda: go(node_federation, tmp_path / "x", engine=engine))
     go(node_federation, tmp_path / "x", engine=engine, resume=True)
@@ -100,9 +134,17 @@ def test_every_engine_goes_on(engine, place, node_federation, unbroken, tmp_path
 
 @pytest.mark.parametrize("every", [0, 3])
 def test_with_fewer_checkpoints_more_is_done_again(every, node_federation, unbroken, tmp_path):
-    assert crash_at("round-closed:3", lambda: go(node_federation, tmp_path / "x", checkpoint_every=every))
+    assert crash_at(
+        "round-closed:3", lambda: go(node_federation, tmp_path / "x", checkpoint_every=every)
+    )
     seen = []
-    go(node_federation, tmp_path / "x", checkpoint_every=every, resume=True, on_round=lambda entry, planned: seen.append(entry["round"]))
+    go(
+        node_federation,
+        tmp_path / "x",
+        checkpoint_every=every,
+        resume=True,
+        on_round=lambda entry, planned: seen.append(entry["round"]),
+    )
     assert seen == ([1, 2, 3, 4] if every == 0 else [4])
     assert differences(tmp_path / "x", unbroken(checkpoint_every=every)) == set()
 
@@ -123,14 +165,28 @@ class Around(FedAvg):
 
 
 @pytest.mark.parametrize(
-    "place", ["history-half", "history-written", "history-half:2", "history-half:4", "exchange-unsent:7", "models-half"]
+    "place",
+    [
+        "history-half",
+        "history-written",
+        "history-half:2",
+        "history-half:4",
+        "exchange-unsent:7",
+        "models-half",
+    ],
 )
 def test_what_comes_before_and_after_the_rounds_is_there_once(place, node_federation, tmp_path):
     method, settings = Around(rounds=2, finetune=2), {"model": "gcn-2x8", "checkpoint_every": 1}
     run(method, node_federation, out=tmp_path / "unbroken", **settings)
     assert crash_at(place, lambda: run(method, node_federation, out=tmp_path / "x", **settings))
     result = run(method, node_federation, out=tmp_path / "x", resume=True, **settings)
-    assert [entry["stage"] for entry in result.history] == ["before", "train", "train", "finetune", "finetune"]
+    assert [entry["stage"] for entry in result.history] == [
+        "before",
+        "train",
+        "train",
+        "finetune",
+        "finetune",
+    ]
     assert differences(tmp_path / "x", tmp_path / "unbroken") == set()
 
 
@@ -154,9 +210,16 @@ def forget_state(self, server, original=Recorder._put_back_records):
 
 @pytest.mark.parametrize(
     ("spoilt", "seen"),
-    [(forget_hash, "history_hash"), (forget_ledger, "ledger.csv"), (forget_ledger, "traffic"), (forget_state, "models/0.safetensors")],
+    [
+        (forget_hash, "history_hash"),
+        (forget_ledger, "ledger.csv"),
+        (forget_ledger, "traffic"),
+        (forget_state, "models/0.safetensors"),
+    ],
 )
-def test_a_resume_that_forgets_something_is_noticed(spoilt, seen, node_federation, unbroken, tmp_path, monkeypatch):
+def test_a_resume_that_forgets_something_is_noticed(
+    spoilt, seen, node_federation, unbroken, tmp_path, monkeypatch
+):
     assert crash_at("round-closed:2", lambda: go(node_federation, tmp_path / "x"))
     monkeypatch.setattr(Recorder, "_put_back_records", spoilt)
     go(node_federation, tmp_path / "x", resume=True)
@@ -174,12 +237,29 @@ def test_without_the_variable_nobody_dies():
 
 
 # ---- as a user meets it ----
-SMALL = ["--dataset", "synthetic:nodes=150,classes=3,features=8", "--clients", "3", "--partition", "random", "--model", "gcn-2x8"]
+SMALL = [
+    "--dataset",
+    "synthetic:nodes=150,classes=3,features=8",
+    "--clients",
+    "3",
+    "--partition",
+    "random",
+    "--model",
+    "gcn-2x8",
+]
 
 
 def command(*arguments, cwd, **environment):
     program = [sys.executable, "-c", "from fedloom.cli import main; main()", *map(str, arguments)]
-    return subprocess.run(program, cwd=cwd, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment})
+    return subprocess.run(
+        program,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **environment},
+    )
 
 
 def test_the_command_line_resumes_what_was_killed_and_leaves_what_is_completed(tmp_path):
@@ -207,7 +287,15 @@ def test_the_command_line_resumes_what_was_killed_and_leaves_what_is_completed(t
 def test_on_ray_it_goes_on_too_and_nothing_of_the_killed_cluster_is_left(tmp_path):
     recipe = ("run", *SMALL, "--rounds", 3, "--set", "run.checkpoint_every=1")
     on_ray = ("--set", "run.engine=ray", "--set", "run.workers=2")
-    killed = command(*recipe, *on_ray, "--out", "x", cwd=tmp_path, FEDLOOM_CRASH_AT="exchange-answered:6", FEDLOOM_TEST=str(tmp_path))
+    killed = command(
+        *recipe,
+        *on_ray,
+        "--out",
+        "x",
+        cwd=tmp_path,
+        FEDLOOM_CRASH_AT="exchange-answered:6",
+        FEDLOOM_TEST=str(tmp_path),
+    )
     assert killed.returncode == -signal.SIGKILL
     end = time.monotonic() + 120  # Ray's own processes notice it after some forty seconds
     while left := born_with(f"FEDLOOM_TEST={tmp_path}"):

@@ -48,11 +48,19 @@ def test_a_client_lost_at_any_stage_is_survived(stage, fault, node_federation, m
         result = go(node_federation, rounds=2, secure=True)
     assert result.summary["status"] == "completed"
     assert close(plain, result)
-    assert absences(result) == [(2, stage, "1", "did not answer" if fault is LOST else "ValueError: boom")]
+    assert absences(result) == [
+        (2, stage, "1", "did not answer" if fault is LOST else "ValueError: boom")
+    ]
     assert len(set(sums)) == len(sums)
     # Once each, up to where it was lost; then the keys and the four stages of the evaluation, of which it is part again.
     of_sum = STAGES[: STAGES.index(stage) + 1]
-    assert asked_for(schedule, 2, "1") == [*of_sum, "advertise_keys", "share_keys", "evaluate_sum", "unmask"]
+    assert asked_for(schedule, 2, "1") == [
+        *of_sum,
+        "advertise_keys",
+        "share_keys",
+        "evaluate_sum",
+        "unmask",
+    ]
 
 
 def test_with_a_quorum_of_1_its_error_ends_the_run(node_federation, monkeypatch):
@@ -79,15 +87,22 @@ def test_too_few_before_the_phase_begin_a_new_sum(stage, node_federation, monkey
 @pytest.mark.parametrize("stage", STAGES[2:])
 def test_too_few_from_the_phase_on_fail_the_round(stage, node_federation, monkeypatch, sums):
     schedule = Schedule(monkeypatch, {(2, stage, c): BOOM for c in "12"})
-    with pytest.raises(RoundFailed, match=r"round 2, 'train': secure sum: .*nothing was released; absent: 1, 2: ValueError: boom"):
+    with pytest.raises(
+        RoundFailed,
+        match=r"round 2, 'train': secure sum: .*nothing was released; absent: 1, 2: ValueError: boom",
+    ):
         go(node_federation, secure=True)
-    assert all(asked_for(schedule, 2, c).count("train") == 1 for c in "0123")  # nobody has trained twice
+    assert all(
+        asked_for(schedule, 2, c).count("train") == 1 for c in "0123"
+    )  # nobody has trained twice
     assert len(set(sums)) == len(sums)
 
 
 def test_too_few_all_the_time_fail_the_round_after_so_many_sums(node_federation, monkeypatch, sums):
     schedule = Schedule(monkeypatch, {(2, "share_keys", c): BOOM for c in "12"})
-    with pytest.raises(RoundFailed, match=r"round 2, 'train': secure sum: 2 .*; absent: 1, 2: ValueError: boom"):
+    with pytest.raises(
+        RoundFailed, match=r"round 2, 'train': secure sum: 2 .*; absent: 1, 2: ValueError: boom"
+    ):
         go(node_federation, secure=True, retries=3)
     assert asked_for(schedule, 2, "0") == ["advertise_keys", "share_keys"] * 4
     assert len(set(sums)) == len(sums)

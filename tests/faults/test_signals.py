@@ -15,7 +15,16 @@ import pytest
 from fedloom._system import deferred_signals, graceful_signals
 from fedloom.experiments import checkpoint
 
-SMALL = ["--dataset", "synthetic:nodes=150,classes=3,features=8", "--clients", "3", "--partition", "random", "--model", "gcn-2x8"]
+SMALL = [
+    "--dataset",
+    "synthetic:nodes=150,classes=3,features=8",
+    "--clients",
+    "3",
+    "--partition",
+    "random",
+    "--model",
+    "gcn-2x8",
+]
 # A shell that runs the tests in the background has them ignore Ctrl-C, and their children too: a user's terminal does not.
 PROGRAM = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from fedloom.cli import main; main()"
 
@@ -63,7 +72,13 @@ def start(tmp_path):
             cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         started.append(process)
-        wait_for(lambda: (tmp_path / until).exists() and (tmp_path / until).read_text().count("\n") >= lines, 60, process)
+        wait_for(
+            lambda: (
+                (tmp_path / until).exists() and (tmp_path / until).read_text().count("\n") >= lines
+            ),
+            60,
+            process,
+        )
         return process
 
     yield go
@@ -99,11 +114,18 @@ def group(process):
     return alive
 
 
-@pytest.mark.parametrize(("number", "code", "cause"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")])
+@pytest.mark.parametrize(
+    ("number", "code", "cause"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
 @pytest.mark.parametrize("engine", ["loop", "processes"])
 def test_one_signal_stops_the_run_in_order(number, code, cause, engine, start, tmp_path):
-    process = start("--engine", engine, "--set", "run.checkpoint_every=1", until="x/history.jsonl", lines=5)
-    assert len(group(process)) == (1 if engine == "loop" else 1 + min(3, len(os.sched_getaffinity(0))))
+    process = start(
+        "--engine", engine, "--set", "run.checkpoint_every=1", until="x/history.jsonl", lines=5
+    )
+    assert len(group(process)) == (
+        1 if engine == "loop" else 1 + min(3, len(os.sched_getaffinity(0)))
+    )
     process.send_signal(number)
     returned, stderr = ended(process, 5)
     assert returned == code, stderr
@@ -111,10 +133,15 @@ def test_one_signal_stops_the_run_in_order(number, code, cause, engine, start, t
     wait_for(lambda: not group(process), 5)
     summary = json.loads((tmp_path / "x" / "summary.json").read_text())
     assert (summary["status"], summary["cause"]) == ("stopped", cause)
-    entries = [json.loads(line) for line in (tmp_path / "x" / "history.jsonl").read_text().splitlines()]
+    entries = [
+        json.loads(line) for line in (tmp_path / "x" / "history.jsonl").read_text().splitlines()
+    ]
     assert summary["rounds"] == entries[-1]["round"] >= 5
     found = checkpoint.read(tmp_path / "x")
-    assert found.about["round"] in (summary["rounds"], summary["rounds"] - 1)  # of the last round, or that one's was about to be written
+    assert found.about["round"] in (
+        summary["rounds"],
+        summary["rounds"] - 1,
+    )  # of the last round, or that one's was about to be written
     assert not list((tmp_path / "x").rglob("*.new"))
 
 
@@ -135,11 +162,17 @@ def test_a_second_signal_ends_the_process_whatever_it_is_doing(how, start, tmp_p
 
 
 def test_what_is_ignored_stays_ignored(start, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "PROGRAM", re.sub("signal.default_int_handler", "signal.SIG_IGN", PROGRAM))
+    monkeypatch.setattr(
+        sys.modules[__name__],
+        "PROGRAM",
+        re.sub("signal.default_int_handler", "signal.SIG_IGN", PROGRAM),
+    )
     process = start(until="x/history.jsonl", lines=3)
     process.send_signal(signal.SIGINT)
     lines = (tmp_path / "x" / "history.jsonl").read_text().count("\n")
-    wait_for(lambda: (tmp_path / "x" / "history.jsonl").read_text().count("\n") > lines + 3, 5, process)
+    wait_for(
+        lambda: (tmp_path / "x" / "history.jsonl").read_text().count("\n") > lines + 3, 5, process
+    )
 
 
 # ---- in this process ----
@@ -169,14 +202,18 @@ def test_one_signal_is_held_back_and_a_second_one_is_not(times, as_in_a_terminal
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
 @pytest.mark.parametrize("inside", [nullcontext, deferred_signals])
 def test_after_the_first_the_next_one_kills(number, raised, inside, as_in_a_terminal):
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(raised), graceful_signals(), inside():
             signal.raise_signal(number)
-        assert {signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)} == {signal.SIG_DFL}
+        assert {signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)} == {
+            signal.SIG_DFL
+        }
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -185,4 +222,7 @@ def test_without_a_signal_all_is_as_before(as_in_a_terminal):
     before = signal.getsignal(signal.SIGTERM)
     with graceful_signals(), deferred_signals():
         pass
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == (signal.default_int_handler, before)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == (
+        signal.default_int_handler,
+        before,
+    )

@@ -18,7 +18,16 @@ def growth(federation, rounds, out):
 
     tracemalloc.start()
     try:
-        run("fedavg", federation, model="gcn-2x8", epochs=1, rounds=rounds, checkpoint_every=10, out=out, on_round=look)
+        run(
+            "fedavg",
+            federation,
+            model="gcn-2x8",
+            epochs=1,
+            rounds=rounds,
+            checkpoint_every=10,
+            out=out,
+            on_round=look,
+        )
     finally:
         tracemalloc.stop()
     return (held[rounds] - held[rounds // 3]) / (rounds - rounds // 3)

@@ -79,12 +79,19 @@ def go(method, federation, **settings):
 
 
 def by_number(*numbers):
-    return {name: {"x": torch.full((2000,), float(x))} for name, x in zip(NAMES, numbers, strict=True)}
+    return {
+        name: {"x": torch.full((2000,), float(x))} for name, x in zip(NAMES, numbers, strict=True)
+    }
 
 
 @pytest.fixture
 def engine(request):
-    made = Engine(Unsure(), clients(), 3, FaultPolicy(**{"quorum": 0.5, "deadline": DEADLINE, **getattr(request, "param", {})}))
+    made = Engine(
+        Unsure(),
+        clients(),
+        3,
+        FaultPolicy(**{"quorum": 0.5, "deadline": DEADLINE, **getattr(request, "param", {})}),
+    )
     yield made
     made.close()
 
@@ -109,15 +116,30 @@ def test_a_client_that_raises_is_absent_in_every_engine_alike(node_federation):
 
 
 # ---- workers that die ----
-@pytest.mark.parametrize(("how", "words"), [("die", "worker [0-9] was killed by SIGKILL"), ("exit", "worker [0-9] ended with exit code 3")])
-def test_a_worker_that_dies_makes_its_clients_absent_for_good(how, words, node_federation, tmp_path):
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("die", "worker [0-9] was killed by SIGKILL"),
+        ("exit", "worker [0-9] ended with exit code 3"),
+    ],
+)
+def test_a_worker_that_dies_makes_its_clients_absent_for_good(
+    how, words, node_federation, tmp_path
+):
     reference = run("fedavg", only(node_federation, ("0", "2", "3")), model="gcn-2x8", rounds=4)
-    result = go(Unsure(rounds=4, when=1, how=how), node_federation, out=tmp_path / "x", checkpoint_every=1)
+    result = go(
+        Unsure(rounds=4, when=1, how=how), node_federation, out=tmp_path / "x", checkpoint_every=1
+    )
     assert result.summary["status"] == "completed"
     gone = absences(result)
     assert {client for _, _, client, _ in gone} == {"1"}
     assert all(re.match(words, cause) for *_, cause in gone)
-    assert {(number, phase_name) for number, phase_name, *_ in gone} >= {(1, "train"), (2, "train"), (3, "train"), (4, "train")}
+    assert {(number, phase_name) for number, phase_name, *_ in gone} >= {
+        (1, "train"),
+        (2, "train"),
+        (3, "train"),
+        (4, "train"),
+    }
     assert same_bits(reference, result, ("server", "0", "2", "3"))
     assert "1" not in result.models
     resumed = go(Unsure(rounds=4, when=99), node_federation, out=tmp_path / "x", resume=True)
@@ -145,7 +167,9 @@ def test_an_exchange_closes_within_a_second_of_a_workers_death(engine):
     assert list(causes(given)) == ["b"]
     assert causes(given)["b"].startswith("worker 1 was killed by SIGKILL")
     begun = time.monotonic()
-    assert list(causes(engine.call("mirror", by_number(1, 1, 1)))) == ["b"]  # and is asked nothing any more
+    assert list(causes(engine.call("mirror", by_number(1, 1, 1)))) == [
+        "b"
+    ]  # and is asked nothing any more
     assert engine.snapshot().keys() <= {"a", "c"}
     assert engine.peak_mb() > 0
     assert time.monotonic() - begun < 1
@@ -180,7 +204,9 @@ def test_who_is_late_is_left_behind_and_its_answer_thrown_away(engine):
     assert time.monotonic() - begun < DEADLINE / 2  # nobody waits for it
     assert causes(given) == {"b": "still busy with 'mirror'"}
     os.kill(stopped, signal.SIGCONT)
-    given = engine.call("mirror", {"b": {"x": torch.full((2000,), 8.0)}})  # without it there is no quorum: it is waited for
+    given = engine.call(
+        "mirror", {"b": {"x": torch.full((2000,), 8.0)}}
+    )  # without it there is no quorum: it is waited for
     assert (given["b"]["x"] == 8).all()  # neither 2 nor 5
     given = engine.call("mirror", by_number(9, 10, 11))
     assert [float(given[name]["x"][0]) for name in NAMES] == [9, 10, 11]
@@ -191,19 +217,27 @@ def test_what_a_late_worker_has_yet_to_read_is_not_written_over(engine):
     os.kill(stopped, signal.SIGSTOP)
     engine.call("mirror", by_number(1, 2, 3))
     for number in range(4, 10):
-        engine.call("mirror", {name: {"x": torch.full((4000,), float(number))} for name in ("a", "c")})
+        engine.call(
+            "mirror", {name: {"x": torch.full((4000,), float(number))} for name in ("a", "c")}
+        )
     size = os.fstat(engine._sent._file).st_size
     os.kill(stopped, signal.SIGCONT)
     assert (engine.call("seen", {"b": {}})["b"]["x"] == 2).all()
     engine.call("mirror", {name: {"x": torch.ones(4000)} for name in ("a", "c")})
-    assert os.fstat(engine._sent._file).st_size == size  # and memory does not grow with every exchange
+    assert (
+        os.fstat(engine._sent._file).st_size == size
+    )  # and memory does not grow with every exchange
 
 
 def test_a_stopped_worker_cannot_keep_anybody_from_sending_to_it(engine):
     os.kill(pid_of(engine, "b"), signal.SIGSTOP)
-    many = {str(k): torch.ones(1) for k in range(20_000)}  # a list of them is longer than what a pipe takes
+    many = {
+        str(k): torch.ones(1) for k in range(20_000)
+    }  # a list of them is longer than what a pipe takes
     begun = time.monotonic()
-    assert "b" in causes(engine.call("mirror", {name: {"x": torch.ones(1), **many} for name in NAMES}))
+    assert "b" in causes(
+        engine.call("mirror", {name: {"x": torch.ones(1), **many} for name in NAMES})
+    )
     assert time.monotonic() - begun < DEADLINE + 10
 
 
@@ -239,10 +273,26 @@ def test_a_stopped_worker_comes_back_and_its_late_answer_is_not_averaged(node_fe
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "start", started)
-        result = go(Unsure(rounds=5, how="stop"), node_federation, deadline=2.0, evaluate_every=1, on_round=on_round)
-    of_train = [(number, cause) for number, phase_name, _, cause in absences(result) if phase_name == "train"]
+        result = go(
+            Unsure(rounds=5, how="stop"),
+            node_federation,
+            deadline=2.0,
+            evaluate_every=1,
+            on_round=on_round,
+        )
+    of_train = [
+        (number, cause)
+        for number, phase_name, _, cause in absences(result)
+        if phase_name == "train"
+    ]
     assert of_train == [(2, "late: no answer within 2 s"), (3, "still busy with 'train'")]
-    assert [len(entry["clients"]) for entry in noted] == [4, 3, 3, 4, 4]  # who is busy is not scored
+    assert [len(entry["clients"]) for entry in noted] == [
+        4,
+        3,
+        3,
+        4,
+        4,
+    ]  # who is busy is not scored
 
     # The same as if what it did in round 2 had got lost, and it had not been there until round 4.
     with pytest.MonkeyPatch.context() as patch:
@@ -254,9 +304,16 @@ def test_a_stopped_worker_comes_back_and_its_late_answer_is_not_averaged(node_fe
 def test_with_a_quorum_of_1_a_late_worker_is_a_failed_round(node_federation, tmp_path):
     begun = time.monotonic()
     with pytest.raises(
-        RoundFailed, match=r"round 2, 'train': all clients are needed \(run.quorum is 1\); absent: 1: late: no answer within 1 s"
+        RoundFailed,
+        match=r"round 2, 'train': all clients are needed \(run.quorum is 1\); absent: 1: late: no answer within 1 s",
     ):
-        go(Unsure(rounds=3, how="stop"), node_federation, quorum=1.0, deadline=1.0, out=tmp_path / "x")
+        go(
+            Unsure(rounds=3, how="stop"),
+            node_federation,
+            quorum=1.0,
+            deadline=1.0,
+            out=tmp_path / "x",
+        )
     assert time.monotonic() - begun < 15
     assert read_run(tmp_path / "x").summary["status"] == "failed"
 
@@ -276,13 +333,28 @@ def test_a_checkpoint_without_somebody_leaves_it_as_it_was_set_up(engine):
 
 # ---- the same on Ray ----
 @pytest.mark.parametrize(
-    ("how", "words"), [("raise", "KeyError: 'not there'"), ("exit", "worker [01] was lost"), ("sleep", "late: .* 2 s")]
+    ("how", "words"),
+    [
+        ("raise", "KeyError: 'not there'"),
+        ("exit", "worker [01] was lost"),
+        ("sleep", "late: .* 2 s"),
+    ],
 )
 def test_a_run_on_ray_survives_too(how, words, node_federation, local_ray):
     deadline = 2.0 if how == "sleep" else 0.0  # Ray may take longer to notice that an actor is lost
-    result = go(Unsure(rounds=4, when=2, how=how), node_federation, engine="ray", workers=2, deadline=deadline)
+    result = go(
+        Unsure(rounds=4, when=2, how=how),
+        node_federation,
+        engine="ray",
+        workers=2,
+        deadline=deadline,
+    )
     assert result.summary["status"] == "completed"
-    gone = {(number, client): cause for number, phase_name, client, cause in absences(result) if phase_name == "train"}
+    gone = {
+        (number, client): cause
+        for number, phase_name, client, cause in absences(result)
+        if phase_name == "train"
+    }
     assert re.fullmatch(words, gone[2, "1"]), gone
     assert (1, "1") not in gone
     assert ((4, "1") in gone) == (how != "raise")  # rounds are quicker than who sleeps

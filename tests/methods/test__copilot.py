@@ -13,7 +13,9 @@ class Both(WithCopilot):
     """Both models learn from labels, and the copilot from the own model."""
 
     def losses(self, client, batch, own, copilot):
-        return client.loss(own[1], batch), client.loss(copilot[1], batch) + self.taught(batch, own[1], copilot[1])
+        return client.loss(own[1], batch), client.loss(copilot[1], batch) + self.taught(
+            batch, own[1], copilot[1]
+        )
 
     def run(self, server):
         """Not used here."""
@@ -39,22 +41,33 @@ def test_the_divergence_is_kl_by_hand_and_teaches_the_student_only():
 
 def test_what_the_models_teach_each_other_on_is_a_setting(client):
     batch = client.graph
-    one, other = torch.randn(batch.num_nodes, batch.num_classes), torch.randn(batch.num_nodes, batch.num_classes)
+    one, other = (
+        torch.randn(batch.num_nodes, batch.num_classes),
+        torch.randn(batch.num_nodes, batch.num_classes),
+    )
     assert Both(over="all").taught(batch, one, other) == divergence(one, other)
-    assert Both(over="train").taught(batch, one, other) == divergence(one[batch.train], other[batch.train])
+    assert Both(over="train").taught(batch, one, other) == divergence(
+        one[batch.train], other[batch.train]
+    )
 
 
 def test_each_model_has_its_own_optimiser_and_both_move_at_once(client):
     method = Both(copilot="GCN-2x8 ", epochs=1)
     assert method.copilot == "gcn-2x8"
     method.setup(client)
-    held = {id(p) for group in client.state["copilot optimizer"].param_groups for p in group["params"]}
+    held = {
+        id(p) for group in client.state["copilot optimizer"].param_groups for p in group["params"]
+    }
     assert held == {id(p) for p in client.state["copilot"].parameters()}
     assert not held & {id(p) for p in client.state["model"].parameters()}
-    before = {name: [p.clone() for p in client.state[name].parameters()] for name in ("model", "copilot")}
+    before = {
+        name: [p.clone() for p in client.state[name].parameters()] for name in ("model", "copilot")
+    }
     method.descend(client, client.state["model"])
     for name, old in before.items():
-        assert any(not torch.equal(p, q) for p, q in zip(client.state[name].parameters(), old, strict=True)), name
+        assert any(
+            not torch.equal(p, q) for p, q in zip(client.state[name].parameters(), old, strict=True)
+        ), name
 
 
 def test_errors_of_the_copilot_name_its_setting(client):

@@ -6,7 +6,10 @@ from fedloom.methods._shared.mixtures import mixtures
 
 
 def models():
-    return {name: {"layer": {"w": torch.full((2, 3), float(k))}, "b": torch.full((4,), 10.0 * k)} for k, name in enumerate("xyz")}
+    return {
+        name: {"layer": {"w": torch.full((2, 3), float(k))}, "b": torch.full((4,), 10.0 * k)}
+        for k, name in enumerate("xyz")
+    }
 
 
 def test_a_mixture_is_the_sum_of_all_models_by_their_shares():

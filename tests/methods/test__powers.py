@@ -14,7 +14,9 @@ from fedloom.methods.fedstruct.powers import Numbering, Part
 
 
 def some_matrix(rows=12, columns=20, density=0.4, seed=0, levels=None):
-    matrix = random_matrix(rows, columns, density, format="csr", dtype=np.float32, random_state=seed)
+    matrix = random_matrix(
+        rows, columns, density, format="csr", dtype=np.float32, random_state=seed
+    )
     if levels:  # many equal entries
         matrix.data = (np.ceil(matrix.data * levels) / levels).astype(np.float32)
     return csr_matrix(matrix)
@@ -71,7 +73,10 @@ def test_counting_bytes_finds_the_threshold_that_sorting_finds(most, seed, level
 def test_cut_below_keeps_so_many_of_the_equal_ones():
     matrix = csr_matrix(np.array([[0.5, 0.25, 0.0], [0.25, 0.0, 0.25]], np.float32))
     bits = int(np.array([0.25], np.float32).view(np.int32)[0])
-    assert hops.cut_below(matrix, bits, 2).toarray().tolist() == [[0.5, 0.25, 0.0], [0.25, 0.0, 0.0]]
+    assert hops.cut_below(matrix, bits, 2).toarray().tolist() == [
+        [0.5, 0.25, 0.0],
+        [0.25, 0.0, 0.0],
+    ]
     assert hops.cut_below(matrix, bits, 9).nnz == 4
 
 
@@ -96,7 +101,9 @@ def test_placed_puts_rows_where_they_belong():
 
 def test_as_sparse_multiplies_like_the_matrix():
     matrix, q = some_matrix(), torch.randn(20, 3)
-    assert torch.allclose(hops.as_sparse(matrix) @ q, torch.from_numpy(matrix.toarray()) @ q, atol=1e-6)
+    assert torch.allclose(
+        hops.as_sparse(matrix) @ q, torch.from_numpy(matrix.toarray()) @ q, atol=1e-6
+    )
 
 
 def test_degrees_count_edges_to_others_and_not_loops():
@@ -108,6 +115,8 @@ def test_degrees_count_edges_to_others_and_not_loops():
     assert part.mean_degrees().tolist() == [1.5, 1.5]
     assert part.inverse_degrees(loops=False).tolist() == [pytest.approx(1 / 3), 0]
     assert part.inverse_degrees(loops=True).tolist() == [0.25, 1]
-    assert np.allclose(part.first_power(loops=True).toarray(), [[0.25, 0.25, 0.25, 0.25, 0], [0, 1, 0, 0, 0]])
+    assert np.allclose(
+        part.first_power(loops=True).toarray(), [[0.25, 0.25, 0.25, 0.25, 0], [0, 1, 0, 0, 0]]
+    )
     assert part.rows_of("b").tolist() == [0, 2]
     assert part.rows_from("b").tolist() == [0]

@@ -30,7 +30,11 @@ def test_a_table_comes_back_and_absent_entries_never_travel(classes, depth, widt
 
 def test_entries_with_few_items_behind_them_and_dead_ones_stay_at_home():
     table, present = torch.eye(3), torch.tensor([True, True, True])
-    assert told(table, present, 3, torch.tensor([2, 3, 4]))["present"].tolist() == [False, True, True]
+    assert told(table, present, 3, torch.tensor([2, 3, 4]))["present"].tolist() == [
+        False,
+        True,
+        True,
+    ]
     table[1] = 0
     assert told(table, present)["present"].tolist() == [True, False, True]
 
@@ -44,6 +48,9 @@ def test_clusters_are_chains_of_nearest_neighbours():
     points = torch.tensor([[1.0, 0], [1, 0.1], [0, 1], [0.1, 1], [-1, -1], [-1, -0.9]])
     assert clusters(points)[[0, 2, 4]].unique().numel() == 3
     assert torch.equal(clusters(points)[::2], clusters(points)[1::2])
-    assert clusters(points * torch.tensor([[5.0], [1], [2], [9], [1], [3]])).tolist() == clusters(points).tolist()  # cosine
+    assert (
+        clusters(points * torch.tensor([[5.0], [1], [2], [9], [1], [3]])).tolist()
+        == clusters(points).tolist()
+    )  # cosine
     assert clusters(points[:1]).tolist() == [0]
     assert clusters(points[:0]).tolist() == []

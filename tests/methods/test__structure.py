@@ -10,7 +10,14 @@ import torch
 from scipy.sparse import csr_matrix
 
 from fedloom.methods._shared import structure
-from fedloom.methods._shared.structure import ORBITS, at_distance, degree_features, graphlet_features, node2vec, random_walks
+from fedloom.methods._shared.structure import (
+    ORBITS,
+    at_distance,
+    degree_features,
+    graphlet_features,
+    node2vec,
+    random_walks,
+)
 
 QUICK = {"walks": 4, "length": 10, "window": 3}
 
@@ -130,15 +137,31 @@ def test_every_graph_on_4_nodes_and_5():
 def test_graphlets_by_formula():
     n = 9
     assert torch.equal(
-        graphlet_features(matrix(nx.complete_graph(n)), log=False), closed(n, o0=n - 1, o3=comb(n - 1, 2), o14=comb(n - 1, 3))
+        graphlet_features(matrix(nx.complete_graph(n)), log=False),
+        closed(n, o0=n - 1, o3=comb(n - 1, 2), o14=comb(n - 1, 3)),
     )
-    assert torch.equal(graphlet_features(matrix(nx.cycle_graph(n)), log=False), closed(n, o0=2, o1=2, o2=1, o4=2, o5=2))
-    assert torch.equal(graphlet_features(matrix(nx.cycle_graph(4)), log=False), closed(4, o0=2, o1=2, o2=1, o8=1))
+    assert torch.equal(
+        graphlet_features(matrix(nx.cycle_graph(n)), log=False),
+        closed(n, o0=2, o1=2, o2=1, o4=2, o5=2),
+    )
+    assert torch.equal(
+        graphlet_features(matrix(nx.cycle_graph(4)), log=False), closed(4, o0=2, o1=2, o2=1, o8=1)
+    )
     assert torch.equal(
         graphlet_features(matrix(nx.path_graph(6)), log=False),
-        closed(6, o0=[1, 2, 2, 2, 2, 1], o1=[1, 1, 2, 2, 1, 1], o2=[0, 1, 1, 1, 1, 0], o4=[1, 1, 1, 1, 1, 1], o5=[0, 1, 2, 2, 1, 0]),
+        closed(
+            6,
+            o0=[1, 2, 2, 2, 2, 1],
+            o1=[1, 1, 2, 2, 1, 1],
+            o2=[0, 1, 1, 1, 1, 0],
+            o4=[1, 1, 1, 1, 1, 1],
+            o5=[0, 1, 2, 2, 1, 0],
+        ),
     )
-    a, b = 4, 7  # sides of a complete bipartite graph: no edge within a side, so claws and cycles alone
+    a, b = (
+        4,
+        7,
+    )  # sides of a complete bipartite graph: no edge within a side, so claws and cycles alone
     sides = [(a, b)] * a + [(b, a)] * b  # (own, other)
     assert torch.equal(
         graphlet_features(matrix(nx.complete_bipartite_graph(a, b)), log=False),
@@ -162,7 +185,9 @@ def test_graphlets_around_hubs_are_exact():
     centre = {0: leaves, 2: comb(leaves, 2), 7: comb(leaves, 3)}
     leaf = {0: 1, 1: leaves - 1, 6: comb(leaves - 1, 2)}
     assert counts[0].tolist() == [centre.get(orbit, 0) for orbit in range(ORBITS)]
-    assert np.unique(counts[1:], axis=0).tolist() == [[leaf.get(orbit, 0) for orbit in range(ORBITS)]]
+    assert np.unique(counts[1:], axis=0).tolist() == [
+        [leaf.get(orbit, 0) for orbit in range(ORBITS)]
+    ]
     hub, other = 5000, 3  # three hubs over the same 5000 nodes
     counts = structure._orbits(matrix(nx.complete_bipartite_graph(other, hub)))
     assert counts[0, 7:9].tolist() == [comb(hub, 3), (other - 1) * comb(hub, 2)]
@@ -215,25 +240,36 @@ def second_order(graph: nx.Graph, p: float, q: float) -> dict[tuple[int, int], d
     law = {}
     for a, b in graph.edges:
         for t, v in ((a, b), (b, a)):
-            weight = {x: 1 / p if x == t else 1.0 if graph.has_edge(t, x) else 1 / q for x in graph[v]}
+            weight = {
+                x: 1 / p if x == t else 1.0 if graph.has_edge(t, x) else 1 / q for x in graph[v]
+            }
             law[t, v] = {x: w / sum(weight.values()) for x, w in weight.items()}
     return law
 
 
-@pytest.mark.parametrize(("p", "q"), [(1.0, 1.0), (0.25, 4.0), (4.0, 0.25), (1.0, 2.0), (2.0, 1.0), (1.0, 0.002), (300.0, 500.0)])
+@pytest.mark.parametrize(
+    ("p", "q"),
+    [(1.0, 1.0), (0.25, 4.0), (4.0, 0.25), (1.0, 2.0), (2.0, 1.0), (1.0, 0.002), (300.0, 500.0)],
+)
 def test_walks_follow_their_law(p, q):
     """Pearson's χ² of all second steps. The last two laws refuse most proposals: some steps are drawn from the law written out."""
     walks = random_walks(matrix(SMALL), torch.arange(7).repeat(6000), 4, seeded(), p, q)
     law = second_order(SMALL, p, q)
     statistic, freedom = 0.0, 0
     for columns in (slice(0, 3), slice(1, 4)):
-        seen = torch.zeros(7, 7, 7).index_put((tuple(walks[:, columns].T)), torch.ones(len(walks)), accumulate=True)
+        seen = torch.zeros(7, 7, 7).index_put(
+            (tuple(walks[:, columns].T)), torch.ones(len(walks)), accumulate=True
+        )
         assert seen.sum() == len(walks)
         for (t, v), following in law.items():
             total = seen[t, v].sum().item()
             expected = {x: total * share for x, share in following.items()}
-            assert sum(seen[t, v, x].item() for x in following) == total  # nothing that is no neighbour
-            common = {x: e for x, e in expected.items() if e >= 5}  # χ² holds for these; the rest is one more cell
+            assert (
+                sum(seen[t, v, x].item() for x in following) == total
+            )  # nothing that is no neighbour
+            common = {
+                x: e for x, e in expected.items() if e >= 5
+            }  # χ² holds for these; the rest is one more cell
             cells = [(seen[t, v, x].item(), e) for x, e in common.items()]
             rest = total - sum(e for _, e in cells)
             if rest >= 5:
@@ -241,14 +277,19 @@ def test_walks_follow_their_law(p, q):
             statistic += sum((s - e) ** 2 / e for s, e in cells)
             freedom += max(len(cells) - 1, 0)
     assert freedom > 10
-    assert abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5  # mean and deviation of χ²; a wrong law misses by hundreds
+    assert (
+        abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5
+    )  # mean and deviation of χ²; a wrong law misses by hundreds
 
 
 def test_the_test_of_the_law_would_notice_another():
     walks = random_walks(matrix(SMALL), torch.arange(7).repeat(6000), 3, seeded(), 1.0, 2.0)
     seen = torch.bincount(walks[(walks[:, 0] == 0) & (walks[:, 1] == 2), 2], minlength=7)
     for (p, q), fits in {(1.0, 2.0): True, (1.0, 1.0): False, (2.0, 1.0): False}.items():
-        expected = torch.tensor([second_order(SMALL, p, q)[0, 2].get(x, 0.0) for x in range(7)]) * seen.sum()
+        expected = (
+            torch.tensor([second_order(SMALL, p, q)[0, 2].get(x, 0.0) for x in range(7)])
+            * seen.sum()
+        )
         cells = expected > 0
         statistic = ((seen[cells] - expected[cells]) ** 2 / expected[cells]).sum().item()
         assert (statistic < 20) == fits
@@ -267,8 +308,13 @@ def test_walkers_without_neighbours_stay():
     graph = matrix(nx.disjoint_union(nx.path_graph(2), nx.empty_graph(2)))
     walks = random_walks(graph, torch.tensor([3, 0, 2]), 4, seeded(), p=0.5, q=3.0)
     assert walks.tolist() == [[3, 3, 3, 3], [0, 1, 0, 1], [2, 2, 2, 2]]
-    assert random_walks(csr_matrix((2, 2)), torch.tensor([1]), 3, seeded(), q=2.0).tolist() == [[1, 1, 1]]
-    assert random_walks(graph, torch.tensor([], dtype=torch.int64), 3, seeded(), q=2.0).shape == (0, 3)
+    assert random_walks(csr_matrix((2, 2)), torch.tensor([1]), 3, seeded(), q=2.0).tolist() == [
+        [1, 1, 1]
+    ]
+    assert random_walks(graph, torch.tensor([], dtype=torch.int64), 3, seeded(), q=2.0).shape == (
+        0,
+        3,
+    )
 
 
 # ---- Node2Vec ----
@@ -288,8 +334,12 @@ def test_node2vec_tells_two_cliques_with_one_bridge_apart(settings):
     size = 10
     graph = nx.disjoint_union(nx.complete_graph(size), nx.complete_graph(size))
     graph.add_edge(0, size)
-    cosine = cosines(node2vec(matrix(graph), 16, seeded(), length=10, window=3, epochs=1, lr=0.01, **settings))
-    within = (cosine[:size, :size].sum() + cosine[size:, size:].sum() - 2 * size) / (2 * size * (size - 1))
+    cosine = cosines(
+        node2vec(matrix(graph), 16, seeded(), length=10, window=3, epochs=1, lr=0.01, **settings)
+    )
+    within = (cosine[:size, :size].sum() + cosine[size:, size:].sum() - 2 * size) / (
+        2 * size * (size - 1)
+    )
     across = cosine[:size, size:].mean()
     assert within > 0.8
     assert across < 0.2
@@ -297,8 +347,12 @@ def test_node2vec_tells_two_cliques_with_one_bridge_apart(settings):
 
 def test_node2vec_is_nearer_along_a_ring():
     """On a cycle, likeness falls with distance."""
-    cosine = cosines(node2vec(matrix(nx.cycle_graph(40)), 16, seeded(), length=10, window=3, epochs=1, lr=0.01))
-    by_distance = [cosine[torch.arange(40), (torch.arange(40) + d) % 40].mean().item() for d in (1, 3, 6, 12)]
+    cosine = cosines(
+        node2vec(matrix(nx.cycle_graph(40)), 16, seeded(), length=10, window=3, epochs=1, lr=0.01)
+    )
+    by_distance = [
+        cosine[torch.arange(40), (torch.arange(40) + d) % 40].mean().item() for d in (1, 3, 6, 12)
+    ]
     assert by_distance == sorted(by_distance, reverse=True)
     assert by_distance[0] > by_distance[-1] + 0.5
 
@@ -322,7 +376,9 @@ def test_node2vec_draws_from_its_stream_alone():
 @pytest.mark.usefixtures("_few_steps")
 def test_node2vec_takes_any_graph_as_undirected_and_simple():
     graph = nx.barabasi_albert_graph(30, 2, seed=1)
-    assert torch.equal(node2vec(loose(graph), 8, seeded(), **QUICK), node2vec(matrix(graph), 8, seeded(), **QUICK))
+    assert torch.equal(
+        node2vec(loose(graph), 8, seeded(), **QUICK), node2vec(matrix(graph), 8, seeded(), **QUICK)
+    )
 
 
 @pytest.mark.usefixtures("_few_steps")
@@ -346,9 +402,14 @@ def test_node2vec_refuses_what_is_not_above_0(name, value):
             random_walks(matrix(SMALL), torch.arange(7), 3, seeded(), **{name: value})
 
 
-@pytest.mark.parametrize("settings", [{"walks": 0}, {"length": 1}, {"window": 0}, {"negatives": 0}, {"epochs": 0}, {"width": 0}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"walks": 0}, {"length": 1}, {"window": 0}, {"negatives": 0}, {"epochs": 0}, {"width": 0}],
+)
 def test_node2vec_refuses_counts_that_make_no_pairs(settings):
-    with pytest.raises(ValueError, match=" ".join(f"{name} {value}" for name, value in settings.items())):
+    with pytest.raises(
+        ValueError, match=" ".join(f"{name} {value}" for name, value in settings.items())
+    ):
         node2vec(matrix(SMALL), rng=seeded(), **{"width": 4, **settings})
     with pytest.raises(ValueError, match="at least 1 node"):
         random_walks(matrix(SMALL), torch.arange(7), 0, seeded())

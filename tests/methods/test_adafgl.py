@@ -18,7 +18,15 @@ from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic
 from fedloom.errors import ConfigError
 from fedloom.experiments.run import run
-from fedloom.methods.adafgl import AdaFGL, Personal, Redrawn, confidence, directions, push_and_pull, redrawn
+from fedloom.methods.adafgl import (
+    AdaFGL,
+    Personal,
+    Redrawn,
+    confidence,
+    directions,
+    push_and_pull,
+    redrawn,
+)
 from fedloom.nn.weights import weights
 
 SMALL = {"model": "gcn-2x8", "rounds": 2, "personal": 3}
@@ -40,9 +48,15 @@ def scene(graph, dropout=0.0, inductive=False, **settings):
 
 
 def graph_of(edges, y, train, classes=2, x=None, nodes=None):
-    edges, y, train = torch.tensor(edges, dtype=torch.int64).reshape(-1, 2).T, torch.tensor(y), torch.tensor(train, dtype=torch.bool)
+    edges, y, train = (
+        torch.tensor(edges, dtype=torch.int64).reshape(-1, 2).T,
+        torch.tensor(y),
+        torch.tensor(train, dtype=torch.bool),
+    )
     x = torch.eye(len(y)) if x is None else x
-    return Graph(x, torch.cat([edges, edges.flip(0)], 1), torch.where(train, y, -1), classes, train=train).check()
+    return Graph(
+        x, torch.cat([edges, edges.flip(0)], 1), torch.where(train, y, -1), classes, train=train
+    ).check()
 
 
 def largest_gap(one, other, owner="server"):
@@ -76,9 +90,17 @@ def written_out(graph, logits, alpha):
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_products_with_s_are_those_of_the_matrix_written_out(alpha):
     rng = torch.Generator().manual_seed(0)
-    ends = torch.tensor([[0, 1, 1, 2, 3, 3], [1, 0, 2, 1, 3, 0]])  # one edge goes one way only, one is a loop, node 4 has none
+    ends = torch.tensor(
+        [[0, 1, 1, 2, 3, 3], [1, 0, 2, 1, 3, 0]]
+    )  # one edge goes one way only, one is a loop, node 4 has none
     weight = torch.tensor([1.0, 1.0, 2.0, 2.0, 1.0, 0.5])
-    graph = Graph(torch.rand(5, 3, generator=rng), ends, torch.zeros(5, dtype=torch.int64), 2, edge_weight=weight)
+    graph = Graph(
+        torch.rand(5, 3, generator=rng),
+        ends,
+        torch.zeros(5, dtype=torch.int64),
+        2,
+        edge_weight=weight,
+    )
     logits, h = 3 * torch.randn(5, 2, generator=rng), torch.randn(5, 4, generator=rng)
     view = Redrawn(graph.x, ends, graph.y, 2, edge_weight=weight, logits=logits, alpha=alpha)
     assert torch.allclose(view.propagate(h), written_out(graph, logits, alpha) @ h, atol=1e-5)
@@ -137,7 +159,9 @@ def test_push_and_pull_is_finite_for_sure_equal_and_single_nodes(nodes, classes,
     for logits in (Z, Z[:1].expand(nodes, classes)):
         out = push_and_pull(logits, directions(logits.detach().softmax(1)), beta)
         assert out.isfinite().all()
-        assert (out - logits / 2).abs().max() <= 0.5 + 1e-5 * (1 + scale)  # pull and push are probabilities, halved
+        assert (out - logits / 2).abs().max() <= 0.5 + 1e-5 * (
+            1 + scale
+        )  # pull and push are probabilities, halved
         (g,) = torch.autograd.grad(out.square().sum(), Z)
         assert g.isfinite().all()
 
@@ -189,7 +213,9 @@ def test_all_confidence_in_one_branch_is_that_branch(node_federation):
     assert torch.allclose(net.probabilities(seen), torch.stack(others).mean(0), atol=1e-6)
 
 
-def test_gradients_reach_all_four_networks_and_neither_the_federated_model_nor_the_confidence(node_federation):
+def test_gradients_reach_all_four_networks_and_neither_the_federated_model_nor_the_confidence(
+    node_federation,
+):
     method, client = scene(node_federation.graphs[0])
     net = client.state["model"]
     method.personal_objective(client).backward()
@@ -202,14 +228,22 @@ def test_gradients_reach_all_four_networks_and_neither_the_federated_model_nor_t
     assert moved == {name for name in before if not name.startswith(("federated.", "confidence"))}
 
 
-def test_preserving_pulls_the_homophilous_branch_to_the_federated_predictions_and_no_other(node_federation):
+def test_preserving_pulls_the_homophilous_branch_to_the_federated_predictions_and_no_other(
+    node_federation,
+):
     def gradients(preserve):
         method, client = scene(node_federation.graphs[0], preserve=preserve)
         method.personal_objective(client).backward()
-        return {name: p.grad for name, p in client.state["model"].named_parameters() if p.grad is not None}
+        return {
+            name: p.grad
+            for name, p in client.state["model"].named_parameters()
+            if p.grad is not None
+        }
 
     without, with_it = gradients(0.0), gradients(5.0)
-    changed = {name.partition(".")[0] for name in without if not torch.equal(without[name], with_it[name])}
+    changed = {
+        name.partition(".")[0] for name in without if not torch.equal(without[name], with_it[name])
+    }
     assert changed == {"homophilous"}
 
 
@@ -221,7 +255,9 @@ def two_cliques(labelled=5):
 
 def share(graph, seeds=40, **how):
     how = {"hide": 0.5, "steps": 5, "spread": 0.5, **how}
-    return [confidence(graph, **how, rng=torch.Generator().manual_seed(seed)) for seed in range(seeds)]
+    return [
+        confidence(graph, **how, rng=torch.Generator().manual_seed(seed)) for seed in range(seeds)
+    ]
 
 
 def test_all_labels_come_back_where_neighbours_are_alike_and_none_where_they_differ():
@@ -258,18 +294,30 @@ def test_one_class_comes_back_and_too_few_labels_say_nothing():
 def test_only_training_labels_are_spread(node_federation):
     graph = node_federation.graphs[0]
     other = replace(graph, y=torch.where(graph.train, graph.y, (graph.y + 1) % 3))
-    one, another = (confidence(client_of(g).graph, 0.5, 5, 0.5, torch.Generator().manual_seed(0)) for g in (graph, other))
+    one, another = (
+        confidence(client_of(g).graph, 0.5, 5, 0.5, torch.Generator().manual_seed(0))
+        for g in (graph, other)
+    )
     assert one == another
 
 
 # ---- the stages ----
-def test_the_federated_stage_is_fedavg_and_its_last_model_is_what_the_personal_one_begins_with(node_federation):
-    ada, avg = run("adafgl", node_federation, **SMALL), run("fedavg", node_federation, model="gcn-2x8", rounds=2)
+def test_the_federated_stage_is_fedavg_and_its_last_model_is_what_the_personal_one_begins_with(
+    node_federation,
+):
+    ada, avg = (
+        run("adafgl", node_federation, **SMALL),
+        run("fedavg", node_federation, model="gcn-2x8", rounds=2),
+    )
     assert largest_gap(ada, avg) == 0
     assert stages(ada) == ["train"] * 2 + ["personal"] * 3
     assert [e["accuracy"] for e in ada.history[:2]] == [e["accuracy"] for e in avg.history]
     for owner in node_federation.names:
-        kept = {name.removeprefix("federated."): t for name, t in ada.models[owner].items() if name.startswith("federated.")}
+        kept = {
+            name.removeprefix("federated."): t
+            for name, t in ada.models[owner].items()
+            if name.startswith("federated.")
+        }
         assert all(torch.equal(t, avg.models["server"][name]) for name, t in kept.items())
         assert kept.keys() == avg.models["server"].keys()
         assert 0 <= float(ada.models[owner]["confidence"]) <= 1
@@ -279,13 +327,19 @@ def test_the_federated_stage_is_fedavg_and_its_last_model_is_what_the_personal_o
 
 
 def test_the_personal_stage_sends_the_model_once_and_nothing_else(node_federation):
-    ada, avg = run("adafgl", node_federation, **SMALL), run("fedavg", node_federation, model="gcn-2x8", rounds=2)
+    ada, avg = (
+        run("adafgl", node_federation, **SMALL),
+        run("fedavg", node_federation, model="gcn-2x8", rounds=2),
+    )
     phases = dict(ada.traffic["phases"])
     model = sum(t.numel() for t in avg.models["server"].values())
     assert phases["prepare"]["scalars_down"] == 4 * model
     assert phases["prepare"]["scalars_up"] == 0
     assert phases["train"] == avg.traffic["phases"]["train"]
-    assert "personalise" not in phases or phases["personalise"]["scalars_up"] == phases["personalise"]["scalars_down"] == 0
+    assert (
+        "personalise" not in phases
+        or phases["personalise"]["scalars_up"] == phases["personalise"]["scalars_down"] == 0
+    )
 
 
 def test_finetune_comes_between_the_two_stages(node_federation):
@@ -293,7 +347,11 @@ def test_finetune_comes_between_the_two_stages(node_federation):
     assert stages(result) == ["train"] * 2 + ["finetune"] + ["personal"] * 3
     tuned = run("fedavg", node_federation, model="gcn-2x8", rounds=2, finetune=1)
     for owner in node_federation.names:
-        kept = {name.removeprefix("federated."): t for name, t in result.models[owner].items() if name.startswith("federated.")}
+        kept = {
+            name.removeprefix("federated."): t
+            for name, t in result.models[owner].items()
+            if name.startswith("federated.")
+        }
         assert all(torch.equal(t, tuned.models[owner][name]) for name, t in kept.items())
 
 
@@ -315,7 +373,10 @@ def test_killed_in_its_personal_stage_and_resumed_equals_unbroken(node_federatio
         run("adafgl", node_federation, out=tmp_path / "broken", on_round=die, **settings)
     resumed = run("adafgl", node_federation, out=tmp_path / "broken", resume=True, **settings)
     assert resumed.summary["history_hash"] == unbroken.summary["history_hash"]
-    assert all(torch.equal(t, flatten(unbroken.models)[name]) for name, t in flatten(resumed.models).items())
+    assert all(
+        torch.equal(t, flatten(unbroken.models)[name])
+        for name, t in flatten(resumed.models).items()
+    )
 
 
 def test_more_epochs_fit_the_training_labels(node_federation):
@@ -353,7 +414,9 @@ def test_a_graph_whose_square_would_not_fit():
     y, x = torch.randint(3, (n,), generator=rng), torch.rand(n, 4, generator=rng)
     train = torch.rand(n, generator=rng) < 0.2
     graph = Graph(x, torch.randint(n, (2, 3 * n), generator=rng), y, 3, train=train, test=~train)
-    result = run("adafgl", Federation((graph,)), model="gcn-2x4", rounds=1, epochs=1, personal=1, hops=2)
+    result = run(
+        "adafgl", Federation((graph,)), model="gcn-2x4", rounds=1, epochs=1, personal=1, hops=2
+    )
     assert result.summary["status"] == "completed"
     assert all(t.isfinite().all() for t in flatten(result.models).values())
 
@@ -363,11 +426,21 @@ def test_a_client_without_labels_keeps_the_federated_model(node_federation):
     graphs = node_federation.graphs
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
     for inductive in (False, True):
-        federation = replace(node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=inductive)
+        federation = replace(
+            node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=inductive
+        )
         result = run("adafgl", federation, **SMALL)
-        assert all(torch.equal(t, result.models["server"][name]) for name, t in result.models["0"].items())
+        assert all(
+            torch.equal(t, result.models["server"][name]) for name, t in result.models["0"].items()
+        )
         assert "confidence" in result.models["1"]
-        rows = [row for e in result.history if e["stage"] == "personal" for row in e["clients"] if row["id"] == "0"]
+        rows = [
+            row
+            for e in result.history
+            if e["stage"] == "personal"
+            for row in e["clients"]
+            if row["id"] == "0"
+        ]
         assert len({row["accuracy"] for row in rows}) == 1
 
 
@@ -376,9 +449,15 @@ def test_one_class_one_label_no_edges_one_client_and_nobody_with_labels(node_fed
     of_one = replace(graphs[0], train=graphs[0].train & (graphs[0].y == 0))
     first = torch.zeros_like(graphs[1].train)
     first[graphs[1].train.nonzero()[0]] = True
-    single, no_edges = replace(graphs[1], train=first), replace(graphs[2], edge_index=graphs[2].edge_index[:, :0])
+    single, no_edges = (
+        replace(graphs[1], train=first),
+        replace(graphs[2], edge_index=graphs[2].edge_index[:, :0]),
+    )
     bare = replace(graphs[3], train=torch.zeros_like(graphs[3].train))
-    for federation in (Federation((of_one, single, no_edges, bare)), *(Federation((g,)) for g in (of_one, single, no_edges, bare))):
+    for federation in (
+        Federation((of_one, single, no_edges, bare)),
+        *(Federation((g,)) for g in (of_one, single, no_edges, bare)),
+    ):
         for inductive in (False, True):
             result = run("adafgl", replace(federation, inductive=inductive), **SMALL)
             assert result.summary["status"] == "completed"
@@ -386,7 +465,13 @@ def test_one_class_one_label_no_edges_one_client_and_nobody_with_labels(node_fed
 
 
 def test_a_node_all_by_itself():
-    graph = Graph(torch.ones(1, 3), torch.zeros(2, 0, dtype=torch.int64), torch.tensor([1]), 2, train=torch.tensor([True])).check()
+    graph = Graph(
+        torch.ones(1, 3),
+        torch.zeros(2, 0, dtype=torch.int64),
+        torch.tensor([1]),
+        2,
+        train=torch.tensor([True]),
+    ).check()
     method, client = scene(graph)
     method.personalise(client)
     assert isinstance(client.state["model"], Personal)
@@ -395,7 +480,16 @@ def test_a_node_all_by_itself():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("alpha", 1.5), ("beta", -0.1), ("hide", 1.0), ("hide", 0.0), ("hops", 0), ("personal", 0), ("spread", 0.0)]
+    ("name", "value"),
+    [
+        ("alpha", 1.5),
+        ("beta", -0.1),
+        ("hide", 1.0),
+        ("hide", 0.0),
+        ("hops", 0),
+        ("personal", 0),
+        ("spread", 0.0),
+    ],
 )
 def test_a_bad_setting_is_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=rf"method\.{name} is "):

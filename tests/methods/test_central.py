@@ -7,7 +7,10 @@ def test_it_trains_and_tests_on_the_union(node_federation):
     result = run("central", node_federation, model="gcn-2x8", rounds=2)
     (everything,) = result.per_client
     for part in ("nodes", "train", "val", "test"):
-        counts = [g.num_nodes if part == "nodes" else int(getattr(g, part).sum()) for g in node_federation.graphs]
+        counts = [
+            g.num_nodes if part == "nodes" else int(getattr(g, part).sum())
+            for g in node_federation.graphs
+        ]
         assert everything[part] == sum(counts)
     assert node_federation.whole.num_edges > sum(g.num_edges for g in node_federation.graphs)
     assert result.summary["clients"] == 4

@@ -22,7 +22,9 @@ def test_switched_off_it_is_dense(node_federation):
     dense = run("dense", node_federation, **{k: v for k, v in shared.items() if k != "epsilon"})
     assert same(dense, run("coboost", node_federation, **{**shared, **OFF}))
     for key, value in {"hard": 1.0, "epsilon": 0.1, "mu": 0.01}.items():
-        assert not same(dense, run("coboost", node_federation, **{**shared, **OFF, key: value})), key
+        assert not same(dense, run("coboost", node_federation, **{**shared, **OFF, key: value})), (
+            key
+        )
 
 
 def test_hard_nodes_count_more_and_all_push_student_and_ensemble_apart():
@@ -62,7 +64,9 @@ def test_nodes_move_by_epsilon_of_their_length_along_the_gradient():
 def test_weights_take_signed_steps_towards_clients_that_know_the_labels():
     ensemble, _, graph = scene(clients=3)
     logits = 4.0 * F.one_hot(graph.y, 3)
-    graph._cache["clients"] = torch.stack([logits, -0.5 * logits, -logits])  # right, wrong, and more so
+    graph._cache["clients"] = torch.stack(
+        [logits, -0.5 * logits, -logits]
+    )  # right, wrong, and more so
     CoBoost(mu=0.01).reweigh(ensemble, [graph])
     raw = 1 / 3 + torch.tensor([0.01, -0.01, -0.01])
     assert torch.allclose(ensemble.share, raw / raw.sum(), atol=1e-6)

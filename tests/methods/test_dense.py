@@ -15,7 +15,15 @@ from fedloom.methods.dense import Dense, Ensemble, divergence, linked
 from fedloom.nn.build import build_model
 from fedloom.nn.weights import weights
 
-QUICK = {"rounds": 1, "epochs": 20, "finetune": 0, "batches": 2, "nodes": 30, "generator_steps": 2, "adversarial": 2.0}
+QUICK = {
+    "rounds": 1,
+    "epochs": 20,
+    "finetune": 0,
+    "batches": 2,
+    "nodes": 30,
+    "generator_steps": 2,
+    "adversarial": 2.0,
+}
 SMALL = {"model": "gcn-2x8", **QUICK, "finetune": 2}
 
 
@@ -35,7 +43,9 @@ def same(one, other):
 
 def test_the_ensemble_is_the_mean_of_the_clients_logits():
     ensemble, net, graph = scene()
-    by_hand = sum(torch.func.functional_call(net, upload, (graph,)) for upload in ensemble.uploads) / 3
+    by_hand = (
+        sum(torch.func.functional_call(net, upload, (graph,)) for upload in ensemble.uploads) / 3
+    )
     assert torch.allclose(ensemble(graph), by_hand, atol=1e-6)
 
 
@@ -55,7 +65,10 @@ def test_both_losses_by_hand():
         taught, learnt = ensemble(graph), student(graph)
     for t, s, y in zip(taught, learnt, graph.y, strict=True):
         differ = int(t.argmax() != s.argmax())
-        kl, soft_kl = ((p * (p / q).log()).sum() for p, q in ((t.softmax(0), s.softmax(0)), ((t / 3).softmax(0), (s / 3).softmax(0))))
+        kl, soft_kl = (
+            (p * (p / q).log()).sum()
+            for p, q in ((t.softmax(0), s.softmax(0)), ((t / 3).softmax(0), (s / 3).softmax(0)))
+        )
         generator += (-t.log_softmax(0)[y] - 0.7 * differ * kl) / graph.num_nodes
         distilled += 9 * soft_kl / graph.num_nodes
         apart += differ
@@ -66,14 +79,25 @@ def test_both_losses_by_hand():
 
 def generated(nodes=20):
     """A generator, and a graph of what it makes of noise."""
-    generator, rng = build_model("mlp-3x8", 5, 6, dropout=0.0, seed=9), torch.Generator().manual_seed(0)
+    generator, rng = (
+        build_model("mlp-3x8", 5, 6, dropout=0.0, seed=9),
+        torch.Generator().manual_seed(0),
+    )
     y = torch.randint(3, (nodes,), generator=rng)
-    source = Graph(x=torch.randn(nodes, 5, generator=rng), edge_index=torch.zeros(2, 0, dtype=torch.int64), y=y, num_classes=3)
+    source = Graph(
+        x=torch.randn(nodes, 5, generator=rng),
+        edge_index=torch.zeros(2, 0, dtype=torch.int64),
+        y=y,
+        num_classes=3,
+    )
     return generator, linked(generator(source), y, 3, 3)
 
 
 def reaches(term, net):
-    return all(gradient.abs().sum() > 0 for gradient in torch.autograd.grad(term, list(net.parameters()), retain_graph=True))
+    return all(
+        gradient.abs().sum() > 0
+        for gradient in torch.autograd.grad(term, list(net.parameters()), retain_graph=True)
+    )
 
 
 def test_every_term_reaches_every_weight():
@@ -94,7 +118,14 @@ def test_generating_moves_neither_student_nor_clients():
 
 def test_without_batches_it_is_one_round_of_fedavg(node_federation):
     dense = run("dense", node_federation, **{**SMALL, "batches": 0})
-    plain = run("fedavg", node_federation, model="gcn-2x8", rounds=1, epochs=SMALL["epochs"], finetune=SMALL["finetune"])
+    plain = run(
+        "fedavg",
+        node_federation,
+        model="gcn-2x8",
+        rounds=1,
+        epochs=SMALL["epochs"],
+        finetune=SMALL["finetune"],
+    )
     assert same(dense, plain)
     assert [e["accuracy"] for e in dense.history] == [e["accuracy"] for e in plain.history]
     assert not same(dense, run("dense", node_federation, **SMALL))
@@ -107,17 +138,25 @@ def test_the_student_comes_closer_to_the_ensemble_than_the_average():
     settings = {"model": "gcn-2x8", "dropout": 0.0, "epochs": 60, "finetune": 0}
     average, student = (run("dense", skewed, **settings, batches=batches) for batches in (0, 10))
     net = build_model("gcn-2x8", 12, 3, dropout=0.0, seed=0)
-    ensemble = Ensemble(net, [average.models[c] for c in skewed.names])  # not fine-tuned: still what they uploaded
+    ensemble = Ensemble(
+        net, [average.models[c] for c in skewed.names]
+    )  # not fine-tuned: still what they uploaded
     gap = {}
     for name, result in (("average", average), ("student", student)):
         with torch.no_grad():
-            gap[name] = divergence(ensemble(graph), torch.func.functional_call(net, result.models["server"], (graph,))).mean()
+            gap[name] = divergence(
+                ensemble(graph), torch.func.functional_call(net, result.models["server"], (graph,))
+            ).mean()
     assert gap["student"] < 0.7 * gap["average"], gap
 
 
 def test_traffic_is_one_model_each_way_and_one_size(node_federation):
     traffic = run("dense", node_federation, **SMALL).traffic
-    d, c, clients = node_federation.num_features, node_federation.num_classes, node_federation.num_clients
+    d, c, clients = (
+        node_federation.num_features,
+        node_federation.num_classes,
+        node_federation.num_clients,
+    )
     model = d * 8 + 8 + 8 * c + c
     assert traffic["scalars_up"] == clients * (model + 1)
     assert traffic["scalars_down"] == clients * model

@@ -28,13 +28,23 @@ class EvenFedAvg(FedAvg):
         server.ask(self.setup)
         server.state["model"] = server.model()
         for _ in server.rounds(self.rounds):
-            server.state["model"] = server.ask(self.train, model=server.state["model"]).mean()["model"]
+            server.state["model"] = server.ask(self.train, model=server.state["model"]).mean()[
+                "model"
+            ]
             server.evaluate()
 
 
 def facts_of(federation, model="gcn-2x8", dropout=0.0, seed=0):
     models = (model,) * federation.num_clients
-    return Facts(federation.num_features, federation.num_classes, federation.task, federation.names, models, dropout=dropout, seed=seed)
+    return Facts(
+        federation.num_features,
+        federation.num_classes,
+        federation.task,
+        federation.names,
+        models,
+        dropout=dropout,
+        seed=seed,
+    )
 
 
 def scene(federation, **settings):
@@ -44,7 +54,10 @@ def scene(federation, **settings):
     rng = torch.Generator().manual_seed(0)
     for m in client.state["mask"].values():
         m.data.copy_(torch.randn(m.shape, generator=rng))
-    mixture = {name: t + torch.randn(t.shape, generator=rng) for name, t in weights(client.state["theta"]).items()}
+    mixture = {
+        name: t + torch.randn(t.shape, generator=rng)
+        for name, t in weights(client.state["theta"]).items()
+    }
     return method, client, mixture
 
 
@@ -59,12 +72,18 @@ def test_the_objective_by_hand(node_federation):
     method, client, mixture = scene(node_federation, sparsity=0.2, proximal=0.3)
     net, mask, graph = client.state["theta"], client.state["mask"], client.graph
     assert set(mask) == {"layers.0.weight", "classifier.weight"}
-    S, (W, b), (V, c) = graph.adjacency("sym").dense(), net.layers[0].parameters(), net.classifier.parameters()
+    S, (W, b), (V, c) = (
+        graph.adjacency("sym").dense(),
+        net.layers[0].parameters(),
+        net.classifier.parameters(),
+    )
     h = torch.relu(S @ (graph.x @ (W * mask["layers.0.weight"])) + b)
     logits = S @ (h @ (V * mask["classifier.weight"])) + c
     expected = torch.nn.functional.cross_entropy(logits[graph.train], graph.y[graph.train])
     expected = expected + 0.2 * sum(abs(x) for m in mask.values() for x in m.flatten().tolist())
-    expected = expected + 0.3 * sum(((p - mixture[name]) ** 2).sum() for name, p in net.named_parameters())
+    expected = expected + 0.3 * sum(
+        ((p - mixture[name]) ** 2).sum() for name, p in net.named_parameters()
+    )
     assert torch.isclose(method.objective(client, graph, net, mixture), expected, rtol=1e-5)
 
 
@@ -75,22 +94,39 @@ def test_both_penalties_have_the_gradients_that_they_should(node_federation):
     net, mask = client.state["theta"], client.state["mask"]
     parameters = dict(net.named_parameters()) | {f"mask of {name}": m for name, m in mask.items()}
     with_both, without = (
-        dict(zip(parameters, torch.autograd.grad(m.objective(client, graph, net, mixture), list(parameters.values())), strict=True))
+        dict(
+            zip(
+                parameters,
+                torch.autograd.grad(
+                    m.objective(client, graph, net, mixture), list(parameters.values())
+                ),
+                strict=True,
+            )
+        )
         for m in (method, bare)
     )
     for name, p in net.named_parameters():
-        assert torch.allclose(with_both[name] - without[name], 0.3 * 2 * (p - mixture[name]), atol=1e-4)
+        assert torch.allclose(
+            with_both[name] - without[name], 0.3 * 2 * (p - mixture[name]), atol=1e-4
+        )
     effective = masked(dict(net.named_parameters()), mask)
     loss = client.loss(torch.func.functional_call(net, effective, (graph,)), graph)
     for name, m in mask.items():
-        assert torch.allclose(with_both[f"mask of {name}"] - without[f"mask of {name}"], 0.2 * m.sign(), atol=1e-5)
+        assert torch.allclose(
+            with_both[f"mask of {name}"] - without[f"mask of {name}"], 0.2 * m.sign(), atol=1e-5
+        )
         (slope,) = torch.autograd.grad(loss, effective[name], retain_graph=True)
-        assert torch.allclose(without[f"mask of {name}"], slope * dict(net.named_parameters())[name], atol=1e-5)
+        assert torch.allclose(
+            without[f"mask of {name}"], slope * dict(net.named_parameters())[name], atol=1e-5
+        )
         assert without[f"mask of {name}"].abs().sum() > 0
 
 
 def test_what_is_small_in_a_mask_counts_as_zero_where_it_predicts_and_only_there(node_federation):
-    theta, mask = {"w": torch.tensor([[2.0, 3.0, 4.0]]), "b": torch.ones(3)}, {"w": torch.tensor([[0.05, -0.05, -0.5]])}
+    theta, mask = (
+        {"w": torch.tensor([[2.0, 3.0, 4.0]]), "b": torch.ones(3)},
+        {"w": torch.tensor([[0.05, -0.05, -0.5]])},
+    )
     assert torch.allclose(masked(theta, mask)["w"], torch.tensor([[0.1, -0.15, -2.0]]))
     assert masked(theta, pruned(mask, 0.1))["w"].tolist() == [[0.0, 0.0, -2.0]]
     assert masked(theta, pruned(mask, 0.1))["b"] is theta["b"]
@@ -105,11 +141,19 @@ def test_what_is_small_in_a_mask_counts_as_zero_where_it_predicts_and_only_there
 
 
 def test_masks_begin_with_ones_and_the_l1_norm_makes_them_sparse(node_federation):
-    client, method = Client("0", node_federation.graphs[0], facts_of(node_federation)), FedPub(sparsity=0.05)
+    client, method = (
+        Client("0", node_federation.graphs[0], facts_of(node_federation)),
+        FedPub(sparsity=0.05),
+    )
     method.setup(client)
     assert all((m == 1).all() for m in client.state["mask"].values())
     for _ in range(150):
-        step(client.state["optimizer"], method.objective(client, client.graph, client.state["theta"], weights(client.state["theta"])))
+        step(
+            client.state["optimizer"],
+            method.objective(
+                client, client.graph, client.state["theta"], weights(client.state["theta"])
+            ),
+        )
     small = torch.cat([(m.abs() < 0.05).flatten() for m in client.state["mask"].values()])
     assert 0.3 < small.float().mean() < 1
     assert client.loss(client.state["theta"](client.graph), client.graph).isfinite()
@@ -120,7 +164,11 @@ def test_masks_have_no_weight_decay(node_federation):
         client = Client("0", node_federation.graphs[0], facts_of(node_federation))
         FedPub(masks=masks, weight_decay=0.1).setup(client)
         theta, mask = client.state["optimizer"].param_groups
-        assert (theta["weight_decay"], mask["weight_decay"], len(mask["params"])) == (0.1, 0.0, groups)
+        assert (theta["weight_decay"], mask["weight_decay"], len(mask["params"])) == (
+            0.1,
+            0.0,
+            groups,
+        )
 
 
 # ---- the random graph and the mixtures ----
@@ -130,7 +178,10 @@ def test_the_random_graph(node_federation, graph_federation):
     source, target = graph.edge_index
     assert (source // 100 == target // 100).all()  # no edge between blocks
     assert (source != target).all()
-    assert len({*zip(source.tolist(), target.tolist(), strict=True)} & {*zip(target.tolist(), source.tolist(), strict=True)}) == len(source)
+    assert len(
+        {*zip(source.tolist(), target.tolist(), strict=True)}
+        & {*zip(target.tolist(), source.tolist(), strict=True)}
+    ) == len(source)
     assert abs(len(source) / (500 * 99) - 0.1) < 0.01
     assert abs(graph.x.mean()) < 0.05
     assert abs(graph.x.std() - 1) < 0.05
@@ -144,8 +195,13 @@ def test_the_random_graph(node_federation, graph_federation):
 def test_similarities_and_mixtures_by_hand():
     h = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0], [0.0, 0.0]])
     S, half = similarity(h), 0.5**0.5
-    assert torch.allclose(S, torch.tensor([[1, 0, half, 0], [0, 1, half, 0], [half, half, 1, 0], [0, 0, 0, 0]]))
-    models = {name: {"w": torch.full((2, 2), float(k)), "b": torch.tensor([k * 10.0])} for k, name in enumerate("abc")}
+    assert torch.allclose(
+        S, torch.tensor([[1, 0, half, 0], [0, 1, half, 0], [half, half, 1, 0], [0, 0, 0, 0]])
+    )
+    models = {
+        name: {"w": torch.full((2, 2), float(k)), "b": torch.tensor([k * 10.0])}
+        for k, name in enumerate("abc")
+    }
     share = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.5, 0.5], [0.2, 0.3, 0.5]])
     mixed = mixtures(models, share)
     for client, w in {"a": 0.0, "b": 1.5, "c": 1.3}.items():
@@ -159,8 +215,13 @@ def test_clients_get_the_mixture_that_the_outlooks_say(node_federation, training
     for (_, replies), (sent, _) in pairwise(seen):
         h = [replies[c]["outlook"] for c in node_federation.names]
         for k, client in enumerate(node_federation.names):
-            e = torch.stack([torch.exp(5 * torch.cosine_similarity(h[k], other, dim=0)) for other in h])
-            by_hand = sum(w * replies[c]["model"]["layers.0.weight"] for w, c in zip(e / e.sum(), node_federation.names, strict=True))
+            e = torch.stack(
+                [torch.exp(5 * torch.cosine_similarity(h[k], other, dim=0)) for other in h]
+            )
+            by_hand = sum(
+                w * replies[c]["model"]["layers.0.weight"]
+                for w, c in zip(e / e.sum(), node_federation.names, strict=True)
+            )
             assert torch.allclose(sent[client]["model"]["layers.0.weight"], by_hand, atol=1e-6)
     assert gap(seen[1][0]["0"], seen[1][0]["1"]) > 1e-4
 
@@ -172,7 +233,9 @@ def test_the_mask_never_travels(federation, trainings):
     for sent, replies in seen:
         for client, reply in replies.items():
             assert {name: t.shape for name, t in flatten(sent[client]).items()} == shapes
-            assert {name: t.shape for name, t in flatten(reply).items()} == shapes | {"outlook": (federation.num_classes,)}
+            assert {name: t.shape for name, t in flatten(reply).items()} == shapes | {
+                "outlook": (federation.num_classes,)
+            }
 
 
 def test_traffic(node_federation):
@@ -187,7 +250,11 @@ def test_traffic(node_federation):
 def test_scale_zero_without_masks_and_penalty_is_fedavg_of_clients_that_count_alike(federation):
     plain = run(EvenFedAvg(rounds=3), federation, model="gcn-2x8")
     assert gap(run("fed-pub", federation, scale=0.0, **PLAIN, **SMALL).models, plain.models) < 1e-6
-    for settings in ({**PLAIN, "scale": 10.0}, {**PLAIN, "scale": 0.0, "masks": True}, {**PLAIN, "scale": 0.0, "proximal": 0.1}):
+    for settings in (
+        {**PLAIN, "scale": 10.0},
+        {**PLAIN, "scale": 0.0, "masks": True},
+        {**PLAIN, "scale": 0.0, "proximal": 0.1},
+    ):
         assert gap(run("fed-pub", federation, **settings, **SMALL).models, plain.models) > 1e-4
 
 
@@ -205,7 +272,10 @@ def test_identical_clients_get_identical_models(node_federation, trainings):
 def test_one_client_trains_alone(node_federation, trainings):
     seen = trainings()
     run("fed-pub", Federation(node_federation.graphs[:1]), **SMALL)
-    assert all(gap(replies["0"]["model"], sent["0"]["model"]) == 0 for (_, replies), (sent, _) in pairwise(seen))
+    assert all(
+        gap(replies["0"]["model"], sent["0"]["model"]) == 0
+        for (_, replies), (sent, _) in pairwise(seen)
+    )
 
 
 def test_newcomers_get_the_plain_mean_and_others_their_last_mixture(node_federation, trainings):
@@ -223,7 +293,10 @@ def test_newcomers_get_the_plain_mean_and_others_their_last_mixture(node_federat
         models = {c: r["model"] for c, r in replies.items()}
         share = (3.0 * similarity(torch.stack([r["outlook"] for r in replies.values()]))).softmax(1)
         mixture |= mixtures(models, share)
-        mean = {name: sum(m[name] for m in models.values()) / len(models) for name in models[next(iter(models))]}
+        mean = {
+            name: sum(m[name] for m in models.values()) / len(models)
+            for name in models[next(iter(models))]
+        }
     assert newcomers > 0
     assert returned > 0
 
@@ -234,7 +307,11 @@ def test_a_client_without_labels_passes_its_mixture_on(node_federation, training
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
     for inductive in (False, True):
         seen = trainings()
-        result = run("fed-pub", replace(node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=inductive), **SMALL)
+        result = run(
+            "fed-pub",
+            replace(node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=inductive),
+            **SMALL,
+        )
         assert result.summary["status"] == "completed"
         assert all(gap(sent["0"]["model"], replies["0"]["model"]) == 0 for sent, replies in seen)
 
@@ -242,12 +319,19 @@ def test_a_client_without_labels_passes_its_mixture_on(node_federation, training
 def test_a_client_of_one_class_and_isolated_nodes(node_federation):
     first, *rest = node_federation.graphs
     kept = first.train & (first.y == 0)
-    single = replace(first, train=kept, test=first.test | (first.train & ~kept), edge_index=first.edge_index[:, :0])
+    single = replace(
+        first,
+        train=kept,
+        test=first.test | (first.train & ~kept),
+        edge_index=first.edge_index[:, :0],
+    )
     result = run("fed-pub", replace(node_federation, graphs=(single, *rest), whole=None), **SMALL)
     assert all(t.isfinite().all() for t in flatten(result.models).values())
 
 
-@pytest.mark.parametrize("model", ["gat-2x8", "sage-2x8+linear", "gin-2x8", "gcnii-2x8", "gamlp-2x8", "dgcn-2x8"])
+@pytest.mark.parametrize(
+    "model", ["gat-2x8", "sage-2x8+linear", "gin-2x8", "gcnii-2x8", "gamlp-2x8", "dgcn-2x8"]
+)
 def test_any_architecture_can_be_masked(federation, model):
     result = run("fed-pub", federation, model=model, rounds=2)
     assert all(t.isfinite().all() for t in flatten(result.models).values())

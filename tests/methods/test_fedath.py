@@ -68,12 +68,20 @@ def gap(one, other):
 
 def own_model(result, owner):
     """The part of a client's model that travels."""
-    return {name.removeprefix("sees."): t for name, t in result.models[owner].items() if not name.startswith("evaluator.")}
+    return {
+        name.removeprefix("sees."): t
+        for name, t in result.models[owner].items()
+        if not name.startswith("evaluator.")
+    }
 
 
 def show_all_edges(monkeypatch):
     """Every edge gets a score of which σ is exactly 1."""
-    monkeypatch.setattr(Evaluator, "forward", lambda self, graph, rng=None: torch.full((graph.adjacency("sum").nnz,), 1e4))
+    monkeypatch.setattr(
+        Evaluator,
+        "forward",
+        lambda self, graph, rng=None: torch.full((graph.adjacency("sum").nnz,), 1e4),
+    )
 
 
 # ---- the weighted graph ----
@@ -87,7 +95,9 @@ def test_products_and_gradients_are_those_of_a_dense_matrix(kind):
     A = A + torch.eye(6) if kind in ("sym", "row") else A
     degree = A.sum(1)
     inverse = torch.where(degree > 0, 1 / degree.clamp(min=1e-9), 0.0)
-    S = {"sum": A, "row": inverse[:, None] * A, "mean": inverse[:, None] * A}.get(kind, inverse.sqrt()[:, None] * A * inverse.sqrt())
+    S = {"sum": A, "row": inverse[:, None] * A, "mean": inverse[:, None] * A}.get(
+        kind, inverse.sqrt()[:, None] * A * inverse.sqrt()
+    )
     got = weighed(graph, score).propagate(h, kind)
     assert torch.allclose(got, S @ h, atol=1e-6)
     expected, arrived = (torch.autograd.grad((out * onto).sum(), score)[0] for out in (S @ h, got))
@@ -116,7 +126,9 @@ def test_looking_at_a_weighted_graph_leaves_the_graph_as_it_is():
 
 @pytest.mark.parametrize("spec", ["gat-2x8", "mlp-2x8"])
 def test_models_that_look_at_no_edge_weights_are_refused(node_federation, spec, tmp_path):
-    with pytest.raises(ConfigError, match=rf"model '{spec}': fedath learns edge weights.*valid: .*gcn"):
+    with pytest.raises(
+        ConfigError, match=rf"model '{spec}': fedath learns edge weights.*valid: .*gcn"
+    ):
         run("fedath", node_federation, **{**SMALL, "model": spec}, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -128,13 +140,26 @@ def test_scores_by_hand():
     net, graph = client.state["model"].evaluator, client.graph
     with torch.no_grad():
         for parameter in net.norms.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(parameter))))
+            parameter.add_(
+                torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(len(parameter))
+                )
+            )
     target, source = ends_of(graph)
     h = net.gcn(graph)
     pair = torch.cat([h[source], h[target]], 1)
     first = pair @ torch.cat([net.source.weight, net.target.weight], 1).T
-    hidden = F.relu(F.batch_norm(first, None, None, net.norms[0].weight, net.norms[0].bias, training=True))
-    hidden = F.batch_norm(hidden @ net.hidden[0].weight.T, None, None, net.norms[1].weight, net.norms[1].bias, training=True)
+    hidden = F.relu(
+        F.batch_norm(first, None, None, net.norms[0].weight, net.norms[0].bias, training=True)
+    )
+    hidden = F.batch_norm(
+        hidden @ net.hidden[0].weight.T,
+        None,
+        None,
+        net.norms[1].weight,
+        net.norms[1].bias,
+        training=True,
+    )
     expected = (F.relu(hidden) @ net.out.weight.T + net.out.bias).squeeze(1)
     assert torch.allclose(net(graph), expected, atol=1e-5)
 
@@ -156,13 +181,17 @@ def test_no_edge_a_self_loop_and_a_single_edge(edges):
     assert of_causal.isfinite()
     assert of_biased.isfinite()
     method.descend(client, client.state["model"])
-    assert all(p.isfinite().all() for net in ("model", "biased") for p in client.state[net].parameters())
+    assert all(
+        p.isfinite().all() for net in ("model", "biased") for p in client.state[net].parameters()
+    )
 
 
 # ---- the dependence ----
 @given(st.integers(2, 9), st.integers(1, 4), st.integers(0, 99))
 def test_hsic_is_the_trace_of_centred_kernels(nodes, classes, seed):
-    one, other = torch.randn(2, nodes, classes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    one, other = torch.randn(
+        2, nodes, classes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     H = torch.eye(nodes, dtype=torch.float64) - 1 / nodes
     dense = torch.trace(one @ one.T @ H @ (other @ other.T) @ H) / nodes**2
     assert torch.isclose(hsic(one, other), dense)
@@ -193,7 +222,9 @@ def test_both_losses_by_hand(compare, per):
 
     def logits(model, share):
         """Both convolutions with a dense S."""
-        A = torch.eye(6).index_put((target, source), graph.adjacency("sum").values * share, accumulate=True)
+        A = torch.eye(6).index_put(
+            (target, source), graph.adjacency("sum").values * share, accumulate=True
+        )
         S = A.sum(1).rsqrt()[:, None] * A * A.sum(1).rsqrt()
         h = torch.relu(S @ graph.x @ model.layers[0].weight + model.layers[0].bias)
         return S @ h @ model.classifier.weight + model.classifier.bias
@@ -214,7 +245,9 @@ def test_gradients_reach_whom_they_should(compare):
     net, biased = client.state["model"], client.state["biased"]
     of_causal, of_biased = method.losses(client, client.graph)
     of_causal.backward()
-    learnt = {name: p for name, p in net.named_parameters() if name != "evaluator.gcn.classifier.bias"}  # edges' scores are normed
+    learnt = {
+        name: p for name, p in net.named_parameters() if name != "evaluator.gcn.classifier.bias"
+    }  # edges' scores are normed
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in learnt.values())
     assert all(p.grad is None for p in biased.parameters())
     net.zero_grad()
@@ -229,7 +262,11 @@ def test_the_dependence_alone_teaches_all_three():
     method, client = scene(replace(graph, train=torch.zeros(60, dtype=torch.bool)))
     of_causal, of_biased = method.losses(client, client.graph)
     (of_causal + of_biased + entropy(torch.zeros(1, 4))).backward()
-    for net in (client.state["model"].sees, client.state["model"].evaluator, client.state["biased"]):
+    for net in (
+        client.state["model"].sees,
+        client.state["model"].evaluator,
+        client.state["biased"],
+    ):
         assert sum(float(p.grad.abs().sum()) for p in net.parameters() if p.grad is not None) > 0
 
 
@@ -258,7 +295,9 @@ def test_with_every_edge_and_no_dependence_it_is_fedavg(node_federation, monkeyp
     show_all_edges(monkeypatch)
     same = run("fedath", node_federation, independence=0.0, **SMALL)
     for owner in ("server", *node_federation.names):
-        assert gap(own_model(same, owner), plain.models[owner]) < 1e-6  # (S X) W there, S (X W) here
+        assert (
+            gap(own_model(same, owner), plain.models[owner]) < 1e-6
+        )  # (S X) W there, S (X W) here
         assert gap(own_model(other, owner), plain.models[owner]) > 1e-4
 
 
@@ -267,13 +306,20 @@ def test_only_the_causal_model_travels(node_federation, trainings):
     result = run("fedath", node_federation, **SMALL)
     size = 12 * 8 + 8 + 8 * 3 + 3
     for sent, replies in seen:
-        assert all(sum(t.numel() for t in flatten(m).values()) == size for messages in (sent, replies) for m in messages.values())
+        assert all(
+            sum(t.numel() for t in flatten(m).values()) == size
+            for messages in (sent, replies)
+            for m in messages.values()
+        )
     one, other = (result.models[c]["evaluator.out.weight"] for c in node_federation.names[:2])
     assert not torch.equal(one, other)
 
 
 def test_without_dependence_the_biased_model_does_not_matter(node_federation):
-    one, other = (run("fedath", node_federation, independence=0.0, compare=c, **SMALL) for c in ("logits", "probabilities"))
+    one, other = (
+        run("fedath", node_federation, independence=0.0, compare=c, **SMALL)
+        for c in ("logits", "probabilities")
+    )
     assert gap(flatten(one.models), flatten(other.models)) == 0
 
 
@@ -289,25 +335,40 @@ def test_prediction_is_on_the_causal_graph_also_with_the_global_weights():
 def test_finetuning_starts_from_the_global_weights_and_is_on_ce_alone():
     method, client = scene(small_graph(), epochs=1)
     net, other = client.state["model"], build_model("gcn-2x8", 4, 3, seed=5)
-    biased, evaluator = ({k: v.detach().clone() for k, v in m.named_parameters()} for m in (client.state["biased"], net.evaluator))
+    biased, evaluator = (
+        {k: v.detach().clone() for k, v in m.named_parameters()}
+        for m in (client.state["biased"], net.evaluator)
+    )
     method.tune(client, {name: p.detach() for name, p in other.named_parameters()})
-    assert gap(dict(net.sees.named_parameters()), dict(other.named_parameters())) < 0.011  # one step of Adam
+    assert (
+        gap(dict(net.sees.named_parameters()), dict(other.named_parameters())) < 0.011
+    )  # one step of Adam
     assert gap(dict(client.state["biased"].named_parameters()), biased) == 0
     assert gap(dict(net.evaluator.named_parameters()), evaluator) > 0
 
 
 @pytest.mark.parametrize("evaluation", ["local", "global"])
 def test_both_evaluations(node_federation, evaluation):
-    assert 0 <= run("fedath", node_federation, evaluation=evaluation, finetune=1, **SMALL).accuracy <= 1
+    assert (
+        0
+        <= run("fedath", node_federation, evaluation=evaluation, finetune=1, **SMALL).accuracy
+        <= 1
+    )
 
 
 # ---- bad input ----
 def test_a_client_of_one_class_and_one_without_labels(node_federation):
     first, second, *rest = node_federation.graphs
-    one = replace(first, train=first.train & (first.y == 0), test=first.test | (first.train & (first.y != 0)))
+    one = replace(
+        first, train=first.train & (first.y == 0), test=first.test | (first.train & (first.y != 0))
+    )
     bare = replace(second, train=torch.zeros_like(second.train))
     for inductive in (False, True):
-        result = run("fedath", replace(node_federation, graphs=(one, bare, *rest), whole=None, inductive=inductive), **SMALL)
+        result = run(
+            "fedath",
+            replace(node_federation, graphs=(one, bare, *rest), whole=None, inductive=inductive),
+            **SMALL,
+        )
         assert all(t.isfinite().all() for t in flatten(result.models).values())
 
 

@@ -27,7 +27,12 @@ def test_one_client_federated_is_that_client_alone(node_federation):
     settings = {"model": "gcn-2x8", "rounds": 4, "epochs": 2, "dropout": 0.0}
     federated = run("fedavg", alone, **settings)
     twice_as_long = run("fedavg", alone, **{**settings, "rounds": 8, "epochs": 1})
-    assert all(torch.equal(a, b) for a, b in zip(*(flatten(r.models["server"]).values() for r in (federated, twice_as_long)), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            *(flatten(r.models["server"]).values() for r in (federated, twice_as_long)), strict=True
+        )
+    )
 
 
 def test_traffic_is_the_model_each_way_a_round_and_one_size(node_federation):
@@ -35,7 +40,11 @@ def test_traffic_is_the_model_each_way_a_round_and_one_size(node_federation):
     traffic = run("fedavg", node_federation, model="gcn-2x64", rounds=rounds).traffic
     d, c = node_federation.num_features, node_federation.num_classes
     model = d * 64 + 64 + 64 * c + c
-    assert traffic["phases"]["train"]["scalars_up"] == traffic["phases"]["train"]["scalars_down"] == rounds * clients * model
+    assert (
+        traffic["phases"]["train"]["scalars_up"]
+        == traffic["phases"]["train"]["scalars_down"]
+        == rounds * clients * model
+    )
     assert traffic["phases"]["size"]["scalars_up"] == clients
     assert traffic["scalars_up"] == rounds * clients * model + clients
     assert traffic["bytes_down"] > 4 * traffic["scalars_down"]  # tensors plus headers
@@ -53,24 +62,38 @@ def test_finetuning_moves_only_the_clients(node_federation):
     tuned = run("fedavg", node_federation, model="gcn-2x8", rounds=2, finetune=5)
     assert [e["stage"] for e in tuned.history] == ["train"] * 2 + ["finetune"] * 5
     assert tuned.accuracy in [e["accuracy"] for e in tuned.history[2:]]
-    assert tuned.traffic["phases"]["tune"]["scalars_down"] == plain.traffic["phases"]["train"]["scalars_down"] / 2
+    assert (
+        tuned.traffic["phases"]["tune"]["scalars_down"]
+        == plain.traffic["phases"]["train"]["scalars_down"] / 2
+    )
     for name, tensor in plain.models["server"].items():
         assert torch.equal(tensor, tuned.models["server"][name])
-    assert not torch.equal(flatten(plain.models["0"])["layers.0.weight"], flatten(tuned.models["0"])["layers.0.weight"])
+    assert not torch.equal(
+        flatten(plain.models["0"])["layers.0.weight"], flatten(tuned.models["0"])["layers.0.weight"]
+    )
 
 
 def test_global_evaluation_scores_the_average_not_the_clients(node_federation):
     local = run("fedavg", node_federation, model="gcn-2x8", rounds=2, lr=0.05)
     shared = run("fedavg", node_federation, model="gcn-2x8", rounds=2, lr=0.05, evaluation="global")
     assert (local.summary["evaluation"], shared.summary["evaluation"]) == ("local", "global")
-    assert all(torch.equal(local.models["server"][k], shared.models["server"][k]) for k in local.models["server"])
+    assert all(
+        torch.equal(local.models["server"][k], shared.models["server"][k])
+        for k in local.models["server"]
+    )
     assert [c["accuracy"] for c in local.per_client] != [c["accuracy"] for c in shared.per_client]
     assert shared.traffic["measuring"]["scalars_down"] > 0
     assert local.traffic["measuring"]["scalars_down"] == 0
 
 
 @pytest.mark.parametrize(
-    "weights", [{"a": -1.0, "b": 2.0}, {"a": float("nan"), "b": 1.0}, {"a": 0.0, "b": 0.0}, {"a": float("inf"), "b": 1.0}]
+    "weights",
+    [
+        {"a": -1.0, "b": 2.0},
+        {"a": float("nan"), "b": 1.0},
+        {"a": 0.0, "b": 0.0},
+        {"a": float("inf"), "b": 1.0},
+    ],
 )
 def test_nonsense_weights_are_refused(weights):
     replies = Replies({"a": {"w": torch.ones(1)}, "b": {"w": torch.ones(1)}})
@@ -79,6 +102,11 @@ def test_nonsense_weights_are_refused(weights):
 
 
 def test_settings_are_checked():
-    for bad, field in [({"lr": 0}, "lr"), ({"epochs": 0}, "epochs"), ({"optimizer": "adamw"}, "optimizer"), ({"epochs": 1.5}, "epochs")]:
+    for bad, field in [
+        ({"lr": 0}, "lr"),
+        ({"epochs": 0}, "epochs"),
+        ({"optimizer": "adamw"}, "optimizer"),
+        ({"epochs": 1.5}, "epochs"),
+    ]:
         with pytest.raises(ValueError, match=rf"method\.{field}"):
             FedAvg(**bad)

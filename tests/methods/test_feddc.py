@@ -12,7 +12,11 @@ from fedloom.methods.feddc import FedDC
 
 def test_drift_is_the_sum_of_updates_and_travels_added(node_federation, monkeypatch):
     seen, original = [], Engine.call
-    monkeypatch.setattr(Engine, "call", lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r)
+    monkeypatch.setattr(
+        Engine,
+        "call",
+        lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r,
+    )
     run("feddc", node_federation, model="gcn-2x8", rounds=3)
     drift = {}
     for _, sent, replies in (s for s in seen if s[0] == "train"):
@@ -20,17 +24,25 @@ def test_drift_is_the_sum_of_updates_and_travels_added(node_federation, monkeypa
             for name, update in reply["update"].items():
                 drift[client, name] = drift.get((client, name), 0) + update
                 local = sent[client]["model"][name] + update
-                assert torch.allclose(reply["corrected"][name], local + drift[client, name], atol=1e-6)
+                assert torch.allclose(
+                    reply["corrected"][name], local + drift[client, name], atol=1e-6
+                )
 
 
 def test_the_objective_is_eq_4(node_federation):
     graph = node_federation.graphs[0]
-    client = Client("0", graph, Facts(graph.num_features, graph.num_classes, "node", ("0",), ("gcn-2x8",), dropout=0.0))
+    client = Client(
+        "0",
+        graph,
+        Facts(graph.num_features, graph.num_classes, "node", ("0",), ("gcn-2x8",), dropout=0.0),
+    )
     method = FedDC(alpha=0.3, epochs=2, lr=0.05)
     method.setup(client)
     net = client.state["model"]
     theta = {k: p.detach().clone() for k, p in net.named_parameters()}
-    globe, drift, last, mean = ({k: torch.randn_like(t) for k, t in theta.items()} for _ in range(4))
+    globe, drift, last, mean = (
+        {k: torch.randn_like(t) for k, t in theta.items()} for _ in range(4)
+    )
     client.state["anchor"] = {k: globe[k] - drift[k] for k in theta}
     client.state["direction"] = {k: last[k] - mean[k] for k in theta}
     penalty = sum((drift[k] + theta[k] - globe[k]).square().sum() for k in theta)
@@ -40,8 +52,14 @@ def test_the_objective_is_eq_4(node_federation):
 
 
 def test_traffic_is_two_models_each_way(node_federation):
-    one, other = (run(m, node_federation, model="gcn-2x8", rounds=2).traffic["phases"]["train"] for m in ("feddc", "fedavg"))
-    assert (one["scalars_up"], one["scalars_down"]) == (2 * other["scalars_up"], 2 * other["scalars_down"])
+    one, other = (
+        run(m, node_federation, model="gcn-2x8", rounds=2).traffic["phases"]["train"]
+        for m in ("feddc", "fedavg")
+    )
+    assert (one["scalars_up"], one["scalars_down"]) == (
+        2 * other["scalars_up"],
+        2 * other["scalars_down"],
+    )
 
 
 def test_it_learns(node_federation):

@@ -23,7 +23,9 @@ def same(one, other):
 
 
 def lone_client(graph, dropout=0.0):
-    facts = Facts(graph.num_features, graph.num_classes, graph.task, ("0",), ("gcn-2x8",), dropout=dropout)
+    facts = Facts(
+        graph.num_features, graph.num_classes, graph.task, ("0",), ("gcn-2x8",), dropout=dropout
+    )
     client = Client("0", graph, facts)
     FedDistill().setup(client)
     return client, client.state["model"]
@@ -57,7 +59,10 @@ def test_weight_zero_is_local_and_any_other_is_not(federation):
 
 def test_the_first_round_is_local(node_federation):
     settings = {**SMALL, "rounds": 1}
-    assert same(run("local", node_federation, **settings), run("feddistill", node_federation, weight=9.0, **settings))
+    assert same(
+        run("local", node_federation, **settings),
+        run("feddistill", node_federation, weight=9.0, **settings),
+    )
 
 
 def test_class_means_by_hand(federation):
@@ -66,14 +71,22 @@ def test_class_means_by_hand(federation):
     for c in range(graph.num_classes):
         rows = [net(graph)[i] for i in range(graph.num_items) if graph.train[i] and graph.y[i] == c]
         assert reply["present"][c] == bool(rows) == (c != 1)
-        assert torch.allclose(reply["logits"][c], sum(rows) / len(rows) if rows else torch.zeros(graph.num_classes), atol=1e-6)
+        assert torch.allclose(
+            reply["logits"][c],
+            sum(rows) / len(rows) if rows else torch.zeros(graph.num_classes),
+            atol=1e-6,
+        )
 
 
 def test_clients_that_have_the_class_count_alike(node_federation, monkeypatch):
     """Whatever their sizes; and those without it do not count."""
     first, *rest = node_federation.graphs
     seen = heard(monkeypatch)
-    run("feddistill", replace(node_federation, graphs=(without_class(first, 2), *rest)), **{**SMALL, "rounds": 2})
+    run(
+        "feddistill",
+        replace(node_federation, graphs=(without_class(first, 2), *rest)),
+        **{**SMALL, "rounds": 2},
+    )
     (sent_first, replies), (sent, _) = seen
     assert sent_first == {}
     for c, holders in ((0, node_federation.names), (2, node_federation.names[1:])):
@@ -85,36 +98,58 @@ def test_clients_that_have_the_class_count_alike(node_federation, monkeypatch):
 def test_the_second_term_by_hand(term, node_federation):
     client, net = lone_client(node_federation.graphs[0])
     method, graph = FedDistill(weight=0.7, term=term), client.graph
-    target = {"logits": torch.randn(3, 3, generator=torch.Generator().manual_seed(0)), "known": torch.tensor([1, 0, 1])}
+    target = {
+        "logits": torch.randn(3, 3, generator=torch.Generator().manual_seed(0)),
+        "known": torch.tensor([1, 0, 1]),
+    }
     logits, gaps = net(graph), []
     for i in graph.train.nonzero().flatten().tolist():
         mean, own = target["logits"][graph.y[i]], logits[i]
         if graph.y[i] != 1:  # of which nobody has told
-            gaps.append(-(mean.softmax(0) * own.log_softmax(0)).sum() if term == "ce" else (own - mean).square().mean())
+            gaps.append(
+                -(mean.softmax(0) * own.log_softmax(0)).sum()
+                if term == "ce"
+                else (own - mean).square().mean()
+            )
     expected = client.loss(logits, graph) + 0.7 * sum(gaps) / len(gaps)
     assert torch.isclose(method.objective(client, graph, net, target), expected, atol=1e-6)
     expected_without = F.cross_entropy(logits[graph.train], graph.y[graph.train])
-    assert torch.isclose(method.objective(client, graph, net, {**target, "known": torch.zeros(3, dtype=torch.int64)}), expected_without)
+    assert torch.isclose(
+        method.objective(
+            client, graph, net, {**target, "known": torch.zeros(3, dtype=torch.int64)}
+        ),
+        expected_without,
+    )
 
 
 @pytest.mark.parametrize("term", ["ce", "mse"])
 def test_the_second_term_reaches_every_weight(term, node_federation):
     client, net = lone_client(node_federation.graphs[0])
-    target = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))[client.graph.y[client.graph.train]]
+    target = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))[
+        client.graph.y[client.graph.train]
+    ]
     distance = FedDistill(term=term).distance(net(client.graph)[client.graph.train], target)
     assert all(g.abs().sum() > 0 for g in torch.autograd.grad(distance, list(net.parameters())))
 
 
 def test_a_class_that_nobody_has_gets_no_target(node_federation, monkeypatch):
     seen = heard(monkeypatch)
-    result = run("feddistill", replace(node_federation, graphs=tuple(without_class(g, 1) for g in node_federation.graphs)), **SMALL)
+    result = run(
+        "feddistill",
+        replace(node_federation, graphs=tuple(without_class(g, 1) for g in node_federation.graphs)),
+        **SMALL,
+    )
     assert result.summary["status"] == "completed"
     assert all(sent["known"].tolist() == [1, 0, 1] for sent, _ in seen[1:])
 
 
-def test_a_class_keeps_its_last_mean_while_nobody_who_has_it_takes_part(node_federation, monkeypatch):
+def test_a_class_keeps_its_last_mean_while_nobody_who_has_it_takes_part(
+    node_federation, monkeypatch
+):
     first, *rest = node_federation.graphs
-    alone = replace(node_federation, graphs=(first, *(without_class(g, 1) for g in rest)), whole=None)
+    alone = replace(
+        node_federation, graphs=(first, *(without_class(g, 1) for g in rest)), whole=None
+    )
     owner, seen = node_federation.names[0], heard(monkeypatch)
     run("feddistill", alone, participation=0.5, seed=1, **{**SMALL, "rounds": 6})
     there = [owner in replies for _, replies in seen]
@@ -130,7 +165,10 @@ def test_a_client_without_labels_only_listens(node_federation, monkeypatch):
     first, *rest = node_federation.graphs
     bare, seen = replace(first, train=torch.zeros_like(first.train)), heard(monkeypatch)
     run("feddistill", replace(node_federation, graphs=(bare, *rest)), **SMALL)
-    assert all(not replies["0"]["present"].any() and not replies["0"]["logits"].any() for _, replies in seen)
+    assert all(
+        not replies["0"]["present"].any() and not replies["0"]["logits"].any()
+        for _, replies in seen
+    )
 
 
 def test_one_client_is_taught_by_itself_and_nobody_by_nothing(node_federation, monkeypatch):

@@ -26,16 +26,34 @@ def cut(clients, kept=1.0, loops=0, seed=0):
     graph = synthetic(nodes=90, classes=3, features=12, degree=5.0, homophily=0.8, seed=seed)
     chosen = torch.rand(graph.num_edges, generator=torch.Generator().manual_seed(seed)) < kept
     edges = torch.cat([graph.edge_index[:, chosen], torch.arange(loops).repeat(2, 1)], 1)
-    return divide(replace(graph, edge_index=edges), clients, "random", seed, split="40/30/30", cross_edges="known")
+    return divide(
+        replace(graph, edge_index=edges),
+        clients,
+        "random",
+        seed,
+        split="40/30/30",
+        cross_edges="known",
+    )
 
 
 def meet(federation, method, absent=()):
     """The federation's clients after the exchange; who is absent writes no letters."""
     facts = Facts(
-        federation.num_features, federation.num_classes, "node", federation.names, ("gcn-2x8",) * federation.num_clients, dropout=0.0
+        federation.num_features,
+        federation.num_classes,
+        "node",
+        federation.names,
+        ("gcn-2x8",) * federation.num_clients,
+        dropout=0.0,
     )
-    clients = {name: Client(name, graph, facts) for name, graph in zip(federation.names, federation.graphs, strict=True)}
-    for write, read in ((method.write_sums, method.read_sums), (method.write_features, method.read_features))[: method.hops]:
+    clients = {
+        name: Client(name, graph, facts)
+        for name, graph in zip(federation.names, federation.graphs, strict=True)
+    }
+    for write, read in (
+        (method.write_sums, method.read_sums),
+        (method.write_features, method.read_features),
+    )[: method.hops]:
         written = {name: write(client) for name, client in clients.items() if name not in absent}
         for name, client in clients.items():
             letters = {sender: sent[name] for sender, sent in written.items() if name in sent}
@@ -45,7 +63,9 @@ def meet(federation, method, absent=()):
 
 def central(federation, seed=3):
     """A GCN with any weights on the whole graph: the net, its logits, and its S X."""
-    net = build_model("gcn-2x8", federation.num_features, federation.num_classes, dropout=0.0, seed=seed)
+    net = build_model(
+        "gcn-2x8", federation.num_features, federation.num_classes, dropout=0.0, seed=seed
+    )
     with torch.no_grad():
         for p in net.parameters():  # biases too
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
@@ -60,7 +80,9 @@ def test_two_hops_are_the_central_gcn_for_any_weights(clients, kept, loops):
     federation = cut(clients, kept, loops)
     net, expected, _ = central(federation)
     for client in meet(federation, FedGCN()):
-        assert torch.allclose(FedGCN().logits(client, weights(net)), expected[client.graph.node_id], atol=1e-5)
+        assert torch.allclose(
+            FedGCN().logits(client, weights(net)), expected[client.graph.node_id], atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(("clients", "kept", "loops"), SCENES)
@@ -81,16 +103,36 @@ def test_one_hop_is_exact_in_the_first_layer_and_uses_own_edges_in_the_second(cl
 def test_a_round_of_one_sgd_epoch_is_a_central_step():
     """Each client's gradient is that of the central GCN's mean loss over its training nodes; FedAvg weighs them by size."""
     federation = cut(4, 0.8)
-    settings = {"rounds": 1, "epochs": 1, "optimizer": "sgd", "lr": 0.3, "weight_decay": 0.0, "dropout": 0.0}
+    settings = {
+        "rounds": 1,
+        "epochs": 1,
+        "optimizer": "sgd",
+        "lr": 0.3,
+        "weight_decay": 0.0,
+        "dropout": 0.0,
+    }
     result = run("fedgcn", federation, model="gcn-2x8", **settings)
-    facts = Facts(federation.num_features, federation.num_classes, "node", federation.names, ("gcn-2x8",) * 4, dropout=0.0)
+    facts = Facts(
+        federation.num_features,
+        federation.num_classes,
+        "node",
+        federation.names,
+        ("gcn-2x8",) * 4,
+        dropout=0.0,
+    )
     net, whole = facts.build("gcn-2x8", "server"), federation.whole
     loss = 0.0
     for graph in federation.graphs:
         own = graph.node_id[graph.train]
-        loss += graph.num_nodes / whole.num_nodes * torch.nn.functional.cross_entropy(net(whole)[own], whole.y[own])
+        loss += (
+            graph.num_nodes
+            / whole.num_nodes
+            * torch.nn.functional.cross_entropy(net(whole)[own], whole.y[own])
+        )
     names, parameters = zip(*net.named_parameters(), strict=True)
-    for name, p, gradient in zip(names, parameters, torch.autograd.grad(loss, parameters), strict=True):
+    for name, p, gradient in zip(
+        names, parameters, torch.autograd.grad(loss, parameters), strict=True
+    ):
         assert torch.allclose(result.models["server"][name], p - 0.3 * gradient, atol=1e-6)
 
 
@@ -105,9 +147,15 @@ def test_alone_it_is_fedavg():
 
 def test_letters_hold_sums_over_neighbours_and_nothing_else(monkeypatch):
     federation, sent, original = cut(3, 0.8), [], Loop.call
-    monkeypatch.setattr(Loop, "call", lambda self, phase, m: sent.append((phase, r := original(self, phase, m))) or r)
+    monkeypatch.setattr(
+        Loop,
+        "call",
+        lambda self, phase, m: sent.append((phase, r := original(self, phase, m))) or r,
+    )
     run("fedgcn", federation, **SETTINGS)
-    letters = {phase: replies for phase, replies in sent if phase in ("write_sums", "write_features")}
+    letters = {
+        phase: replies for phase, replies in sent if phase in ("write_sums", "write_features")
+    }
     whole, (source, target) = federation.whole, federation.whole.edge_index
     degree = 1 + torch.bincount(target, minlength=whole.num_nodes)
     owner = torch.empty(whole.num_nodes, dtype=torch.int64)
@@ -116,11 +164,15 @@ def test_letters_hold_sums_over_neighbours_and_nothing_else(monkeypatch):
     for sender, written in letters["write_sums"].items():
         for receiver, letter in written.items():
             assert letter.keys() == {"nodes", "edges", "sums"}
-            for node, edges, total in zip(letter["nodes"], letter["edges"], letter["sums"], strict=True):
+            for node, edges, total in zip(
+                letter["nodes"], letter["edges"], letter["sums"], strict=True
+            ):
                 there = source[(target == node) & (owner[source] == int(sender))]
                 assert owner[node] == int(receiver)
                 assert edges == len(there) > 0
-                assert torch.allclose(total, (whole.x[there] / degree[there, None].sqrt()).sum(0), atol=1e-6)
+                assert torch.allclose(
+                    total, (whole.x[there] / degree[there, None].sqrt()).sum(0), atol=1e-6
+                )
     smooth = whole.propagate(whole.x)
     for written in letters["write_features"].values():
         for receiver, letter in written.items():
@@ -138,7 +190,11 @@ def test_who_does_not_write_is_missing_and_nothing_else():
     _, _, smooth = central(federation)
     everybody, without = meet(federation, FedGCN()), meet(federation, FedGCN(), absent=("2",))
     for full, part in zip(everybody, without, strict=True):
-        from_it = ((part.graph.cross_edges[2] == 2) & (part.graph.cross_edges[3] == 1)).nonzero().flatten()
+        from_it = (
+            ((part.graph.cross_edges[2] == 2) & (part.graph.cross_edges[3] == 1))
+            .nonzero()
+            .flatten()
+        )
         short = part.graph.cross_edges[1, from_it].unique()
         assert part.memory["known"].num_nodes == full.memory["known"].num_nodes - len(short)
         assert part.memory["S"].nnz == full.memory["S"].nnz - len(from_it)
@@ -163,12 +219,28 @@ def spoil(monkeypatch, phase, change):
 
 BAD_LETTERS = [
     ("write_sums", lambda l: {"nodes": l["nodes"] + 1000}, "'nodes' names .* no such cross edge"),
-    ("write_sums", lambda l: {k: t[1:] for k, t in l.items()}, "'nodes' lacks .* does not know a cross edge"),
+    (
+        "write_sums",
+        lambda l: {k: t[1:] for k, t in l.items()},
+        "'nodes' lacks .* does not know a cross edge",
+    ),
     ("write_sums", lambda l: {"nodes": l["nodes"].flip(0)}, "'nodes' must be ascending"),
     ("write_sums", lambda l: {"sums": l["sums"][1:]}, r"'sums' has \d+ rows for \d+ nodes"),
-    ("write_sums", lambda l: {"edges": l["edges"] + 1}, r"'edges' counts \d+ cross edges to \d+, the reader knows"),
-    ("write_features", lambda l: {"nodes": l["nodes"] - 1000}, "'nodes' names .* no such cross edge"),
-    ("write_features", lambda l: {"degree": l["degree"] * 0}, "'degree' holds 0, must be at least 1"),
+    (
+        "write_sums",
+        lambda l: {"edges": l["edges"] + 1},
+        r"'edges' counts \d+ cross edges to \d+, the reader knows",
+    ),
+    (
+        "write_features",
+        lambda l: {"nodes": l["nodes"] - 1000},
+        "'nodes' names .* no such cross edge",
+    ),
+    (
+        "write_features",
+        lambda l: {"degree": l["degree"] * 0},
+        "'degree' holds 0, must be at least 1",
+    ),
     ("write_features", lambda l: {"degree": l["degree"][:-1]}, r"'degree' has \d+ rows"),
 ]
 
@@ -193,7 +265,9 @@ def test_a_cross_edge_that_one_side_does_not_know_is_refused(knows_less):
         run("fedgcn", replace(federation, graphs=tuple(graphs)), **SETTINGS)
 
 
-@pytest.mark.parametrize("model", ["gcn-3x8", "gcn-1x8", "gcn-2x8+linear", "gcn-2x8+norm", "gcn-2x8+jk", "sage-2x8"])
+@pytest.mark.parametrize(
+    "model", ["gcn-3x8", "gcn-1x8", "gcn-2x8+linear", "gcn-2x8+norm", "gcn-2x8+jk", "sage-2x8"]
+)
 def test_other_models_are_refused(model):
     with pytest.raises(ConfigError, match=rf"model {model!r}.*gcn-2xWIDTH".replace("+", r"\+")):
         run("fedgcn", cut(3), **{**SETTINGS, "model": model})

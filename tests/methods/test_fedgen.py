@@ -32,16 +32,31 @@ def same(one, other):
 
 def facts_of(federation, model=CONTRACT_MODEL, dropout=0.5):
     models = (model,) * federation.num_clients
-    return Facts(federation.num_features, federation.num_classes, federation.task, federation.names, models, dropout=dropout)
+    return Facts(
+        federation.num_features,
+        federation.num_classes,
+        federation.task,
+        federation.names,
+        models,
+        dropout=dropout,
+    )
 
 
 def scene(clients=3, p=8, classes=3, m=20):
     """Heads of some clients, their label counts, a generator and a batch."""
     rng = torch.Generator().manual_seed(0)
-    heads = [{"weight": torch.randn(p, classes, generator=rng), "bias": torch.randn(classes, generator=rng)} for _ in range(clients)]
+    heads = [
+        {
+            "weight": torch.randn(p, classes, generator=rng),
+            "bias": torch.randn(classes, generator=rng),
+        }
+        for _ in range(clients)
+    ]
     counts = torch.randint(1, 9, (clients, classes), generator=rng)
     method = FedGen(noise=4, hidden=16, imagined=m)
-    generator = method.make_generator(Facts(5, classes, "node", ("0",), (f"gcn-2x{p}+linear",)), rng)
+    generator = method.make_generator(
+        Facts(5, classes, "node", ("0",), (f"gcn-2x{p}+linear",)), rng
+    )
     return method, heads, counts, generator, *method.draw(torch.ones(classes) / classes, rng)
 
 
@@ -57,11 +72,20 @@ def test_the_ensemble_weighs_heads_by_label_counts():
 def test_the_generators_loss_by_hand():
     method, heads, counts, generator, noise, y = scene()
     z, m = generator(noise, y), len(y)
-    pairs = sum((z[i] - z[j]).abs().mean() * (noise[i] - noise[j]).square().mean() for i in range(m) for j in range(m)) / m**2
+    pairs = (
+        sum(
+            (z[i] - z[j]).abs().mean() * (noise[i] - noise[j]).square().mean()
+            for i in range(m)
+            for j in range(m)
+        )
+        / m**2
+    )
     assert torch.isclose(diversity(noise, z), torch.exp(-pairs), atol=1e-6)
     assert diversity(noise, torch.ones_like(z)) == 1  # the worst: all embeddings alike
     expected = F.cross_entropy(Ensemble(heads, counts)(z, y), y) + torch.exp(-pairs)
-    assert torch.isclose(method.generator_loss(generator, Ensemble(heads, counts), noise, y), expected, atol=1e-5)
+    assert torch.isclose(
+        method.generator_loss(generator, Ensemble(heads, counts), noise, y), expected, atol=1e-5
+    )
 
 
 def test_every_term_of_the_generator_reaches_every_weight():
@@ -74,9 +98,17 @@ def test_every_term_of_the_generator_reaches_every_weight():
 
 def test_the_generator_learns_what_the_heads_know():
     method, heads, counts, generator, *_ = scene()
-    optimizer, rng = make_optimizer("adam", generator.parameters(), method.generator_lr, 0.0), torch.Generator().manual_seed(1)
+    optimizer, rng = (
+        make_optimizer("adam", generator.parameters(), method.generator_lr, 0.0),
+        torch.Generator().manual_seed(1),
+    )
     for _ in range(200):
-        step(optimizer, method.generator_loss(generator, Ensemble(heads, counts), *method.draw(torch.ones(3) / 3, rng)))
+        step(
+            optimizer,
+            method.generator_loss(
+                generator, Ensemble(heads, counts), *method.draw(torch.ones(3) / 3, rng)
+            ),
+        )
     noise, y = method.draw(torch.ones(3) / 3, rng)
     z = generator(noise, y)
     assert (Ensemble(heads, counts)(z, y).argmax(1) == y).all()
@@ -84,9 +116,15 @@ def test_the_generator_learns_what_the_heads_know():
 
 
 def test_the_clients_loss_by_hand_and_imagined_embeddings_reach_the_head_alone(node_federation):
-    client, method = Client("0", node_federation.graphs[0], facts_of(node_federation, dropout=0.0)), FedGen(alpha=0.7, noise=4, hidden=8)
+    client, method = (
+        Client("0", node_federation.graphs[0], facts_of(node_federation, dropout=0.0)),
+        FedGen(alpha=0.7, noise=4, hidden=8),
+    )
     method.setup(client)
-    net, generator = client.state["model"], method.make_generator(client.facts, client.rng("another"))
+    net, generator = (
+        client.state["model"],
+        method.make_generator(client.facts, client.rng("another")),
+    )
     sent = {"generator": weights(generator), "prior": torch.tensor([0.5, 0.5, 0.0])}
     stream = client.rng("imagined").get_state()
     loss = method.objective(client, client.graph, net, sent)
@@ -94,9 +132,15 @@ def test_the_clients_loss_by_hand_and_imagined_embeddings_reach_the_head_alone(n
     noise, y = method.draw(sent["prior"], client.rng("imagined"))
     assert y.max() < 2  # a class that exists nowhere is never imagined
     imagined = F.cross_entropy(generator(noise, y) @ net.classifier.weight + net.classifier.bias, y)
-    assert torch.isclose(loss, client.loss(net(client.graph), client.graph) + 0.7 * imagined, atol=1e-6)
+    assert torch.isclose(
+        loss, client.loss(net(client.graph), client.graph) + 0.7 * imagined, atol=1e-6
+    )
     gradients = torch.autograd.grad(imagined, list(net.parameters()), allow_unused=True)
-    reached = {name for (name, _), g in zip(net.named_parameters(), gradients, strict=True) if g is not None and g.any()}
+    reached = {
+        name
+        for (name, _), g in zip(net.named_parameters(), gradients, strict=True)
+        if g is not None and g.any()
+    }
     assert reached == {"classifier.weight", "classifier.bias"}
     assert not any(p.requires_grad for p in flatten(sent).values())
 
@@ -105,9 +149,14 @@ def test_alpha_zero_is_a_mean_head_on_private_extractors(federation):
     """And the generator then changes nothing."""
     settings = {**SMALL, "alpha": 0.0}
     result = run("fedgen", federation, **settings)
-    assert same(result, run("fedgen", federation, **{**settings, "generator_steps": 1, "hidden": 5}))
+    assert same(
+        result, run("fedgen", federation, **{**settings, "generator_steps": 1, "hidden": 5})
+    )
     facts, local = facts_of(federation), Local()
-    clients = {name: Client(name, graph, facts) for name, graph in zip(federation.names, federation.graphs, strict=True)}
+    clients = {
+        name: Client(name, graph, facts)
+        for name, graph in zip(federation.names, federation.graphs, strict=True)
+    }
     size = {name: torch.tensor(client.graph.num_items) for name, client in clients.items()}
     head = weights(facts.build(CONTRACT_MODEL, "server").classifier)
     for client in clients.values():
@@ -116,21 +165,38 @@ def test_alpha_zero_is_a_mean_head_on_private_extractors(federation):
         for client in clients.values():
             load_weights(client.state["model"].classifier, head)
             local.train(client)
-        head = Replies({n: weights(c.state["model"].classifier) for n, c in clients.items()}).mean(size)
+        head = Replies({n: weights(c.state["model"].classifier) for n, c in clients.items()}).mean(
+            size
+        )
     for name, client in clients.items():
-        assert all(torch.allclose(t, result.models[name][key], atol=1e-6) for key, t in weights(client.state["model"]).items())
+        assert all(
+            torch.allclose(t, result.models[name][key], atol=1e-6)
+            for key, t in weights(client.state["model"]).items()
+        )
 
 
 def test_messages_hold_heads_a_generator_and_label_counts_alone(node_federation, monkeypatch):
     seen, original = [], Loop.call
-    monkeypatch.setattr(Loop, "call", lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r)
+    monkeypatch.setattr(
+        Loop,
+        "call",
+        lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r,
+    )
     run("fedgen", node_federation, **{**SMALL, "model": CONTRACT_MODELS})
     asked = [(sent["0"], replies["0"]) for phase, sent, replies in seen if phase == "train"]
-    assert [set(sent) for sent, _ in asked] == [{"weight", "bias"}] + [{"weight", "bias", "generator", "prior"}] * 2
+    assert [set(sent) for sent, _ in asked] == [{"weight", "bias"}] + [
+        {"weight", "bias", "generator", "prior"}
+    ] * 2
     graph = node_federation.graphs[0]
     for _, reply in asked:
-        assert {name: list(t.shape) for name, t in reply.items()} == {"weight": [8, 3], "bias": [3], "counts": [3]}
-        assert reply["counts"].tolist() == [int((graph.train & (graph.y == c)).sum()) for c in range(3)]
+        assert {name: list(t.shape) for name, t in reply.items()} == {
+            "weight": [8, 3],
+            "bias": [3],
+            "counts": [3],
+        }
+        assert reply["counts"].tolist() == [
+            int((graph.train & (graph.y == c)).sum()) for c in range(3)
+        ]
 
 
 def test_heads_that_need_a_graph_are_refused_by_name(node_federation, graph_federation):
@@ -138,10 +204,15 @@ def test_heads_that_need_a_graph_are_refused_by_name(node_federation, graph_fede
         run("fedgen", node_federation, **{**SMALL, "model": "mlp-2x8+linear,gcn-2x8"})
     with pytest.raises(ConfigError, match="one embedding width"):
         run("fedgen", node_federation, **{**SMALL, "model": "gcn-2x8+linear,gcn-2x16+linear"})
-    assert run("fedgen", graph_federation, **{**SMALL, "model": "gin-2x8,gcn-2x8"}).summary["status"] == "completed"
+    assert (
+        run("fedgen", graph_federation, **{**SMALL, "model": "gin-2x8,gcn-2x8"}).summary["status"]
+        == "completed"
+    )
 
 
-def test_a_class_that_exists_nowhere_is_not_imagined_and_without_labels_nothing_is(node_federation, monkeypatch):
+def test_a_class_that_exists_nowhere_is_not_imagined_and_without_labels_nothing_is(
+    node_federation, monkeypatch
+):
     priors, original = [], Loop.call
 
     def call(self, phase, sent):
@@ -149,11 +220,19 @@ def test_a_class_that_exists_nowhere_is_not_imagined_and_without_labels_nothing_
         return original(self, phase, sent)
 
     def labelled(graph, kept):
-        return replace(graph, train=graph.train & kept(graph.y), test=graph.test | (graph.train & ~kept(graph.y)))
+        return replace(
+            graph,
+            train=graph.train & kept(graph.y),
+            test=graph.test | (graph.train & ~kept(graph.y)),
+        )
 
     monkeypatch.setattr(Loop, "call", call)
     graphs = node_federation.graphs
-    run("fedgen", replace(node_federation, graphs=tuple(labelled(g, lambda y: y != 1) for g in graphs)), **SMALL)
+    run(
+        "fedgen",
+        replace(node_federation, graphs=tuple(labelled(g, lambda y: y != 1) for g in graphs)),
+        **SMALL,
+    )
     assert priors
     assert all(prior[1] == 0 and torch.isclose(prior.sum(), torch.tensor(1.0)) for prior in priors)
     priors.clear()
@@ -163,4 +242,7 @@ def test_a_class_that_exists_nowhere_is_not_imagined_and_without_labels_nothing_
 
 
 def test_one_client_is_enough(node_federation):
-    assert run("fedgen", Federation((node_federation.graphs[0],)), **SMALL).summary["status"] == "completed"
+    assert (
+        run("fedgen", Federation((node_federation.graphs[0],)), **SMALL).summary["status"]
+        == "completed"
+    )

@@ -49,10 +49,30 @@ from fedloom.nn.training import seeded
 
 SMALL = {"vgae": "gcn-2x8", "latent_width": 4, "vgae_epochs": 4, "diffusion_steps": 5, "diffusion_epochs": 4, "embedding_width": 3,
          "contrast_epochs": 4, "add_edges": 1}  # fmt: skip
-QUICK = {**SMALL, "diffusion_rows": 8, "contrast_lr": 0.1, "contrast_patience": 1, "contrast_epochs": 8}
-OTHER = {"base": "fedprox", "vgae": "gin-2x8", "add_above": 0.5, "top_entries": 2, "contrast_patience": 0, "last_beta": 0.5}
-NEEDS = {"contrast_epochs": {"contrast_patience": 0}, "contrast_patience": {"contrast_lr": 5.0, "contrast_epochs": 20}}
-BASES = [name for name in method_names() if name not in ("fedgh", "central") and "node" in method_class(name).tasks]
+QUICK = {
+    **SMALL,
+    "diffusion_rows": 8,
+    "contrast_lr": 0.1,
+    "contrast_patience": 1,
+    "contrast_epochs": 8,
+}
+OTHER = {
+    "base": "fedprox",
+    "vgae": "gin-2x8",
+    "add_above": 0.5,
+    "top_entries": 2,
+    "contrast_patience": 0,
+    "last_beta": 0.5,
+}
+NEEDS = {
+    "contrast_epochs": {"contrast_patience": 0},
+    "contrast_patience": {"contrast_lr": 5.0, "contrast_epochs": 20},
+}
+BASES = [
+    name
+    for name in method_names()
+    if name not in ("fedgh", "central") and "node" in method_class(name).tasks
+]
 
 
 def rng(seed=0):
@@ -60,12 +80,18 @@ def rng(seed=0):
 
 
 def client_of(graph, **facts):
-    known = Facts(graph.num_features, graph.num_classes, "node", ("0",), ("gcn-2x8",), dropout=0.0, **facts)
+    known = Facts(
+        graph.num_features, graph.num_classes, "node", ("0",), ("gcn-2x8",), dropout=0.0, **facts
+    )
     return Client("0", graph, known)
 
 
 def models_of(result):
-    return {f"{owner}/{name}": t for owner, model in result.models.items() for name, t in flatten(model).items()}
+    return {
+        f"{owner}/{name}": t
+        for owner, model in result.models.items()
+        for name, t in flatten(model).items()
+    }
 
 
 def same_models(one, other):
@@ -76,13 +102,22 @@ def same_models(one, other):
 def path(n=4, **more):
     ends = torch.stack([torch.arange(n - 1), torch.arange(1, n)])
     x = torch.rand(n, 3, generator=rng())
-    return Graph(x, torch.cat([ends, ends.flip(0)], 1), torch.zeros(n, dtype=torch.int64), 2, **more)
+    return Graph(
+        x, torch.cat([ends, ends.flip(0)], 1), torch.zeros(n, dtype=torch.int64), 2, **more
+    )
 
 
 # ---- the autoencoder ----
 def test_its_terms_by_hand():
     mu, log_sigma = torch.tensor([[1.0, 0.0], [2.0, -1.0]]), torch.tensor([[0.0, 0.5], [-0.5, 0.0]])
-    by_hand = sum(-0.5 * (1 + 2 * s - m**2 - math.exp(2 * s)) for m, s in ((1, 0), (0, 0.5), (2, -0.5), (-1, 0))) / 2 / 2
+    by_hand = (
+        sum(
+            -0.5 * (1 + 2 * s - m**2 - math.exp(2 * s))
+            for m, s in ((1, 0), (0, 0.5), (2, -0.5), (-1, 0))
+        )
+        / 2
+        / 2
+    )
     assert divergence(mu, log_sigma) == pytest.approx(by_hand)
     H = torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 3.0]])
     edges, others = torch.tensor([[0], [1]]), torch.tensor([[0, 1], [2, 2]])
@@ -90,7 +125,9 @@ def test_its_terms_by_hand():
     def sigmoid(v):
         return 1 / (1 + math.exp(-v))
 
-    by_hand = (-math.log(sigmoid(2)) - (math.log(1 - sigmoid(0)) + math.log(1 - sigmoid(3))) / 2) / 2
+    by_hand = (
+        -math.log(sigmoid(2)) - (math.log(1 - sigmoid(0)) + math.log(1 - sigmoid(3))) / 2
+    ) / 2
     assert edge_loss(H, edges, others) == pytest.approx(by_hand)
     assert edge_loss(H, edges[:, :0], others[:, :0]) == 0
 
@@ -103,12 +140,16 @@ def test_features_are_reconstructed_by_their_kind():
     assert torch.allclose(reconstruction(x)(out), weighted)
     rare = torch.zeros(10, 10)
     rare[0, 0] = 1
-    assert torch.allclose(reconstruction(rare)(torch.zeros(10, 10)), torch.tensor(math.log(2) * (99 + 20) / 100))
+    assert torch.allclose(
+        reconstruction(rare)(torch.zeros(10, 10)), torch.tensor(math.log(2) * (99 + 20) / 100)
+    )
     real = torch.tensor([[0.5, 2.0], [1.5, 2.0]])
     centre, scale = units(real)
     assert centre.tolist() == [1.0, 2.0]
     assert scale == pytest.approx(0.5 / 2**0.5)
-    assert reconstruction(real)(torch.zeros(2, 2)) == pytest.approx(1.0)  # the mean of every column is as far as the deviation
+    assert reconstruction(real)(torch.zeros(2, 2)) == pytest.approx(
+        1.0
+    )  # the mean of every column is as far as the deviation
     assert reconstruction(real)((real - centre) / scale) == pytest.approx(0.0, abs=1e-12)
     constant = torch.full((3, 2), 0.3)
     assert reconstruction(constant)(torch.zeros(3, 2)) == 0
@@ -116,7 +157,12 @@ def test_features_are_reconstructed_by_their_kind():
 
 def test_it_learns_the_graph():
     graph = synthetic(nodes=200, classes=3, features=12, degree=8.0, homophily=0.9, seed=1)
-    fits = [make_method("fedgh", {**SMALL, "vgae_epochs": e, "latent_width": 8}).fit_vgae(client_of(graph)) for e in (1, 100)]
+    fits = [
+        make_method("fedgh", {**SMALL, "vgae_epochs": e, "latent_width": 8}).fit_vgae(
+            client_of(graph)
+        )
+        for e in (1, 100)
+    ]
     linked = fedgh.pairs(graph.edge_index, graph.num_nodes)
     scores = []
     for _, mu in fits:
@@ -129,7 +175,9 @@ def test_it_learns_features_of_any_size(size):
     """An encoder that sees features as they are learns nothing of small ones: a step of Adam is larger than they are."""
     graph = synthetic(nodes=200, classes=3, features=12, degree=8.0, homophily=0.9, seed=1)
     graph = replace(graph, x=size * graph.x)
-    net, mu = make_method("fedgh", {**SMALL, "vgae": "gcn-2x32", "vgae_epochs": 100, "latent_width": 8}).fit_vgae(client_of(graph))
+    net, mu = make_method(
+        "fedgh", {**SMALL, "vgae": "gcn-2x32", "vgae_epochs": 100, "latent_width": 8}
+    ).fit_vgae(client_of(graph))
     assert reconstruction(graph.x)(net.decoder(mu)) < 0.9  # the means of the columns give 1
 
 
@@ -148,16 +196,26 @@ def test_all_clients_start_alike(node_federation):
     graph = node_federation.graphs[0]
     facts = Facts(graph.num_features, graph.num_classes, "node", ("0", "1"), ("gcn-2x8",) * 2)
     (one, _), (other, _) = (method.fit_vgae(Client(name, graph, facts)) for name in ("0", "1"))
-    assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-    method = make_method("fedgh", {**SMALL, "refine_by": "local", "contrast_epochs": 1, "contrast_lr": 1e-12})
-    assert torch.allclose(*(method.own_embeddings(Client(name, graph, facts)) for name in ("0", "1")), atol=1e-6)
+    assert all(
+        torch.allclose(a, b, atol=1e-9)
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )
+    method = make_method(
+        "fedgh", {**SMALL, "refine_by": "local", "contrast_epochs": 1, "contrast_lr": 1e-12}
+    )
+    assert torch.allclose(
+        *(method.own_embeddings(Client(name, graph, facts)) for name in ("0", "1")), atol=1e-6
+    )
 
 
 # ---- the diffusion ----
 def test_the_forward_process_ends_in_noise():
     schedule = Schedule(100, 1e-3, 0.2)
     assert schedule.alpha_bar[100] == pytest.approx(2e-5, rel=0.3)
-    h, noise = torch.randn(4000, 2, generator=rng()) * 0.5 + 3, torch.randn(4000, 2, generator=rng(1))
+    h, noise = (
+        torch.randn(4000, 2, generator=rng()) * 0.5 + 3,
+        torch.randn(4000, 2, generator=rng(1)),
+    )
 
     def at(t):
         return schedule.noised(h, torch.full((4000,), t), noise)
@@ -178,17 +236,31 @@ def test_an_oracle_brings_the_latents_back():
         kept = schedule.alpha_bar[t]
         return (h - kept.sqrt() * h_0) / (1 - kept).sqrt()
 
-    assert torch.allclose(reverse(torch.randn(50, 8, generator=rng(1)), oracle, schedule, None), h_0, atol=1e-4)
+    assert torch.allclose(
+        reverse(torch.randn(50, 8, generator=rng(1)), oracle, schedule, None), h_0, atol=1e-4
+    )
     low, high = h_0.amin(0), h_0.amax(0)
-    assert torch.allclose(reverse(torch.randn(50, 8, generator=rng(1)), oracle, schedule, None, low, high), h_0, atol=1e-4)
+    assert torch.allclose(
+        reverse(torch.randn(50, 8, generator=rng(1)), oracle, schedule, None, low, high),
+        h_0,
+        atol=1e-4,
+    )
     # The last step adds no noise: an oracle ends there with noise on the way too.
-    assert torch.allclose(reverse(torch.randn(50, 8, generator=rng(1)), oracle, schedule, rng(2)), h_0, atol=1e-4)
+    assert torch.allclose(
+        reverse(torch.randn(50, 8, generator=rng(1)), oracle, schedule, rng(2)), h_0, atol=1e-4
+    )
 
 
 def test_a_wrong_denoiser_cannot_leave_the_latents_range():
-    schedule, low, high = Schedule(20, 1e-3, 0.2), torch.tensor([-1.0, 0.0]), torch.tensor([2.0, 0.5])
+    schedule, low, high = (
+        Schedule(20, 1e-3, 0.2),
+        torch.tensor([-1.0, 0.0]),
+        torch.tensor([2.0, 0.5]),
+    )
     far = reverse(torch.randn(50, 2, generator=rng()), lambda h, t: -9.0 * h, schedule, rng(1))
-    held = reverse(torch.randn(50, 2, generator=rng()), lambda h, t: -9.0 * h, schedule, rng(1), low, high)
+    held = reverse(
+        torch.randn(50, 2, generator=rng()), lambda h, t: -9.0 * h, schedule, rng(1), low, high
+    )
     assert far.abs().max() > 10
     assert (held >= low - 1e-5).all()
     assert (held <= high + 1e-5).all()
@@ -198,14 +270,26 @@ def test_steps_may_be_very_small():
     schedule = Schedule(3, 1e-9, 1e-8)
     h = torch.randn(4, 2, generator=rng())
     assert torch.isfinite(reverse(h, lambda h, t: 0 * h, schedule, rng())).all()
-    assert torch.isfinite(make_method("fedgh", {**SMALL, "first_beta": 1e-9}).pseudo_graph(client_of(path()))[0]).all()
+    assert torch.isfinite(
+        make_method("fedgh", {**SMALL, "first_beta": 1e-9}).pseudo_graph(client_of(path()))[0]
+    ).all()
 
 
 def test_the_condition_ties_rows_to_nodes():
-    h_0 = F.normalize(torch.randn(4, 6, generator=rng()))[torch.arange(60) % 4] * 3 + 0.1 * torch.randn(60, 6, generator=rng(1))
+    h_0 = F.normalize(torch.randn(4, 6, generator=rng()))[
+        torch.arange(60) % 4
+    ] * 3 + 0.1 * torch.randn(60, 6, generator=rng(1))
     agreement = {}
     for regulated in (True, False):
-        method = make_method("fedgh", {"latent_width": 6, "regulated": regulated, "diffusion_epochs": 400, "diffusion_lr": 3e-3})
+        method = make_method(
+            "fedgh",
+            {
+                "latent_width": 6,
+                "regulated": regulated,
+                "diffusion_epochs": 400,
+                "diffusion_lr": 3e-3,
+            },
+        )
         drawn = method.diffuse(client_of(path()), h_0)
         assert drawn.shape == h_0.shape
         ranks = [(F.normalize(h - h.mean(0)) @ F.normalize(h - h.mean(0)).T)[*torch.triu_indices(60, 60, 1)].argsort().argsort().double()
@@ -216,10 +300,16 @@ def test_the_condition_ties_rows_to_nodes():
 
 
 def test_the_denoiser_sees_a_latent_through_noise_alone():
-    h, h_0, t = torch.randn(5, 4, generator=rng()), torch.randn(5, 4, generator=rng(1)), torch.tensor([1, 2, 3, 4, 5])
+    h, h_0, t = (
+        torch.randn(5, 4, generator=rng()),
+        torch.randn(5, 4, generator=rng(1)),
+        torch.tensor([1, 2, 3, 4, 5]),
+    )
     with seeded(rng()):
         with_r, without = Denoiser(4, True, 1.0), Denoiser(4, False, 1.0)
-    assert not torch.equal(with_r(h, h_0, t, rng(2)), with_r(h, h_0, t, rng(3)))  # fresh noise every time
+    assert not torch.equal(
+        with_r(h, h_0, t, rng(2)), with_r(h, h_0, t, rng(3))
+    )  # fresh noise every time
     assert not torch.equal(with_r(h, h_0, t, rng(2)), with_r(h, h_0 + 1, t, rng(2)))
     assert torch.equal(without(h, h_0, t, rng(2)), without(h, h_0 + 1, t, rng(3)))
     with_r.noise = 0.0
@@ -236,7 +326,11 @@ def test_times_are_told_apart():
 
 # ---- the contrast ----
 def test_contrast_loss_by_hand():
-    B, hs, cs = torch.tensor([[1.0, 0.5], [0.0, 2.0]]), [torch.tensor([[1.0, 0], [0, 1.0]]), torch.tensor([[2.0, -1.0]])], None
+    B, hs, cs = (
+        torch.tensor([[1.0, 0.5], [0.0, 2.0]]),
+        [torch.tensor([[1.0, 0], [0, 1.0]]), torch.tensor([[2.0, -1.0]])],
+        None,
+    )
     cs = [h.flip(1) for h in hs]
     s = [h.mean(0).sigmoid() for h in hs]
 
@@ -245,7 +339,9 @@ def test_contrast_loss_by_hand():
 
     for k, loss in enumerate(contrast_loss(B, hs, cs)):
         n = len(hs[k])
-        by_hand = -sum(D(hs[k][i], j).log() + (1 - D(cs[k][i], j)).log() for i in range(n) for j in range(2)) / (2 * n * 2)
+        by_hand = -sum(
+            D(hs[k][i], j).log() + (1 - D(cs[k][i], j)).log() for i in range(n) for j in range(2)
+        ) / (2 * n * 2)
         assert torch.allclose(loss, by_hand)
 
 
@@ -263,8 +359,12 @@ def test_a_literal_shuffle_of_embeddings_teaches_nothing_and_corruption_does():
             B -= 0.1 * gradient
     assert lowest >= math.log(2) - 1e-6
 
-    x = torch.eye(2)[torch.arange(40) // 20] + 0.1 * torch.randn(40, 2, generator=rng())  # two blocks, each with its own features
-    ends = torch.stack([torch.arange(40), torch.arange(40) // 20 * 20 + torch.randint(20, (40,), generator=rng())])
+    x = torch.eye(2)[torch.arange(40) // 20] + 0.1 * torch.randn(
+        40, 2, generator=rng()
+    )  # two blocks, each with its own features
+    ends = torch.stack(
+        [torch.arange(40), torch.arange(40) // 20 * 20 + torch.randint(20, (40,), generator=rng())]
+    )
     graph = bare(x, fedgh.pairs(torch.cat([ends, ends.roll(1, 1)], 1), 40))
     with seeded(rng()):
         net = Contrast(2, 8, 1)
@@ -272,7 +372,9 @@ def test_a_literal_shuffle_of_embeddings_teaches_nothing_and_corruption_does():
     graph = replace(graph, x=levelled([graph.x])[0])  # what the encoder sees
     projected = net.project([graph])
     mixed = [projected[0][torch.randperm(40, generator=rng(5))]]
-    (loss,) = contrast_loss(net.bilinear, net.encode([graph], projected), net.encode([graph], mixed))
+    (loss,) = contrast_loss(
+        net.bilinear, net.encode([graph], projected), net.encode([graph], mixed)
+    )
     assert loss < 0.9 * math.log(2)
 
 
@@ -286,7 +388,9 @@ def test_embeddings_are_of_the_one_encoder_or_of_each_clients_own():
             S = graph.adjacency("sym").dense()
             e = k % encoders
             x = levelled([g.x for g in graphs])[k]
-            assert torch.allclose(H, F.prelu(S @ x @ net.weight[e] + net.bias[e], net.slope[e]), atol=1e-6)
+            assert torch.allclose(
+                H, F.prelu(S @ x @ net.weight[e] + net.bias[e], net.slope[e]), atol=1e-6
+            )
 
 
 def test_minimise_stops_when_it_stalls():
@@ -298,7 +402,9 @@ def test_minimise_stops_when_it_stalls():
 
 # ---- the refined graph ----
 def test_edges_are_added_and_nothing_else_changes():
-    graph = path(5, train=torch.tensor([True, False, False, False, False]), edge_weight=torch.full((8,), 2.0))
+    graph = path(
+        5, train=torch.tensor([True, False, False, False, False]), edge_weight=torch.full((8,), 2.0)
+    )
     H = 3 + torch.tensor([[1.0, 0], [-1, 1.1], [1, 0.1], [-1, 1], [0, -2.2]])  # their mean is 3
     new = refined(graph, H, 0.25, count=1, threshold=1.0)
     assert torch.equal(new.edge_index[:, :8], graph.edge_index)
@@ -317,7 +423,14 @@ def test_edges_are_added_and_nothing_else_changes():
     assert torch.equal(refined(graph, H, 0.0, 0, 1.0).edge_index, graph.edge_index)
 
 
-@pytest.mark.parametrize("H", [torch.zeros(500, 3), torch.rand(3, generator=rng()).expand(500, 3), torch.full((500, 3), 1e20)])
+@pytest.mark.parametrize(
+    "H",
+    [
+        torch.zeros(500, 3),
+        torch.rand(3, generator=rng()).expand(500, 3),
+        torch.full((500, 3), 1e20),
+    ],
+)
 @pytest.mark.parametrize("threshold", [1.0, -0.5])
 def test_equal_rows_are_like_nobody(H, threshold):
     graph = path(500)
@@ -336,8 +449,16 @@ def test_some_rows_of_zeros_leave_the_others():
 
 
 def test_too_many_similar_nodes_are_refused():
-    with pytest.raises(ConfigError, match=r"method\.add_above: threshold -1: more than 30000 pairs of 300 nodes"):  # of 44850 pairs
-        refined(bare(torch.ones(300, 1), fedgh.NO_EDGES), torch.randn(300, 2, generator=rng()), 0.0, 0, -1.0)
+    with pytest.raises(
+        ConfigError, match=r"method\.add_above: threshold -1: more than 30000 pairs of 300 nodes"
+    ):  # of 44850 pairs
+        refined(
+            bare(torch.ones(300, 1), fedgh.NO_EDGES),
+            torch.randn(300, 2, generator=rng()),
+            0.0,
+            0,
+            -1.0,
+        )
 
 
 # ---- the whole ----
@@ -362,7 +483,11 @@ def test_one_upload_and_one_download_before_training_of_the_stated_sizes(node_fe
     result, clients, seen = prepared(node_federation)
     assert [phase for phase, _, _ in seen][:3] == ["send_pseudo_graph", "refine", "setup"]
     booked = result.traffic["phases"]
-    assert booked["send_pseudo_graph"]["messages"] == booked["refine"]["messages"] == node_federation.num_clients
+    assert (
+        booked["send_pseudo_graph"]["messages"]
+        == booked["refine"]["messages"]
+        == node_federation.num_clients
+    )
     d = node_federation.num_features
     for name, graph in zip(node_federation.names, node_federation.graphs, strict=True):
         up, down = seen[0][2][name], seen[1][1][name]
@@ -405,20 +530,46 @@ def test_half_precision_and_top_entries_are_what_travels(node_federation):
 def test_with_nothing_refined_it_is_the_base_method_bit_for_bit(settings, node_federation):
     for base in ("fedavg", "fedprox", "local"):
         plain = run(base, node_federation, model="gcn-2x8", rounds=2)
-        assert same_models(plain, run("fedgh", node_federation, model="gcn-2x8", rounds=2, base=base, **{**SMALL, **settings}))
+        assert same_models(
+            plain,
+            run(
+                "fedgh",
+                node_federation,
+                model="gcn-2x8",
+                rounds=2,
+                base=base,
+                **{**SMALL, **settings},
+            ),
+        )
     unrefined = run("fedgh", node_federation, model="gcn-2x8", rounds=2, embedding_width=0)
-    assert unrefined.summary["history_hash"] == run("fedavg", node_federation, model="gcn-2x8", rounds=2).summary["history_hash"]
+    assert (
+        unrefined.summary["history_hash"]
+        == run("fedavg", node_federation, model="gcn-2x8", rounds=2).summary["history_hash"]
+    )
 
 
 def test_the_base_method_runs_on_the_refined_graphs_unchanged(node_federation):
     result, clients, _ = prepared(node_federation, base="fedprox")
     graphs = tuple(clients[name].full_graph for name in node_federation.names)
-    assert same_models(result, run("fedprox", replace(node_federation, graphs=graphs, whole=None), model="gcn-2x8", rounds=2))
+    assert same_models(
+        result,
+        run(
+            "fedprox",
+            replace(node_federation, graphs=graphs, whole=None),
+            model="gcn-2x8",
+            rounds=2,
+        ),
+    )
 
 
 @pytest.mark.parametrize("model", ["gat-2x8", "sage-2x8", "gin-2x8", "sgc-2x8", "appnp-2x8"])
 def test_composed_any_architecture(model, node_federation):
-    assert run("fedgh", node_federation, base="fedprox", model=model, rounds=2, **SMALL).summary["status"] == "completed"
+    assert (
+        run("fedgh", node_federation, base="fedprox", model=model, rounds=2, **SMALL).summary[
+            "status"
+        ]
+        == "completed"
+    )
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -426,7 +577,11 @@ def test_composed_any_method(base, node_federation, cross_federation):
     cls = method_class("fedgh", {"base": base})
     federation = cross_federation if cls.uses_cross_edges else node_federation
     own = __import__(f"tests.methods.test_{method_names()[base]}", fromlist=["x"])
-    quick = {"rounds": 1, "model": getattr(own, "CONTRACT_MODEL", "gcn-2x8"), **getattr(own, "QUICK", {})}
+    quick = {
+        "rounds": 1,
+        "model": getattr(own, "CONTRACT_MODEL", "gcn-2x8"),
+        **getattr(own, "QUICK", {}),
+    }
     result = run("fedgh", federation, base=base, **{**SMALL, **quick, "rounds": 1})
     assert result.summary["status"] == "completed"
     assert all(torch.isfinite(t).all() for t in models_of(result).values())
@@ -434,13 +589,28 @@ def test_composed_any_method(base, node_federation, cross_federation):
 
 
 def test_different_architectures_where_the_base_allows_them(node_federation):
-    assert run("fedgh", node_federation, base="fedpg", model="gcn-2x8,gat-2x8", rounds=1, **SMALL).summary["status"] == "completed"
+    assert (
+        run(
+            "fedgh", node_federation, base="fedpg", model="gcn-2x8,gat-2x8", rounds=1, **SMALL
+        ).summary["status"]
+        == "completed"
+    )
 
 
 def test_controls_are_what_they_say(node_federation):
-    for name, silent in (("local", True), ("latents", True), ("noise", True), ("pseudo-graph", True), ("server", False)):
+    for name, silent in (
+        ("local", True),
+        ("latents", True),
+        ("noise", True),
+        ("pseudo-graph", True),
+        ("server", False),
+    ):
         result, clients, seen = prepared(node_federation, refine_by=name)
-        sent = [phase for phase, _, replies in seen if phase in ("send_pseudo_graph", "refine") and any(replies.values())]
+        sent = [
+            phase
+            for phase, _, replies in seen
+            if phase in ("send_pseudo_graph", "refine") and any(replies.values())
+        ]
         assert bool(sent) != silent
         graph, new = node_federation.graphs[0], clients[node_federation.names[0]].full_graph
         width = {"pseudo-graph": 0, "latents": 4}.get(name, 3)
@@ -448,7 +618,10 @@ def test_controls_are_what_they_say(node_federation):
         if name == "pseudo-graph":
             assert not torch.equal(new.x, graph.x)
             assert torch.equal(new.y, graph.y)
-        assert result.models[node_federation.names[0]]["layers.0.weight"].shape[0] == graph.num_features + width
+        assert (
+            result.models[node_federation.names[0]]["layers.0.weight"].shape[0]
+            == graph.num_features + width
+        )
 
 
 def test_without_diffusion_the_pseudo_graph_is_the_autoencoders(node_federation):
@@ -470,13 +643,20 @@ def test_bag_of_words_features_become_probabilities():
 
 
 # ---- bad input ----
-LONE = Graph(torch.rand(1, 3, generator=rng()), torch.zeros(2, 0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 2)
+LONE = Graph(
+    torch.rand(1, 3, generator=rng()),
+    torch.zeros(2, 0, dtype=torch.int64),
+    torch.zeros(1, dtype=torch.int64),
+    2,
+)
 STRANGE = {
     "one node": LONE,
     "no edges": replace(path(), edge_index=torch.zeros(2, 0, dtype=torch.int64)),
     "constant features": replace(path(), x=torch.full((4, 3), 0.5)),
     "no features at all": replace(path(), x=torch.zeros(4, 3)),
-    "all pairs are edges": replace(path(3), edge_index=torch.tensor([[0, 1, 0, 2, 1, 2], [1, 0, 2, 0, 2, 1]])),
+    "all pairs are edges": replace(
+        path(3), edge_index=torch.tensor([[0, 1, 0, 2, 1, 2], [1, 0, 2, 0, 2, 1]])
+    ),
     "a loop": replace(path(), edge_index=torch.tensor([[0, 1, 2], [0, 2, 1]])),
 }
 
@@ -485,7 +665,14 @@ STRANGE = {
 @pytest.mark.parametrize("by", ["server", "local", "latents", "pseudo-graph"])
 def test_strange_clients_take_part(kind, by):
     usual = path(6, train=torch.tensor([True] * 3 + [False] * 3))
-    result = run("fedgh", Federation((usual, STRANGE[kind])), model="gcn-2x8", rounds=1, refine_by=by, **SMALL)
+    result = run(
+        "fedgh",
+        Federation((usual, STRANGE[kind])),
+        model="gcn-2x8",
+        rounds=1,
+        refine_by=by,
+        **SMALL,
+    )
     assert all(torch.isfinite(t).all() for t in models_of(result).values())
 
 
@@ -500,7 +687,9 @@ def test_who_sends_nothing_gets_zeros_and_no_edges(node_federation, monkeypatch)
     monkeypatch.setattr(Loop, "call", call)
     run("fedgh", node_federation, model="gcn-2x8", rounds=1, **SMALL)
     graph = node_federation.graphs[1]
-    assert torch.equal(kept[absent].full_graph.x[:, graph.num_features :], torch.zeros(graph.num_nodes, 3))
+    assert torch.equal(
+        kept[absent].full_graph.x[:, graph.num_features :], torch.zeros(graph.num_nodes, 3)
+    )
     assert torch.equal(kept[absent].full_graph.edge_index, graph.edge_index)
 
 
@@ -552,7 +741,11 @@ def test_a_pseudo_graph_with_wrong_numbers_is_refused(change, words):
     assert received(good, 3, "a").num_edges == 2
     with pytest.raises(MessageError, match=words):
         received({**good, **change}, 3, "a")
-    sparse = {"values": torch.ones(4, 2), "columns": torch.tensor([[0, 3]] * 4, dtype=torch.int32), "edges": good["edges"]}
+    sparse = {
+        "values": torch.ones(4, 2),
+        "columns": torch.tensor([[0, 3]] * 4, dtype=torch.int32),
+        "edges": good["edges"],
+    }
     with pytest.raises(MessageError, match="'columns' names one that is not among 0 to 2"):
         received(sparse, 3, "a")
     with pytest.raises(MessageError, match="'columns' has 4 rows, 'values' 3"):
@@ -590,7 +783,10 @@ def test_a_name_that_means_two_things_is_refused():
     class Clash(FedAvg):
         append = 1.0
 
-    with pytest.raises(ConfigError, match=r"method\.base is 'clash\.py': its 'append' and that of FedGH are two things of one name"):
+    with pytest.raises(
+        ConfigError,
+        match=r"method\.base is 'clash\.py': its 'append' and that of FedGH are two things of one name",
+    ):
         composed(FedGH, Clash, "clash.py")
 
 
@@ -608,9 +804,23 @@ def test_memory_is_linear_in_nodes_and_edges():
     largest = []
     for n in (4000, 8000):
         ends = torch.randint(n, (2, 2 * n), generator=rng())
-        graph = Graph(torch.rand(n, 4, generator=rng()), torch.cat([ends, ends.flip(0)], 1), torch.zeros(n, dtype=torch.int64), 2)
+        graph = Graph(
+            torch.rand(n, 4, generator=rng()),
+            torch.cat([ends, ends.flip(0)], 1),
+            torch.zeros(n, dtype=torch.int64),
+            2,
+        )
         client = client_of(graph)
-        method = make_method("fedgh", {**SMALL, "vgae_epochs": 1, "diffusion_epochs": 1, "diffusion_steps": 1, "diffusion_rows": 64})
+        method = make_method(
+            "fedgh",
+            {
+                **SMALL,
+                "vgae_epochs": 1,
+                "diffusion_epochs": 1,
+                "diffusion_steps": 1,
+                "diffusion_rows": 64,
+            },
+        )
         with Largest() as seen, pytest.MonkeyPatch.context() as patch:
             patch.setattr("fedloom.nn.nearest.ENTRIES", 2**16)
             x, _ = method.pseudo_graph(client)

@@ -63,7 +63,10 @@ def test_equal_embeddings_have_no_neighbourly_loss_and_only_the_student_gets_a_g
 def test_the_neighbourly_loss_makes_no_tensor_as_long_as_the_edges():
     """One sparse product: what it makes is as large as the embeddings, and the complete graph has six times as many edges."""
     graph = Graph(
-        x=torch.zeros(50, 1), edge_index=torch.combinations(torch.arange(50)).T, y=torch.zeros(50, dtype=torch.int64), num_classes=2
+        x=torch.zeros(50, 1),
+        edge_index=torch.combinations(torch.arange(50)).T,
+        y=torch.zeros(50, dtype=torch.int64),
+        num_classes=2,
     )
     graph = replace(graph, edge_index=torch.cat([graph.edge_index, graph.edge_index.flip(0)], 1))
     edges = graph.adjacency("sum").nnz
@@ -81,7 +84,9 @@ def test_the_losses_by_hand(node_federation):
     own, copilot = (outputs(client.state[which], graph) for which in ("model", "copilot"))
     of_own, of_copilot = method.losses(client, graph, own, copilot)
     for got, student, teacher in ((of_own, own, copilot), (of_copilot, copilot, own)):
-        by_hand = 0.5 * client.loss(student[1], graph) + 0.3 * method.neighbourly(graph, teacher[0], student[0])
+        by_hand = 0.5 * client.loss(student[1], graph) + 0.3 * method.neighbourly(
+            graph, teacher[0], student[0]
+        )
         assert torch.isclose(got, by_hand + 0.2 * divergence(teacher[1], student[1]), atol=1e-6)
 
 
@@ -105,12 +110,20 @@ def test_self_distillation_by_hand_teaches_the_strong_view_or_both(node_federati
 
 
 def test_every_term_reaches_what_it_should(node_federation):
-    for settings in ({"alpha": 0.0, "beta": 1.0, "self_weight": 0.0}, {"alpha": 0.0, "beta": 0.0, "self_weight": 0.0}):
+    for settings in (
+        {"alpha": 0.0, "beta": 1.0, "self_weight": 0.0},
+        {"alpha": 0.0, "beta": 0.0, "self_weight": 0.0},
+    ):
         method = FedGKC(**settings, **QUICK)
         client = client_of(node_federation, method)
-        own, copilot = (outputs(client.state[which], client.graph) for which in ("model", "copilot"))
+        own, copilot = (
+            outputs(client.state[which], client.graph) for which in ("model", "copilot")
+        )
         for loss, student, teacher in zip(
-            method.losses(client, client.graph, own, copilot), ("model", "copilot"), ("copilot", "model"), strict=True
+            method.losses(client, client.graph, own, copilot),
+            ("model", "copilot"),
+            ("copilot", "model"),
+            strict=True,
         ):
             client.state["model"].zero_grad()
             client.state["copilot"].zero_grad()
@@ -129,12 +142,18 @@ def test_the_assurance_by_hand():
         for i, others in near.items():
             top = p[i].max()
             distance = top - (1 - top) / 2 if mean_others else (top - (p[i].sum() - top)) / 2
-            like = torch.stack([F.cosine_similarity(p[i], p[j], dim=0) for j in others]).mean() if others else 0.0
+            like = (
+                torch.stack([F.cosine_similarity(p[i], p[j], dim=0) for j in others]).mean()
+                if others
+                else 0.0
+            )
             values.append(top + distance - 0.1 * like)
         return torch.stack(values).mean()
 
     for mean_others in (False, True):
-        assert torch.isclose(FedGKC(mean_others=mean_others).assurance(p, graph), by_hand(mean_others), atol=1e-6)
+        assert torch.isclose(
+            FedGKC(mean_others=mean_others).assurance(p, graph), by_hand(mean_others), atol=1e-6
+        )
     parts = [
         FedGKC(strength=a, clarity=b, lam=c).assurance(p, graph)
         for a, b, c in ((True, False, 0.0), (False, True, 0.0), (False, False, 0.1))
@@ -153,12 +172,22 @@ def test_weights_sum_to_1_and_are_never_negative():
     for kappa in (0.0, 0.5, 1.0):
         volume, power = torch.randint(1, 99, (6,), generator=rng), torch.rand(6, generator=rng)
         power[2] = 0.0
-        w = torch.stack([FedGKC(kappa=kappa).share(n, q, volume.sum(), power.sum()) for n, q in zip(volume, power, strict=True)])
+        w = torch.stack(
+            [
+                FedGKC(kappa=kappa).share(n, q, volume.sum(), power.sum())
+                for n, q in zip(volume, power, strict=True)
+            ]
+        )
         assert torch.isclose(w.sum(), torch.tensor(1.0))
         assert (w >= 0).all()
-    alike = [FedGKC().share(torch.tensor(5), torch.tensor(0.3), torch.tensor(20), torch.tensor(1.2)) for _ in range(4)]
+    alike = [
+        FedGKC().share(torch.tensor(5), torch.tensor(0.3), torch.tensor(20), torch.tensor(1.2))
+        for _ in range(4)
+    ]
     assert torch.allclose(torch.stack(alike), torch.tensor(0.25))
-    nobody_sure = FedGKC(kappa=1.0).share(torch.tensor(5), torch.tensor(0.0), torch.tensor(20), torch.tensor(0.0))
+    nobody_sure = FedGKC(kappa=1.0).share(
+        torch.tensor(5), torch.tensor(0.0), torch.tensor(20), torch.tensor(0.0)
+    )
     assert torch.isclose(nobody_sure, torch.tensor(0.25))
 
 
@@ -167,7 +196,9 @@ def test_uniform_predictions_count_as_no_assurance(node_federation):
     method = FedGKC(strength=False, **QUICK)
     client = client_of(node_federation, method)
     bare = replace(client.graph, train=torch.zeros_like(client.graph.train))
-    client.graph = bare  # nothing to learn from: the copilot stays as it comes, with zeros for weights
+    client.graph = (
+        bare  # nothing to learn from: the copilot stays as it comes, with zeros for weights
+    )
     nothing = {name: torch.zeros_like(p) for name, p in client.state["copilot"].named_parameters()}
     assert method.assurance(torch.full((bare.num_nodes, 3), 1 / 3), bare) < 0
     assert float(method.train(client, nothing, torch.tensor(1))["power"]) == 0
@@ -182,10 +213,25 @@ def test_without_its_own_terms_it_is_fml(node_federation):
     fml = run("fml", node_federation, model=MODELS, rounds=3, alpha=0.6, beta=0.6, **QUICK)
     same = run("fedgkc", node_federation, model=MODELS, rounds=3, **PLAIN, **QUICK)
     assert gap(fml, same, node_federation.names) < 1e-5
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(common(fml).values(), common(same).values(), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-5)
+        for a, b in zip(common(fml).values(), common(same).values(), strict=True)
+    )
     for settings in ({"beta": 0.2}, {"self_weight": 1.0}, {"kappa": 0.5}):
         assert (
-            gap(fml, run("fedgkc", node_federation, model=MODELS, rounds=3, **{**PLAIN, **settings}, **QUICK), node_federation.names) > 1e-4
+            gap(
+                fml,
+                run(
+                    "fedgkc",
+                    node_federation,
+                    model=MODELS,
+                    rounds=3,
+                    **{**PLAIN, **settings},
+                    **QUICK,
+                ),
+                node_federation.names,
+            )
+            > 1e-4
         )
 
 
@@ -194,7 +240,10 @@ def test_alpha_1_is_local_training_beside_fedavg(node_federation):
     both = run("fedgkc", node_federation, alpha=1.0, **PLAIN, **settings, **QUICK)
     assert gap(both, run("local", node_federation, **settings), node_federation.names) < 1e-6
     average = flatten(run("fedavg", node_federation, **settings).models["server"])
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(common(both).values(), average.values(), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-5)
+        for a, b in zip(common(both).values(), average.values(), strict=True)
+    )
 
 
 def test_the_common_copilot_is_the_weighted_mean(node_federation, monkeypatch):
@@ -205,7 +254,15 @@ def test_the_common_copilot_is_the_weighted_mean(node_federation, monkeypatch):
         replies = original(self, phase, sent)
         if phase == "train":
             told.update(replies)
-            trained.update({c: {k: p.detach().clone() for k, p in self.clients[c].state["copilot"].named_parameters()} for c in replies})
+            trained.update(
+                {
+                    c: {
+                        k: p.detach().clone()
+                        for k, p in self.clients[c].state["copilot"].named_parameters()
+                    }
+                    for c in replies
+                }
+            )
         return replies
 
     monkeypatch.setattr(Loop, "call", call)
@@ -214,14 +271,22 @@ def test_the_common_copilot_is_the_weighted_mean(node_federation, monkeypatch):
     w = {c: 0.5 * (n[c] / sum(n.values()) + P[c] / sum(P.values())) for c in told}
     assert sum(w.values()) == pytest.approx(1)
     for name, tensor in common(result).items():
-        assert torch.allclose(tensor, sum(w[c] * trained[c][name.rpartition("/")[2]] for c in w), atol=1e-6)
+        assert torch.allclose(
+            tensor, sum(w[c] * trained[c][name.rpartition("/")[2]] for c in w), atol=1e-6
+        )
 
 
 # ---- what travels ----
 @pytest.mark.parametrize("copilot", ["gcn-2x8", "gat-2x8", "sage-2x8", "gin-2x8", "sgc-2x8"])
-def test_messages_hold_the_copilot_and_two_scalars_whatever_the_own_model_is(node_federation, copilot, monkeypatch):
+def test_messages_hold_the_copilot_and_two_scalars_whatever_the_own_model_is(
+    node_federation, copilot, monkeypatch
+):
     seen, original = [], Loop.call
-    monkeypatch.setattr(Loop, "call", lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r)
+    monkeypatch.setattr(
+        Loop,
+        "call",
+        lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r,
+    )
     result = run("fedgkc", node_federation, model=MODELS, rounds=2, copilot=copilot)
     names = set(common(result))
     size = sum(t.numel() for t in common(result).values())
@@ -233,7 +298,11 @@ def test_messages_hold_the_copilot_and_two_scalars_whatever_the_own_model_is(nod
                     assert {k.removeprefix("copilot/") for k in down} == names | {"number"}
                     assert {k: t.numel() for k, t in up.items()} == {"power": 1, "volume": 1}
                 case "contribute":
-                    assert {k: t.numel() for k, t in down.items()} == {"power": 1, "volume": 1, "number": 1}
+                    assert {k: t.numel() for k, t in down.items()} == {
+                        "power": 1,
+                        "volume": 1,
+                        "number": 1,
+                    }
                     assert {k.removeprefix("update/") for k in up} == names
                     assert sum(t.numel() for t in up.values()) == size
                 case "setup" | "evaluate":
@@ -244,22 +313,39 @@ def test_messages_hold_the_copilot_and_two_scalars_whatever_the_own_model_is(nod
 
 
 def test_copilots_are_as_large_as_the_papers():
-    sizes = {"cora": (1433, 7, 92231), "pubmed": (500, 3, 32259), "physics": (8415, 5, 538949), "photo": (745, 8, 48264)}
+    sizes = {
+        "cora": (1433, 7, 92231),
+        "pubmed": (500, 3, 32259),
+        "physics": (8415, 5, 538949),
+        "photo": (745, 8, 48264),
+    }
     for d, C, expected in sizes.values():
         facts = Facts(d, C, "node", ("0",), ("gcn-2x64",))
-        assert sum(p.numel() for p in facts.build(FedGKC().copilot, "server").parameters()) == expected
+        assert (
+            sum(p.numel() for p in facts.build(FedGKC().copilot, "server").parameters()) == expected
+        )
 
 
 def test_secure_and_plain_agree(node_federation):
-    plain, secure = (run("fedgkc", node_federation, model=MODELS, rounds=3, secure=secure, **QUICK) for secure in (False, True))
+    plain, secure = (
+        run("fedgkc", node_federation, model=MODELS, rounds=3, secure=secure, **QUICK)
+        for secure in (False, True)
+    )
     assert gap(plain, secure, node_federation.names) < 1e-4
-    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(common(plain).values(), common(secure).values(), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-4)
+        for a, b in zip(common(plain).values(), common(secure).values(), strict=True)
+    )
 
 
 def test_who_was_not_trained_in_a_round_adds_nothing_to_it(node_federation):
     method = FedGKC(**QUICK)
     client = client_of(node_federation, method)
-    everybody, first, second = (torch.tensor(200), torch.tensor(9.0)), torch.tensor(1), torch.tensor(2)
+    everybody, first, second = (
+        (torch.tensor(200), torch.tensor(9.0)),
+        torch.tensor(1),
+        torch.tensor(2),
+    )
 
     def adds(number):
         return any(t.any() for t in flatten(method.contribute(client, *everybody, number)).values())
@@ -276,9 +362,14 @@ def test_who_was_not_trained_in_a_round_adds_nothing_to_it(node_federation):
 def test_sums_below_the_clients_own_part_are_refused(node_federation):
     method = FedGKC(**QUICK)
     client = client_of(node_federation, method)
-    copilot, one = {name: p.detach().clone() for name, p in client.state["copilot"].named_parameters()}, torch.tensor(1)
+    copilot, one = (
+        {name: p.detach().clone() for name, p in client.state["copilot"].named_parameters()},
+        torch.tensor(1),
+    )
     method.train(client, copilot, one)
-    with pytest.raises(MessageError, match="client '0' in 'contribute': volume is 1, less than its own part of"):
+    with pytest.raises(
+        MessageError, match="client '0' in 'contribute': volume is 1, less than its own part of"
+    ):
         method.contribute(client, one, torch.tensor(9.0), one)
 
 
@@ -286,7 +377,14 @@ def test_warm_rounds_are_local_training_beside_fedavg(node_federation):
     settings = {"model": MODEL, "rounds": 3, "dropout": 0.0}
     warm = run("fedgkc", node_federation, warmup=3, kappa=0.0, **settings, **QUICK)
     assert gap(warm, run("local", node_federation, **settings), node_federation.names) < 1e-6
-    assert gap(warm, run("fedgkc", node_federation, warmup=2, kappa=0.0, **settings, **QUICK), node_federation.names) > 1e-5
+    assert (
+        gap(
+            warm,
+            run("fedgkc", node_federation, warmup=2, kappa=0.0, **settings, **QUICK),
+            node_federation.names,
+        )
+        > 1e-5
+    )
 
 
 @pytest.mark.parametrize("copilot", ["gcn-2x8", "sgc-2x8"])
@@ -306,7 +404,9 @@ def test_a_client_that_has_nothing_to_train_on_holds_the_mean(node_federation, c
 
 # ---- bad input ----
 def test_alpha_and_beta_above_1_are_refused():
-    with pytest.raises(ConfigError, match=r"method\.alpha \+ method\.beta is 1\.1, must be at most 1"):
+    with pytest.raises(
+        ConfigError, match=r"method\.alpha \+ method\.beta is 1\.1, must be at most 1"
+    ):
         FedGKC(alpha=0.6, beta=0.5)
     FedGKC(alpha=0.9, beta=0.1)
 
@@ -317,9 +417,14 @@ def test_an_unknown_architecture_in_the_deal_is_refused(node_federation):
 
 
 def test_a_copilot_of_another_width_is_refused_unless_nothing_compares_embeddings(node_federation):
-    with pytest.raises(ConfigError, match=r"method\.copilot: 'gcn-2x16' has embeddings 16 wide, model 'sage-2x8' has 8"):
+    with pytest.raises(
+        ConfigError,
+        match=r"method\.copilot: 'gcn-2x16' has embeddings 16 wide, model 'sage-2x8' has 8",
+    ):
         run("fedgkc", node_federation, model="gcn-2x16,sage-2x8", copilot="gcn-2x16")
-    result = run("fedgkc", node_federation, model="gcn-2x16,sage-2x8", copilot="gcn-2x16", beta=0.0, rounds=2)
+    result = run(
+        "fedgkc", node_federation, model="gcn-2x16,sage-2x8", copilot="gcn-2x16", beta=0.0, rounds=2
+    )
     assert result.summary["status"] == "completed"
 
 
@@ -331,7 +436,17 @@ def test_graph_tasks_are_refused(graph_federation):
 def test_isolated_nodes_and_a_client_of_one_class_are_no_trouble(node_federation):
     first, second, *rest = node_federation.graphs
     lonely = replace(first, edge_index=torch.zeros(2, 0, dtype=torch.int64))
-    one = replace(second, train=second.train & (second.y == 0), test=second.test | (second.train & (second.y != 0)))
-    result = run("fedgkc", replace(node_federation, graphs=(lonely, one, *rest), whole=None), model=MODELS, rounds=3, **QUICK)
+    one = replace(
+        second,
+        train=second.train & (second.y == 0),
+        test=second.test | (second.train & (second.y != 0)),
+    )
+    result = run(
+        "fedgkc",
+        replace(node_federation, graphs=(lonely, one, *rest), whole=None),
+        model=MODELS,
+        rounds=3,
+        **QUICK,
+    )
     assert result.summary["status"] == "completed"
     assert all(torch.isfinite(t).all() for t in flatten(result.models).values())

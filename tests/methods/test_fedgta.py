@@ -29,7 +29,13 @@ def path():
     """0 - 1 - 2 and, apart, 3; node 0 is known to be of class 1, the others' labels are hidden."""
     edges = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
     train = torch.tensor([True, False, False, False])
-    return Graph(x=torch.zeros(4, 2), edge_index=edges, y=torch.tensor([1, -1, -1, -1]), num_classes=2, train=train)
+    return Graph(
+        x=torch.zeros(4, 2),
+        edge_index=edges,
+        y=torch.tensor([1, -1, -1, -1]),
+        num_classes=2,
+        train=train,
+    )
 
 
 # ---- at a client ----
@@ -42,15 +48,25 @@ def test_label_propagation_by_hand(path):
     once = 0.3 * S @ first + 0.7 * first
     assert torch.allclose(spread(path, first, 1, 0.3), once)
     assert torch.allclose(spread(path, first, 2, 0.3), 0.3 * S @ once + 0.7 * first)
-    assert torch.allclose(spread(path, first, 5, 0.3)[3], first[3])  # who has no neighbour keeps its label
+    assert torch.allclose(
+        spread(path, first, 5, 0.3)[3], first[3]
+    )  # who has no neighbour keeps its label
     assert torch.equal(spread(path, first, 5, 0.0), first)
 
 
 def test_moments_by_hand():
     P = torch.tensor([[0.2, 0.8], [0.6, 0.4], [1.0, 0.0]])
     by_hand = [
-        [[(0.2 + 0.6 + 1.0) / 3, 0.4], [(0.04 + 0.36 + 1) / 3, (0.64 + 0.16) / 3], [(0.008 + 0.216 + 1) / 3, (0.512 + 0.064) / 3]],
-        [[0.0, 0.0], [(0.16 + 0.16) / 3, (0.16 + 0.16) / 3], [(-0.064 + 0.064) / 3, (0.064 - 0.064) / 3]],
+        [
+            [(0.2 + 0.6 + 1.0) / 3, 0.4],
+            [(0.04 + 0.36 + 1) / 3, (0.64 + 0.16) / 3],
+            [(0.008 + 0.216 + 1) / 3, (0.512 + 0.064) / 3],
+        ],
+        [
+            [0.0, 0.0],
+            [(0.16 + 0.16) / 3, (0.16 + 0.16) / 3],
+            [(-0.064 + 0.064) / 3, (0.064 - 0.064) / 3],
+        ],
     ]
     assert torch.allclose(moments(P, 3), torch.tensor(by_hand), atol=1e-6)
     assert moments(P, 10).shape == (2, 10, 2)
@@ -69,7 +85,12 @@ def test_confidence_by_hand(path):
 @given(st.integers(1, 8), st.integers(0, 99))
 def test_confidence_is_positive_whatever_the_labels(classes, seed):
     rng = torch.Generator().manual_seed(seed)
-    graph = Graph(x=torch.zeros(3, 1), edge_index=torch.zeros(2, 0, dtype=torch.int64), y=torch.full((3,), -1), num_classes=classes)
+    graph = Graph(
+        x=torch.zeros(3, 1),
+        edge_index=torch.zeros(2, 0, dtype=torch.int64),
+        y=torch.full((3,), -1),
+        num_classes=classes,
+    )
     assert confidence(graph, torch.rand(3, classes, generator=rng).softmax(1)) > 0
     assert confidence(graph, torch.full((3, classes), 1 / classes)) > 0
 
@@ -92,7 +113,9 @@ def test_what_is_told_is_of_the_trained_model_without_noise(node_federation):
     facts = Facts(graph.num_features, graph.num_classes, "node", ("0",), ("gcn-2x8",), dropout=0.5)
     client, method = Client("0", graph, facts), FedGTA()
     method.setup(client)
-    reply = method.train(client, {name: p.detach().clone() for name, p in client.state["model"].named_parameters()})
+    reply = method.train(
+        client, {name: p.detach().clone() for name, p in client.state["model"].named_parameters()}
+    )
     told = method.describe(client.graph, client.state["model"](client.graph))
     assert torch.equal(reply["moments"], told["moments"])
     assert torch.equal(reply["confidence"], told["confidence"])
@@ -100,10 +123,17 @@ def test_what_is_told_is_of_the_trained_model_without_noise(node_federation):
 
 # ---- at the server ----
 def test_shares_by_hand():
-    M = torch.tensor([[1.0, 0.0], [3.0, 4.0], [0.0, 2.0]])  # cosines: 0.6 of 0 and 1, 0.8 of 1 and 2, 0 of 0 and 2
+    M = torch.tensor(
+        [[1.0, 0.0], [3.0, 4.0], [0.0, 2.0]]
+    )  # cosines: 0.6 of 0 and 1, 0.8 of 1 and 2, 0 of 0 and 2
     H = torch.tensor([1.0, 2.0, 6.0])
-    assert torch.allclose(shares(M, H, 0.5), torch.tensor([[1 / 3, 2 / 3, 0], [1 / 9, 2 / 9, 6 / 9], [0, 2 / 8, 6 / 8]]))
-    assert torch.allclose(shares(M, H, 0.7), torch.tensor([[1.0, 0, 0], [0, 2 / 8, 6 / 8], [0, 2 / 8, 6 / 8]]))
+    assert torch.allclose(
+        shares(M, H, 0.5),
+        torch.tensor([[1 / 3, 2 / 3, 0], [1 / 9, 2 / 9, 6 / 9], [0, 2 / 8, 6 / 8]]),
+    )
+    assert torch.allclose(
+        shares(M, H, 0.7), torch.tensor([[1.0, 0, 0], [0, 2 / 8, 6 / 8], [0, 2 / 8, 6 / 8]])
+    )
     assert torch.allclose(shares(M, H, -1.0), (H / 9).expand(3, 3))
     assert torch.equal(shares(M, H, 1.0), torch.eye(3))
     assert torch.equal(shares(M.expand(3, 3, 2).flatten(1), H, 1.0), torch.eye(3))
@@ -122,7 +152,9 @@ def test_shares_are_shares(clients, seed, threshold):
 
 def test_who_tells_nothing_keeps_its_own_model_and_is_in_nobody_elses():
     M, H = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 0.1]]), torch.tensor([1.0, 0.0, 3.0])
-    assert torch.allclose(shares(M, H, 0.5), torch.tensor([[0.25, 0, 0.75], [0, 1, 0], [0.25, 0, 0.75]]))
+    assert torch.allclose(
+        shares(M, H, 0.5), torch.tensor([[0.25, 0, 0.75], [0, 1, 0], [0.25, 0, 0.75]])
+    )
     assert torch.allclose(shares(M, H, -0.5), torch.tensor([0.25, 0, 0.75]).expand(3, 3))
     assert torch.equal(shares(torch.zeros(2, 3), torch.zeros(2), -1.0), torch.eye(2))
 
@@ -136,10 +168,16 @@ def test_clients_get_the_mean_that_moments_and_confidences_say(node_federation, 
             near = {
                 c: r["confidence"]
                 for c, r in replies.items()
-                if c == k or torch.cosine_similarity(r["moments"].flatten(), replies[k]["moments"].flatten(), dim=0) > 0.995
+                if c == k
+                or torch.cosine_similarity(
+                    r["moments"].flatten(), replies[k]["moments"].flatten(), dim=0
+                )
+                > 0.995
             }
             sizes.add(len(near))
-            by_hand = sum(h * replies[c]["model"]["classifier.weight"] for c, h in near.items()) / sum(near.values())
+            by_hand = sum(
+                h * replies[c]["model"]["classifier.weight"] for c, h in near.items()
+            ) / sum(near.values())
             assert torch.allclose(sent[k]["model"]["classifier.weight"], by_hand, atol=1e-6)
     assert len(sizes) > 1  # the threshold parts them
 
@@ -153,7 +191,9 @@ def test_traffic(node_federation):
 
 
 # ---- limits ----
-def test_everybody_in_with_equal_confidences_is_fedavg_of_clients_that_count_alike(node_federation, monkeypatch):
+def test_everybody_in_with_equal_confidences_is_fedavg_of_clients_that_count_alike(
+    node_federation, monkeypatch
+):
     plain = run(EvenFedAvg(rounds=3), node_federation, model="gcn-2x8")
     assert gap(run("fedgta", node_federation, threshold=-1.0, **SMALL).models, plain.models) > 1e-4
     monkeypatch.setattr("fedloom.methods.fedgta.confidence", lambda graph, Q: torch.tensor(3.0))
@@ -165,10 +205,15 @@ def test_threshold_one_is_local_training_from_one_first_model(node_federation):
         @phase()
         def setup(self, client):
             super().setup(client)
-            client.state["model"].load_state_dict(client.facts.build("gcn-2x8", "server").state_dict())
+            client.state["model"].load_state_dict(
+                client.facts.build("gcn-2x8", "server").state_dict()
+            )
             return {}
 
-    result, alone = run("fedgta", node_federation, threshold=1.0, **SMALL), run(FromOneModel(rounds=3), node_federation, model="gcn-2x8")
+    result, alone = (
+        run("fedgta", node_federation, threshold=1.0, **SMALL),
+        run(FromOneModel(rounds=3), node_federation, model="gcn-2x8"),
+    )
     assert gap({c: result.models[c] for c in node_federation.names}, alone.models) == 0
 
 
@@ -185,27 +230,44 @@ def test_identical_clients_get_identical_models(node_federation, trainings):
 def test_one_client_trains_alone(node_federation, trainings):
     seen = trainings()
     run("fedgta", Federation(node_federation.graphs[:1]), **SMALL)
-    assert all(gap(replies["0"]["model"], sent["0"]["model"]) == 0 for (_, replies), (sent, _) in pairwise(seen))
+    assert all(
+        gap(replies["0"]["model"], sent["0"]["model"]) == 0
+        for (_, replies), (sent, _) in pairwise(seen)
+    )
 
 
-def test_a_client_without_labels_describes_its_predictions_and_inductively_has_nothing_to_tell(node_federation, trainings):
+def test_a_client_without_labels_describes_its_predictions_and_inductively_has_nothing_to_tell(
+    node_federation, trainings
+):
     graphs = node_federation.graphs
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
     for inductive in (False, True):
         seen = trainings()
-        result = run("fedgta", replace(node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=inductive), **SMALL)
+        result = run(
+            "fedgta",
+            replace(node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=inductive),
+            **SMALL,
+        )
         assert result.summary["status"] == "completed"
         for _, replies in seen:
             assert replies["0"]["moments"].any() == (not inductive)
             assert (replies["0"]["confidence"] > 0) == (not inductive)
         if inductive:  # its own model comes back
-            assert all(gap(replies["0"]["model"], sent["0"]["model"]) == 0 for (_, replies), (sent, _) in pairwise(seen))
+            assert all(
+                gap(replies["0"]["model"], sent["0"]["model"]) == 0
+                for (_, replies), (sent, _) in pairwise(seen)
+            )
 
 
 def test_a_client_of_one_class_and_isolated_nodes(node_federation, trainings):
     first, *rest = node_federation.graphs
     kept = first.train & (first.y == 0)
-    single = replace(first, train=kept, test=first.test | (first.train & ~kept), edge_index=first.edge_index[:, :0])
+    single = replace(
+        first,
+        train=kept,
+        test=first.test | (first.train & ~kept),
+        edge_index=first.edge_index[:, :0],
+    )
     seen = trainings()
     result = run("fedgta", replace(node_federation, graphs=(single, *rest), whole=None), **SMALL)
     assert all(t.isfinite().all() for t in flatten(result.models).values())

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.methods.test_fml import client_of
 
-from fedloom.core.facts import Facts
+from fedloom.core.facts import Facts, model_schema
 from fedloom.core.message import check, flatten
-from fedloom.core.facts import model_schema
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import MessageError
 from fedloom.experiments.run import run
@@ -30,8 +29,12 @@ def test_both_losses_by_hand(node_federation):
     ce, ce_c = client.loss(own[1], graph), client.loss(copilot[1], graph)
     hidden = ((own[0] - mapped) ** 2).sum(1).mean() / 12
     of_own, of_copilot = method.losses(client, graph, own, copilot)
-    assert torch.isclose(of_own, ce + (divergence(copilot[1], own[1]) + hidden) / (ce + ce_c), atol=1e-6)
-    assert torch.isclose(of_copilot, ce_c + (divergence(own[1], copilot[1]) + hidden) / (ce + ce_c), atol=1e-6)
+    assert torch.isclose(
+        of_own, ce + (divergence(copilot[1], own[1]) + hidden) / (ce + ce_c), atol=1e-6
+    )
+    assert torch.isclose(
+        of_copilot, ce_c + (divergence(own[1], copilot[1]) + hidden) / (ce + ce_c), atol=1e-6
+    )
     of_own.backward()
     assert client.state["copilot"].layers[0].weight.grad is None
     assert client.state["map"].weight.grad is None
@@ -46,7 +49,13 @@ def matrix(m, n, rank, seed):
     return torch.randn(m, rank, generator=rng) @ torch.randn(rank, n, generator=rng)
 
 
-@given(st.integers(2, 40), st.integers(2, 40), st.integers(1, 5), st.floats(0.3, 1.0), st.integers(0, 99))
+@given(
+    st.integers(2, 40),
+    st.integers(2, 40),
+    st.integers(1, 5),
+    st.floats(0.3, 1.0),
+    st.integers(0, 99),
+)
 def test_factors_keep_at_least_the_energy_and_no_rank_less_would(m, n, rank, energy, seed):
     whole = matrix(m, n, rank, seed)
     given_back = compressed({"w": whole, "b": torch.ones(3)}, energy)
@@ -58,7 +67,9 @@ def test_factors_keep_at_least_the_energy_and_no_rank_less_would(m, n, rank, ene
         r = given_back["w"]["left"].shape[1]
         assert r * (m + n) < m * n
         squares = torch.linalg.svdvals(whole.double()).square()
-        assert squares[: r - 1].sum() < (energy + 1e-9) * squares.sum()  # rounding, where all of it is kept
+        assert (
+            squares[: r - 1].sum() < (energy + 1e-9) * squares.sum()
+        )  # rounding, where all of it is kept
         assert lost == pytest.approx(float(squares[r:].sum() / squares.sum()), abs=1e-4)
     else:
         assert torch.equal(given_back["w"], whole)
@@ -72,50 +83,89 @@ def test_a_change_of_nothing_costs_nothing():
 
 def test_the_ledger_books_the_factors(node_federation, trainings):
     seen = trainings()
-    result = run("fedkd", node_federation, model="gcn-2x8,sage-2x8", rounds=4, copilot="gcn-2x32", start=0.7, end=0.7)
+    result = run(
+        "fedkd",
+        node_federation,
+        model="gcn-2x8,sage-2x8",
+        rounds=4,
+        copilot="gcn-2x32",
+        start=0.7,
+        end=0.7,
+    )
     full = 12 * 32 + 32 + 32 * 3 + 3
-    sizes = [[sum(t.numel() for t in flatten(r).values()) for r in replies.values()] for _, replies in seen]
+    sizes = [
+        [sum(t.numel() for t in flatten(r).values()) for r in replies.values()]
+        for _, replies in seen
+    ]
     assert all(size < full for round_ in sizes for size in round_)
     assert result.traffic["phases"]["train"]["scalars_up"] == sum(map(sum, sizes))
     (first, _), *later = seen
     assert all("copilot" in sent for sent in first.values())
-    assert all("copilot" not in sent and "update" in sent for sent_to_all, _ in later for sent in sent_to_all.values())
+    assert all(
+        "copilot" not in sent and "update" in sent
+        for sent_to_all, _ in later
+        for sent in sent_to_all.values()
+    )
 
 
 def test_all_energy_sends_no_more_than_the_weights_and_loses_nothing(node_federation, trainings):
     seen = trainings()
-    result = run("fedkd", node_federation, model=MODEL, rounds=3, copilot="gcn-2x8", start=1.0, end=1.0)
+    result = run(
+        "fedkd", node_federation, model=MODEL, rounds=3, copilot="gcn-2x8", start=1.0, end=1.0
+    )
     full = 12 * 8 + 8 + 8 * 3 + 3
     sent, replies = seen[-1]
     assert all(sum(t.numel() for t in flatten(r).values()) <= full for r in replies.values())
     # What the server has now is what it had, as the clients know it, and the mean of what they told.
-    size = {c: g.num_nodes for c, g in zip(node_federation.names, node_federation.graphs, strict=True)}
-    change = sum(size[c] * restored(r["update"])["layers.0.weight"] for c, r in replies.items()) / sum(size.values())
-    before = seen[0][0]["0"]["copilot"]["layers.0.weight"] + sum(restored(s["0"]["update"])["layers.0.weight"] for s, _ in seen[1:])
+    size = {
+        c: g.num_nodes for c, g in zip(node_federation.names, node_federation.graphs, strict=True)
+    }
+    change = sum(
+        size[c] * restored(r["update"])["layers.0.weight"] for c, r in replies.items()
+    ) / sum(size.values())
+    before = seen[0][0]["0"]["copilot"]["layers.0.weight"] + sum(
+        restored(s["0"]["update"])["layers.0.weight"] for s, _ in seen[1:]
+    )
     assert torch.allclose(result.models["server"]["layers.0.weight"], before + change, atol=1e-5)
     assert sent.keys() == size.keys()
 
 
-def test_clients_and_server_hold_the_same_copilot_and_who_missed_a_round_gets_it_whole(node_federation, trainings, monkeypatch):
+def test_clients_and_server_hold_the_same_copilot_and_who_missed_a_round_gets_it_whole(
+    node_federation, trainings, monkeypatch
+):
     seen, commons, original = trainings(), [], FedKD.descend
 
     def descend(self, client, net, model=None):
-        commons.append((client.name, {name: tensor.clone() for name, tensor in client.state["common"].items()}))
+        commons.append(
+            (client.name, {name: tensor.clone() for name, tensor in client.state["common"].items()})
+        )
         original(self, client, net, model)
 
     monkeypatch.setattr(FedKD, "descend", descend)
-    result = run("fedkd", node_federation, model=MODEL, rounds=8, participation=0.5, seed=3, **QUICK)
+    result = run(
+        "fedkd", node_federation, model=MODEL, rounds=8, participation=0.5, seed=3, **QUICK
+    )
     took = [set(sent) for sent, _ in seen]
     for t, (sent, _) in enumerate(seen):
         for client, message in sent.items():
             assert ("copilot" in message) == (t == 0 or client not in took[t - 1])
-    for (_, one), (_, other) in zip(commons[::2], commons[1::2], strict=True):  # two take part in each round
+    for (_, one), (_, other) in zip(
+        commons[::2], commons[1::2], strict=True
+    ):  # two take part in each round
         assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
-    size = {c: g.num_nodes for c, g in zip(node_federation.names, node_federation.graphs, strict=True)}
+    size = {
+        c: g.num_nodes for c, g in zip(node_federation.names, node_federation.graphs, strict=True)
+    }
     _, last = seen[-1]
-    change = sum(size[c] * restored(r["update"])["layers.0.weight"] for c, r in last.items()) / sum(size[c] for c in last)
+    change = sum(size[c] * restored(r["update"])["layers.0.weight"] for c, r in last.items()) / sum(
+        size[c] for c in last
+    )
     near = restored(compressed({"layers.0.weight": change}, QUICK["end"]))["layers.0.weight"]
-    assert torch.allclose(result.models["server"]["layers.0.weight"], commons[-1][1]["layers.0.weight"] + near, atol=1e-5)
+    assert torch.allclose(
+        result.models["server"]["layers.0.weight"],
+        commons[-1][1]["layers.0.weight"] + near,
+        atol=1e-5,
+    )
     assert any("update" in message for sent, _ in seen for message in sent.values())
     assert any("copilot" in message for sent, _ in seen[1:] for message in sent.values())
 
@@ -132,14 +182,21 @@ def test_factors_larger_than_the_matrix_are_refused():
     method = FedKD(copilot="gcn-2x8")
     whole = {name: torch.ones(shape) for name, _, shape in model_schema("gcn-2x8", facts)}
     fat = {**whole, "layers.0.weight": {"left": torch.ones(12, 7), "right": torch.ones(7, 8)}}
-    rows = {name: shape for name, _, shape in FedKD.train.reply_schema(method, facts, {}, (), {"update": fat})}
+    rows = {
+        name: shape
+        for name, _, shape in FedKD.train.reply_schema(method, facts, {}, (), {"update": fat})
+    }
     assert rows["update/layers.0.weight/left"] == (12, 4)
     assert rows["update/layers.0.bias"] == (8,)
     expected = FedKD.train.reply_schema(method, facts, {}, (), {"update": fat})
     with pytest.raises(MessageError, match=r"layers\.0\.weight/left"):
         check({"update": fat}, expected, "client '0'")
     thin = {**whole, "layers.0.weight": {"left": torch.ones(12, 4), "right": torch.ones(4, 8)}}
-    check({"update": thin}, FedKD.train.reply_schema(method, facts, {}, (), {"update": thin}), "client '0'")
+    check(
+        {"update": thin},
+        FedKD.train.reply_schema(method, facts, {}, (), {"update": thin}),
+        "client '0'",
+    )
 
 
 def test_factors_whose_product_is_infinite_are_refused_by_client(node_federation, monkeypatch):
@@ -148,7 +205,10 @@ def test_factors_whose_product_is_infinite_are_refused_by_client(node_federation
     def call(self, phase, sent):
         replies = original(self, phase, sent)
         if phase == "train":
-            replies["2"]["update"]["layers.0.weight"] = {"left": torch.full((12, 2), 3e30), "right": torch.full((2, 8), 3e30)}
+            replies["2"]["update"]["layers.0.weight"] = {
+                "left": torch.full((12, 2), 3e30),
+                "right": torch.full((2, 8), 3e30),
+            }
         return replies
 
     monkeypatch.setattr(Loop, "call", call)
@@ -160,4 +220,6 @@ def test_an_update_to_who_has_nothing_to_change_is_refused(node_federation):
     method = FedKD(**QUICK)
     client = client_of(node_federation, method)
     with pytest.raises(MessageError, match="to client '0' in 'train': 'copilot' is missing"):
-        method.train(client, torch.tensor(0.9), update=dict(client.state["copilot"].named_parameters()))
+        method.train(
+            client, torch.tensor(0.9), update=dict(client.state["copilot"].named_parameters())
+        )

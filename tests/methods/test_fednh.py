@@ -25,8 +25,14 @@ def rng(seed=0):
 def scene(federation, model="gcn-2x8", **settings):
     """A method, a client that is set up, and prototypes."""
     graph = federation.graphs[0]
-    facts = Facts(graph.num_features, graph.num_classes, federation.task, ("0",), (model,), dropout=0.0)
-    client, method, W = Client("0", graph, facts), FedNH(**settings), spread(graph.num_classes, 8, rng(1))
+    facts = Facts(
+        graph.num_features, graph.num_classes, federation.task, ("0",), (model,), dropout=0.0
+    )
+    client, method, W = (
+        Client("0", graph, facts),
+        FedNH(**settings),
+        spread(graph.num_classes, 8, rng(1)),
+    )
     method.setup(client, prototypes=W)
     return method, client, W
 
@@ -39,7 +45,9 @@ def test_the_prototypes_begin_as_a_simplex_wherever_that_fits(classes, width):
     assert (W @ W.T).fill_diagonal_(-1).max() == pytest.approx(-1 / (classes - 1), abs=1e-3)
 
 
-@pytest.mark.parametrize(("classes", "width", "best"), [(6, 3, 0.0), (12, 3, 5**-0.5), (12, 8, 0.0)])
+@pytest.mark.parametrize(
+    ("classes", "width", "best"), [(6, 3, 0.0), (12, 3, 5**-0.5), (12, 8, 0.0)]
+)
 def test_more_classes_than_that_are_spread_too(classes, width, best):
     """Octahedron, icosahedron, and half of a cross-polytope: the largest cosines that are known to be least."""
     W = spread(classes, width, rng())
@@ -90,7 +98,9 @@ def test_a_round_of_the_server_by_hand(node_federation, monkeypatch, trainings):
     W, after = (seen[k][0]["0"]["prototypes"] for k in (0, 1))
     for c in range(3):
         weighted = sum(len(own[c]) * F.normalize(own[c].mean(0), dim=0) for own in clients.values())
-        assert torch.allclose(after[c], F.normalize(0.6 * W[c] + 0.4 * F.normalize(weighted, dim=0), dim=0), atol=1e-5)
+        assert torch.allclose(
+            after[c], F.normalize(0.6 * W[c] + 0.4 * F.normalize(weighted, dim=0), dim=0), atol=1e-5
+        )
 
 
 # ---- the head ----
@@ -101,7 +111,9 @@ def test_logits_are_scaled_cosines_in_training_and_prediction(federation):
     z = net.embed(graph)
     by_hand = torch.stack([7.0 * torch.cosine_similarity(z, w.expand_as(z)) for w in W], 1)
     assert torch.allclose(method.predict(client, None), by_hand, atol=1e-5)
-    assert torch.isclose(method.objective(client, graph, net, None), client.loss(by_hand, graph), atol=1e-5)
+    assert torch.isclose(
+        method.objective(client, graph, net, None), client.loss(by_hand, graph), atol=1e-5
+    )
 
 
 def test_a_model_that_is_sent_is_what_predicts(federation):
@@ -109,8 +121,13 @@ def test_a_model_that_is_sent_is_what_predicts(federation):
     other = client.build("other")
     W = spread(federation.num_classes, 8, rng(9))
     expected = method.logits(other.embed(client.full_graph), W)
-    assert torch.allclose(method.predict(client, body(weights(other)) | {"prototypes": W}), expected)
-    assert torch.equal(embedded(client.state["model"], weights(other), client.full_graph), other.embed(client.full_graph))
+    assert torch.allclose(
+        method.predict(client, body(weights(other)) | {"prototypes": W}), expected
+    )
+    assert torch.equal(
+        embedded(client.state["model"], weights(other), client.full_graph),
+        other.embed(client.full_graph),
+    )
 
 
 def test_only_the_extractor_learns(node_federation):
@@ -139,7 +156,10 @@ def test_one_client_learns_as_a_plain_loop_does(node_federation):
 
 def test_evaluations_differ_in_whose_model_and_prototypes_they_take(node_federation):
     ways = {e: run("fednh", node_federation, evaluation=e, **SMALL) for e in ("local", "global")}
-    assert all(torch.equal(t, flatten(ways["global"].models)[k]) for k, t in flatten(ways["local"].models).items())
+    assert all(
+        torch.equal(t, flatten(ways["global"].models)[k])
+        for k, t in flatten(ways["local"].models).items()
+    )
     assert ways["local"].traffic["measuring"]["scalars_down"] == 0
     assert ways["global"].traffic["measuring"]["scalars_down"] == 4 * 3 * (12 * 8 + 8 + 3 * 8)
 
@@ -150,7 +170,9 @@ def test_the_head_stays_at_home_and_absent_classes_send_zeros(node_federation, t
     kept = graphs[0].train & (graphs[0].y != 2)
     lacking = replace(graphs[0], train=kept, test=graphs[0].test | (graphs[0].train & ~kept))
     seen = trainings()
-    result = run("fednh", replace(node_federation, graphs=(lacking, *graphs[1:]), whole=None), **SMALL)
+    result = run(
+        "fednh", replace(node_federation, graphs=(lacking, *graphs[1:]), whole=None), **SMALL
+    )
     for _, replies in seen:
         assert (replies["0"]["directions"] != 0).any(1).tolist() == [True, True, False]
     extractor, W = 12 * 8 + 8, 3 * 8
@@ -159,7 +181,10 @@ def test_the_head_stays_at_home_and_absent_classes_send_zeros(node_federation, t
 
 
 def test_a_secure_run_moves_the_prototypes_alike(node_federation):
-    plain, secure = (run("fednh", node_federation, secure=secure, **SMALL).models["server"] for secure in (False, True))
+    plain, secure = (
+        run("fednh", node_federation, secure=secure, **SMALL).models["server"]
+        for secure in (False, True)
+    )
     assert torch.allclose(plain["prototypes"], secure["prototypes"], atol=2e-5)
 
 
@@ -175,7 +200,9 @@ def test_a_class_that_exists_nowhere_keeps_its_prototype(node_federation, traini
 
 
 def test_nobody_has_labels_then_nothing_moves(node_federation, trainings):
-    bare = Federation(tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs))
+    bare = Federation(
+        tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs)
+    )
     seen = trainings()
     result = run("fednh", bare, **SMALL)
     assert torch.equal(seen[0][0]["0"]["prototypes"], result.models["server"]["prototypes"])
@@ -186,7 +213,11 @@ def test_nobody_has_labels_then_nothing_moves(node_federation, trainings):
 def test_an_inductive_client_without_training_items_takes_part(node_federation):
     graphs = node_federation.graphs
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
-    result = run("fednh", replace(node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=True), **SMALL)
+    result = run(
+        "fednh",
+        replace(node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=True),
+        **SMALL,
+    )
     assert all(t.isfinite().all() for t in flatten(result.models).values())
 
 

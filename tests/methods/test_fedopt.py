@@ -19,7 +19,11 @@ def test_two_rounds_by_hand(node_federation, monkeypatch):
     from fedloom.core.server import Server
 
     averages, original = [], Server.mean
-    monkeypatch.setattr(Server, "mean", lambda self, *a, **k: averages.append((k["model"], m := original(self, *a, **k))) or m)
+    monkeypatch.setattr(
+        Server,
+        "mean",
+        lambda self, *a, **k: averages.append((k["model"], m := original(self, *a, **k))) or m,
+    )
     result = run("fedopt", node_federation, model="gcn-2x8", rounds=2, server_lr=0.05)
     m = v = None
     for before, after in averages:

@@ -22,12 +22,30 @@ from fedloom.experiments.run import run
 from fedloom.methods.fedpg import Around, FedPG, _adjacency, _at_most, _gathered, _shuffled
 
 QUICK = {"rounds": 4, "server_lr": 0.05}
-OTHER = {"floor": 8, "top_peers": 1, "similar": 2.0, "most": 1, "nearest": 1, "t": 0.999, "band": 0.0005, "margin_cap": 0.0, "sure": 0.2}
+OTHER = {
+    "floor": 8,
+    "top_peers": 1,
+    "similar": 2.0,
+    "most": 1,
+    "nearest": 1,
+    "t": 0.999,
+    "band": 0.0005,
+    "margin_cap": 0.0,
+    "sure": 0.2,
+}
 NEEDS = {
     "annotate": {"sure": 0.2}, "sure": {"annotate": "pseudo"}, "most": {"neighbours": "any"},
     "t": {"pull": 5.0}, "band": {"pull": 5.0, "t": 0.9999}, "nearest": {"pull": 5.0, "t": 0.0},
 }  # fmt: skip
-TGP = {"hops": 0, "alpha": 1.0, "sampling": 0.0, "geometry": "euclidean", "direction": "query", "align": "item", "unit": False}
+TGP = {
+    "hops": 0,
+    "alpha": 1.0,
+    "sampling": 0.0,
+    "geometry": "euclidean",
+    "direction": "query",
+    "align": "item",
+    "unit": False,
+}
 SAME_AS_TGP = {**TGP, "pull": 1.0, "margin_cap": 100.0}
 
 
@@ -40,9 +58,16 @@ def ready(federation, number=0, **settings):
 # ---- limits ----
 def test_without_hops_peers_and_sampling_it_is_fedtgp(federation):
     settings = {"model": MODEL, "rounds": 5, "server_lr": 0.05}
-    ours, theirs = run("fedpg", federation, **settings, **SAME_AS_TGP), run("fedtgp", federation, **settings)
+    ours, theirs = (
+        run("fedpg", federation, **settings, **SAME_AS_TGP),
+        run("fedtgp", federation, **settings),
+    )
     assert same(ours, theirs, 2e-5)  # sums in another order; Adam makes 4e-6 of it in five rounds
-    assert not same(run("fedpg", federation, **settings, **(SAME_AS_TGP | {"direction": "anchor"})), theirs, 1e-3)
+    assert not same(
+        run("fedpg", federation, **settings, **(SAME_AS_TGP | {"direction": "anchor"})),
+        theirs,
+        1e-3,
+    )
 
 
 def test_with_the_mean_in_place_of_anchors_it_is_fedproto(federation):
@@ -52,9 +77,16 @@ def test_with_the_mean_in_place_of_anchors_it_is_fedproto(federation):
 
 
 def test_the_first_round_is_local_and_without_pull_all_are(node_federation):
-    assert same(run("fedpg", node_federation, model=MODEL, rounds=1), run("local", node_federation, model=MODEL, rounds=1))
+    assert same(
+        run("fedpg", node_federation, model=MODEL, rounds=1),
+        run("local", node_federation, model=MODEL, rounds=1),
+    )
     settings = {"model": MODEL, "rounds": 3}
-    assert same(run("fedpg", node_federation, pull=0.0, **settings), run("local", node_federation, **settings), 1e-5)
+    assert same(
+        run("fedpg", node_federation, pull=0.0, **settings),
+        run("local", node_federation, **settings),
+        1e-5,
+    )
 
 
 # ---- what travels ----
@@ -75,8 +107,13 @@ def test_traffic_is_the_formula_and_no_zero_vector_or_weight_travels(trainings):
 
 
 def test_absent_entries_are_masked_and_never_zero(node_federation, trainings):
-    one_class = replace(node_federation.graphs[0], train=node_federation.graphs[0].train & (node_federation.graphs[0].y == 1))
-    federation = replace(node_federation, graphs=(one_class, *node_federation.graphs[1:]), whole=None)
+    one_class = replace(
+        node_federation.graphs[0],
+        train=node_federation.graphs[0].train & (node_federation.graphs[0].y == 1),
+    )
+    federation = replace(
+        node_federation, graphs=(one_class, *node_federation.graphs[1:]), whole=None
+    )
     rounds = trainings()
     run("fedpg", federation, model=MODEL, rounds=3)
     for sent, replies in rounds:
@@ -88,7 +125,9 @@ def test_absent_entries_are_masked_and_never_zero(node_federation, trainings):
             assert (reply["prototypes"].norm(dim=1) > 0).all()
         for message in sent.values():
             if message:
-                assert message["prototypes"].norm(dim=1).max() <= 1 + 1e-5  # a convex combination of means of unit vectors
+                assert (
+                    message["prototypes"].norm(dim=1).max() <= 1 + 1e-5
+                )  # a convex combination of means of unit vectors
 
 
 def test_the_floor_counts_different_items_behind_a_prototype(node_federation):
@@ -96,25 +135,39 @@ def test_the_floor_counts_different_items_behind_a_prototype(node_federation):
     star = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4], [1, 2, 3, 4, 0, 0, 0, 0]])
     every = torch.ones(5, dtype=torch.bool)
     graph = Graph(torch.randn(5, 12), star, torch.tensor([0, 0, 0, 0, 0]), 3, train=every)
-    for floor, expected in ((1, [True, True, True]), (2, [True, True, True]), (5, [True, True, False]), (6, [False] * 3)):
+    for floor, expected in (
+        (1, [True, True, True]),
+        (2, [True, True, True]),
+        (5, [True, True, False]),
+        (6, [False] * 3),
+    ):
         client, method = ready(replace(node_federation, graphs=(graph,)), floor=floor)
         assert method.train(client)["present"][0].tolist() == expected
     lone = replace(graph, y=torch.tensor([1, 0, 0, 0, 0]))
     client, method = ready(replace(node_federation, graphs=(lone,)), floor=2, neighbours="any")
     # Class 0: four centres, whose one neighbour is node 0, and at two hops each other. Class 1: one centre, four neighbours.
-    assert method.train(client)["present"].tolist() == [[True, False, True], [False, True, False], [False] * 3]
+    assert method.train(client)["present"].tolist() == [
+        [True, False, True],
+        [False, True, False],
+        [False] * 3,
+    ]
 
 
 # ---- local prototypes ----
 def by_hand(graph, z, hops, same_class=True):
     distance = shortest_path(_adjacency(graph), unweighted=True, directed=False)
     np.fill_diagonal(distance, 0)
-    table, present = torch.zeros(graph.num_classes, hops + 1, z.shape[1]), torch.zeros(graph.num_classes, hops + 1, dtype=torch.bool)
+    table, present = (
+        torch.zeros(graph.num_classes, hops + 1, z.shape[1]),
+        torch.zeros(graph.num_classes, hops + 1, dtype=torch.bool),
+    )
     for c in range(graph.num_classes):
         for h in range(hops + 1):
             means = []
             for i in (graph.y == c).nonzero().flatten().tolist():
-                members = [j for j in np.flatnonzero(distance[i] == h) if not same_class or graph.y[j] == c]
+                members = [
+                    j for j in np.flatnonzero(distance[i] == h) if not same_class or graph.y[j] == c
+                ]
                 if members:
                     means.append(z[members].mean(0))
             if means:
@@ -138,13 +191,18 @@ def test_attention_is_a_softmax_over_the_members_of_each_centre(node_federation)
     client, method = ready(node_federation, hops=1, neighbours="any")
     z = method.embeddings(client)
     around = method.surroundings(client, client.graph, z).hops[0]
-    vectors = torch.nn.init.normal_(client.state["attention"].vectors.detach()[0], generator=torch.Generator().manual_seed(0))
+    vectors = torch.nn.init.normal_(
+        client.state["attention"].vectors.detach()[0], generator=torch.Generator().manual_seed(0)
+    )
     w = method.weights_around(client, 1, z, around)
     assert torch.allclose(around.over_members(w)[around.centres], torch.ones(len(around.centres)))
     i = int(around.centres[3])
     mine = around.centre == i
     members = around.member[mine]
-    scores = [F.leaky_relu(torch.cat([z[i], z[j], z[members].mean(0)]) @ vectors.flatten(), 0.2) for j in members]
+    scores = [
+        F.leaky_relu(torch.cat([z[i], z[j], z[members].mean(0)]) @ vectors.flatten(), 0.2)
+        for j in members
+    ]
     assert torch.allclose(w[mine], torch.stack(scores).softmax(0), atol=1e-6)
 
 
@@ -152,7 +210,9 @@ def test_every_hop_has_its_own_attention(node_federation):
     client, method = ready(node_federation, neighbours="any")
     z = method.embeddings(client)
     first, second = method.surroundings(client, client.graph, z).hops
-    torch.nn.init.normal_(client.state["attention"].vectors.detach()[1], generator=torch.Generator().manual_seed(0))
+    torch.nn.init.normal_(
+        client.state["attention"].vectors.detach()[1], generator=torch.Generator().manual_seed(0)
+    )
     assert torch.allclose(method.weights_around(client, 1, z, first), 1 / first.size)
     assert not torch.allclose(method.weights_around(client, 2, z, second), 1 / second.size)
 
@@ -160,7 +220,9 @@ def test_every_hop_has_its_own_attention(node_federation):
 def test_universal_prototypes_have_length_one(node_federation, trainings):
     rounds = trainings()
     run("fedpg", node_federation, model=MODEL, rounds=3, alpha=1.0)
-    lengths = torch.cat([m["prototypes"].norm(dim=1) for sent, _ in rounds for m in sent.values() if m])
+    lengths = torch.cat(
+        [m["prototypes"].norm(dim=1) for sent, _ in rounds for m in sent.values() if m]
+    )
     assert len(lengths)
     assert torch.allclose(lengths, torch.ones_like(lengths), atol=1e-5)
 
@@ -173,7 +235,9 @@ def test_permuting_nodes_changes_nothing(node_federation):
     replies = []
     for version in (graph, shuffled):
         client, method = ready(replace(node_federation, graphs=(version,)))
-        torch.nn.init.normal_(client.state["attention"].vectors.detach(), generator=torch.Generator().manual_seed(0))
+        torch.nn.init.normal_(
+            client.state["attention"].vectors.detach(), generator=torch.Generator().manual_seed(0)
+        )
         replies.append(method.train(client))
     assert torch.equal(replies[0]["present"], replies[1]["present"])
     assert torch.equal(replies[0]["counts"], replies[1]["counts"])
@@ -207,23 +271,36 @@ def test_neighbours_of_graphs_are_the_nearest_within_a_band_of_cosines(node_fede
     angles = torch.tensor([0.0, 10, 20, 30, 40, 90]) * math.pi / 180
     z = torch.stack([angles.cos(), angles.sin()], 1)
     label = torch.tensor([0, 0, 0, 0, 1, -1])
-    method = FedPG(t=math.cos(15 * math.pi / 180), band=math.cos(15 * math.pi / 180) - math.cos(25 * math.pi / 180), nearest=10)
-    one, two = ({(int(i), int(j)) for i, j in zip(at.centre, at.member, strict=True)} for at in method.by_similarity(label, z, 2))
+    method = FedPG(
+        t=math.cos(15 * math.pi / 180),
+        band=math.cos(15 * math.pi / 180) - math.cos(25 * math.pi / 180),
+        nearest=10,
+    )
+    one, two = (
+        {(int(i), int(j)) for i, j in zip(at.centre, at.member, strict=True)}
+        for at in method.by_similarity(label, z, 2)
+    )
     assert one == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)}
     assert two == {(0, 2), (2, 0), (1, 3), (3, 1)}
     (one, _) = replace(method, nearest=1, t=0.0, neighbours="any").by_similarity(label, z, 2)
-    assert torch.bincount(one.centre).tolist() == [1] * 5  # who has no class is no centre, and may be a member
+    assert (
+        torch.bincount(one.centre).tolist() == [1] * 5
+    )  # who has no class is no centre, and may be a member
 
 
 # ---- alignment ----
 def test_the_alignment_is_the_sum_of_distances_between_prototypes(node_federation):
-    client, method = ready(node_federation, pull=0.3, neighbours="any")  # or a centre has one neighbour, whose weight is 1
+    client, method = ready(
+        node_federation, pull=0.3, neighbours="any"
+    )  # or a centre has one neighbour, whose weight is 1
     net, graph = client.state["model"], client.graph
     z = F.normalize(net.embed(graph))
     own, there, _ = method.prototypes(client, z, method.surroundings(client, graph, z))
     table, present = torch.randn(3, 3, 8), there.clone()
     present[1, 2] = False
-    expected = client.loss(net(graph), graph) + 0.3 * sum((own - table)[c, h].norm() for c, h in present.nonzero().tolist())
+    expected = client.loss(net(graph), graph) + 0.3 * sum(
+        (own - table)[c, h].norm() for c, h in present.nonzero().tolist()
+    )
     found = method.objective(client, graph, net, {"table": table, "present": present})
     assert torch.isclose(found, expected, atol=1e-5)
     found.backward()
@@ -232,15 +309,25 @@ def test_the_alignment_is_the_sum_of_distances_between_prototypes(node_federatio
 
 
 @pytest.mark.parametrize("align", ["prototype", "item"])
-def test_the_alignment_alone_reaches_the_extractor_and_the_attention_at_every_hop(federation, align):
+def test_the_alignment_alone_reaches_the_extractor_and_the_attention_at_every_hop(
+    federation, align
+):
     client, method = ready(federation, align=align, t=0.0, band=0.5, neighbours="any")
     batch = client.batches(0)[0]
-    table, present = torch.randn(batch.num_classes, 3, 8), torch.ones(batch.num_classes, 3, dtype=torch.bool)
+    table, present = (
+        torch.randn(batch.num_classes, 3, 8),
+        torch.ones(batch.num_classes, 3, dtype=torch.bool),
+    )
     z = method.scaled(client.state["model"].embed(batch))
-    between = (z @ z.T)[~torch.eye(len(z), dtype=torch.bool)].median().item()  # cosines of graphs are all near 1: half of them at each hop
+    between = (
+        (z @ z.T)[~torch.eye(len(z), dtype=torch.bool)].median().item()
+    )  # cosines of graphs are all near 1: half of them at each hop
     method = replace(method, t=min(between, 1.0), band=2.0)
     method.alignment(client, batch, z, table, present).backward()
-    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in client.state["model"].layers.parameters())
+    assert any(
+        p.grad is not None and p.grad.abs().sum() > 0
+        for p in client.state["model"].layers.parameters()
+    )
     assert (client.state["attention"].vectors.grad.abs().sum((1, 2)) > 0).all()
 
 
@@ -263,7 +350,13 @@ def uploads_of(*rows):
     return Replies(replies)
 
 
-ROWS = (("1", 0, 0, [1, 0]), ("1", 0, 1, [0, 1]), ("3", 0, 0, [0.8, 0.6]), ("3", 1, 0, [0, -1]), ("3", 1, 1, [-1, 0]))
+ROWS = (
+    ("1", 0, 0, [1, 0]),
+    ("1", 0, 1, [0, 1]),
+    ("3", 0, 0, [0.8, 0.6]),
+    ("3", 1, 0, [0, -1]),
+    ("3", 1, 1, [-1, 0]),
+)
 
 
 def test_the_contrast_is_the_sum_over_entries_of_minus_log_shares():
@@ -271,23 +364,34 @@ def test_the_contrast_is_the_sum_over_entries_of_minus_log_shares():
     assert counts.tolist() == [1, 1, 3, 3, 3]
     method = FedPG(hops=1, sampling=0.0, temperature=0.7)
     speaks = method.receptive_field(at, torch.rand(len(at), 2), 2)
-    anchors, margin = torch.randn(2, 2, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([0.2, 0.4])
+    anchors, margin = (
+        torch.randn(2, 2, 2, generator=torch.Generator().manual_seed(0)),
+        torch.tensor([0.2, 0.4]),
+    )
     expected = 0.0
     for c in range(2):
         for h in range(2):
             cosine = F.cosine_similarity(anchors[c, h], uploads)
-            true = sum(math.exp((cosine[k] - margin[h]) / 0.7) for k in range(5) if at[k].tolist() == [c, h])
+            true = sum(
+                math.exp((cosine[k] - margin[h]) / 0.7)
+                for k in range(5)
+                if at[k].tolist() == [c, h]
+            )
             false = sum(math.exp(cosine[k] / 0.7) for k in range(5) if at[k].tolist() == [1 - c, h])
             expected -= math.log(true / (true + false))
     # A constant shift of all distances changes nothing: 1 − cosine serves.
-    assert method.contrast_anchors(anchors, uploads, speaks, margin).item() == pytest.approx(expected, abs=1e-5)
+    assert method.contrast_anchors(anchors, uploads, speaks, margin).item() == pytest.approx(
+        expected, abs=1e-5
+    )
 
 
 def test_an_anchor_that_nobody_speaks_against_has_no_loss_and_a_finite_gradient():
     uploads, at, _ = _gathered(uploads_of(*ROWS[:2]))
     anchors = torch.randn(2, 2, 2, requires_grad=True)
     method = FedPG(hops=1)
-    loss = method.contrast_anchors(anchors, uploads, method.receptive_field(at, torch.rand(len(at), 2), 2), torch.zeros(2))
+    loss = method.contrast_anchors(
+        anchors, uploads, method.receptive_field(at, torch.rand(len(at), 2), 2), torch.zeros(2)
+    )
     loss.backward()
     assert loss.item() == 0
     assert torch.isfinite(anchors.grad).all()
@@ -314,7 +418,9 @@ def test_the_receptive_field_adds_so_many_of_the_same_class_and_other_hops():
         assert int(speaks[0, 0].sum()) == expected
         assert not speaks[0, 0, 10:].any()  # another class
         assert speaks[0, 0, :4].all()
-        assert int(speaks[0, 1].sum()) == 6 + min(4, math.ceil(6 * sampling))  # no more than there are
+        assert int(speaks[0, 1].sum()) == 6 + min(
+            4, math.ceil(6 * sampling)
+        )  # no more than there are
         assert not speaks[1, 1].any()  # nobody told of it
         assert int(speaks[1, 0].sum()) == 2
 
@@ -327,9 +433,13 @@ def test_answers_mix_the_universal_prototype_with_those_of_peers_by_their_centre
     mean = (1 * torch.tensor([1.0, 0]) + 3 * torch.tensor([0.8, 0.6])) / 4  # their cosine is 0.8
     assert torch.allclose(answers["1"]["prototypes"][0], 0.25 * universal[0, 0] + 0.75 * mean)
     assert torch.allclose(answers["3"]["prototypes"][0], 0.25 * universal[0, 0] + 0.75 * mean)
-    assert torch.allclose(answers["3"]["prototypes"][1], 0.25 * universal[1, 0] + 0.75 * torch.tensor([0.0, -1]))
+    assert torch.allclose(
+        answers["3"]["prototypes"][1], 0.25 * universal[1, 0] + 0.75 * torch.tensor([0.0, -1])
+    )
     alone = replace(method, similar=1.1).personal(universal, replies)
-    assert torch.allclose(alone["1"]["prototypes"][0], 0.25 * universal[0, 0] + 0.75 * torch.tensor([1.0, 0]))
+    assert torch.allclose(
+        alone["1"]["prototypes"][0], 0.25 * universal[0, 0] + 0.75 * torch.tensor([1.0, 0])
+    )
     by_rank = replace(method, similar=1.1, top_peers=1).personal(universal, replies)
     assert torch.allclose(by_rank["1"]["prototypes"][0], answers["1"]["prototypes"][0])
     common = replace(method, alpha=1.0).personal(universal, replies)
@@ -371,7 +481,9 @@ def test_a_reply_with_more_vectors_than_it_says_is_refused(node_federation, monk
         replies = original(self, phase, sent)
         if phase == "train":
             first = next(iter(replies))
-            replies[first]["prototypes"] = torch.cat([replies[first]["prototypes"], torch.ones(1, 8)])
+            replies[first]["prototypes"] = torch.cat(
+                [replies[first]["prototypes"], torch.ones(1, 8)]
+            )
         return replies
 
     monkeypatch.setattr(Loop, "call", call)
@@ -401,7 +513,9 @@ def test_when_nobody_has_a_label_nothing_travels_and_nothing_breaks(node_federat
 
 
 def test_pairs_count_members_and_centres_of_each_class():
-    around = Around(torch.tensor([0, 0, 1, 3]), torch.tensor([1, 2, 2, 0]), torch.tensor([0, 0, 1, 1]), 3)
+    around = Around(
+        torch.tensor([0, 0, 1, 3]), torch.tensor([1, 2, 2, 0]), torch.tensor([0, 0, 1, 1]), 3
+    )
     assert around.num_centres.tolist() == [2, 1, 0]
     assert around.num_members.tolist() == [2, 1, 0]
     assert around.size.tolist() == [2, 2, 1, 1]

@@ -21,7 +21,11 @@ def client_of(federation, number=0, **facts):
 
 
 def weights_of(result):
-    return {f"{owner}/{key}": t for owner, model in result.models.items() for key, t in flatten(model).items()}
+    return {
+        f"{owner}/{key}": t
+        for owner, model in result.models.items()
+        for key, t in flatten(model).items()
+    }
 
 
 def same(one, other, atol=0.0):
@@ -32,9 +36,18 @@ def same(one, other, atol=0.0):
 
 def test_without_pull_and_in_the_first_round_it_is_local_training(federation):
     settings = {"model": MODEL, "rounds": 3}
-    assert same(run("fedproto", federation, pull=0.0, **settings), run("local", federation, **settings), 1e-6)
-    assert same(run("fedproto", federation, **(settings | {"rounds": 1})), run("local", federation, **(settings | {"rounds": 1})))
-    assert not same(run("fedproto", federation, **settings), run("local", federation, **settings), 1e-4)
+    assert same(
+        run("fedproto", federation, pull=0.0, **settings),
+        run("local", federation, **settings),
+        1e-6,
+    )
+    assert same(
+        run("fedproto", federation, **(settings | {"rounds": 1})),
+        run("local", federation, **(settings | {"rounds": 1})),
+    )
+    assert not same(
+        run("fedproto", federation, **settings), run("local", federation, **settings), 1e-4
+    )
 
 
 def test_the_objective_is_ce_plus_the_mean_squared_distance(node_federation):
@@ -43,9 +56,15 @@ def test_the_objective_is_ce_plus_the_mean_squared_distance(node_federation):
     graph, net = client.graph, client.state["model"]
     table, present = torch.randn(3, 8), torch.tensor([True, False, True])
     z = net.embed(graph)
-    rows = [((z[i] - table[graph.y[i]]) ** 2).mean() for i in graph.train.nonzero().flatten() if present[graph.y[i]]]
+    rows = [
+        ((z[i] - table[graph.y[i]]) ** 2).mean()
+        for i in graph.train.nonzero().flatten()
+        if present[graph.y[i]]
+    ]
     expected = client.loss(net(graph), graph) + 0.7 * torch.stack(rows).mean()
-    assert torch.isclose(method.objective(client, graph, net, {"table": table, "present": present}), expected)
+    assert torch.isclose(
+        method.objective(client, graph, net, {"table": table, "present": present}), expected
+    )
 
 
 def test_the_server_takes_the_mean_over_all_training_items_of_a_class(node_federation):
@@ -74,10 +93,18 @@ def test_classes_with_fewer_items_than_the_floor_stay_at_home(node_federation):
 
 def test_a_class_that_exists_nowhere_and_a_single_client_are_no_trouble(node_federation):
     graphs = tuple(replace(g, num_classes=5) for g in node_federation.graphs[:1])
-    result = run("fedproto", replace(node_federation, graphs=graphs, names=node_federation.names[:1], whole=None), model=MODEL, rounds=3)
+    result = run(
+        "fedproto",
+        replace(node_federation, graphs=graphs, names=node_federation.names[:1], whole=None),
+        model=MODEL,
+        rounds=3,
+    )
     assert result.summary["status"] == "completed"
 
 
 def test_secure_runs_give_the_same_weights(node_federation):
-    plain, secure = (run("fedproto", node_federation, model=MODEL, rounds=3, secure=secure) for secure in (False, True))
+    plain, secure = (
+        run("fedproto", node_federation, model=MODEL, rounds=3, secure=secure)
+        for secure in (False, True)
+    )
     assert same(plain, secure, 1e-3)

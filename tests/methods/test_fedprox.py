@@ -10,15 +10,24 @@ from fedloom.nn.weights import squared_distance, weights
 
 def test_mu_zero_is_fedavg_bit_for_bit(federation):
     settings = {"model": "gcn-2x8", "rounds": 4, "seed": 3}
-    prox, avg = run("fedprox", federation, mu=0.0, **settings), run("fedavg", federation, **settings)
+    prox, avg = (
+        run("fedprox", federation, mu=0.0, **settings),
+        run("fedavg", federation, **settings),
+    )
     assert prox.summary["history_hash"] == avg.summary["history_hash"]
 
 
 def test_a_large_mu_keeps_clients_at_the_global_weights(node_federation):
     def drift(mu):
-        result = run("fedprox", node_federation, model="gcn-2x8", rounds=5, mu=mu, optimizer="sgd", lr=0.01)
+        result = run(
+            "fedprox", node_federation, model="gcn-2x8", rounds=5, mu=mu, optimizer="sgd", lr=0.01
+        )
         server = flatten(result.models["server"])
-        return sum(float((flatten(result.models[c])[k] - t).square().sum()) for c in node_federation.names for k, t in server.items())
+        return sum(
+            float((flatten(result.models[c])[k] - t).square().sum())
+            for c in node_federation.names
+            for k, t in server.items()
+        )
 
     assert drift(50.0) < 0.5 * drift(0.0)
 

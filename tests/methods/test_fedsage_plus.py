@@ -13,7 +13,16 @@ from fedloom.data.graph import Graph
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError, MessageError
 from fedloom.experiments.run import run
-from fedloom.methods.fedsage_plus import FGEN, FedSagePlus, closest, generate, impair, mend, nearest, noisy
+from fedloom.methods.fedsage_plus import (
+    FGEN,
+    FedSagePlus,
+    closest,
+    generate,
+    impair,
+    mend,
+    nearest,
+    noisy,
+)
 
 QUICK = {"generator_rounds": 2, "latent": 4, "most": 2, "sample": 6, "generator_lr": 0.05}
 OTHER = {"most": 1}
@@ -24,8 +33,18 @@ def prepared(federation, model="gcn-2x8", dropout=0.0, **settings):
     """A method and its clients, ready for the first generator round."""
     method = FedSagePlus(**{**QUICK, **settings})
     models = (model,) * federation.num_clients
-    facts = Facts(federation.num_features, federation.num_classes, "node", federation.names, models, dropout=dropout)
-    clients = {name: Client(name, graph, facts) for name, graph in zip(federation.names, federation.graphs, strict=True)}
+    facts = Facts(
+        federation.num_features,
+        federation.num_classes,
+        "node",
+        federation.names,
+        models,
+        dropout=dropout,
+    )
+    clients = {
+        name: Client(name, graph, facts)
+        for name, graph in zip(federation.names, federation.graphs, strict=True)
+    }
     for client in clients.values():
         method.prepare(client)
     return method, clients
@@ -40,7 +59,10 @@ def letter_of(graph, rows=7, latent=5, seed=0):
         "second": (latent, graph.num_features),
         "second_bias": (graph.num_features,),
     }
-    return {name: torch.randn(shape, generator=rng) for name, shape in {**shapes, "noisy": (rows, latent)}.items()}
+    return {
+        name: torch.randn(shape, generator=rng)
+        for name, shape in {**shapes, "noisy": (rows, latent)}.items()
+    }
 
 
 # ---- the impaired graph ----
@@ -63,7 +85,12 @@ def test_hidden_neighbours_are_counted_and_paired(node_federation):
 
 
 def test_nobody_is_missed_in_a_graph_without_edges():
-    graph = Graph(x=torch.ones(5, 2), edge_index=torch.zeros(2, 0, dtype=torch.int64), y=torch.zeros(5, dtype=torch.int64), num_classes=2)
+    graph = Graph(
+        x=torch.ones(5, 2),
+        edge_index=torch.zeros(2, 0, dtype=torch.int64),
+        y=torch.zeros(5, dtype=torch.int64),
+        num_classes=2,
+    )
     impaired = impair(graph, 0.5, 3, torch.Generator())
     assert impaired.missing.tolist() == [0, 0, 0]
     assert len(impaired.rows) == len(impaired.pair_row) == 0
@@ -72,11 +99,15 @@ def test_nobody_is_missed_in_a_graph_without_edges():
 
 # ---- matching ----
 @pytest.mark.parametrize("entries", [2**23, 40])
-def test_rows_are_matched_with_the_closest_of_their_nodes_neighbours(node_federation, entries, monkeypatch):
+def test_rows_are_matched_with_the_closest_of_their_nodes_neighbours(
+    node_federation, entries, monkeypatch
+):
     monkeypatch.setattr("fedloom.methods.fedsage_plus.ENTRIES", entries)  # in one block, or in many
     graph = node_federation.graphs[0]
     impaired = impair(graph, 0.4, 3, torch.Generator().manual_seed(1))
-    made = torch.randn(len(impaired.rows), graph.num_features, generator=torch.Generator().manual_seed(2))
+    made = torch.randn(
+        len(impaired.rows), graph.num_features, generator=torch.Generator().manual_seed(2)
+    )
     found = closest(made, graph.x, impaired.pair_row, impaired.pair_node)
     for row, x in enumerate(made):
         candidates = impaired.pair_node[impaired.pair_row == row]
@@ -90,7 +121,10 @@ def test_a_gradient_from_another_client_is_that_of_the_same_loss_in_one_place(no
     graph, letter = node_federation.graphs[1], letter_of(node_federation.graphs[1])
     gradient = FedSagePlus().answer(graph, {name: t.clone() for name, t in letter.items()})
     fgen = {name: letter[name].clone().requires_grad_() for name in FGEN}
-    made = F.relu(letter["noisy"] @ fgen["first"] + fgen["first_bias"]) @ fgen["second"] + fgen["second_bias"]
+    made = (
+        F.relu(letter["noisy"] @ fgen["first"] + fgen["first_bias"]) @ fgen["second"]
+        + fgen["second_bias"]
+    )
     torch.cdist(made, graph.x).square().min(1).values.sum().backward()
     for name, parameter in fgen.items():
         assert torch.allclose(gradient[name], parameter.grad, rtol=1e-3, atol=1e-2)
@@ -104,13 +138,23 @@ def test_a_step_follows_the_own_nodes_and_the_mean_of_all_others(node_federation
     first, graph = clients["0"], clients["0"].memory["impaired"].graph
     rows = len(first.memory["impaired"].rows)
     own = {name: t.grad.clone() for name, t in first.memory["fgen"].items()}
-    weights = {name: t.detach().clone().requires_grad_() for name, t in first.memory["fgen"].items()}
+    weights = {
+        name: t.detach().clone().requires_grad_() for name, t in first.memory["fgen"].items()
+    }
     asked = written["0"]["1"]["noisy"]
     assert len(asked) == min(sample, rows)
-    mean = sum(torch.cdist(generate(weights, asked), clients[j].graph.x).square().min(1).values.sum() for j in "123") / 3
+    mean = (
+        sum(
+            torch.cdist(generate(weights, asked), clients[j].graph.x).square().min(1).values.sum()
+            for j in "123"
+        )
+        / 3
+    )
     (0.7 * 0.3 * mean * rows / len(asked) / graph.num_nodes).backward()
     for client in clients.values():
-        method.read_generators(client, {s: sent[client.name] for s, sent in written.items() if client.name in sent})
+        method.read_generators(
+            client, {s: sent[client.name] for s, sent in written.items() if client.name in sent}
+        )
     answers = {name: method.write_gradients(client) for name, client in clients.items()}
     method.read_gradients(first, {s: sent["0"] for s, sent in answers.items() if "0" in sent})
     for name, parameter in first.memory["fgen"].items():
@@ -142,27 +186,40 @@ def parts(client):
     }
 
 
-REACHED = {"degree": {"encoder", "dgen"}, "feature": {"encoder", "fgen"}, "class": {"encoder", "fgen", "classifier"}}
+REACHED = {
+    "degree": {"encoder", "dgen"},
+    "feature": {"encoder", "fgen"},
+    "class": {"encoder", "fgen", "classifier"},
+}
 
 
 @pytest.mark.parametrize("model", ["gcn-2x8", "sage-2x8+norm", "sgc-2x8", "gat-2x8"])
 def test_every_term_reaches_what_it_is_to_teach(node_federation, model):
     """In sparse features too, which would be constants: a tenth of the entries is left."""
     x = node_federation.graphs[0].x
-    sparse = replace(node_federation.graphs[0], x=x * (torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) < 0.1))
+    sparse = replace(
+        node_federation.graphs[0],
+        x=x * (torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) < 0.1),
+    )
     for graph in (node_federation.graphs[0], sparse):
-        method, clients = prepared(replace(node_federation, graphs=(graph, *node_federation.graphs[1:])), model)
+        method, clients = prepared(
+            replace(node_federation, graphs=(graph, *node_federation.graphs[1:])), model
+        )
         terms, inputs = method.generator_loss(clients["0"])
         assert inputs.shape == (len(clients["0"].memory["impaired"].rows), 4)
         for term, loss in terms.items():
             for part, parameters in parts(clients["0"]).items():
-                gradients = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+                gradients = torch.autograd.grad(
+                    loss, parameters, retain_graph=True, allow_unused=True
+                )
                 reached = any(g is not None and g.abs().sum() > 0 for g in gradients)
                 assert reached == (part in REACHED[term]), (term, part)
 
 
 def test_the_terms_by_hand(node_federation):
-    method, clients = prepared(node_federation, degree_weight=0.5, feature_weight=0.25, class_weight=2.0)
+    method, clients = prepared(
+        node_federation, degree_weight=0.5, feature_weight=0.25, class_weight=2.0
+    )
     client = clients["0"]
     memory, impaired = client.memory, client.memory["impaired"]
     rng = torch.Generator()
@@ -175,13 +232,17 @@ def test_the_terms_by_hand(node_federation):
     assert torch.equal(inputs, noisy(z, impaired.rows, rng))
     made, total = generate(memory["fgen"], inputs), 0.0
     for row, x in enumerate(made):
-        total += (client.graph.x[impaired.pair_node[impaired.pair_row == row]] - x).square().sum(1).min()
+        total += (
+            (client.graph.x[impaired.pair_node[impaired.pair_row == row]] - x).square().sum(1).min()
+        )
     assert torch.isclose(terms["feature"], 0.25 * total / impaired.graph.num_nodes)
     rows = torch.repeat_interleave(torch.arange(len(degree)), degree.round().long().clamp(max=2))
     graph = mend(impaired.graph, generate(memory["fgen"], noisy(z, rows, rng)), rows)
     train = graph.train.nonzero().flatten()
     assert len(rows) > 0
-    assert torch.isclose(terms["class"], 2 * F.cross_entropy(memory["classifier"](graph)[train], graph.y[train]))
+    assert torch.isclose(
+        terms["class"], 2 * F.cross_entropy(memory["classifier"](graph)[train], graph.y[train])
+    )
 
 
 @pytest.mark.parametrize("weight", ["degree_weight", "feature_weight", "class_weight"])
@@ -198,7 +259,9 @@ def test_without_weight_the_other_clients_change_nothing(node_federation):
     mended = []
     for graphs in (node_federation.graphs, (node_federation.graphs[0], *strangers)):
         for others in (0.0, 1.0):
-            method, clients = prepared(replace(node_federation, graphs=graphs), others=others, generator_lr=0.1)
+            method, clients = prepared(
+                replace(node_federation, graphs=graphs), others=others, generator_lr=0.1
+            )
             rounds(method, clients, 3)
             mended.append(clients["0"].graph.x)
     assert torch.equal(mended[0], mended[2])
@@ -208,10 +271,17 @@ def test_without_weight_the_other_clients_change_nothing(node_federation):
 def rounds(method, clients, count):
     """Some generator rounds, and the mending."""
     for _ in range(count):
-        for write, read in ((method.write_generator, method.read_generators), (method.write_gradients, method.read_gradients)):
+        for write, read in (
+            (method.write_generator, method.read_generators),
+            (method.write_gradients, method.read_gradients),
+        ):
             written = {name: write(client) for name, client in clients.items()}
             for name, client in clients.items():
-                letters = {s: {k: t.clone() for k, t in sent[name].items()} for s, sent in written.items() if name in sent}
+                letters = {
+                    s: {k: t.clone() for k, t in sent[name].items()}
+                    for s, sent in written.items()
+                    if name in sent
+                }
                 read(client, **({"letters": letters} if letters else {}))
     for client in clients.values():
         method.mend_graphs(client)
@@ -229,7 +299,10 @@ def test_generators_learn(node_federation):
 
 # ---- mending ----
 def test_a_mended_graph_has_its_new_nodes_linked_both_ways(node_federation):
-    graph = replace(node_federation.graphs[0], edge_weight=torch.full((node_federation.graphs[0].num_edges,), 2.0))
+    graph = replace(
+        node_federation.graphs[0],
+        edge_weight=torch.full((node_federation.graphs[0].num_edges,), 2.0),
+    )
     n, rows = graph.num_nodes, torch.tensor([0, 0, 3])
     made = torch.randn(3, graph.num_features)
     after = mend(graph, made, rows).check()
@@ -282,7 +355,11 @@ def test_an_inductive_client_has_its_whole_graph_mended_for_evaluation(node_fede
 def test_a_client_with_nothing_to_train_on_takes_part_in_an_inductive_run(node_federation):
     first, *rest = node_federation.graphs
     bare = replace(first, test=first.test | first.train, train=torch.zeros_like(first.train))
-    result = run("fedsage+", replace(node_federation, graphs=(bare, *rest), whole=None, inductive=True), **SMALL)
+    result = run(
+        "fedsage+",
+        replace(node_federation, graphs=(bare, *rest), whole=None, inductive=True),
+        **SMALL,
+    )
     assert result.summary["status"] == "completed"
 
 
@@ -297,11 +374,22 @@ def test_where_nothing_is_generated_it_is_fedavg(node_federation):
 
 
 # ---- what travels ----
-def test_letters_hold_a_generator_noisy_embeddings_and_gradients_and_nothing_else(node_federation, monkeypatch):
+def test_letters_hold_a_generator_noisy_embeddings_and_gradients_and_nothing_else(
+    node_federation, monkeypatch
+):
     sent, original = [], Loop.call
-    monkeypatch.setattr(Loop, "call", lambda self, phase, m: sent.append((phase, r := original(self, phase, m))) or r)
+    monkeypatch.setattr(
+        Loop,
+        "call",
+        lambda self, phase, m: sent.append((phase, r := original(self, phase, m))) or r,
+    )
     run("fedsage+", node_federation, **SMALL)
-    letters = [(phase, reply) for phase, replies in sent if phase.startswith("write") for reply in replies.values()]
+    letters = [
+        (phase, reply)
+        for phase, replies in sent
+        if phase.startswith("write")
+        for reply in replies.values()
+    ]
     assert {phase for phase, _ in letters} == {"write_generator", "write_gradients"}
     for phase, reply in letters:
         for letter in reply.values():
@@ -324,7 +412,12 @@ def test_labels_do_not_move_the_letters_without_the_classifier(node_federation, 
     monkeypatch.setattr(Loop, "call", call)
     for shift in (0, 1):
         graphs = tuple(replace(g, y=(g.y + shift) % g.num_classes) for g in node_federation.graphs)
-        run("fedsage+", replace(node_federation, graphs=graphs, whole=None), **SMALL, class_weight=0.0)
+        run(
+            "fedsage+",
+            replace(node_federation, graphs=graphs, whole=None),
+            **SMALL,
+            class_weight=0.0,
+        )
     half = len(written) // 2
     for one, other in zip(written[:half], written[half:], strict=True):
         assert all(torch.equal(one[key], other[key]) for key in one)
@@ -334,20 +427,34 @@ def test_more_rows_than_agreed_are_refused(node_federation):
     method, clients = prepared(node_federation)
     letter = method.write_generator(clients["0"])["1"]
     letter["noisy"] = letter["noisy"].repeat(99, 1)
-    with pytest.raises(MessageError, match=r"client '0' in 'write_generator': tensor 'noisy' has \d+ rows, more than the 6 agreed on"):
+    with pytest.raises(
+        MessageError,
+        match=r"client '0' in 'write_generator': tensor 'noisy' has \d+ rows, more than the 6 agreed on",
+    ):
         method.read_generators(clients["1"], {"0": letter})
 
 
 def test_a_gradient_that_nobody_asked_for_is_refused(node_federation):
     bare = replace(node_federation.graphs[0], edge_index=torch.zeros(2, 0, dtype=torch.int64))
     method, clients = prepared(replace(node_federation, graphs=(bare, *node_federation.graphs[1:])))
-    assert method.write_generator(clients["0"]) == {}  # nothing was hidden from anybody, so there is nothing to ask
-    with pytest.raises(MessageError, match="client '1' in 'write_gradients': tensor 'first' is a gradient that nobody asked for"):
+    assert (
+        method.write_generator(clients["0"]) == {}
+    )  # nothing was hidden from anybody, so there is nothing to ask
+    with pytest.raises(
+        MessageError,
+        match="client '1' in 'write_gradients': tensor 'first' is a gradient that nobody asked for",
+    ):
         method.read_gradients(clients["0"], {"1": letter_of(bare, latent=4)})
 
 
 def test_settings_out_of_range_and_graph_tasks_are_refused(graph_federation):
-    for wrong in ({"most": 0}, {"hidden": 1.0}, {"hidden": 0.0}, {"sample": 0}, {"class_weight": -1.0}):
+    for wrong in (
+        {"most": 0},
+        {"hidden": 1.0},
+        {"hidden": 0.0},
+        {"sample": 0},
+        {"class_weight": -1.0},
+    ):
         with pytest.raises(ConfigError, match=f"method.{next(iter(wrong))}"):
             FedSagePlus(**wrong)
     with pytest.raises(ConfigError, match="does node tasks"):

@@ -16,9 +16,16 @@ from fedloom.nn.training import make_optimizer, step
 def test_equals_central_training_on_the_disjoint_union(federation):
     """Gradients of the summed loss, divided by all training items: exactly the pooled mean loss."""
     rounds, lr = 5, 0.05
-    result = run("fedsgd", federation, model="gcn-2x8", dropout=0.0, rounds=rounds, lr=lr, weight_decay=1e-3)
+    result = run(
+        "fedsgd", federation, model="gcn-2x8", dropout=0.0, rounds=rounds, lr=lr, weight_decay=1e-3
+    )
     facts = Facts(
-        federation.num_features, federation.num_classes, federation.task, federation.names, ("gcn-2x8",) * federation.num_clients, 0.0
+        federation.num_features,
+        federation.num_classes,
+        federation.task,
+        federation.names,
+        ("gcn-2x8",) * federation.num_clients,
+        0.0,
     )
     pooled = Client(federation.names[0], disjoint_union(federation.graphs), facts)
     net = facts.build("gcn-2x8", "server")
@@ -41,6 +48,10 @@ def test_a_client_without_training_items_adds_nothing(node_federation):
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
     settings = {"model": "gcn-2x8", "dropout": 0.0, "rounds": 2}
     with_bare = run("fedsgd", replace(node_federation, graphs=(bare, *graphs[1:])), **settings)
-    without = run("fedsgd", replace(node_federation, graphs=graphs[1:], names=node_federation.names[1:]), **settings)
+    without = run(
+        "fedsgd",
+        replace(node_federation, graphs=graphs[1:], names=node_federation.names[1:]),
+        **settings,
+    )
     for name, tensor in flatten(with_bare.models["server"]).items():
         assert torch.allclose(tensor, flatten(without.models["server"])[name], atol=1e-6)

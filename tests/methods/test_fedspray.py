@@ -36,12 +36,16 @@ def scene(graph, models=(MODEL,), **settings):
     client, method = Client("0", graph, facts), FedSpray(width=5, **settings)
     method.setup(client)
     with torch.no_grad():
-        client.state["encoder"].proxies.copy_(torch.randn(graph.num_classes, 5, generator=torch.Generator().manual_seed(1)))
+        client.state["encoder"].proxies.copy_(
+            torch.randn(graph.num_classes, 5, generator=torch.Generator().manual_seed(1))
+        )
     return method, client
 
 
 def gap(one, other, owners):
-    first, second = (flatten({owner: result.models[owner] for owner in owners}) for result in (one, other))
+    first, second = (
+        flatten({owner: result.models[owner] for owner in owners}) for result in (one, other)
+    )
     assert first.keys() == second.keys()
     return max(float((first[key] - second[key]).abs().max()) for key in first)
 
@@ -53,7 +57,11 @@ def by_hand(encoder, graph):
     for i in range(graph.num_nodes):
         e = torch.relu(graph.x[i] @ w["features.layers.0.weight"] + w["features.layers.0.bias"])
         r = torch.softmax(e @ w["features.classifier.weight"] + w["features.classifier.bias"], 0)
-        s = w["proxies"][graph.y[i]] if graph.train[i] else sum(r[c] * w["proxies"][c] for c in range(graph.num_classes))
+        s = (
+            w["proxies"][graph.y[i]]
+            if graph.train[i]
+            else sum(r[c] * w["proxies"][c] for c in range(graph.num_classes))
+        )
         rows.append((r, torch.softmax((e + s) @ w["structure.weight"] + w["structure.bias"], 0)))
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
@@ -67,7 +75,9 @@ def test_targets_by_hand():
     _, client = scene(small_graph())
     encoder, graph = client.state["encoder"], client.graph
     r, p = by_hand(encoder, graph)
-    t = float(r.amax(1)[2:].sort().values[1]) - 1e-4  # one of the three unlabelled nodes is less sure
+    t = (
+        float(r.amax(1)[2:].sort().values[1]) - 1e-4
+    )  # one of the three unlabelled nodes is less sure
     got = targets(encoder, graph, t)
     assert torch.allclose(got["logits"].softmax(1), p, atol=1e-6)
     assert got["reliable"].tolist() == (graph.train | (r.amax(1) > t)).tolist()
@@ -86,7 +96,9 @@ def test_both_losses_by_hand():
     r, p = by_hand(encoder, graph)
     q = net(graph).softmax(1)
     told, own = targets(encoder, graph, 0.4), graph.train
-    of_own = -(q[0, 0].log() + q[1, 2].log()) / 2 + 0.7 * kl(p[told["reliable"]], q[told["reliable"]])
+    of_own = -(q[0, 0].log() + q[1, 2].log()) / 2 + 0.7 * kl(
+        p[told["reliable"]], q[told["reliable"]]
+    )
     of_encoder = -(r[0, 0].log() + r[1, 2].log()) / 2 + 0.3 * kl(q[own], p[own])
     assert torch.isclose(method.objective(client, graph, net, told), of_own, atol=1e-6)
     assert torch.isclose(method.encoder_objective(client, graph, net(graph)), of_encoder, atol=1e-6)
@@ -111,7 +123,9 @@ def test_every_term_matters_by_itself():
     for term in ({"pull": 1.0, "match": 0.0}, {"pull": 0.0, "match": 1.0}):
         method, client = scene(small_graph(), **term)
         net, encoder, graph = client.state["model"], client.state["encoder"], client.graph
-        extra = method.objective(client, graph, net, targets(encoder, graph, 0.4)) - client.loss(net(graph), graph)
+        extra = method.objective(client, graph, net, targets(encoder, graph, 0.4)) - client.loss(
+            net(graph), graph
+        )
         extra.backward()
         assert bool(net.layers[0].weight.grad.abs().sum() > 0) == (term["pull"] > 0)
         method.encoder_objective(client, graph, net(graph)).backward()
@@ -122,7 +136,14 @@ def test_a_label_that_is_hidden_is_not_looked_at():
     _, client = scene(small_graph())
     graph = client.graph
     assert (graph.y[2:] == -1).all()
-    one, other = (targets(client.state["encoder"], replace(graph, y=torch.where(graph.train, graph.y, hidden)), 0.5) for hidden in (-1, 1))
+    one, other = (
+        targets(
+            client.state["encoder"],
+            replace(graph, y=torch.where(graph.train, graph.y, hidden)),
+            0.5,
+        )
+        for hidden in (-1, 1)
+    )
     assert torch.equal(one["logits"], other["logits"])
 
 
@@ -135,13 +156,18 @@ def test_the_proxy_of_a_class_that_is_not_there_does_not_move_and_others_do():
     assert torch.equal(client.state["encoder"].proxies[1], sent["proxies"][1])
     assert torch.equal(reply["model"]["proxies"][1], torch.zeros(5))
     assert (reply["model"]["proxies"][0] != sent["proxies"][0]).all()
-    assert torch.equal(reply["model"]["structure.weight"], 2 * client.state["encoder"].structure.weight)
+    assert torch.equal(
+        reply["model"]["structure.weight"], 2 * client.state["encoder"].structure.weight
+    )
 
 
 # ---- the server's side ----
 def test_means_by_hand():
     rng = torch.Generator().manual_seed(0)
-    first, second, last = ({"proxies": torch.randn(3, 2, generator=rng), "w": torch.randn(4, generator=rng)} for _ in range(3))
+    first, second, last = (
+        {"proxies": torch.randn(3, 2, generator=rng), "w": torch.randn(4, generator=rng)}
+        for _ in range(3)
+    )
     one, other = torch.tensor([3, 0, 0]), torch.tensor([1, 4, 0])
     a, b = scaled(first, one), scaled(second, other)
     mean = mixed({name: a[name] + b[name] for name in a}, one + other, last)
@@ -167,7 +193,12 @@ def test_what_is_sent_is_the_mean_of_what_came_back(node_federation, trainings):
     for (sent, replies), (later, _) in pairwise(seen):
         assert all(sum(t.numel() for t in flatten(m).values()) == size for m in sent.values())
         counts = sum(reply["counts"] for reply in replies.values())
-        assert counts.tolist() == sum(torch.bincount(g.y[g.train], minlength=3) for g in node_federation.graphs).tolist()
+        assert (
+            counts.tolist()
+            == sum(
+                torch.bincount(g.y[g.train], minlength=3) for g in node_federation.graphs
+            ).tolist()
+        )
         proxies = sum(reply["model"]["proxies"] for reply in replies.values()) / counts.unsqueeze(1)
         assert torch.allclose(later["0"]["model"]["proxies"], proxies, atol=1e-6)
     assert (seen[0][0]["0"]["model"]["proxies"] == 0).all()
@@ -184,7 +215,9 @@ def test_without_the_pull_it_is_local_training(node_federation):
 
 def test_own_models_may_be_of_any_kind_and_width(node_federation, trainings):
     seen = trainings()
-    result = run("fedspray", node_federation, **{**SMALL, "model": "gcn-2x8,gat-2x16,sage-2x24,gin-2x8"})
+    result = run(
+        "fedspray", node_federation, **{**SMALL, "model": "gcn-2x8,gat-2x16,sage-2x24,gin-2x8"}
+    )
     assert result.summary["status"] == "completed"
     assert len({tuple(m["model"]["proxies"].shape) for sent, _ in seen for m in sent.values()}) == 1
 
@@ -192,7 +225,9 @@ def test_own_models_may_be_of_any_kind_and_width(node_federation, trainings):
 # ---- bad input ----
 def test_a_client_of_one_class_moves_that_class_alone(node_federation, trainings):
     first, *rest = node_federation.graphs
-    one = replace(first, train=first.train & (first.y == 0), test=first.test | (first.train & (first.y != 0)))
+    one = replace(
+        first, train=first.train & (first.y == 0), test=first.test | (first.train & (first.y != 0))
+    )
     seen = trainings()
     run("fedspray", replace(node_federation, graphs=(one, *rest), whole=None), **SMALL)
     for _, replies in seen:
@@ -205,12 +240,20 @@ def test_a_client_without_labels_adds_nothing(node_federation, inductive, traini
     first, *rest = node_federation.graphs
     bare = replace(first, train=torch.zeros_like(first.train))
     seen = trainings()
-    run("fedspray", replace(node_federation, graphs=(bare, *rest), whole=None, inductive=inductive), **SMALL)
-    assert all((tensor == 0).all() for _, replies in seen for tensor in flatten(replies["0"]).values())
+    run(
+        "fedspray",
+        replace(node_federation, graphs=(bare, *rest), whole=None, inductive=inductive),
+        **SMALL,
+    )
+    assert all(
+        (tensor == 0).all() for _, replies in seen for tensor in flatten(replies["0"]).values()
+    )
 
 
 def test_no_labels_anywhere_is_no_trouble(node_federation, trainings):
-    bare = Federation(tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs))
+    bare = Federation(
+        tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs)
+    )
     seen = trainings()
     run("fedspray", bare, **SMALL)
     one, other = (flatten(sent["0"]) for sent in (seen[0][0], seen[-1][0]))
@@ -223,7 +266,10 @@ def test_isolated_nodes_have_targets_like_any_other(node_federation):
     assert all(t.isfinite().all() for t in flatten(result.models).values())
 
 
-@pytest.mark.parametrize(("field", "value"), [("sure", 1.5), ("width", 0), ("proxy_lr", 0.0), ("pull", -1.0), ("match", -0.1)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("sure", 1.5), ("width", 0), ("proxy_lr", 0.0), ("pull", -1.0), ("match", -0.1)],
+)
 def test_values_that_make_no_sense_are_refused_by_name(field, value):
     with pytest.raises(ConfigError, match=rf"method\.{field}"):
         FedSpray(**{field: value})

@@ -31,16 +31,27 @@ def union(*sizes, seed=0):
     batch = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     y = torch.arange(len(sizes)) % 2
     x = torch.rand(start, 5, generator=rng)
-    return Graph(x=x, edge_index=torch.cat(edges, 1), y=y, num_classes=2, train=torch.ones(len(sizes), dtype=torch.bool), batch=batch)
+    return Graph(
+        x=x,
+        edge_index=torch.cat(edges, 1),
+        y=y,
+        num_classes=2,
+        train=torch.ones(len(sizes), dtype=torch.bool),
+        batch=batch,
+    )
 
 
 def adjacency(graph):
-    return torch.zeros(graph.num_nodes, graph.num_nodes).index_put((graph.edge_index[1], graph.edge_index[0]), torch.ones(()))
+    return torch.zeros(graph.num_nodes, graph.num_nodes).index_put(
+        (graph.edge_index[1], graph.edge_index[0]), torch.ones(())
+    )
 
 
 def facts_of(federation, dropout=0.5, model="gin-2x8"):
     models = (model,) * federation.num_clients
-    return Facts(federation.num_features, federation.num_classes, "graph", federation.names, models, dropout)
+    return Facts(
+        federation.num_features, federation.num_classes, "graph", federation.names, models, dropout
+    )
 
 
 def test_return_probabilities_are_diagonals_of_powers():
@@ -62,10 +73,14 @@ def test_structure_is_returns_and_degrees_and_kept():
     s, degree = structure_of(graph, 5, 3), adjacency(graph).sum(1)
     assert torch.equal(s[:, :5], return_probabilities(graph, 5))
     for node, row in enumerate(s[:, 5:]):
-        assert row.tolist() == [float(column == min(max(int(degree[node]), 1), 3) - 1) for column in range(3)]
+        assert row.tolist() == [
+            float(column == min(max(int(degree[node]), 1), 3) - 1) for column in range(3)
+        ]
     assert structure_of(graph, 5, 3) is s
     looped = torch.cat([graph.edge_index, torch.zeros(2, 1, dtype=torch.int64)], 1)
-    assert torch.equal(structure_of(replace(graph, edge_index=looped), 5, 3), s)  # a self-loop is no step
+    assert torch.equal(
+        structure_of(replace(graph, edge_index=looped), 5, 3), s
+    )  # a self-loop is no step
 
 
 def test_the_model_by_hand():
@@ -89,11 +104,16 @@ def test_the_model_by_hand():
     z = F.relu(dense(pooled, "post"))
     assert torch.allclose(net.embed(graph), z, atol=1e-5)
     assert torch.allclose(net(graph), dense(z, "classifier"), atol=1e-5)
-    assert not torch.equal(net(graph, torch.Generator().manual_seed(0)), net(graph))  # noise only with a generator
+    assert not torch.equal(
+        net(graph, torch.Generator().manual_seed(0)), net(graph)
+    )  # noise only with a generator
 
 
 def test_the_loss_reaches_every_weight_of_both_channels(graph_federation):
-    client, method = Client("0", graph_federation.graphs[0], facts_of(graph_federation, dropout=0.0)), FedStar()
+    client, method = (
+        Client("0", graph_federation.graphs[0], facts_of(graph_federation, dropout=0.0)),
+        FedStar(),
+    )
     method.setup(client)
     net = client.state["model"]
     method.objective(client, client.graph, net, None).backward()
@@ -109,14 +129,26 @@ def test_features_do_not_enter_the_structure_channel():
     assert not torch.equal(one[:, :8], another[:, :8])
 
 
-def test_it_is_fedavg_of_the_structure_channel_and_nothing_else_travels(graph_federation, trainings):
+def test_it_is_fedavg_of_the_structure_channel_and_nothing_else_travels(
+    graph_federation, trainings
+):
     seen = trainings()
     result = run("fedstar", graph_federation, **SMALL)
-    names = {name for sent, replies in seen for message in (*sent.values(), *replies.values()) for name in flatten(message)}
-    structure = {key.removeprefix("structure.") for key in result.models["0"] if key.startswith("structure.")}
+    names = {
+        name
+        for sent, replies in seen
+        for message in (*sent.values(), *replies.values())
+        for name in flatten(message)
+    }
+    structure = {
+        key.removeprefix("structure.") for key in result.models["0"] if key.startswith("structure.")
+    }
     assert names == {f"model/{key}" for key in structure}
     facts, method = facts_of(graph_federation), FedStar(**QUICK)
-    clients = {name: Client(name, g, facts) for name, g in zip(graph_federation.names, graph_federation.graphs, strict=True)}
+    clients = {
+        name: Client(name, g, facts)
+        for name, g in zip(graph_federation.names, graph_federation.graphs, strict=True)
+    }
     size = {name: torch.tensor(client.graph.num_items) for name, client in clients.items()}
     shared = weights(method.build(facts, "server").structure)
     for client in clients.values():
@@ -125,15 +157,24 @@ def test_it_is_fedavg_of_the_structure_channel_and_nothing_else_travels(graph_fe
         for client in clients.values():
             load_weights(client.state["model"].structure, shared)
             method.descend(client, client.state["model"])
-        shared = Replies({n: weights(c.state["model"].structure) for n, c in clients.items()}).mean(size)
+        shared = Replies({n: weights(c.state["model"].structure) for n, c in clients.items()}).mean(
+            size
+        )
     for name, client in clients.items():
-        assert all(torch.equal(t, result.models[name][key]) for key, t in weights(client.state["model"]).items())
+        assert all(
+            torch.equal(t, result.models[name][key])
+            for key, t in weights(client.state["model"]).items()
+        )
 
 
 def test_traffic_is_the_structure_channel(graph_federation):
     traffic = run("fedstar", graph_federation, **SMALL).traffic
     channel = (4 + 4) * 8 + 8 + 2 * (8 * 8 + 8)
-    assert traffic["phases"]["train"]["scalars_up"] == traffic["phases"]["train"]["scalars_down"] == 3 * 3 * channel
+    assert (
+        traffic["phases"]["train"]["scalars_up"]
+        == traffic["phases"]["train"]["scalars_down"]
+        == 3 * 3 * channel
+    )
 
 
 def test_one_client_trains_alone(graph_federation):
@@ -141,10 +182,15 @@ def test_one_client_trains_alone(graph_federation):
     result = run("fedstar", alone, **SMALL)
     client, method = Client("0", alone.graphs[0], facts_of(alone)), FedStar(**QUICK)
     method.setup(client)
-    load_weights(client.state["model"].structure, weights(method.build(client.facts, "server").structure))
+    load_weights(
+        client.state["model"].structure, weights(method.build(client.facts, "server").structure)
+    )
     for _ in range(3):
         method.descend(client, client.state["model"])
-    assert all(torch.allclose(t, result.models["0"][key], atol=1e-6) for key, t in weights(client.state["model"]).items())
+    assert all(
+        torch.allclose(t, result.models["0"][key], atol=1e-6)
+        for key, t in weights(client.state["model"]).items()
+    )
 
 
 def test_a_client_without_labels_takes_part(graph_federation):
@@ -158,5 +204,7 @@ def test_what_does_not_fit_is_refused_by_name(node_federation, graph_federation)
     with pytest.raises(ConfigError, match="does graph tasks"):
         run("fedstar", node_federation, **SMALL)
     for model in ("gin-2x8+jk", "gin-2x16-8", "gin-2x8+norm"):
-        with pytest.raises(ConfigError, match=r"fedstar's model takes layers and one width, e\.g\. 'gin-2x8'"):
+        with pytest.raises(
+            ConfigError, match=r"fedstar's model takes layers and one width, e\.g\. 'gin-2x8'"
+        ):
             run("fedstar", graph_federation, **{**SMALL, "model": model})

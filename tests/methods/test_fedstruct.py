@@ -39,7 +39,9 @@ def federation_of(graph, clients=4, seed=0, split="40/30/30"):
 def with_few_labels(federation):
     def thinned(graph):
         some = torch.arange(graph.num_nodes) % 3 == 0
-        return replace(graph, train=graph.train & some, val=graph.val & some, test=graph.test & some)
+        return replace(
+            graph, train=graph.train & some, val=graph.val & some, test=graph.test & some
+        )
 
     return replace(federation, graphs=tuple(map(thinned, federation.graphs)), whole=None)
 
@@ -49,7 +51,9 @@ def watched(monkeypatch):
     """The engine of the last run: its clients can be looked at after it."""
     engines = []
     original = Loop.__init__
-    monkeypatch.setattr(Loop, "__init__", lambda self, *a: engines.append(self) or original(self, *a))
+    monkeypatch.setattr(
+        Loop, "__init__", lambda self, *a: engines.append(self) or original(self, *a)
+    )
     return engines
 
 
@@ -124,7 +128,9 @@ def test_global_pruning_is_that_of_the_whole_matrix(p, seed, watched):
     for _ in range(3):
         expected = once @ expected
         ranked = expected[expected > 0].sort(descending=True).values
-        assert ranked[p * 90 - 1] > ranked[p * 90] * (1 + 1e-5)  # it bites, and float32 sees the difference
+        assert ranked[p * 90 - 1] > ranked[p * 90] * (
+            1 + 1e-5
+        )  # it bites, and float32 sees the difference
         expected = torch.where(expected >= ranked[p * 90 - 1], expected, 0.0)
     assert torch.allclose(gathered_matrix(watched[-1]).double(), expected, atol=1e-6)
 
@@ -136,7 +142,9 @@ def test_global_pruning_keeps_exactly_as_many_entries_as_it_may(watched):
     kept = found > 0
     assert int(kept.sum()) == min(7 * 120, int((full > 0).sum()))
     assert torch.allclose(found.double()[kept], full[kept], atol=1e-6)
-    assert full[~kept].max() <= full[kept].min() + 1e-6  # nothing that was left out is larger than anything kept
+    assert (
+        full[~kept].max() <= full[kept].min() + 1e-6
+    )  # nothing that was left out is larger than anything kept
 
 
 def test_protocol_pruning_bounds_every_block(monkeypatch):
@@ -146,7 +154,12 @@ def test_protocol_pruning_bounds_every_block(monkeypatch):
     def call(self, phase, messages):
         replies = original(self, phase, messages)
         if phase == "offer":
-            sent.append({c: {to: (letter, self.clients[to].graph.num_nodes) for to, letter in r.items()} for c, r in replies.items()})
+            sent.append(
+                {
+                    c: {to: (letter, self.clients[to].graph.num_nodes) for to, letter in r.items()}
+                    for c, r in replies.items()
+                }
+            )
         return replies
 
     monkeypatch.setattr(Loop, "call", call)
@@ -163,23 +176,46 @@ def test_protocol_pruning_bounds_every_block(monkeypatch):
                 full += int((np.bincount(owner, minlength=3) == most).sum())
                 assert np.bincount(owner, minlength=3).max() <= most
     assert full > 0  # it bites
-    values = sum(len(letter["value"]) for letters in sent for written in letters.values() for letter, _ in written.values())
+    values = sum(
+        len(letter["value"])
+        for letters in sent
+        for written in letters.values()
+        for letter, _ in written.values()
+    )
     assert values <= 3 * 2 * 3 * 2 * 150  # (L_s - 1) (K - 1) K ⌈p/K⌉ n
-    counts = sum(len(letter["count"]) for letters in sent for written in letters.values() for letter, _ in written.values())
+    counts = sum(
+        len(letter["count"])
+        for letters in sent
+        for written in letters.values()
+        for letter, _ in written.values()
+    )
     assert ledger["scalars_up"] == 2 * values + counts
 
 
 def test_encrypted_blocks_give_the_same_powers_and_each_client_gets_one_sum(watched, monkeypatch):
-    pytest.importorskip("tenseal", reason="encrypted blocks need tenseal: pip install 'fedloom[he]'")
+    pytest.importorskip(
+        "tenseal", reason="encrypted blocks need tenseal: pip install 'fedloom[he]'"
+    )
     graph, arrived = random_graph(nodes=40, directed=True), []
     original = Loop.call
-    monkeypatch.setattr(Loop, "call", lambda self, phase, sent: arrived.append((phase, sent)) or original(self, phase, sent))
+    monkeypatch.setattr(
+        Loop,
+        "call",
+        lambda self, phase, sent: arrived.append((phase, sent)) or original(self, phase, sent),
+    )
     result = go(federation_of(graph, 3), prune="none", encrypt=True)
     assert torch.allclose(gathered_matrix(watched[-1]).double(), dense_power(graph, 3), atol=3e-6)
-    letters = [message["letters"] for phase, sent in arrived if phase == "absorb_encrypted" for message in sent.values()]
+    letters = [
+        message["letters"]
+        for phase, sent in arrived
+        if phase == "absorb_encrypted"
+        for message in sent.values()
+    ]
     assert all(len(written) == 1 for written in letters)
     again = go(federation_of(graph, 3), prune="none", encrypt=True)
-    assert again.summary["history_hash"] == result.summary["history_hash"]  # the noise of CKKS is rounded away
+    assert (
+        again.summary["history_hash"] == result.summary["history_hash"]
+    )  # the noise of CKKS is rounded away
     secure = go(federation_of(graph, 3), prune="none", encrypt=True, secure=True)
     assert secure.accuracy == result.accuracy
 
@@ -210,7 +246,10 @@ def test_fixed_features_are_d_s_wide_and_the_same_everywhere(kind, watched):
 
 
 def test_a_server_that_may_not_know_the_graph_gets_no_edges():
-    with pytest.raises(ConfigError, match=r"run\.secure: this method asks for every client's own answer to 'reveal'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"run\.secure: this method asks for every client's own answer to 'reveal'",
+    ):
         go(federation_of(random_graph()), structure="node2vec", secure=True)
 
 
@@ -221,18 +260,27 @@ def central_step(federation, settings, model, S, A, lr=0.1):
     leaves = {name: t.clone().requires_grad_() for name, t in model.items()}
 
     def part(prefix):
-        return {name.removeprefix(prefix): t for name, t in leaves.items() if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): t for name, t in leaves.items() if name.startswith(prefix)
+        }
 
     total, labelled = torch.zeros(()), 0
-    ids = torch.cat([g.node_id for _, g in sorted(zip(federation.names, federation.graphs, strict=True))])
+    ids = torch.cat(
+        [g.node_id for _, g in sorted(zip(federation.names, federation.graphs, strict=True))]
+    )
     for g in federation.graphs:
         net = build_model(MODEL, g.num_features, g.num_classes, dropout=0.0, seed=0)
         h = torch.func.functional_call(net, part("feature/"), (g,))
         q = leaves.get("S", S)
         if not method.absorbed:
-            q = torch.func.functional_call(Encoder(method.widths(g.num_classes), 0.0), part("structure/"), (q, None))
+            q = torch.func.functional_call(
+                Encoder(method.widths(g.num_classes), 0.0), part("structure/"), (q, None)
+            )
         if "beta" in leaves:
-            z = sum(b * (power[g.node_id][:, ids].float() @ q) for b, power in zip(leaves["beta"], A, strict=True))
+            z = sum(
+                b * (power[g.node_id][:, ids].float() @ q)
+                for b, power in zip(leaves["beta"], A, strict=True)
+            )
         else:
             z = A[g.node_id][:, ids].float() @ q
         scores = (h + z).softmax(1) if method.double_softmax else h + z
@@ -246,15 +294,28 @@ def central_step(federation, settings, model, S, A, lr=0.1):
 def test_one_federated_step_is_one_central_step(variant, watched):
     graph = random_graph(directed=True)
     federation = federation_of(graph, 3, split="global 50/20/30")
-    assert len({int(g.train.sum()) for g in federation.graphs}) > 1  # a mean of clients' means would be another step
+    assert (
+        len({int(g.train.sum()) for g in federation.graphs}) > 1
+    )  # a mean of clients' means would be another step
     settings = {
         "plain": {}, "absorbed": {"absorbed": True}, "deg": {"structure": "deg"},
         "learned beta": {"learn_beta": True, "beta": "0.5,0.2,0.2,1"}, "double softmax": {"double_softmax": True},
     }[variant]  # fmt: skip
-    common = {**QUICK, **settings, "prune": "none", "optimizer": "sgd", "weight_decay": 0.0, "dropout": 0.0}
+    common = {
+        **QUICK,
+        **settings,
+        "prune": "none",
+        "optimizer": "sgd",
+        "weight_decay": 0.0,
+        "dropout": 0.0,
+    }
     before = flatten(go(federation, **common, lr=1e-30).models["server"])
     after = flatten(go(federation, **common, lr=0.1).models["server"])
-    A = [dense_power(graph, hop) for hop in range(4)] if variant == "learned beta" else dense_power(graph, 3)
+    A = (
+        [dense_power(graph, hop) for hop in range(4)]
+        if variant == "learned beta"
+        else dense_power(graph, 3)
+    )
     S = watched[-1].clients["0"].memory.get("S")
     expected = central_step(federation, {**QUICK, **settings}, before, S, A)
     assert before.keys() == after.keys() == expected.keys()
@@ -267,12 +328,24 @@ def test_the_gradient_of_absorbed_embeddings_is_the_papers(watched):
     """∇_S L_i = Σ_v Ā_v,:ᵀ (ŷ_v - y_v)ᵀ over the client's training nodes, and nothing outside their reach."""
     graph = random_graph()
     federation = federation_of(graph, 3)
-    common = {"absorbed": True, "prune": "none", "optimizer": "sgd", "weight_decay": 0.0, "dropout": 0.0, "hops": 2}
+    common = {
+        "absorbed": True,
+        "prune": "none",
+        "optimizer": "sgd",
+        "weight_decay": 0.0,
+        "dropout": 0.0,
+        "hops": 2,
+    }
     before = go(federation, **common, lr=1e-30).models["server"]
     engine = watched[-1]
     client = engine.clients["1"]
-    method = make_method("fedstruct", {**QUICK, **{k: v for k, v in common.items() if k not in ("dropout",)}, "rounds": 1})
-    gradient = method.gradient(client, {"feature": before["feature"], "S": before["S"].clone()})["gradient"]["S"]
+    method = make_method(
+        "fedstruct",
+        {**QUICK, **{k: v for k, v in common.items() if k not in ("dropout",)}, "rounds": 1},
+    )
+    gradient = method.gradient(client, {"feature": before["feature"], "S": before["S"].clone()})[
+        "gradient"
+    ]["S"]
     A = dense_power(graph, 2)[client.graph.node_id][:, numbered(engine)].float()
     h = torch.func.functional_call(client.state["model"], before["feature"], (client.graph,))
     train = client.graph.train
@@ -295,23 +368,38 @@ def test_one_client_trains_on_the_whole_graph():
 @pytest.mark.parametrize("absorbed", [True, False])
 def test_the_private_form_gives_the_same_numbers(absorbed, watched):
     federation = with_few_labels(federation_of(random_graph(nodes=80), 3))
-    common = {"absorbed": absorbed, "rounds": 6, "dropout": 0.0, "lr": 0.02, "query_limit": 1000, "prune": "none"}
+    common = {
+        "absorbed": absorbed,
+        "rounds": 6,
+        "dropout": 0.0,
+        "lr": 0.02,
+        "query_limit": 1000,
+        "prune": "none",
+    }
     plain = go(federation, **common)
     kept = go(federation, **common, private=True)
-    S = torch.cat([watched[-1].clients[name].state["S"].detach() for name in sorted(watched[-1].clients)])
+    S = torch.cat(
+        [watched[-1].clients[name].state["S"].detach() for name in sorted(watched[-1].clients)]
+    )
     assert torch.allclose(S, plain.models["server"]["S"], atol=1e-5)
     one, other = flatten(kept.models["server"]), flatten(plain.models["server"])
     assert other.keys() - one.keys() == {"S"}
     assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
-    assert [e["accuracy"] for e in kept.history] == pytest.approx([e["accuracy"] for e in plain.history])
+    assert [e["accuracy"] for e in kept.history] == pytest.approx(
+        [e["accuracy"] for e in plain.history]
+    )
 
 
 def test_a_client_answers_for_fewer_nodes_than_it_has_in_the_sums():
     graph = random_graph(nodes=80)
     few = with_few_labels(federation_of(graph, 3))
-    assert go(few, private=True, prune="none", rounds=2, query_limit=0).summary["status"] == "completed"
+    assert (
+        go(few, private=True, prune="none", rounds=2, query_limit=0).summary["status"]
+        == "completed"
+    )
     with pytest.raises(
-        Refusal, match=r"refuses to answer '\d': sums over \d+ of its nodes for \d+ nodes, more than 2;.*method.query_limit"
+        Refusal,
+        match=r"refuses to answer '\d': sums over \d+ of its nodes for \d+ nodes, more than 2;.*method.query_limit",
     ):
         go(few, private=True, prune="none", query_limit=2)
     everything = federation_of(graph, 3, split="40/30/30")
@@ -330,7 +418,9 @@ def test_what_a_private_client_sends_or_gets_holds_no_row_of_s(monkeypatch):
             for key, tensor in flatten(message).items():
                 if tensor.dim() == 2 and tensor.shape[1] == rows[0].shape[1]:
                     compared.append(key)
-                    assert not (torch.cdist(tensor.float(), torch.cat(rows)) < 1e-7).any(), f"{phase} {key}"
+                    assert not (torch.cdist(tensor.float(), torch.cat(rows)) < 1e-7).any(), (
+                        f"{phase} {key}"
+                    )
         return replies
 
     monkeypatch.setattr(Loop, "call", call)
@@ -344,15 +434,33 @@ def test_what_a_private_client_sends_or_gets_holds_no_row_of_s(monkeypatch):
     [
         ({"hops": 0}, r"method\.hops is 0, must be a whole number at least 1"),
         ({"p": 0}, r"method\.p is 0, must be a whole number at least 1"),
-        ({"beta": "1,2"}, r"method\.beta is '1,2', must be 4 numbers separated by commas, β_0 to β_3"),
+        (
+            {"beta": "1,2"},
+            r"method\.beta is '1,2', must be 4 numbers separated by commas, β_0 to β_3",
+        ),
         ({"beta": "a,b,c,d"}, r"method\.beta is 'a,b,c,d'"),
         ({"beta": "0,0,0,0"}, r"method\.beta is '0,0,0,0'"),
         ({"hidden": "8,x"}, r"method\.hidden is '8,x', must be whole numbers"),
-        ({"structure": "degree"}, r"method\.structure is 'degree', must be hop2vec or deg or fed or node2vec or gdv"),
-        ({"structure": "deg", "absorbed": True}, r"method\.absorbed is for structure = 'hop2vec', got 'deg'"),
-        ({"structure": "deg", "private": True}, r"method\.private is for structure = 'hop2vec', got 'deg'"),
-        ({"structure": "fed", "walk": 50}, r"method\.d_s is 8, must be more than the 50 return probabilities"),
-        ({"private": True, "learn_beta": True}, r"method\.learn_beta: β cannot be trained with private"),
+        (
+            {"structure": "degree"},
+            r"method\.structure is 'degree', must be hop2vec or deg or fed or node2vec or gdv",
+        ),
+        (
+            {"structure": "deg", "absorbed": True},
+            r"method\.absorbed is for structure = 'hop2vec', got 'deg'",
+        ),
+        (
+            {"structure": "deg", "private": True},
+            r"method\.private is for structure = 'hop2vec', got 'deg'",
+        ),
+        (
+            {"structure": "fed", "walk": 50},
+            r"method\.d_s is 8, must be more than the 50 return probabilities",
+        ),
+        (
+            {"private": True, "learn_beta": True},
+            r"method\.learn_beta: β cannot be trained with private",
+        ),
     ],
 )
 def test_settings_that_do_not_fit(settings, words):
@@ -361,7 +469,10 @@ def test_settings_that_do_not_fit(settings, words):
 
 
 def test_clients_that_do_not_know_the_cut_edges():
-    with pytest.raises(ConfigError, match=r"method 'fedstruct' works on the edges between clients: set partition\.cross_edges = 'known'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"method 'fedstruct' works on the edges between clients: set partition\.cross_edges = 'known'",
+    ):
         go(divide(random_graph(), 3, "random", 0))
 
 
@@ -372,7 +483,9 @@ def test_a_cross_edge_that_only_one_side_knows_is_named():
     lost = replace(first, cross_edges=first.cross_edges[:, 1:])
     ends = [int(first.node_id[own]), remote]
     edge = " -> ".join(map(str, ends[::-1] if incoming else ends))
-    with pytest.raises(MessageError, match=rf"cross edge {edge}: client '{owner}' knows it, client '0' does not"):
+    with pytest.raises(
+        MessageError, match=rf"cross edge {edge}: client '{owner}' knows it, client '0' does not"
+    ):
         go(replace(federation, graphs=(lost, *federation.graphs[1:])))
 
 
@@ -385,7 +498,10 @@ def test_a_client_without_cross_edges_reaches_its_own_nodes_only(watched):
     federation = federation_of(graph, 1)
     cut = replace(graph, edge_index=graph.edge_index[:, kept])
     whole = replace(federation.graphs[0], edge_index=cut.edge_index, cross_edges=None)
-    graphs = [replace(whole.subgraph(owner == k), cross_edges=c) for k, c in enumerate(_cross_edges(cut, owner, 3))]
+    graphs = [
+        replace(whole.subgraph(owner == k), cross_edges=c)
+        for k, c in enumerate(_cross_edges(cut, owner, 3))
+    ]
     assert graphs[2].cross_edges.shape[1] == 0
     go(Federation(tuple(graphs)), prune="none", hops=4)
     assert watched[-1].clients["2"].memory["all"].reach.tolist() == list(range(40, 60))
@@ -395,11 +511,27 @@ def test_a_client_without_cross_edges_reaches_its_own_nodes_only(watched):
 @pytest.mark.parametrize(
     ("name", "spoil", "words"),
     [
-        ("count", lambda t: t[:-1], r"client '\d': letter of '0': tensor 'count' has shape \[\d+\], expected \[\d+\]"),
-        ("column", lambda t: t[:-1], r"letter of '0': tensor 'column' has shape \[\d+\], expected \[\d+\]"),
+        (
+            "count",
+            lambda t: t[:-1],
+            r"client '\d': letter of '0': tensor 'count' has shape \[\d+\], expected \[\d+\]",
+        ),
+        (
+            "column",
+            lambda t: t[:-1],
+            r"letter of '0': tensor 'column' has shape \[\d+\], expected \[\d+\]",
+        ),
         ("value", lambda t: torch.cat([t, t]), r"letter of '0': tensor 'value' has shape"),
-        ("column", lambda t: t + 60, r"letter of '0': tensor 'column' holds a number outside 0 to 59"),
-        ("column", lambda t: t - 60, r"letter of '0': tensor 'column' holds a number outside 0 to 59"),
+        (
+            "column",
+            lambda t: t + 60,
+            r"letter of '0': tensor 'column' holds a number outside 0 to 59",
+        ),
+        (
+            "column",
+            lambda t: t - 60,
+            r"letter of '0': tensor 'column' holds a number outside 0 to 59",
+        ),
         ("value", lambda t: -t, r"letter of '0': tensor 'value' holds a negative number"),
         ("count", lambda t: -t, r"letter of '0': tensor 'count' holds -\d+, must not be negative"),
         ("value", lambda t: t[:, None], r"tensor '\d/value' has shape \[\d+, 1\], expected \[-1\]"),
@@ -430,7 +562,10 @@ def test_a_stranger_cannot_be_written_to(monkeypatch):
         return replies
 
     monkeypatch.setattr(Loop, "call", call)
-    with pytest.raises(MessageError, match="client '0' in 'offer': writes to '9', who is not another client; valid: 1, 2"):
+    with pytest.raises(
+        MessageError,
+        match="client '0' in 'offer': writes to '9', who is not another client; valid: 1, 2",
+    ):
         go(federation_of(random_graph(), 3))
 
 
@@ -455,5 +590,8 @@ def test_inference_from_structure_alone_ignores_features():
     federation = federation_of(random_graph(), 3)
     both, alone = (go(federation, inference=how, rounds=5) for how in ("both", "structure"))
     assert flatten(both.models["server"]).keys() == flatten(alone.models["server"]).keys()
-    assert all(torch.equal(a, b) for a, b in zip(*(flatten(r.models["server"]).values() for r in (both, alone)), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(*(flatten(r.models["server"]).values() for r in (both, alone)), strict=True)
+    )
     assert both.history[-1]["clients"] != alone.history[-1]["clients"]

@@ -30,7 +30,14 @@ def graph_of(x, edges, y, train, num_classes, weight=None):
     ends = torch.tensor(edges, dtype=torch.int64).reshape(-1, 2).T
     both = None if weight is None else torch.tensor(weight).repeat(2)
     labels, kept = torch.tensor(y), torch.tensor(train)
-    return Graph(torch.tensor(x), torch.cat([ends, ends.flip(0)], 1), labels, num_classes, train=kept, edge_weight=both).hide_labels()
+    return Graph(
+        torch.tensor(x),
+        torch.cat([ends, ends.flip(0)], 1),
+        labels,
+        num_classes,
+        train=kept,
+        edge_weight=both,
+    ).hide_labels()
 
 
 def generated(method, nodes=20, features=6, classes=3):
@@ -38,7 +45,11 @@ def generated(method, nodes=20, features=6, classes=3):
     rng = torch.Generator().manual_seed(0)
     generator = method.make_generator(Facts(features, classes, "node", ("0",), ("gcn-2x8",)), rng)
     y, noise = torch.arange(nodes) % classes, torch.randn(nodes, method.noise, generator=rng)
-    return generator, linked(generator(torch.cat([noise, F.one_hot(y, classes)], 1)), y, 3, classes), noise
+    return (
+        generator,
+        linked(generator(torch.cat([noise, F.one_hot(y, classes)], 1)), y, 3, classes),
+        noise,
+    )
 
 
 def some_shares(clients=3, classes=3, seed=4):
@@ -58,18 +69,28 @@ def test_reliability_by_hand():
     x = [[1.0, 0.0], [1.0, 1.0], [0.0, 2.0], [3.0, 0.0]]
     graph = graph_of(x, [[0, 1], [1, 2]], [0, 0, 1, 1], [True, True, False, True], 3)
     # Back after two steps: from an end if the middle does not lead on to the other end, from the middle always. After odd ones never.
-    h = torch.tensor([[1.0, 0.0, 0.0, 0.5], [1.0, 1.0, 0.0, 1.0], [0.0, 2.0, 0.0, 0.5], [3.0, 0.0, 0.0, 0.0]])
+    h = torch.tensor(
+        [[1.0, 0.0, 0.0, 0.5], [1.0, 1.0, 0.0, 1.0], [0.0, 2.0, 0.0, 0.5], [3.0, 0.0, 0.0, 0.0]]
+    )
     cos = F.cosine_similarity(h.unsqueeze(0), h.unsqueeze(1), dim=2)
     first, second = (1 + cos[0, 1]) / 2, (1 + cos[1, 0] + cos[1, 2]) / 3
-    assert torch.allclose(reliability_of(graph, 2, 3), torch.stack([first + second, torch.tensor(1.0), torch.tensor(0.0)]))
+    assert torch.allclose(
+        reliability_of(graph, 2, 3),
+        torch.stack([first + second, torch.tensor(1.0), torch.tensor(0.0)]),
+    )
     assert torch.allclose(reliability_of(graph, 3, 3), reliability_of(graph, 2, 3))
     assert not torch.allclose(reliability_of(graph, 4, 3), reliability_of(graph, 2, 3))
 
 
 def test_heavier_edges_count_more_in_the_mean_over_neighbours():
     x, edges = [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], [[0, 1], [0, 2]]
-    near, far = (reliability_of(graph_of(x, edges, [0, 1, 1], [True, False, False], 2, w), 1, 2)[0] for w in ([9.0, 1.0], [1.0, 9.0]))
-    assert torch.allclose(torch.stack([near, far]), torch.tensor([10 / 11, 2 / 11]))  # one step leads away: only features count
+    near, far = (
+        reliability_of(graph_of(x, edges, [0, 1, 1], [True, False, False], 2, w), 1, 2)[0]
+        for w in ([9.0, 1.0], [1.0, 9.0])
+    )
+    assert torch.allclose(
+        torch.stack([near, far]), torch.tensor([10 / 11, 2 / 11])
+    )  # one step leads away: only features count
 
 
 def test_reliability_is_never_negative_nor_nan():
@@ -96,7 +117,10 @@ def test_a_client_answers_for_the_features_that_it_has_when_asked(node_federatio
     client, method = Client("0", graph, facts), FedTAD()
     before = method.reliability(client)["reliability"]
     client.full_graph = replace(graph, x=torch.cat([graph.x, torch.ones(graph.num_nodes, 2)], 1))
-    client.graph, client.facts = client.full_graph.training_view(False), replace(facts, num_features=14)
+    client.graph, client.facts = (
+        client.full_graph.training_view(False),
+        replace(facts, num_features=14),
+    )
     after = method.reliability(client)["reliability"]
     assert torch.equal(after, reliability_of(client.graph, 5, 3))
     assert not torch.equal(before, after)
@@ -118,8 +142,12 @@ def test_diversity_is_fedgens_at_a_fraction_of_its_memory():
         value = diversity(noise, x)
     assert torch.isclose(value, pair_by_pair(noise, x), atol=1e-6)
     assert seen.numel <= 30 * 500
-    by_hand = torch.exp(-torch.tensor(2 * (3.0 / 2) * 4.0 / 4))  # two nodes: x differ by 1 and 2, z by 2; half of the pairs are (i, i)
-    assert torch.isclose(diversity(torch.tensor([[0.0], [2.0]]), torch.tensor([[0.0, 0.0], [1.0, 2.0]])), by_hand)
+    by_hand = torch.exp(
+        -torch.tensor(2 * (3.0 / 2) * 4.0 / 4)
+    )  # two nodes: x differ by 1 and 2, z by 2; half of the pairs are (i, i)
+    assert torch.isclose(
+        diversity(torch.tensor([[0.0], [2.0]]), torch.tensor([[0.0, 0.0], [1.0, 2.0]])), by_hand
+    )
     assert diversity(noise, torch.ones_like(x)) == 1  # the worst: all nodes alike
 
 
@@ -137,7 +165,9 @@ def test_both_losses_by_hand():
                 apart += share[k, y] * (taught[i] - learnt[i]).abs().sum() / 3 / graph.num_nodes
         expected = 0.7 * wrong - apart + 0.3 * diversity(noise, graph.x)
     assert apart > 0
-    assert torch.isclose(method.generator_loss(ensemble, share, student, graph, noise), expected, atol=1e-5)
+    assert torch.isclose(
+        method.generator_loss(ensemble, share, student, graph, noise), expected, atol=1e-5
+    )
     assert torch.isclose(method.student_loss(ensemble, share, student, graph), apart, atol=1e-5)
 
 
@@ -146,7 +176,11 @@ def test_every_term_reaches_every_weight():
     generator, graph, noise = generated(method)
     taught, learnt = ensemble.each(graph), student(graph)
     wrong = torch.stack([F.cross_entropy(logits, graph.y, reduction="none") for logits in taught])
-    for term in (weigh(share, graph.y, wrong), weigh(share, graph.y, disagreement(taught, learnt)), diversity(noise, graph.x)):
+    for term in (
+        weigh(share, graph.y, wrong),
+        weigh(share, graph.y, disagreement(taught, learnt)),
+        diversity(noise, graph.x),
+    ):
         assert reaches(term, generator)
     assert reaches(method.student_loss(ensemble, share, student, graph), student)
 
@@ -159,7 +193,9 @@ def test_each_side_moves_itself_alone():
     assert all(p.grad is None for p in student.parameters())
     assert all(p.grad.any() for p in generator.parameters())
     generator.zero_grad()
-    method.student_loss(ensemble, share, student, linked(graph.x.detach(), graph.y, 3, 3)).backward()
+    method.student_loss(
+        ensemble, share, student, linked(graph.x.detach(), graph.y, 3, 3)
+    ).backward()
     assert all(p.grad.any() for p in student.parameters())
     assert all(p.grad is None for p in generator.parameters())
     assert not any(t.requires_grad for upload in ensemble.uploads for t in upload.values())
@@ -171,7 +207,10 @@ def test_who_knows_nothing_of_a_class_teaches_nothing_of_it():
     only_first = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
     alone = Ensemble(student, ensemble.uploads[:1])
     for loss, extra in ((method.student_loss, ()), (method.generator_loss, (noise,))):
-        one, other = (loss(e, only_first[: len(e.uploads)], student, replace(graph), *extra) for e in (ensemble, alone))
+        one, other = (
+            loss(e, only_first[: len(e.uploads)], student, replace(graph), *extra)
+            for e in (ensemble, alone)
+        )
         assert torch.isclose(one, other, atol=1e-6)
 
 
@@ -198,14 +237,22 @@ def test_a_client_alone_has_nobody_to_learn_from(node_federation):
 
 
 def test_nobody_has_labels_then_it_is_fedavg(node_federation):
-    bare = Federation(tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs))
+    bare = Federation(
+        tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs)
+    )
     assert same(run("fedtad", bare, **SMALL), run("fedavg", bare, model="gcn-2x8", rounds=3))
 
 
 def test_a_class_that_exists_nowhere_is_never_invented(node_federation, monkeypatch):
     seen, original = [], FedTAD.imagine
-    monkeypatch.setattr(FedTAD, "imagine", lambda self, *args: seen.append(args[-1]) or original(self, *args))
-    result = run("fedtad", Federation(tuple(replace(g, num_classes=5) for g in node_federation.graphs)), **SMALL)
+    monkeypatch.setattr(
+        FedTAD, "imagine", lambda self, *args: seen.append(args[-1]) or original(self, *args)
+    )
+    result = run(
+        "fedtad",
+        Federation(tuple(replace(g, num_classes=5) for g in node_federation.graphs)),
+        **SMALL,
+    )
     assert all(t.isfinite().all() for t in result.models["server"].values())
     assert len(seen) == SMALL["rounds"] * SMALL["batches"]
     assert all(torch.bincount(y, minlength=5).tolist() == [7, 7, 6, 0, 0] for y in seen)
@@ -213,7 +260,9 @@ def test_a_class_that_exists_nowhere_is_never_invented(node_federation, monkeypa
 
 def test_classes_that_a_client_lacks_are_zero_in_what_it_sends(node_federation, monkeypatch):
     seen, original = {}, FedTAD.distil
-    monkeypatch.setattr(FedTAD, "distil", lambda self, *args: seen.update(args[-1]) or original(self, *args))
+    monkeypatch.setattr(
+        FedTAD, "distil", lambda self, *args: seen.update(args[-1]) or original(self, *args)
+    )
     first, *others = node_federation.graphs
     run("fedtad", Federation((without_labels(first, first.y != 2), *others)), **SMALL)
     assert (seen["0"] > 0).tolist() == [True, True, False]
@@ -224,11 +273,23 @@ def test_the_student_comes_closer_to_who_knows_than_the_average():
     """On real nodes, which the server never saw, of clients that know different classes."""
     graph = synthetic(nodes=211, classes=3, features=12, degree=6.0, homophily=0.8, seed=1)
     skewed = divide(graph, 4, "dirichlet", 0, split="40/30/30", options={"alpha": 0.1})
-    settings = {"model": "gcn-2x8", "dropout": 0.0, "rounds": 1, "epochs": 60, "noise": 8, "student_lr": 1e-3}
+    settings = {
+        "model": "gcn-2x8",
+        "dropout": 0.0,
+        "rounds": 1,
+        "epochs": 60,
+        "noise": 8,
+        "student_lr": 1e-3,
+    }
     average, student = (run("fedtad", skewed, **settings, batches=batches) for batches in (0, 30))
     net = build_model("gcn-2x8", 12, 3, dropout=0.0, seed=0)
     ensemble = Ensemble(net, [average.models[c] for c in skewed.names])
-    share = shares({c: reliability_of(g.hide_labels(), 5, 3) for c, g in zip(skewed.names, skewed.graphs, strict=True)})
+    share = shares(
+        {
+            c: reliability_of(g.hide_labels(), 5, 3)
+            for c, g in zip(skewed.names, skewed.graphs, strict=True)
+        }
+    )
     gap = {}
     for name, result in (("average", average), ("student", student)):
         with torch.no_grad():
@@ -240,13 +301,20 @@ def test_the_student_comes_closer_to_who_knows_than_the_average():
 def test_traffic_is_fedavgs_and_one_vector(node_federation):
     traffic = run("fedtad", node_federation, **SMALL).traffic
     plain = run("fedavg", node_federation, model="gcn-2x8", rounds=3).traffic
-    assert traffic["scalars_up"] == plain["scalars_up"] + node_federation.num_clients * node_federation.num_classes
+    assert (
+        traffic["scalars_up"]
+        == plain["scalars_up"] + node_federation.num_clients * node_federation.num_classes
+    )
     assert traffic["scalars_down"] == plain["scalars_down"]
-    assert traffic["phases"]["reliability"]["messages"] == node_federation.num_clients  # once, not every round
+    assert (
+        traffic["phases"]["reliability"]["messages"] == node_federation.num_clients
+    )  # once, not every round
 
 
 def test_both_evaluations(node_federation):
-    local, common = (run("fedtad", node_federation, **SMALL, evaluation=how) for how in ("local", "global"))
+    local, common = (
+        run("fedtad", node_federation, **SMALL, evaluation=how) for how in ("local", "global")
+    )
     assert torch.equal(weights_of(local), weights_of(common))
     assert local.summary["evaluation"] != common.summary["evaluation"]
 
@@ -260,7 +328,9 @@ def test_node_tasks_only(graph_federation):
         run("fedtad", graph_federation, **SMALL)
 
 
-@pytest.mark.parametrize("bad", [{"walk": 0}, {"nodes": 1}, {"batches": -1}, {"student_lr": 0.0}, {"diversity": -1.0}])
+@pytest.mark.parametrize(
+    "bad", [{"walk": 0}, {"nodes": 1}, {"batches": -1}, {"student_lr": 0.0}, {"diversity": -1.0}]
+)
 def test_a_bad_setting_is_refused_by_name(bad, node_federation):
     with pytest.raises(ConfigError, match=rf"method\.{next(iter(bad))} is"):
         run("fedtad", node_federation, **{**SMALL, **bad})
@@ -270,8 +340,16 @@ def test_the_generator_goes_on_from_round_to_round(node_federation, monkeypatch)
     seen, original = [], FedTAD.distil
 
     def distil(self, server, *args):
-        before = torch.cat([p.flatten() for p in weights(server.state["generator"]).values()]).clone()
-        seen.append((before, original(self, server, *args), server.state["of_generator"].state_dict()["state"][0]["step"].item())[::2])
+        before = torch.cat(
+            [p.flatten() for p in weights(server.state["generator"]).values()]
+        ).clone()
+        seen.append(
+            (
+                before,
+                original(self, server, *args),
+                server.state["of_generator"].state_dict()["state"][0]["step"].item(),
+            )[::2]
+        )
         return weights(server.state["student"])
 
     monkeypatch.setattr(FedTAD, "distil", distil)

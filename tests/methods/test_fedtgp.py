@@ -24,7 +24,12 @@ def test_the_margin_is_the_largest_distance_up_to_the_cap():
 def test_the_contrast_is_eq_5():
     anchors, uploads = torch.tensor([[0.0, 0], [1, 0]]), torch.tensor([[0.0, 2], [3, 0]])
     d = [[2, math.sqrt(5)], [3, 2]]
-    terms = [-math.log(math.exp(-(d[i][c] + 0.5)) / (math.exp(-(d[i][c] + 0.5)) + math.exp(-d[i][1 - c]))) for i, c in ((0, 0), (1, 1))]
+    terms = [
+        -math.log(
+            math.exp(-(d[i][c] + 0.5)) / (math.exp(-(d[i][c] + 0.5)) + math.exp(-d[i][1 - c]))
+        )
+        for i, c in ((0, 0), (1, 1))
+    ]
     found = FedTGP().contrast(anchors, uploads, torch.tensor([0, 1]), torch.tensor(0.5))
     assert found.item() == pytest.approx(sum(terms) / 2, abs=1e-6)
 
@@ -32,7 +37,9 @@ def test_the_contrast_is_eq_5():
 def test_a_margin_makes_the_contrast_harder():
     torch.manual_seed(0)
     anchors, uploads, label = torch.randn(3, 4), torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
-    losses = [FedTGP().contrast(anchors, uploads, label, torch.tensor(m)).item() for m in (0.0, 0.5, 2.0)]
+    losses = [
+        FedTGP().contrast(anchors, uploads, label, torch.tensor(m)).item() for m in (0.0, 0.5, 2.0)
+    ]
     assert losses == sorted(losses)
     assert losses[0] < losses[2]
 
@@ -65,10 +72,18 @@ def test_only_prototypes_of_own_classes_travel(node_federation, trainings):
 
 def test_the_first_round_is_local_and_without_pull_all_are(node_federation):
     settings = {"model": MODEL, "rounds": 1}
-    assert same(run("fedtgp", node_federation, **settings), run("local", node_federation, **settings))
+    assert same(
+        run("fedtgp", node_federation, **settings), run("local", node_federation, **settings)
+    )
     settings["rounds"] = 3
-    assert same(run("fedtgp", node_federation, pull=0.0, **settings), run("local", node_federation, **settings), 1e-6)
-    assert not same(run("fedtgp", node_federation, **settings), run("local", node_federation, **settings), 1e-4)
+    assert same(
+        run("fedtgp", node_federation, pull=0.0, **settings),
+        run("local", node_federation, **settings),
+        1e-6,
+    )
+    assert not same(
+        run("fedtgp", node_federation, **settings), run("local", node_federation, **settings), 1e-4
+    )
 
 
 def test_embeddings_of_different_widths_are_refused(node_federation):

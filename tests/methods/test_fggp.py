@@ -15,7 +15,17 @@ from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError
 from fedloom.experiments.run import run
-from fedloom.methods.fggp import FGGP, alignment, annotated, candidates, class_centres, pairs_of, reconstruction, scores, vote
+from fedloom.methods.fggp import (
+    FGGP,
+    alignment,
+    annotated,
+    candidates,
+    class_centres,
+    pairs_of,
+    reconstruction,
+    scores,
+    vote,
+)
 from fedloom.methods.fpl import cluster_means
 from fedloom.nn.build import build_model
 from fedloom.nn.weights import load_weights, weights
@@ -33,11 +43,18 @@ def scene(federation, spec="gcn-2x8", **settings):
     client, method = Client("0", graph, facts), FGGP(**settings)
     method.setup(client)
     with torch.no_grad():
-        return method, client, candidates(client.graph, client.state["model"].embed(client.graph), 3)
+        return (
+            method,
+            client,
+            candidates(client.graph, client.state["model"].embed(client.graph), 3),
+        )
 
 
 def largest_gap(one, other, owners):
-    one, other = flatten({o: one.models[o] for o in owners}), flatten({o: other.models[o] for o in owners})
+    one, other = (
+        flatten({o: one.models[o] for o in owners}),
+        flatten({o: other.models[o] for o in owners}),
+    )
     assert one.keys() == other.keys()
     return max(float((one[k] - other[k]).abs().max()) for k in one)
 
@@ -45,13 +62,22 @@ def largest_gap(one, other, owners):
 def sampler_gradient(client, loss):
     """Σ |∂ loss / ∂ψ|."""
     own = list(client.state["sampler"].parameters())
-    return sum(float(g.abs().sum()) for g in torch.autograd.grad(loss, own, allow_unused=True) if g is not None)
+    return sum(
+        float(g.abs().sum())
+        for g in torch.autograd.grad(loss, own, allow_unused=True)
+        if g is not None
+    )
 
 
 # ---- candidate links ----
 def test_candidates_are_own_edges_and_nearest_neighbours_each_once():
     z = torch.tensor([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [0.1, 3.0], [-1.0, -1.0]])
-    graph = Graph(torch.ones(5, 3), torch.tensor([[0, 4, 2, 0], [4, 0, 2, 1]]), torch.zeros(5, dtype=torch.int64), 2)
+    graph = Graph(
+        torch.ones(5, 3),
+        torch.tensor([[0, 4, 2, 0], [4, 0, 2, 1]]),
+        torch.zeros(5, dtype=torch.int64),
+        2,
+    )
     suggested = candidates(graph, z, 1)
     assert {tuple(pair) for pair in pairs_of(suggested).T.tolist()} >= {(0, 1), (0, 4), (2, 3)}
     first, turned = suggested.edge_index.chunk(2, 1)
@@ -62,7 +88,9 @@ def test_candidates_are_own_edges_and_nearest_neighbours_each_once():
 
 
 def test_a_single_node_has_no_candidates():
-    graph = Graph(torch.ones(1, 3), torch.zeros(2, 0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 2)
+    graph = Graph(
+        torch.ones(1, 3), torch.zeros(2, 0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 2
+    )
     suggested = candidates(graph, torch.ones(1, 4), 3)
     assert suggested.num_edges == 0
     assert reconstruction(torch.ones(1, 4, requires_grad=True), suggested, torch.Generator()) == 0
@@ -72,15 +100,23 @@ def test_reconstruction_is_the_balanced_loss_over_all_pairs():
     """The authors' dense form, norm · BCE with pos_weight, on pairs i < j: the mean over many draws of other pairs comes to it."""
     rng = torch.Generator().manual_seed(0)
     h, n = torch.randn(12, 4, generator=rng), 12
-    graph = Graph(torch.ones(n, 2), torch.zeros(2, 0, dtype=torch.int64), torch.zeros(n, dtype=torch.int64), 2)
+    graph = Graph(
+        torch.ones(n, 2), torch.zeros(2, 0, dtype=torch.int64), torch.zeros(n, dtype=torch.int64), 2
+    )
     suggested = candidates(graph, torch.randn(n, 3, generator=rng), 2)
     there = torch.zeros(n, n)
     there[tuple(pairs_of(suggested))] = 1
     g, there = (m[torch.ones(n, n).triu(1) > 0] for m in (h @ h.T, there))
     pairs, positive = len(there), there.sum()
-    dense = F.binary_cross_entropy_with_logits(g, there, pos_weight=(pairs - positive) / positive) * pairs / (2 * (pairs - positive))
+    dense = (
+        F.binary_cross_entropy_with_logits(g, there, pos_weight=(pairs - positive) / positive)
+        * pairs
+        / (2 * (pairs - positive))
+    )
     drawn = torch.stack([reconstruction(h, suggested, rng) for _ in range(2000)])
-    assert drawn.mean() == pytest.approx(float(dense), abs=4 * float(drawn.std()) / 2000**0.5 + 0.02)
+    assert drawn.mean() == pytest.approx(
+        float(dense), abs=4 * float(drawn.std()) / 2000**0.5 + 0.02
+    )
 
 
 # ---- the draw ----
@@ -100,25 +136,48 @@ def test_links_are_drawn_as_often_as_they_are_likely(node_federation):
 
 def test_alpha_zero_keeps_every_candidate(node_federation):
     method, _, suggested = scene(node_federation, alpha=0.0)
-    view = method.draw(suggested, torch.full((suggested.num_edges // 2,), -9.0), torch.Generator().manual_seed(0))
+    view = method.draw(
+        suggested, torch.full((suggested.num_edges // 2,), -9.0), torch.Generator().manual_seed(0)
+    )
     assert torch.equal(view.edge_index, suggested.edge_index)
 
 
-@pytest.mark.parametrize("spec", ["gcn-2x8", "gat-2x8", "sage-2x8", "gin-2x8", "gcnii-3x8", "sgc-2x8", "sign-2x8", "appnp-3x8", "dgcn-3x8"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "gcn-2x8",
+        "gat-2x8",
+        "sage-2x8",
+        "gin-2x8",
+        "gcnii-3x8",
+        "sgc-2x8",
+        "sign-2x8",
+        "appnp-3x8",
+        "dgcn-3x8",
+    ],
+)
 def test_every_model_sees_in_the_view_what_was_drawn(node_federation, spec):
     method, client, suggested = scene(node_federation, spec)
     net = client.state["model"]
-    view = method.draw(suggested, scores(client.state["sampler"](suggested), pairs_of(suggested)), client.rng("links"))
+    view = method.draw(
+        suggested,
+        scores(client.state["sampler"](suggested), pairs_of(suggested)),
+        client.rng("links"),
+    )
     assert 0 < view.num_edges < suggested.num_edges
     plain = replace(client.graph, edge_index=view.edge_index, edge_weight=None)
     assert torch.allclose(net(view), net(plain), atol=1e-5)
-    gives = sampler_gradient(client, net(view).square().sum()) if not spec.startswith("gat") else 1.0  # GAT looks at no weights
+    gives = (
+        sampler_gradient(client, net(view).square().sum()) if not spec.startswith("gat") else 1.0
+    )  # GAT looks at no weights
     assert gives > 0
 
 
 def test_the_gradient_of_a_product_is_that_of_the_normalised_adjacency():
     """A dense matrix of link weights, normalised and multiplied by hand."""
-    graph = Graph(torch.ones(4, 2), torch.tensor([[0, 1, 2], [1, 2, 3]]), torch.zeros(4, dtype=torch.int64), 2)
+    graph = Graph(
+        torch.ones(4, 2), torch.tensor([[0, 1, 2], [1, 2, 3]]), torch.zeros(4, dtype=torch.int64), 2
+    )
     suggested = candidates(graph, torch.eye(4), 1)
     i, j = pairs_of(suggested)
     h = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
@@ -136,14 +195,20 @@ def test_the_gradient_of_a_product_is_that_of_the_normalised_adjacency():
 # ---- prototypes ----
 def test_training_nodes_are_sure_and_others_as_sure_as_the_model():
     graph = Graph(
-        torch.ones(3, 2), torch.zeros(2, 0, dtype=torch.int64), torch.tensor([1, -1, -1]), 2, train=torch.tensor([True, False, False])
+        torch.ones(3, 2),
+        torch.zeros(2, 0, dtype=torch.int64),
+        torch.tensor([1, -1, -1]),
+        2,
+        train=torch.tensor([True, False, False]),
     )
     label, sure = annotated(torch.tensor([[9.0, 0.0], [0.0, 0.0], [0.0, 2.0]]), graph)
     assert label.tolist() == [1, 0, 1]
     assert sure.tolist() == pytest.approx([1.0, 0.5, float(torch.sigmoid(torch.tensor(2.0)))])
     P, present = class_centres(torch.tensor([[1.0], [5.0], [3.0]]), label, sure, 3)
     assert present.tolist() == [True, True, False]
-    assert P.flatten().tolist() == pytest.approx([5.0, (1 + 3 * float(sure[2])) / (1 + float(sure[2])), 0.0])
+    assert P.flatten().tolist() == pytest.approx(
+        [5.0, (1 + 3 * float(sure[2])) / (1 + float(sure[2])), 0.0]
+    )
 
 
 @given(st.integers(1, 5), st.integers(0, 99))
@@ -153,16 +218,25 @@ def test_alignment_by_hand(classes, seed):
     total = 0.0
     for c in range(classes):
         others = [p for view in (first, second) for k, p in enumerate(view) if k != c]
-        own, *rest = (torch.exp(F.cosine_similarity(second[c], p, dim=0) / 0.5) for p in (first[c], *others))
+        own, *rest = (
+            torch.exp(F.cosine_similarity(second[c], p, dim=0) / 0.5) for p in (first[c], *others)
+        )
         total += -torch.log(own / (own + sum(rest))) / classes
     assert float(alignment(second, first, 0.5)) == pytest.approx(float(total), abs=1e-5)
 
 
 def test_the_vote_by_hand():
-    z, Q = torch.tensor([[1.0, 0.0], [1.0, 2.0]]), torch.tensor([[2.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    z, Q = (
+        torch.tensor([[1.0, 0.0], [1.0, 2.0]]),
+        torch.tensor([[2.0, 0.0], [0.0, 1.0], [1.0, 1.0]]),
+    )
     votes = vote(z, Q, torch.tensor([0, 2, 2]), 3, 0.1)
     similar = torch.exp(F.cosine_similarity(z.unsqueeze(1), Q.unsqueeze(0), dim=2) / 0.1)
-    assert torch.allclose(votes[:, [0, 2]].exp(), torch.stack([similar[:, 0], similar[:, 1] + similar[:, 2]], 1), rtol=1e-4)
+    assert torch.allclose(
+        votes[:, [0, 2]].exp(),
+        torch.stack([similar[:, 0], similar[:, 1] + similar[:, 2]], 1),
+        rtol=1e-4,
+    )
     assert votes.argmax(1).tolist() == [0, 2]
     assert (votes[:, 1] == -torch.inf).all()  # a class without prototypes is never named
 
@@ -176,7 +250,9 @@ def test_every_term_reaches_what_it_should(node_federation):
         plain = FGGP(**OFF).objective(client, client.graph, net, model)
         extra = method.objective(client, client.graph, net, model) - plain
         assert sampler_gradient(client, extra) > 0, term
-        extra = method.objective(client, client.graph, net, model) - FGGP(**OFF).objective(client, client.graph, net, model)
+        extra = method.objective(client, client.graph, net, model) - FGGP(**OFF).objective(
+            client, client.graph, net, model
+        )
         (gradient,) = torch.autograd.grad(extra, net.layers[0].weight, allow_unused=True)
         assert (float(gradient.abs().sum()) > 1e-6) == (term != "links"), term
 
@@ -197,7 +273,9 @@ def test_without_its_terms_it_is_fedavg_with_another_way_to_predict(node_federat
     by_head = run("fggp", node_federation, classifier="head", **OFF, **SMALL)
     assert [e["accuracy"] for e in by_head.history] == [e["accuracy"] for e in plain.history]
     assert [e["accuracy"] for e in off.history] != [e["accuracy"] for e in plain.history]
-    assert off.history[0]["accuracy"] == plain.history[0]["accuracy"]  # no prototypes yet: the head predicts
+    assert (
+        off.history[0]["accuracy"] == plain.history[0]["accuracy"]
+    )  # no prototypes yet: the head predicts
 
 
 def test_global_evaluation_votes_with_the_new_clusters(node_federation, trainings):
@@ -234,17 +312,25 @@ def test_a_client_without_labels_tells_nothing(node_federation, trainings):
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
     for inductive in (False, True):
         seen = trainings()
-        result = run("fggp", replace(node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=inductive), **SMALL)
+        result = run(
+            "fggp",
+            replace(node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=inductive),
+            **SMALL,
+        )
         assert result.summary["status"] == "completed"
         assert not any(replies["0"]["present"].any() for _, replies in seen)
 
 
 def test_nobody_has_labels_then_the_head_predicts_and_nothing_is_told(node_federation, trainings):
-    bare = Federation(tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs))
+    bare = Federation(
+        tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs)
+    )
     seen = trainings()
     result = run("fggp", bare, **SMALL)
     assert not any("clusters" in sent["0"] for sent, _ in seen)
-    assert [e["accuracy"] for e in result.history] == [e["accuracy"] for e in run("fedavg", bare, **SMALL).history]
+    assert [e["accuracy"] for e in result.history] == [
+        e["accuracy"] for e in run("fedavg", bare, **SMALL).history
+    ]
 
 
 def test_a_class_that_exists_nowhere_and_one_client(node_federation):
@@ -256,7 +342,9 @@ def test_a_class_that_exists_nowhere_and_one_client(node_federation):
 
 def test_a_complete_graph_has_no_other_pairs():
     ends = torch.combinations(torch.arange(6)).T
-    graph = Graph(torch.ones(6, 2), torch.cat([ends, ends.flip(0)], 1), torch.zeros(6, dtype=torch.int64), 2)
+    graph = Graph(
+        torch.ones(6, 2), torch.cat([ends, ends.flip(0)], 1), torch.zeros(6, dtype=torch.int64), 2
+    )
     h = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
     suggested = candidates(graph, h, 3)
     expected = 0.5 * F.softplus(-scores(h, ends)).mean()

@@ -37,7 +37,13 @@ def five_nodes():
     """A triangle 0-1-2 with a tail 2-3, a loop at 3, and a node without neighbours."""
     edges = torch.tensor([[0, 1], [1, 2], [0, 2], [2, 3]]).T
     ends = torch.cat([edges, edges.flip(0), torch.tensor([[3], [3]])], 1)
-    return Graph(torch.eye(5), ends, torch.tensor([0, 1, 0, 1, -1]), 2, train=torch.tensor([1, 1, 1, 1, 0], dtype=torch.bool)).check()
+    return Graph(
+        torch.eye(5),
+        ends,
+        torch.tensor([0, 1, 0, 1, -1]),
+        2,
+        train=torch.tensor([1, 1, 1, 1, 0], dtype=torch.bool),
+    ).check()
 
 
 def largest_gap(one, other):
@@ -50,7 +56,10 @@ def gradient(loss, net):
     """Σ |∂ loss / ∂θ| of each parameter of a model; 0 where there is none."""
     names, own = zip(*net.named_parameters(), strict=True)
     found = torch.autograd.grad(loss, own, allow_unused=True)
-    return {name: 0.0 if g is None else float(g.abs().sum()) for name, g in zip(names, found, strict=True)}
+    return {
+        name: 0.0 if g is None else float(g.abs().sum())
+        for name, g in zip(names, found, strict=True)
+    }
 
 
 def cosine(a, b):
@@ -60,7 +69,11 @@ def cosine(a, b):
 # ---- the contrast ----
 def test_the_contrast_by_a_double_loop():
     rng = torch.Generator().manual_seed(0)
-    z, anchors, y = torch.randn(6, 4, generator=rng), torch.randn(6, 4, generator=rng), torch.tensor([0, 2, 0, 2, 2, 1])
+    z, anchors, y = (
+        torch.randn(6, 4, generator=rng),
+        torch.randn(6, 4, generator=rng),
+        torch.tensor([0, 2, 0, 2, 2, 1]),
+    )
     total = 0.0
     for i in range(6):
         e = [math.exp(cosine(z[i], anchors[j]) / 0.3) for j in range(6)]
@@ -72,7 +85,10 @@ def test_the_contrast_by_a_double_loop():
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 99))
 def test_blocks_of_rows_change_nothing(nodes, rows, seed):
     rng = torch.Generator().manual_seed(seed)
-    z, anchors = torch.randn(nodes, 3, generator=rng, requires_grad=True), torch.randn(nodes, 3, generator=rng)
+    z, anchors = (
+        torch.randn(nodes, 3, generator=rng, requires_grad=True),
+        torch.randn(nodes, 3, generator=rng),
+    )
     y = torch.randint(3, (nodes,), generator=rng)
     whole = contrast(z, anchors, y, 0.2)
     (expected,) = torch.autograd.grad(whole, z)
@@ -96,7 +112,9 @@ def test_a_node_alone_in_its_class_has_itself_and_one_class_has_a_contrast_near_
     alone = contrast(z, z, torch.tensor([0, 1, 2]), 0.1)
     assert alone.item() == pytest.approx(math.log(1 + 2 * math.exp(-10)), abs=1e-6)
     same = torch.ones(3, 2)
-    assert contrast(same, same, torch.zeros(3, dtype=torch.int64), 0.1).item() == pytest.approx(math.log(3), rel=1e-5)
+    assert contrast(same, same, torch.zeros(3, dtype=torch.int64), 0.1).item() == pytest.approx(
+        math.log(3), rel=1e-5
+    )
 
 
 def test_no_labels_no_contrast_and_a_small_temperature_is_no_reason_to_overflow():
@@ -127,7 +145,9 @@ def by_double_loop(f, f_global, graph, omega):
         if not near:
             continue
         counted += 1
-        e, e_global = ([math.exp(cosine(each[i], each[j]) / omega) for j in near] for each in (f, f_global))
+        e, e_global = (
+            [math.exp(cosine(each[i], each[j]) / omega) for j in near] for each in (f, f_global)
+        )
         q, q_global = [v / sum(e) for v in e], [v / sum(e_global) for v in e_global]
         total += sum(g * math.log(g / m) for g, m in zip(q_global, q, strict=True))
     return total / counted
@@ -140,7 +160,9 @@ def test_the_structure_by_a_double_loop_over_five_nodes():
     assert expected > 0.01
     assert structure(f, f_global, graph, 0.5).item() == pytest.approx(expected, rel=1e-5)
     one_way = replace(graph, edge_index=graph.edge_index[:, ::2])
-    assert structure(f, f_global, one_way, 0.5).item() == pytest.approx(by_double_loop(f, f_global, one_way, 0.5), rel=1e-5)
+    assert structure(f, f_global, one_way, 0.5).item() == pytest.approx(
+        by_double_loop(f, f_global, one_way, 0.5), rel=1e-5
+    )
 
 
 def test_odds_sum_to_one_for_every_node_with_neighbours():
@@ -172,7 +194,9 @@ def test_no_edges_no_structure():
 
 def test_no_tensor_of_nodes_by_nodes():
     n = 3000
-    graph = Graph(torch.ones(n, 2), torch.randint(n, (2, 4 * n)), torch.zeros(n, dtype=torch.int64), 2)
+    graph = Graph(
+        torch.ones(n, 2), torch.randint(n, (2, 4 * n)), torch.zeros(n, dtype=torch.int64), 2
+    )
     f = torch.randn(n, 3, requires_grad=True)
     with Largest() as seen:
         structure(f, f.detach().roll(1, 0), graph, 0.1).backward()
@@ -181,7 +205,9 @@ def test_no_tensor_of_nodes_by_nodes():
 
 # ---- the objective ----
 def test_the_objective_is_the_sum_of_three_terms(node_federation):
-    method, client = scene(node_federation, semantic=0.7, structural=0.3, tau=0.4, omega=0.5, **WHOLE)
+    method, client = scene(
+        node_federation, semantic=0.7, structural=0.3, tau=0.4, omega=0.5, **WHOLE
+    )
     net, other, graph = client.state["model"], client.memory["global"], client.graph
     z, z_global, known = net.embed(graph), other.embed(graph), graph.train
     expected = (
@@ -201,7 +227,9 @@ def test_every_term_reaches_the_model_and_none_the_global_one(node_federation, s
         reached = gradient(extra, net)
         assert max(v for name, v in reached.items() if not name.startswith("classifier.")) > 1e-4
         head = max(v for name, v in reached.items() if name.startswith("classifier."))
-        assert (head > 1e-4) == (settings["structural"] > 0)  # the contrast is of embeddings, the structure of logits
+        assert (head > 1e-4) == (
+            settings["structural"] > 0
+        )  # the contrast is of embeddings, the structure of logits
         assert all(p.grad is None for p in client.memory["global"].parameters())
 
 
@@ -209,13 +237,20 @@ def test_the_global_model_is_what_was_downloaded(node_federation):
     method, client = scene(node_federation)
     download = {name: t.clone() for name, t in client.build("a third").state_dict().items()}
     method.train(client, download)
-    assert all(torch.equal(t, download[name]) for name, t in client.memory["global"].state_dict().items())
-    assert not any(torch.equal(t, download[name]) for name, t in client.state["model"].state_dict().items())
+    assert all(
+        torch.equal(t, download[name]) for name, t in client.memory["global"].state_dict().items()
+    )
+    assert not any(
+        torch.equal(t, download[name]) for name, t in client.state["model"].state_dict().items()
+    )
 
 
 def test_without_its_terms_it_is_fedavg_bit_for_bit_and_with_either_it_is_not(node_federation):
     plain = run("fedavg", node_federation, **SMALL)
-    assert largest_gap(run("fgssl", node_federation, semantic=0.0, structural=0.0, **SMALL), plain) == 0
+    assert (
+        largest_gap(run("fgssl", node_federation, semantic=0.0, structural=0.0, **SMALL), plain)
+        == 0
+    )
     for off in ("semantic", "structural"):
         assert largest_gap(run("fgssl", node_federation, **{off: 0.0}, **SMALL), plain) > 1e-4
 
@@ -231,17 +266,34 @@ def test_views_are_drawn_anew_at_every_step_from_the_clients_own_stream(node_fed
 
 # ---- bad input ----
 def test_views_without_any_edge_or_column_still_train(node_federation):
-    result = run("fgssl", node_federation, strong_edges=1.0, strong_columns=1.0, weak_edges=1.0, weak_columns=1.0, **SMALL)
+    result = run(
+        "fgssl",
+        node_federation,
+        strong_edges=1.0,
+        strong_columns=1.0,
+        weak_edges=1.0,
+        weak_columns=1.0,
+        **SMALL,
+    )
     assert result.summary["status"] == "completed"
     assert all(t.isfinite().all() for t in flatten(result.models).values())
 
 
 def test_one_client_one_class_isolated_nodes_and_no_labels(node_federation):
     graphs = node_federation.graphs
-    of_one = replace(graphs[0], train=graphs[0].train & (graphs[0].y == 0), test=graphs[0].test | (graphs[0].train & (graphs[0].y != 0)))
+    of_one = replace(
+        graphs[0],
+        train=graphs[0].train & (graphs[0].y == 0),
+        test=graphs[0].test | (graphs[0].train & (graphs[0].y != 0)),
+    )
     no_edges = replace(graphs[1], edge_index=graphs[1].edge_index[:, :0])
     bare = replace(graphs[2], train=torch.zeros_like(graphs[2].train))
-    for federation in (Federation((of_one, no_edges, bare)), Federation((of_one,)), Federation((no_edges,)), Federation((bare,))):
+    for federation in (
+        Federation((of_one, no_edges, bare)),
+        Federation((of_one,)),
+        Federation((no_edges,)),
+        Federation((bare,)),
+    ):
         for inductive in (False, True):
             result = run("fgssl", replace(federation, inductive=inductive), **SMALL)
             assert result.summary["status"] == "completed"
@@ -249,7 +301,14 @@ def test_one_client_one_class_isolated_nodes_and_no_labels(node_federation):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("tau", 0.0), ("omega", -1.0), ("weak_edges", 1.5), ("semantic", -0.1), ("strong_columns", -1)]
+    ("name", "value"),
+    [
+        ("tau", 0.0),
+        ("omega", -1.0),
+        ("weak_edges", 1.5),
+        ("semantic", -0.1),
+        ("strong_columns", -1),
+    ],
 )
 def test_a_bad_setting_is_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=rf"method\.{name} is "):

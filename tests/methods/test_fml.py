@@ -21,7 +21,11 @@ OTHER = {"copilot": "sgc-2x8"}
 
 def client_of(federation, method, models=(MODEL,), dropout=0.0):
     graph = federation.graphs[0]
-    client = Client("0", graph, Facts(graph.num_features, graph.num_classes, graph.task, ("0",), models, dropout))
+    client = Client(
+        "0",
+        graph,
+        Facts(graph.num_features, graph.num_classes, graph.task, ("0",), models, dropout),
+    )
     method.setup(client)
     return client
 
@@ -29,7 +33,12 @@ def client_of(federation, method, models=(MODEL,), dropout=0.0):
 def gap(one, other, owners):
     """The largest difference between the weights that `owners` have in two runs, copilots left out."""
     first, second = (
-        {f"{owner}/{key}": t for owner in owners for key, t in flatten(result.models[owner]).items()} for result in (one, other)
+        {
+            f"{owner}/{key}": t
+            for owner in owners
+            for key, t in flatten(result.models[owner]).items()
+        }
+        for result in (one, other)
     )
     assert first.keys() == second.keys()
     return max(float((first[key] - second[key]).abs().max()) for key in first)
@@ -41,8 +50,14 @@ def test_both_losses_by_hand(node_federation):
     graph = client.graph
     own, copilot = (outputs(client.state[which], graph) for which in ("model", "copilot"))
     p, q = own[1].softmax(1), copilot[1].softmax(1)
-    ce = [torch.stack([-torch.log(t[i, graph.y[i]]) for i in graph.train.nonzero().flatten()]).mean() for t in (p, q)]
-    kl = [torch.stack([(a[i] * (a[i] / b[i]).log()).sum() for i in range(len(a))]).mean() for a, b in ((q, p), (p, q))]
+    ce = [
+        torch.stack([-torch.log(t[i, graph.y[i]]) for i in graph.train.nonzero().flatten()]).mean()
+        for t in (p, q)
+    ]
+    kl = [
+        torch.stack([(a[i] * (a[i] / b[i]).log()).sum() for i in range(len(a))]).mean()
+        for a, b in ((q, p), (p, q))
+    ]
     of_own, of_copilot = method.losses(client, graph, own, copilot)
     assert torch.isclose(of_own, 0.7 * ce[0] + 0.3 * kl[0], atol=1e-6)
     assert torch.isclose(of_copilot, 0.2 * ce[1] + 0.8 * kl[1], atol=1e-6)
@@ -67,7 +82,9 @@ def test_teaching_is_over_all_nodes_or_the_training_ones(node_federation):
     graph = client.graph
     t, s = torch.randn(2, graph.num_nodes, 3, generator=torch.Generator().manual_seed(0))
     assert torch.isclose(FML(**QUICK).taught(graph, t, s), divergence(t, s))
-    assert torch.isclose(FML(over="train", **QUICK).taught(graph, t, s), divergence(t[graph.train], s[graph.train]))
+    assert torch.isclose(
+        FML(over="train", **QUICK).taught(graph, t, s), divergence(t[graph.train], s[graph.train])
+    )
 
 
 def test_equal_logits_teach_nothing():
@@ -77,20 +94,33 @@ def test_equal_logits_teach_nothing():
 
 def test_alpha_1_is_local_training_and_beta_1_is_fedavg(federation):
     names = federation.names
-    result = run("fml", federation, model=MODEL, rounds=3, dropout=0.0, alpha=1.0, beta=1.0, **QUICK)
+    result = run(
+        "fml", federation, model=MODEL, rounds=3, dropout=0.0, alpha=1.0, beta=1.0, **QUICK
+    )
     assert gap(result, run("local", federation, model=MODEL, rounds=3, dropout=0.0), names) < 1e-6
     averaged = run("fedavg", federation, model=MODEL, rounds=3, dropout=0.0)
     assert gap(result, averaged, ["server"]) < 1e-6
-    assert gap(run("fml", federation, model=MODEL, rounds=3, dropout=0.0, **QUICK), result, names) > 1e-4
+    assert (
+        gap(run("fml", federation, model=MODEL, rounds=3, dropout=0.0, **QUICK), result, names)
+        > 1e-4
+    )
 
 
 def test_messages_hold_the_copilot_alone_whatever_the_own_model_is(node_federation, trainings):
     seen = trainings()
-    run("fml", node_federation, model="gcn-2x8,gat-2x16,sage-2x24,gin-2x8", rounds=2, copilot="sgc-2x8")
+    run(
+        "fml",
+        node_federation,
+        model="gcn-2x8,gat-2x16,sage-2x24,gin-2x8",
+        rounds=2,
+        copilot="sgc-2x8",
+    )
     size = 12 * 8 + 8 + 8 * 3 + 3
     for sent, replies in seen:
         for messages in (sent, replies):
-            assert all(sum(t.numel() for t in flatten(m).values()) == size for m in messages.values())
+            assert all(
+                sum(t.numel() for t in flatten(m).values()) == size for m in messages.values()
+            )
 
 
 @pytest.mark.parametrize("copilot", ["gcn-2x8", "gat-2x8", "sage-2x8", "gin-2x8", "sgc-2x8"])
@@ -105,7 +135,9 @@ def test_an_unknown_copilot_is_refused_by_name(node_federation):
 
 
 @pytest.mark.parametrize("copilot", ["gat-2x12", "gcn-2x8-8-8"])
-def test_a_copilot_that_cannot_be_built_is_refused_before_anything_is_written(node_federation, copilot, tmp_path):
+def test_a_copilot_that_cannot_be_built_is_refused_before_anything_is_written(
+    node_federation, copilot, tmp_path
+):
     with pytest.raises(ConfigError, match=r"method\.copilot: "):
         run("fml", node_federation, copilot=copilot, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -114,8 +146,16 @@ def test_a_copilot_that_cannot_be_built_is_refused_before_anything_is_written(no
 
 def test_a_client_of_one_class_is_no_trouble(node_federation):
     first, *rest = node_federation.graphs
-    one = replace(first, train=first.train & (first.y == 0), test=first.test | (first.train & (first.y != 0)))
+    one = replace(
+        first, train=first.train & (first.y == 0), test=first.test | (first.train & (first.y != 0))
+    )
     assert (
-        run("fml", replace(node_federation, graphs=(one, *rest), whole=None), model=MODEL, rounds=2, **QUICK).summary["status"]
+        run(
+            "fml",
+            replace(node_federation, graphs=(one, *rest), whole=None),
+            model=MODEL,
+            rounds=2,
+            **QUICK,
+        ).summary["status"]
         == "completed"
     )

@@ -23,7 +23,9 @@ SMALL = {"model": "gcn-2x8", "rounds": 3}
 def scene(federation, **settings):
     """A method, a client that is set up, and cluster prototypes: two of class 0, one of class 1, none of class 2."""
     graph = federation.graphs[0]
-    facts = Facts(graph.num_features, graph.num_classes, federation.task, ("0",), ("gcn-2x8",), dropout=0.0)
+    facts = Facts(
+        graph.num_features, graph.num_classes, federation.task, ("0",), ("gcn-2x8",), dropout=0.0
+    )
     client, method = Client("0", graph, facts), FPL(**settings)
     method.setup(client)
     Q = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
@@ -33,7 +35,11 @@ def scene(federation, **settings):
 def spied(monkeypatch):
     """What clients are sent, and what they answer, by phase."""
     seen, original = [], Loop.call
-    monkeypatch.setattr(Loop, "call", lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r)
+    monkeypatch.setattr(
+        Loop,
+        "call",
+        lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r,
+    )
     return seen
 
 
@@ -55,7 +61,11 @@ def test_both_terms_by_hand(node_federation):
             ones.append(-torch.log((e[0] + e[1] if y == 0 else e[2]) / e.sum()))
             twos.append((z[i] - U[y]).square().mean())
     assert 0 < len(ones) < int(graph.train.sum())
-    expected = client.loss(net(graph), graph) + 0.7 * torch.stack(ones).mean() + 0.3 * torch.stack(twos).mean()
+    expected = (
+        client.loss(net(graph), graph)
+        + 0.7 * torch.stack(ones).mean()
+        + 0.3 * torch.stack(twos).mean()
+    )
     assert torch.isclose(method.objective(client, graph, net, told_of), expected, atol=1e-5)
 
 
@@ -63,7 +73,9 @@ def test_every_term_reaches_the_extractor_and_not_what_was_told(node_federation)
     for settings in ({"contrastive": 1.0, "unbiased": 0.0}, {"contrastive": 0.0, "unbiased": 1.0}):
         method, client, told_of = scene(node_federation, **settings)
         net, graph = client.state["model"], client.graph
-        extra = method.objective(client, graph, net, told_of) - method.objective(client, graph, net, None)
+        extra = method.objective(client, graph, net, told_of) - method.objective(
+            client, graph, net, None
+        )
         extra.backward()
         assert net.layers[0].weight.grad.abs().sum() > 0
     assert told_of["clusters"].grad is None
@@ -79,17 +91,35 @@ def test_without_its_terms_and_in_its_first_round_it_is_fedavg(federation):
 
 def test_a_small_temperature_is_no_reason_to_overflow():
     z = torch.tensor([[3.0, 0.0], [0.0, 2.0]], requires_grad=True)
-    far = contrast(z, torch.tensor([1, 0]), torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1]), tau=1e-4)
+    far = contrast(
+        z,
+        torch.tensor([1, 0]),
+        torch.tensor([[1.0, 0.0], [0.0, 1.0]]),
+        torch.tensor([0, 1]),
+        tau=1e-4,
+    )
     assert torch.isclose(far, torch.tensor(1e4))
     far.backward()
     assert z.grad.isfinite().all()
-    assert contrast(z, torch.zeros(2, dtype=torch.int64), torch.eye(2), torch.zeros(2, dtype=torch.int64), tau=0.02) == 0  # one class
+    assert (
+        contrast(
+            z,
+            torch.zeros(2, dtype=torch.int64),
+            torch.eye(2),
+            torch.zeros(2, dtype=torch.int64),
+            tau=0.02,
+        )
+        == 0
+    )  # one class
 
 
 # ---- the server's side ----
 def test_each_class_is_clustered_by_itself():
     left, right = torch.tensor([[1.0, 0.0], [1.0, 0.1]]), torch.tensor([[0.0, 1.0], [0.1, 1.0]])
-    replies = [told(torch.stack([point, -point]), torch.tensor([True, k == 3])) for k, point in enumerate(torch.cat([left, right]))]
+    replies = [
+        told(torch.stack([point, -point]), torch.tensor([True, k == 3]))
+        for k, point in enumerate(torch.cat([left, right]))
+    ]
     means = cluster_means(replies)
     assert means["of_class"].tolist() == [0, 0, 1]
     assert torch.allclose(means["clusters"], torch.stack([left.mean(0), right.mean(0), -right[1]]))
@@ -98,7 +128,10 @@ def test_each_class_is_clustered_by_itself():
 @given(st.integers(2, 7), st.integers(0, 99))
 def test_the_order_of_clients_does_not_matter_to_the_clusters(clients, seed):
     rng = torch.Generator().manual_seed(seed)
-    replies = [told(torch.randn(3, 4, generator=rng), torch.rand(3, generator=rng) < 0.7) for _ in range(clients)]
+    replies = [
+        told(torch.randn(3, 4, generator=rng), torch.rand(3, generator=rng) < 0.7)
+        for _ in range(clients)
+    ]
     one, other = cluster_means(replies), cluster_means(replies[::-1])
     if not one:
         assert not other
@@ -107,7 +140,8 @@ def test_the_order_of_clients_does_not_matter_to_the_clusters(clients, seed):
 
     def rows(means):
         return sorted(
-            (c, *(round(x, 3) for x in row)) for c, row in zip(means["of_class"].tolist(), means["clusters"].tolist(), strict=True)
+            (c, *(round(x, 3) for x in row))
+            for c, row in zip(means["of_class"].tolist(), means["clusters"].tolist(), strict=True)
         )
 
     for mine, theirs in zip(rows(one), rows(other), strict=True):
@@ -141,24 +175,38 @@ def test_what_travels(node_federation, monkeypatch):
 
 
 # ---- bad input ----
-def test_a_client_without_labels_tells_nothing_and_inductively_has_nothing(node_federation, monkeypatch):
+def test_a_client_without_labels_tells_nothing_and_inductively_has_nothing(
+    node_federation, monkeypatch
+):
     graphs = node_federation.graphs
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
     seen = spied(monkeypatch)
     for inductive in (False, True):
-        result = run("fpl", replace(node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=inductive), **SMALL)
+        result = run(
+            "fpl",
+            replace(node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=inductive),
+            **SMALL,
+        )
         assert result.summary["status"] == "completed"
     assert not any(replies["0"]["present"].any() for phase, _, replies in seen if phase == "train")
 
 
 def test_a_class_that_exists_nowhere_has_no_clusters(node_federation, monkeypatch):
     seen = spied(monkeypatch)
-    run("fpl", Federation(tuple(replace(g, num_classes=4) for g in node_federation.graphs)), **SMALL)
-    assert all(3 not in sent["0"]["of_class"] for phase, sent, _ in seen if phase == "train" and "of_class" in sent["0"])
+    run(
+        "fpl", Federation(tuple(replace(g, num_classes=4) for g in node_federation.graphs)), **SMALL
+    )
+    assert all(
+        3 not in sent["0"]["of_class"]
+        for phase, sent, _ in seen
+        if phase == "train" and "of_class" in sent["0"]
+    )
 
 
 def test_nobody_has_labels_then_it_is_fedavg(node_federation):
-    bare = Federation(tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs))
+    bare = Federation(
+        tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs)
+    )
     assert largest_gap(run("fpl", bare, **SMALL), run("fedavg", bare, **SMALL)) == 0
 
 

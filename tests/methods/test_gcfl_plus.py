@@ -28,8 +28,12 @@ SMALL = {"model": "gin-2x8", "rounds": 4, **QUICK}
 @pytest.fixture(scope="module")
 def planted():
     """Six clients, of which the first three have no features: their models have less to learn, their updates are shorter."""
-    even = divide(synthetic_graphs(graphs=120, classes=2, seed=2), 6, "uniform", 0, split="50/20/30")
-    graphs = tuple(replace(g, x=torch.zeros_like(g.x)) if k < 3 else g for k, g in enumerate(even.graphs))
+    even = divide(
+        synthetic_graphs(graphs=120, classes=2, seed=2), 6, "uniform", 0, split="50/20/30"
+    )
+    graphs = tuple(
+        replace(g, x=torch.zeros_like(g.x)) if k < 3 else g for k, g in enumerate(even.graphs)
+    )
     return replace(even, graphs=graphs, whole=None)
 
 
@@ -39,7 +43,9 @@ def sent_extractors(monkeypatch):
 
     def call(self, phase, sent):
         if phase == "train":
-            seen.append({c: tuple(t.sum().item() for t in flatten(m).values()) for c, m in sent.items()})
+            seen.append(
+                {c: tuple(t.sum().item() for t in flatten(m).values()) for c, m in sent.items()}
+            )
         return original(self, phase, sent)
 
     monkeypatch.setattr(Loop, "call", call)
@@ -70,7 +76,9 @@ def test_time_warping_is_the_best_of_all_alignments():
 
 def test_the_cut_parts_sequences_that_differ():
     near, far = torch.tensor([1.0, 0.9, 0.8]), torch.tensor([3.0, 3.1, 2.9])
-    sequences = {name: (near if name in "ace" else far) + 0.01 * k for k, name in enumerate("abcdef")}
+    sequences = {
+        name: (near if name in "ace" else far) + 0.01 * k for k, name in enumerate("abcdef")
+    }
     assert cut(sequences) == ({"a", "c", "e"}, {"b", "d", "f"})
     assert cut(dict(reversed(sequences.items()))) == cut(sequences)
 
@@ -96,8 +104,14 @@ def test_without_a_cut_it_is_fedavg_of_the_extractor_with_private_heads(graph_fe
     assert result.summary["notes"] == {"clusters": 1}
     models = ("gin-2x8",) * graph_federation.num_clients
     facts = Facts(graph_federation.num_features, 2, "graph", graph_federation.names, models)
-    clients = {name: Client(name, g, facts) for name, g in zip(graph_federation.names, graph_federation.graphs, strict=True)}
-    size, local = {name: torch.tensor(client.graph.num_items) for name, client in clients.items()}, Local()
+    clients = {
+        name: Client(name, g, facts)
+        for name, g in zip(graph_federation.names, graph_federation.graphs, strict=True)
+    }
+    size, local = (
+        {name: torch.tensor(client.graph.num_items) for name, client in clients.items()},
+        Local(),
+    )
     shared = body(weights(facts.build("gin-2x8", "server")))
     for client in clients.values():
         local.setup(client)
@@ -106,9 +120,14 @@ def test_without_a_cut_it_is_fedavg_of_the_extractor_with_private_heads(graph_fe
             net = client.state["model"]
             load_weights(net, weights(net) | shared)
             local.train(client)
-        shared = Replies({n: body(weights(c.state["model"])) for n, c in clients.items()}).mean(size)
+        shared = Replies({n: body(weights(c.state["model"])) for n, c in clients.items()}).mean(
+            size
+        )
     for name, client in clients.items():
-        assert all(torch.equal(t, result.models[name][key]) for key, t in weights(client.state["model"]).items())
+        assert all(
+            torch.equal(t, result.models[name][key])
+            for key, t in weights(client.state["model"]).items()
+        )
 
 
 @pytest.mark.parametrize("model", ["gin-2x8", "gcn-2x8"])
@@ -126,7 +145,9 @@ def test_clusters_of_one_or_two_stay_and_larger_ones_are_cut_again(planted):
     assert 3 <= run("gcfl+", planted, **cut_often).summary["notes"]["clusters"] <= 5
     pair = replace(planted, graphs=planted.graphs[2:4], names=planted.names[2:4])
     assert run("gcfl+", pair, **cut_often).summary["notes"] == {"clusters": 1}
-    assert run("gcfl+", Federation(planted.graphs[:1]), **cut_often).summary["notes"] == {"clusters": 1}
+    assert run("gcfl+", Federation(planted.graphs[:1]), **cut_often).summary["notes"] == {
+        "clusters": 1
+    }
 
 
 def test_a_run_that_was_killed_after_a_cut_goes_on_with_the_same_clusters(planted, tmp_path):
@@ -150,9 +171,18 @@ def test_a_run_that_was_killed_after_a_cut_goes_on_with_the_same_clusters(plante
 def test_the_head_never_travels_and_heads_differ(graph_federation, trainings):
     seen = trainings()
     result = run("gcfl+", graph_federation, **SMALL)
-    names = {name for sent, replies in seen for message in (*sent.values(), *replies.values()) for name in flatten(message)}
-    assert names == {f"model/{key}" for key in result.models["0"] if not key.startswith("classifier.")}
-    assert not torch.equal(result.models["0"]["classifier.weight"], result.models["1"]["classifier.weight"])
+    names = {
+        name
+        for sent, replies in seen
+        for message in (*sent.values(), *replies.values())
+        for name in flatten(message)
+    }
+    assert names == {
+        f"model/{key}" for key in result.models["0"] if not key.startswith("classifier.")
+    }
+    assert not torch.equal(
+        result.models["0"]["classifier.weight"], result.models["1"]["classifier.weight"]
+    )
 
 
 def test_a_client_without_labels_keeps_its_clusters_extractor(graph_federation):

@@ -23,13 +23,18 @@ SMALL = {"model": "gcn-2x8", "rounds": 3}
 
 def facts_of(federation, *models):
     dealt = tuple(models[k % len(models)] for k in range(federation.num_clients))
-    return Facts(federation.num_features, federation.num_classes, federation.task, federation.names, dealt)
+    return Facts(
+        federation.num_features, federation.num_classes, federation.task, federation.names, dealt
+    )
 
 
 def by_hand(federation, head, *models, rounds=3):
     """The clients' models when each trains locally from the mean head, weighted by items."""
     facts, local = facts_of(federation, *models), Local()
-    clients = [Client(name, graph, facts) for name, graph in zip(federation.names, federation.graphs, strict=True)]
+    clients = [
+        Client(name, graph, facts)
+        for name, graph in zip(federation.names, federation.graphs, strict=True)
+    ]
     n = torch.tensor([float(client.graph.num_items) for client in clients])
     for client in clients:
         local.setup(client)
@@ -38,7 +43,10 @@ def by_hand(federation, head, *models, rounds=3):
             load_weights(client.state["model"].classifier, head)
             local.train(client)
         trained = [weights(client.state["model"].classifier) for client in clients]
-        head = {key: sum(share * t[key] for share, t in zip(n / n.sum(), trained, strict=True)) for key in head}
+        head = {
+            key: sum(share * t[key] for share, t in zip(n / n.sum(), trained, strict=True))
+            for key in head
+        }
     return {client.name: weights(client.state["model"]) for client in clients}
 
 
@@ -73,11 +81,25 @@ def test_one_client_trains_as_in_local_but_for_its_first_head(node_federation, m
 
 def test_nothing_but_heads_travels_and_extractors_stay_different(federation, monkeypatch):
     seen, original = [], Loop.call
-    monkeypatch.setattr(Loop, "call", lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r)
+    monkeypatch.setattr(
+        Loop,
+        "call",
+        lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r,
+    )
     result = run("lg-fedavg", federation, model=CONTRACT_MODELS, rounds=3)
     for phase, sent, replies in seen:
-        names = {name for message in (*sent.values(), *replies.values()) for name in flatten(message)}
-        assert names == {"setup": set(), "size": {"size"}, "train": {"head/weight", "head/bias"}, "evaluate": {"val", "test", "auc"}}[phase]
+        names = {
+            name for message in (*sent.values(), *replies.values()) for name in flatten(message)
+        }
+        assert (
+            names
+            == {
+                "setup": set(),
+                "size": {"size"},
+                "train": {"head/weight", "head/bias"},
+                "evaluate": {"val", "test", "auc"},
+            }[phase]
+        )
     same = run("lg-fedavg", federation, **SMALL)
     first, second = (body(same.models[c]) for c in ("0", "1"))
     assert all(not torch.equal(first[key], second[key]) for key in first)
@@ -88,34 +110,60 @@ def test_traffic_is_the_heads(node_federation):
     """2(pC + C) a client and round, and n_k once."""
     traffic = run("lg-fedavg", node_federation, model=CONTRACT_MODELS, rounds=3).traffic
     p, C, K, R = 8, 3, 4, 3
-    assert traffic["phases"]["train"]["scalars_up"] == traffic["phases"]["train"]["scalars_down"] == K * R * (p * C + C)
+    assert (
+        traffic["phases"]["train"]["scalars_up"]
+        == traffic["phases"]["train"]["scalars_down"]
+        == K * R * (p * C + C)
+    )
     assert traffic["phases"]["size"]["scalars_up"] == K
     assert traffic["scalars_up"] + traffic["scalars_down"] == K * R * 2 * (p * C + C) + K
 
 
 def test_secure_sums_give_the_same_with_different_models(node_federation):
-    secure, plain = (run("lg-fedavg", node_federation, model=CONTRACT_MODELS, rounds=2, secure=secure) for secure in (True, False))
+    secure, plain = (
+        run("lg-fedavg", node_federation, model=CONTRACT_MODELS, rounds=2, secure=secure)
+        for secure in (True, False)
+    )
     assert gap(secure.models, plain.models) < 2e-5
 
 
 # ---- bad input ----
-@pytest.mark.parametrize("models", ["gcn-2x8,gat-2x8", "gcn-2x8+linear,gcn-2x16+linear", "sage-2x8+linear,sage-2x8"])
-def test_heads_that_differ_in_shape_are_refused_before_anything_is_sent(node_federation, monkeypatch, models):
+@pytest.mark.parametrize(
+    "models", ["gcn-2x8,gat-2x8", "gcn-2x8+linear,gcn-2x16+linear", "sage-2x8+linear,sage-2x8"]
+)
+def test_heads_that_differ_in_shape_are_refused_before_anything_is_sent(
+    node_federation, monkeypatch, models
+):
     monkeypatch.setattr(Loop, "call", lambda self, phase, sent: pytest.fail(f"{phase} was sent"))
-    with pytest.raises(ConfigError, match=r"model: lg-fedavg averages heads.*'\+linear'") as refusal:
+    with pytest.raises(
+        ConfigError, match=r"model: lg-fedavg averages heads.*'\+linear'"
+    ) as refusal:
         run("lg-fedavg", node_federation, model=models, rounds=3)
     assert all(spec in str(refusal.value) for spec in models.split(","))
 
 
 def test_heads_are_linear_in_a_graph_task(graph_federation):
-    assert run("lg-fedavg", graph_federation, model="gin-2x8,gat-2x8,sage-2x8", rounds=2).summary["status"] == "completed"
+    assert (
+        run("lg-fedavg", graph_federation, model="gin-2x8,gat-2x8,sage-2x8", rounds=2).summary[
+            "status"
+        ]
+        == "completed"
+    )
 
 
-def test_a_client_without_labels_keeps_its_extractor_and_passes_the_head_on(node_federation, monkeypatch):
+def test_a_client_without_labels_keeps_its_extractor_and_passes_the_head_on(
+    node_federation, monkeypatch
+):
     graphs, seen, original = node_federation.graphs, [], Loop.call
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
-    monkeypatch.setattr(Loop, "call", lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r)
-    result = run("lg-fedavg", replace(node_federation, graphs=(bare, *graphs[1:]), whole=None), **SMALL)
+    monkeypatch.setattr(
+        Loop,
+        "call",
+        lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r,
+    )
+    result = run(
+        "lg-fedavg", replace(node_federation, graphs=(bare, *graphs[1:]), whole=None), **SMALL
+    )
     untrained = weights(facts_of(node_federation, "gcn-2x8").build("gcn-2x8", "0", "init"))
     assert gap(body(result.models["0"]), body(untrained)) == 0
     rounds = [(sent["0"], replies["0"]) for phase, sent, replies in seen if phase == "train"]
@@ -125,6 +173,11 @@ def test_a_client_without_labels_keeps_its_extractor_and_passes_the_head_on(node
 def test_a_client_of_one_class_and_isolated_nodes(node_federation):
     first, *rest = node_federation.graphs
     kept = first.train & (first.y == 0)
-    single = replace(first, train=kept, test=first.test | (first.train & ~kept), edge_index=first.edge_index[:, :0])
+    single = replace(
+        first,
+        train=kept,
+        test=first.test | (first.train & ~kept),
+        edge_index=first.edge_index[:, :0],
+    )
     result = run("lg-fedavg", replace(node_federation, graphs=(single, *rest), whole=None), **SMALL)
     assert all(t.isfinite().all() for t in flatten(result.models).values())

@@ -10,16 +10,31 @@ from fedloom.experiments.run import run
 
 def test_nothing_travels_but_scores(federation):
     traffic = run("local", federation, model="gcn-2x8", rounds=2).traffic
-    assert traffic["scalars_up"] == traffic["scalars_down"] == traffic["bytes_up"] == traffic["bytes_down"] == 0
+    assert (
+        traffic["scalars_up"]
+        == traffic["scalars_down"]
+        == traffic["bytes_up"]
+        == traffic["bytes_down"]
+        == 0
+    )
     assert set(traffic["phases"]) == {"evaluate"}
 
 
 def test_a_client_does_not_depend_on_the_others(node_federation):
     settings = {"model": "gcn-2x8", "rounds": 3}
     together = run("local", node_federation, **settings)
-    alone = run("local", replace(node_federation, graphs=node_federation.graphs[1:2], names=node_federation.names[1:2]), **settings)
+    alone = run(
+        "local",
+        replace(
+            node_federation, graphs=node_federation.graphs[1:2], names=node_federation.names[1:2]
+        ),
+        **settings,
+    )
     name = node_federation.names[1]
-    assert all(torch.equal(flatten(together.models[name])[k], t) for k, t in flatten(alone.models[name]).items())
+    assert all(
+        torch.equal(flatten(together.models[name])[k], t)
+        for k, t in flatten(alone.models[name]).items()
+    )
 
 
 def test_it_learns(node_federation):

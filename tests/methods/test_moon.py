@@ -12,14 +12,26 @@ from fedloom.methods.moon import Moon
 
 def test_mu_zero_is_fedavg(node_federation):
     settings = {"model": "gcn-2x8", "rounds": 3}
-    moon, avg = run("moon", node_federation, mu=0.0, **settings), run("fedavg", node_federation, **settings)
-    assert all(torch.allclose(t, flatten(avg.models["server"])[k], atol=1e-6) for k, t in flatten(moon.models["server"]).items())
+    moon, avg = (
+        run("moon", node_federation, mu=0.0, **settings),
+        run("fedavg", node_federation, **settings),
+    )
+    assert all(
+        torch.allclose(t, flatten(avg.models["server"])[k], atol=1e-6)
+        for k, t in flatten(moon.models["server"]).items()
+    )
 
 
 def test_the_first_round_is_fedavg_and_later_ones_are_not(node_federation):
     for rounds, same in ((1, True), (3, False)):
-        moon, avg = (run(m, node_federation, model="gcn-2x8", rounds=rounds, **s) for m, s in (("moon", {"mu": 5.0}), ("fedavg", {})))
-        gap = max(float((t - flatten(avg.models["server"])[k]).abs().max()) for k, t in flatten(moon.models["server"]).items())
+        moon, avg = (
+            run(m, node_federation, model="gcn-2x8", rounds=rounds, **s)
+            for m, s in (("moon", {"mu": 5.0}), ("fedavg", {}))
+        )
+        gap = max(
+            float((t - flatten(avg.models["server"])[k]).abs().max())
+            for k, t in flatten(moon.models["server"]).items()
+        )
         assert (gap < 1e-5) == same
 
 
@@ -31,6 +43,11 @@ def test_the_term_is_eq_3(node_federation):
     net = client.state["model"]
     client.state |= {"global": client.build("one"), "previous": client.build("other")}
     z = net.embed(client.graph)
-    near, far = (torch.exp(F.cosine_similarity(z, client.state[k].embed(client.graph)) / 0.3) for k in ("global", "previous"))
-    expected = client.loss(net(client.graph), client.graph) + 0.7 * -torch.log(near / (near + far)).mean()
+    near, far = (
+        torch.exp(F.cosine_similarity(z, client.state[k].embed(client.graph)) / 0.3)
+        for k in ("global", "previous")
+    )
+    expected = (
+        client.loss(net(client.graph), client.graph) + 0.7 * -torch.log(near / (near + far)).mean()
+    )
     assert torch.isclose(method.objective(client, client.graph, net, {}), expected, atol=1e-6)

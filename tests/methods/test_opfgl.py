@@ -31,7 +31,9 @@ def graph_of(edges, y, train, classes=3, x=None):
     edges = torch.tensor(edges).T
     y, train = torch.tensor(y), torch.tensor(train, dtype=torch.bool)
     x = torch.eye(len(y)) if x is None else x
-    return Graph(x, torch.cat([edges, edges.flip(0)], 1), torch.where(train, y, -1), classes, train=train).check()
+    return Graph(
+        x, torch.cat([edges, edges.flip(0)], 1), torch.where(train, y, -1), classes, train=train
+    ).check()
 
 
 def client_of(graph, spec="gcn-2x8", seed=0):
@@ -41,7 +43,9 @@ def client_of(graph, spec="gcn-2x8", seed=0):
 
 def two_cliques():
     edges = [(i, j) for k in (0, 5) for i in range(k, k + 5) for j in range(i + 1, k + 5)]
-    return graph_of(edges, [0] * 5 + [1] * 5, [True] + [False] * 4 + [True] + [False] * 4, classes=2)
+    return graph_of(
+        edges, [0] * 5 + [1] * 5, [True] + [False] * 4 + [True] + [False] * 4, classes=2
+    )
 
 
 # ---- soft labels, homophily, expansion ----
@@ -55,7 +59,9 @@ def test_a_step_of_spreading_by_hand_without_loops_and_without_a_reset():
     graph = graph_of([(0, 1), (1, 2), (2, 2)], [0, 1, 1], [True, False, True])
     soft = OpFGL(spread_steps=1, spread=0.9).soft_labels(graph)
     half = 0.5**0.5  # degrees 1, 2, 1: the loop at node 2 does not count
-    assert torch.allclose(soft, torch.tensor([[0.1, 0, 0], [0.9 * half, 0.9 * half, 0], [0, 0.1, 0]]))
+    assert torch.allclose(
+        soft, torch.tensor([[0.1, 0, 0], [0.9 * half, 0.9 * half, 0], [0, 0.1, 0]])
+    )
 
 
 def test_what_no_label_reaches_is_uniform():
@@ -65,7 +71,9 @@ def test_what_no_label_reaches_is_uniform():
 
 def test_homophily_by_hand():
     # 0-1 alike, 0-2 not, 1-3 with an unlabelled one, 4 has no training neighbour.
-    graph = graph_of([(0, 1), (0, 2), (1, 3), (3, 4)], [0, 0, 1, 0, 0], [True, True, True, False, True])
+    graph = graph_of(
+        [(0, 1), (0, 2), (1, 3), (3, 4)], [0, 0, 1, 0, 0], [True, True, True, False, True]
+    )
     assert OpFGL().homophily(graph).tolist() == [0.5 + 1 + 0, 0, 0]
 
 
@@ -77,7 +85,9 @@ def test_the_distillation_weight_falls_with_homophily_and_stays_within_its_clamp
         graph = graph_of([*edges, (size, size)], [0] * size + [1], [True] * (size + 1))
         gamma, soft = method.gamma(graph), method.soft_labels(graph)
         weights.append((gamma / soft.sum(1))[0].item())
-        assert gamma[size] == pytest.approx(0.1)  # H = 0: w_dist = 1, and ỹ of an isolated training node is 1 - a
+        assert gamma[size] == pytest.approx(
+            0.1
+        )  # H = 0: w_dist = 1, and ỹ of an isolated training node is 1 - a
     assert all(a > b for a, b in pairwise(weights))
     clamped = replace(method, gamma_min=0.2, gamma_max=0.3).gamma(graph)
     assert 0.2 <= clamped.min() <= clamped.max() <= 0.3
@@ -85,20 +95,55 @@ def test_the_distillation_weight_falls_with_homophily_and_stays_within_its_clamp
 
 def test_expansion_takes_confident_nodes_of_the_leading_class_with_a_large_enough_degree():
     edges = [(0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3), (0, 4), (5, 6), (5, 7)]
-    graph = graph_of(edges, [0, 0, 0, 0, 0, 1, 1, 1], [True, True, True, False, False, True, True, False])
+    graph = graph_of(
+        edges, [0, 0, 0, 0, 0, 1, 1, 1], [True, True, True, False, False, True, True, False]
+    )
     method = OpFGL(expand_degree=2)
     assert method.homophily(graph).tolist() == [3, 2, 0]
-    assert method.expanded_labels(graph).tolist() == [0, 0, 0, 0, -1, 1, 1, -1]  # 4 and 7 have degree 1
-    assert replace(method, expand_degree=1).expanded_labels(graph).tolist() == [0, 0, 0, 0, 0, 1, 1, -1]
-    assert replace(method, expand_degree=1, expand_classes=2).expanded_labels(graph).tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
+    assert method.expanded_labels(graph).tolist() == [
+        0,
+        0,
+        0,
+        0,
+        -1,
+        1,
+        1,
+        -1,
+    ]  # 4 and 7 have degree 1
+    assert replace(method, expand_degree=1).expanded_labels(graph).tolist() == [
+        0,
+        0,
+        0,
+        0,
+        0,
+        1,
+        1,
+        -1,
+    ]
+    assert replace(method, expand_degree=1, expand_classes=2).expanded_labels(graph).tolist() == [
+        0,
+        0,
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+    ]
     for variant, (hre, _, _) in VARIANTS.items():
-        added = (replace(method, variant=variant).expanded_labels(graph) >= 0).sum() - graph.train.sum()
+        added = (
+            replace(method, variant=variant).expanded_labels(graph) >= 0
+        ).sum() - graph.train.sum()
         assert (added > 0) == hre
 
 
 def test_expansion_adds_nothing_when_no_class_holds_together():
     graph = graph_of([(0, 1), (1, 2)], [0, 0, 1], [True, False, True])
-    assert OpFGL(expand_classes=3, expand_confidence=0.0).expanded_labels(graph).tolist() == [0, -1, 1]
+    assert OpFGL(expand_classes=3, expand_confidence=0.0).expanded_labels(graph).tolist() == [
+        0,
+        -1,
+        1,
+    ]
 
 
 # ---- statistics ----
@@ -138,10 +183,15 @@ def test_merged_statistics_are_those_of_equation_9_and_of_the_union(seed, client
         if not mine:
             continue
         # Eq. 9, from the clients' means and variances.
-        size, means = torch.tensor([len(f) for f in mine]).double(), torch.stack([f.mean(0) for f in mine])
+        size, means = (
+            torch.tensor([len(f) for f in mine]).double(),
+            torch.stack([f.mean(0) for f in mine]),
+        )
         mean = torch.einsum("k,kvd->vd", size, means) / size.sum()
         variances = torch.stack([f.var(0) for f in mine])
-        scatter = torch.einsum("k,kvd->vd", size - 1, variances) + torch.einsum("k,kvd->vd", size, (means - mean).square())
+        scatter = torch.einsum("k,kvd->vd", size - 1, variances) + torch.einsum(
+            "k,kvd->vd", size, (means - mean).square()
+        )
         expected = scatter / (size.sum() - (len(mine) if divisor == "m_c" else 1))
         assert torch.allclose(merged["mean"][c].double(), mean, atol=1e-5)
         assert torch.allclose(merged["variance"][c].double(), expected, atol=1e-5)
@@ -160,7 +210,10 @@ def test_a_class_with_too_few_nodes_is_not_reported():
 
 
 def test_nobody_with_enough_labels_is_an_error_that_names_the_setting(node_federation):
-    with pytest.raises(MessageError, match=r"no client has a class with 500 or more labelled nodes \(method.min_count\)"):
+    with pytest.raises(
+        MessageError,
+        match=r"no client has a class with 500 or more labelled nodes \(method.min_count\)",
+    ):
         run("opfgl", node_federation, model="gcn-2x8", **{**QUICK, "min_count": 500})
 
 
@@ -168,12 +221,18 @@ def test_nobody_with_enough_labels_is_an_error_that_names_the_setting(node_feder
 def target_of(count, features=6, views=2, seed=0):
     rng = torch.Generator().manual_seed(seed)
     shape = (len(count), views, features)
-    return {"count": torch.tensor(count), "mean": torch.randn(shape, generator=rng) / 3, "variance": torch.rand(shape, generator=rng) / 4}
+    return {
+        "count": torch.tensor(count),
+        "mean": torch.randn(shape, generator=rng) / 3,
+        "variance": torch.rand(shape, generator=rng) / 4,
+    }
 
 
 def test_one_node_a_class_reaches_the_means():
     graph = synthetic(nodes=200, classes=4, features=16, degree=6.0, homophily=0.8, seed=1)
-    graph = replace(graph, train=graph.y != 2, y=torch.where(graph.y == 2, -1, graph.y))  # class 2 is nobody's: no node
+    graph = replace(
+        graph, train=graph.y != 2, y=torch.where(graph.y == 2, -1, graph.y)
+    )  # class 2 is nobody's: no node
     method = OpFGL(variant="ft", smooth=0.0)
     target = method.merge(method.secure_statistics(client_of(graph)))
     pseudo = method.condense(target, torch.Generator().manual_seed(1))
@@ -184,7 +243,9 @@ def test_one_node_a_class_reaches_the_means():
 
 
 def test_links_are_symmetric_without_loops_and_between_0_and_1():
-    pseudo = OpFGL(condense_steps=120, rate=0.5).condense(target_of([6, 8]), torch.Generator().manual_seed(0))
+    pseudo = OpFGL(condense_steps=120, rate=0.5).condense(
+        target_of([6, 8]), torch.Generator().manual_seed(0)
+    )
     adjacency = pseudo["adjacency"]
     assert pseudo["y"].tolist() == [0] * 3 + [1] * 4
     assert torch.equal(adjacency, adjacency.T)
@@ -197,9 +258,13 @@ def test_links_are_symmetric_without_loops_and_between_0_and_1():
 def test_alignment_by_hand():
     target = target_of([6, 2, 0], features=4, views=1)
     x, y = torch.randn(4, 4, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 0, 0, 1])
-    first = (x[:3].mean(0) - target["mean"][0, 0]).square().mean() + (x[:3].std(0) - target["variance"][0, 0].sqrt()).square().mean()
+    first = (x[:3].mean(0) - target["mean"][0, 0]).square().mean() + (
+        x[:3].std(0) - target["variance"][0, 0].sqrt()
+    ).square().mean()
     second = (x[3] - target["mean"][1, 0]).square().mean()  # one node has no deviation
-    assert torch.allclose(Alignment(target, y)(x, torch.zeros(4, 4), 0), 0.75 * first + 0.25 * second, atol=1e-5)
+    assert torch.allclose(
+        Alignment(target, y)(x, torch.zeros(4, 4), 0), 0.75 * first + 0.25 * second, atol=1e-5
+    )
 
 
 def test_alignment_propagates_over_weighted_links_with_loops_of_weight_1():
@@ -207,8 +272,13 @@ def test_alignment_propagates_over_weighted_links_with_loops_of_weight_1():
     x, y = torch.randn(2, 4, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 1])
     weight = 0.5
     moved = (x + weight * x.flip(0)) / (1 + weight)
-    expected = ((x - target["mean"][:2, 0]).square().mean() + (moved - target["mean"][:2, 1]).square().mean()) / 2
-    assert torch.allclose(Alignment(target, y)(x, torch.tensor([[0, weight], [weight, 0]]), 1), expected, atol=1e-6)
+    expected = (
+        (x - target["mean"][:2, 0]).square().mean()
+        + (moved - target["mean"][:2, 1]).square().mean()
+    ) / 2
+    assert torch.allclose(
+        Alignment(target, y)(x, torch.tensor([[0, weight], [weight, 0]]), 1), expected, atol=1e-6
+    )
 
 
 def test_smoothness_by_hand_and_without_links():
@@ -228,7 +298,9 @@ def test_every_term_reaches_what_it_should():
         reached = torch.autograd.grad(term(), [x, *links.parameters()], allow_unused=True)
         names = ["x", *(name for name, _ in links.named_parameters())]
         # The last bias moves all links alike, and batch norms take out the biases before them.
-        idle = {n for n, g in zip(names, reached, strict=True) if g is None or not g.abs().max() > 1e-9}
+        idle = {
+            n for n, g in zip(names, reached, strict=True) if g is None or not g.abs().max() > 1e-9
+        }
         assert idle <= {"pair.bias", "rest.2.bias"}
 
 
@@ -252,7 +324,11 @@ def test_classes_count_alike_in_balanced_weights():
 
 def models_of(federation, **settings):
     result = run("opfgl", federation, model="gcn-2x8", **{**QUICK, **settings})
-    return {f"{owner}/{name}": t for owner, model in result.models.items() for name, t in flatten(model).items()}
+    return {
+        f"{owner}/{name}": t
+        for owner, model in result.models.items()
+        for name, t in flatten(model).items()
+    }
 
 
 def far(one, other):
@@ -261,13 +337,28 @@ def far(one, other):
 
 def test_without_distillation_it_is_fine_tuning(node_federation):
     nothing = {"gamma_min": 0.0, "gamma_max": 0.0}
-    assert far(models_of(node_federation, variant="nd_ft_dist", **nothing), models_of(node_federation, variant="ft")) < 1e-6
-    assert far(models_of(node_federation, variant="nd_ft_dist"), models_of(node_federation, variant="ft")) > 1e-4
+    assert (
+        far(
+            models_of(node_federation, variant="nd_ft_dist", **nothing),
+            models_of(node_federation, variant="ft"),
+        )
+        < 1e-6
+    )
+    assert (
+        far(
+            models_of(node_federation, variant="nd_ft_dist"),
+            models_of(node_federation, variant="ft"),
+        )
+        > 1e-4
+    )
 
 
 def test_a_huge_distillation_weight_keeps_the_student_at_its_teacher(node_federation):
     def moved(**settings):
-        return far(models_of(node_federation, variant="full", **settings), models_of(node_federation, variant="global"))
+        return far(
+            models_of(node_federation, variant="full", **settings),
+            models_of(node_federation, variant="global"),
+        )
 
     held = {"beta": 1e6, "gamma_min": 1e6, "gamma_max": 1e6, "lr_local": 1e-4}
     teacher = run("opfgl", node_federation, model="gcn-2x8", **{**QUICK, "variant": "global"})
@@ -290,7 +381,10 @@ def test_the_copy_with_the_best_validation_accuracy_is_kept(node_federation):
     method.setup(client)
     net, seen = client.state["model"], []
     original = client.validate
-    client.validate = lambda model: seen.append((original(model), {k: v.clone() for k, v in model.state_dict().items()})) or seen[-1][0]
+    client.validate = lambda model: (
+        seen.append((original(model), {k: v.clone() for k, v in model.state_dict().items()}))
+        or seen[-1][0]
+    )
     method.fit(client, net, 0.05, lambda: client.loss(net(client.graph), client.graph))
     assert len(seen) == 6
     best = max(score for score, _ in seen)
@@ -302,22 +396,37 @@ def test_training_ends_after_so_many_looks_without_improvement(node_federation):
     client, looks = client_of(node_federation.graphs[0]), []
     method = OpFGL(**{**QUICK, "steps": 1000, "check_every": 5, "waits": 3})
     method.setup(client)
-    client.validate = lambda model: looks.append(0) or [0.1, 0.5, 0.5, 0.4, 0.3, 0.9][len(looks) - 1]
-    method.fit(client, client.state["model"], 0.01, lambda: client.loss(client.state["model"](client.graph), client.graph))
+    client.validate = lambda model: (
+        looks.append(0) or [0.1, 0.5, 0.5, 0.4, 0.3, 0.9][len(looks) - 1]
+    )
+    method.fit(
+        client,
+        client.state["model"],
+        0.01,
+        lambda: client.loss(client.state["model"](client.graph), client.graph),
+    )
     assert len(looks) == 5
 
 
 def test_without_validation_items_the_last_model_is_kept(node_federation):
-    bare = tuple(replace(g, test=g.test | g.val, val=torch.zeros_like(g.val)) for g in node_federation.graphs)
-    short, long = (models_of(replace(node_federation, graphs=bare), check_every=every) for every in (4, 100))
+    bare = tuple(
+        replace(g, test=g.test | g.val, val=torch.zeros_like(g.val)) for g in node_federation.graphs
+    )
+    short, long = (
+        models_of(replace(node_federation, graphs=bare), check_every=every) for every in (4, 100)
+    )
     assert far(short, long) == 0
 
 
 def test_validation_labels_choose_and_do_nothing_else(node_federation):
     def scrambled(graph):
-        return replace(graph, y=torch.where(graph.train, graph.y, (graph.y + 1) % graph.num_classes))
+        return replace(
+            graph, y=torch.where(graph.train, graph.y, (graph.y + 1) % graph.num_classes)
+        )
 
-    other = replace(node_federation, graphs=tuple(map(scrambled, node_federation.graphs)), whole=None)
+    other = replace(
+        node_federation, graphs=tuple(map(scrambled, node_federation.graphs)), whole=None
+    )
     one_look = {"steps": 8, "check_every": 8}  # a single copy to choose from
     assert far(models_of(node_federation, **one_look), models_of(other, **one_look)) == 0
 
@@ -334,9 +443,17 @@ def test_clients_with_one_architecture_start_alike(node_federation):
 def test_one_upload_and_one_download_of_the_size_the_paper_says(tmp_path):
     graph = synthetic(nodes=420, classes=7, features=1433, seed=0)
     federation = divide(graph, 3, "random", 0)
-    result = run("opfgl", federation, model="gcn-2x8", **{**QUICK, "rate": 0.0, "min_count": 2}, out=tmp_path / "x")
+    result = run(
+        "opfgl",
+        federation,
+        model="gcn-2x8",
+        **{**QUICK, "rate": 0.0, "min_count": 2},
+        out=tmp_path / "x",
+    )
     phases = {name: t for name, t in result.traffic["phases"].items() if name != "evaluate"}
-    assert {name: (t["messages"], t["scalars_up"], t["scalars_down"]) for name, t in phases.items()} == {
+    assert {
+        name: (t["messages"], t["scalars_up"], t["scalars_down"]) for name, t in phases.items()
+    } == {
         "statistics": (3, 3 * 40_131, 0),
         "generalise": (3, 0, 3 * 10_087),
     }
@@ -344,7 +461,9 @@ def test_one_upload_and_one_download_of_the_size_the_paper_says(tmp_path):
 
 def test_a_secure_run_sends_the_indicator_besides_and_gives_the_same_bits(node_federation):
     plain = run("opfgl", node_federation, model="gcn-2x8", **QUICK)
-    secure = [run("opfgl", node_federation, model="gcn-2x8", secure=True, **QUICK) for _ in range(2)]
+    secure = [
+        run("opfgl", node_federation, model="gcn-2x8", secure=True, **QUICK) for _ in range(2)
+    ]
     assert secure[0].summary["history_hash"] == secure[1].summary["history_hash"]
     for owner, model in plain.models.items():
         for name, tensor in flatten(model).items():
@@ -354,12 +473,19 @@ def test_a_secure_run_sends_the_indicator_besides_and_gives_the_same_bits(node_f
     up = secure[0].traffic["phases"]["secure_statistics"]["scalars_up"]
     assert up == k * (2 * c + 2 * 2 * d * c)
     keys = {"advertise_keys", "share_keys", "unmask"}
-    assert set(secure[0].traffic["phases"]) == {"secure_statistics", "generalise", "evaluate_sum", *keys}
+    assert set(secure[0].traffic["phases"]) == {
+        "secure_statistics",
+        "generalise",
+        "evaluate_sum",
+        *keys,
+    }
 
 
 # ---- architectures and tasks ----
 def test_the_ten_models_of_the_paper_run_together():
-    ten = "ssgc-2x64,gcn-2x64,gcn-2x128,gcn-2x256,gcn-2x512,sgc-2,gcn-3x64,gcn-3x512,appnp-2x64,sgc-4"
+    ten = (
+        "ssgc-2x64,gcn-2x64,gcn-2x128,gcn-2x256,gcn-2x512,sgc-2,gcn-3x64,gcn-3x512,appnp-2x64,sgc-4"
+    )
     graph = synthetic(nodes=400, classes=3, features=12, seed=1)
     result = run("opfgl", divide(graph, 10, "random", 0), model=ten, **QUICK)
     assert {tensor.shape[0] for model in result.models.values() for name, tensor in model.items() if name == "classifier.weight"} == {
@@ -371,12 +497,17 @@ def test_the_ten_models_of_the_paper_run_together():
 def test_graph_tasks_and_more_rounds_are_refused(graph_federation, node_federation):
     with pytest.raises(ConfigError, match="does node tasks"):
         run("opfgl", graph_federation, **QUICK)
-    with pytest.raises(ConfigError, match=r"method.rounds is 2, must be a whole number at least 1 and at most 1"):
+    with pytest.raises(
+        ConfigError, match=r"method.rounds is 2, must be a whole number at least 1 and at most 1"
+    ):
         run("opfgl", node_federation, **{**QUICK, "rounds": 2})
 
 
 def test_clamps_that_cross_are_refused():
-    with pytest.raises(ConfigError, match=r"method.gamma_max is 0.1, must be at least method.gamma_min, which is 0.2"):
+    with pytest.raises(
+        ConfigError,
+        match=r"method.gamma_max is 0.1, must be at least method.gamma_min, which is 0.2",
+    ):
         OpFGL(gamma_min=0.2, gamma_max=0.1)
 
 

@@ -12,11 +12,17 @@ from fedloom.experiments.run import run
 
 def spy(monkeypatch):
     seen, original = [], Engine.call
-    monkeypatch.setattr(Engine, "call", lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r)
+    monkeypatch.setattr(
+        Engine,
+        "call",
+        lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r,
+    )
     return seen
 
 
-def test_with_full_participation_the_server_control_is_the_mean_of_the_clients(node_federation, monkeypatch):
+def test_with_full_participation_the_server_control_is_the_mean_of_the_clients(
+    node_federation, monkeypatch
+):
     """c = mean c_k after every round; and with SGD c_k is the mean gradient of the local steps (option II)."""
     seen = spy(monkeypatch)
     run("scaffold", node_federation, model="gcn-2x8", rounds=4, lr=0.1)
@@ -34,8 +40,18 @@ def test_a_client_that_takes_no_step_has_no_control(node_federation, monkeypatch
     seen = spy(monkeypatch)
     first, *others = node_federation.graphs
     idle = replace(first, train=torch.zeros_like(first.train))
-    run("scaffold", replace(node_federation, graphs=(idle, *others)), model="gcn-2x8", rounds=3, lr=0.1)
-    changes = [replies[node_federation.names[0]]["change"] for phase, _, replies in seen if phase == "train"]
+    run(
+        "scaffold",
+        replace(node_federation, graphs=(idle, *others)),
+        model="gcn-2x8",
+        rounds=3,
+        lr=0.1,
+    )
+    changes = [
+        replies[node_federation.names[0]]["change"]
+        for phase, _, replies in seen
+        if phase == "train"
+    ]
     assert len(changes) == 3
     assert all(not tensor.any() for change in changes for tensor in change.values())
 
@@ -46,20 +62,34 @@ def test_option_two(node_federation, monkeypatch):
     _, sent, replies = next(s for s in seen if s[0] == "train")
     for client, reply in replies.items():
         for name, change in reply["change"].items():
-            expected = (sent[client]["model"][name] - reply["model"][name]) / (2 * 0.1) - sent[client]["control"][name]
+            expected = (sent[client]["model"][name] - reply["model"][name]) / (2 * 0.1) - sent[
+                client
+            ]["control"][name]
             assert torch.allclose(change, expected, atol=1e-5)
 
 
 def test_the_first_round_is_fedavg_with_sgd(node_federation):
     settings = {"model": "gcn-2x8", "rounds": 1, "lr": 0.1, "optimizer": "sgd"}
-    one, other = run("scaffold", node_federation, **settings), run("fedavg", node_federation, **settings)
-    assert all(torch.allclose(t, flatten(other.models["server"])[k], atol=1e-7) for k, t in flatten(one.models["server"]).items())
+    one, other = (
+        run("scaffold", node_federation, **settings),
+        run("fedavg", node_federation, **settings),
+    )
+    assert all(
+        torch.allclose(t, flatten(other.models["server"])[k], atol=1e-7)
+        for k, t in flatten(one.models["server"]).items()
+    )
     later = {**settings, "rounds": 3}
     one, other = run("scaffold", node_federation, **later), run("fedavg", node_federation, **later)
-    assert not all(torch.allclose(t, flatten(other.models["server"])[k], atol=1e-5) for k, t in flatten(one.models["server"]).items())
+    assert not all(
+        torch.allclose(t, flatten(other.models["server"])[k], atol=1e-5)
+        for k, t in flatten(one.models["server"]).items()
+    )
 
 
 def test_twice_the_traffic_of_fedavg(node_federation):
-    one, other = (run(m, node_federation, model="gcn-2x8", rounds=2).traffic["phases"]["train"] for m in ("scaffold", "fedavg"))
+    one, other = (
+        run(m, node_federation, model="gcn-2x8", rounds=2).traffic["phases"]["train"]
+        for m in ("scaffold", "fedavg")
+    )
     assert one["scalars_up"] == 2 * other["scalars_up"]
     assert one["scalars_down"] == 2 * other["scalars_down"]

@@ -27,27 +27,51 @@ def some_graph(n=40, sparse=False, directed=False, weighted=False):
         x = x * (torch.rand(n, 20, generator=draw) < 0.1)
     weight = None
     if weighted:
-        weight = (ends.sum(0) % 5 + 1).float() if not directed else torch.rand(ends.shape[1], generator=draw)
+        weight = (
+            (ends.sum(0) % 5 + 1).float()
+            if not directed
+            else torch.rand(ends.shape[1], generator=draw)
+        )
     y = torch.randint(3, (n,), generator=draw)
-    return Graph(x=x, edge_index=ends, y=y, num_classes=3, train=torch.ones(n, dtype=torch.bool), edge_weight=weight)
+    return Graph(
+        x=x,
+        edge_index=ends,
+        y=y,
+        num_classes=3,
+        train=torch.ones(n, dtype=torch.bool),
+        edge_weight=weight,
+    )
 
 
 def plain(view, whole):
     """The same view as a graph that is made from scratch."""
     place = {pair: k for k, pair in enumerate(map(tuple, whole.edge_index.T.tolist()))}
-    index = torch.tensor([place[pair] for pair in map(tuple, view.edge_index.T.tolist())], dtype=torch.int64)
+    index = torch.tensor(
+        [place[pair] for pair in map(tuple, view.edge_index.T.tolist())], dtype=torch.int64
+    )
     weight = None if whole.edge_weight is None else whole.edge_weight[index]
     return replace(whole, x=view.x, edge_index=view.edge_index, edge_weight=weight)
 
 
-@pytest.mark.parametrize("how", [{}, {"directed": True}, {"weighted": True}, {"directed": True, "weighted": True}, {"sparse": True}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"directed": True},
+        {"weighted": True},
+        {"directed": True, "weighted": True},
+        {"sparse": True},
+    ],
+)
 def test_adjacencies_and_their_transposes_are_those_of_a_graph_made_from_scratch(how):
     whole = some_graph(**how)
     view = thinned(whole, 0.5, 0.3, rng())
     same = plain(view, whole)
     for kind in KINDS:
         assert torch.allclose(view.adjacency(kind).dense(), same.adjacency(kind).dense(), atol=1e-6)
-        assert torch.allclose(view.adjacency(kind).transpose.dense(), same.adjacency(kind).dense().T, atol=1e-6)
+        assert torch.allclose(
+            view.adjacency(kind).transpose.dense(), same.adjacency(kind).dense().T, atol=1e-6
+        )
         assert torch.equal(view.adjacency(kind).rows, same.adjacency(kind).rows)
 
 
@@ -65,14 +89,24 @@ def test_every_model_sees_a_view_as_any_other_graph(name, options, sparse):
 @pytest.mark.parametrize("seed", range(12))
 def test_repeated_edges_self_loops_and_weights_of_zero(seed):
     draw = rng(seed)
-    ends = torch.randint(9, (2, 25), generator=draw)  # few nodes: some edges are loops, some come twice
+    ends = torch.randint(
+        9, (2, 25), generator=draw
+    )  # few nodes: some edges are loops, some come twice
     weight = torch.randint(4, (25,), generator=draw).float()
-    whole = Graph(x=torch.ones(9, 2), edge_index=ends, y=torch.zeros(9, dtype=torch.int64), num_classes=2, edge_weight=weight)
+    whole = Graph(
+        x=torch.ones(9, 2),
+        edge_index=ends,
+        y=torch.zeros(9, dtype=torch.int64),
+        num_classes=2,
+        edge_weight=weight,
+    )
     view = thinned(whole, 0.4, 0.0, rng(seed))
     same = replace(whole, edge_index=view.edge_index, edge_weight=view.edge_weight)
     for kind in KINDS:
         assert torch.allclose(view.adjacency(kind).dense(), same.adjacency(kind).dense(), atol=1e-6)
-        assert torch.allclose(view.adjacency(kind).transpose.dense(), same.adjacency(kind).dense().T, atol=1e-6)
+        assert torch.allclose(
+            view.adjacency(kind).transpose.dense(), same.adjacency(kind).dense().T, atol=1e-6
+        )
 
 
 def test_gradients_through_a_view_are_those_of_a_graph_made_from_scratch():
@@ -108,7 +142,10 @@ def test_masked_columns_are_masked_for_all_nodes_and_the_whole_graph_stays():
     assert 0 < masked.sum() < 20
     assert not view.x[:, masked].any()
     assert torch.equal(view.x[:, ~masked], whole.x[:, ~masked])
-    assert all(torch.equal(a, b) for a, b in zip(before, (whole.x, whole.edge_index, whole.adjacency().dense()), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(before, (whole.x, whole.edge_index, whole.adjacency().dense()), strict=True)
+    )
 
 
 def test_nothing_left_out_is_the_graph_and_everything_left_out_is_bare():

@@ -40,16 +40,24 @@ def test_scores_are_those_of_scikit_learn(case):
     expected = {
         "accuracy": accuracy_score(true, predicted),
         "f1_macro": f1_score(true, predicted, labels=range(C), average="macro", zero_division=0),
-        "f1_present": f1_score(true, predicted, labels=sorted(set(true)), average="macro", zero_division=0),
-        "f1_weighted": f1_score(true, predicted, labels=range(C), average="weighted", zero_division=0),
+        "f1_present": f1_score(
+            true, predicted, labels=sorted(set(true)), average="macro", zero_division=0
+        ),
+        "f1_weighted": f1_score(
+            true, predicted, labels=range(C), average="weighted", zero_division=0
+        ),
     }
     assert all(first is last is None for first, _, last in got.values())
-    assert {name: value for name, (_, value, _) in got.items()} == pytest.approx(expected, abs=1e-12)
+    assert {name: value for name, (_, value, _) in got.items()} == pytest.approx(
+        expected, abs=1e-12
+    )
 
 
 def test_scores_of_nothing_are_none():
     nothing = scores(torch.zeros(1, 3, 3, dtype=torch.int64))
-    assert nothing == {name: [None] for name in ("accuracy", "f1_macro", "f1_present", "f1_weighted")}
+    assert nothing == {
+        name: [None] for name in ("accuracy", "f1_macro", "f1_present", "f1_weighted")
+    }
     nobody = torch.zeros(4, dtype=torch.bool)
     assert confusion(torch.ones(4, 3), torch.tensor([0, 1, 2, -1]), nobody, 3).sum() == 0
 
@@ -61,7 +69,9 @@ def test_auc_is_the_mean_of_scikit_learns_over_classes_with_both_kinds(case):
     probability, true = logits[mask].softmax(1).numpy(), y[mask].numpy()
     mixed = [c for c in range(logits.shape[1]) if 0 < (true == c).sum() < len(true)]
     expected = [roc_auc_score(true == c, probability[:, c]) for c in mixed]
-    assert auc(*case) == pytest.approx(sum(expected) / len(expected) if expected else UNDEFINED, abs=1e-9)
+    assert auc(*case) == pytest.approx(
+        sum(expected) / len(expected) if expected else UNDEFINED, abs=1e-9
+    )
 
 
 def test_auc_of_all_classes_and_of_two():
@@ -71,7 +81,9 @@ def test_auc_of_all_classes_and_of_two():
     expected = roc_auc_score(y, logits.double().softmax(1), multi_class="ovr", average="macro")
     assert auc(logits, y, everybody) == pytest.approx(expected, abs=1e-6)
     two = (y > 0).long()
-    assert auc(logits[:, :2], two, everybody) == pytest.approx(roc_auc_score(two, logits[:, 1] - logits[:, 0]), abs=1e-6)
+    assert auc(logits[:, :2], two, everybody) == pytest.approx(
+        roc_auc_score(two, logits[:, 1] - logits[:, 0]), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("y", [[0, 0, 0], [1, 1, 1]])
@@ -91,14 +103,21 @@ def test_auc_tells_confident_predictions_apart():
 def test_cross_entropy_is_minus_the_log_of_the_right_class_over_the_mask(reduction):
     logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     y, mask = torch.tensor([0, -1, 2, 1, -1]), torch.tensor([True, False, True, True, False])
-    terms = [-math.log(math.exp(logits[i, y[i]]) / sum(math.exp(v) for v in logits[i])) for i in (0, 2, 3)]
-    assert cross_entropy(logits, y, mask, reduction).item() == pytest.approx(sum(terms) / (3 if reduction == "mean" else 1), rel=1e-5)
+    terms = [
+        -math.log(math.exp(logits[i, y[i]]) / sum(math.exp(v) for v in logits[i]))
+        for i in (0, 2, 3)
+    ]
+    assert cross_entropy(logits, y, mask, reduction).item() == pytest.approx(
+        sum(terms) / (3 if reduction == "mean" else 1), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_cross_entropy_of_nothing_is_zero_with_a_gradient_of_zero(reduction):
     W = torch.randn(4, 3, requires_grad=True, generator=torch.Generator().manual_seed(0))
-    loss = cross_entropy(torch.ones(5, 4) @ W, torch.full((5,), -1), torch.zeros(5, dtype=torch.bool), reduction)
+    loss = cross_entropy(
+        torch.ones(5, 4) @ W, torch.full((5,), -1), torch.zeros(5, dtype=torch.bool), reduction
+    )
     loss.backward()
     assert loss.item() == 0
     assert torch.equal(W.grad, torch.zeros(4, 3))

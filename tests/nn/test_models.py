@@ -30,7 +30,9 @@ each = pytest.mark.parametrize("name", NAMES)
 each_task = pytest.mark.parametrize("task", TASKS)
 
 
-def random_graph(task: str = "node", *, directed: bool = False, sparse: bool = False, features: int = FEATURES) -> Graph:
+def random_graph(
+    task: str = "node", *, directed: bool = False, sparse: bool = False, features: int = FEATURES
+) -> Graph:
     """24 nodes, random edges, two nodes without any; as six graphs of four nodes for the graph-level task."""
     rng = Generator().manual_seed(1)
     x = torch.randn(24, features, generator=rng)
@@ -47,7 +49,9 @@ def random_graph(task: str = "node", *, directed: bool = False, sparse: bool = F
     edges = (wanted if directed else wanted | wanted.T).nonzero().T
     items = 24 if task == "node" else ITEMS
     y = torch.randint(CLASSES, (items,), generator=rng)
-    graph = Graph(x=x, edge_index=edges, y=y, num_classes=CLASSES, batch=None if task == "node" else batch)
+    graph = Graph(
+        x=x, edge_index=edges, y=y, num_classes=CLASSES, batch=None if task == "node" else batch
+    )
     assert (graph.sparse_x is not None) == sparse
     return graph.check()
 
@@ -68,7 +72,11 @@ def rng(seed: int = 0) -> Generator:
 
 
 def gradients(model: Model, graph: Graph, **noise: Generator) -> list[Tensor]:
-    return list(torch.autograd.grad(F.cross_entropy(model(graph, **noise), graph.y), list(model.parameters())))
+    return list(
+        torch.autograd.grad(
+            F.cross_entropy(model(graph, **noise), graph.y), list(model.parameters())
+        )
+    )
 
 
 # ---- every architecture ----
@@ -106,7 +114,9 @@ def test_noise_comes_from_the_generator_alone(name: str, task: str) -> None:
 def test_features_are_not_dropped(name: str) -> None:
     graph, model = random_graph(), made(f"{name}-2x16")
     z = model.embed(graph)
-    assert torch.equal(model.embed(graph, rng()), z)  # a single layer before the embedding: no noise
+    assert torch.equal(
+        model.embed(graph, rng()), z
+    )  # a single layer before the embedding: no noise
     assert not torch.allclose(model.head(z, graph, rng()), model.head(z, graph))
 
 
@@ -116,7 +126,9 @@ def test_features_are_not_dropped(name: str) -> None:
 def test_every_parameter_gets_a_gradient(name: str, task: str, options: str) -> None:
     model = made(f"{name}-3x16{options}", task)
     for noise in ({}, {"rng": rng()}):
-        for (key, _), gradient in zip(model.named_parameters(), gradients(model, random_graph(task), **noise), strict=True):
+        for (key, _), gradient in zip(
+            model.named_parameters(), gradients(model, random_graph(task), **noise), strict=True
+        ):
             assert gradient.abs().sum() > 0, key
             assert gradient.isfinite().all(), key
 
@@ -138,7 +150,11 @@ def test_state_is_float_parameters_and_nothing_else(name: str, task: str) -> Non
 
 @each
 def test_the_head_is_the_same_for_all_with_linear(name: str) -> None:
-    head = {key: list(value.shape) for key, value in made(f"{name}-2x16+linear").state_dict().items() if "classifier" in key}
+    head = {
+        key: list(value.shape)
+        for key, value in made(f"{name}-2x16+linear").state_dict().items()
+        if "classifier" in key
+    }
     assert head == {"classifier.weight": [16, CLASSES], "classifier.bias": [CLASSES]}
 
 
@@ -174,7 +190,9 @@ def test_sparse_and_dense_features_agree(name: str, options: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sgc", "ssgc", "sign", "gamlp"])
-def test_smoothing_before_or_after_the_product_agrees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smoothing_before_or_after_the_product_agrees(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, outputs = made(f"{name}-3x16"), []
     for keep in (True, False):
         monkeypatch.setattr(models, "keep_smoothed", lambda *_, keep=keep: keep)
@@ -189,9 +207,13 @@ def test_poor_graphs(name: str, options: str) -> None:
     loop = torch.zeros(2, 1, dtype=torch.int64)
     for nodes, edges, filled in ((1, none, 1), (1, loop, 1), (7, none, 1), (7, none, 0)):
         x = filled * torch.randn(nodes, FEATURES, generator=rng())
-        graph = Graph(x=x, edge_index=edges, y=torch.zeros(nodes, dtype=torch.int64), num_classes=CLASSES)
+        graph = Graph(
+            x=x, edge_index=edges, y=torch.zeros(nodes, dtype=torch.int64), num_classes=CLASSES
+        )
         # Items 0 and 3: no node at all.
-        graphs = replace(graph, batch=torch.arange(nodes) // 4 + 1, y=torch.zeros(4, dtype=torch.int64))
+        graphs = replace(
+            graph, batch=torch.arange(nodes) // 4 + 1, y=torch.zeros(4, dtype=torch.int64)
+        )
         for task, case in (("node", graph), ("graph", graphs)):
             model = made(f"{name}-2x16{options}", task)
             assert all(gradient.isfinite().all() for gradient in gradients(model, case, rng=rng()))
@@ -217,7 +239,9 @@ def test_poor_graphs(name: str, options: str) -> None:
     ],
 )
 def test_number_of_parameters(spec: str, features: int, classes: int, count: int) -> None:
-    assert sum(p.numel() for p in build_model(spec, features, classes, seed=0).parameters()) == count
+    assert (
+        sum(p.numel() for p in build_model(spec, features, classes, seed=0).parameters()) == count
+    )
 
 
 def loaded(module: nn.Module, **state: Tensor) -> nn.Module:
@@ -233,23 +257,36 @@ def gin(layer: models.SumNeighbour) -> nn.Module:
     norm = loaded(nn.LayerNorm(len(layer.bias)), weight=layer.norm.weight, bias=layer.norm.bias)
     mlp = nn.Sequential(linear(layer), norm, nn.ReLU(), linear(layer.outer))
     state = {f"nn__{key}": value.clone() for key, value in mlp.state_dict().items()}
-    return loaded(pyg.GINConv(copy.deepcopy(mlp), train_eps=True), eps=layer.eps, **state)  # GINConv resets what it is given
+    return loaded(
+        pyg.GINConv(copy.deepcopy(mlp), train_eps=True), eps=layer.eps, **state
+    )  # GINConv resets what it is given
 
 
 def gat(layer: models.Attention) -> nn.Module:
     (heads, columns), num_in = layer.source.shape, len(layer.weight)
-    state = {"lin__weight": layer.weight.T, "att_src": layer.source[None], "att_dst": layer.target[None], "bias": layer.bias}
+    state = {
+        "lin__weight": layer.weight.T,
+        "att_src": layer.source[None],
+        "att_dst": layer.target[None],
+        "bias": layer.bias,
+    }
     return loaded(pyg.GATConv(num_in, columns, heads), **state)
 
 
 def sage(layer: models.MeanNeighbour) -> nn.Module:
-    state = {"lin_l__weight": layer.neighbour.T, "lin_l__bias": layer.bias, "lin_r__weight": layer.weight.T}
+    state = {
+        "lin_l__weight": layer.neighbour.T,
+        "lin_l__bias": layer.bias,
+        "lin_r__weight": layer.weight.T,
+    }
     return loaded(pyg.SAGEConv(*layer.weight.shape), **state)
 
 
 CONVOLUTIONS: dict[str, Callable[..., nn.Module]] = {
     "mlp": linear,
-    "gcn": lambda layer: loaded(pyg.GCNConv(*layer.weight.shape), lin__weight=layer.weight.T, bias=layer.bias),
+    "gcn": lambda layer: loaded(
+        pyg.GCNConv(*layer.weight.shape), lin__weight=layer.weight.T, bias=layer.bias
+    ),
     "gat": gat,
     "sage": sage,
     "gin": gin,
@@ -268,7 +305,9 @@ def with_pyg(name: str, model: Model, x: Tensor, edges: Tensor) -> Tensor:
     hops = model.spec.layers
     if name in ("sgc", "ssgc"):
         sizes = first.weight.shape
-        conv = pyg.SGConv(*sizes, K=hops) if name == "sgc" else pyg.SSGConv(*sizes, alpha=0.05, K=hops)
+        conv = (
+            pyg.SGConv(*sizes, K=hops) if name == "sgc" else pyg.SSGConv(*sizes, alpha=0.05, K=hops)
+        )
         x = loaded(conv, lin__weight=first.weight.T, lin__bias=first.bias)(x, edges)
     else:
         h = x = F.relu(linear(first)(x))
@@ -279,19 +318,25 @@ def with_pyg(name: str, model: Model, x: Tensor, edges: Tensor) -> Tensor:
     return pyg.APPNP(K=hops, alpha=0.1)(logits, edges) if name == "appnp" else logits
 
 
-@pytest.mark.parametrize("name", ["mlp", "gcn", "gat", "sage", "gin", "gcnii", "sgc", "ssgc", "appnp"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "gcn", "gat", "sage", "gin", "gcnii", "sgc", "ssgc", "appnp"]
+)
 @pytest.mark.parametrize("directed", [False, True])
 @pytest.mark.parametrize("sparse", [False, True])
 def test_same_numbers_as_pyg(name: str, directed: bool, sparse: bool) -> None:
     graph, model = random_graph(directed=directed, sparse=sparse), made(f"{name}-3x16")
-    torch.testing.assert_close(model(graph), with_pyg(name, model, graph.x, graph.edge_index), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        model(graph), with_pyg(name, model, graph.x, graph.edge_index), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_sign_is_an_mlp_on_all_hops_side_by_side() -> None:
     graph, model = random_graph(directed=True), made("sign-3x16")
     S, (layer,) = graph.adjacency("sym").dense(), model.layers
     wide = torch.cat([torch.linalg.matrix_power(S, k) @ graph.x for k in range(4)], 1)
-    torch.testing.assert_close(model.embed(graph), F.relu(linear(layer)(wide)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        model.embed(graph), F.relu(linear(layer)(wide)), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_gamlp_by_hand() -> None:
@@ -320,11 +365,16 @@ def test_jumping_knowledge_is_the_maximum_over_layers() -> None:
     for layer in model.layers:
         h = F.relu(CONVOLUTIONS["gcn"](layer)(h, graph.edge_index))
         outputs.append(h)
-    torch.testing.assert_close(model.embed(graph), torch.stack(outputs).amax(0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        model.embed(graph), torch.stack(outputs).amax(0), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_the_maximum_and_its_gradient() -> None:
-    a, b = (torch.tensor(values, requires_grad=True) for values in ([1.0, -2.0, 0.5, 0.0], [3.0, -5.0, 0.25, 0.0]))
+    a, b = (
+        torch.tensor(values, requires_grad=True)
+        for values in ([1.0, -2.0, 0.5, 0.0], [3.0, -5.0, 0.25, 0.0])
+    )
     out = models.maximum(a, b)
     assert torch.equal(out, torch.maximum(a, b))
     out.backward(torch.tensor([1.0, 2.0, 3.0, 4.0]))
@@ -337,13 +387,17 @@ def dense_attention(layer: models.Attention, h: Tensor, graph: Graph) -> Tensor:
     linked = graph.adjacency("sym").dense() > 0
     out = []
     for k, part in enumerate((h @ layer.weight).chunk(len(layer.source), 1)):
-        score = F.leaky_relu((part @ layer.source[k])[None, :] + (part @ layer.target[k])[:, None], 0.2)
+        score = F.leaky_relu(
+            (part @ layer.source[k])[None, :] + (part @ layer.target[k])[:, None], 0.2
+        )
         out.append(score.masked_fill(~linked, -torch.inf).softmax(1) @ part)
     return torch.cat(out, 1) + layer.bias
 
 
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("apart", [1.0, 50.0, 119.0, 121.0, 5000.0])  # what nodes send to others: the last two need each target's maximum
+@pytest.mark.parametrize(
+    "apart", [1.0, 50.0, 119.0, 121.0, 5000.0]
+)  # what nodes send to others: the last two need each target's maximum
 def test_attention_and_its_gradients_are_the_dense_ones(last: bool, apart: float) -> None:
     graph, layer = random_graph(directed=True), models.Attention(FEATURES, 24, last).double()
     x = graph.x.double().requires_grad_()
@@ -354,7 +408,10 @@ def test_attention_and_its_gradients_are_the_dense_ones(last: bool, apart: float
         layer.source *= apart / (sent.amax(0) - sent.amin(0)).max()
     weight = torch.randn(24, 24, generator=rng(1))
     outputs = layer(x.matmul, graph), dense_attention(layer, x, graph)
-    results = [(out, *torch.autograd.grad((out * weight).sum(), [x, *layer.parameters()])) for out in outputs]
+    results = [
+        (out, *torch.autograd.grad((out * weight).sum(), [x, *layer.parameters()]))
+        for out in outputs
+    ]
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
 
@@ -394,7 +451,9 @@ def test_smoothed_features_are_kept_without_the_hops_below() -> None:
     assert models.smoothed(graph, models.power(3)) is third
     assert [key for key in graph._cache if "smoothed" in key] == [("smoothed", models.power(3))]
     torch.testing.assert_close(models.smoothed(graph, models.power(4)), S @ third)
-    torch.testing.assert_close(models.smoothed(graph, (0.5, 0.0, 2.0)), 0.5 * graph.x + 2 * S @ S @ graph.x)
+    torch.testing.assert_close(
+        models.smoothed(graph, (0.5, 0.0, 2.0)), 0.5 * graph.x + 2 * S @ S @ graph.x
+    )
 
 
 # ---- noise and initialisation ----
@@ -429,7 +488,9 @@ def test_dropout_without_generator_or_share_does_nothing() -> None:
 
 @each
 def test_initialisation(name: str) -> None:
-    one, same, other = (build_model(f"{name}-2x64", 300, CLASSES, seed=seed).state_dict() for seed in (4, 4, 5))
+    one, same, other = (
+        build_model(f"{name}-2x64", 300, CLASSES, seed=seed).state_dict() for seed in (4, 4, 5)
+    )
     for key, value in one.items():
         assert torch.equal(value, same[key])
         if value.dim() == 2:
@@ -451,7 +512,9 @@ def test_parse() -> None:
     assert parse_spec("sgc-4") == Spec("sgc", 4, (64,))
     assert parse_spec("gcn-8x64+jk+linear") == Spec("gcn", 8, (64,), frozenset({"jk", "linear"}))
     assert parse_spec("dgcn") == Spec("dgcn", 2, (64,), frozenset({"norm"}))
-    assert parse_spec("gcn-1x8") == Spec("gcn", 1, (8,), frozenset({"linear"}))  # one layer cannot be extractor and head
+    assert parse_spec("gcn-1x8") == Spec(
+        "gcn", 1, (8,), frozenset({"linear"})
+    )  # one layer cannot be extractor and head
     assert parse_spec("appnp-1x8") == Spec("appnp", 1, (8,))
     assert parse_spec("sage-2x128-64+linear") == Spec("sage", 2, (128, 64), frozenset({"linear"}))
     assert parse_spec("sage-2x128-64+linear").width == 64
@@ -471,7 +534,10 @@ def test_parse() -> None:
         ("gcn--2", "size '-2'"),
         ("gcn-2x64 ", "size '2x64 '"),
         ("gcn-²", "size '²'"),
-        ("gcn+jkk", "unknown option of model 'gcn' 'jkk'. Did you mean 'jk'? Valid: jk, linear, norm"),
+        (
+            "gcn+jkk",
+            "unknown option of model 'gcn' 'jkk'. Did you mean 'jk'? Valid: jk, linear, norm",
+        ),
         ("gcn+", "unknown option of model 'gcn' ''"),
         ("sgc-2+jk", "unknown option of model 'sgc' 'jk'"),
         ("gat-2x60", "model width 60: gat has 8 heads"),
@@ -495,12 +561,19 @@ def test_wrong_dropout(p: float) -> None:
 
 
 def test_layers_of_different_widths() -> None:
-    shapes = {name: tuple(p.shape) for name, p in build_model("sage-2x9-5+linear", FEATURES, CLASSES, seed=0).named_parameters()}
+    shapes = {
+        name: tuple(p.shape)
+        for name, p in build_model(
+            "sage-2x9-5+linear", FEATURES, CLASSES, seed=0
+        ).named_parameters()
+    }
     assert shapes["layers.0.weight"] == (FEATURES, 9)
     assert shapes["layers.1.neighbour"] == (9, 5)
     assert shapes["classifier.weight"] == (5, CLASSES)
     same = zip(
-        build_model("gcn-3x7", FEATURES, CLASSES, seed=3).parameters(), build_model("gcn-3x7-7", FEATURES, CLASSES, seed=3).parameters(), strict=True
+        build_model("gcn-3x7", FEATURES, CLASSES, seed=3).parameters(),
+        build_model("gcn-3x7-7", FEATURES, CLASSES, seed=3).parameters(),
+        strict=True,
     )
     assert all(torch.equal(one, other) for one, other in same)
 
@@ -515,11 +588,18 @@ def test_models_lists_all_with_one_line_each() -> None:
 def test_union_of_graphs_gives_the_same_as_each() -> None:
     one, two = random_graph(), random_graph(directed=True)
     model = made("gcn-3x16")
-    torch.testing.assert_close(model(disjoint_union([one, two])), torch.cat([model(one), model(two)]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        model(disjoint_union([one, two])), torch.cat([model(one), model(two)]), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_a_graph_without_nodes_has_no_logits(name):
     """An inductive client may have nothing to train on."""
-    nobody = Graph(x=torch.zeros(0, 5), edge_index=torch.zeros(2, 0, dtype=torch.int64), y=torch.zeros(0, dtype=torch.int64), num_classes=3)
+    nobody = Graph(
+        x=torch.zeros(0, 5),
+        edge_index=torch.zeros(2, 0, dtype=torch.int64),
+        y=torch.zeros(0, dtype=torch.int64),
+        num_classes=3,
+    )
     assert build_model(f"{name}-2x16", 5, 3, seed=0)(nobody).shape == (0, 3)

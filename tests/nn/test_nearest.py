@@ -17,13 +17,17 @@ def z():
 
 @pytest.fixture(params=["rows", "entries"])
 def in_blocks(request, monkeypatch):
-    monkeypatch.setattr(similar, *{"rows": ("ROWS", 5), "entries": ("ENTRIES", 3 * 23)}[request.param])
+    monkeypatch.setattr(
+        similar, *{"rows": ("ROWS", 5), "entries": ("ENTRIES", 3 * 23)}[request.param]
+    )
 
 
 def test_nearest_are_those_of_the_whole_matrix(z, in_blocks):
     cosine = F.cosine_similarity(z.unsqueeze(1), z.unsqueeze(0), dim=2).fill_diagonal_(-2)
     assert torch.equal(nearest(F.normalize(z), 3), cosine.topk(3).indices)
-    assert torch.equal(nearest(z, 2), (z @ z.T).fill_diagonal_(-torch.inf).topk(2).indices)  # long rows come first
+    assert torch.equal(
+        nearest(z, 2), (z @ z.T).fill_diagonal_(-torch.inf).topk(2).indices
+    )  # long rows come first
 
 
 def test_pairs_above_a_threshold_are_those_of_the_whole_matrix(z, in_blocks):
@@ -61,4 +65,6 @@ def test_other_pairs_are_no_edges():
         drawn = other_pairs(edges, 5, torch.Generator().manual_seed(seed))
         assert (drawn[0] < drawn[1]).all()
         assert not {(0, 1), (0, 2), (1, 3)} & set(map(tuple, drawn.T.tolist()))
-    assert other_pairs(torch.tensor([[0], [1]]), 2, torch.Generator()).shape[1] == 0  # all pairs are edges
+    assert (
+        other_pairs(torch.tensor([[0], [1]]), 2, torch.Generator()).shape[1] == 0
+    )  # all pairs are edges

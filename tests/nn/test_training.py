@@ -19,8 +19,22 @@ def model():
 
 # ---- random streams ----
 def test_streams_differ_by_every_name_and_by_where_names_end():
-    names = [("a", "bc"), ("ab", "c"), ("abc",), ("a", "b", "c"), ("c", "ab"), ("bc", "a"), ("", "abc"), ("abc", "")]
-    names += [(seed, "client", client, purpose) for seed in range(20) for client in range(20) for purpose in ("dropout", "init")]
+    names = [
+        ("a", "bc"),
+        ("ab", "c"),
+        ("abc",),
+        ("a", "b", "c"),
+        ("c", "ab"),
+        ("bc", "a"),
+        ("", "abc"),
+        ("abc", ""),
+    ]
+    names += [
+        (seed, "client", client, purpose)
+        for seed in range(20)
+        for client in range(20)
+        for purpose in ("dropout", "init")
+    ]
     names += [(1, 11), (11, 1), (111,), (1, 1, 1)]
     assert len({stream_seed(*n) for n in names}) == len(names)
 
@@ -101,14 +115,20 @@ def test_squared_distance_and_its_gradient():
     distance = squared_distance(net, anchor)
     distance.backward()
     assert distance.item() == pytest.approx(0.25 * sum(p.numel() for p in net.parameters()))
-    assert all(torch.allclose(p.grad, torch.ones_like(p)) for p in net.parameters())  # 2 (θ − anchor)
+    assert all(
+        torch.allclose(p.grad, torch.ones_like(p)) for p in net.parameters()
+    )  # 2 (θ − anchor)
     assert squared_distance(net, weights(net)).item() == 0
 
 
 def test_inner_product_and_its_gradient():
     net = model()
-    direction = {name: torch.full_like(t, k + 1.0) for k, (name, t) in enumerate(weights(net).items())}
+    direction = {
+        name: torch.full_like(t, k + 1.0) for k, (name, t) in enumerate(weights(net).items())
+    }
     product = inner_product(net, direction)
     product.backward()
-    assert product.item() == pytest.approx(sum((weights(net)[n] * d).sum().item() for n, d in direction.items()), rel=1e-6)
+    assert product.item() == pytest.approx(
+        sum((weights(net)[n] * d).sum().item() for n, d in direction.items()), rel=1e-6
+    )
     assert all(torch.equal(p.grad, direction[name]) for name, p in net.named_parameters())

@@ -25,7 +25,9 @@ def resealed(blob: np.ndarray, start: int, new: bytes) -> np.ndarray:
     return np.frombuffer(struct.pack("<I", zlib.crc32(body)) + body, np.uint8)
 
 
-@pytest.mark.parametrize("size", [0, 1, 7, ckks.SLOTS - 1, ckks.SLOTS, ckks.SLOTS + 1, 3 * ckks.SLOTS + 5])
+@pytest.mark.parametrize(
+    "size", [0, 1, 7, ckks.SLOTS - 1, ckks.SLOTS, ckks.SLOTS + 1, 3 * ckks.SLOTS + 5]
+)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_sums_of_arrays_of_any_length(keys, size, dtype):
     rng = np.random.default_rng(size)
@@ -47,7 +49,10 @@ def test_hundreds_of_arrays_at_the_bound_are_exact_to_a_millionth(keys):
         array[:2] = ckks.BOUND, -ckks.BOUND
         blobs.append(ckks.encrypt(public, array))
         expected += array
-    halves = [ckks.add(public, blobs[:100]), ckks.add(public, blobs[100:])]  # sums add up like terms
+    halves = [
+        ckks.add(public, blobs[:100]),
+        ckks.add(public, blobs[100:]),
+    ]  # sums add up like terms
     error = np.abs(keys.decrypt(ckks.add(public, halves), size) - expected).max()
     assert 0 < error < 2e-7
 
@@ -57,8 +62,12 @@ def test_the_largest_sum_does_not_wrap_around(keys):
     values = np.array([ckks.BOUND, -ckks.BOUND, 0.0])
     full = ckks.add(keys.public, [ckks.encrypt(keys.public, values)] * ckks.TERMS)
     assert np.allclose(keys.decrypt(full, 3), ckks.TERMS * values, rtol=0, atol=5e-6)
-    constant = ckks.add(keys.public, [ckks.encrypt(keys.public, np.full(ckks.SLOTS, -ckks.BOUND))] * ckks.TERMS)
-    assert np.allclose(keys.decrypt(constant, ckks.SLOTS), -ckks.TERMS * ckks.BOUND, rtol=0, atol=5e-6)
+    constant = ckks.add(
+        keys.public, [ckks.encrypt(keys.public, np.full(ckks.SLOTS, -ckks.BOUND))] * ckks.TERMS
+    )
+    assert np.allclose(
+        keys.decrypt(constant, ckks.SLOTS), -ckks.TERMS * ckks.BOUND, rtol=0, atol=5e-6
+    )
     with pytest.raises(MessageError, match="512 terms, at most 511"):
         ckks.add(keys.public, [full, ckks.encrypt(keys.public, values)])
 
@@ -73,7 +82,9 @@ def test_the_public_part_has_the_public_key_and_no_other(keys):
     assert len(keys.public) < 130_000
     with pytest.raises(ValueError, match="doesn't hold a Secret key"):
         context.secret_key()
-    part = ckks._parse(ckks.encrypt(keys.public, np.ones(3)), ckks._name(keys.public.tobytes())).parts[0]
+    part = ckks._parse(
+        ckks.encrypt(keys.public, np.ones(3)), ckks._name(keys.public.tobytes())
+    ).parts[0]
     with pytest.raises(ValueError, match=r"Secret key|secret_key"):
         ts.ckks_vector_from(context, part).decrypt()
 
@@ -89,17 +100,23 @@ def test_a_secret_key_in_a_public_part_is_refused(keys):
 def test_a_public_part_with_other_parameters_or_no_key_is_refused(keys):
     other = ts.context(ts.SCHEME_TYPE.CKKS, 8192, coeff_mod_bit_sizes=[60, 40], n_threads=1)
     other.global_scale = ckks.SCALE
-    coarse = ts.context(ts.SCHEME_TYPE.CKKS, ckks.DEGREE, coeff_mod_bit_sizes=list(ckks.PRIMES), n_threads=1)
+    coarse = ts.context(
+        ts.SCHEME_TYPE.CKKS, ckks.DEGREE, coeff_mod_bit_sizes=list(ckks.PRIMES), n_threads=1
+    )
     coarse.global_scale = 2.0**20
     for context in (other, coarse):
-        data = np.frombuffer(context.serialize(save_galois_keys=False, save_relin_keys=False), np.uint8)
+        data = np.frombuffer(
+            context.serialize(save_galois_keys=False, save_relin_keys=False), np.uint8
+        )
         with pytest.raises(MessageError, match="parameters differ from N = 4096"):
             ckks.encrypt(data, np.ones(3))
     with pytest.raises(MessageError, match="no public key"):
         ckks.encrypt(np.frombuffer(ckks._without_keys(keys._context), np.uint8), np.ones(3))
 
 
-@pytest.mark.parametrize("data", [np.zeros(0, np.uint8), np.zeros(100, np.uint8), np.full(1000, 255, np.uint8)])
+@pytest.mark.parametrize(
+    "data", [np.zeros(0, np.uint8), np.zeros(100, np.uint8), np.full(1000, 255, np.uint8)]
+)
 def test_a_damaged_public_part_is_refused(data):
     with pytest.raises(MessageError, match="public part: "):
         ckks.encrypt(data, np.ones(3))
@@ -138,7 +155,9 @@ def test_another_key(keys):
         keys.decrypt(blob, 5)
     with pytest.raises(MessageError, match="ciphertexts 1: encrypted under another key"):
         ckks.add(keys.public, [ckks.encrypt(keys.public, np.ones(5)), blob])
-    renamed = resealed(blob, 4, ckks._name(keys.public.tobytes()))  # a label is no proof: what comes out is noise, and noise is noticed
+    renamed = resealed(
+        blob, 4, ckks._name(keys.public.tobytes())
+    )  # a label is no proof: what comes out is noise, and noise is noticed
     with pytest.raises(MessageError, match="do not decrypt to a sum of 1 arrays"):
         keys.decrypt(renamed, 5)
 
@@ -168,7 +187,10 @@ def test_any_changed_byte_is_noticed(keys):
 @pytest.mark.parametrize("length", [0, 3, 4, 31, 32, 35, 36, 500, -1])
 def test_cut_blobs_are_noticed(keys, length):
     blob = ckks.encrypt(keys.public, np.ones(3))
-    for cut in (blob[:length], resealed(blob[:length], 4, b"") if len(blob[:length]) >= 4 else blob[:length]):
+    for cut in (
+        blob[:length],
+        resealed(blob[:length], 4, b"") if len(blob[:length]) >= 4 else blob[:length],
+    ):
         with pytest.raises(MessageError, match=r"too few|damaged|lengths of its parts"):
             keys.decrypt(cut, 3)
     with pytest.raises(MessageError, match="lengths of its parts"):
@@ -196,11 +218,17 @@ def test_forged_headers_are_refused(keys, start, new, message):
 
 def test_a_ciphertext_that_lies_about_its_size_or_scale_is_refused(keys):
     """TenSEAL itself would read past the end of the slots."""
-    context, name = ts.context_from(keys.public.tobytes(), n_threads=1), ckks._name(keys.public.tobytes())
+    context, name = (
+        ts.context_from(keys.public.tobytes(), n_threads=1),
+        ckks._name(keys.public.tobytes()),
+    )
     wide = ts.ckks_vector(context, [1.0] * 5).serialize()
     other_scale = ts.ckks_vector(context, [1.0] * 3, 2.0**30).serialize()
     for part in (wide, other_scale, b""):
-        with pytest.raises(MessageError, match="ciphertexts 0: not one fresh or added ciphertext of 3 values at scale 2\\^40"):
+        with pytest.raises(
+            MessageError,
+            match="ciphertexts 0: not one fresh or added ciphertext of 3 values at scale 2\\^40",
+        ):
             ckks.add(keys.public, [ckks._pack(ckks._Blob(name, 3, 1, [part]))])
 
 
@@ -216,13 +244,17 @@ def test_random_damage_with_a_valid_checksum_never_gives_a_wrong_sum(keys):
         except MessageError:
             refused += 1
         else:
-            assert np.allclose(result, values, rtol=0, atol=1e-6)  # the byte was the same, or one that nobody reads
+            assert np.allclose(
+                result, values, rtol=0, atol=1e-6
+            )  # the byte was the same, or one that nobody reads
     assert refused > 150
 
 
 def test_without_tenseal(monkeypatch):
     monkeypatch.setitem(sys.modules, "tenseal", None)
-    with pytest.raises(ConfigError, match=r"method.encrypt needs the package tenseal: pip install 'fedloom\[he\]'"):
+    with pytest.raises(
+        ConfigError, match=r"method.encrypt needs the package tenseal: pip install 'fedloom\[he\]'"
+    ):
         ckks.Keys.generate()
     with pytest.raises(ConfigError, match="needs the package tenseal"):
         ckks.encrypt(np.zeros(10, np.uint8), np.ones(3))

@@ -33,16 +33,23 @@ def test_rows_that_are_the_real_ones_are_all_found(real, monkeypatch):
 def test_noise_is_found_by_chance(real):
     rates = [reidentified(real, torch.randn(200, 6, generator=rng(seed))) for seed in range(30)]
     assert sum(rates) / 30 == pytest.approx(1 / 200, abs=0.003)
-    hidden = [reidentified(real, real + s * torch.randn(200, 6, generator=rng(1))) for s in (0.05, 0.5, 5.0)]
+    hidden = [
+        reidentified(real, real + s * torch.randn(200, 6, generator=rng(1)))
+        for s in (0.05, 0.5, 5.0)
+    ]
     assert hidden[0] > hidden[1] > hidden[2]
 
 
 def test_equal_rows_are_guessed_among():
     real = torch.tensor([[1.0, 0], [1.0, 0], [0, 1.0]])
     assert reidentified(real, real) == pytest.approx((0.5 + 0.5 + 1) / 3)
-    assert reidentified(torch.ones(4, 2), torch.rand(4, 2, generator=rng())) == pytest.approx(1 / 4)  # all alike: nobody can tell
+    assert reidentified(torch.ones(4, 2), torch.rand(4, 2, generator=rng())) == pytest.approx(
+        1 / 4
+    )  # all alike: nobody can tell
     assert math.isnan(reidentified(torch.zeros(0, 2), torch.zeros(0, 2)))
-    with pytest.raises(ConfigError, match=r"sent has shape \[2, 2\], must be that of real, \[3, 2\]"):
+    with pytest.raises(
+        ConfigError, match=r"sent has shape \[2, 2\], must be that of real, \[3, 2\]"
+    ):
         reidentified(real, real[:2])
 
 
@@ -52,10 +59,16 @@ def test_edges_are_told_by_links_by_rows_or_not_at_all():
     assert edge_auc(ends, noise, ends, rng()) == 1  # the links are the edges
     assert edge_auc(ends, noise, NO_LINKS, rng()) == pytest.approx(0.5, abs=0.1)
     blocks = torch.arange(100) // 10
-    inside = torch.stack([torch.arange(100), blocks * 10 + torch.randint(10, (100,), generator=rng(2))])
-    assert edge_auc(inside, torch.eye(10)[blocks], NO_LINKS, rng()) > 0.9  # linked nodes have equal rows
+    inside = torch.stack(
+        [torch.arange(100), blocks * 10 + torch.randint(10, (100,), generator=rng(2))]
+    )
+    assert (
+        edge_auc(inside, torch.eye(10)[blocks], NO_LINKS, rng()) > 0.9
+    )  # linked nodes have equal rows
     assert math.isnan(edge_auc(NO_LINKS, noise, NO_LINKS, rng()))
-    assert math.isnan(edge_auc(torch.tensor([[0], [1]]), noise[:2], NO_LINKS, rng()))  # no pair is not an edge
+    assert math.isnan(
+        edge_auc(torch.tensor([[0], [1]]), noise[:2], NO_LINKS, rng())
+    )  # no pair is not an edge
 
 
 def test_the_theorems_numbers():

@@ -23,7 +23,9 @@ def test_the_receiver_reads_what_was_written_and_nobody_else_can():
     boxes = met("a", "b", "c")
     blob = boxes["a"].seal("b", b"for b")
     assert b"for b" not in blob
-    with pytest.raises(Refusal, match="client 'c' refuses the letter of 'a': it was changed on the way"):
+    with pytest.raises(
+        Refusal, match="client 'c' refuses the letter of 'a': it was changed on the way"
+    ):
         boxes["c"].open("a", blob)
     with pytest.raises(Refusal, match="changed on the way"):
         boxes["b"].open("c", blob)  # under another sender's name
@@ -51,7 +53,12 @@ def test_a_letter_cannot_be_changed_repeated_or_put_in_another_order():
 
 def test_no_two_letters_share_a_nonce_and_the_same_text_looks_different():
     boxes = met("a", "b", "c")
-    blobs = [boxes["a"].seal("b", b"same"), boxes["a"].seal("b", b"same"), boxes["a"].seal("c", b"same"), boxes["b"].seal("a", b"same")]
+    blobs = [
+        boxes["a"].seal("b", b"same"),
+        boxes["a"].seal("b", b"same"),
+        boxes["a"].seal("c", b"same"),
+        boxes["b"].seal("a", b"same"),
+    ]
     assert len({blob[8:] for blob in blobs}) == 4
 
 
@@ -83,7 +90,14 @@ SETTINGS = {"model": "dgcn-2x8", "rounds": 2, "hops": 3, "d_s": 8, "hidden": "6"
 
 @pytest.fixture
 def federation():
-    return divide(synthetic(nodes=60, classes=3, features=7, seed=0), 3, "random", 0, cross_edges="known", split="40/30/30")
+    return divide(
+        synthetic(nodes=60, classes=3, features=7, seed=0),
+        3,
+        "random",
+        0,
+        cross_edges="known",
+        split="40/30/30",
+    )
 
 
 def recorded(monkeypatch):
@@ -101,23 +115,39 @@ def recorded(monkeypatch):
 def test_in_a_secure_run_the_server_carries_bytes_it_cannot_read(federation, monkeypatch):
     calls = recorded(monkeypatch)
     plain = run("fedstruct", federation, **SETTINGS)
-    open_letters = [flatten(r) for phase, _, replies in calls if phase == "offer" for r in replies.values()]
-    assert any(t.is_floating_point() for letter in open_letters for t in letter.values())  # the control: without sealing all is there
+    open_letters = [
+        flatten(r) for phase, _, replies in calls if phase == "offer" for r in replies.values()
+    ]
+    assert any(
+        t.is_floating_point() for letter in open_letters for t in letter.values()
+    )  # the control: without sealing all is there
     calls.clear()
     secure = run("fedstruct", federation, **SETTINGS, secure=True)
     assert secure.accuracy == pytest.approx(plain.accuracy, abs=1e-6)
     assert {"greet_peers", "meet_peers"} <= {phase for phase, _, _ in calls}
     for phase, _, replies in calls:
         if phase in ("greet", "offer"):
-            assert all(t.dtype == torch.uint8 and t.dim() == 1 for r in replies.values() for t in flatten(r).values())
-    assert secure.traffic["phases"]["offer"]["bytes_up"] > plain.traffic["phases"]["offer"]["bytes_up"]
+            assert all(
+                t.dtype == torch.uint8 and t.dim() == 1
+                for r in replies.values()
+                for t in flatten(r).values()
+            )
+    assert (
+        secure.traffic["phases"]["offer"]["bytes_up"] > plain.traffic["phases"]["offer"]["bytes_up"]
+    )
 
 
 @pytest.mark.parametrize(
     ("tamper", "words"),
     [
-        (lambda letters: {s: torch.cat([b[:-1], b[-1:] ^ 1]) for s, b in letters.items()}, "was changed on the way"),
-        (lambda letters: dict(zip(letters, reversed(letters.values()), strict=True)), "was changed on the way"),
+        (
+            lambda letters: {s: torch.cat([b[:-1], b[-1:] ^ 1]) for s, b in letters.items()},
+            "was changed on the way",
+        ),
+        (
+            lambda letters: dict(zip(letters, reversed(letters.values()), strict=True)),
+            "was changed on the way",
+        ),
     ],
 )
 def test_a_relay_that_tampers_is_caught(federation, monkeypatch, tamper, words):

@@ -37,7 +37,10 @@ class Adder(Method):
     def numbers(self, client: Client, shift=None):
         """Some of each kind, different for every client."""
         k = NAMES.index(client.name)
-        return {"x": torch.tensor([k / 7, -k, 0.1]) * self.scale + (0 if shift is None else shift), "count": torch.tensor([k, -(2**40)])}
+        return {
+            "x": torch.tensor([k / 7, -k, 0.1]) * self.scale + (0 if shift is None else shift),
+            "count": torch.tensor([k, -(2**40)]),
+        }
 
     @phase(size="int64[]")
     def size(self, client: Client):
@@ -48,7 +51,9 @@ class Adder(Method):
     @phase(model="=model")
     def blend(self, client: Client, model):
         """To be averaged by size."""
-        return {"model": {name: tensor + NAMES.index(client.name) for name, tensor in model.items()}}
+        return {
+            "model": {name: tensor + NAMES.index(client.name) for name, tensor in model.items()}
+        }
 
     @averaged()
     @phase(model="=model")
@@ -83,7 +88,15 @@ TERMS = SecureTerms()
 
 def make(terms=TERMS, names=NAMES, method=None, **lost):
     lot = torch.arange(6) % 3
-    graph = Graph(torch.ones(6, 2), torch.zeros(2, 0, dtype=torch.int64), lot, 3, train=lot == 0, val=lot == 1, test=lot == 2)
+    graph = Graph(
+        torch.ones(6, 2),
+        torch.zeros(2, 0, dtype=torch.int64),
+        lot,
+        3,
+        train=lot == 0,
+        val=lot == 1,
+        test=lot == 2,
+    )
     facts = Facts(2, 3, "node", names, ("gcn-2x8",) * len(names), secure=terms)
     method = method or Adder()
     engine = Lossy(method, [Client(name, graph, facts) for name in names], lost)
@@ -92,11 +105,22 @@ def make(terms=TERMS, names=NAMES, method=None, **lost):
 
 def plain_sum(names):
     ks = [NAMES.index(name) for name in names]
-    return torch.tensor([sum(k / 7 for k in ks), -sum(ks), 0.1 * len(ks)]), [sum(ks), -len(ks) * 2**40]
+    return torch.tensor([sum(k / 7 for k in ks), -sum(ks), 0.1 * len(ks)]), [
+        sum(ks),
+        -len(ks) * 2**40,
+    ]
 
 
 # ---- sums and means ----
-@pytest.mark.parametrize("terms", [SecureTerms(), SecureTerms(neighbours=4), SecureTerms(bits=32, range=100.0), SecureTerms(threshold=0.5)])
+@pytest.mark.parametrize(
+    "terms",
+    [
+        SecureTerms(),
+        SecureTerms(neighbours=4),
+        SecureTerms(bits=32, range=100.0),
+        SecureTerms(threshold=0.5),
+    ],
+)
 def test_the_sum_is_the_plain_sum(terms):
     server, _, method = make(terms)
     if terms.bits == 32:
@@ -157,9 +181,13 @@ def test_the_next_sum_goes_on_after_a_failed_one():
 
 def test_part_of_the_clients_and_messages_of_their_own():
     server, _, method = make()
-    assert server.sum(method.numbers, clients=["b", "e", "g"])["count"].tolist() == plain_sum("beg")[1]
+    assert (
+        server.sum(method.numbers, clients=["b", "e", "g"])["count"].tolist() == plain_sum("beg")[1]
+    )
     each = {name: {"shift": torch.tensor(float(k))} for k, name in enumerate("beg")}
-    assert torch.allclose(server.sum(method.numbers, each=each)["x"], plain_sum("beg")[0] + 3, atol=1e-6)
+    assert torch.allclose(
+        server.sum(method.numbers, each=each)["x"], plain_sum("beg")[0] + 3, atol=1e-6
+    )
     with pytest.raises(TooFew, match="2 parties"):
         server.sum(method.numbers, clients=["b", "e"])
 
@@ -169,8 +197,13 @@ def test_the_hash_is_of_what_was_asked_and_the_sum():
     for server, _, method in (one, other, different):
         server.sum(method.numbers)
     assert one[0].history_hash == other[0].history_hash != different[0].history_hash
-    keys = [[r["keys"] for p, _, rs in e.seen if p == "advertise_keys" for r in rs.values()] for _, e, _ in (one, other)]
-    assert not any(torch.equal(a, b) for a, b in zip(*keys, strict=True))  # fresh secrets, though the seed is the same
+    keys = [
+        [r["keys"] for p, _, rs in e.seen if p == "advertise_keys" for r in rs.values()]
+        for _, e, _ in (one, other)
+    ]
+    assert not any(
+        torch.equal(a, b) for a, b in zip(*keys, strict=True)
+    )  # fresh secrets, though the seed is the same
 
 
 def test_values_out_of_range_are_an_error_that_names_the_tensor():
@@ -183,7 +216,12 @@ def test_values_out_of_range_are_an_error_that_names_the_tensor():
 def test_nothing_in_the_clear_but_rosters_keys_ciphertexts_and_pads():
     server, engine, method = make()
     server.sum(method.numbers, shift=torch.tensor(0.25))
-    up = {(phase, name, str(t.dtype)) for phase, _, rs in engine.seen for r in rs.values() for name, t in flatten(r).items()}
+    up = {
+        (phase, name, str(t.dtype))
+        for phase, _, rs in engine.seen
+        for r in rs.values()
+        for name, t in flatten(r).items()
+    }
     assert up == {
         ("advertise_keys", "keys", "torch.uint8"), ("share_keys", "shares", "torch.uint8"),
         ("numbers", "masked", "torch.int64"), ("unmask", "revealed", "torch.uint8"),
@@ -209,7 +247,9 @@ def test_without_pads_the_same_look_finds_the_numbers(monkeypatch):
     assert words[:, 0].tolist() == list(range(len(NAMES)))  # `count` comes first, in the clear
 
 
-def test_the_ledger_books_the_key_exchange_apart_and_keys_of_an_evaluation_as_measuring(node_federation):
+def test_the_ledger_books_the_key_exchange_apart_and_keys_of_an_evaluation_as_measuring(
+    node_federation,
+):
     result = run("fedavg", node_federation, model="gcn-2x8", rounds=2, secure=True)
     phases = result.traffic["phases"]
     assert set(phases) == {*KEY_PHASES, "train", "evaluate_sum"}
@@ -224,11 +264,28 @@ def test_the_ledger_books_the_key_exchange_apart_and_keys_of_an_evaluation_as_me
 
 
 def test_scores_are_those_of_a_plain_run(node_federation):
-    plain, secure = (run("local", node_federation, model="gcn-2x8", rounds=3, secure=secure, auc=True) for secure in (False, True))
-    for key in ("accuracy", "accuracy_mean", "f1_macro", "f1_macro_mean", "f1_weighted", "auc", "val_accuracy"):
+    plain, secure = (
+        run("local", node_federation, model="gcn-2x8", rounds=3, secure=secure, auc=True)
+        for secure in (False, True)
+    )
+    for key in (
+        "accuracy",
+        "accuracy_mean",
+        "f1_macro",
+        "f1_macro_mean",
+        "f1_weighted",
+        "auc",
+        "val_accuracy",
+    ):
         assert secure.summary[key] == pytest.approx(plain.summary[key], abs=1e-7)
-    blind = tuple(replace(g, val=torch.zeros_like(g.val)) if k else g for k, g in enumerate(node_federation.graphs))
-    one, other = (run("local", replace(node_federation, graphs=blind), model="gcn-2x8", rounds=1, secure=s) for s in (False, True))
+    blind = tuple(
+        replace(g, val=torch.zeros_like(g.val)) if k else g
+        for k, g in enumerate(node_federation.graphs)
+    )
+    one, other = (
+        run("local", replace(node_federation, graphs=blind), model="gcn-2x8", rounds=1, secure=s)
+        for s in (False, True)
+    )
     assert other.summary["val_accuracy"] == pytest.approx(one.summary["val_accuracy"], abs=1e-7)
 
 
@@ -308,19 +365,28 @@ def test_secrets_are_never_part_of_a_checkpoint():
 
 # ---- configuration ----
 def test_a_method_that_needs_single_replies_is_refused_with_the_phase(node_federation):
-    with pytest.raises(ConfigError, match=r"run.secure: this method asks for every client's own answer to 'size'"):
+    with pytest.raises(
+        ConfigError, match=r"run.secure: this method asks for every client's own answer to 'size'"
+    ):
         run("scaffold", node_federation, model="gcn-2x8", rounds=1, secure=True)
 
 
 @pytest.mark.parametrize("settings", [{"clients": 2}, {"clients": 5, "participation": 0.4}])
 def test_too_few_clients_are_refused_before_anything_runs(settings):
-    federation = divide(synthetic(nodes=60, classes=2, seed=0), settings.pop("clients"), "random", 0)
+    federation = divide(
+        synthetic(nodes=60, classes=2, seed=0), settings.pop("clients"), "random", 0
+    )
     with pytest.raises(ConfigError, match=r"run\.secure needs at least 3 clients in every sum"):
         run("fedavg", federation, model="gcn-2x8", rounds=1, secure=True, **settings)
 
 
 def test_settings_are_checked_by_name():
-    for key, value in (("secure_threshold", 0.4), ("secure_bits", 48), ("secure_range", 0.0), ("secure_neighbours", -1)):
+    for key, value in (
+        ("secure_threshold", 0.4),
+        ("secure_bits", 48),
+        ("secure_range", 0.0),
+        ("secure_neighbours", -1),
+    ):
         with pytest.raises(ConfigError, match=key):
             RunSettings(**{key: value})
     assert RunSettings().terms is None
@@ -342,7 +408,13 @@ def test_a_broken_secure_run_resumes_to_the_same_bits(node_federation, tmp_path)
         if entry["round"] == 2:
             raise Killed
 
-    settings = {"model": "gcn-2x8", "rounds": 3, "secure": True, "checkpoint_every": 1, "participation": 0.8}
+    settings = {
+        "model": "gcn-2x8",
+        "rounds": 3,
+        "secure": True,
+        "checkpoint_every": 1,
+        "participation": 0.8,
+    }
     unbroken = run("fedavg", node_federation, out=tmp_path / "one", **settings)
     with pytest.raises(Killed):
         run("fedavg", node_federation, out=tmp_path / "two", on_round=die, **settings)

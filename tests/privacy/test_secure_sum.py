@@ -26,7 +26,15 @@ from scipy import stats
 from fedloom.core.facts import SecureTerms
 from fedloom.errors import ConfigError, FedloomError, MessageError, Refusal
 from fedloom.privacy import secure_sum, shamir
-from fedloom.privacy.secure_sum import Collector, Member, TooFew, decode, encode, neighbourhood, pieces
+from fedloom.privacy.secure_sum import (
+    Collector,
+    Member,
+    TooFew,
+    decode,
+    encode,
+    neighbourhood,
+    pieces,
+)
 
 MANY = "FEDLOOM_SECURE_CASES" in os.environ
 CASES = int(os.environ.get("FEDLOOM_SECURE_CASES", "200"))
@@ -38,12 +46,26 @@ STAGES = ("advertise", "share", "mask", "unmask")
 class Drive:
     """A sum in which everybody does as asked, except those that are lost: {position: stage}. `transcript` is all that travels."""
 
-    def __init__(self, terms, vectors, lost=None, population=None, number=0, member=Member, collector=Collector):
+    def __init__(
+        self,
+        terms,
+        vectors,
+        lost=None,
+        population=None,
+        number=0,
+        member=Member,
+        collector=Collector,
+    ):
         population = population or max(vectors) + 1
         self.vectors, self.lost, self.transcript = vectors, lost or {}, []
         self.roster = flags(vectors, population)
-        self.collector = collector(terms, RUN, number, self.roster, len(next(iter(vectors.values()))))
-        self.members = {p: member(p, population, terms, RUN, number, self.roster, self.collector.threshold) for p in vectors}
+        self.collector = collector(
+            terms, RUN, number, self.roster, len(next(iter(vectors.values())))
+        )
+        self.members = {
+            p: member(p, population, terms, RUN, number, self.roster, self.collector.threshold)
+            for p in vectors
+        }
         self.requests = dict.fromkeys(vectors, ())
         self.stage = "advertise"
         self.total = None
@@ -59,7 +81,9 @@ class Drive:
         """One stage: asks all that are left, lets `change` tamper with the replies, hands them over."""
         replies = {p: self.ask(p) for p in self.requests if self.lost.get(p) != self.stage}
         change(replies)
-        take = dict(zip(STAGES, ("take_keys", "take_shares", "take_vectors", "take_reveals"), strict=True))[self.stage]
+        take = dict(
+            zip(STAGES, ("take_keys", "take_shares", "take_vectors", "take_reveals"), strict=True)
+        )[self.stage]
         answer = getattr(self.collector, take)(replies.items())
         if self.stage == "unmask":
             self.total = answer
@@ -91,7 +115,10 @@ def random_vectors(positions, terms, size=3, seed=0):
 
 def plain_sum(vectors, positions, bits):
     """In Python's whole numbers, so that nothing of NumPy's wrapping is taken for granted."""
-    return [sum(column) % 2**bits for column in zip(*(vectors[p].tolist() for p in positions), strict=True)]
+    return [
+        sum(column) % 2**bits
+        for column in zip(*(vectors[p].tolist() for p in positions), strict=True)
+    ]
 
 
 def drive(n=5, stage="advertise", terms=None, lost=None, **kwargs):
@@ -102,15 +129,23 @@ def drive(n=5, stage="advertise", terms=None, lost=None, **kwargs):
 # ---- exactness ----
 def verdict(near, threshold, lost):
     """What must happen, by plain sets: the survivors, or the stage after which there are too few. near: {party: its neighbours}."""
-    passed = lambda stage: {p for p in near if p not in lost or STAGES.index(lost[p]) > STAGES.index(stage)}  # noqa: E731
-    enough = lambda owners, helpers: all(len((near[p] | {p}) & helpers) >= threshold for p in owners)  # noqa: E731
+    passed = lambda stage: {
+        p for p in near if p not in lost or STAGES.index(lost[p]) > STAGES.index(stage)
+    }  # noqa: E731
+    enough = lambda owners, helpers: all(
+        len((near[p] | {p}) & helpers) >= threshold for p in owners
+    )  # noqa: E731
     shared, survivors = passed("share"), passed("mask")
     gone = {p for p in shared - survivors if near[p] & survivors}
     for stage in ("advertise", "share"):
         if len(passed(stage)) < 3 or not enough(passed(stage), passed(stage)):
             return stage
     graph = nx.Graph((p, q) for p in survivors for q in near[p] & survivors)
-    if len(survivors) < 3 or not enough(survivors | gone, survivors) or nx.number_connected_components(graph) > 1:
+    if (
+        len(survivors) < 3
+        or not enough(survivors | gone, survivors)
+        or nx.number_connected_components(graph) > 1
+    ):
         return "mask"
     return survivors if enough(survivors | gone, passed("unmask")) else "unmask"
 
@@ -143,17 +178,29 @@ def every_pattern(n):
 
 @pytest.mark.parametrize("threshold", [0.5, 2 / 3, 0.8])
 def test_every_dropout_pattern_of_three(threshold):
-    seen = Counter(check_case(SecureTerms(threshold, bits=32 + i % 2 * 32), range(3), lost, i) for i, lost in enumerate(every_pattern(3)))
+    seen = Counter(
+        check_case(SecureTerms(threshold, bits=32 + i % 2 * 32), range(3), lost, i)
+        for i, lost in enumerate(every_pattern(3))
+    )
     assert sum(seen.values()) == 5**3
-    assert seen["sum"] == (4 if threshold == 0.5 else 1)  # all must survive; after that t = 2 of them can do without the third
+    assert seen["sum"] == (
+        4 if threshold == 0.5 else 1
+    )  # all must survive; after that t = 2 of them can do without the third
 
 
-@pytest.mark.parametrize(("threshold", "neighbours", "step"), [(0.5, 0, 1), (2 / 3, 0, 11), (0.8, 0, 11), (0.5, 2, 11)])
+@pytest.mark.parametrize(
+    ("threshold", "neighbours", "step"), [(0.5, 0, 1), (2 / 3, 0, 11), (0.8, 0, 11), (0.5, 2, 11)]
+)
 def test_every_dropout_pattern_of_five(threshold, neighbours, step):
     patterns = list(enumerate(every_pattern(5)))[:: 1 if MANY else step]
-    seen = Counter(check_case(SecureTerms(threshold, neighbours, 32 + i % 2 * 32), range(5), lost, i) for i, lost in patterns)
+    seen = Counter(
+        check_case(SecureTerms(threshold, neighbours, 32 + i % 2 * 32), range(5), lost, i)
+        for i, lost in patterns
+    )
     assert {"advertise", "share", "mask", "unmask", "sum"} <= seen.keys()
-    if len(patterns) == 5**5 and neighbours == 0:  # any parties, as many as are tolerated, each at any of four stages
+    if (
+        len(patterns) == 5**5 and neighbours == 0
+    ):  # any parties, as many as are tolerated, each at any of four stages
         tolerated = 5 - {0.5: 3, 2 / 3: 4, 0.8: 5}[threshold]
         assert seen["sum"] == sum(math.comb(5, gone) * 4**gone for gone in range(tolerated + 1))
 
@@ -161,14 +208,30 @@ def test_every_dropout_pattern_of_five(threshold, neighbours, step):
 @st.composite
 def cases(draw):
     """SecureTerms, who takes part, who is lost where: mostly about as many as are tolerated."""
-    n, complete = draw(st.sampled_from([(10, True)] * 5 + [(10, False)] * 6 + [(5, False), (3, True)] + [(50, False)] * 3 + [(50, True)]))
+    n, complete = draw(
+        st.sampled_from(
+            [(10, True)] * 5
+            + [(10, False)] * 6
+            + [(5, False), (3, True)]
+            + [(50, False)] * 3
+            + [(50, True)]
+        )
+    )
     k = 0 if complete else draw(st.sampled_from([2, 4, 5, 8] if n <= 10 else [4, 8, 12, 21]))
-    terms = SecureTerms(draw(st.sampled_from([0.5, 2 / 3, 0.8])), k, draw(st.sampled_from([32, 64])))
+    terms = SecureTerms(
+        draw(st.sampled_from([0.5, 2 / 3, 0.8])), k, draw(st.sampled_from([32, 64]))
+    )
     population = n + draw(st.sampled_from([0, 0, 1, 7]))
     shuffled = draw(st.permutations(range(population)))
     members = n if complete else min(n, k + k % 2 + 1)
     tolerated = members - terms.quorum(members)
-    losses = draw(st.one_of(st.integers(0, tolerated), st.integers(max(tolerated - 1, 0), tolerated + 2), st.integers(0, n)))
+    losses = draw(
+        st.one_of(
+            st.integers(0, tolerated),
+            st.integers(max(tolerated - 1, 0), tolerated + 2),
+            st.integers(0, n),
+        )
+    )
     lost = {p: draw(st.sampled_from(STAGES)) for p in shuffled[: min(losses, n)]}
     return terms, sorted(shuffled[:n]), lost, draw(st.integers(0, 2**32)), population
 
@@ -177,8 +240,12 @@ def cases(draw):
 @settings(max_examples=CASES, suppress_health_check=list(HealthCheck))
 @given(case=cases())
 @example(case=(SecureTerms(), range(50), {}, 1, 50))
-@example(case=(SecureTerms(), range(50), {p: STAGES[p % 4] for p in range(16)}, 2, 50))  # the last loss that is tolerated
-@example(case=(SecureTerms(), range(50), {p: STAGES[p % 4] for p in range(17)}, 3, 50))  # and one too many
+@example(
+    case=(SecureTerms(), range(50), {p: STAGES[p % 4] for p in range(16)}, 2, 50)
+)  # the last loss that is tolerated
+@example(
+    case=(SecureTerms(), range(50), {p: STAGES[p % 4] for p in range(17)}, 3, 50)
+)  # and one too many
 def test_random_dropout_patterns(case):
     terms, positions, lost, seed, population = case
     check_case(terms, positions, lost, seed, population)
@@ -196,7 +263,9 @@ def around_the_circle(n, k):
     near = {p: {p, *neighbourhood(p, roster, k, salt).tolist()} for p in range(n)}
     circle = [0]
     while len(circle) < n:
-        circle.append(max(near[circle[-1]] - set(circle), key=lambda p: len(near[p] & near[circle[-1]])))
+        circle.append(
+            max(near[circle[-1]] - set(circle), key=lambda p: len(near[p] & near[circle[-1]]))
+        )
     return circle
 
 
@@ -209,7 +278,9 @@ def test_lost_parties_with_which_no_survivor_padded_are_not_needed():
 
 def test_two_sums_in_a_row_have_nothing_in_common():
     first, second = (drive(number=number).until("unmask") for number in (0, 1))
-    for (stage, position, _, one), (*_, other) in zip(first.transcript, second.transcript, strict=True):
+    for (stage, position, _, one), (*_, other) in zip(
+        first.transcript, second.transcript, strict=True
+    ):
         assert (one != other).any(), (stage, position)
 
 
@@ -229,22 +300,44 @@ def test_two_sums_in_a_row_have_nothing_in_common():
     ],
 )
 def test_a_proposal_that_breaks_the_terms_is_refused(change, text):
-    proposal = {"position": 1, "population": 5, "terms": SecureTerms(), "run": RUN, "number": 0, "roster": np.ones(5, bool), "threshold": 4}
+    proposal = {
+        "position": 1,
+        "population": 5,
+        "terms": SecureTerms(),
+        "run": RUN,
+        "number": 0,
+        "roster": np.ones(5, bool),
+        "threshold": 4,
+    }
     Member(**proposal)
     with pytest.raises(Refusal, match=text):
         Member(**proposal | change)
 
 
 def test_the_threshold_counts_the_neighbourhood_not_the_roster():
-    proposal = {"position": 1, "population": 50, "run": RUN, "number": 0, "roster": np.ones(50, bool), "threshold": 8}
+    proposal = {
+        "position": 1,
+        "population": 50,
+        "run": RUN,
+        "number": 0,
+        "roster": np.ones(50, bool),
+        "threshold": 8,
+    }
     Member(terms=SecureTerms(neighbours=10), **proposal)
-    with pytest.raises(Refusal, match="threshold 8 of 50 is too low, the terms ask for at least 34"):
+    with pytest.raises(
+        Refusal, match="threshold 8 of 50 is too low, the terms ask for at least 34"
+    ):
         Member(terms=SecureTerms(), **proposal)
 
 
 def untimely(member, stage):
     """Asks for a stage that is not due; with what does not matter."""
-    request = {"advertise": (), "share": (None, None), "mask": (np.zeros(3, member.terms.word), None), "unmask": (None, None)}
+    request = {
+        "advertise": (),
+        "share": (None, None),
+        "mask": (np.zeros(3, member.terms.word), None),
+        "unmask": (None, None),
+    }
     return getattr(member, stage)(*request[stage])
 
 
@@ -300,8 +393,14 @@ LOW_ORDER = np.frombuffer(bytes([1]) + bytes(31), np.uint8)
         ("a key of party 0 is of low order", put((KEYS, 0, slice(0, 32)), LOW_ORDER)),
         ("a key of party 2 is of low order", put((KEYS, 1, slice(32, 64)), LOW_ORDER)),
         ("a key of party 3 is there twice", lambda keys, answered: (keys[[0, 1, 1, 3]], answered)),
-        ("a key of party 2 is there twice", lambda keys, answered: (np.c_[keys[:, :32], keys[[0, 0, 2, 3], 32:]], answered)),
-        ("a key of party 0 is there twice", lambda keys, answered: (np.c_[keys[:, :32], keys[:, :32]], answered)),
+        (
+            "a key of party 2 is there twice",
+            lambda keys, answered: (np.c_[keys[:, :32], keys[[0, 0, 2, 3], 32:]], answered),
+        ),
+        (
+            "a key of party 0 is there twice",
+            lambda keys, answered: (np.c_[keys[:, :32], keys[:, :32]], answered),
+        ),
     ],
 )
 def test_keys_that_are_refused(text, change):
@@ -331,28 +430,56 @@ def without(*gone, argument):
 
 
 def test_too_few_around_it_are_refused_at_every_stage():
-    refused("3 of the 5 parties around it answered, fewer than 4", "share", without(3, 4, argument=ANSWERED))
-    refused("3 of the 5 parties around it shared, fewer than 4", "mask", without(3, 4, argument=SHARED))
-    refused("3 of the 5 parties around it survived, fewer than 4", "unmask", without(3, 4, argument=SURVIVORS))
+    refused(
+        "3 of the 5 parties around it answered, fewer than 4",
+        "share",
+        without(3, 4, argument=ANSWERED),
+    )
+    refused(
+        "3 of the 5 parties around it shared, fewer than 4", "mask", without(3, 4, argument=SHARED)
+    )
+    refused(
+        "3 of the 5 parties around it survived, fewer than 4",
+        "unmask",
+        without(3, 4, argument=SURVIVORS),
+    )
     half = SecureTerms(0.5)
-    refused("2 parties answered, fewer than 3", "share", without(2, argument=ANSWERED), n=3, terms=half)
+    refused(
+        "2 parties answered, fewer than 3", "share", without(2, argument=ANSWERED), n=3, terms=half
+    )
     refused("2 parties shared, fewer than 3", "mask", without(2, argument=SHARED), n=3, terms=half)
-    refused("2 parties survived, fewer than 3", "unmask", without(2, argument=SURVIVORS), n=3, terms=half)
+    refused(
+        "2 parties survived, fewer than 3",
+        "unmask",
+        without(2, argument=SURVIVORS),
+        n=3,
+        terms=half,
+    )
 
 
 @pytest.mark.parametrize(
     ("stage", "lost", "did", "argument"),
-    [("share", None, "answered", ANSWERED), ("mask", {3: "advertise"}, "shared", SHARED), ("unmask", {3: "share"}, "survived", SURVIVORS)],
+    [
+        ("share", None, "answered", ANSWERED),
+        ("mask", {3: "advertise"}, "shared", SHARED),
+        ("unmask", {3: "share"}, "survived", SURVIVORS),
+    ],
 )
 def test_parties_from_nowhere_are_refused(stage, lost, did, argument):
     asked = [0, 1, 2, 3, 4] if lost else [0, 1, 2, 4, 5]
-    sums = Drive(SecureTerms(), random_vectors(asked, SecureTerms()), lost, population=6).until(stage)
+    sums = Drive(SecureTerms(), random_vectors(asked, SecureTerms()), lost, population=6).until(
+        stage
+    )
     sums.requests[1][argument][3] = True
-    with pytest.raises(Refusal, match=rf"parties \[3\] are said to have {did}, but were not there a stage before"):
+    with pytest.raises(
+        Refusal, match=rf"parties \[3\] are said to have {did}, but were not there a stage before"
+    ):
         sums.ask(1)
 
 
-@pytest.mark.parametrize(("stage", "did", "argument"), [("mask", "shared", 0), ("unmask", "survived", 0)])
+@pytest.mark.parametrize(
+    ("stage", "did", "argument"), [("mask", "shared", 0), ("unmask", "survived", 0)]
+)
 def test_a_sum_without_itself_is_refused(stage, did, argument):
     refused(f"it is not among those who {did}", stage, put((argument, 1), False))
 
@@ -360,10 +487,18 @@ def test_a_sum_without_itself_is_refused(stage, did, argument):
 @pytest.mark.parametrize(
     ("text", "change", "lost"),
     [
-        ("what party 3 encrypted for it did not arrive as it was sent", flip((CIPHERTEXTS, 2, 5)), None),
+        (
+            "what party 3 encrypted for it did not arrive as it was sent",
+            flip((CIPHERTEXTS, 2, 5)),
+            None,
+        ),
         ("what party 3 encrypted for it", lambda who, rows: (who, rows[[0, 1, 3, 2]]), None),
         (r"there are no ciphertexts of parties \[4\]", put((CIPHERTEXTS, 3), 0), None),
-        (r"there are ciphertexts of parties \[4\], which are said to be gone", put((CIPHERTEXTS, 3), 1), {4: "share"}),
+        (
+            r"there are ciphertexts of parties \[4\], which are said to be gone",
+            put((CIPHERTEXTS, 3), 1),
+            {4: "share"},
+        ),
         ("ciphertexts must be uint8", lambda who, rows: (who, rows[:, :-1]), None),
         ("ciphertexts must be uint8", lambda who, rows: (who, rows[:-1]), None),
     ],
@@ -377,7 +512,9 @@ def test_stages_out_of_order_are_refused_and_do_no_harm():
     for stage in STAGES:
         for wrong in STAGES:
             if wrong != stage:
-                with pytest.raises(Refusal, match=f"party 1 refuses: asked to {wrong}, but what is due is: {stage}"):
+                with pytest.raises(
+                    Refusal, match=f"party 1 refuses: asked to {wrong}, but what is due is: {stage}"
+                ):
                     untimely(sums.members[1], wrong)
         sums.step()
     assert sums.total.tolist() == plain_sum(sums.vectors, range(5), 64)
@@ -413,7 +550,9 @@ def test_survivors_that_fall_apart():
     terms = SecureTerms(0.5, neighbours=2)
     ring = around_the_circle(10, 2)
     lost = {ring[0]: "mask", ring[5]: "mask"}
-    with pytest.raises(TooFew, match="fall into 2 pieces, and the sum of each would be open; nothing was released"):
+    with pytest.raises(
+        TooFew, match="fall into 2 pieces, and the sum of each would be open; nothing was released"
+    ):
         Drive(terms, random_vectors(range(10), terms), lost).run()
     sums = Drive(terms, random_vectors(range(10), terms)).until("unmask")
     survivors, ciphertexts = sums.requests[ring[2]]
@@ -454,9 +593,18 @@ def test_every_client_refuses_what_a_careful_server_would_not_ask(threshold):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda replies: replies.update({2: replies[2][..., :-1]}), "party 2 answers {stage} with .*, expected"),
-        (lambda replies: replies.update({2: replies[2].astype(np.int16)}), "party 2 answers {stage} with int16.*, expected u?int"),
-        (lambda replies: replies.update({2: replies[2].tolist()}), "party 2 answers {stage} with list"),
+        (
+            lambda replies: replies.update({2: replies[2][..., :-1]}),
+            "party 2 answers {stage} with .*, expected",
+        ),
+        (
+            lambda replies: replies.update({2: replies[2].astype(np.int16)}),
+            "party 2 answers {stage} with int16.*, expected u?int",
+        ),
+        (
+            lambda replies: replies.update({2: replies[2].tolist()}),
+            "party 2 answers {stage} with list",
+        ),
         (lambda replies: replies.update({4: replies[2]}), "party 4 was not asked to {stage}"),
         (lambda replies: replies.update({17: replies[2]}), "party 17 was not asked to {stage}"),
     ],
@@ -478,13 +626,21 @@ def test_who_was_lost_is_not_taken_back():
 
 def test_nobody_answers_twice():
     sums = drive()
-    with pytest.raises(MessageError, match="party 1 was not asked to advertise, or answered before"):
-        sums.collector.take_keys([(p, sums.members[p].advertise()) for p in (0, 1)] + [(1, np.zeros(96, np.uint8))])
+    with pytest.raises(
+        MessageError, match="party 1 was not asked to advertise, or answered before"
+    ):
+        sums.collector.take_keys(
+            [(p, sums.members[p].advertise()) for p in (0, 1)] + [(1, np.zeros(96, np.uint8))]
+        )
 
 
 def test_nobody_copies_a_key():
     with pytest.raises(MessageError, match="party 3 advertises a key that is there already"):
-        drive().step(lambda replies: replies.update({3: np.r_[replies[3][:32], replies[0][32:64], replies[3][64:]]}))
+        drive().step(
+            lambda replies: replies.update(
+                {3: np.r_[replies[3][:32], replies[0][32:64], replies[3][64:]]}
+            )
+        )
 
 
 def test_stages_of_the_server_come_in_order():
@@ -494,17 +650,30 @@ def test_stages_of_the_server_come_in_order():
 
 
 def test_a_sum_over_two_is_not_begun():
-    with pytest.raises(TooFew, match="2 parties are asked, at least 3 are needed; nothing was released"):
+    with pytest.raises(
+        TooFew, match="2 parties are asked, at least 3 are needed; nothing was released"
+    ):
         Collector(SecureTerms(), RUN, 0, flags([0, 3], 5), 4)
 
 
 def test_too_few_says_how_many():
-    for stage, did in zip(STAGES, ("advertised keys", "shared their secrets", "sent their vectors", "revealed their shares"), strict=True):
+    for stage, did in zip(
+        STAGES,
+        ("advertised keys", "shared their secrets", "sent their vectors", "revealed their shares"),
+        strict=True,
+    ):
         lost = dict.fromkeys(range(5, 10), stage)
-        with pytest.raises(TooFew, match=f"5 of the 10 parties around party 0 {did}, 7 are needed; nothing was released"):
+        with pytest.raises(
+            TooFew,
+            match=f"5 of the 10 parties around party 0 {did}, 7 are needed; nothing was released",
+        ):
             drive(10, lost=lost).run()
-    for stage, did in zip(STAGES[:3], ("advertised keys", "shared their secrets", "sent their vectors"), strict=True):
-        with pytest.raises(TooFew, match=f"2 parties {did}, at least 3 are needed; nothing was released"):
+    for stage, did in zip(
+        STAGES[:3], ("advertised keys", "shared their secrets", "sent their vectors"), strict=True
+    ):
+        with pytest.raises(
+            TooFew, match=f"2 parties {did}, at least 3 are needed; nothing was released"
+        ):
             drive(3, terms=SecureTerms(0.5), lost={2: stage}).run()
 
 
@@ -517,7 +686,10 @@ def test_a_wrong_share_is_noticed(owner, lost, helper):
         replies[helper][row, -1] ^= 1
 
     sums = drive(stage="unmask", lost=lost)
-    with pytest.raises(MessageError, match=rf"shares of party {owner}'s secret .* one of parties \[0, 1, .*nothing was released"):
+    with pytest.raises(
+        MessageError,
+        match=rf"shares of party {owner}'s secret .* one of parties \[0, 1, .*nothing was released",
+    ):
         sums.step(tamper)
     assert sums.total is None
 
@@ -551,7 +723,9 @@ def test_memory_does_not_hold_the_vectors():
 
     def one_by_one():
         for p in sums.requests:
-            assert sums.collector._total.tolist() == [sum(c) % 2**64 for c in zip([0] * 3, *alive, strict=True)]
+            assert sums.collector._total.tolist() == [
+                sum(c) % 2**64 for c in zip([0] * 3, *alive, strict=True)
+            ]
             vector = sums.ask(p)
             alive.append(vector.tolist())
             yield p, vector
@@ -565,12 +739,16 @@ def monobit_and_bytes(words):
     """p of the number of ones, and of the counts of byte values."""
     raw = words.view(np.uint8)
     ones = int(np.unpackbits(raw).sum())
-    return stats.binomtest(ones, 8 * len(raw)).pvalue, stats.chisquare(np.bincount(raw, minlength=256)).pvalue
+    return stats.binomtest(ones, 8 * len(raw)).pvalue, stats.chisquare(
+        np.bincount(raw, minlength=256)
+    ).pvalue
 
 
 def test_pads_look_random():
     words = np.zeros(1_000_000, np.uint32)
-    secure_sum._add_stream(words, bytes(range(32)))  # the same every time, so that the test never fails by chance
+    secure_sum._add_stream(
+        words, bytes(range(32))
+    )  # the same every time, so that the test never fails by chance
     assert min(monobit_and_bytes(words)) > 0.001
     apart = [stats.pearsonr(words[:-lag], words[lag:]).pvalue for lag in (1, 2, 4, 16)]
     assert min(apart) > 0.001
@@ -603,7 +781,10 @@ def test_seeds_with_the_same_fold_give_different_pads():
 def test_every_bit_of_a_seed_counts():
     seed = int.from_bytes(bytes(range(32)), "big")
     seeds = [seed] + [seed ^ (1 << bit) for bit in range(256)]
-    for derived in (own_pad_key, partial(secure_sum._pair_key, sum_id=RUN + bytes(8), one=1, other=2)):
+    for derived in (
+        own_pad_key,
+        partial(secure_sum._pair_key, sum_id=RUN + bytes(8), one=1, other=2),
+    ):
         assert len({stream(derived(s.to_bytes(32, "big"))).tobytes() for s in seeds}) == 257
     assert len({stream(s.to_bytes(32, "big")).tobytes() for s in seeds}) == 257
 
@@ -641,7 +822,12 @@ def transcripts(sums, survivors, inputs, monkeypatch):
     """How many choices of the pads between survivors give each set of masked vectors, over all choices in the group of four."""
     pads, own = {b"none": 0}, {own_key(sums.members[p]): 3 + p for p in survivors}
     between = list(combinations(survivors, 2))
-    others = {key: 5 + peer for p in survivors for peer, key in sums.members[p]._pair_keys.items() if peer not in survivors}
+    others = {
+        key: 5 + peer
+        for p in survivors
+        for peer, key in sums.members[p]._pair_keys.items()
+        if peer not in survivors
+    }
 
     def add(total, key, minus=False):
         pad = (pads | own | others)[key] % 4 * QUARTER
@@ -667,7 +853,9 @@ def own_key(member):
     return secure_sum._derive(member._seed, "own pad", member._sum_id, member.position)
 
 
-@pytest.mark.parametrize(("survivors", "n"), [((0, 1, 2), 3), ((0, 1, 3), 4)], ids=["all survive", "one is lost"])
+@pytest.mark.parametrize(
+    ("survivors", "n"), [((0, 1, 2), 3), ((0, 1, 3), 4)], ids=["all survive", "one is lost"]
+)
 @pytest.mark.parametrize("member", [Member, OwnPadOnly])
 def test_inputs_with_equal_sums_make_the_same_transcripts(survivors, n, member, monkeypatch):
     """Exact: with the own pads known, and those with a lost party, masked vectors are distributed by the sum of the inputs alone."""
@@ -681,11 +869,15 @@ def test_inputs_with_equal_sums_make_the_same_transcripts(survivors, n, member, 
     same = all(seen == group[0] for group in by_sum.values() for seen in group)
     assert same == (member is Member)  # without pads between them the inputs lie open: the control
     if member is Member:
-        assert all(len(group[0]) == 16 and set(group[0].values()) == {4} for group in by_sum.values())  # uniform over all with that sum
+        assert all(
+            len(group[0]) == 16 and set(group[0].values()) == {4} for group in by_sum.values()
+        )  # uniform over all with that sum
         assert not any(a[0].keys() & b[0].keys() for a, b in combinations(by_sum.values(), 2))
 
 
-@given(seed=st.integers(0, 2**32), bits=st.sampled_from([32, 64]), lost=st.sampled_from([None, 0, 3]))
+@given(
+    seed=st.integers(0, 2**32), bits=st.sampled_from([32, 64]), lost=st.sampled_from([None, 0, 3])
+)
 @settings(max_examples=20)
 def test_other_inputs_with_the_same_sum_explain_what_the_server_sees(seed, bits, lost):
     """Constructive: real vectors, real pads; others with the same sum, other pads between survivors, the same masked vectors."""
@@ -693,7 +885,11 @@ def test_other_inputs_with_the_same_sum_explain_what_the_server_sees(seed, bits,
     vectors = random_vectors(range(5), terms, 50, seed)
     sums = Drive(terms, vectors).until("mask")
     survivors = [p for p in range(5) if p != lost]
-    pads = {frozenset((p, q)): stream(sums.members[p]._pair_keys[q], 50, terms.word) for p in range(5) for q in range(p + 1, 5)}
+    pads = {
+        frozenset((p, q)): stream(sums.members[p]._pair_keys[q], 50, terms.word)
+        for p in range(5)
+        for q in range(p + 1, 5)
+    }
     own = {p: stream(own_key(sums.members[p]), 50, terms.word) for p in survivors}
     seen = {p: sums.ask(p) for p in survivors}
 
@@ -707,7 +903,10 @@ def test_other_inputs_with_the_same_sum_explain_what_the_server_sees(seed, bits,
 
     other = random_vectors(range(5), terms, 50, seed + 1)
     last = survivors[-1]
-    other[last] = sum((vectors[p] for p in survivors), -sum((other[p] for p in survivors[:-1]), np.zeros(50, terms.word)))
+    other[last] = sum(
+        (vectors[p] for p in survivors),
+        -sum((other[p] for p in survivors[:-1]), np.zeros(50, terms.word)),
+    )
     moved, carry = dict(pads), np.zeros(50, terms.word)
     for p, q in pairwise(survivors):  # what p's input lacks its pad with the next party makes up
         carry = carry + vectors[p] - other[p]
@@ -722,13 +921,23 @@ def test_nothing_travels_in_the_clear():
     """Flower sends the number of examples and all metrics beside the masked arrays. Here what travels has the same form for all data."""
     forms = []
     for scale in (1, 1000):
-        tensors = [{"count": np.array(scale * (p + 1)), "weights": np.full(9, 0.5 * scale * p)} for p in range(4)]
+        tensors = [
+            {"count": np.array(scale * (p + 1)), "weights": np.full(9, 0.5 * scale * p)}
+            for p in range(4)
+        ]
         vectors = {p: encode(tensors[p], SecureTerms(), 4) for p in range(4)}
         sums = Drive(SecureTerms(), vectors)
         sums.run()
-        forms.append([(stage, p, [(a.dtype, a.shape) for a in (*request, reply)]) for stage, p, request, reply in sums.transcript])
+        forms.append(
+            [
+                (stage, p, [(a.dtype, a.shape) for a in (*request, reply)])
+                for stage, p, request, reply in sums.transcript
+            ]
+        )
         clear = {int(word) for vector in vectors.values() for word in vector} - {0}
-        sent = {stage: [reply for at, _, _, reply in sums.transcript if at == stage] for stage in STAGES}
+        sent = {
+            stage: [reply for at, _, _, reply in sums.transcript if at == stage] for stage in STAGES
+        }
         assert not clear & {int(word) for vector in sent["mask"] for word in vector}
         assert {(stage, *reply[0].shape) for stage, reply in sent.items()} == {
             ("advertise", 96),
@@ -736,9 +945,19 @@ def test_nothing_travels_in_the_clear():
             ("mask", 10),
             ("unmask", 4, 33),
         }
-        requests = {(stage, a.dtype.str) for stage, _, request, _ in sums.transcript for a in request}
-        assert requests == {("share", "|u1"), ("share", "|b1"), ("mask", "|b1"), ("unmask", "|b1"), ("unmask", "|u1")}
-        back = decode(sums.total, {"count": ("int64", ()), "weights": ("float32", (9,))}, SecureTerms(), 4)
+        requests = {
+            (stage, a.dtype.str) for stage, _, request, _ in sums.transcript for a in request
+        }
+        assert requests == {
+            ("share", "|u1"),
+            ("share", "|b1"),
+            ("mask", "|b1"),
+            ("unmask", "|b1"),
+            ("unmask", "|u1"),
+        }
+        back = decode(
+            sums.total, {"count": ("int64", ()), "weights": ("float32", (9,))}, SecureTerms(), 4
+        )
         assert back["count"] == 10 * scale
         assert (back["weights"] == 3.0 * scale).all()
     assert forms[0] == forms[1]
@@ -756,7 +975,12 @@ def x25519(scalar, u):
             x2, z2, x3, z3 = x3, z3, x2, z2
         a, b, c, d = x2 + z2, x2 - z2, x3 + z3, x3 - z3
         aa, bb, da, cb = a * a, b * b, d * a, c * b
-        x3, z3, x2, z2 = (da + cb) ** 2 % p, x1 * (da - cb) ** 2 % p, aa * bb % p, (aa - bb) * (aa + 121665 * (aa - bb)) % p
+        x3, z3, x2, z2 = (
+            (da + cb) ** 2 % p,
+            x1 * (da - cb) ** 2 % p,
+            aa * bb % p,
+            (aa - bb) * (aa + 121665 * (aa - bb)) % p,
+        )
         if k >> t & 1:
             x2, z2, x3, z3 = x3, z3, x2, z2
     return (x2 * pow(z2, -1, p) % p).to_bytes(32, "little")
@@ -764,7 +988,13 @@ def x25519(scalar, u):
 
 def hkdf(secret, purpose, number, *positions):
     """RFC 5869 with SHA-256, no salt, 32 bytes."""
-    info = b"fedloom secure sum: " + purpose + RUN + number.to_bytes(8, "big") + b"".join(p.to_bytes(4, "big") for p in positions)
+    info = (
+        b"fedloom secure sum: "
+        + purpose
+        + RUN
+        + number.to_bytes(8, "big")
+        + b"".join(p.to_bytes(4, "big") for p in positions)
+    )
     return hmac.digest(hmac.digest(bytes(32), secret, "sha256"), info + b"\1", "sha256")
 
 
@@ -779,7 +1009,10 @@ def test_every_byte_of_a_client_by_hand(bits):
     terms = SecureTerms(bits=bits)
     vectors = random_vectors(range(4), terms, 5)
     sums = Drive(terms, vectors, number=7)
-    private = {p: (m._cipher_key.private_bytes_raw(), m._mask_key.private_bytes_raw(), m._seed) for p, m in sums.members.items()}
+    private = {
+        p: (m._cipher_key.private_bytes_raw(), m._mask_key.private_bytes_raw(), m._seed)
+        for p, m in sums.members.items()
+    }
     base = bytes([9]) + bytes(31)
     for p, member in sums.members.items():
         public = np.frombuffer(member._public_keys(), np.uint8)
@@ -802,11 +1035,18 @@ def test_every_byte_of_a_client_by_hand(bits):
         pads = [(hkdf(private[p][2], b"own pad", 7, p), 1)]
         for peer in set(range(4)) - {p}:
             agreed = x25519(private[p][1], keys[peer][32:])
-            pads.append((hkdf(agreed, b"pair pad", 7, min(p, peer), max(p, peer)), 1 if p < peer else -1))
+            pads.append(
+                (hkdf(agreed, b"pair pad", 7, min(p, peer), max(p, peer)), 1 if p < peer else -1)
+            )
         for key, sign in pads:
             raw = aes_counter(key, 5 * bits // 8)
-            words = [int.from_bytes(raw[i : i + bits // 8], "little") for i in range(0, len(raw), bits // 8)]
-            expected = [(x + sign * word) % 2**bits for x, word in zip(expected, words, strict=True)]
+            words = [
+                int.from_bytes(raw[i : i + bits // 8], "little")
+                for i in range(0, len(raw), bits // 8)
+            ]
+            expected = [
+                (x + sign * word) % 2**bits for x, word in zip(expected, words, strict=True)
+            ]
         assert sums.ask(p).tolist() == expected
 
 
@@ -844,16 +1084,27 @@ def test_terms_that_cannot_be(change, text):
 
 @pytest.mark.parametrize(("bits", "largest"), [(32, 2.0**24), (64, 2.0**56)])
 def test_no_room_for_fractions_names_the_settings(bits, largest):
-    with pytest.raises(ConfigError, match=f"secure_range is .* 1000 parties in secure_bits = {bits} leaves no bit for fractions"):
+    with pytest.raises(
+        ConfigError,
+        match=f"secure_range is .* 1000 parties in secure_bits = {bits} leaves no bit for fractions",
+    ):
         SecureTerms(bits=bits, range=largest).fraction_bits(1000)
 
 
 @pytest.mark.parametrize(
-    ("threshold", "share"), [(0.5, Fraction(1, 2)), (2 / 3, Fraction(2, 3)), (0.8, Fraction(4, 5)), (0.57, Fraction(57, 100))]
+    ("threshold", "share"),
+    [
+        (0.5, Fraction(1, 2)),
+        (2 / 3, Fraction(2, 3)),
+        (0.8, Fraction(4, 5)),
+        (0.57, Fraction(57, 100)),
+    ],
 )
 def test_t_is_the_smallest_number_above_the_share(threshold, share):
     for members in range(3, 300):
-        assert SecureTerms(threshold).quorum(members) == min(t for t in range(1, members + 1) if t > share * members)
+        assert SecureTerms(threshold).quorum(members) == min(
+            t for t in range(1, members + 1) if t > share * members
+        )
 
 
 def test_a_threshold_of_nearly_all_is_all():
@@ -880,19 +1131,27 @@ def test_floats_to_the_nearest_multiple_and_no_sum_wraps(parties, bits, largest,
     except ConfigError:
         assert parties * math.ceil(Fraction(largest) * 2) >= 2 ** (bits - 1)
         return
-    assert parties * math.ceil(Fraction(largest) * 2**f) < 2 ** (bits - 1) <= parties * math.ceil(Fraction(largest) * 2 ** (f + 1))
+    assert (
+        parties * math.ceil(Fraction(largest) * 2**f)
+        < 2 ** (bits - 1)
+        <= parties * math.ceil(Fraction(largest) * 2 ** (f + 1))
+    )
     finite = st.floats(-largest, largest)
     values = data.draw(hnp.arrays(np.float64, 4, elements=finite))
     values[0], values[1] = largest, -largest
     vector = encode({"x": values}, terms, parties)
     assert vector.dtype == terms.word
-    assert vector.tolist() == [round(Fraction(x) * 2**f) % 2**bits for x in values.tolist()]  # Python too rounds halves to even
+    assert vector.tolist() == [
+        round(Fraction(x) * 2**f) % 2**bits for x in values.tolist()
+    ]  # Python too rounds halves to even
     total = np.zeros(4, terms.word)
     for _ in range(parties):
         total += vector
     back = decode(total, {"x": ("float32", (4,))}, terms, parties)["x"]
     assert back.dtype == np.float64
-    assert back.tolist() == [float(parties * round(Fraction(x) * 2**f) / Fraction(2) ** f) for x in values.tolist()]
+    assert back.tolist() == [
+        float(parties * round(Fraction(x) * 2**f) / Fraction(2) ** f) for x in values.tolist()
+    ]
 
 
 @pytest.mark.parametrize("bits", [32, 64])
@@ -909,11 +1168,16 @@ def test_integers_are_exact_up_to_the_limit(bits, parties):
     assert back.dtype == np.int64
     assert back.tolist() == [[parties * most, -parties * most], [0, parties]]
     for bad in (most + 1, -most - 1):
-        with pytest.raises(MessageError, match=f"tensor 'n' holds a number that is not within ±{most} .*secure_bits = {bits}"):
+        with pytest.raises(
+            MessageError,
+            match=f"tensor 'n' holds a number that is not within ±{most} .*secure_bits = {bits}",
+        ):
             encode({"n": np.array([0, bad])}, terms, parties)
 
 
-@pytest.mark.parametrize("bad", [np.iinfo(np.int64).min, np.iinfo(np.int64).max, np.uint64(2**64 - 1)])
+@pytest.mark.parametrize(
+    "bad", [np.iinfo(np.int64).min, np.iinfo(np.int64).max, np.uint64(2**64 - 1)]
+)
 def test_integers_whose_absolute_value_would_overflow(bad):
     with pytest.raises(MessageError, match="tensor 'layer/count' holds"):
         encode({"layer/count": np.array([bad])}, SecureTerms(), 3)
@@ -922,7 +1186,10 @@ def test_integers_whose_absolute_value_would_overflow(bad):
 @pytest.mark.parametrize("bad", [8.0000001, -9.0, 1e300, math.nan, math.inf, -math.inf])
 def test_values_out_of_range_are_an_error_and_never_clipped(bad):
     """Flower clips beyond 8 and says nothing."""
-    with pytest.raises(MessageError, match=r"tensor 'model/w' holds a number that is not within ±8 \(secure_range\)"):
+    with pytest.raises(
+        MessageError,
+        match=r"tensor 'model/w' holds a number that is not within ±8 \(secure_range\)",
+    ):
         encode({"model/a": np.ones(3), "model/w": np.array([1.0, bad])}, SecureTerms(range=8.0), 5)
 
 
@@ -945,7 +1212,9 @@ def test_tensors_of_all_kinds_side_by_side():
         "e/none": np.empty(0, np.int32),
         "ab": np.array([7, 250], np.uint8),
     }
-    like = {name: (np.asarray(t).dtype, np.asarray(t).shape) for name, t in reversed(tensors.items())}
+    like = {
+        name: (np.asarray(t).dtype, np.asarray(t).shape) for name, t in reversed(tensors.items())
+    }
     total = encode(tensors, SecureTerms(), 3) * np.uint64(3)
     back = decode(total, like, SecureTerms(), 3)
     assert list(back) == sorted(tensors)
@@ -964,7 +1233,9 @@ def test_what_is_not_a_number_or_does_not_fit():
     with pytest.raises(MessageError, match=r"got uint64\[3\], expected uint32\[3\]"):
         decode(np.zeros(3, np.uint64), {"x": ("float32", (3,))}, SecureTerms(bits=32), 3)
     sums = drive(stage="mask")
-    with pytest.raises(MessageError, match=r"the vector is int64\[3\], expected words of 32 or 64 bits"):
+    with pytest.raises(
+        MessageError, match=r"the vector is int64\[3\], expected words of 32 or 64 bits"
+    ):
         sums.members[0].mask(np.zeros(3, np.int64), *sums.requests[0])
     sums.step()  # an error of its own is no refusal: it may still mask
 
@@ -994,7 +1265,18 @@ def test_neighbourhoods_are_symmetric_and_equally_large(population, k, salt, dat
 
 
 @pytest.mark.parametrize(
-    ("k", "n", "size"), [(1, 9, 2), (2, 9, 2), (3, 9, 4), (5, 9, 6), (6, 9, 6), (7, 9, 8), (7, 10, 8), (8, 10, 8), (9, 10, 9)]
+    ("k", "n", "size"),
+    [
+        (1, 9, 2),
+        (2, 9, 2),
+        (3, 9, 4),
+        (5, 9, 6),
+        (6, 9, 6),
+        (7, 9, 8),
+        (7, 10, 8),
+        (8, 10, 8),
+        (9, 10, 9),
+    ],
 )
 def test_an_odd_number_of_neighbours_is_rounded_up(k, n, size):
     assert {len(neighbourhood(p, np.ones(n, bool), k, b"salt")) for p in range(n)} == {size}
@@ -1002,10 +1284,18 @@ def test_an_odd_number_of_neighbours_is_rounded_up(k, n, size):
 
 def test_the_circle_hangs_on_the_salt_alone():
     roster = np.ones(100, bool)
-    assert neighbourhood(5, roster, 10, b"a").tolist() == neighbourhood(5, roster, 10, b"a").tolist()
-    assert neighbourhood(5, roster, 10, b"a").tolist() != neighbourhood(5, roster, 10, b"b").tolist()
-    met = Counter(int(q) for i in range(2000) for q in neighbourhood(5, roster, 10, i.to_bytes(4, "big")))
-    assert stats.chisquare([met[q] for q in range(100) if q != 5]).pvalue > 0.001  # the same every time
+    assert (
+        neighbourhood(5, roster, 10, b"a").tolist() == neighbourhood(5, roster, 10, b"a").tolist()
+    )
+    assert (
+        neighbourhood(5, roster, 10, b"a").tolist() != neighbourhood(5, roster, 10, b"b").tolist()
+    )
+    met = Counter(
+        int(q) for i in range(2000) for q in neighbourhood(5, roster, 10, i.to_bytes(4, "big"))
+    )
+    assert (
+        stats.chisquare([met[q] for q in range(100) if q != 5]).pvalue > 0.001
+    )  # the same every time
 
 
 def test_every_party_computes_the_same_graph_in_every_version():

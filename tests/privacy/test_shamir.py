@@ -21,13 +21,32 @@ def is_prime(number: int) -> bool:
     while odd % 2 == 0:
         odd, twos = odd // 2, twos + 1
     return all(
-        pow(base, odd, number) in (1, number - 1) or any(pow(base, odd << i, number) == number - 1 for i in range(1, twos))
+        pow(base, odd, number) in (1, number - 1)
+        or any(pow(base, odd << i, number) == number - 1 for i in range(1, twos))
         for base in bases
     )
 
 
 def test_the_prime_is_the_smallest_above_all_32_byte_secrets():
-    assert [n for n in range(2, 60) if is_prime(n)] == [2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59]
+    assert [n for n in range(2, 60) if is_prime(n)] == [
+        2,
+        3,
+        5,
+        7,
+        11,
+        13,
+        17,
+        19,
+        23,
+        29,
+        31,
+        37,
+        41,
+        43,
+        47,
+        53,
+        59,
+    ]
     assert not is_prime(561)
     assert not is_prime(2**67 - 1)
     assert is_prime(2**127 - 1)
@@ -60,18 +79,26 @@ def test_fewer_than_t_shares_are_consistent_with_every_secret_equally(prime, thr
 
 def test_counting_would_notice_a_coefficient_that_is_not_uniform():
     """The control of the test above: a leading coefficient that is never 0 gives secrets away."""
-    views = {(tuple(shamir.evaluate([secret, slope], [1], 7)), secret) for secret in range(7) for slope in range(1, 7)}
+    views = {
+        (tuple(shamir.evaluate([secret, slope], [1], 7)), secret)
+        for secret in range(7)
+        for slope in range(1, 7)
+    }
     assert len(views) < 7**2
 
 
 def test_split_draws_every_polynomial():
-    drawn = {tuple(shamir.split(2, 2, [1, 2], 3)) for _ in range(200)}  # misses one of three by chance once in 10^35
+    drawn = {
+        tuple(shamir.split(2, 2, [1, 2], 3)) for _ in range(200)
+    }  # misses one of three by chance once in 10^35
     assert drawn == {tuple(shamir.evaluate([2, slope], [1, 2], 3)) for slope in range(3)}
 
 
 @given(data=st.data(), secret=st.integers(0, 2**256 - 1), count=st.integers(1, 40))
 def test_the_real_field(data, secret, count):
-    points = data.draw(st.lists(st.integers(1, 10_000), min_size=count, max_size=count, unique=True))
+    points = data.draw(
+        st.lists(st.integers(1, 10_000), min_size=count, max_size=count, unique=True)
+    )
     threshold = data.draw(st.integers(1, count))
     shares = shamir.split(secret, threshold, points)
     assert all(share < 2 ** (8 * shamir.SHARE_BYTES) for share in shares)

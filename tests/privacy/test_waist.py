@@ -122,7 +122,9 @@ def test_a_reply_that_is_not_as_declared_is_refused_by_name_in_a_secure_run_too(
     plain, secure = both(name)
     assert isinstance(plain, MessageError)
     assert isinstance(secure, MessageError), f"accepted, and the server got {secure}"
-    assert repr(tensor) in str(secure) or "is missing" in str(secure)  # which of several is missing, a set decides
+    assert repr(tensor) in str(secure) or "is missing" in str(
+        secure
+    )  # which of several is missing, a set decides
 
 
 def test_a_mean_of_whole_numbers_is_not_cut_off():
@@ -182,7 +184,9 @@ def test_a_masking_that_is_refused_changes_nothing_at_the_client():
     original = engine.call
     server._call = lambda name, sent: asked.append((name, sent)) or original(name, sent)
     server.sum(method.counts)
-    begin(server, engine, method, run=server.state["secure_sums"]["run"], number=torch.tensor(2))  # keys, but no shares yet
+    begin(
+        server, engine, method, run=server.state["secure_sums"]["run"], number=torch.tensor(2)
+    )  # keys, but no shares yet
     (sent,) = [sent for name, sent in asked if name == "counts"]
     with pytest.raises(Refusal):
         engine.call("counts", {"a": sent["a"]})
@@ -204,13 +208,25 @@ def test_no_phase_takes_a_parameter_of_the_protocols_name():
 
 
 # ---- errors ----
-def test_an_error_of_a_secure_run_names_the_client_and_holds_no_number_of_its(tmp_path, node_federation):
+def test_an_error_of_a_secure_run_names_the_client_and_holds_no_number_of_its(
+    tmp_path, node_federation
+):
     first, *rest = node_federation.graphs
     x = first.x.clone()
     x[first.train.nonzero()[0], 0] = 31337.0  # 31337² = 982007569
     federation = replace(node_federation, graphs=(replace(first, x=x), *rest), whole=None)
     with pytest.raises(MessageError) as error:
-        run("opfgl", federation, model="gcn-2x8", secure=True, out=tmp_path / "x", rounds=1, variant="ft", condense_steps=1, steps=1)
+        run(
+            "opfgl",
+            federation,
+            model="gcn-2x8",
+            secure=True,
+            out=tmp_path / "x",
+            rounds=1,
+            variant="ft",
+            condense_steps=1,
+            steps=1,
+        )
     written = (tmp_path / "x" / "summary.json").read_text()
     assert "'squares'" in str(error.value)
     assert "secure_range" in str(error.value)
@@ -222,14 +238,20 @@ def test_an_error_of_a_secure_run_names_the_client_and_holds_no_number_of_its(tm
 def test_out_of_range_in_a_mean_says_that_the_weight_is_in_it():
     server, _, method = make(SecureTerms(range=60.0))
     with pytest.raises(MessageError, match="weight"):
-        server.mean(method.blend, model={"w": torch.full((1,), 5.0)})  # no tensor holds more than 12; 17 x 12 does
+        server.mean(
+            method.blend, model={"w": torch.full((1,), 5.0)}
+        )  # no tensor holds more than 12; 17 x 12 does
 
 
 # ---- 32 bits ----
 @pytest.mark.parametrize("settings", [{}, {"secure_range": 16.0}, {"secure_range": 2.0}])
-def test_scores_do_not_depend_on_the_width_and_range_of_the_methods_numbers(settings, node_federation):
+def test_scores_do_not_depend_on_the_width_and_range_of_the_methods_numbers(
+    settings, node_federation
+):
     plain = run("local", node_federation, model="gcn-2x8", rounds=1)
-    secure = run("local", node_federation, model="gcn-2x8", rounds=1, secure=True, secure_bits=32, **settings)
+    secure = run(
+        "local", node_federation, model="gcn-2x8", rounds=1, secure=True, secure_bits=32, **settings
+    )
     for key in ("accuracy", "accuracy_mean", "f1_macro", "f1_macro_mean", "val_accuracy"):
         assert secure.summary[key] == pytest.approx(plain.summary[key], abs=1e-4), key
 
@@ -245,7 +267,9 @@ def test_a_method_may_call_its_model_weights(node_federation):
             server.ask(self.setup)
             server.state["weights"] = server.model()
             for _ in server.rounds(self.rounds):
-                server.state["weights"] = server.mean(self.train, model=server.state["weights"])["model"]
+                server.state["weights"] = server.mean(self.train, model=server.state["weights"])[
+                    "model"
+                ]
                 server.evaluate(model=server.state["weights"])
 
     assert run(Mine(rounds=2), node_federation, model="gcn-2x8").summary["status"] == "completed"
@@ -253,7 +277,9 @@ def test_a_method_may_call_its_model_weights(node_federation):
 
 def test_an_unmarked_phase_is_an_error_of_input_not_a_traceback():
     server, _, method = make(None)
-    with pytest.raises(ConfigError, match="@averaged"):  # the command line turns these, and no others, into one line and exit code 2
+    with pytest.raises(
+        ConfigError, match="@averaged"
+    ):  # the command line turns these, and no others, into one line and exit code 2
         server.mean(method.silent)
 
 
@@ -263,19 +289,39 @@ def test_the_contract_notices_that_a_method_no_longer_runs_secure(monkeypatch, n
         server.ask(self.setup)
         server.state["model"] = server.model()
         for _ in server.rounds(self.rounds):
-            server.state["model"] = server.ask(self.train, model=server.state["model"]).mean()["model"]
+            server.state["model"] = server.ask(self.train, model=server.state["model"]).mean()[
+                "model"
+            ]
             server.evaluate(model=server.state["model"])
 
     monkeypatch.setattr(FedAvg, "run", run_in_the_clear)
     with pytest.raises((AssertionError, ConfigError, pytest.fail.Exception)):
-        contract.test_secure_sums_agree_with_plain_ones_or_the_method_is_refused("fedavg", node_federation)
+        contract.test_secure_sums_agree_with_plain_ones_or_the_method_is_refused(
+            "fedavg", node_federation
+        )
 
 
 # ---- runs ----
 def test_a_secure_run_is_not_resumed_in_the_clear(node_federation, tmp_path):
-    run("fedavg", node_federation, model="gcn-2x8", rounds=1, secure=True, checkpoint_every=1, out=tmp_path / "x")
+    run(
+        "fedavg",
+        node_federation,
+        model="gcn-2x8",
+        rounds=1,
+        secure=True,
+        checkpoint_every=1,
+        out=tmp_path / "x",
+    )
     with pytest.raises(ConfigError, match=r"run\.secure = true"):
-        run("fedavg", node_federation, model="gcn-2x8", rounds=2, checkpoint_every=1, out=tmp_path / "x", resume=True)
+        run(
+            "fedavg",
+            node_federation,
+            model="gcn-2x8",
+            rounds=2,
+            checkpoint_every=1,
+            out=tmp_path / "x",
+            resume=True,
+        )
 
 
 def test_cohorts_that_differ_in_one_client_are_reported():
@@ -293,12 +339,18 @@ def test_cohorts_that_differ_in_one_client_are_reported():
 def test_the_summary_reports_and_show_warns(node_federation):
     settings = {"model": "gcn-2x8", "rounds": 4}
     plain = run("fedavg", node_federation, **settings)
-    fixed, drawn = (run("fedavg", node_federation, secure=True, participation=p, **settings) for p in (1, 0.75))
+    fixed, drawn = (
+        run("fedavg", node_federation, secure=True, participation=p, **settings) for p in (1, 0.75)
+    )
     assert plain.summary["secure"] is None
     assert fixed.summary["secure"] == {"sums": 8, "fewest_clients": 4, "cohorts_one_apart": 0}
     assert drawn.summary["secure"]["fewest_clients"] == 3
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(show.result({**fixed.summary, "secure": {**fixed.summary["secure"], "cohorts_one_apart": 2}}))
+    console.print(
+        show.result(
+            {**fixed.summary, "secure": {**fixed.summary["secure"], "cohorts_one_apart": 2}}
+        )
+    )
     text = console.export_text()
     assert "secure: 8 masked sums, each over 4 clients or more" in text
     assert "2 pairs of cohorts differ in one client" in text

@@ -1,0 +1,1 @@
+"""Core: the waist. Messages, phases, clients, the server, and everything that passes between them."""

@@ -32,7 +32,9 @@ class FaultPolicy:
 
     def enough(self, asked: int) -> int:
         """How many of so many clients make a quorum."""
-        return math.ceil(self.quorum * asked - 1e-9)  # 0.7 of 10 is 7, whatever floating point makes of it
+        return math.ceil(
+            self.quorum * asked - 1e-9
+        )  # 0.7 of 10 is 7, whatever floating point makes of it
 
     def closes_at(self, begun: float, reached: float | None) -> float | None:
         """When an exchange is over that began at `begun` and, unless None, had its quorum at `reached`; None: when all have answered."""
@@ -63,7 +65,9 @@ class AbsenceTracker:
     """
 
     def __init__(self) -> None:
-        self.noted: list[dict[str, str]] = []  # client, phase and cause, since the last history entry
+        self.noted: list[
+            dict[str, str]
+        ] = []  # client, phase and cause, since the last history entry
         self.retried = 0  # messages that were sent once more, since then
         self.out: dict[str, Absent] = {}  # who takes no further part in this round
         self.setup: list[SetupExchange] = []
@@ -77,7 +81,9 @@ class AbsenceTracker:
 
     def note(self, phase: str, absent: Mapping[str, Absent]) -> None:
         """Keeps absences for the history."""
-        self.noted += [{"client": client, "phase": phase, "cause": why.cause} for client, why in absent.items()]
+        self.noted += [
+            {"client": client, "phase": phase, "cause": why.cause} for client, why in absent.items()
+        ]
 
     def add_setup(self, exchange: SetupExchange) -> None:
         """Keeps an exchange before the rounds."""
@@ -95,7 +101,9 @@ class AbsenceTracker:
 
     def lost_state(self, client: str, why: Absent, in_rounds: bool, measuring: bool) -> None:
         """The client has to do all that came before the rounds again."""
-        self._missed[client] = {number for number, exchange in enumerate(self.setup) if client in exchange.messages}
+        self._missed[client] = {
+            number for number, exchange in enumerate(self.setup) if client in exchange.messages
+        }
         if in_rounds:
             self.out[client] = why
             if measuring:
@@ -106,7 +114,9 @@ class AbsenceTracker:
         """For a checkpoint, which is written between two rounds: all that later rounds depend on, as JSON would say it."""
         return {
             "absent": [_causes(exchange.absent) for exchange in self.setup],
-            "missed": {client: sorted(numbers) for client, numbers in self._missed.items() if numbers},
+            "missed": {
+                client: sorted(numbers) for client, numbers in self._missed.items() if numbers
+            },
             "sits_out": _causes(self._sitting_out),
         }
 
@@ -121,9 +131,14 @@ class AbsenceTracker:
 
     def to_catch_up(self) -> Iterator[tuple[int, list[str]]]:
         """When set-up has been done again: the exchanges that clients lack which they had made up for before, by number."""
-        made_up = {client: set(numbers) - set(self._lacked(client)) for client, numbers in self._missed.items()}
+        made_up = {
+            client: set(numbers) - set(self._lacked(client))
+            for client, numbers in self._missed.items()
+        }
         for number, exchange in enumerate(self.setup):
-            if exchange.repeatable and (due := [client for client, numbers in made_up.items() if number in numbers]):
+            if exchange.repeatable and (
+                due := [client for client, numbers in made_up.items() if number in numbers]
+            ):
                 yield number, due
 
     def put_back(self) -> None:

@@ -197,7 +197,9 @@ class Filters:
     # ---- messages ----
     def encode(self, message: Message) -> Message:
         """Encodes the weights in a message."""
-        return _mapped(message, lambda name, tensor: self._encode(tensor)) if self.chain else message
+        return (
+            _mapped(message, lambda name, tensor: self._encode(tensor)) if self.chain else message
+        )
 
     def decode(self, message: Message, schema: Schema | None = None) -> Message:
         """Decodes the weights in a message. Raises a MessageError that names the tensor.
@@ -211,7 +213,10 @@ class Filters:
 
         def restore(name: str, content: Message) -> Message | Tensor:
             if content.keys() != names or not all(isinstance(t, Tensor) for t in content.values()):
-                return {k: restore(f"{name}/{k}", v) if isinstance(v, dict) else v for k, v in content.items()}
+                return {
+                    k: restore(f"{name}/{k}", v) if isinstance(v, dict) else v
+                    for k, v in content.items()
+                }
             shape = tuple(content[first].shape) if schema is None else shapes.get(name)
             if shape is None:
                 raise MessageError(f"tensor {name!r} is not expected here")
@@ -265,7 +270,9 @@ class Filters:
         """Raises a ConfigError if the method sends no weights, or none that the filters can encode."""
         if not self.chain:
             return
-        declared = [d for p in phases_of(method).values() if not p.read_by for d in p.reply.values()]
+        declared = [
+            d for p in phases_of(method).values() if not p.read_by for d in p.reply.values()
+        ]
         texts = [d for d in declared if isinstance(d, str)]
         if not any(d == "weights" or d[0] in "=~" for d in texts):
             raise ConfigError(f"{setting}: this method's clients send no weights")

@@ -64,4 +64,6 @@ def fingerprint(tensor: Tensor) -> bytes:
         return hashlib.sha256(raw.numpy().data).digest()
     whole = len(raw) // 512 * 512
     words = raw[:whole].view(torch.int64).view(-1, 64)  # sums are modulo 2^64
-    return hashlib.sha256(b"".join(part.numpy().tobytes() for part in (words.sum(0), words.sum(1), raw[whole:]))).digest()
+    return hashlib.sha256(
+        b"".join(part.numpy().tobytes() for part in (words.sum(0), words.sum(1), raw[whole:]))
+    ).digest()

@@ -51,11 +51,17 @@ class Ledger:
         if isinstance(messages, Batch):
             entries = dict.fromkeys(messages, self._entry(messages.schema, phase))
         else:
-            known = {id(message): message for message in messages.values()}  # many may be sent the same one
+            known = {
+                id(message): message for message in messages.values()
+            }  # many may be sent the same one
             made = {key: self._entry(schema_of(message), phase) for key, message in known.items()}
             entries = {client: made[id(message)] for client, message in messages.items()}
         booked = book_as or phase
-        self.rows += [Booking(round, booked, direction, client, *entry) for client, entry in entries.items() if entry]
+        self.rows += [
+            Booking(round, booked, direction, client, *entry)
+            for client, entry in entries.items()
+            if entry
+        ]
         for entry, count in Counter(entries.values()).items():
             if entry:
                 size, scalars, _ = entry
@@ -81,7 +87,9 @@ class Ledger:
         return {
             **_total(counter for name, counter in self._phases.items() if name not in MEASURING),
             "phases": {name: dict(counter) for name, counter in self._phases.items()},
-            "measuring": _total(counter for name, counter in self._phases.items() if name in MEASURING),
+            "measuring": _total(
+                counter for name, counter in self._phases.items() if name in MEASURING
+            ),
         }
 
     def sent(self) -> dict[str, int]:
@@ -95,7 +103,10 @@ class Ledger:
         The first time begins both anew, or, if the ledger was read from them, cuts back what was written since.
         """
         if self._log is None or len(self.schemas) > self._written:  # before the rows that name them
-            listing = [[{"name": name, "dtype": dtype, "shape": shape} for name, dtype, shape in schema] for schema in self.schemas]
+            listing = [
+                [{"name": name, "dtype": dtype, "shape": shape} for name, dtype, shape in schema]
+                for schema in self.schemas
+            ]
             write_atomic(folder / "schemas.json", (json.dumps(listing, indent=1) + "\n").encode())
             self._written = len(self.schemas)
         if self._log is None:
@@ -121,10 +132,16 @@ class Ledger:
             ledger._add(row["phase"], row["direction"], int(row["bytes"]), int(row["scalars"]))
             used = max(used, int(row["schema"]) + 1)
         listing = json.loads((folder / "schemas.json").read_text())[:used]  # the others came later
-        ledger.schemas = [tuple((tensor["name"], tensor["dtype"], tuple(tensor["shape"])) for tensor in schema) for schema in listing]
+        ledger.schemas = [
+            tuple((tensor["name"], tensor["dtype"], tuple(tensor["shape"])) for tensor in schema)
+            for schema in listing
+        ]
         if len(ledger.schemas) < used:
             raise ValueError(f"schemas.json has lost schemas: {len(ledger.schemas)} of {used}")
-        ledger._numbers, ledger._written = {schema: k for k, schema in enumerate(ledger.schemas)}, used
+        ledger._numbers, ledger._written = (
+            {schema: k for k, schema in enumerate(ledger.schemas)},
+            used,
+        )
         return ledger
 
 

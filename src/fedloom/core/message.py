@@ -22,7 +22,9 @@ from torch import Tensor
 from fedloom.errors import MessageError
 
 Message: TypeAlias = dict[str, Any]  # a Tensor, or again a Message, under each name
-Schema: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]  # (name, dtype, shape), sorted by name
+Schema: TypeAlias = tuple[
+    tuple[str, str, tuple[int, ...]], ...
+]  # (name, dtype, shape), sorted by name
 
 FORMAT = "fedloom/1"
 DTYPES = {str(d).removeprefix("torch."): d for d in (
@@ -30,7 +32,9 @@ DTYPES = {str(d).removeprefix("torch."): d for d in (
 )}  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 DEFAULT_LIMIT = 2**31  # bytes; a deployment sets its own
-LARGEST = 2.0**100  # in size, of a number that travels: the sum of a hundred million such still is a float32
+LARGEST = (
+    2.0**100
+)  # in size, of a number that travels: the sum of a hundred million such still is a float32
 DEPTH_LIMIT = 64  # groups within groups, and dimensions of a tensor: beyond it Python's recursion and torch give up
 
 
@@ -38,7 +42,9 @@ DEPTH_LIMIT = 64  # groups within groups, and dimensions of a tensor: beyond it 
 def flatten(message: Message) -> dict[str, Tensor]:
     """Takes a nested message, gives {"outer/inner": tensor} sorted by name. Anything but tensors in dicts is refused by name."""
     if not isinstance(message, dict):
-        raise MessageError(f"message: it is a {type(message).__name__}; only dicts of tensors travel")
+        raise MessageError(
+            f"message: it is a {type(message).__name__}; only dicts of tensors travel"
+        )
     return dict(sorted(_walk(message, "")))
 
 
@@ -46,17 +52,23 @@ def _walk(message: Message, prefix: str) -> Iterator[tuple[str, Tensor]]:
     for key, value in message.items():
         name = prefix + key if isinstance(key, str) else repr(key)
         if not isinstance(key, str) or not key or "/" in key:
-            raise MessageError(f"message: {name!r} is not a valid name (a non-empty text without '/')")
+            raise MessageError(
+                f"message: {name!r} is not a valid name (a non-empty text without '/')"
+            )
         if isinstance(value, Tensor):
             if value.dtype not in DTYPES.values():
-                raise MessageError(f"message: {name!r} has dtype {value.dtype}; valid: {', '.join(DTYPES)}")
+                raise MessageError(
+                    f"message: {name!r} has dtype {value.dtype}; valid: {', '.join(DTYPES)}"
+                )
             yield name, value
         elif isinstance(value, dict):
             if not value:
                 raise MessageError(f"message: {name!r} is an empty group: leave it out")
             yield from _walk(value, name + "/")
         else:
-            raise MessageError(f"message: {name!r} is a {type(value).__name__}; only tensors and dicts of tensors travel")
+            raise MessageError(
+                f"message: {name!r} is a {type(value).__name__}; only tensors and dicts of tensors travel"
+            )
 
 
 def unflatten(flat: dict[str, Tensor]) -> Message:
@@ -79,14 +91,21 @@ def tree_map(function: Callable[..., Tensor], *messages: Message) -> Message:
     """Applies `function` to the tensors at each name of messages that have the same names; gives a message of the results."""
     first = messages[0]
     return {
-        key: tree_map(function, *(m[key] for m in messages)) if isinstance(first[key], dict) else function(*(m[key] for m in messages))
+        key: tree_map(function, *(m[key] for m in messages))
+        if isinstance(first[key], dict)
+        else function(*(m[key] for m in messages))
         for key in first
     }
 
 
 def isolate(message: Message) -> Message:
     """A copy that shares no memory with the sender, detached, names in the wire's order: what a receiver may keep."""
-    return unflatten({name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in flatten(message).items()})
+    return unflatten(
+        {
+            name: tensor.detach().clone(memory_format=torch.contiguous_format)
+            for name, tensor in flatten(message).items()
+        }
+    )
 
 
 def schema_of(message: Message) -> Schema:
@@ -114,7 +133,10 @@ class Batch(Mapping[str, Message]):
     @property
     def schema(self) -> Schema:
         """What each message holds."""
-        return tuple((name, _NAMES[stack.dtype], tuple(stack.shape[1:])) for name, stack in self.stacks.items())
+        return tuple(
+            (name, _NAMES[stack.dtype], tuple(stack.shape[1:]))
+            for name, stack in self.stacks.items()
+        )
 
 
 def batched(messages: Mapping[str, Message]) -> Batch | None:
@@ -123,7 +145,11 @@ def batched(messages: Mapping[str, Message]) -> Batch | None:
     names = [name.split("/") for name in flatten(first)]
     stacks = {"/".join(parts): _stacked(list(messages.values()), parts) for parts in names}
     complete = {name: stack for name, stack in stacks.items() if stack is not None}
-    if not stacks or len(complete) < len(stacks) or any(_leaves(message) != len(names) for message in messages.values()):
+    if (
+        not stacks
+        or len(complete) < len(stacks)
+        or any(_leaves(message) != len(names) for message in messages.values())
+    ):
         return None
     return Batch(tuple(messages), complete)
 
@@ -131,8 +157,13 @@ def batched(messages: Mapping[str, Message]) -> Batch | None:
 def _stacked(messages: Sequence[Any], parts: Sequence[str]) -> Tensor | None:
     """What all messages hold under a nested name, as one tensor; None unless all hold tensors of one dtype and shape."""
     for part in parts:
-        messages = [message.get(part) if isinstance(message, dict) else None for message in messages]
-    if any(not isinstance(t, Tensor) for t in messages) or len({(t.dtype, t.shape) for t in messages}) > 1:
+        messages = [
+            message.get(part) if isinstance(message, dict) else None for message in messages
+        ]
+    if (
+        any(not isinstance(t, Tensor) for t in messages)
+        or len({(t.dtype, t.shape) for t in messages}) > 1
+    ):
         return None
     return torch.stack([t.detach() for t in messages])
 
@@ -176,25 +207,43 @@ def decode(data: bytes, phase: str, limit: int = DEFAULT_LIMIT) -> Message:
     and shapes are right depends on the phase: that is `check`, which every engine's messages pass.
     """
     if len(data) > limit:
-        raise MessageError(f"message for {phase!r}: {len(data)} bytes, more than the limit of {limit}")
+        raise MessageError(
+            f"message for {phase!r}: {len(data)} bytes, more than the limit of {limit}"
+        )
     header = _header(data, phase)
     metadata = header.get("__metadata__")
     said = metadata if isinstance(metadata, dict) else {}
     if said.get("format") != FORMAT:
-        raise MessageError(f"message for {phase!r}: format is {said.get('format')!r:.80}, this side speaks {FORMAT!r}")
+        raise MessageError(
+            f"message for {phase!r}: format is {said.get('format')!r:.80}, this side speaks {FORMAT!r}"
+        )
     if said.get("phase") != phase:
-        raise MessageError(f"message for {phase!r}: it says it belongs to {said.get('phase')!r:.80}")
+        raise MessageError(
+            f"message for {phase!r}: it says it belongs to {said.get('phase')!r:.80}"
+        )
     if len(said) > 2:
-        raise MessageError(f"message for {phase!r}: metadata besides format and phase: no text travels")
+        raise MessageError(
+            f"message for {phase!r}: metadata besides format and phase: no text travels"
+        )
     try:
         flat = load_safetensors(data)
-    except (SafetensorError, KeyError, ValueError, RuntimeError, TypeError) as error:  # TypeError: a length of 2**63 or more
+    except (
+        SafetensorError,
+        KeyError,
+        ValueError,
+        RuntimeError,
+        TypeError,
+    ) as error:  # TypeError: a length of 2**63 or more
         raise MessageError(f"message for {phase!r}: damaged ({_printable(error)})") from error
     for name, tensor in flat.items():
         if max(name.count("/"), tensor.dim()) > DEPTH_LIMIT:
-            raise MessageError(f"message for {phase!r}: tensor {name[:80]!r} has more than {DEPTH_LIMIT} levels or dimensions")
+            raise MessageError(
+                f"message for {phase!r}: tensor {name[:80]!r} has more than {DEPTH_LIMIT} levels or dimensions"
+            )
     message = unflatten(flat)
-    require_finite(message, f"message for {phase!r}")  # and names and dtypes by the same rules as on the sending side
+    require_finite(
+        message, f"message for {phase!r}"
+    )  # and names and dtypes by the same rules as on the sending side
     return message
 
 
@@ -203,14 +252,21 @@ def _header(data: bytes, phase: str) -> dict[str, Any]:
         raise MessageError(f"message for {phase!r}: {len(data)} bytes, too short to be one")
     length = int.from_bytes(data[:8], "little")
     if length > len(data) - 8:
-        raise MessageError(f"message for {phase!r}: cut off (the header claims {length} bytes, {len(data) - 8} came)")
+        raise MessageError(
+            f"message for {phase!r}: cut off (the header claims {length} bytes, {len(data) - 8} came)"
+        )
     try:
         # As text, because of bytes json guesses the encoding: the sender would choose which codecs are imported here.
         header = json.loads(data[8 : 8 + length].decode("utf-8"), object_pairs_hook=_without_twins)
     except MessageError as error:
         raise MessageError(f"message for {phase!r}: {error}") from None
-    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a number of thousands of digits
-        raise MessageError(f"message for {phase!r}: header is not JSON ({type(error).__name__})") from error
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: not UTF-8, not JSON, or a number of thousands of digits
+        raise MessageError(
+            f"message for {phase!r}: header is not JSON ({type(error).__name__})"
+        ) from error
     if not isinstance(header, dict):
         raise MessageError(f"message for {phase!r}: header is not a JSON object")
     return header
@@ -242,13 +298,17 @@ def require_finite(message: Message, who: str) -> None:
     for name, tensor in flatten(message).items():
         if not travels(tensor):
             bad = tensor[~(tensor.double().abs() <= LARGEST)][0].item()
-            raise MessageError(f"{who}: tensor {name!r} holds {bad}: only finite numbers travel, up to 2^100 in size")
+            raise MessageError(
+                f"{who}: tensor {name!r} holds {bad}: only finite numbers travel, up to 2^100 in size"
+            )
 
 
 @lru_cache(maxsize=4096)
 def _encoded_size(schema: Schema, phase: str) -> int:
     # The same message without a number in it has the same header but for shapes and places, which are put in: nothing large is made.
-    empty = encode(unflatten({name: torch.zeros(0, dtype=DTYPES[dtype]) for name, dtype, _ in schema}), phase)
+    empty = encode(
+        unflatten({name: torch.zeros(0, dtype=DTYPES[dtype]) for name, dtype, _ in schema}), phase
+    )
     header = _header(empty, phase)
     tensors = {name: (DTYPES[dtype].itemsize, shape) for name, dtype, shape in schema}
     place = 0
@@ -286,10 +346,18 @@ def check_schema(schema: Schema, expected: Schema, who: str) -> None:
     for name in wanted.keys() - given.keys():
         raise MessageError(f"{who}: tensor {name!r} is missing")
     for name in given.keys() - wanted.keys():
-        raise MessageError(f"{who}: tensor {name!r} is not expected here; valid: {', '.join(wanted) or 'nothing'}")
+        raise MessageError(
+            f"{who}: tensor {name!r} is not expected here; valid: {', '.join(wanted) or 'nothing'}"
+        )
     for name, (dtype, shape) in given.items():
         want_type, want_shape = wanted[name]
         if dtype != want_type:
-            raise MessageError(f"{who}: tensor {name!r} has dtype torch.{dtype}, expected {want_type}")
-        if len(shape) != len(want_shape) or any(want not in (-1, have) for want, have in zip(want_shape, shape, strict=True)):
-            raise MessageError(f"{who}: tensor {name!r} has shape {list(shape)}, expected {list(want_shape)}")
+            raise MessageError(
+                f"{who}: tensor {name!r} has dtype torch.{dtype}, expected {want_type}"
+            )
+        if len(shape) != len(want_shape) or any(
+            want not in (-1, have) for want, have in zip(want_shape, shape, strict=True)
+        ):
+            raise MessageError(
+                f"{who}: tensor {name!r} has shape {list(shape)}, expected {list(want_shape)}"
+            )

@@ -106,7 +106,9 @@ class Method(ABC):
         model: the weights to use. None: the client's own model.
         """
         own: Model = client.state["model"]
-        return own(client.full_graph) if model is None else forward_with(own, client.full_graph, model)
+        return (
+            own(client.full_graph) if model is None else forward_with(own, client.full_graph, model)
+        )
 
     def artifacts(self, client: Client) -> Message:
         """Returns what the report draws of a client after a completed run: small tensors.

@@ -21,14 +21,20 @@ from fedloom.errors import ConfigError, unknown
 def method_names() -> dict[str, str]:
     """{name: module} of every method file that comes with fedloom; a file "_name.py" holds what several methods share."""
     methods = importlib.import_module("fedloom.methods")
-    return {_shown(m.name): m.name for m in pkgutil.iter_modules(methods.__path__) if not m.name.startswith("_")}
+    return {
+        _shown(m.name): m.name
+        for m in pkgutil.iter_modules(methods.__path__)
+        if not m.name.startswith("_")
+    }
 
 
 def _shown(module: str) -> str:
     return module.replace("_plus", "+").replace("_", "-")
 
 
-def method_class(name: str, settings: Mapping[str, Any] = types.MappingProxyType({})) -> type[Method]:
+def method_class(
+    name: str, settings: Mapping[str, Any] = types.MappingProxyType({})
+) -> type[Method]:
     """The class of a method: by its file's name ("fedavg"), or from a user's own file ("path/to/mine.py").
 
     settings: what the method is to be made with; of a plug-in, they say what it is in front of.
@@ -40,10 +46,16 @@ def method_class(name: str, settings: Mapping[str, Any] = types.MappingProxyType
         if name.lower() not in known:
             raise unknown("method", name, known)
         module = importlib.import_module(f"fedloom.methods.{known[name.lower()]}")
-    defined = [c for c in vars(module).values() if inspect.isclass(c) and f"{c.__module__}.".startswith(f"{module.__name__}.")]
+    defined = [
+        c
+        for c in vars(module).values()
+        if inspect.isclass(c) and f"{c.__module__}.".startswith(f"{module.__name__}.")
+    ]
     own = [c for c in defined if issubclass(c, (Method, Plugin))]
     if len(own) != 1:
-        raise ConfigError(f"method: {name} must define exactly one subclass of Method or Plugin, found {len(own)}")
+        raise ConfigError(
+            f"method: {name} must define exactly one subclass of Method or Plugin, found {len(own)}"
+        )
     (found,) = own
     if issubclass(found, Method):
         return found
@@ -63,7 +75,9 @@ def _import_file(path: Path) -> types.ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"method: {str(path)!r} cannot be imported ({type(error).__name__}: {error})") from error
+        raise ConfigError(
+            f"method: {str(path)!r} cannot be imported ({type(error).__name__}: {error})"
+        ) from error
     return module
 
 

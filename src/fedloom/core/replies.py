@@ -44,7 +44,12 @@ class Replies(Mapping[str, Message]):
         if not self:
             raise MessageError("nobody answered: there is nothing to add up")
         if isinstance(self.messages, Batch):
-            return unflatten({name: stack.sum(0, dtype=stack.dtype) for name, stack in self.messages.stacks.items()})
+            return unflatten(
+                {
+                    name: stack.sum(0, dtype=stack.dtype)
+                    for name, stack in self.messages.stacks.items()
+                }
+            )
         first, *rest = self.values()
         total = tree_map(torch.clone, first)
         for message in rest:
@@ -56,8 +61,16 @@ class Replies(Mapping[str, Message]):
         share = self.normalized(weight)
         if isinstance(self.messages, Batch):
             by = torch.tensor(list(share.values()))
-            floats = {name: stack if stack.is_floating_point() else stack.float() for name, stack in self.messages.stacks.items()}
-            return unflatten({name: torch.tensordot(by.to(stack.dtype), stack, 1) for name, stack in floats.items()})
+            floats = {
+                name: stack if stack.is_floating_point() else stack.float()
+                for name, stack in self.messages.stacks.items()
+            }
+            return unflatten(
+                {
+                    name: torch.tensordot(by.to(stack.dtype), stack, 1)
+                    for name, stack in floats.items()
+                }
+            )
         return Replies({c: tree_map(lambda t, w=share[c]: t * w, m) for c, m in self.items()}).sum()
 
     def normalized(self, weight: Mapping[str, Tensor] | None = None) -> dict[str, float]:
@@ -75,4 +88,6 @@ class Replies(Mapping[str, Message]):
 
 def require_weight(client: str, value: float) -> None:
     if not 0 <= value <= LARGEST_WEIGHT:
-        raise MessageError(f"client {client!r}: weight is {value}, must be finite, not negative and at most 2^53")
+        raise MessageError(
+            f"client {client!r}: weight is {value}, must be finite, not negative and at most 2^53"
+        )

@@ -22,7 +22,9 @@ def snapshot(value: Any) -> Any:
         return snapshot({str(k): v for k, v in value.state_dict()["state"].items()})
     if isinstance(value, torch.Generator):
         return value.get_state()
-    raise TypeError(f"state holds a {type(value).__name__}; valid: tensors, models, optimisers, random streams, dicts of these")
+    raise TypeError(
+        f"state holds a {type(value).__name__}; valid: tensors, models, optimisers, random streams, dicts of these"
+    )
 
 
 def _is_empty(saved: Any) -> bool:
@@ -35,7 +37,9 @@ def restore(value: Any, saved: Any) -> Any:
         load_weights(value, saved)
     elif isinstance(value, torch.optim.Optimizer):
         blank = value.state_dict()
-        value.load_state_dict({**blank, "state": {int(k): dict(v) for k, v in (saved or {}).items()}})
+        value.load_state_dict(
+            {**blank, "state": {int(k): dict(v) for k, v in (saved or {}).items()}}
+        )
     elif isinstance(value, torch.Generator):
         value.set_state(saved)
     elif isinstance(value, dict):

@@ -183,7 +183,9 @@ class Waist:
         for number, missed in enumerate(tracker.setup):
             due = [c for c in messages if tracker.has_missed(c, number) and c not in absent]
             if not missed.repeatable:
-                cause = f"missed {missed.name!r} before the rounds, which a secure run does not repeat"
+                cause = (
+                    f"missed {missed.name!r} before the rounds, which a secure run does not repeat"
+                )
                 absent |= dict.fromkeys(due, Absent(cause))
             elif due:
                 lost = self._repeat_setup(number, due)

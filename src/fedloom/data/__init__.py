@@ -1,0 +1,1 @@
+"""Data: graphs, and how parties come to hold them."""

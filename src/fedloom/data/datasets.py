@@ -60,8 +60,12 @@ class Entry:
     split: str  # usual shares of train/val/test, in percent
     description: str
     graphs: int = 1
-    exact: bool = False  # the counts were compared with the real files, so other counts mean damaged files
-    public: tuple[int, int, int] | None = None  # train, val and test of the first public split; recorded where exact
+    exact: bool = (
+        False  # the counts were compared with the real files, so other counts mean damaged files
+    )
+    public: tuple[int, int, int] | None = (
+        None  # train, val and test of the first public split; recorded where exact
+    )
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of PyG's class
 
     @property
@@ -169,7 +173,11 @@ def find(name: str, *, root: Path | None = None) -> Place:
         return Place("recipe", Path(name))
     if name not in _CATALOGUE:
         path = Path(name).expanduser()
-        if path.suffix in (".toml", *files.ENDINGS) or (path / "graph.toml").exists() or len(path.parts) > 1:
+        if (
+            path.suffix in (".toml", *files.ENDINGS)
+            or (path / "graph.toml").exists()
+            or len(path.parts) > 1
+        ):
             return Place("tables", path)
         raise unknown("dataset", name, [*_CATALOGUE, *synthetic.MAKERS])
     entry = _CATALOGUE[name]
@@ -194,7 +202,11 @@ def load(name: str, *, root: Path | None = None, public_split: int = 0) -> Graph
             raise ConfigError(f"{name!r} has no public split {public_split}. Valid: 0")
         if place.kind == "recipe":
             return synthetic.from_text(name)
-        return files.from_file(place.path) if place.path.suffix in files.ENDINGS else files.from_folder(place.path)
+        return (
+            files.from_file(place.path)
+            if place.path.suffix in files.ENDINGS
+            else files.from_folder(place.path)
+        )
     entry = _CATALOGUE[name]
     if place.kind == "download":
         _download(name, entry, place, root)
@@ -214,7 +226,9 @@ def _data_folders(root: Path | None) -> Iterator[Path]:
     if asked:
         folder = Path(asked).expanduser()
         if not folder.is_dir():
-            raise DataError(f"{'root' if root else 'FEDLOOM_DATA'} is {str(folder)!r}, which is not a folder")
+            raise DataError(
+                f"{'root' if root else 'FEDLOOM_DATA'} is {str(folder)!r}, which is not a folder"
+            )
         yield folder
     project = Path(__file__).resolve().parents[3]
     if (project / "pyproject.toml").is_file():
@@ -251,7 +265,9 @@ def _scratch() -> Iterator[Path]:
         _cache().mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=_cache(), prefix="tmp-")
     except OSError as error:
-        raise DataError(f"the cache folder {_cache()} cannot be written ({error}): set FEDLOOM_CACHE to one that can") from error
+        raise DataError(
+            f"the cache folder {_cache()} cannot be written ({error}): set FEDLOOM_CACHE to one that can"
+        ) from error
     with scratch as folder:
         yield Path(folder)
 
@@ -268,7 +284,9 @@ def _read(name: str, entry: Entry, place: Place) -> SimpleNamespace:
             graph = files.from_pyg(data, entry.classes, name)
         except Exception as error:
             text = " ".join(str(error).split())
-            raise DataError(f"dataset {name!r}: {place.path} cannot be read: {type(error).__name__}: {text}") from error
+            raise DataError(
+                f"dataset {name!r}: {place.path} cannot be read: {type(error).__name__}: {text}"
+            ) from error
     counts = {
         "nodes": (graph.num_nodes, entry.nodes),
         "edges": (graph.num_edges, entry.edges),
@@ -280,9 +298,13 @@ def _read(name: str, entry: Entry, place: Place) -> SimpleNamespace:
             counts[f"{key} nodes"] = (int(getattr(graph, key).sum()), size)
     for key, (found, known) in counts.items():
         if entry.exact and found != known:
-            raise DataError(f"dataset {name!r}: {place.path} is damaged: {found} {key}, must be {known}")
+            raise DataError(
+                f"dataset {name!r}: {place.path} is damaged: {found} {key}, must be {known}"
+            )
     masks = {key: getattr(data, key, None) for key in MASKS}
-    return SimpleNamespace(x=graph.x, edge_index=graph.edge_index, y=graph.y, batch=graph.batch, **masks)
+    return SimpleNamespace(
+        x=graph.x, edge_index=graph.edge_index, y=graph.y, batch=graph.batch, **masks
+    )
 
 
 def _read_raw(entry: Entry, place: Place, scratch: Path) -> Any:
@@ -321,7 +343,9 @@ def _pyg(entry: Entry, root: Path, **methods: Any) -> Any:
     import torch_geometric.datasets
 
     kind = getattr(torch_geometric.datasets, entry.family)
-    methods["log"] = property(lambda self: False, lambda self, value: None)  # the classes offer no argument for it
+    methods["log"] = property(
+        lambda self: False, lambda self, value: None
+    )  # the classes offer no argument for it
     return type(entry.family, (kind,), methods)(str(root / entry.family), **entry.arguments)
 
 
@@ -334,7 +358,12 @@ def _read_package(folder: Path) -> SimpleNamespace:
     nodes = read_table(folder / "cora_nodes.parquet.gzip").sort_by("nodeId")
     edges = read_table(folder / "cora_rels.parquet.gzip")
     number = nodes["nodeId"].to_numpy()
-    ends = np.stack([np.searchsorted(number, edges[side].to_numpy()) for side in ("sourceNodeId", "targetNodeId")])
+    ends = np.stack(
+        [
+            np.searchsorted(number, edges[side].to_numpy())
+            for side in ("sourceNodeId", "targetNodeId")
+        ]
+    )
     ends = np.concatenate([ends, ends[::-1]], axis=1)
     planetoid = np.array([3, 6, 1, 4, 0, 2, 5])
     return SimpleNamespace(
@@ -381,7 +410,9 @@ def _unzip(archive: Path, folder: Path) -> None:
 def _quiet() -> Iterator[None]:
     """Nothing of PyG's on standard output, and no warning about the old SciPy module that Planetoid's pickles name."""
     with redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*scipy.sparse.csr.*", category=DeprecationWarning)
+        warnings.filterwarnings(
+            "ignore", message=".*scipy.sparse.csr.*", category=DeprecationWarning
+        )
         yield
 
 
@@ -420,7 +451,9 @@ def _download(name: str, entry: Entry, place: Place, root: Path | None) -> None:
 def _fetch_ogb(entry: Entry, root: Path) -> None:
     archive = root / "download.zip"
     with (
-        urllib.request.urlopen(f"https://snap.stanford.edu/ogb/data/nodeproppred/{entry.member}.zip") as source,
+        urllib.request.urlopen(
+            f"https://snap.stanford.edu/ogb/data/nodeproppred/{entry.member}.zip"
+        ) as source,
         open(archive, "wb") as target,
     ):
         shutil.copyfileobj(source, target)
@@ -434,8 +467,14 @@ def _fingerprint(entry: Entry, place: Place) -> str:
     where = place.path.resolve()
     raw = sorted(path for path in where.rglob("*") if path.is_file()) if where.is_dir() else [where]
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in raw]
-    reader = (entry.family, sorted(entry.arguments.items()), importlib.metadata.version("torch_geometric"))
-    return hashlib.sha256(repr((CACHE_FORMAT, DEGREE_CAP, place.kind, reader, stats)).encode()).hexdigest()[:16]
+    reader = (
+        entry.family,
+        sorted(entry.arguments.items()),
+        importlib.metadata.version("torch_geometric"),
+    )
+    return hashlib.sha256(
+        repr((CACHE_FORMAT, DEGREE_CAP, place.kind, reader, stats)).encode()
+    ).hexdigest()[:16]
 
 
 def _store(data: SimpleNamespace, path: Path) -> None:
@@ -444,7 +483,12 @@ def _store(data: SimpleNamespace, path: Path) -> None:
     tensors["edge_index"] = data.edge_index.int()
     if torch.count_nonzero(data.x).item() < SPARSE_FEATURES_BELOW * data.x.numel():
         x = Sparse.from_dense(data.x)
-        tensors |= {"x.offsets": x.offsets, "x.indices": x.indices, "x.values": x.values, "x.shape": torch.tensor(x.shape)}
+        tensors |= {
+            "x.offsets": x.offsets,
+            "x.indices": x.indices,
+            "x.values": x.values,
+            "x.shape": torch.tensor(x.shape),
+        }
     else:
         tensors["x"] = data.x
     with _scratch() as scratch:
@@ -459,9 +503,16 @@ def _restore(path: Path) -> SimpleNamespace | None:
         tensors = load_file(path)
         if "x" not in tensors:
             rows, columns = tensors.pop("x.shape").tolist()
-            x = Sparse(tensors.pop("x.offsets"), tensors.pop("x.indices"), tensors.pop("x.values"), (rows, columns))
+            x = Sparse(
+                tensors.pop("x.offsets"),
+                tensors.pop("x.indices"),
+                tensors.pop("x.values"),
+                (rows, columns),
+            )
             tensors["x"] = torch.zeros(rows, columns)
-            tensors["x"][x.rows, x.indices.long()] = x.values  # several times as fast as x.dense(), which adds up
+            tensors["x"][x.rows, x.indices.long()] = (
+                x.values
+            )  # several times as fast as x.dense(), which adds up
     except (FileNotFoundError, SafetensorError, KeyError):
         return None
     return SimpleNamespace(**tensors)

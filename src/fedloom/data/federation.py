@@ -27,7 +27,12 @@ class PartySize:
     @classmethod
     def of(cls, name: str, graph: Graph) -> PartySize:
         """The counts of a party's graph."""
-        return cls(name, graph.num_nodes, graph.num_items, *(int(getattr(graph, part).sum()) for part in ("train", "val", "test")))
+        return cls(
+            name,
+            graph.num_nodes,
+            graph.num_items,
+            *(int(getattr(graph, part).sum()) for part in ("train", "val", "test")),
+        )
 
 
 @dataclass(frozen=True)
@@ -105,17 +110,23 @@ class Federation:
         if not self.graphs:
             raise DataError("graphs is empty: a federation needs at least one party")
         if not len(set(self.names)) == len(self.names) == len(self.graphs):
-            raise DataError(f"names must be {len(self.graphs)} different names, got {list(self.names)}")
+            raise DataError(
+                f"names must be {len(self.graphs)} different names, got {list(self.names)}"
+            )
         for name in self.names:  # they become names of files and of tensors
             if not re.fullmatch(r"[\w.-]+", name) or name == "server":
-                raise DataError(f"names: {name!r} is not a valid one: letters, digits, '_', '-' and '.', and not 'server'")
+                raise DataError(
+                    f"names: {name!r} is not a valid one: letters, digits, '_', '-' and '.', and not 'server'"
+                )
         first = self.graphs[0].check()
         for name, graph in zip(self.names, self.graphs, strict=True):
             graph.check()
             for fact in ("num_features", "num_classes", "task"):
                 mine, theirs = getattr(graph, fact), getattr(first, fact)
                 if mine != theirs:
-                    raise DataError(f"{fact} differs between parties: {self.names[0]!r} has {theirs}, {name!r} has {mine}")
+                    raise DataError(
+                        f"{fact} differs between parties: {self.names[0]!r} has {theirs}, {name!r} has {mine}"
+                    )
             owners = graph.cross_edges[2].unique().tolist()
             for owner in owners:
                 if not 0 <= owner < len(self.graphs) or self.names[owner] == name:
@@ -127,10 +138,14 @@ class Federation:
     @property
     def roster(self) -> Roster:
         """What a coordinator may know of it."""
-        held = tuple(PartySize.of(name, graph) for name, graph in zip(self.names, self.graphs, strict=True))
+        held = tuple(
+            PartySize.of(name, graph) for name, graph in zip(self.names, self.graphs, strict=True)
+        )
         knows = any(graph.cross_edges.shape[1] for graph in self.graphs)
         about = {"dataset": self.graphs[0].name, "clients": self.num_clients, **self.about}
-        return Roster(held, self.num_features, self.num_classes, self.task, self.inductive, knows, about)
+        return Roster(
+            held, self.num_features, self.num_classes, self.task, self.inductive, knows, about
+        )
 
     def merged(self) -> Federation:
         """One party that holds everything: the uncut graph if known, else the disjoint union of the parties' graphs."""

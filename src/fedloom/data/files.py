@@ -57,7 +57,9 @@ def as_graph(data: Any) -> Graph:
     return from_pyg(data)
 
 
-def from_pyg(data: Any, num_classes: int | None = None, name: str = "graph", split: int = 0) -> Graph:
+def from_pyg(
+    data: Any, num_classes: int | None = None, name: str = "graph", split: int = 0
+) -> Graph:
     """A Graph from a PyG `Data`, or a graph-level one from a `Batch` or a list of `Data`.
 
     data: needs x, edge_index and y (one class per node or graph, -1 = unknown); train_mask, val_mask, test_mask, edge_weight
@@ -74,7 +76,9 @@ def from_pyg(data: Any, num_classes: int | None = None, name: str = "graph", spl
     return _merged(trusted(data, num_classes, name, split).check())
 
 
-def trusted(data: Any, num_classes: int | None = None, name: str = "graph", split: int = 0) -> Graph:
+def trusted(
+    data: Any, num_classes: int | None = None, name: str = "graph", split: int = 0
+) -> Graph:
     """`from_pyg` for data that has passed it before: takes the same, checks and merges nothing (most of the time, if large)."""
     y = _whole_numbers(data.y, name)
     if num_classes is None:
@@ -93,7 +97,12 @@ def trusted(data: Any, num_classes: int | None = None, name: str = "graph", spli
 
 
 def from_networkx(
-    g: Any, features: str = "x", label: str = "y", weight: str = "weight", num_classes: int | None = None, name: str = "graph"
+    g: Any,
+    features: str = "x",
+    label: str = "y",
+    weight: str = "weight",
+    num_classes: int | None = None,
+    name: str = "graph",
 ) -> Graph:
     """A Graph from a networkx graph, directed or not; parallel edges are merged.
 
@@ -110,11 +119,17 @@ def from_networkx(
         try:
             rows.append(np.asarray(g.nodes[node][features], dtype=np.float32).reshape(-1))
         except KeyError:
-            raise DataError(f"graph {name!r}: node {node!r} has no attribute {features!r} (features)") from None
+            raise DataError(
+                f"graph {name!r}: node {node!r} has no attribute {features!r} (features)"
+            ) from None
         except (TypeError, ValueError) as error:
-            raise DataError(f"graph {name!r}: node {node!r}, attribute {features!r}: not numbers ({error})") from error
+            raise DataError(
+                f"graph {name!r}: node {node!r}, attribute {features!r}: not numbers ({error})"
+            ) from error
         if len(rows[-1]) != len(rows[0]):
-            raise DataError(f"graph {name!r}: node {node!r} has {len(rows[-1])} features, node {nodes[0]!r} has {len(rows[0])}")
+            raise DataError(
+                f"graph {name!r}: node {node!r} has {len(rows[-1])} features, node {nodes[0]!r} has {len(rows[0])}"
+            )
     if not rows:
         raise DataError(f"graph {name!r}: no nodes")
     labels = [g.nodes[node].get(label) for node in nodes]
@@ -130,7 +145,9 @@ def from_networkx(
         weights.append(attributes.get(weight, 1))
         weighted = weighted or weight in attributes
         if not _is_number(weights[-1]):
-            raise DataError(f"graph {name!r}: edge {source!r} -> {target!r}, attribute {weight!r}: not a finite number")
+            raise DataError(
+                f"graph {name!r}: edge {source!r} -> {target!r}, attribute {weight!r}: not a finite number"
+            )
     return _assembled(
         x=np.stack(rows),
         y=y,
@@ -154,7 +171,9 @@ def from_folder(path: str | Path) -> Graph:
     layout, given = _layout(settings)
     nodes = _open(settings.parent / layout.nodes)
     id_column = nodes.column(layout.id)
-    label_column, split_column = (nodes.optional(getattr(layout, key), key in given) for key in ("label", "split"))
+    label_column, split_column = (
+        nodes.optional(getattr(layout, key), key in given) for key in ("label", "split")
+    )
     picked = _feature_columns(nodes, layout)
 
     position: dict[str, int] = {}
@@ -166,7 +185,9 @@ def from_folder(path: str | Path) -> Graph:
         if not key:
             raise DataError(f"{nodes.at(line, layout.id)}: empty id")
         if key in position:
-            raise DataError(f"{nodes.at(line, layout.id)}: id {key!r} is there already, on line {lines[position[key]]}")
+            raise DataError(
+                f"{nodes.at(line, layout.id)}: id {key!r} is there already, on line {lines[position[key]]}"
+            )
         position[key] = len(position)
         lines.append(line)
         cells.extend(nodes.numbers(line, row, picked))
@@ -175,7 +196,9 @@ def from_folder(path: str | Path) -> Graph:
         if split_column is not None:
             splits.append(_text(row[split_column]))
             if splits[-1] not in ("", *SPLITS):
-                raise DataError(f"{nodes.at(line, layout.split)}: {splits[-1]!r} is none of train, val, test or empty")
+                raise DataError(
+                    f"{nodes.at(line, layout.split)}: {splits[-1]!r} is none of train, val, test or empty"
+                )
     if not position:
         raise DataError(f"{nodes.path}: no nodes, only a header")
     if not any(labels) and layout.num_classes is None and layout.class_names is None:
@@ -189,7 +212,9 @@ def from_folder(path: str | Path) -> Graph:
         layout.num_classes,
         layout.class_names,
     )
-    ends, weight = _edges(_open(settings.parent / layout.edges), layout, "weight" in given, position)
+    ends, weight = _edges(
+        _open(settings.parent / layout.edges), layout, "weight" in given, position
+    )
     return _assembled(
         x=np.frombuffer(cells, dtype=np.float32).reshape(len(position), len(picked)).copy(),
         y=y,
@@ -199,7 +224,9 @@ def from_folder(path: str | Path) -> Graph:
         directed=layout.directed,
         name=layout.name or settings.resolve().parent.name,
         names=list(position),
-        masks={key: torch.tensor([value == key for value in splits]) for key in SPLITS} if splits else {},
+        masks={key: torch.tensor([value == key for value in splits]) for key in SPLITS}
+        if splits
+        else {},
     )
 
 
@@ -210,7 +237,9 @@ def to_folder(graph: Graph, path: str | Path) -> Path:
     """
     path = Path(path)
     if graph.batch is not None:
-        raise DataError(f"graph {graph.name!r}: holds many small graphs; a folder of tables holds one")
+        raise DataError(
+            f"graph {graph.name!r}: holds many small graphs; a folder of tables holds one"
+        )
     if (path / "graph.toml").exists():
         raise DataError(f"{path / 'graph.toml'} exists already: choose another folder")
     path.mkdir(parents=True, exist_ok=True)
@@ -223,7 +252,9 @@ def to_folder(graph: Graph, path: str | Path) -> Path:
         writer.writerow(["id", "label", "split", *(f"x{k}" for k in range(graph.num_features))])
         for key, label, part, row in zip(ids, graph.y.tolist(), split, graph.x, strict=True):
             # Nine digits give every float32 back exactly.
-            writer.writerow([key, "" if label < 0 else label, part, *(f"{value:.9g}" for value in row.tolist())])
+            writer.writerow(
+                [key, "" if label < 0 else label, part, *(f"{value:.9g}" for value in row.tolist())]
+            )
     directed, edges, weight = _written_edges(graph)
     with open(path / "edges.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -251,9 +282,17 @@ def to_file(graph: Graph, path: str | Path) -> Path:
         raise DataError(f"{path} exists already: choose another name")
     # Copies: masks that are all empty may be one and the same tensor, which safetensors refuses.
     tensors = {
-        f.name: v.clone(memory_format=torch.contiguous_format) for f in fields(Graph) if isinstance(v := getattr(graph, f.name), Tensor)
+        f.name: v.clone(memory_format=torch.contiguous_format)
+        for f in fields(Graph)
+        if isinstance(v := getattr(graph, f.name), Tensor)
     }
-    save_file(tensors, path, metadata={"fedloom-graph": json.dumps({"num_classes": graph.num_classes, "name": graph.name})})
+    save_file(
+        tensors,
+        path,
+        metadata={
+            "fedloom-graph": json.dumps({"num_classes": graph.num_classes, "name": graph.name})
+        },
+    )
     return path
 
 
@@ -270,11 +309,15 @@ def from_file(path: str | Path) -> Graph:
         with safe_open(path, "pt") as file:
             said = json.loads((file.metadata() or {})["fedloom-graph"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no dict)
-        return Graph(num_classes=int(said["num_classes"]), name=str(said["name"]), **tensors).check()
+        return Graph(
+            num_classes=int(said["num_classes"]), name=str(said["name"]), **tensors
+        ).check()
     except OSError as error:
         raise DataError(f"graph: cannot read {str(path)!r} ({error.strerror or error})") from error
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise DataError(f"graph: {str(path)!r} is not a graph's .safetensors file ({error})") from error
+        raise DataError(
+            f"graph: {str(path)!r} is not a graph's .safetensors file ({error})"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -314,12 +357,16 @@ def _layout(settings: Path) -> tuple[_Layout, set[str]]:
         if key not in {field.name for field in fields(_Layout)}:
             raise unknown(f"key in {settings}:", key, (field.name for field in fields(_Layout)))
         allowed = _TYPES.get(key, (str,))
-        if type(value) not in allowed or (isinstance(value, list) and not all(isinstance(item, str) for item in value)):
+        if type(value) not in allowed or (
+            isinstance(value, list) and not all(isinstance(item, str) for item in value)
+        ):
             wanted = " or ".join(_TYPE_NAMES[kind] for kind in allowed)
             raise ConfigError(f"{settings}: {key} is {value!r}, must be {wanted}")
     layout = _Layout(**given)
     if layout.class_names is not None and layout.num_classes not in (None, len(layout.class_names)):
-        raise ConfigError(f"{settings}: num_classes is {layout.num_classes}, but class_names has {len(layout.class_names)} names")
+        raise ConfigError(
+            f"{settings}: num_classes is {layout.num_classes}, but class_names has {len(layout.class_names)} names"
+        )
     return layout, set(given)
 
 
@@ -329,7 +376,9 @@ class _Table:
 
     path: Path
     columns: list[str]
-    rows: Iterator[tuple[int, Sequence[Any]]]  # line of the file (row of the table, for Parquet; the first is 1) and its values
+    rows: Iterator[
+        tuple[int, Sequence[Any]]
+    ]  # line of the file (row of the table, for Parquet; the first is 1) and its values
 
     def at(self, line: int, column: str) -> str:
         """Where a cell is, for an error's beginning."""
@@ -338,7 +387,9 @@ class _Table:
     def column(self, name: str) -> int:
         """A column's place."""
         if name not in self.columns:
-            raise DataError(f"{self.path}: no column {name!r}. Columns there: {', '.join(self.columns)}")
+            raise DataError(
+                f"{self.path}: no column {name!r}. Columns there: {', '.join(self.columns)}"
+            )
         return self.columns.index(name)
 
     def optional(self, name: str, required: bool) -> int | None:
@@ -366,7 +417,9 @@ def _open(path: Path) -> _Table:
         case ".parquet" | ".pq":
             rows = _parquet_rows(path)
         case other:
-            raise DataError(f"{path}: tables ending in {other!r} are not known. Valid: .csv, .tsv, .parquet, .pq")
+            raise DataError(
+                f"{path}: tables ending in {other!r} are not known. Valid: .csv, .tsv, .parquet, .pq"
+            )
     try:
         _, header = next(rows)
     except StopIteration:
@@ -390,7 +443,9 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, Sequence[Any]]]
                     continue
                 width = width or len(row)
                 if len(row) != width:
-                    raise DataError(f"{path}, line {line}: {len(row)} values under a header of {width} columns")
+                    raise DataError(
+                        f"{path}, line {line}: {len(row)} values under a header of {width} columns"
+                    )
                 yield line, row
     except (csv.Error, UnicodeDecodeError, OSError) as error:
         raise DataError(f"{path}, line {line + 1}: cannot be read: {error}") from error
@@ -402,7 +457,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Sequence[Any]]]:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise DataError(f"{path}: reading Parquet needs pyarrow: pip install 'fedloom[tables]'") from error
+        raise DataError(
+            f"{path}: reading Parquet needs pyarrow: pip install 'fedloom[tables]'"
+        ) from error
     try:
         with ParquetFile(path) as file:
             yield 0, file.schema_arrow.names
@@ -422,11 +479,15 @@ def _feature_columns(nodes: _Table, layout: _Layout) -> list[int]:
     if layout.features != "all other":
         others = [name for name in others if name.startswith(layout.features)]
     if not others:
-        raise DataError(f"{nodes.path}: no feature columns ({layout.features!r}). Columns there: {', '.join(nodes.columns)}")
+        raise DataError(
+            f"{nodes.path}: no feature columns ({layout.features!r}). Columns there: {', '.join(nodes.columns)}"
+        )
     return [nodes.columns.index(name) for name in others]
 
 
-def _edges(table: _Table, layout: _Layout, weight_required: bool, position: dict[str, int]) -> tuple[np.ndarray, np.ndarray | None]:
+def _edges(
+    table: _Table, layout: _Layout, weight_required: bool, position: dict[str, int]
+) -> tuple[np.ndarray, np.ndarray | None]:
     """[2, rows] node numbers and, if there is such a column, [rows] weights."""
     sides = [(name, table.column(name)) for name in (layout.source, layout.target)]
     weight_column = table.optional(layout.weight, weight_required)
@@ -456,21 +517,30 @@ def _text(value: Any) -> str:
 
 # ---- shared ----
 def _classes(
-    labels: list[str], where: Callable[[int], str], num_classes: int | None, class_names: list[str] | None = None
+    labels: list[str],
+    where: Callable[[int], str],
+    num_classes: int | None,
+    class_names: list[str] | None = None,
 ) -> tuple[Tensor, int]:
     """Class numbers (-1 for "") and the number of classes. `where(i)` begins the error about label i."""
     present = sorted(set(labels) - {""})
     names = present if class_names is None else class_names
-    if all(re.fullmatch(r"-?\d+", text) for text in present) and not (class_names and set(present) <= set(class_names)):
+    if all(re.fullmatch(r"-?\d+", text) for text in present) and not (
+        class_names and set(present) <= set(class_names)
+    ):
         code = {text: int(text) for text in present}
-        count = num_classes or (len(class_names) if class_names else max(code.values(), default=-1) + 1)
+        count = num_classes or (
+            len(class_names) if class_names else max(code.values(), default=-1) + 1
+        )
         valid = f"0 to {count - 1}, or empty or -1 for unknown"
     else:
         code = {text: number for number, text in enumerate(names)}
         count = num_classes or len(names)
         valid = ", ".join(names)
         if len(names) > count:
-            raise DataError(f"{where(0)}: {len(names)} different labels, but num_classes is {count}: {valid}")
+            raise DataError(
+                f"{where(0)}: {len(names)} different labels, but num_classes is {count}: {valid}"
+            )
     code[""] = -1
     bad = {text for text in present if not -1 <= code.get(text, -2) < count}
     if bad:
@@ -496,7 +566,9 @@ def _assembled(
     if not directed:
         edges = torch.cat([edges, edges.flip(0)], 1)
         weights = None if weights is None else torch.cat([weights, weights])
-    graph = Graph(torch.from_numpy(x), edges, y, num_classes, edge_weight=weights, name=name, **(masks or {}))
+    graph = Graph(
+        torch.from_numpy(x), edges, y, num_classes, edge_weight=weights, name=name, **(masks or {})
+    )
     return _merged(graph.check(), names)
 
 
@@ -515,7 +587,9 @@ def _merged(graph: Graph, names: Sequence[Any] | None = None) -> Graph:
         if len(clash):
             at = int(clash[0])
             source, target = (names[end] if names else end for end in edges[:, order[at]].tolist())
-            raise DataError(f"graph {graph.name!r}: edge {source!r} -> {target!r} has two weights, {weight[at]:g} and {weight[at + 1]:g}")
+            raise DataError(
+                f"graph {graph.name!r}: edge {source!r} -> {target!r} has two weights, {weight[at]:g} and {weight[at + 1]:g}"
+            )
         weight = weight[~repeated]
     return replace(graph, edge_index=edges[:, order[~repeated]], edge_weight=weight)
 
@@ -524,8 +598,12 @@ def _written_edges(graph: Graph) -> tuple[bool, Tensor, Tensor | None]:
     """Whether the graph is directed, and its edges and weights as a file holds them: undirected ones once."""
     edges, weight = _merged(graph).edge_index, _merged(graph).edge_weight
     n = graph.num_nodes
-    order = torch.argsort(edges[1] * n + edges[0])  # the reversed edges in the order of the edges, if there is one for each
-    mirrored = torch.equal(edges[:, order].flip(0), edges) and (weight is None or torch.equal(weight[order], weight))
+    order = torch.argsort(
+        edges[1] * n + edges[0]
+    )  # the reversed edges in the order of the edges, if there is one for each
+    mirrored = torch.equal(edges[:, order].flip(0), edges) and (
+        weight is None or torch.equal(weight[order], weight)
+    )
     keep = edges[0] <= edges[1] if mirrored else torch.ones(edges.shape[1], dtype=torch.bool)
     return not mirrored, edges[:, keep], None if weight is None else weight[keep]
 
@@ -534,13 +612,21 @@ def _whole_numbers(y: Tensor, name: str) -> Tensor:
     if y.dim() == 2 and y.shape[1] == 1:
         y = y[:, 0]
     if y.dim() != 1 or (y.is_floating_point() and not torch.equal(y, y.round())):
-        raise DataError(f"graph {name!r}: y must hold one class number per item, got {list(y.shape)} {y.dtype}")
+        raise DataError(
+            f"graph {name!r}: y must hold one class number per item, got {list(y.shape)} {y.dtype}"
+        )
     return y.long()
 
 
 def _masks(data: Any, split: int, name: str) -> dict[str, Any]:
-    found = {key: mask for key in SPLITS if (mask := getattr(data, f"{key}_mask", None)) is not None}
+    found = {
+        key: mask for key in SPLITS if (mask := getattr(data, f"{key}_mask", None)) is not None
+    }
     splits = max((mask.shape[1] for mask in found.values() if mask.dim() == 2), default=1)
     if not 0 <= split < splits:
-        raise ConfigError(f"{name!r} has no public split {split}. Valid: {'0' if splits == 1 else f'0 to {splits - 1}'}")
-    return {key: (mask[:, split] if mask.dim() == 2 else mask).bool() for key, mask in found.items()}
+        raise ConfigError(
+            f"{name!r} has no public split {split}. Valid: {'0' if splits == 1 else f'0 to {splits - 1}'}"
+        )
+    return {
+        key: (mask[:, split] if mask.dim() == 2 else mask).bool() for key, mask in found.items()
+    }

@@ -43,7 +43,9 @@ class Graph:
     # Edges that the partition cut and this party may know, [4, cut]: own node (local number), remote node (its node_id),
     # remote owner (client number), direction (0 = own -> remote, 1 = remote -> own).
     cross_edges: Tensor = None  # type: ignore[assignment]
-    batch: Tensor | None = None  # [nodes] int64, ascending: which item (graph) a node belongs to; None = items are nodes
+    batch: Tensor | None = (
+        None  # [nodes] int64, ascending: which item (graph) a node belongs to; None = items are nodes
+    )
     name: str = "graph"
     transient: ClassVar[bool] = False  # used once, so that caching pays for nothing
     # What was worked out from this very graph (`cached`). Not an argument: `replace` must never hand it to a graph with other edges.
@@ -141,19 +143,25 @@ class Graph:
         if way == "forward":
             return self
         if self.cross_edges.shape[1]:
-            raise DataError(f"graph {self.name!r}: flow: turn the edges round before the graph is divided, it has cross_edges")
+            raise DataError(
+                f"graph {self.name!r}: flow: turn the edges round before the graph is divided, it has cross_edges"
+            )
         weight = torch.ones(self.num_edges) if self.edge_weight is None else self.edge_weight
         ends = self.edge_index.flip(0)
         if way == "both":
             both = torch.cat([self.edge_index, ends], 1)
             _, first = np.unique((both[0] * self.num_nodes + both[1]).numpy(), return_index=True)
             ends, weight = both[:, first], torch.cat([weight, weight])[first]
-        return replace(self, edge_index=ends, edge_weight=None if self.edge_weight is None else weight)
+        return replace(
+            self, edge_index=ends, edge_weight=None if self.edge_weight is None else weight
+        )
 
     def hide_labels(self) -> Graph:
         """The same graph with every label but the training ones set to -1: what training may see."""
         hidden = replace(self, y=torch.where(self.train, self.y, -1))
-        object.__setattr__(hidden, "_cache", self._cache)  # same nodes and edges, so what was worked out still holds
+        object.__setattr__(
+            hidden, "_cache", self._cache
+        )  # same nodes and edges, so what was worked out still holds
         return hidden
 
     def subgraph(self, keep: Tensor) -> Graph:
@@ -185,10 +193,17 @@ class Graph:
         place = torch.full((self.num_items,), -1, dtype=torch.int64)
         place[index] = torch.arange(len(index))
         # Nodes keep their order inside an item; items take the order of `index`, so that `batch` stays ascending.
-        nodes = torch.argsort(torch.where(place[self.batch] >= 0, place[self.batch], len(index)), stable=True)
+        nodes = torch.argsort(
+            torch.where(place[self.batch] >= 0, place[self.batch], len(index)), stable=True
+        )
         nodes = nodes[: int((place[self.batch] >= 0).sum())]
-        unlabelled, nobody = torch.full((self.num_nodes,), -1), torch.zeros(self.num_nodes, dtype=torch.bool)
-        flat = replace(self, batch=None, y=unlabelled, train=nobody, val=nobody, test=nobody).subgraph(nodes)
+        unlabelled, nobody = (
+            torch.full((self.num_nodes,), -1),
+            torch.zeros(self.num_nodes, dtype=torch.bool),
+        )
+        flat = replace(
+            self, batch=None, y=unlabelled, train=nobody, val=nobody, test=nobody
+        ).subgraph(nodes)
         return replace(
             flat, batch=place[self.batch][nodes], y=self.y[index],
             train=self.train[index], val=self.val[index], test=self.test[index],
@@ -205,18 +220,30 @@ class Graph:
         if n == 0:
             raise DataError(f"{who}: x is empty: a graph needs at least one node")
         if self.x.dim() != 2 or self.x.dtype != torch.float32:
-            raise DataError(f"{who}: x must be [nodes, features] float32, got {list(self.x.shape)} {self.x.dtype}")
+            raise DataError(
+                f"{who}: x must be [nodes, features] float32, got {list(self.x.shape)} {self.x.dtype}"
+            )
         # A finite sum proves every entry finite; looking at each takes twenty times as long on wide features.
         if not self.x.sum().isfinite() and not torch.isfinite(self.x).all():
             row = int((~torch.isfinite(self.x)).any(1).nonzero()[0])
             raise DataError(f"{who}: x has NaN or infinite values, first in node {row}")
-        if self.edge_index.dtype != torch.int64 or self.edge_index.dim() != 2 or self.edge_index.shape[0] != 2:
-            raise DataError(f"{who}: edge_index must be [2, edges] int64, got {list(self.edge_index.shape)} {self.edge_index.dtype}")
+        if (
+            self.edge_index.dtype != torch.int64
+            or self.edge_index.dim() != 2
+            or self.edge_index.shape[0] != 2
+        ):
+            raise DataError(
+                f"{who}: edge_index must be [2, edges] int64, got {list(self.edge_index.shape)} {self.edge_index.dtype}"
+            )
         if self.num_edges and (self.edge_index.min() < 0 or self.edge_index.max() >= n):
             bad = self.edge_index[(self.edge_index < 0) | (self.edge_index >= n)][0]
-            raise DataError(f"{who}: edge_index holds {int(bad)}, out of range for {n} nodes (valid: 0 to {n - 1})")
+            raise DataError(
+                f"{who}: edge_index holds {int(bad)}, out of range for {n} nodes (valid: 0 to {n - 1})"
+            )
         if self.y.dtype != torch.int64 or self.y.dim() != 1:
-            raise DataError(f"{who}: y must be [items] int64, got {list(self.y.shape)} {self.y.dtype}")
+            raise DataError(
+                f"{who}: y must be [items] int64, got {list(self.y.shape)} {self.y.dtype}"
+            )
         if self.batch is None and len(self.y) != n:
             raise DataError(f"{who}: y has {len(self.y)} labels for {n} nodes")
         if self.num_classes < 1:
@@ -230,9 +257,13 @@ class Graph:
         masks = {"train": self.train, "val": self.val, "test": self.test}
         for key, mask in masks.items():
             if mask.dtype != torch.bool or mask.shape != self.y.shape:
-                raise DataError(f"{who}: {key} must be [{len(self.y)}] bool, got {list(mask.shape)} {mask.dtype}")
+                raise DataError(
+                    f"{who}: {key} must be [{len(self.y)}] bool, got {list(mask.shape)} {mask.dtype}"
+                )
             if (mask & (self.y < 0)).any():
-                raise DataError(f"{who}: {key} contains item {int((mask & (self.y < 0)).nonzero()[0])}, which has no label")
+                raise DataError(
+                    f"{who}: {key} contains item {int((mask & (self.y < 0)).nonzero()[0])}, which has no label"
+                )
         for one, other in (("train", "val"), ("train", "test"), ("val", "test")):
             if (masks[one] & masks[other]).any():
                 where = int((masks[one] & masks[other]).nonzero()[0])
@@ -240,18 +271,33 @@ class Graph:
         if self.batch is not None:
             ascending = bool((self.batch[1:] >= self.batch[:-1]).all())
             shaped = self.batch.dtype == torch.int64 and self.batch.shape == (n,)
-            if not shaped or not ascending or self.batch.min() < 0 or self.batch.max() >= len(self.y):
-                raise DataError(f"{who}: batch must give every node its graph, ascending, 0 to {len(self.y) - 1}")
+            if (
+                not shaped
+                or not ascending
+                or self.batch.min() < 0
+                or self.batch.max() >= len(self.y)
+            ):
+                raise DataError(
+                    f"{who}: batch must give every node its graph, ascending, 0 to {len(self.y) - 1}"
+                )
         if self.edge_weight is not None:
             if self.edge_weight.dtype != torch.float32:
-                raise DataError(f"{who}: edge_weight must be [edges] float32, got {self.edge_weight.dtype}")
+                raise DataError(
+                    f"{who}: edge_weight must be [edges] float32, got {self.edge_weight.dtype}"
+                )
             if self.edge_weight.dim() != 1 or len(self.edge_weight) != self.num_edges:
-                raise DataError(f"{who}: edge_weight has {len(self.edge_weight)} values for {self.num_edges} edges, must be one for each")
+                raise DataError(
+                    f"{who}: edge_weight has {len(self.edge_weight)} values for {self.num_edges} edges, must be one for each"
+                )
             if not (torch.isfinite(self.edge_weight) & (self.edge_weight >= 0)).all():
-                raise DataError(f"{who}: edge_weight must hold finite numbers, none of them negative")
+                raise DataError(
+                    f"{who}: edge_weight must hold finite numbers, none of them negative"
+                )
         cut = self.cross_edges
         if cut.dtype != torch.int64 or cut.dim() != 2 or cut.shape[0] != 4:
-            raise DataError(f"{who}: cross_edges must be [4, cut] int64, got {list(cut.shape)} {cut.dtype}")
+            raise DataError(
+                f"{who}: cross_edges must be [4, cut] int64, got {list(cut.shape)} {cut.dtype}"
+            )
         if cut.numel() and (cut[0].min() < 0 or cut[0].max() >= n):
             raise DataError(f"{who}: cross_edges: own nodes must be 0 to {n - 1}")
         if ((cut[3] != 0) & (cut[3] != 1)).any():

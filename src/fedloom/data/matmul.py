@@ -32,7 +32,9 @@ class _Narrow(torch.autograd.Function):
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         h, weight = ctx.saved_tensors
         to_h, to_weight = ctx.needs_input_grad
-        return gradient @ weight.t() if to_h else None, (gradient.t() @ h).t() if to_weight else None
+        return gradient @ weight.t() if to_h else None, (
+            gradient.t() @ h
+        ).t() if to_weight else None
 
 
 def columns_first(rows: int, columns: int, like: Tensor) -> Tensor:

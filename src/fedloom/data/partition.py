@@ -44,7 +44,9 @@ Alpha = Annotated[float, 1e-3]  # Dirichlet draws underflow below
 _PARTITIONERS: dict[str, Partitioner] = {}
 _FOR_GRAPHS: set[str] = set()  # those that need no edges between the items
 _REDRAWS = 100
-_CHUNK = 2**22  # edges looked at at a time: what is made of them on the way stays small beside the graph
+_CHUNK = (
+    2**22
+)  # edges looked at at a time: what is made of them on the way stays small beside the graph
 
 
 def partitioner(name: str, *, graphs: bool = False) -> Callable[[Partitioner], Partitioner]:
@@ -64,7 +66,10 @@ def partitioner(name: str, *, graphs: bool = False) -> Callable[[Partitioner], P
 
 def partitions() -> dict[str, str]:
     """Every partition's name with a one-line description."""
-    return {name: (inspect.getdoc(function) or "").partition("\n")[0] for name, function in _PARTITIONERS.items()}
+    return {
+        name: (inspect.getdoc(function) or "").partition("\n")[0]
+        for name, function in _PARTITIONERS.items()
+    }
 
 
 def partition_settings(name: str) -> dict[str, Any]:
@@ -75,7 +80,9 @@ def partition_settings(name: str) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def assign(graph: Graph, clients: int, partition: str = "louvain", seed: int = 0, **options: Any) -> Tensor:
+def assign(
+    graph: Graph, clients: int, partition: str = "louvain", seed: int = 0, **options: Any
+) -> Tensor:
     """Gives the client number (0 to clients - 1) of every item, [items] int64; every client gets at least one.
 
     The same arguments give the same numbers, whatever the global random state. Where a partitioner leaves a client with nothing
@@ -88,8 +95,12 @@ def assign(graph: Graph, clients: int, partition: str = "louvain", seed: int = 0
             f"Valid: {', '.join(sorted(_FOR_GRAPHS))}"
         )
     if not _is_whole(clients) or not 1 <= clients <= graph.num_items:
-        raise ConfigError(f"clients must be a whole number from 1 to {graph.num_items} (the items of {graph.name!r}), got {clients!r}")
-    return torch.from_numpy(_fill_empty(_PARTITIONERS[partition](graph, clients, seed, **settings), clients))
+        raise ConfigError(
+            f"clients must be a whole number from 1 to {graph.num_items} (the items of {graph.name!r}), got {clients!r}"
+        )
+    return torch.from_numpy(
+        _fill_empty(_PARTITIONERS[partition](graph, clients, seed, **settings), clients)
+    )
 
 
 def cut(graph: Graph, owner: Tensor, clients: int) -> list[Graph]:
@@ -149,16 +160,23 @@ def divide(
     if cross_edges not in ("none", "known"):
         raise unknown("cross_edges", str(cross_edges), ("none", "known"))
     if cross_edges == "known" and graph.task == "graph":
-        raise ConfigError(f"cross_edges 'known': {graph.name!r} is a set of graphs, no partition cuts its edges; use 'none'")
+        raise ConfigError(
+            f"cross_edges 'known': {graph.name!r} is a set of graphs, no partition cuts its edges; use 'none'"
+        )
     if cross_edges == "known" and inductive:
-        raise ConfigError("cross_edges 'known' and inductive: training would see the cut edges of held-out nodes; choose one of the two")
+        raise ConfigError(
+            "cross_edges 'known' and inductive: training would see the cut edges of held-out nodes; choose one of the two"
+        )
     check_split(split)  # before the partition, which may take seconds
     split_seed = seed if split_seed is None else split_seed
     owner = assign(graph, clients, partition, seed, **(options or {}))
     whole = apply_split(graph, split, split_seed, owner=owner)
     graphs = cut(whole, owner, clients)
     if cross_edges == "known":
-        graphs = [replace(g, cross_edges=c) for g, c in zip(graphs, _cross_edges(graph, owner, clients), strict=True)]
+        graphs = [
+            replace(g, cross_edges=c)
+            for g, c in zip(graphs, _cross_edges(graph, owner, clients), strict=True)
+        ]
     undirected = is_undirected(graph)
     kept = sum(count_edges(g.edge_index, undirected) for g in graphs)
     about = {
@@ -173,13 +191,17 @@ def divide(
 
 
 @partitioner("louvain")
-def _louvain(graph: Graph, clients: int, seed: int, *, delta: FromZero = 20, resolution: Resolution = 1.0) -> Numbers:
+def _louvain(
+    graph: Graph, clients: int, seed: int, *, delta: FromZero = 20, resolution: Resolution = 1.0
+) -> Numbers:
     """Balanced Louvain: communities cut to n/K - delta nodes fill the clients one after another (FedPG, FedGKC, FedGH)."""
     return _balanced(_communities(graph, seed, resolution), clients, delta)
 
 
 @partitioner("louvain-cyclic")
-def _louvain_cyclic(graph: Graph, clients: int, seed: int, *, delta: FromZero = 20, resolution: Resolution = 1.0) -> Numbers:
+def _louvain_cyclic(
+    graph: Graph, clients: int, seed: int, *, delta: FromZero = 20, resolution: Resolution = 1.0
+) -> Numbers:
     """FedStruct's Louvain: isolated nodes are one community, communities cut to n/K + delta nodes, next client with room."""
     communities = _communities(graph, seed, resolution)
     isolated = np.diff(_adjacency(graph).indptr) == 0
@@ -189,7 +211,13 @@ def _louvain_cyclic(graph: Graph, clients: int, seed: int, *, delta: FromZero = 
 
 @partitioner("louvain+")
 def _louvain_plus(
-    graph: Graph, clients: int, seed: int, *, parts: FromZero = 100, delta: FromZero = 20, resolution: Resolution = 1.0
+    graph: Graph,
+    clients: int,
+    seed: int,
+    *,
+    parts: FromZero = 100,
+    delta: FromZero = 20,
+    resolution: Resolution = 1.0,
 ) -> Numbers:
     """Label imbalance: balanced-Louvain parts (O-pFGL; parts = 0: raw communities, OpenFGL), k-means on their label shares."""
     communities = _communities(graph, seed, resolution)
@@ -217,7 +245,10 @@ def _kmeans_features(graph: Graph, clients: int, seed: int, *, delta: FromZero =
     if sparse is None:
         points: Any = graph.x.numpy()
     else:
-        points = csr_matrix((sparse.values.numpy(), sparse.indices.numpy(), sparse.offsets.numpy()), shape=sparse.shape)
+        points = csr_matrix(
+            (sparse.values.numpy(), sparse.indices.numpy(), sparse.offsets.numpy()),
+            shape=sparse.shape,
+        )
     return _levelled(_kmeans(points, clients, seed, starts=1), clients, delta)
 
 
@@ -240,7 +271,9 @@ def _blocks(graph: Graph, clients: int, seed: int) -> Numbers:
 
 
 @partitioner("dirichlet", graphs=True)
-def _dirichlet(graph: Graph, clients: int, seed: int, *, alpha: Alpha = 0.5, min_items: FromOne = 5) -> Numbers:
+def _dirichlet(
+    graph: Graph, clients: int, seed: int, *, alpha: Alpha = 0.5, min_items: FromOne = 5
+) -> Numbers:
     """Label skew: each class is shared out by Dirichlet(alpha) over the clients that hold n/K items or fewer."""
     y, n, rng = graph.y.numpy(), graph.num_items, _rng(seed)
     for _ in range(_REDRAWS):
@@ -280,9 +313,14 @@ def _small_seed(seed: int) -> int:
 def _adjacency(graph: Graph) -> csr_matrix:
     """The 0/1 adjacency, symmetric, without self-loops."""
     source, target = graph.edge_index[:, graph.edge_index[0] != graph.edge_index[1]].numpy()
-    adjacency = csr_matrix((np.ones(len(source), dtype=np.float32), (source, target)), shape=(graph.num_nodes,) * 2)
+    adjacency = csr_matrix(
+        (np.ones(len(source), dtype=np.float32), (source, target)), shape=(graph.num_nodes,) * 2
+    )
     turned = adjacency.T.tocsr()
-    if not (np.array_equal(adjacency.indptr, turned.indptr) and np.array_equal(adjacency.indices, turned.indices)):
+    if not (
+        np.array_equal(adjacency.indptr, turned.indptr)
+        and np.array_equal(adjacency.indices, turned.indices)
+    ):
         adjacency += turned  # some edges have one direction only
     adjacency.data[:] = 1  # repeated edges were added up
     return adjacency
@@ -307,9 +345,13 @@ def _metis_parts(graph: Graph, parts: int, seed: int) -> Numbers:
     import pymetis
 
     adjacency = _adjacency(graph)
-    edges = pymetis.CSRAdjacency(adjacency.indptr.astype(np.int64), adjacency.indices.astype(np.int64))
+    edges = pymetis.CSRAdjacency(
+        adjacency.indptr.astype(np.int64), adjacency.indices.astype(np.int64)
+    )
     _, part = pymetis.part_graph(parts, edges, options=pymetis.Options(seed=_small_seed(seed)))
-    return _fill_empty(np.asarray(part, dtype=np.int64), parts)  # Metis leaves parts empty where they have few nodes
+    return _fill_empty(
+        np.asarray(part, dtype=np.int64), parts
+    )  # Metis leaves parts empty where they have few nodes
 
 
 def _kmeans(points: Any, clusters: int, seed: int, starts: int = 10) -> Numbers:
@@ -342,7 +384,9 @@ def _by_labels(graph: Graph, groups: Numbers, clients: int, seed: int) -> Number
             f"clients is {clients}, but there are only {num_groups} parts to make them of; raise parts, or the resolution of Louvain"
         )
     known = y >= 0
-    counts = np.bincount(groups[known] * classes + y[known], minlength=num_groups * classes).reshape(num_groups, classes)
+    counts = np.bincount(
+        groups[known] * classes + y[known], minlength=num_groups * classes
+    ).reshape(num_groups, classes)
     histograms = counts / counts.sum(1, keepdims=True).clip(min=1)
     return _fill_empty(_kmeans(histograms, clients, seed), clients)[groups]
 
@@ -359,7 +403,9 @@ def _levelled(communities: Numbers, clients: int, delta: int) -> Numbers:
     return _pack(communities, target + delta, _fill_cyclic, clients, target, delta)
 
 
-def _pack(groups: Numbers, longest: int, fill: Fill, clients: int, target: int, delta: int) -> Numbers:
+def _pack(
+    groups: Numbers, longest: int, fill: Fill, clients: int, target: int, delta: int
+) -> Numbers:
     """Cuts groups into pieces of at most `longest` members and lets `fill` give them to clients, the largest first."""
     groups = _in_order(groups)
     order = np.argsort(groups, kind="stable")
@@ -450,7 +496,9 @@ def _cross_edges(graph: Graph, owner: Tensor, clients: int) -> list[Tensor]:
     """Per client the cut edges it has an end of, [4, cut], as `Graph.cross_edges` describes them."""
     narrow, (_, local) = _narrow(owner, clients), _numbered(owner, clients)
     # Each client's outgoing edges come before its incoming ones.
-    piles: tuple[list[list[Tensor]], ...] = tuple([[graph.cross_edges[:, :0]] for _ in range(clients)] for _ in range(2))
+    piles: tuple[list[list[Tensor]], ...] = tuple(
+        [[graph.cross_edges[:, :0]] for _ in range(clients)] for _ in range(2)
+    )
     for start in range(0, graph.num_edges, _CHUNK):
         ends = graph.edge_index[:, start : start + _CHUNK]
         here, there = narrow.take(ends.numpy())
@@ -458,7 +506,9 @@ def _cross_edges(graph: Graph, owner: Tensor, clients: int) -> list[Tensor]:
         for incoming, (mine, other) in enumerate((ends, ends.flip(0))):
             order, counts = _grouped(narrow.take(mine.numpy()), clients)
             mine, other = mine[order], other[order]
-            rows = torch.stack([local[mine], graph.node_id[other], owner[other], torch.full_like(mine, incoming)])
+            rows = torch.stack(
+                [local[mine], graph.node_id[other], owner[other], torch.full_like(mine, incoming)]
+            )
             _deal(piles[incoming], rows, counts)
     return [torch.cat(outgoing + incoming, 1) for outgoing, incoming in zip(*piles, strict=True)]
 
@@ -480,8 +530,12 @@ def _settings(partition: str, options: Mapping[str, Any]) -> dict[str, Any]:
         if name not in settings:
             raise unknown(f"option of partition {partition!r}", name, settings)
         kind, least = get_args(hints[name])
-        number = _is_whole(value) or (kind is float and isinstance(value, float) and math.isfinite(value))
+        number = _is_whole(value) or (
+            kind is float and isinstance(value, float) and math.isfinite(value)
+        )
         if not number or value < least:
             what = "whole number" if kind is int else "number"
-            raise ConfigError(f"partition {partition!r}: {name} must be a {what}, {least:g} or more, got {value!r}")
+            raise ConfigError(
+                f"partition {partition!r}: {name} must be a {what}, {least:g} or more, got {value!r}"
+            )
     return {**settings, **options}

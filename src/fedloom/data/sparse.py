@@ -31,7 +31,9 @@ class Sparse:
     @classmethod
     def from_edges(cls, row: Tensor, col: Tensor, values: Tensor, shape: tuple[int, int]) -> Sparse:
         """Takes coordinate triplets in any order (repeated coordinates add up in products) and gives the matrix."""
-        order = torch.argsort(row * shape[1] + col, stable=True)  # repeated ones add up in the order given
+        order = torch.argsort(
+            row * shape[1] + col, stable=True
+        )  # repeated ones add up in the order given
         offsets = torch.zeros(shape[0] + 1, dtype=torch.int64)
         torch.cumsum(torch.bincount(row, minlength=shape[0]), 0, out=offsets[1:])
         index_type = _index_type(shape[1], len(values))
@@ -57,7 +59,9 @@ class Sparse:
     @cached_property
     def _by_column(self) -> csc_matrix:
         """The entries' positions, put in order of columns: by counting, a quarter of a sort's time."""
-        return csr_matrix((np.arange(self.nnz), self.indices.numpy(), self.offsets.numpy()), self.shape).tocsc()
+        return csr_matrix(
+            (np.arange(self.nnz), self.indices.numpy(), self.offsets.numpy()), self.shape
+        ).tocsc()
 
     @cached_property
     def order(self) -> Tensor:
@@ -67,7 +71,10 @@ class Sparse:
     @cached_property
     def transpose(self) -> Sparse:
         """The transposed matrix."""
-        offsets, indices = (torch.from_numpy(t).to(self.indices.dtype) for t in (self._by_column.indptr, self._by_column.indices))
+        offsets, indices = (
+            torch.from_numpy(t).to(self.indices.dtype)
+            for t in (self._by_column.indptr, self._by_column.indices)
+        )
         return Sparse(offsets, indices, self.values[self.order], (self.shape[1], self.shape[0]))
 
     def stacked(self, copies: int) -> tuple[Tensor, Tensor]:
@@ -75,8 +82,14 @@ class Sparse:
         if copies not in self._stacks:
             index_type = _index_type(copies * self.shape[1], copies * self.nnz)
             block = torch.arange(copies, dtype=index_type).unsqueeze(1)
-            starts, end = self.offsets[:-1] + block * self.nnz, torch.tensor([copies * self.nnz], dtype=index_type)
-            self._stacks[copies] = torch.cat([starts.flatten(), end]), (self.indices + block * self.shape[1]).flatten()
+            starts, end = (
+                self.offsets[:-1] + block * self.nnz,
+                torch.tensor([copies * self.nnz], dtype=index_type),
+            )
+            self._stacks[copies] = (
+                torch.cat([starts.flatten(), end]),
+                (self.indices + block * self.shape[1]).flatten(),
+            )
         return self._stacks[copies]
 
     def dense(self) -> Tensor:
@@ -111,15 +124,23 @@ def block_diagonal(blocks: Sequence[Sparse]) -> Sparse:
 
 def below_each_other(blocks: Sequence[Sparse]) -> Sparse:
     """One matrix with the rows of all the given ones, which are equally wide."""
-    return Sparse(*_put_below(blocks, repeat(0)), (sum(b.shape[0] for b in blocks), blocks[0].shape[1]))
+    return Sparse(
+        *_put_below(blocks, repeat(0)), (sum(b.shape[0] for b in blocks), blocks[0].shape[1])
+    )
 
 
-def _put_below(blocks: Sequence[Sparse], first_columns: Iterable[int]) -> tuple[Tensor, Tensor, Tensor]:
+def _put_below(
+    blocks: Sequence[Sparse], first_columns: Iterable[int]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Offsets, indices and values of matrices put below each other, each with its columns moved to where they begin."""
     starts = list(accumulate((b.nnz for b in blocks), initial=0))
     index_type = _index_type(sum(b.shape[1] for b in blocks), starts[-1])
-    offsets = [b.offsets[:-1].to(index_type) + start for b, start in zip(blocks, starts, strict=False)]
-    indices = [b.indices.to(index_type) + first for b, first in zip(blocks, first_columns, strict=False)]
+    offsets = [
+        b.offsets[:-1].to(index_type) + start for b, start in zip(blocks, starts, strict=False)
+    ]
+    indices = [
+        b.indices.to(index_type) + first for b, first in zip(blocks, first_columns, strict=False)
+    ]
     end = torch.tensor(starts[-1:], dtype=index_type)
     return torch.cat([*offsets, end]), torch.cat(indices), torch.cat([b.values for b in blocks])
 
@@ -131,7 +152,9 @@ def weighted(matrix: Sparse, values: Tensor, dense: Tensor) -> Tensor:
     """
     _check(matrix, dense)
     if values.shape != (*dense.shape[:-2], matrix.nnz):
-        raise ValueError(f"values of shape {list(values.shape)} for {matrix.nnz} entries and a {list(dense.shape)} tensor")
+        raise ValueError(
+            f"values of shape {list(values.shape)} for {matrix.nnz} entries and a {list(dense.shape)} tensor"
+        )
     return _Weighted.apply(values, dense, matrix)  # type: ignore[no-untyped-call]
 
 
@@ -142,7 +165,9 @@ def _entries(matrix: Sparse, left: Tensor, right: Tensor) -> Tensor:
 
 def _check(matrix: Sparse, dense: Tensor) -> None:
     if dense.dim() < 2 or dense.shape[-2] != matrix.shape[1]:
-        raise ValueError(f"a {list(matrix.shape)} matrix does not multiply a {list(dense.shape)} tensor")
+        raise ValueError(
+            f"a {list(matrix.shape)} matrix does not multiply a {list(dense.shape)} tensor"
+        )
 
 
 def _index_type(*sizes: int) -> torch.dtype:
@@ -154,7 +179,9 @@ def _multiply(places: tuple[Tensor, Tensor], values: Tensor, dense: Tensor) -> T
     if len(indices) == 0:
         return dense.new_zeros(len(offsets) - 1, dense.shape[1])
     # As `F.embedding_bag` calls it: sums (mode 0), gradients that are not sparse, the last offset given.
-    return torch.embedding_bag(dense.contiguous(), indices, offsets, False, 0, False, values.to(dense.dtype), True)[0]
+    return torch.embedding_bag(
+        dense.contiguous(), indices, offsets, False, 0, False, values.to(dense.dtype), True
+    )[0]
 
 
 class _Product(torch.autograd.Function):
@@ -179,8 +206,12 @@ class _Weighted(torch.autograd.Function):
         ctx.save_for_backward(values, dense)
         ctx.matrix = matrix
         lead, width = dense.shape[:-2], dense.shape[-1]
-        product = _multiply(matrix.stacked(lead.numel()), values.detach().flatten(), dense.detach().flatten(0, -2))
-        return product.view(*lead, matrix.shape[0], width) if lead else product  # nobody may write to a view
+        product = _multiply(
+            matrix.stacked(lead.numel()), values.detach().flatten(), dense.detach().flatten(0, -2)
+        )
+        return (
+            product.view(*lead, matrix.shape[0], width) if lead else product
+        )  # nobody may write to a view
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
@@ -188,7 +219,9 @@ class _Weighted(torch.autograd.Function):
         to_values, to_dense, _ = ctx.needs_input_grad
         return (
             _entries(matrix, gradient, dense) if to_values else None,
-            weighted(matrix.transpose, values.index_select(-1, matrix.order), gradient) if to_dense else None,
+            weighted(matrix.transpose, values.index_select(-1, matrix.order), gradient)
+            if to_dense
+            else None,
             None,
         )
 
@@ -199,15 +232,25 @@ class _Entries(torch.autograd.Function):
         ctx.save_for_backward(left, right)
         ctx.matrix = matrix
         lead, (rows, columns) = left.shape[:-2], matrix.shape
-        if matrix.nnz > rows * columns:  # entries repeated so often that PyTorch's own matrix would not hold them
-            return (left.index_select(-2, matrix.rows) * right.index_select(-2, matrix.indices)).sum(-1)
+        if (
+            matrix.nnz > rows * columns
+        ):  # entries repeated so often that PyTorch's own matrix would not hold them
+            return (
+                left.index_select(-2, matrix.rows) * right.index_select(-2, matrix.indices)
+            ).sum(-1)
         copies = lead.numel()
         zeros, (offsets, indices) = left.new_zeros(copies * matrix.nnz), matrix.stacked(copies)
-        places = torch.sparse_csr_tensor(offsets, indices, zeros, (copies * rows, copies * columns), check_invariants=False)
-        if short := -left.shape[-1] % 8:  # rows that end inside a vector register take six times as long
+        places = torch.sparse_csr_tensor(
+            offsets, indices, zeros, (copies * rows, copies * columns), check_invariants=False
+        )
+        if (
+            short := -left.shape[-1] % 8
+        ):  # rows that end inside a vector register take six times as long
             left, right = F.pad(left, (0, short)), F.pad(right, (0, short))
         left, right = left.contiguous().flatten(0, -2), right.contiguous().flatten(0, -2)
-        torch.sparse.sampled_addmm(places, left, right.t(), out=places)  # onto itself, or it would first copy places and values
+        torch.sparse.sampled_addmm(
+            places, left, right.t(), out=places
+        )  # onto itself, or it would first copy places and values
         return places.values().view(*lead, matrix.nnz)
 
     @staticmethod
@@ -216,6 +259,8 @@ class _Entries(torch.autograd.Function):
         to_left, to_right, _ = ctx.needs_input_grad
         return (
             weighted(matrix, gradient, right) if to_left else None,
-            weighted(matrix.transpose, gradient.index_select(-1, matrix.order), left) if to_right else None,
+            weighted(matrix.transpose, gradient.index_select(-1, matrix.order), left)
+            if to_right
+            else None,
             None,
         )

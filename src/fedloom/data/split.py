@@ -57,7 +57,9 @@ def apply_split(
         held_by = np.zeros(len(y), dtype=np.int64) if owner is None else owner.numpy()
         names = names or [str(k) for k in range(held_by.max(initial=0) + 1)]
         ends = np.cumsum(np.bincount(held_by, minlength=len(names)))
-        for name, items in zip(names, np.split(order_by_owner(held_by, len(ends)), ends), strict=False):
+        for name, items in zip(
+            names, np.split(order_by_owner(held_by, len(ends)), ends), strict=False
+        ):
             lot[items] = _draw(y[items], shares, seed, "client", name)
     else:
         lot = _draw(y if scope == "global-class" else np.minimum(y, 0), shares, seed, scope)
@@ -86,17 +88,23 @@ def check_split(split: str) -> tuple[str | None, tuple[Fraction, Fraction] | Non
 
 def order_by_owner(owner: npt.NDArray[Any], owners: int) -> npt.NDArray[np.int64]:
     """The order that puts what one owner has together, in the order given. By counting, so that many owners cost no more than few."""
-    return np.argsort(owner.astype(np.min_scalar_type(owners)), kind="stable")  # numpy counts up to 16 bits, and merges beyond
+    return np.argsort(
+        owner.astype(np.min_scalar_type(owners)), kind="stable"
+    )  # numpy counts up to 16 bits, and merges beyond
 
 
-def _draw(strata: npt.NDArray[np.int64], shares: tuple[Fraction, Fraction], seed: int, *stream: str) -> npt.NDArray[np.int64]:
+def _draw(
+    strata: npt.NDArray[np.int64], shares: tuple[Fraction, Fraction], seed: int, *stream: str
+) -> npt.NDArray[np.int64]:
     """0 = train, 1 = val, 2 = test for every item, drawn within each stratum; -1 where the stratum is negative."""
     shuffled = np.random.default_rng(stream_seed(seed, "split", *stream)).permutation(len(strata))
     order = shuffled[np.argsort(strata[shuffled], kind="stable")]
     _, start, size = np.unique(strata[order], return_index=True, return_counts=True)
     rank = np.arange(len(order)) - np.repeat(start, size)
     # Whole-number arithmetic: int(0.29 * 100) would be 28.
-    num_train, num_val = (np.repeat(size * share.numerator // share.denominator, size) for share in shares)
+    num_train, num_val = (
+        np.repeat(size * share.numerator // share.denominator, size) for share in shares
+    )
     lot = np.empty(len(strata), dtype=np.int64)
     lot[order] = (rank >= num_train).astype(np.int64) + (rank >= num_train + num_val)
     return np.where(strata < 0, -1, lot)
@@ -104,6 +112,10 @@ def _draw(strata: npt.NDArray[np.int64], shares: tuple[Fraction, Fraction], seed
 
 def _public(graph: Graph) -> Graph:
     if not (graph.train.any() and graph.test.any()):
-        raise ConfigError(f"split 'public': {graph.name!r} comes with no masks; give percentages such as {DEFAULT_SPLIT!r}")
+        raise ConfigError(
+            f"split 'public': {graph.name!r} comes with no masks; give percentages such as {DEFAULT_SPLIT!r}"
+        )
     known = graph.y >= 0
-    return replace(graph, train=graph.train & known, val=graph.val & known, test=graph.test & known).check()
+    return replace(
+        graph, train=graph.train & known, val=graph.val & known, test=graph.test & known
+    ).check()

@@ -16,7 +16,10 @@ def is_undirected(graph: Graph) -> bool:
     """Whether every edge is stored in both directions."""
     source, target = graph.edge_index.numpy()
     forth, back = source * graph.num_nodes, target * graph.num_nodes
-    for keys, other in ((forth, target), (back, source)):  # in place: fresh memory takes longer than the sums
+    for keys, other in (
+        (forth, target),
+        (back, source),
+    ):  # in place: fresh memory takes longer than the sums
         keys += other
         keys.sort()
     return bool(np.array_equal(forth, back))
@@ -42,7 +45,9 @@ def partition_statistics(federation: Federation) -> dict[str, Any]:
     about: the federation's own record.
     """
     whole = federation.whole
-    undirected = is_undirected(whole) if whole is not None else all(map(is_undirected, federation.graphs))
+    undirected = (
+        is_undirected(whole) if whole is not None else all(map(is_undirected, federation.graphs))
+    )
     cut = None if whole is None else _edges_cut(federation, whole, undirected)
     clients = [
         {
@@ -53,17 +58,27 @@ def partition_statistics(federation: Federation) -> dict[str, Any]:
         for k, (name, graph) in enumerate(zip(federation.names, federation.graphs, strict=True))
     ]  # fmt: skip
     totals: dict[str, Any] = {"clients": federation.num_clients}
-    totals |= {key: sum(c[key] for c in clients) for key in ("nodes", "items", "train", "val", "test", "edges_kept")}
+    totals |= {
+        key: sum(c[key] for c in clients)
+        for key in ("nodes", "items", "train", "val", "test", "edges_kept")
+    }
     # Both owners of a cut edge counted it.
     totals["edges_cut"] = None if cut is None else sum(cut) // 2
-    totals["cut_share"] = None if cut is None else totals["edges_cut"] / max(totals["edges_kept"] + totals["edges_cut"], 1)
+    totals["cut_share"] = (
+        None
+        if cut is None
+        else totals["edges_cut"] / max(totals["edges_kept"] + totals["edges_cut"], 1)
+    )
     return {"about": dict(federation.about), "clients": clients, "totals": totals}
 
 
 def label_counts(federation: Federation) -> dict[str, Any]:
     """What a run folder keeps of who holds what, in one pass over the edges: per client its name, labels, and homophily (graph tasks:
     graph sizes) per class, as in `partition_statistics`."""
-    clients = [{"name": name, **_by_class(graph)} for name, graph in zip(federation.names, federation.graphs, strict=True)]
+    clients = [
+        {"name": name, **_by_class(graph)}
+        for name, graph in zip(federation.names, federation.graphs, strict=True)
+    ]
     return {"task": federation.task, "clients": clients}
 
 
@@ -73,13 +88,18 @@ def _edges_cut(federation: Federation, whole: Graph, undirected: bool) -> list[i
     for k, graph in enumerate(federation.graphs):
         owner[graph.node_id] = k
     ends = owner[whole.node_id[whole.edge_index]]
-    touched = torch.bincount(ends[:, ends[0] != ends[1]].flatten(), minlength=federation.num_clients)
+    touched = torch.bincount(
+        ends[:, ends[0] != ends[1]].flatten(), minlength=federation.num_clients
+    )
     return (touched // (2 if undirected else 1)).tolist()
 
 
 def _by_class(graph: Graph) -> dict[str, Any]:
     labels = torch.bincount(graph.y[graph.y >= 0], minlength=graph.num_classes).tolist()
-    return {"labels": labels, **(_homophily(graph) if graph.batch is None else _graph_sizes(graph, graph.batch))}
+    return {
+        "labels": labels,
+        **(_homophily(graph) if graph.batch is None else _graph_sizes(graph, graph.batch)),
+    }
 
 
 def _homophily(graph: Graph) -> dict[str, Any]:

@@ -79,8 +79,12 @@ def synthetic(
     kind = np.repeat(np.arange(blocks * classes), sizes)  # block · classes + class
     weight = np.ones(nodes)
     if degree_exponent:
-        weight = np.minimum((1 - edge_rng.random(nodes)) ** (-1 / (degree_exponent - 1)), math.sqrt(size))
-    bounds = np.concatenate([[0.0], np.cumsum(weight)])  # node i owns the interval [bounds[i], bounds[i+1])
+        weight = np.minimum(
+            (1 - edge_rng.random(nodes)) ** (-1 / (degree_exponent - 1)), math.sqrt(size)
+        )
+    bounds = np.concatenate(
+        [[0.0], np.cumsum(weight)]
+    )  # node i owns the interval [bounds[i], bounds[i+1])
     starts = bounds[np.concatenate([[0], np.cumsum(sizes)])]  # kind k owns [starts[k], starts[k+1])
 
     def pair(first_spot: Array, toss: Array, same: bool) -> Array:
@@ -97,7 +101,9 @@ def synthetic(
         first, second = first[order], _owner(bounds, spot[order])
         mine, other = kind[first], kind[second]
         # Rounding may put a draw just over a border.
-        right = ((mine == other) == same) & (mine // classes == other // classes) & (first != second)
+        right = (
+            ((mine == other) == same) & (mine // classes == other // classes) & (first != second)
+        )
         first, second = first[right], second[right]
         return np.minimum(first, second) * nodes + np.maximum(first, second)
 
@@ -106,12 +112,18 @@ def synthetic(
         first_spot, toss = edge_rng.random(count), edge_rng.random(count)
         first_spot.sort()
         first_spot *= bounds[-1]
-        parts = [pair(first_spot[k : k + DRAWN], toss[k : k + DRAWN], same) for k in range(0, count, DRAWN)]
+        parts = [
+            pair(first_spot[k : k + DRAWN], toss[k : k + DRAWN], same)
+            for k in range(0, count, DRAWN)
+        ]
         return np.concatenate(parts)
 
     edges = round(nodes * degree / 2)
     inside = round(edges * homophily)
-    keys = [_distinct(partial(draw, same=True), inside), _distinct(partial(draw, same=False), edges - inside)]
+    keys = [
+        _distinct(partial(draw, same=True), inside),
+        _distinct(partial(draw, same=False), edges - inside),
+    ]
     if sum(map(len, keys)) < edges:
         raise ConfigError(
             f"synthetic: degree is {degree}, too dense: {nodes} nodes in {classes} classes have no room for {edges} distinct "
@@ -132,7 +144,14 @@ def synthetic(
 
 
 def synthetic_clients(
-    clients: int = 1000, nodes: int = 100, classes: int = 5, features: int = 32, *, split: str = DEFAULT_SPLIT, seed: int = 0, **recipe: Any
+    clients: int = 1000,
+    nodes: int = 100,
+    classes: int = 5,
+    features: int = 32,
+    *,
+    split: str = DEFAULT_SPLIT,
+    seed: int = 0,
+    **recipe: Any,
 ) -> Federation:
     """A federation of many small graphs, one for each client, that share classes and what their features mean.
 
@@ -175,7 +194,9 @@ def synthetic_graphs(
     degree = 2 + y * (fewest / 2 - 2) / (classes - 1)
     # Every graph gets the same number of edges as its expected one: a noiseless density is a label that can be learnt.
     keys = []
-    for start, size, count in zip(starts, sizes, np.rint(sizes * degree / 2).astype(int), strict=False):
+    for start, size, count in zip(
+        starts, sizes, np.rint(sizes * degree / 2).astype(int), strict=False
+    ):
         low, high = np.triu_indices(size, 1)
         chosen = edge_rng.choice(len(low), size=count, replace=False)
         keys.append(np.stack([low[chosen], high[chosen]]) + start)
@@ -184,7 +205,9 @@ def synthetic_graphs(
     x[:, 1:] = _features(y[batch], classes, features - 1, signal, noise_rng)
     return Graph(
         x=torch.from_numpy(x),
-        edge_index=torch.from_numpy(_both_ways([low * total + high for low, high in keys], np.arange(total))),
+        edge_index=torch.from_numpy(
+            _both_ways([low * total + high for low, high in keys], np.arange(total))
+        ),
         y=torch.from_numpy(y),
         num_classes=classes,
         batch=torch.from_numpy(batch),
@@ -197,10 +220,22 @@ MAKERS: dict[str, Callable[..., Graph]] = {
     "synthetic-graphs": synthetic_graphs,
     # Sizes of the graphs that the Open Graph Benchmark publishes under these names; about their homophily.
     "synthetic-arxiv": partial(
-        synthetic, nodes=169_343, classes=40, features=128, degree=2_315_598 / 169_343, homophily=0.65, name="synthetic-arxiv"
+        synthetic,
+        nodes=169_343,
+        classes=40,
+        features=128,
+        degree=2_315_598 / 169_343,
+        homophily=0.65,
+        name="synthetic-arxiv",
     ),
     "synthetic-products": partial(
-        synthetic, nodes=2_449_029, classes=47, features=100, degree=123_718_280 / 2_449_029, homophily=0.81, name="synthetic-products"
+        synthetic,
+        nodes=2_449_029,
+        classes=47,
+        features=100,
+        degree=123_718_280 / 2_449_029,
+        homophily=0.81,
+        name="synthetic-products",
     ),
 }
 
@@ -222,7 +257,9 @@ def from_text(text: str) -> Graph:
         try:
             options[key] = _parse(value, defaults[key])
         except ValueError as error:
-            raise ConfigError(f"{kind}: {key} is {value!r}, must be written like {_written(defaults[key])}") from error
+            raise ConfigError(
+                f"{kind}: {key} is {value!r}, must be written like {_written(defaults[key])}"
+            ) from error
     return MAKERS[kind](**options)
 
 
@@ -242,15 +279,24 @@ def _written(value: Any) -> str:
     return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _check(where: str, field: str, value: Any, kind: type, low: float, high: float = math.inf) -> None:
-    right_kind = isinstance(value, (int, np.integer) if kind is int else (int, float, np.number)) and not isinstance(value, bool)
+def _check(
+    where: str, field: str, value: Any, kind: type, low: float, high: float = math.inf
+) -> None:
+    right_kind = isinstance(
+        value, (int, np.integer) if kind is int else (int, float, np.number)
+    ) and not isinstance(value, bool)
     if not right_kind or not low <= value <= high or math.isinf(value):
         bound = f"at least {low}" if math.isinf(high) else f"from {low} to {high}"
-        raise ConfigError(f"{where}: {field} is {value!r}, must be {'a whole number' if kind is int else 'a number'} {bound}")
+        raise ConfigError(
+            f"{where}: {field} is {value!r}, must be {'a whole number' if kind is int else 'a number'} {bound}"
+        )
 
 
 def _streams(seed: int, count: int) -> list[np.random.Generator]:
-    return [np.random.Generator(np.random.PCG64(child)) for child in np.random.SeedSequence(seed).spawn(count)]
+    return [
+        np.random.Generator(np.random.PCG64(child))
+        for child in np.random.SeedSequence(seed).spawn(count)
+    ]
 
 
 def _class_sizes(nodes: int, classes: int, skew: float) -> Array:
@@ -294,7 +340,10 @@ def _both_ways(parts: list[Array], shuffle: Array) -> Array:
             low, high = np.divmod(part[k : k + DRAWN], nodes)
             low, high = shuffle[low], shuffle[high]
             end = start + len(low)
-            keys[start:end], keys[count + start : count + end] = low * nodes + high, high * nodes + low
+            keys[start:end], keys[count + start : count + end] = (
+                low * nodes + high,
+                high * nodes + low,
+            )
             start = end
     keys.sort()
     ends = np.empty((2, len(keys)), dtype=np.int64)
@@ -308,7 +357,9 @@ def _features(y: Array, classes: int, width: int, signal: float, rng: np.random.
     directions = rng.standard_normal((width, classes))
     if width >= classes:
         directions, _ = np.linalg.qr(directions)
-    means = (signal / math.sqrt(2) * directions / np.linalg.norm(directions, axis=0)).T.astype(np.float32)
+    means = (signal / math.sqrt(2) * directions / np.linalg.norm(directions, axis=0)).T.astype(
+        np.float32
+    )
     x = rng.standard_normal((len(y), width), dtype=np.float32)
     for start in range(0, len(y), CHUNK):
         x[start : start + CHUNK] += means[y[start : start + CHUNK]]

@@ -1,1 +1,1 @@
-"""Across organisations: who takes part, how each proves who it is, and what their answers travel in."""
+"""Deploy: the same methods across organisations, over Flower."""

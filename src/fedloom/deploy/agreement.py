@@ -72,7 +72,12 @@ class DataTable:
     inductive: bool = setting(False, "validation and test items are absent during training")
 
 
-TABLES: dict[str, Any] = {"federation": FederationTable, "data": DataTable, "model": ModelTable, "run": RunSettings}
+TABLES: dict[str, Any] = {
+    "federation": FederationTable,
+    "data": DataTable,
+    "model": ModelTable,
+    "run": RunSettings,
+}
 
 
 @dataclass(frozen=True)
@@ -106,13 +111,21 @@ class Agreement:
     def agreed(self) -> dict[str, Any]:
         """All that has to be the same at every party, as JSON would say it."""
         method = self.make_method()
-        run = {f.name: getattr(self.run, f.name) for f in fields(RunSettings) if f.name not in ("engine", "workers")}
+        run = {
+            f.name: getattr(self.run, f.name)
+            for f in fields(RunSettings)
+            if f.name not in ("engine", "workers")
+        }
         return {
             "wire": {"messages": FORMAT, "envelopes": ENVELOPE_VERSION},
             "parties": {name: key.text() for name, key in self.parties.items()},
             "data": {f.name: getattr(self.data, f.name) for f in fields(DataTable)},
             "model": {f.name: getattr(self.model, f.name) for f in fields(ModelTable)},
-            "method": {"name": Path(self.method).name, **method.settings(), "code": code_of(type(method))},
+            "method": {
+                "name": Path(self.method).name,
+                **method.settings(),
+                "code": code_of(type(method)),
+            },
             "run": run,
         }
 
@@ -121,20 +134,34 @@ class Agreement:
         graph = from_folder(path) if path.is_dir() else from_file(path)
         for fact in ("num_features", "task"):
             if (here := getattr(graph, fact)) != (agreed := getattr(self.data, fact)):
-                raise DataError(f"party {party!r}: {fact} of {str(path)!r} is {here}, the agreement says {agreed}")
+                raise DataError(
+                    f"party {party!r}: {fact} of {str(path)!r} is {here}, the agreement says {agreed}"
+                )
         if len(graph.y) and (highest := int(graph.y.max())) >= self.data.num_classes:
             raise DataError(
                 f"party {party!r}: {str(path)!r} has a class {highest}, which the agreement does not know: "
                 f"num_classes is {self.data.num_classes} (0 to {self.data.num_classes - 1})"
             )
-        graph = Graph(**{f.name: getattr(graph, f.name) for f in fields(Graph) if f.init} | {"num_classes": self.data.num_classes})
-        return graph if self.data.split == OWN_SPLIT else apply_split(graph, self.data.split, self.run.seed, names=[party])
+        graph = Graph(
+            **{f.name: getattr(graph, f.name) for f in fields(Graph) if f.init}
+            | {"num_classes": self.data.num_classes}
+        )
+        return (
+            graph
+            if self.data.split == OWN_SPLIT
+            else apply_split(graph, self.data.split, self.run.seed, names=[party])
+        )
 
 
 def code_of(cls: type[Method]) -> str:
     """A digest of the files that a method's class and its parents are in: parties that run different code do not run one method."""
     files = {Path(getfile(c)) for c in cls.__mro__ if c.__module__ not in ("builtins", "abc")}
-    return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in sorted(files, key=lambda f: f.name))).hexdigest()
+    return hashlib.sha256(
+        b"".join(
+            hashlib.sha256(file.read_bytes()).digest()
+            for file in sorted(files, key=lambda f: f.name)
+        )
+    ).hexdigest()
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any], name: str = "") -> list[str]:
@@ -145,7 +172,9 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any], name: str = "
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             found += differences(one, other, f"{path}.")
         elif one != other:
-            found.append(f"{path} is {json.dumps(one)} at the party and {json.dumps(other)} at the coordinator")
+            found.append(
+                f"{path} is {json.dumps(one)} at the party and {json.dumps(other)} at the coordinator"
+            )
     return found
 
 
@@ -158,11 +187,16 @@ def read_agreement(path: Path) -> Agreement:
     if isinstance(of_run := tables.setdefault("run", {}), dict):
         if "engine" in of_run:
             raise ConfigError("run.engine: an agreement has none, parties are where they are")
-        of_run |= {"engine": "flower", "checkpoint_every": of_run.get("checkpoint_every", 1)}  # a deployment can always be resumed
+        of_run |= {
+            "engine": "flower",
+            "checkpoint_every": of_run.get("checkpoint_every", 1),
+        }  # a deployment can always be resumed
     built = {name: table(name, cls, tables.get(name, {})) for name, cls in TABLES.items()}
     parties = tables.get("parties", {})
     if not parties:
-        raise ConfigError(f"parties: {str(path)!r} names none; each has a line in [parties]: name = its public key")
+        raise ConfigError(
+            f"parties: {str(path)!r} names none; each has a line in [parties]: name = its public key"
+        )
     for name in parties:
         require_party_name(name)
     method = dict(tables.get("method", {}))
@@ -182,7 +216,14 @@ def read_agreement(path: Path) -> Agreement:
     if len({key.text() for key in keys.values()}) < len(keys):
         raise ConfigError("parties: two of them have the same public key")
     coordinator = _public_key("federation.coordinator", built["federation"].coordinator, folder)
-    agreement = Agreement(**built, method=chosen, method_settings=method, parties=keys, coordinator=coordinator, folder=folder)
+    agreement = Agreement(
+        **built,
+        method=chosen,
+        method_settings=method,
+        parties=keys,
+        coordinator=coordinator,
+        folder=folder,
+    )
     host_and_port(agreement.federation.address, "federation.address")
     if agreement.authority is not None and not agreement.authority.is_file():
         raise ConfigError(f"federation.authority: there is no file {str(agreement.authority)!r}")
@@ -191,7 +232,9 @@ def read_agreement(path: Path) -> Agreement:
 
 def _public_key(field: str, given: object, folder: Path) -> PublicKey:
     if not isinstance(given, str) or not given:
-        raise ConfigError(f"{field} is {given!r}, must be a public key: a .pub file's name, or the key itself")
+        raise ConfigError(
+            f"{field} is {given!r}, must be a public key: a .pub file's name, or the key itself"
+        )
     try:
         return read_public_key(folder / given) if given.endswith(".pub") else public_key_of(given)
     except ConfigError as error:
@@ -202,7 +245,9 @@ def host_and_port(text: str, field: str) -> tuple[str, int]:
     """Takes "host:port" (or "[IPv6]:port"), gives both; a ConfigError that names the field."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise ConfigError(f"{field} is {text!r}, must be host:port, for example fed.example.org:8443")
+        raise ConfigError(
+            f"{field} is {text!r}, must be host:port, for example fed.example.org:8443"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -218,14 +263,23 @@ def require_tls(agreement: Agreement, insecure: bool) -> None:
     """Refuses to go without TLS, unless that was asked for and everything stays on this machine."""
     if agreement.authority is not None:
         if insecure:
-            raise ConfigError("--insecure: the agreement names federation.authority; leave one of them out")
+            raise ConfigError(
+                "--insecure: the agreement names federation.authority; leave one of them out"
+            )
         return
-    addresses = {"federation.address": agreement.federation.address, "federation.listen": agreement.federation.listen}
+    addresses = {
+        "federation.address": agreement.federation.address,
+        "federation.listen": agreement.federation.listen,
+    }
     for field, text in addresses.items():
         if text and not is_loopback(host_and_port(text, field)[0]):
-            raise ConfigError(f"federation.authority is missing, and {field} is {text!r}: without TLS only on this machine (127.0.0.1)")
+            raise ConfigError(
+                f"federation.authority is missing, and {field} is {text!r}: without TLS only on this machine (127.0.0.1)"
+            )
     if not insecure:
-        raise ConfigError("federation.authority is missing: without TLS only on this machine, and only with --insecure")
+        raise ConfigError(
+            "federation.authority is missing: without TLS only on this machine, and only with --insecure"
+        )
 
 
 def size_of(party: str, graph: Graph) -> dict[str, Any]:

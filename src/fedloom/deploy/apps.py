@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedloom.deploy.framing import put, take
+from fedloom.deploy.framing import receive_frame, send_frame
 from fedloom.deploy.superlink import quiet
 
 quiet()
@@ -38,11 +38,17 @@ def answer(message: Message, context: Context) -> Message:
     """Hands an order to the party that stays at this node, and sends back what it answers. node config: party, its name, and socket."""
     told = message.content.config_records["fedloom"].get("envelope")
     if not isinstance(told, bytes):
-        return Message(RecordDict({"fedloom": ConfigRecord({"party": str(context.node_config["party"])})}), reply_to=message)
+        return Message(
+            RecordDict({"fedloom": ConfigRecord({"party": str(context.node_config["party"])})}),
+            reply_to=message,
+        )
     with socket.socket(socket.AF_UNIX) as wire:
         wire.connect(str(context.node_config["socket"]))
-        put(wire, told)
-        return Message(RecordDict({"fedloom": ConfigRecord({"envelope": take(wire)})}), reply_to=message)
+        send_frame(wire, told)
+        return Message(
+            RecordDict({"fedloom": ConfigRecord({"envelope": receive_frame(wire)})}),
+            reply_to=message,
+        )
 
 
 # ---- at the coordinator ----
@@ -60,11 +66,18 @@ def main(grid: Grid, context: Context) -> None:
     agreement, keys, out = (Path(str(said[name])) for name in ("agreement", "keys", "out"))
     agreed = read_agreement(agreement)
     resumed = read_config(out) if (out / "config.json").exists() else None
-    serve(agreed, keys, out, wait=float(said.get("wait", 600.0)), resumed=resumed, opened=lambda: GridOffice(grid, agreed.parties))
+    serve(
+        agreed,
+        keys,
+        out,
+        wait=float(said.get("wait", 600.0)),
+        resumed=resumed,
+        opened=lambda: GridTransport(grid, agreed.parties),
+    )
 
 
-class GridOffice:
-    """What the coordinator needs of an `Office`, over Flower's own grid.
+class GridTransport:
+    """What the coordinator needs of an `CoordinatorTransport`, over Flower's own grid.
 
     Who is there is what Flower says: it notices deaths after a minute. A node says itself which party it is, and whoever lies about that
     signs with the wrong key.
@@ -73,8 +86,12 @@ class GridOffice:
     def __init__(self, grid: Grid, parties: Mapping[str, Any]):
         self.grid, self.parties = grid, parties
         self.node_of: dict[str, int] = {}
-        self._asked: dict[str, tuple[int, float]] = {}  # questions which party a node is: the node, and when it was asked
-        self._came: Counter[str] = Counter()  # how often a party has turned up, each time as another node
+        self._asked: dict[
+            str, tuple[int, float]
+        ] = {}  # questions which party a node is: the node, and when it was asked
+        self._came: Counter[str] = (
+            Counter()
+        )  # how often a party has turned up, each time as another node
 
     def seen(self) -> dict[str, Any]:
         """Parties whose nodes are there."""
@@ -84,7 +101,11 @@ class GridOffice:
         if self._asked:
             for message in self.grid.pull_messages(list(self._asked)):
                 node, _ = self._asked.pop(message.metadata.reply_to_message_id, (0, 0.0))
-                name = None if message.has_error() else message.content.config_records["fedloom"].get("party")
+                name = (
+                    None
+                    if message.has_error()
+                    else message.content.config_records["fedloom"].get("party")
+                )
                 if node and isinstance(name, str) and name in self.parties:
                     self.node_of[name] = node
                     self._came[name] += 1
@@ -92,25 +113,41 @@ class GridOffice:
         if new := there - set(self.node_of.values()) - asked:
             questions = [_message(node, {"who": True}) for node in sorted(new)]
             numbers = list(self.grid.push_messages(questions))
-            self._asked |= {number: (node, time.monotonic()) for number, node in zip(numbers, sorted(new), strict=True)}
-        return {name: Seen(0.0, self._came[name]) for name, node in self.node_of.items() if node in there}
+            self._asked |= {
+                number: (node, time.monotonic())
+                for number, node in zip(numbers, sorted(new), strict=True)
+            }
+        return {
+            name: Seen(0.0, self._came[name])
+            for name, node in self.node_of.items()
+            if node in there
+        }
 
     def post(self, envelopes: Mapping[str, bytes]) -> dict[str, str]:
         """Sends each party its envelope; gives {message id: party}."""
-        messages = [_message(self.node_of[party], {"envelope": data}) for party, data in envelopes.items()]
+        messages = [
+            _message(self.node_of[party], {"envelope": data}) for party, data in envelopes.items()
+        ]
         return dict(zip(self.grid.push_messages(messages), envelopes, strict=True))
 
-    def collect(self, waiting: Mapping[str, str], seconds: float) -> Iterator[tuple[str, bytes | str]]:
+    def collect(
+        self, waiting: Mapping[str, str], seconds: float
+    ) -> Iterator[tuple[str, bytes | str]]:
         """Waits at most so long for answers to posted messages; gives (message id, envelope), or (message id, what went wrong)."""
         until = time.monotonic() + seconds
-        while not (came := list(self.grid.pull_messages(list(waiting)))) and time.monotonic() < until:
+        while (
+            not (came := list(self.grid.pull_messages(list(waiting)))) and time.monotonic() < until
+        ):
             time.sleep(LOOK_EVERY)
         for message in came:
             if message.has_error():
                 yield message.metadata.reply_to_message_id, f"Flower: {message.error.reason}"
             else:
                 data = message.content.config_records["fedloom"].get("envelope")
-                yield message.metadata.reply_to_message_id, data if isinstance(data, bytes) else "its answer holds no envelope"
+                yield (
+                    message.metadata.reply_to_message_id,
+                    data if isinstance(data, bytes) else "its answer holds no envelope",
+                )
 
     def close(self) -> None:
         """Nothing: the link is Flower's."""

@@ -19,7 +19,7 @@ from fedloom.core.facts import Facts
 from fedloom.core.message import Absent
 from fedloom.data.federation import PartySize, Roster
 from fedloom.deploy.agreement import Agreement, differences
-from fedloom.deploy.coordinator_transport import Office, Seen
+from fedloom.deploy.coordinator_transport import CoordinatorTransport, Seen
 from fedloom.deploy.envelope import EnvelopeError, Gate, Header, sign
 from fedloom.deploy.keys import PartyKey
 from fedloom.deploy.party import facts_to
@@ -41,22 +41,43 @@ class Late(NamedTuple):
 class Coordinator:
     """One life of the coordinator: a run id of its own, and exchanges numbered from 0. lineage: what a resumed run has in common."""
 
-    def __init__(self, agreement: Agreement, office: Office, key: PartyKey, lineage: str, policy: FaultPolicy = FaultPolicy()):
+    def __init__(
+        self,
+        agreement: Agreement,
+        transport: CoordinatorTransport,
+        key: PartyKey,
+        lineage: str,
+        policy: FaultPolicy = FaultPolicy(),
+    ):
         if key.public.text() != agreement.coordinator.text():
             raise ConfigError("key: it is not that of federation.coordinator in the agreement")
-        self.agreement, self.office, self.key, self.lineage, self.policy = agreement, office, key, lineage, policy
+        self.agreement, self.transport, self.key, self.lineage, self.policy = (
+            agreement,
+            transport,
+            key,
+            lineage,
+            policy,
+        )
         self.run = secrets.token_hex(16)
         self.gate = Gate(agreement.parties, self.run)
         self.sizes: dict[str, PartySize] = {}
         self.knows_cross_edges = False
         self.facts: Facts | None = None
         self.ready: set[str] = set()  # parties that have begun
-        self.joined: Callable[[PartySize], None] = lambda holding: None  # told of parties that come late
+        self.joined: Callable[[PartySize], None] = lambda holding: (
+            None
+        )  # told of parties that come late
         self._sequence = -1
         self._late: dict[str, Late] = {}  # whose answer did not come while the exchange was open
 
     # ---- before the run ----
-    def gather(self, seconds: float, needed: int, say: Callable[[str], None], watch: Callable[[], None] = lambda: None) -> Roster:
+    def gather(
+        self,
+        seconds: float,
+        needed: int,
+        say: Callable[[str], None],
+        watch: Callable[[], None] = lambda: None,
+    ) -> Roster:
         """Waits until all parties have said hello, or so many once the time is over; gives what they hold. ConfigError if too few came, or
         if one has agreed to something else. watch: called again and again meanwhile.
         """
@@ -68,22 +89,38 @@ class Coordinator:
                     raise ConfigError(f"party {name!r} {why.cause}")
             for name in sorted(self.sizes.keys() - told):
                 told.add(name)
-                say(f"{name} is there: {self.sizes[name].items} items ({len(told)} of {len(self.agreement.parties)})")
+                say(
+                    f"{name} is there: {self.sizes[name].items} items ({len(told)} of {len(self.agreement.parties)})"
+                )
             if time.monotonic() > until:
                 if len(self.sizes) >= needed:
                     break
-                missing = ", ".join(name for name in self.agreement.parties if name not in self.sizes)
+                missing = ", ".join(
+                    name for name in self.agreement.parties if name not in self.sizes
+                )
                 came = f"{len(self.sizes)} of {len(self.agreement.parties)} parties came"
-                raise ConfigError(f"{came} within {seconds:.0f} s, {needed} are needed; missing: {missing}")
+                raise ConfigError(
+                    f"{came} within {seconds:.0f} s, {needed} are needed; missing: {missing}"
+                )
             time.sleep(0.1)
         return self.roster()
 
     def roster(self) -> Roster:
         """Who takes part; of parties that have not come yet, nothing is known."""
         data = self.agreement.data
-        held = tuple(self.sizes.get(name, PartySize(name, 0, 0, 0, 0, 0)) for name in self.agreement.parties)
+        held = tuple(
+            self.sizes.get(name, PartySize(name, 0, 0, 0, 0, 0)) for name in self.agreement.parties
+        )
         about = {"dataset": "each party's own", "clients": len(held)}
-        return Roster(held, data.num_features, data.num_classes, data.task, data.inductive, self.knows_cross_edges, about)  # type: ignore[arg-type]
+        return Roster(
+            held,
+            data.num_features,
+            data.num_classes,
+            data.task,
+            data.inductive,
+            self.knows_cross_edges,
+            about,
+        )  # type: ignore[arg-type]
 
     def begin(self, facts: Facts) -> None:
         """Tells everybody who is there that the run begins; ConfigError if one of them will not."""
@@ -125,20 +162,34 @@ class Coordinator:
         self.knows_cross_edges |= told.get("knows_cross_edges") is True
         return nonce, PartySize(name, **{count: held[count] for count in counts})
 
-    def _introduce(self, drawn: Mapping[str, str], rejoin: bool) -> dict[str, dict[str, Any] | Absent]:
+    def _introduce(
+        self, drawn: Mapping[str, str], rejoin: bool
+    ) -> dict[str, dict[str, Any] | Absent]:
         """Has parties that have just been greeted begin; gives what each says to that."""
         assert self.facts is not None
-        order = {"agreed": self.agreement.agreed(), "facts": facts_to(self.facts), "lineage": self.lineage, "rejoin": rejoin}
-        answers = self.tell("fedloom_begin", {name: {**order, "nonce": nonce} for name, nonce in drawn.items()})
+        order = {
+            "agreed": self.agreement.agreed(),
+            "facts": facts_to(self.facts),
+            "lineage": self.lineage,
+            "rejoin": rejoin,
+        }
+        answers = self.tell(
+            "fedloom_begin", {name: {**order, "nonce": nonce} for name, nonce in drawn.items()}
+        )
         self.ready |= {name for name, answer in answers.items() if not isinstance(answer, Absent)}
         return answers
 
-    def tell(self, phase: str, orders: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any] | Absent]:
+    def tell(
+        self, phase: str, orders: Mapping[str, dict[str, Any]]
+    ) -> dict[str, dict[str, Any] | Absent]:
         """One of fedloom's own orders to parties; gives what each says to it."""
         bodies = {name: json.dumps(order).encode() for name, order in orders.items()}
         # Who is busy is not waited for: whether all must do as they are told, is for the caller to say.
         answers = self._exchange(phase, bodies, 0, FaultPolicy(quorum=1e-9, deadline=TELL_SECONDS))
-        return {name: answer if isinstance(answer, Absent) else _object(answer) for name, answer in answers.items()}
+        return {
+            name: answer if isinstance(answer, Absent) else _object(answer)
+            for name, answer in answers.items()
+        }
 
     # ---- exchanges ----
     def ask(self, phase: str, bodies: Mapping[str, bytes], round: int) -> dict[str, bytes | Absent]:
@@ -163,55 +214,96 @@ class Coordinator:
         answer = {**absent, **self._introduce(drawn, rejoin=True)}[name]
         return answer if isinstance(answer, Absent) else Absent("was started anew", lost_state=True)
 
-    def _exchange(self, phase: str, bodies: Mapping[str, bytes], round: int, policy: FaultPolicy) -> dict[str, bytes | Absent]:
+    def _exchange(
+        self, phase: str, bodies: Mapping[str, bytes], round: int, policy: FaultPolicy
+    ) -> dict[str, bytes | Absent]:
         if not bodies:
             return {}
         self._sequence += 1
-        began, seen = time.monotonic(), self.office.seen()
+        began, seen = time.monotonic(), self.transport.seen()
         # Nothing is sent to who is not there: it would find the order later, when it means nothing any more.
-        answers: dict[str, bytes | Absent] = {name: _gone(seen.get(name)) for name in bodies if _is_gone(seen.get(name))}
+        answers: dict[str, bytes | Absent] = {
+            name: _gone(seen.get(name)) for name in bodies if _is_gone(seen.get(name))
+        }
         busy = self._busy(phase, round).keys() & bodies.keys() - answers.keys()
         if len(bodies) - len(answers) - len(busy) >= policy.enough(len(bodies)):
             answers |= {name: Absent(f"still busy with {self._late[name].what}") for name in busy}
-        orders = {name: self._order(phase, name, body, round) for name, body in bodies.items() if name not in answers}
-        waiting = self.office.post(orders) if orders else {}
+        orders = {
+            name: self._order(phase, name, body, round)
+            for name, body in bodies.items()
+            if name not in answers
+        }
+        waiting = self.transport.post(orders) if orders else {}
         looked, reached = began, None
-        returned: Counter[str] = Counter()  # how often Flower has given back an order to a party, instead of an answer
+        returned: Counter[str] = (
+            Counter()
+        )  # how often Flower has given back an order to a party, instead of an answer
         undelivered: dict[str, str] = {}  # why, for those whose order is to be sent again
         while waiting or undelivered:
             now = time.monotonic()
             closes = policy.closes_at(began, reached)
             if closes is not None and now >= closes:
-                self._late |= {name: Late(number, f"{phase!r} of round {round}") for number, name in waiting.items()}
-                answers |= dict.fromkeys([*waiting.values(), *undelivered], Absent(f"late: no answer within {now - began:.1f} s"))
+                self._late |= {
+                    name: Late(number, f"{phase!r} of round {round}")
+                    for number, name in waiting.items()
+                }
+                answers |= dict.fromkeys(
+                    [*waiting.values(), *undelivered],
+                    Absent(f"late: no answer within {now - began:.1f} s"),
+                )
                 break
-            for number, data in self.office.collect(waiting, LOOK_EVERY if closes is None else min(closes - now, LOOK_EVERY)):
+            for number, data in self.transport.collect(
+                waiting, LOOK_EVERY if closes is None else min(closes - now, LOOK_EVERY)
+            ):
                 name = waiting.pop(number)
                 if isinstance(data, bytes):
                     answers[name] = self._opened(name, data, phase, round)
                 else:
                     undelivered[name] = data
                     returned[name] += 1
-            if reached is None and sum(not isinstance(a, Absent) for a in answers.values()) >= policy.enough(len(bodies)):
+            if reached is None and sum(
+                not isinstance(a, Absent) for a in answers.values()
+            ) >= policy.enough(len(bodies)):
                 reached = time.monotonic()
             if (waiting or undelivered) and time.monotonic() - looked > LOOK_EVERY:
-                looked, before, seen = time.monotonic(), seen, self.office.seen()
-                for name in [name for name in (*waiting.values(), *undelivered) if _is_gone(seen.get(name))]:
+                looked, before, seen = time.monotonic(), seen, self.transport.seen()
+                for name in [
+                    name for name in (*waiting.values(), *undelivered) if _is_gone(seen.get(name))
+                ]:
                     answers[name] = _gone(seen.get(name))
-                for name in [name for name in undelivered if returned[name] > RETURNED and name not in answers]:
+                for name in [
+                    name
+                    for name in undelivered
+                    if returned[name] > RETURNED and name not in answers
+                ]:
                     answers[name] = Absent(undelivered[name])
                 # Who was cut off and has connected again may have lost the order, or its answer; told twice, it does nothing twice.
-                back = {n for n in waiting.values() if n not in before or seen.get(n, before[n]).connections != before[n].connections}
-                again = {name: orders[name] for name in sorted(back | undelivered.keys()) if name not in answers}
-                waiting = {number: name for number, name in waiting.items() if name not in answers and name not in again}
+                back = {
+                    n
+                    for n in waiting.values()
+                    if n not in before
+                    or seen.get(n, before[n]).connections != before[n].connections
+                }
+                again = {
+                    name: orders[name]
+                    for name in sorted(back | undelivered.keys())
+                    if name not in answers
+                }
+                waiting = {
+                    number: name
+                    for number, name in waiting.items()
+                    if name not in answers and name not in again
+                }
                 undelivered = {}
-                waiting |= self.office.post(again) if again else {}
+                waiting |= self.transport.post(again) if again else {}
         return answers
 
     def _busy(self, phase: str, round: int) -> dict[str, Late]:
         """Who has not answered an earlier order yet. What others have answered to one that was closed is thrown away."""
         if self._late:
-            for number, data in self.office.collect({late.number: name for name, late in self._late.items()}, 0.0):
+            for number, data in self.transport.collect(
+                {late.number: name for name, late in self._late.items()}, 0.0
+            ):
                 name = next(name for name, late in self._late.items() if late.number == number)
                 del self._late[name]
                 if isinstance(data, bytes):
@@ -224,16 +316,22 @@ class Coordinator:
 
     def _opened(self, name: str, data: bytes, phase: str, round: int) -> bytes | Absent:
         try:
-            opened = self.gate.open(data, sender=name, round=round, sequence=self._sequence, phase=phase)
+            opened = self.gate.open(
+                data, sender=name, round=round, sequence=self._sequence, phase=phase
+            )
             if opened.kind == "answer":
                 return opened.body
             told = _object(opened.body)
-            return told if isinstance(told, Absent) else Absent(str(told.get("cause", "")), lost_state=told.get("lost_state") is True)
+            return (
+                told
+                if isinstance(told, Absent)
+                else Absent(str(told.get("cause", "")), lost_state=told.get("lost_state") is True)
+            )
         except EnvelopeError as error:
             return Absent(f"refused: {error}", error)
 
     def _alive(self) -> set[str]:
-        return {name for name, seen in self.office.seen().items() if not _is_gone(seen)}
+        return {name for name, seen in self.transport.seen().items() if not _is_gone(seen)}
 
     @property
     def refused(self) -> Counter[str]:
@@ -255,4 +353,6 @@ def _object(body: bytes) -> dict[str, Any] | Absent:
         told = json.loads(body)
     except (ValueError, RecursionError) as error:
         return Absent(f"refused: an answer that is not JSON ({type(error).__name__})")
-    return told if isinstance(told, dict) else Absent("refused: an answer that is not a JSON object")
+    return (
+        told if isinstance(told, dict) else Absent("refused: an answer that is not a JSON object")
+    )

@@ -68,7 +68,7 @@ def _bundle() -> bytes:
     return packed.getvalue()
 
 
-class LinkError(FedloomError):
+class SuperLinkError(FedloomError):
     """The link has died, or does not answer."""
 
 
@@ -123,7 +123,11 @@ class _Grid(HttpGrid):
     def __init__(self, address: Address, token: str, secret: str):
         super().__init__(address.own, address.insecure, None, token=token)
         self.own = _WithHeaders(secret)
-        interceptors = [RuntimeVersionHttpInterceptor("flwr-serverapp"), RuntimeTokenHttpInterceptor(token), self.own]
+        interceptors = [
+            RuntimeVersionHttpInterceptor("flwr-serverapp"),
+            RuntimeTokenHttpInterceptor(token),
+            self.own,
+        ]
         self._client = _client(RuntimeHttpClient, address, interceptors)
 
 
@@ -144,29 +148,48 @@ def _client(kind: Any, address: Address, interceptors: Sequence[Any]) -> Any:
     return kind(_url(address), interceptors=interceptors, verify=_trust(address), timeout=30.0)
 
 
-class Office:
+class CoordinatorTransport:
     """A link with its parties registered, and a run of the app under way.
 
     address: where to listen. parties: their names and keys. log: a file for what the link's process says. limit: bytes of a request.
     """
 
-    def __init__(self, address: Address, parties: Mapping[str, PublicKey], log: Path | None = None, limit: int = LIMIT):
+    def __init__(
+        self,
+        address: Address,
+        parties: Mapping[str, PublicKey],
+        log: Path | None = None,
+        limit: int = LIMIT,
+    ):
         self.address, self.secret, self.limit = address, secrets.token_hex(32), limit
         self.node_of: dict[str, int] = {}
         self.grid: Any = None
         self.key_of = {name: public_key_to_bytes(key.node) for name, key in parties.items()}
         self._process = self._start(log)
-        self._http = httpx.Client(base_url=_url(address), headers={SECRET: self.secret}, verify=_trust(address), timeout=10.0)
+        self._http = httpx.Client(
+            base_url=_url(address),
+            headers={SECRET: self.secret},
+            verify=_trust(address),
+            timeout=10.0,
+        )
         self._beat: HeartbeatSender | None = None
         try:
             self._wait_until_it_listens()
-            with _client(ControlHttpClient, address, [RuntimeVersionHttpInterceptor("CLI"), _WithHeaders(self.secret)]) as control:
+            with _client(
+                ControlHttpClient,
+                address,
+                [RuntimeVersionHttpInterceptor("CLI"), _WithHeaders(self.secret)],
+            ) as control:
                 for name, key in self.key_of.items():
-                    self.node_of[name] = control.RegisterNode(RegisterNodeRequest(public_key=key)).node_id
+                    self.node_of[name] = control.RegisterNode(
+                        RegisterNodeRequest(public_key=key)
+                    ).node_id
                 self._submit(control)
         except httpx.HTTPError as error:
             self.close()
-            raise LinkError(f"the link at {address.text} does not do as it is told ({error})") from error
+            raise SuperLinkError(
+                f"the link at {address.text} does not do as it is told ({error})"
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -177,14 +200,25 @@ class Office:
             with socket.create_server((self.address.host, self.address.port)):
                 pass
         except OSError as error:
-            raise ConfigError(f"address: cannot listen on {self.address.text} ({error.strerror or error})") from error
+            raise ConfigError(
+                f"address: cannot listen on {self.address.text} ({error.strerror or error})"
+            ) from error
         files = {"certificate": self.address.certificate, "key": self.address.key}
-        settings = {"host": self.address.host, "port": self.address.port, "secret": self.secret, "limit": self.limit}
+        settings = {
+            "host": self.address.host,
+            "port": self.address.port,
+            "secret": self.secret,
+            "limit": self.limit,
+        }
         settings |= {name: None if path is None else str(path) for name, path in files.items()}
         with open(log or os.devnull, "ab") as out:
             # A session of its own: Ctrl-C is the coordinator's to hear, which ends the link by closing its standard input.
             process = subprocess.Popen(
-                [sys.executable, "-m", "fedloom.deploy.superlink"], stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True
+                [sys.executable, "-m", "fedloom.deploy.superlink"],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
         assert process.stdin is not None
         process.stdin.write(json.dumps(settings).encode() + b"\n")
@@ -202,35 +236,52 @@ class Office:
                 time.sleep(0.05)
             else:
                 return
-        raise LinkError(f"the link did not listen on {self.address.text} within {START_SECONDS:.0f} s")
+        raise SuperLinkError(
+            f"the link did not listen on {self.address.text} within {START_SECONDS:.0f} s"
+        )
 
     def _submit(self, control: ControlHttpClient) -> None:
         """Starts the app's run, and takes over its server side."""
         bundle = _bundle()
         fab = Fab(sha256(bundle).hexdigest(), bundle, {})
         run_id = control.StartRun(StartRunRequest(fab=fab_to_proto(fab))).run_id
-        runtime = _client(RuntimeHttpClient, self.address, [RuntimeVersionHttpInterceptor("SuperExec"), _WithHeaders(self.secret)])
-        claimed = runtime.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP]))
+        runtime = _client(
+            RuntimeHttpClient,
+            self.address,
+            [RuntimeVersionHttpInterceptor("SuperExec"), _WithHeaders(self.secret)],
+        )
+        claimed = runtime.AcquireTask(
+            AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
+        )
         runtime.close()
         if claimed.task.run_id != run_id:
-            raise LinkError("the link gave its run to somebody else")
+            raise SuperLinkError("the link gave its run to somebody else")
         self.grid = _Grid(self.address, claimed.token, self.secret)
         given = self.grid._runtime_client.PullTaskInput(PullTaskInputRequest())
-        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = given.task_id, given.run.run_id, given.context.node_id
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = (
+            given.task_id,
+            given.run.run_id,
+            given.context.node_id,
+        )
         self.grid.set_run(run_from_proto(given.run))
         self._beat = HeartbeatSender(make_task_heartbeat_fn_http(self.grid._runtime_client))
         self._beat.start()
 
     # ---- while it runs ----
     def require_alive(self) -> None:
-        """Raises LinkError if the link's process has ended."""
+        """Raises SuperLinkError if the link's process has ended."""
         if (code := self._process.poll()) is not None:
-            raise LinkError(f"the link has ended (exit code {code})")
+            raise SuperLinkError(f"the link has ended (exit code {code})")
 
     def post(self, envelopes: Mapping[str, bytes], ttl: float = 86_400.0) -> dict[str, str]:
         """Sends each party its envelope; gives {message id: party}."""
         messages = [
-            Message(RecordDict({"fedloom": ConfigRecord({"envelope": data})}), self.node_of[party], "query.fedloom", ttl=ttl)
+            Message(
+                RecordDict({"fedloom": ConfigRecord({"envelope": data})}),
+                self.node_of[party],
+                "query.fedloom",
+                ttl=ttl,
+            )
             for party, data in envelopes.items()
         ]
         try:
@@ -238,10 +289,12 @@ class Office:
             self._http.post(SETTLED).raise_for_status()
         except httpx.HTTPError as error:
             self.require_alive()
-            raise LinkError(f"the link does not take messages ({error})") from error
+            raise SuperLinkError(f"the link does not take messages ({error})") from error
         return dict(zip(numbers, envelopes, strict=True))
 
-    def collect(self, waiting: Mapping[str, str], seconds: float) -> Iterator[tuple[str, bytes | str]]:
+    def collect(
+        self, waiting: Mapping[str, str], seconds: float
+    ) -> Iterator[tuple[str, bytes | str]]:
         """Waits at most so long for answers to posted messages; gives (message id, envelope), or (message id, what went wrong)."""
         self.grid.own.headers[PATIENCE] = f"{seconds:.3f}"
         try:
@@ -252,10 +305,13 @@ class Office:
                 else:
                     record = message.content.config_records.get("fedloom")
                     data = None if record is None else record.get("envelope")
-                    yield number, data if isinstance(data, bytes) else "its answer holds no envelope"
+                    yield (
+                        number,
+                        data if isinstance(data, bytes) else "its answer holds no envelope",
+                    )
         except httpx.HTTPError as error:
             self.require_alive()
-            raise LinkError(f"the link gives no messages ({error})") from error
+            raise SuperLinkError(f"the link gives no messages ({error})") from error
 
     def seen(self) -> dict[str, Seen]:
         """When each party was last heard of; those that have never been are not in it."""
@@ -263,7 +319,7 @@ class Office:
             seen = self._http.get(SEEN).raise_for_status().json()
         except httpx.HTTPError as error:
             self.require_alive()
-            raise LinkError(f"the link does not say who is there ({error})") from error
+            raise SuperLinkError(f"the link does not say who is there ({error})") from error
         names = {b64encode(key).decode("ascii"): name for name, key in self.key_of.items()}
         return {names[key]: Seen(*told) for key, told in seen.items() if key in names}
 

@@ -1,6 +1,6 @@
 """The flower engine: every client in a process of its own, messages over Flower with TLS, keys and signatures, all on this machine.
 
-For trying a deployment out, and for tests: what `fedloom serve` and `fedloom join` do between organisations, with the same code. `Remote`
+For trying a deployment out, and for tests: what `fedloom serve` and `fedloom join` do between organisations, with the same code. `RemoteEngine`
 is an engine whose clients are parties, wherever they are; `Engine` starts the parties itself. Parties keep their states and models.
 """
 
@@ -32,16 +32,18 @@ from fedloom.experiments import checkpoint
 try:
     from fedloom.deploy.agreement import OWN_SPLIT, Agreement, read_agreement
     from fedloom.deploy.coordinator import Coordinator
-    from fedloom.deploy.coordinator_transport import Address, Office
+    from fedloom.deploy.coordinator_transport import Address, CoordinatorTransport
     from fedloom.deploy.keys import make_authority, make_party, read_party_key
     from fedloom.deploy.local_party import LocalParty
 except ModuleNotFoundError as error:
-    raise ConfigError(f"run.engine flower needs the package {error.name!r}: pip install 'fedloom[flower]'") from error
+    raise ConfigError(
+        f"run.engine flower needs the package {error.name!r}: pip install 'fedloom[flower]'"
+    ) from error
 
 JOIN_SECONDS = 120.0  # that the parties on this machine have to come in
 
 
-class Remote:
+class RemoteEngine:
     """An engine over a coordinator whose parties have begun."""
 
     tolerates_failures: ClassVar[bool] = True
@@ -57,24 +59,41 @@ class Remote:
         for message in messages.values():
             if id(message) not in bodies:
                 bodies[id(message)] = encode(message, phase)
-        answers = self.coordinator.ask(phase, {name: bodies[id(message)] for name, message in messages.items()}, self.round)
-        return {name: answer if isinstance(answer, Absent) else _decoded(answer, phase) for name, answer in answers.items()}
+        answers = self.coordinator.ask(
+            phase, {name: bodies[id(message)] for name, message in messages.items()}, self.round
+        )
+        return {
+            name: answer if isinstance(answer, Absent) else _decoded(answer, phase)
+            for name, answer in answers.items()
+        }
 
     def snapshot(self) -> Message:
         """Has every party keep its state with itself; gives the mark by which they find it again, and nothing of the state."""
         mark = secrets.token_hex(8)
-        self._require(self.coordinator.tell("fedloom_keep", {name: {"mark": mark} for name in sorted(self.coordinator.ready)}))
+        self._require(
+            self.coordinator.tell(
+                "fedloom_keep", {name: {"mark": mark} for name in sorted(self.coordinator.ready)}
+            )
+        )
         return _marked(mark)
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Has every party go back to the state that it kept under a mark."""
         mark = _read(saved)
-        self._require(self.coordinator.tell("fedloom_restore", {name: {"mark": mark} for name in sorted(self.coordinator.ready)}))
+        self._require(
+            self.coordinator.tell(
+                "fedloom_restore", {name: {"mark": mark} for name in sorted(self.coordinator.ready)}
+            )
+        )
 
     def _require(self, answers: Mapping[str, dict[str, Any] | Absent]) -> None:
-        absent = {name: answer.cause for name, answer in answers.items() if isinstance(answer, Absent)}
+        absent = {
+            name: answer.cause for name, answer in answers.items() if isinstance(answer, Absent)
+        }
         if absent and not self.coordinator.policy.tolerates_absence:
-            raise ConfigError("; ".join(f"party {name!r}: {cause}" for name, cause in absent.items()))
+            raise ConfigError(
+                "; ".join(f"party {name!r}: {cause}" for name, cause in absent.items())
+            )
 
     def models(self) -> dict[str, Message]:
         """None: a party's model stays with the party."""
@@ -86,7 +105,10 @@ class Remote:
 
     def details(self) -> Details:
         """For a run's summary: what answers were refused, by reason."""
-        return {"parties": len(self.coordinator.agreement.parties), "refused": dict(self.coordinator.refused)}
+        return {
+            "parties": len(self.coordinator.agreement.parties),
+            "refused": dict(self.coordinator.refused),
+        }
 
     def peak_mb(self) -> float:
         """The most memory that the coordinator's process has held."""
@@ -94,37 +116,60 @@ class Remote:
 
     def finish(self) -> None:
         """Tells the parties that the run is completed. After anything else they wait for the coordinator to come back."""
-        self.coordinator.tell("fedloom_finish", {name: {"status": "completed"} for name in sorted(self.coordinator.ready)})
+        self.coordinator.tell(
+            "fedloom_finish",
+            {name: {"status": "completed"} for name in sorted(self.coordinator.ready)},
+        )
 
     def close(self) -> None:
         """Ends the link."""
-        self.coordinator.office.close()
+        self.coordinator.transport.close()
 
 
-class Engine(Remote):
+class Engine(RemoteEngine):
     """Parties on this machine, started and ended with the engine; keys, certificates, graphs and states are in a folder that goes too."""
 
-    def __init__(self, method: Method, clients: Iterable[Client], policy: FaultPolicy = FaultPolicy(), workers: int = 0):
+    def __init__(
+        self,
+        method: Method,
+        clients: Iterable[Client],
+        policy: FaultPolicy = FaultPolicy(),
+        workers: int = 0,
+    ):
         clients = list(clients)
         facts = clients[0].facts
         self.folder = Path(tempfile.mkdtemp(prefix="fedloom-"))  # readable by nobody else
         self.parties: list[LocalParty] = []
-        office: Office | None = None
+        transport: CoordinatorTransport | None = None
         try:
             make_authority(self.folder, "127.0.0.1")
             for name in ("coordinator", *facts.clients):
                 make_party(self.folder, name)
             port = _free_port()
             agreement = self._agree(method, clients, port)
-            address = Address("127.0.0.1", port, self.folder / "server.crt", self.folder / "server.key", agreement.authority)
-            office = Office(address, agreement.parties, log=self.folder / "link.log")
+            address = Address(
+                "127.0.0.1",
+                port,
+                self.folder / "server.crt",
+                self.folder / "server.key",
+                agreement.authority,
+            )
+            transport = CoordinatorTransport(
+                address, agreement.parties, log=self.folder / "link.log"
+            )
             self.parties = [LocalParty(self.folder, client) for client in clients]
-            coordinator = Coordinator(agreement, office, read_party_key(self.folder / "coordinator.key"), secrets.token_hex(8), policy)
+            coordinator = Coordinator(
+                agreement,
+                transport,
+                read_party_key(self.folder / "coordinator.key"),
+                secrets.token_hex(8),
+                policy,
+            )
             coordinator.gather(JOIN_SECONDS, len(clients), lambda line: None, self._require_parties)
             coordinator.begin(facts)
         except BaseException:
-            if office is not None:
-                office.close()
+            if transport is not None:
+                transport.close()
             self._clear()
             raise
         super().__init__(coordinator)
@@ -134,7 +179,9 @@ class Engine(Remote):
         facts, graph = clients[0].facts, clients[0].full_graph
         run: dict[str, Any] = {"seed": facts.seed, "threads": torch.get_num_threads()}
         if facts.secure is not None:
-            run |= {"secure": True} | {f"secure_{f.name}": getattr(facts.secure, f.name) for f in fields(facts.secure)}
+            run |= {"secure": True} | {
+                f"secure_{f.name}": getattr(facts.secure, f.name) for f in fields(facts.secure)
+            }
         tables: dict[str, dict[str, Any]] = {
             "federation": {"address": f"127.0.0.1:{port}", "authority": "ca.crt", "coordinator": "coordinator.pub"},
             "parties": {name: f"{name}.pub" for name in facts.clients},
@@ -145,7 +192,11 @@ class Engine(Remote):
             "model": {"name": ",".join(facts.models), "dropout": facts.dropout},
             "method": {"name": name_of(method), **method.settings()}, "run": run,
         }  # fmt: skip
-        lines = [line for name, table in tables.items() for line in (f"[{name}]", *(f"{k} = {_toml(v)}" for k, v in table.items()))]
+        lines = [
+            line
+            for name, table in tables.items()
+            for line in (f"[{name}]", *(f"{k} = {_toml(v)}" for k, v in table.items()))
+        ]
         path = self.folder / "federation.toml"
         path.write_text("\n".join(lines) + "\n")
         return read_agreement(path)
@@ -154,7 +205,11 @@ class Engine(Remote):
         """Everything of the clients that a later round depends on, as in the loop: these parties' folder goes when the engine does."""
         mark = _read(super().snapshot())
         kept = {party.name: party.state(self.coordinator.lineage, mark) for party in self.parties}
-        return {name: checkpoint.decode(path.read_bytes()).state for name, path in kept.items() if path.exists()}
+        return {
+            name: checkpoint.decode(path.read_bytes()).state
+            for name, path in kept.items()
+            if path.exists()
+        }
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Puts the clients back to a snapshot; they must have been set up before."""
@@ -162,7 +217,9 @@ class Engine(Remote):
         for party in self.parties:
             path = party.state(self.coordinator.lineage, mark)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(checkpoint.encode(checkpoint.Checkpoint({}, saved.get(party.name, {}))))
+            path.write_bytes(
+                checkpoint.encode(checkpoint.Checkpoint({}, saved.get(party.name, {})))
+            )
         super().restore(_marked(mark))
 
     def _require_parties(self) -> None:
@@ -199,7 +256,13 @@ def _decoded(answer: bytes, phase: str) -> Message | Absent:
 
 def _toml(value: Any) -> str:
     """A value as TOML writes it."""
-    text = str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, int | float) else None
+    text = (
+        str(value).lower()
+        if isinstance(value, bool)
+        else repr(value)
+        if isinstance(value, int | float)
+        else None
+    )
     if text is None:
         text = json.dumps(value)
     assert tomllib.loads(f"v = {text}")["v"] == value

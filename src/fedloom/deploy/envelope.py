@@ -80,7 +80,9 @@ class Header:
         if not self.phase.isidentifier() or len(self.phase) > 64:
             raise EnvelopeError("format", "phase is not a valid name")
         if self.kind not in ("order", "answer", "error"):
-            raise EnvelopeError("format", f"kind is {self.kind[:20]!r}; valid: order, answer, error")
+            raise EnvelopeError(
+                "format", f"kind is {self.kind[:20]!r}; valid: order, answer, error"
+            )
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,14 @@ def sign(body: bytes, header: Header, key: PartyKey) -> bytes:
     """Takes what a party answers and to what, or what it is ordered to do, gives the bytes that travel."""
     text = _canonical({**asdict(header), "version": VERSION})
     signature = key.signing.sign(_digest(header.kind, text, body))
-    return b"".join((MAGIC, VERSION.to_bytes(2, "big"), len(text).to_bytes(2, "big"), text, signature, body))
+    return b"".join(
+        (MAGIC, VERSION.to_bytes(2, "big"), len(text).to_bytes(2, "big"), text, signature, body)
+    )
 
 
-def open_order(data: bytes, party: str, coordinator: PublicKey, limit: int = DEFAULT_LIMIT) -> tuple[Header, bytes]:
+def open_order(
+    data: bytes, party: str, coordinator: PublicKey, limit: int = DEFAULT_LIMIT
+) -> tuple[Header, bytes]:
     """Takes what a party was sent, gives the header and what is ordered; an EnvelopeError unless it is the coordinator's, for this party.
 
     Whether it is of now is for the party to say, who knows what came before.
@@ -118,7 +124,7 @@ class Gate:
 
     `refused` counts what was not let in, by the reason in the error:
 
-        size, format, version    larger than the limit; not an envelope to the letter; of another version of fedloom
+        size, format, version    larger than the limit; not an envelope to the order; of another version of fedloom
         foreign, forged          says another party than its sender, or nobody known; the signature is not that party's
         run, round, phase        belongs to something else than what is asked now
         replay, late             of an earlier exchange that the party did answer in time, or did not
@@ -138,7 +144,9 @@ class Gate:
 
         Checked in this order: size, header, whose it is, signature, run, sequence, round and phase. Numbers of exchanges never fall.
         """
-        assert sequence >= self._open, f"exchange {sequence} after {self._open}: an exchange that was closed stays closed"
+        assert sequence >= self._open, (
+            f"exchange {sequence} after {self._open}: an exchange that was closed stays closed"
+        )
         self._open = sequence
         try:
             header, text, signature, body = parse(data, self.limit)
@@ -150,31 +158,52 @@ class Gate:
         self._answered[sender].append(sequence)
         return Opened(header.kind, bytes(body))
 
-    def _require_signed(self, header: Header, sender: str, text: bytes, signature: bytes, body: memoryview) -> None:
+    def _require_signed(
+        self, header: Header, sender: str, text: bytes, signature: bytes, body: memoryview
+    ) -> None:
         if sender not in self._keys:
             raise EnvelopeError("foreign", f"sent by {sender!r}, who is no party of this run")
         if header.kind == "order":
             raise EnvelopeError("foreign", f"sent by {sender!r}, who gives no orders")
         if header.party != sender:
-            raise EnvelopeError("foreign", f"sent by {sender!r}, but says it is of {header.party!r}")
-        if not _is_signed_by(self._keys[sender].signing, signature, _digest(header.kind, text, body)):
-            raise EnvelopeError("forged", f"says it is of {sender!r}, but {sender!r} did not sign it")
+            raise EnvelopeError(
+                "foreign", f"sent by {sender!r}, but says it is of {header.party!r}"
+            )
+        if not _is_signed_by(
+            self._keys[sender].signing, signature, _digest(header.kind, text, body)
+        ):
+            raise EnvelopeError(
+                "forged", f"says it is of {sender!r}, but {sender!r} did not sign it"
+            )
 
     def _require_current(self, header: Header, round: int, sequence: int, phase: str) -> None:
-        who, number, answered = f"of {header.party!r}", header.sequence, self._answered[header.party]
+        who, number, answered = (
+            f"of {header.party!r}",
+            header.sequence,
+            self._answered[header.party],
+        )
         if header.run != self.run:
             raise EnvelopeError("run", f"{who} belongs to run {header.run}, this is {self.run}")
         if number > sequence:
             raise EnvelopeError("early", f"{who} answers exchange {number}, now is {sequence}")
         if number in answered and number == sequence:
             raise EnvelopeError("duplicate", f"{who} answers exchange {number} a second time")
-        forgotten = len(answered) == REMEMBERED and number < answered[0]  # so old that only a replay is likely
+        forgotten = (
+            len(answered) == REMEMBERED and number < answered[0]
+        )  # so old that only a replay is likely
         if number in answered or forgotten:
-            raise EnvelopeError("replay", f"{who} answers exchange {number} again, now is {sequence}")
+            raise EnvelopeError(
+                "replay", f"{who} answers exchange {number} again, now is {sequence}"
+            )
         if number < sequence:
-            raise EnvelopeError("late", f"{who} answers exchange {number}, which was closed: now is {sequence}")
+            raise EnvelopeError(
+                "late", f"{who} answers exchange {number}, which was closed: now is {sequence}"
+            )
         if header.round != round:
-            raise EnvelopeError("round", f"{who} says exchange {number} is in round {header.round}, it is in {round}")
+            raise EnvelopeError(
+                "round",
+                f"{who} says exchange {number} is in round {header.round}, it is in {round}",
+            )
         if header.phase != phase:
             raise EnvelopeError("phase", f"{who} answers {header.phase!r}, asked was {phase!r}")
 
@@ -194,7 +223,9 @@ def parse(data: bytes, limit: int = DEFAULT_LIMIT) -> tuple[Header, bytes, bytes
         raise EnvelopeError("format", f"the header claims {length} bytes, more than {HEADER_LIMIT}")
     start = PREFIX_BYTES + length + SIGNATURE_BYTES
     if start > len(data):
-        raise EnvelopeError("format", f"cut off: header and signature need {start} bytes, {len(data)} came")
+        raise EnvelopeError(
+            "format", f"cut off: header and signature need {start} bytes, {len(data)} came"
+        )
     text = data[PREFIX_BYTES : PREFIX_BYTES + length]
     return _read_header(text), text, data[PREFIX_BYTES + length : start], memoryview(data)[start:]
 
@@ -211,7 +242,9 @@ def _read_header(text: bytes) -> Header:
     for name in sorted(fields - said.keys()):
         raise EnvelopeError("format", f"the header has no {name!r}")
     for name in sorted(said.keys() - fields):
-        raise EnvelopeError("format", f"the header has an unknown {name[:40]!r}; valid: {', '.join(sorted(fields))}")
+        raise EnvelopeError(
+            "format", f"the header has an unknown {name[:40]!r}; valid: {', '.join(sorted(fields))}"
+        )
     version = said.pop("version")
     if type(version) is not int:
         raise EnvelopeError("format", "version is not a whole number")
@@ -226,12 +259,16 @@ def _require_version(version: int) -> None:
 
 def _canonical(header: dict[str, Any]) -> bytes:
     """The one way to write a header: sorted names, no spaces, ASCII."""
-    return json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    return json.dumps(
+        header, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    ).encode()
 
 
 def _digest(kind: Kind, text: bytes, body: bytes | memoryview) -> bytes:
     domain = ORDER if kind == "order" else ANSWER
-    return sha256(b"".join((domain, len(text).to_bytes(2, "big"), text, sha256(body).digest()))).digest()
+    return sha256(
+        b"".join((domain, len(text).to_bytes(2, "big"), text, sha256(body).digest()))
+    ).digest()
 
 
 def _is_signed_by(key: Ed25519PublicKey, signature: bytes, digest: bytes) -> bool:

@@ -9,12 +9,12 @@ from fedloom.errors import MessageError
 LIMIT = 2**31  # bytes at once
 
 
-def put(wire: socket.socket, data: bytes) -> None:
+def send_frame(wire: socket.socket, data: bytes) -> None:
     """Sends bytes."""
     wire.sendall(len(data).to_bytes(8, "big") + data)
 
 
-def take(wire: socket.socket) -> bytes:
+def receive_frame(wire: socket.socket) -> bytes:
     """What the other end has `put`. ConnectionError if it breaks off, MessageError if it is too long."""
     size = int.from_bytes(_exactly(wire, 8), "big")
     if size > LIMIT:

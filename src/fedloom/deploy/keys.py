@@ -30,16 +30,26 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat, load_pem_private_key
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedloom.errors import ConfigError
 
 AUTHORITY_DAYS = 3650  # an authority outlives its servers' certificates, so that renewing one changes nothing for the parties
-CLOCKS_APART = timedelta(hours=1)  # certificates are valid from a little before they are made: other machines' clocks may be behind
+CLOCKS_APART = timedelta(
+    hours=1
+)  # certificates are valid from a little before they are made: other machines' clocks may be behind
 PARTY_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 RESERVED = ("ca", "server")  # their .key files are the authority's and the server's
-_DNS_NAME = re.compile(r"(?=.{1,253}$)(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)*(?!\d+$)[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+_DNS_NAME = re.compile(
+    r"(?=.{1,253}$)(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)*(?!\d+$)[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
+)
 _PEM = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----[^-]*-----END \1-----\s*")
 
 
@@ -91,18 +101,26 @@ def party_files(folder: Path, name: str) -> list[Path]:
 def require_party_name(name: str) -> None:
     """Raises ConfigError unless a party may be called so."""
     if not PARTY_NAME.fullmatch(name) or name in RESERVED:
-        rule = "1 to 64 of a-z, 0-9, '.', '_', '-', the first a letter or digit"
-        raise ConfigError(f"party {name!r} is not a valid name: {rule}; not {' or '.join(map(repr, RESERVED))}")
+        rule = "1 to 64 of a-z, 0-9, '.', '_', '-', the first a order or digit"
+        raise ConfigError(
+            f"party {name!r} is not a valid name: {rule}; not {' or '.join(map(repr, RESERVED))}"
+        )
 
 
 def read_party_key(path: Path) -> PartyKey:
     """Takes the path of a NAME.key, gives its keys; a ConfigError if others may read it, or it is not what `make_party` writes."""
     require_private(path)
     keys = [_private_key(path, block) for block in _blocks(path)]
-    node = [key for key in keys if isinstance(key, ec.EllipticCurvePrivateKey) and isinstance(key.curve, ec.SECP384R1)]
+    node = [
+        key
+        for key in keys
+        if isinstance(key, ec.EllipticCurvePrivateKey) and isinstance(key.curve, ec.SECP384R1)
+    ]
     signing = [key for key in keys if isinstance(key, Ed25519PrivateKey)]
     if len(node) != 1 or len(signing) != 1 or len(keys) != 2:
-        raise ConfigError(f"{path}: must hold an EC P-384 and an Ed25519 private key, one of each; it holds {_kinds(keys)}")
+        raise ConfigError(
+            f"{path}: must hold an EC P-384 and an Ed25519 private key, one of each; it holds {_kinds(keys)}"
+        )
     return PartyKey(node[0], signing[0])
 
 
@@ -120,9 +138,13 @@ def public_key_of(text: str) -> PublicKey:
     """Takes what `PublicKey.text` gave, gives the keys; a ConfigError that says what is wrong with it."""
     found = re.fullmatch(r"\s*p384:(\S+)\s+ed25519:(\S+)\s*", text)
     if found is None:
-        raise _NotAKeyError("not a public key: must be 'p384:... ed25519:...', as in the party's .pub file")
+        raise _NotAKeyError(
+            "not a public key: must be 'p384:... ed25519:...', as in the party's .pub file"
+        )
     try:
-        node = ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP384R1(), base64.b64decode(found[1], validate=True))
+        node = ec.EllipticCurvePublicKey.from_encoded_point(
+            ec.SECP384R1(), base64.b64decode(found[1], validate=True)
+        )
     except (ValueError, binascii.Error):
         raise _NotAKeyError("not a public key: what follows 'p384:' is not one") from None
     try:
@@ -143,7 +165,9 @@ def require_private(path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     if mode & 0o077:
-        raise ConfigError(f"{path}: holds a secret, but others have access to it (mode {mode:04o}): chmod 600 {path}")
+        raise ConfigError(
+            f"{path}: holds a secret, but others have access to it (mode {mode:04o}): chmod 600 {path}"
+        )
 
 
 # ---- the coordinator's certificates ----
@@ -161,7 +185,9 @@ def make_authority(folder: Path, host: str, days: int = 365) -> list[Path]:
     known = [paths[name].exists() for name in ("ca.key", "ca.crt")]
     if any(known) and not all(known):
         there, gone = ("ca.key", "ca.crt") if known[0] else ("ca.crt", "ca.key")
-        raise ConfigError(f"{paths[gone]}: no such file, but {there} is there: an authority needs both")
+        raise ConfigError(
+            f"{paths[gone]}: no such file, but {there} is there: an authority needs both"
+        )
     _make_folder(folder)
     written = []
     if all(known):
@@ -180,7 +206,9 @@ def make_authority(folder: Path, host: str, days: int = 365) -> list[Path]:
         server_key = ec.generate_private_key(ec.SECP256R1())
         _write(paths["server.key"], _pem(server_key), secret=True)
         written.append(paths["server.key"])
-    certificate = _server_certificate(server_key.public_key(), names, days, authority_key, authority)
+    certificate = _server_certificate(
+        server_key.public_key(), names, days, authority_key, authority
+    )
     _write(paths["server.crt"], certificate.public_bytes(Encoding.PEM))
     return [*written, paths["server.crt"]]
 
@@ -193,7 +221,9 @@ def _alternative_names(host: str) -> list[x509.GeneralName]:
     except ValueError:
         host = host.lower()
         if not _DNS_NAME.fullmatch(host):
-            raise ConfigError(f"host {host!r} is not a DNS name or an IP address (no port, no scheme, no '*')") from None
+            raise ConfigError(
+                f"host {host!r} is not a DNS name or an IP address (no port, no scheme, no '*')"
+            ) from None
         names, loopback = [x509.DNSName(host)], host == "localhost"
     else:
         if address.is_unspecified or address.is_multicast or "%" in host:
@@ -205,14 +235,18 @@ def _alternative_names(host: str) -> list[x509.GeneralName]:
 
 def _authority_certificate(key: ec.EllipticCurvePrivateKey, days: int) -> x509.Certificate:
     # Parties may know several authorities: a name of its own keeps them apart.
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"fedloom authority {secrets.token_hex(4)}")])
+    name = x509.Name(
+        [x509.NameAttribute(NameOID.COMMON_NAME, f"fedloom authority {secrets.token_hex(4)}")]
+    )
     mark = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     return (
         _certificate(name, name, key.public_key(), _now() + timedelta(days))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs_certificates=True), critical=True)
         .add_extension(mark, critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(mark), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(mark), critical=False
+        )
         .sign(key, SHA256())
     )
 
@@ -224,7 +258,9 @@ def _server_certificate(
     authority_key: ec.EllipticCurvePrivateKey,
     authority: x509.Certificate,
 ) -> x509.Certificate:
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedloom coordinator")])  # hosts are in the alternative names alone
+    subject = x509.Name(
+        [x509.NameAttribute(NameOID.COMMON_NAME, "fedloom coordinator")]
+    )  # hosts are in the alternative names alone
     end = min(_now() + timedelta(days), authority.not_valid_after_utc)
     mark = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
     return (
@@ -234,14 +270,22 @@ def _server_certificate(
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(mark), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(mark), critical=False
+        )
         .sign(authority_key, SHA256())
     )
 
 
-def _certificate(issuer: x509.Name, subject: x509.Name, key: ec.EllipticCurvePublicKey, end: datetime) -> x509.CertificateBuilder:
+def _certificate(
+    issuer: x509.Name, subject: x509.Name, key: ec.EllipticCurvePublicKey, end: datetime
+) -> x509.CertificateBuilder:
     builder = x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(key)
-    return builder.serial_number(x509.random_serial_number()).not_valid_before(_now() - CLOCKS_APART).not_valid_after(end)
+    return (
+        builder.serial_number(x509.random_serial_number())
+        .not_valid_before(_now() - CLOCKS_APART)
+        .not_valid_after(end)
+    )
 
 
 def _usage(signs_certificates: bool) -> x509.KeyUsage:
@@ -252,7 +296,9 @@ def _usage(signs_certificates: bool) -> x509.KeyUsage:
     )  # fmt: skip
 
 
-def _read_authority(key_path: Path, path: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+def _read_authority(
+    key_path: Path, path: Path
+) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     """An authority's key and certificate, if they belong together and may sign today."""
     key = _read_ec_key(key_path)
     try:
@@ -266,7 +312,9 @@ def _read_authority(key_path: Path, path: Path) -> tuple[ec.EllipticCurvePrivate
     if certificate.public_key() != key.public_key():
         raise ConfigError(f"{path}: does not belong to {key_path.name}")
     if not certificate.not_valid_before_utc <= _now() < certificate.not_valid_after_utc:
-        raise ConfigError(f"{path}: not valid today, only from {certificate.not_valid_before_utc} to {certificate.not_valid_after_utc}")
+        raise ConfigError(
+            f"{path}: not valid today, only from {certificate.not_valid_before_utc} to {certificate.not_valid_after_utc}"
+        )
     return key, certificate
 
 
@@ -295,13 +343,18 @@ def _private_key(path: Path, block: bytes) -> object:
     try:
         return load_pem_private_key(block, password=None)
     except TypeError:
-        raise ConfigError(f"{path}: the key is under a password: fedloom cannot ask for one") from None
+        raise ConfigError(
+            f"{path}: the key is under a password: fedloom cannot ask for one"
+        ) from None
     except (ValueError, UnsupportedAlgorithm):
         raise ConfigError(f"{path}: not a private key") from None
 
 
 def _kinds(keys: Iterable[object]) -> str:
-    return ", ".join(key.curve.name if isinstance(key, ec.EllipticCurvePrivateKey) else type(key).__name__ for key in keys)
+    return ", ".join(
+        key.curve.name if isinstance(key, ec.EllipticCurvePrivateKey) else type(key).__name__
+        for key in keys
+    )
 
 
 def _read(path: Path) -> bytes:
@@ -321,14 +374,18 @@ def _make_folder(folder: Path) -> None:
 def _require_absent(paths: Iterable[Path]) -> None:
     for path in paths:
         if os.path.lexists(path):
-            raise ConfigError(f"{path}: exists already, and keys are never written over: move it away or choose another folder")
+            raise ConfigError(
+                f"{path}: exists already, and keys are never written over: move it away or choose another folder"
+            )
 
 
 def _write(path: Path, content: bytes, *, secret: bool = False) -> None:
     """Writes a file that must not be there yet: what opens it also says who may read it, so there is no moment when others can."""
     _require_absent([path])
     try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644), "wb") as file:
+        with open(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644), "wb"
+        ) as file:
             file.write(content)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None

@@ -33,10 +33,16 @@ class LocalParty:
         """Starts the process; also again, if it has ended."""
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "fedloom.deploy.local_party"], stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+                [sys.executable, "-m", "fedloom.deploy.local_party"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )  # a session of its own: Ctrl-C is the coordinator's to hear
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"folder": str(self.folder), "name": self.name}).encode() + b"\n")
+        self.process.stdin.write(
+            json.dumps({"folder": str(self.folder), "name": self.name}).encode() + b"\n"
+        )
         self.process.stdin.flush()
 
     def state(self, lineage: str, mark: str) -> Path:
@@ -49,7 +55,9 @@ class LocalParty:
         """Raises if the process has ended."""
         if (code := self.process.poll()) is not None:
             said = self.log.read_text(errors="replace").strip().splitlines()
-            raise FedloomError(f"party {self.name!r} has ended with exit code {code}{f': {said[-1]}' if said else ''}")
+            raise FedloomError(
+                f"party {self.name!r} has ended with exit code {code}{f': {said[-1]}' if said else ''}"
+            )
 
     def end(self) -> None:
         """Ends the process."""
@@ -67,7 +75,9 @@ def _take_part(folder: str, name: str) -> None:
     home = Path(folder)
     agreement = read_agreement(home / "federation.toml")
     graph = agreement.graph(home / f"{name}.safetensors", name)
-    party = Party(agreement, name, read_party_key(home / f"{name}.key"), graph, home / name, tell_errors=True)
+    party = Party(
+        agreement, name, read_party_key(home / f"{name}.key"), graph, home / name, tell_errors=True
+    )
     take_part(party, lambda line: print(line, flush=True))
 
 

@@ -40,16 +40,21 @@ from fedloom.core.phase import phases_of
 from fedloom.data.graph import Graph
 from fedloom.deploy.agreement import Agreement, differences, size_of
 from fedloom.deploy.envelope import EnvelopeError, Header, Kind, open_order, sign
-from fedloom.deploy.framing import put, take
+from fedloom.deploy.framing import receive_frame, send_frame
 from fedloom.deploy.keys import PartyKey
-from fedloom.deploy.party_transport import Mailbox, RefusedError, UnreachableError
+from fedloom.deploy.party_transport import PartyTransport, RefusedError, UnreachableError
 from fedloom.errors import ConfigError, DataError, FedloomError, MessageError, unknown
 from fedloom.experiments import checkpoint
 from fedloom.nn.weights import weights
 from fedloom.privacy.secure_aggregation import responder_for
 
-KEPT = 3  # states that a party keeps: the coordinator may have to go back to the one before the last
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 0.5  # seconds before a coordinator that is not there is looked for again; longer every time
+KEPT = (
+    3  # states that a party keeps: the coordinator may have to go back to the one before the last
+)
+FIRST_PAUSE, LONGEST_PAUSE = (
+    0.2,
+    0.5,
+)  # seconds before a coordinator that is not there is looked for again; longer every time
 ERROR_LENGTH = 1000  # of what a party says went wrong
 
 
@@ -74,17 +79,34 @@ class Party:
     gets the words of fedloom's own errors, and of any other its type and a number, under which all of it is in the folder's errors.log.
     """
 
-    def __init__(self, agreement: Agreement, name: str, key: PartyKey, graph: Graph, folder: Path, tell_errors: bool = False):
+    def __init__(
+        self,
+        agreement: Agreement,
+        name: str,
+        key: PartyKey,
+        graph: Graph,
+        folder: Path,
+        tell_errors: bool = False,
+    ):
         if name not in agreement.parties:
             raise unknown("party", name, agreement.parties)
         if key.public.text() != agreement.parties[name].text():
             raise ConfigError(f"key: it is not that of party {name!r} in the agreement")
-        self.agreement, self.name, self.key, self.graph, self.folder = agreement, name, key, graph, folder
+        self.agreement, self.name, self.key, self.graph, self.folder = (
+            agreement,
+            name,
+            key,
+            graph,
+            folder,
+        )
         self.tell_errors = tell_errors
         self.agreed = agreement.agreed()
         self.over = ""  # how the run ended, once it has
         self._lineage = ""
-        self._life, self._next = _Life(""), _Life("")  # the one that has begun a run, and one that has said hello since
+        self._life, self._next = (
+            _Life(""),
+            _Life(""),
+        )  # the one that has begun a run, and one that has said hello since
         self._to_restore = ""  # the state to go back to before the first order of a round
         self._method: Method | None = None
         self._client: Client | None = None
@@ -106,21 +128,35 @@ class Party:
             self._next = _Life(header.run)
         life = self._life if header.run == self._life.run else self._next
         if header.run != life.run:
-            return self._signed(header, *self._failure(ForgottenError(f"party {self.name!r} knows nothing of this run")))
+            return self._signed(
+                header,
+                *self._failure(ForgottenError(f"party {self.name!r} knows nothing of this run")),
+            )
         if header.sequence == life.sequence:
             return life.answer
         if header.sequence < life.sequence:
-            raise EnvelopeError("replay", f"order {header.sequence} was given before, the last one was {life.sequence}")
+            raise EnvelopeError(
+                "replay",
+                f"order {header.sequence} was given before, the last one was {life.sequence}",
+            )
         life.sequence = header.sequence
         life.answer = self._signed(header, *self._obey(header, body, life))
         return life.answer
 
     def _signed(self, header: Header, kind: Kind, reply: bytes) -> bytes:
-        return sign(reply, Header(header.run, header.round, header.sequence, self.name, header.phase, kind), self.key)
+        return sign(
+            reply,
+            Header(header.run, header.round, header.sequence, self.name, header.phase, kind),
+            self.key,
+        )
 
     def _obey(self, header: Header, body: bytes, life: _Life) -> tuple[Kind, bytes]:
         meeting = {"fedloom_hello": self._hello, "fedloom_begin": self._begin}
-        own = {"fedloom_keep": self._keep, "fedloom_restore": self._restore, "fedloom_finish": self._finish}
+        own = {
+            "fedloom_keep": self._keep,
+            "fedloom_restore": self._restore,
+            "fedloom_finish": self._finish,
+        }
         try:
             if header.phase in meeting:
                 return "answer", json.dumps(meeting[header.phase](json.loads(body), life)).encode()
@@ -137,7 +173,10 @@ class Party:
         kind, words = type(error).__name__, " ".join(str(error).split())
         if not isinstance(error, FedloomError) and not self.tell_errors:
             words = f"its words stay with the party, {self._note(error)}"
-        told = {"cause": f"{kind}: {words}"[:ERROR_LENGTH], "lost_state": isinstance(error, ForgottenError)}
+        told = {
+            "cause": f"{kind}: {words}"[:ERROR_LENGTH],
+            "lost_state": isinstance(error, ForgottenError),
+        }
         return "error", json.dumps(told).encode()
 
     def _note(self, error: Exception) -> str:
@@ -145,8 +184,12 @@ class Party:
         number = f"as error {secrets.token_hex(4)}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with open(self.errors, "a", encoding="utf-8", opener=partial(os.open, mode=0o600)) as log:
-                log.write(f"{number}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n{''.join(traceback.format_exception(error))}\n")
+            with open(
+                self.errors, "a", encoding="utf-8", opener=partial(os.open, mode=0o600)
+            ) as log:
+                log.write(
+                    f"{number}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n{''.join(traceback.format_exception(error))}\n"
+                )
         except OSError as unwritten:
             return f"which could not keep them ({unwritten.strerror})"
         return number
@@ -156,25 +199,48 @@ class Party:
         life.nonce = secrets.token_hex(16)
         knows = bool(self.graph.cross_edges.shape[1])
         size = size_of(self.name, self.graph)
-        return {"nonce": life.nonce, "agreed": self.agreed, "size": size, "knows_cross_edges": knows}
+        return {
+            "nonce": life.nonce,
+            "agreed": self.agreed,
+            "size": size,
+            "knows_cross_edges": knows,
+        }
 
     def _begin(self, order: dict[str, Any], life: _Life) -> dict[str, Any]:
         if not life.nonce or order["nonce"] != life.nonce:
-            raise MessageError("the number shown is not the one that was given: this order is not of now")
+            raise MessageError(
+                "the number shown is not the one that was given: this order is not of now"
+            )
         life.nonce = ""
         if found := differences(self.agreed, order["agreed"]):
-            raise ConfigError(f"party {self.name!r} has agreed to something else: {'; '.join(found)}")
+            raise ConfigError(
+                f"party {self.name!r} has agreed to something else: {'; '.join(found)}"
+            )
         facts = facts_from(order["facts"])
-        if (facts.num_features, facts.num_classes, facts.task) != (self.graph.num_features, self.graph.num_classes, self.graph.task):
+        if (facts.num_features, facts.num_classes, facts.task) != (
+            self.graph.num_features,
+            self.graph.num_classes,
+            self.graph.task,
+        ):
             raise ConfigError(f"party {self.name!r}: the facts do not fit its graph")
-        if facts.secure != self.agreement.run.terms and not self.agreement.make_method().centralized:
-            raise ConfigError(f"party {self.name!r}: the terms of secure sums are not the agreed ones")
-        if (facts.upload, facts.download) != (self.agreement.run.upload, self.agreement.run.download):
+        if (
+            facts.secure != self.agreement.run.terms
+            and not self.agreement.make_method().centralized
+        ):
+            raise ConfigError(
+                f"party {self.name!r}: the terms of secure sums are not the agreed ones"
+            )
+        if (facts.upload, facts.download) != (
+            self.agreement.run.upload,
+            self.agreement.run.download,
+        ):
             raise ConfigError(f"party {self.name!r}: the filters are not the agreed ones")
         torch.set_num_threads(self.agreement.run.threads)
         self._method, self._lineage = self.agreement.make_method(), _plain(order, "lineage")
         self._life = life
-        self._client = Client(self.name, self.graph, facts, self.agreement.data.inductive, responder_for(facts))
+        self._client = Client(
+            self.name, self.graph, facts, self.agreement.data.inductive, responder_for(facts)
+        )
         # Started anew in the middle of a run, it goes on from the last state that it kept itself.
         self._to_restore = self._latest() if order["rejoin"] else ""
         return {}
@@ -186,7 +252,9 @@ class Party:
         message = decode(body, header.phase)
         phase, plain = phases_of(type(method)).get(header.phase), client.facts.secure is None
         if phase is None and (plain or hasattr(method, header.phase)):
-            raise MessageError(f"{header.phase!r} is not a phase of method {self.agreement.method!r}")
+            raise MessageError(
+                f"{header.phase!r} is not a phase of method {self.agreement.method!r}"
+            )
         if phase is not None and plain:
             phase.require_names(message, f"to party {self.name!r}")
         return encode(client.perform(method, header.phase, message), header.phase)
@@ -194,7 +262,10 @@ class Party:
     def _keep(self, order: dict[str, Any]) -> dict[str, Any]:
         _, client = self._ready()
         self._kept().mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_atomic(self._kept() / f"{_plain(order, 'mark')}.safetensors", checkpoint.encode(checkpoint.Checkpoint({}, client.snapshot())))
+        write_atomic(
+            self._kept() / f"{_plain(order, 'mark')}.safetensors",
+            checkpoint.encode(checkpoint.Checkpoint({}, client.snapshot())),
+        )
         for old in self._marks()[:-KEPT]:
             old.unlink()
         return {}
@@ -212,7 +283,10 @@ class Party:
     def _finish(self, order: dict[str, Any]) -> dict[str, Any]:
         if self._client is not None and "model" in self._client.state:
             self.folder.mkdir(parents=True, exist_ok=True)
-            tensors = {name: tensor.contiguous() for name, tensor in flatten(weights(self._client.state["model"])).items()}
+            tensors = {
+                name: tensor.contiguous()
+                for name, tensor in flatten(weights(self._client.state["model"])).items()
+            }
             write_atomic(self.model, save(tensors))
         self.over = str(order["status"])
         return {}
@@ -256,7 +330,14 @@ def facts_to(facts: Facts) -> dict[str, Any]:
 def facts_from(told: dict[str, Any]) -> Facts:
     """The inverse of `facts_to`."""
     secure = None if told["secure"] is None else SecureTerms(**told["secure"])
-    return Facts(**{**told, "clients": tuple(told["clients"]), "models": tuple(told["models"]), "secure": secure})
+    return Facts(
+        **{
+            **told,
+            "clients": tuple(told["clients"]),
+            "models": tuple(told["models"]),
+            "secure": secure,
+        }
+    )
 
 
 def take_part(party: Party, say: Callable[[str], None], patience: float = math.inf) -> str:
@@ -266,28 +347,30 @@ def take_part(party: Party, say: Callable[[str], None], patience: float = math.i
     party, or cannot be trusted, is given ten at most.
     """
     federation = party.agreement.federation
-    mailbox = Mailbox(federation.address, party.agreement.authority, party.key)
+    transport = PartyTransport(federation.address, party.agreement.authority, party.key)
     connected, pause = False, FIRST_PAUSE
     lost: float | None = None  # since when nothing works
     try:
         while not party.over:
             try:
                 if not connected:
-                    mailbox.connect()
+                    transport.connect()
                     connected, pause = True, FIRST_PAUSE
                     say(f"connected to {federation.address}")
-                _answer_one(party, mailbox, say)
+                _answer_one(party, transport, say)
                 lost = None
             except (UnreachableError, RefusedError) as error:
                 if connected:
                     say(f"lost the coordinator ({error}); waiting for it")
                 connected, lost = False, lost or time.monotonic()
-                if time.monotonic() - lost > (patience if isinstance(error, UnreachableError) else min(patience, 10.0)):
+                if time.monotonic() - lost > (
+                    patience if isinstance(error, UnreachableError) else min(patience, 10.0)
+                ):
                     raise
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
     finally:
-        mailbox.close()
+        transport.close()
     return party.over
 
 
@@ -301,7 +384,9 @@ def stay(party: Party, path: Path, say: Callable[[str], None]) -> str:
         try:
             listening.bind(str(path))
         except OSError as error:
-            raise ConfigError(f"socket: cannot listen at {str(path)!r} ({error.strerror or error})") from error
+            raise ConfigError(
+                f"socket: cannot listen at {str(path)!r} ({error.strerror or error})"
+            ) from error
         finally:
             os.umask(before)
         try:
@@ -311,19 +396,22 @@ def stay(party: Party, path: Path, say: Callable[[str], None]) -> str:
                 wire, _ = listening.accept()
                 with wire:
                     try:
-                        put(wire, party.answer(take(wire)))
-                    except (MessageError, OSError) as error:  # a wrong order, or who brought it has gone
+                        send_frame(wire, party.answer(receive_frame(wire)))
+                    except (
+                        MessageError,
+                        OSError,
+                    ) as error:  # a wrong order, or who brought it has gone
                         say(f"refused: {error}")
         finally:
             path.unlink(missing_ok=True)
     return party.over
 
 
-def _answer_one(party: Party, mailbox: Mailbox, say: Callable[[str], None]) -> None:
-    if (letter := mailbox.receive()) is not None:
+def _answer_one(party: Party, transport: PartyTransport, say: Callable[[str], None]) -> None:
+    if (order := transport.receive()) is not None:
         try:
-            envelope = party.answer(letter.envelope)
+            envelope = party.answer(order.envelope)
         except EnvelopeError as error:
             say(f"refused: {error}")
         else:
-            mailbox.answer(letter, envelope)
+            transport.answer(order, envelope)

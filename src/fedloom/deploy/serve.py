@@ -12,8 +12,8 @@ from typing import Any
 from fedloom.data.federation import PartySize
 from fedloom.deploy.agreement import Agreement, host_and_port, require_tls
 from fedloom.deploy.coordinator import Coordinator
-from fedloom.deploy.coordinator_transport import Address, LinkError, Office
-from fedloom.deploy.engine import Remote
+from fedloom.deploy.coordinator_transport import Address, CoordinatorTransport, SuperLinkError
+from fedloom.deploy.engine import RemoteEngine
 from fedloom.deploy.keys import read_party_key, require_private
 from fedloom.experiments.recorder import Recorder
 from fedloom.experiments.result import Result
@@ -34,36 +34,54 @@ def serve(
     keys: the folder with coordinator.key, server.crt and server.key. out: the run's folder. wait: seconds that the parties have to come in;
     then a quorum is enough, and the others may come later. resumed: what the folder says of the run in it, to go on with. origin: what it
     is to say of where agreement and keys are, so that `fedloom resume` finds them. A link that dies is started again, and the run goes on
-    from its last checkpoint. opened: gives an office to use instead of a link of one's own; TLS is that one's affair then.
+    from its last checkpoint. opened: gives an transport to use instead of a link of one's own; TLS is that one's affair then.
     """
     if opened is None:
         require_tls(agreement, insecure)
     resume = resumed is not None
     key, folder = read_party_key(keys / "coordinator.key"), run_folder(out, resume)
     assert folder is not None
-    config = resumed or {**_config(agreement), "deployment": {"lineage": secrets.token_hex(8), **(origin or {})}}
+    config = resumed or {
+        **_config(agreement),
+        "deployment": {"lineage": secrets.token_hex(8), **(origin or {})},
+    }
     lives = 0
     while True:
-        office = opened() if opened else Office(_address(agreement, keys), agreement.parties, log=folder / "link.log")
+        transport = (
+            opened()
+            if opened
+            else CoordinatorTransport(
+                _address(agreement, keys), agreement.parties, log=folder / "link.log"
+            )
+        )
         say(f"listening on {agreement.federation.listen or agreement.federation.address}")
         try:
-            return _one_life(agreement, Coordinator(agreement, office, key, config["deployment"]["lineage"], agreement.run.faults),
+            return _one_life(agreement, Coordinator(agreement, transport, key, config["deployment"]["lineage"], agreement.run.faults),
                              folder, config, wait, resume, say, on_round)  # fmt: skip
-        except LinkError as error:
+        except SuperLinkError as error:
             lives, resume = lives + 1, (folder / "config.json").exists()
             if lives == LINKS:
                 raise
             say(f"{error}; starting it again")
         finally:
-            office.close()
+            transport.close()
 
 
 def _one_life(
-    agreement: Agreement, coordinator: Coordinator, folder: Path, config: dict[str, Any], wait: float, resume: bool, say: Say, on_round: Any
+    agreement: Agreement,
+    coordinator: Coordinator,
+    folder: Path,
+    config: dict[str, Any],
+    wait: float,
+    resume: bool,
+    say: Say,
+    on_round: Any,
 ) -> Result:
     method, rules = agreement.make_method(), agreement.run
     roster = coordinator.gather(wait, max(1, math.ceil(rules.quorum * len(agreement.parties))), say)
-    facts = agree_on_facts(method, agreement.method, roster, agreement.model.name, agreement.model.dropout, rules)
+    facts = agree_on_facts(
+        method, agreement.method, roster, agreement.model.name, agreement.model.dropout, rules
+    )
     record = Recorder(roster, rules, folder, on_round)
     record.config = config
 
@@ -73,9 +91,9 @@ def _one_life(
 
     coordinator.joined = joined
 
-    def engine() -> Remote:
+    def engine() -> RemoteEngine:
         coordinator.begin(facts)
-        return Remote(coordinator)
+        return RemoteEngine(coordinator)
 
     with threads(rules.threads):
         return record.execute(Path(agreement.method).stem, method, facts, engine, resume, 0.0)
@@ -93,4 +111,10 @@ def _address(agreement: Agreement, keys: Path) -> Address:
 def _config(agreement: Agreement) -> dict[str, Any]:
     agreed = agreement.agreed()
     run = {f.name: getattr(agreement.run, f.name) for f in fields(agreement.run)}
-    return {"data": agreed["data"], "model": agreed["model"], "method": agreed["method"], "run": run, "parties": list(agreement.parties)}
+    return {
+        "data": agreed["data"],
+        "model": agreed["model"],
+        "method": agreed["method"],
+        "run": run,
+        "parties": list(agreement.parties),
+    }

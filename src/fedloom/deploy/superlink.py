@@ -30,7 +30,9 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 SECRET = "x-fedloom-secret"
 PATIENCE = "x-fedloom-wait"  # how many seconds the coordinator's request for messages may wait
-PARTY_KEY = "flwr-public-key"  # the header in which Flower's fleet interface finds the key of who asks
+PARTY_KEY = (
+    "flwr-public-key"  # the header in which Flower's fleet interface finds the key of who asks
+)
 LIMIT = 2**30  # bytes of a request; Flower would take any number
 FIRST_LIMIT = 2**16  # bytes of a request by somebody who has not proved yet who it is
 WAIT = 2.0  # seconds that a request for messages waits for some to come; also how often a waiting party shows that it is alive
@@ -44,11 +46,16 @@ class Door:
     let_go: takes a party's key, makes Flower believe that the party has left. limit: bytes of a request of somebody who is known.
     """
 
-    def __init__(self, inside: Application, secret: str, let_go: Callable[[str], None], limit: int = LIMIT):
+    def __init__(
+        self, inside: Application, secret: str, let_go: Callable[[str], None], limit: int = LIMIT
+    ):
         self.inside, self.secret, self.let_go, self.limit = inside, secret, let_go, limit
         self.heard: dict[str, float] = {}  # when a party's request was last answered, by its key
         self.connected: Counter[str] = Counter()  # how often it has said that it is there
-        self.posted = {"down": 0, "up": 0}  # how often messages have settled on their way to parties, and to the coordinator
+        self.posted = {
+            "down": 0,
+            "up": 0,
+        }  # how often messages have settled on their way to parties, and to the coordinator
         self.looked: dict[str, int] = {}  # what `posted` was when one who waits last looked
         self.changed = asyncio.Condition()
 
@@ -57,20 +64,35 @@ class Door:
         if scope["type"] != "http":
             await self.inside(scope, receive, send)
             return
-        path, headers = scope["path"], {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        trusted = hmac.compare_digest(headers.get(SECRET, "").encode("latin-1"), self.secret.encode())
+        path, headers = (
+            scope["path"],
+            {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]},
+        )
+        trusted = hmac.compare_digest(
+            headers.get(SECRET, "").encode("latin-1"), self.secret.encode()
+        )
         party = headers.get(PARTY_KEY, "")
         limit = self.limit if trusted or party in self.heard else FIRST_LIMIT
         if not 0 <= _length(headers) <= limit:  # before anything of it is in memory
-            await _answer(send, 413, {"detail": f"a request has its length in its header, and at most {limit} bytes"})
+            await _answer(
+                send,
+                413,
+                {"detail": f"a request has its length in its header, and at most {limit} bytes"},
+            )
         elif path == SETTLED and (trusted or party in self.heard):
             await self._settle("down" if trusted else "up")
             await _answer(send, 200, {})
         elif path == SEEN and trusted:
             now = time.monotonic()
-            await _answer(send, 200, {key: [now - then, self.connected[key]] for key, then in self.heard.items()})
+            await _answer(
+                send,
+                200,
+                {key: [now - then, self.connected[key]] for key, then in self.heard.items()},
+            )
         elif path.startswith("/v1/fleet/"):
-            if path.endswith("/pull-messages") and party in self.heard:  # who has never proved who it is does not wait here
+            if (
+                path.endswith("/pull-messages") and party in self.heard
+            ):  # who has never proved who it is does not wait here
                 await self._wait(party, "down", WAIT)
             status = await self._status(scope, receive, send)
             if status == 200:
@@ -121,7 +143,13 @@ def _length(headers: dict[str, str]) -> int:
 
 async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
     body = json.dumps(content).encode()
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [(b"content-type", b"application/json")],
+        }
+    )
     await send({"type": "http.response.body", "body": body})
 
 
@@ -132,13 +160,17 @@ def quiet() -> None:
     }  # fmt: skip
 
 
-def serve(host: str, port: int, secret: str, certificate: str | None, key: str | None, limit: int) -> None:
+def serve(
+    host: str, port: int, secret: str, certificate: str | None, key: str | None, limit: int
+) -> None:
     """Runs the SuperLink until the process is ended. certificate, key: PEM files of the server; None: no TLS. limit: see `LIMIT`."""
     quiet()
     import uvicorn
     from flwr.superlink.main import create_app
 
-    logging.getLogger("flwr").setLevel(logging.WARNING)  # at Flower's own level the log would grow by lines for every message
+    logging.getLogger("flwr").setLevel(
+        logging.WARNING
+    )  # at Flower's own level the log would grow by lines for every message
     app = create_app()  # in memory: what has to survive is in the run's folder and with the parties
     app.state.enable_supernode_auth = True  # nobody registers a key but the coordinator
 

@@ -22,7 +22,9 @@ from fedloom.engines.base import Details
 from fedloom.errors import FedloomError
 
 Content = tuple[dict[str, Tensor], list[str]]  # a message, flat, and whose it is
-Failure = Mapping[str, str]  # an exception in words: its class, the class's name, its text, its traceback
+Failure = Mapping[
+    str, str
+]  # an exception in words: its class, the class's name, its text, its traceback
 Failures = dict[str, Failure]  # by client
 T = TypeVar("T")
 
@@ -34,9 +36,14 @@ class WorkerError(RuntimeError):
 # ---- who goes where ----
 def deal(clients: Sequence[Client], groups: int) -> list[list[Client]]:
     """Takes clients and a number of groups, gives the groups: about equal work in each, nobody out of order, none empty."""
-    work = {c.name: c.full_graph.num_nodes * c.full_graph.num_features + c.full_graph.num_edges for c in clients}
+    work = {
+        c.name: c.full_graph.num_nodes * c.full_graph.num_features + c.full_graph.num_edges
+        for c in clients
+    }
     home, load = {}, [(0, 0, k) for k in range(groups)]  # work, clients, group
-    for name in sorted(work, key=lambda name: -work[name]):  # the heaviest first, each to where there is least to do so far
+    for name in sorted(
+        work, key=lambda name: -work[name]
+    ):  # the heaviest first, each to where there is least to do so far
         done, held, k = min(load)
         home[name], load[k] = k, (done + work[name], held + 1, k)
     return [[c for c in clients if home[c.name] == k] for k in range(groups)]
@@ -47,7 +54,9 @@ def distinct(messages: Mapping[str, Message]) -> list[Content]:
     found: dict[Any, Content] = {}
     for client, message in messages.items():
         flat = flatten(message)
-        found.setdefault(tuple((name, id(tensor)) for name, tensor in flat.items()), (flat, []))[1].append(client)
+        found.setdefault(tuple((name, id(tensor)) for name, tensor in flat.items()), (flat, []))[
+            1
+        ].append(client)
     return list(found.values())
 
 
@@ -61,13 +70,27 @@ def obey(
     """
     try:
         given = _done(engine, order, phase, messages)
-        packed = pack(distinct({client: message for client, message in given.items() if not isinstance(message, Absent)}))
+        packed = pack(
+            distinct(
+                {
+                    client: message
+                    for client, message in given.items()
+                    if not isinstance(message, Absent)
+                }
+            )
+        )
     except Exception as error:  # noqa: BLE001  (it is raised where the order came from)
         return pack([]), dict.fromkeys(messages, describe(error))
-    return packed, {client: describe(absent.error) for client, absent in given.items() if isinstance(absent, Absent) and absent.error}
+    return packed, {
+        client: describe(absent.error)
+        for client, absent in given.items()
+        if isinstance(absent, Absent) and absent.error
+    }
 
 
-def _done(engine: loop.Engine, order: str, phase: str, messages: dict[str, Message]) -> Mapping[str, Message | Absent]:
+def _done(
+    engine: loop.Engine, order: str, phase: str, messages: dict[str, Message]
+) -> Mapping[str, Message | Absent]:
     if order == "call":
         return engine.call(phase, messages)
     if order == "restore":
@@ -75,13 +98,20 @@ def _done(engine: loop.Engine, order: str, phase: str, messages: dict[str, Messa
         return {}
     if order == "peak":
         return {next(iter(engine.clients)): {"mb": torch.tensor(engine.peak_mb())}}
-    return {"snapshot": engine.snapshot, "models": engine.models, "artifacts": engine.artifacts}[order]()
+    return {"snapshot": engine.snapshot, "models": engine.models, "artifacts": engine.artifacts}[
+        order
+    ]()
 
 
 def describe(error: Exception) -> Failure:
     """An exception as texts, to be raised again elsewhere by `revive`."""
     cls, told = type(error), "".join(traceback.format_exception(error))
-    return {"class": f"{cls.__module__}.{cls.__qualname__}", "name": cls.__qualname__, "text": str(error), "traceback": told}
+    return {
+        "class": f"{cls.__module__}.{cls.__qualname__}",
+        "name": cls.__qualname__,
+        "text": str(error),
+        "traceback": told,
+    }
 
 
 # ---- the other side ----
@@ -91,7 +121,9 @@ def revive(failure: Failure, worker: int) -> Exception:
     if failure["class"] in known:
         error: Exception = known[failure["class"]](failure["text"])
     else:
-        error = WorkerError(f"worker {worker}: {failure['class'].removeprefix('builtins.')}: {failure['text']}")
+        error = WorkerError(
+            f"worker {worker}: {failure['class'].removeprefix('builtins.')}: {failure['text']}"
+        )
     error.add_note(f"in worker {worker}:\n{failure['traceback']}")
     return error
 
@@ -117,11 +149,19 @@ class WorkerEngine(ABC):
     supports_deadline: ClassVar[bool] = True
     round: int = 0
 
-    def __init__(self, method: Method, clients: Iterable[Client], policy: FaultPolicy = FaultPolicy(), workers: int = 0):
+    def __init__(
+        self,
+        method: Method,
+        clients: Iterable[Client],
+        policy: FaultPolicy = FaultPolicy(),
+        workers: int = 0,
+    ):
         clients = list(clients)
         self.policy = policy
         self.number = 0  # of the exchange under way, or of the last one
-        self.at: dict[int, tuple[int, str]] = {}  # what a worker is at: the number of an exchange, and what was asked
+        self.at: dict[
+            int, tuple[int, str]
+        ] = {}  # what a worker is at: the number of an exchange, and what was asked
         self.lost: dict[int, str] = {}  # how a worker that is gone has ended
         self.threads = torch.get_num_threads()
         groups = deal(clients, min(workers or max(1, self.cores() // self.threads), len(clients)))
@@ -171,7 +211,11 @@ class WorkerEngine(ABC):
         """
         given = self._order("call", phase, messages)
         for absent in given.values():
-            if isinstance(absent, Absent) and absent.error is not None and not self.policy.tolerates_absence:
+            if (
+                isinstance(absent, Absent)
+                and absent.error is not None
+                and not self.policy.tolerates_absence
+            ):
                 raise absent.error
         return given
 
@@ -194,7 +238,10 @@ class WorkerEngine(ABC):
     def details(self) -> Details:
         """For a run's summary: the number of workers, and of each one's clients."""
         held = list(self.home.values())
-        return {"workers": max(held) + 1, "clients_per_worker": [held.count(k) for k in range(max(held) + 1)]}
+        return {
+            "workers": max(held) + 1,
+            "clients_per_worker": [held.count(k) for k in range(max(held) + 1)],
+        }
 
     def peak_mb(self) -> float:
         """The most memory that this process and each worker have held, added up; pages that they share count for each."""
@@ -212,24 +259,32 @@ class WorkerEngine(ABC):
 
     def _tell(self, order: str, messages: dict[str, Message] | None = None) -> dict[str, Message]:
         """What comes of an order to all workers, or to those of `messages`; errors are raised, whatever the quorum."""
-        given = self._order(order, "", {name: {} for name in self.names} if messages is None else messages)
+        given = self._order(
+            order, "", {name: {} for name in self.names} if messages is None else messages
+        )
         for absent in given.values():
             if isinstance(absent, Absent) and absent.error is not None:
                 raise absent.error
         return {name: message for name, message in given.items() if not isinstance(message, Absent)}
 
-    def _order(self, order: str, phase: str, messages: dict[str, Message]) -> dict[str, Message | Absent]:
+    def _order(
+        self, order: str, phase: str, messages: dict[str, Message]
+    ) -> dict[str, Message | Absent]:
         if not self.open:
             raise WorkerError("the engine is closed")
         contents = distinct(messages)
         try:
             given = self._exchange(order, phase, contents, len(messages))
-        except BaseException:  # an interrupt, a lost worker: who has answered what is anybody's guess from here on
+        except (
+            BaseException
+        ):  # an interrupt, a lost worker: who has answered what is anybody's guess from here on
             self.close()
             raise
         return {name: given[name] for name in messages if name in given}
 
-    def _exchange(self, order: str, phase: str, contents: list[Content], asked: int) -> dict[str, Message | Absent]:
+    def _exchange(
+        self, order: str, phase: str, contents: list[Content], asked: int
+    ) -> dict[str, Message | Absent]:
         self.number += 1
         shares = self.share_out(contents)
         given: dict[str, Message | Absent] = {}
@@ -240,13 +295,19 @@ class WorkerEngine(ABC):
                 with self._losing(k):
                     self.send(k, order, phase, shares[k])
                     self.at[k] = (self.number, repr(phase) if phase else order)
-            if reached is None and sum(not isinstance(g, Absent) for g in given.values()) >= self.policy.enough(asked):
+            if reached is None and sum(
+                not isinstance(g, Absent) for g in given.values()
+            ) >= self.policy.enough(asked):
                 reached = monotonic()
             waiting = [k for k in due if k in self.at]
             if reached is not None and not any(self.at[k][0] == self.number for k in waiting):
                 break  # who is at something else is not waited for
             closes = self.policy.closes_at(begun, reached)
-            heard = self.ready(waiting, None if closes is None else max(0.0, closes - monotonic())) if waiting else []
+            heard = (
+                self.ready(waiting, None if closes is None else max(0.0, closes - monotonic()))
+                if waiting
+                else []
+            )
             if waiting and not heard:
                 break
             for k in heard:
@@ -255,12 +316,19 @@ class WorkerEngine(ABC):
                     answers, failures = self.receive(k)
                     if number == self.number:  # else it comes late, and counts for nothing
                         answered.add(k)
-                        given |= answers | {c: Absent(f"{f['name']}: {f['text']}", revive(f, k)) for c, f in failures.items()}
+                        given |= answers | {
+                            c: Absent(f"{f['name']}: {f['text']}", revive(f, k))
+                            for c, f in failures.items()
+                        }
         late = self._late(begun, reached)
         for k in shares.keys() - answered:
             number, what = self.at.get(k, (0, ""))
-            cause = self.lost.get(k) or (late if number == self.number else f"still busy with {what}")
-            given |= {c: Absent(cause) for _, clients in contents for c in clients if self.home[c] == k}
+            cause = self.lost.get(k) or (
+                late if number == self.number else f"still busy with {what}"
+            )
+            given |= {
+                c: Absent(cause) for _, clients in contents for c in clients if self.home[c] == k
+            }
         return given
 
     def _late(self, begun: float, reached: float | None) -> str:

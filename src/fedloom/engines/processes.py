@@ -47,7 +47,9 @@ if not hasattr(os, "memfd_create"):
 
 ALIGNED = 64  # bytes: where vector instructions like a tensor to begin
 Place = tuple[int, int]  # begin and length
-Layout = list[tuple[list[str], list[tuple[str, str, list[int], int]]]]  # whose; name, dtype, shape and place of each tensor
+Layout = list[
+    tuple[list[str], list[tuple[str, str, list[int], int]]]
+]  # whose; name, dtype, shape and place of each tensor
 
 
 class Block:
@@ -66,11 +68,19 @@ class Block:
             place[key] = self.end
             self.end += -(-tensor.nbytes // ALIGNED) * ALIGNED
         if self.end > os.fstat(self._file).st_size:
-            os.posix_fallocate(self._file, 0, self.end)  # an error here, not a bus error later, if there is not that much
+            os.posix_fallocate(
+                self._file, 0, self.end
+            )  # an error here, not a bus error later, if there is not that much
         for key, tensor in tensors.items():
             self._at(place[key], tensor.dtype, tensor.shape).copy_(tensor.detach())
         return [
-            (clients, [(name, str(t.dtype).removeprefix("torch."), list(t.shape), place[id(t)]) for name, t in flat.items()])
+            (
+                clients,
+                [
+                    (name, str(t.dtype).removeprefix("torch."), list(t.shape), place[id(t)])
+                    for name, t in flat.items()
+                ],
+            )
             for flat, clients in contents
         ]
 
@@ -89,7 +99,9 @@ class Block:
         """The messages as they lie in the memory, good until the other side writes again: whoever keeps one copies it."""
         read: dict[str, Message] = {}
         for clients, rows in layout:
-            message = unflatten({name: self._at(place, DTYPES[dtype], shape) for name, dtype, shape, place in rows})
+            message = unflatten(
+                {name: self._at(place, DTYPES[dtype], shape) for name, dtype, shape, place in rows}
+            )
             read |= dict.fromkeys(clients, message)
         return read
 
@@ -97,7 +109,9 @@ class Block:
         count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)
-        if self._map is None or place + count * dtype.itemsize > len(self._map):  # the other side may have made it grow
+        if self._map is None or place + count * dtype.itemsize > len(
+            self._map
+        ):  # the other side may have made it grow
             self._map = mmap.mmap(self._file, os.fstat(self._file).st_size)
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=place).view(shape)
 
@@ -118,17 +132,32 @@ class Engine(WorkerEngine):
         """Forks a worker for each group."""
         fork = multiprocessing.get_context("fork")
         self._sent, self._answered = Block(), [Block() for _ in groups]
-        self._reads: dict[int, int] = {}  # up to where in the memory a worker that has not answered may still read
+        self._reads: dict[
+            int, int
+        ] = {}  # up to where in the memory a worker that has not answered may still read
         self._pipes: list[Connection] = []
         self._workers: list[Any] = []
         blocks = [self._sent, *self._answered]
-        self._ending = weakref.finalize(self, _end, os.getpid(), self._workers, self._pipes, blocks)  # at the latest when Python ends
+        self._ending = weakref.finalize(
+            self, _end, os.getpid(), self._workers, self._pipes, blocks
+        )  # at the latest when Python ends
         for k, group in enumerate(groups):
             here, there = fork.Pipe()
             self._pipes.append(here)
             # A worker that held on to this process's ends would keep its siblings waiting after this process is gone.
-            arguments = (method, group, self.policy, self.threads, there, self._pipes, self._sent, self._answered[k])
-            worker = fork.Process(target=_work, args=arguments, name=f"fedloom worker {k}", daemon=True)
+            arguments = (
+                method,
+                group,
+                self.policy,
+                self.threads,
+                there,
+                self._pipes,
+                self._sent,
+                self._answered[k],
+            )
+            worker = fork.Process(
+                target=_work, args=arguments, name=f"fedloom worker {k}", daemon=True
+            )
             worker.start()
             self._workers.append(worker)
             there.close()
@@ -158,10 +187,15 @@ class Engine(WorkerEngine):
         """What a worker that is ready has answered. WorkerError if it is gone."""
         del self._reads[worker]
         try:
-            layout, failures = self._answered[worker].content(json.loads(self._pipes[worker].recv_bytes()))
+            layout, failures = self._answered[worker].content(
+                json.loads(self._pipes[worker].recv_bytes())
+            )
         except (EOFError, OSError):
             raise self._gone(worker) from None
-        return {client: isolate(message) for client, message in self._answered[worker].read(layout).items()}, failures
+        return {
+            client: isolate(message)
+            for client, message in self._answered[worker].read(layout).items()
+        }, failures
 
     def stop(self) -> None:
         """Ends the workers, whatever they are at."""
@@ -170,8 +204,16 @@ class Engine(WorkerEngine):
     def _gone(self, k: int) -> WorkerError:
         self._workers[k].join()
         code = self._workers[k].exitcode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        hint = " (when memory runs out, the system kills: fewer workers need less)" if -code == signal.SIGKILL else ""
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
+        hint = (
+            " (when memory runs out, the system kills: fewer workers need less)"
+            if -code == signal.SIGKILL
+            else ""
+        )
         return WorkerError(f"worker {k} {how}{hint}")
 
 
@@ -194,20 +236,29 @@ def _work(
     method: Method, clients: list[Client], policy: FaultPolicy, threads: int, pipe: Connection, others: list[Connection], sent: Block,
     answered: Block,
 ) -> None:  # fmt: skip
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; this process is told by its pipe
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C goes to all; this process is told by its pipe
     for other in others:
         other.close()
-    answering = Thread(target=_answer_all, args=(loop.Engine(method, clients, policy), threads, pipe, sent, answered))
+    answering = Thread(
+        target=_answer_all,
+        args=(loop.Engine(method, clients, policy), threads, pipe, sent, answered),
+    )
     answering.start()
     answering.join()
 
 
-def _answer_all(engine: loop.Engine, threads: int, pipe: Connection, sent: Block, answered: Block) -> None:
+def _answer_all(
+    engine: loop.Engine, threads: int, pipe: Connection, sent: Block, answered: Block
+) -> None:
     torch.set_num_threads(threads)
     while True:
         try:
             order, phase, share = json.loads(pipe.recv_bytes())
         except EOFError:
             return  # nobody is there any more
-        place = answered.append(obey(engine, order, phase, sent.read(sent.content(share)), answered.write))
+        place = answered.append(
+            obey(engine, order, phase, sent.read(sent.content(share)), answered.write)
+        )
         pipe.send_bytes(json.dumps(place).encode())

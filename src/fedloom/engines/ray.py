@@ -31,22 +31,34 @@ from fedloom.engines._workers import Content, Failures, WorkerEngine, WorkerErro
 from fedloom.errors import ConfigError
 from fedloom.privacy.secure_aggregation import responder_for
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read at the import: nothing is reported to anybody
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # as Ray's own warning asks: leave the environment as it is
+os.environ.setdefault(
+    "RAY_USAGE_STATS_ENABLED", "0"
+)  # read at the import: nothing is reported to anybody
+os.environ.setdefault(
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
+)  # as Ray's own warning asks: leave the environment as it is
 try:
     import ray
     from ray import cloudpickle
 except ImportError as error:
     raise ConfigError("run.engine 'ray' needs Ray: pip install 'fedloom[ray]'") from error
 
-PackedClient = tuple[str, bytes, dict[str, Any], bool]  # a client's name, its graph's tensors, what else the graph has, whether it is inductive
+PackedClient = tuple[
+    str, bytes, dict[str, Any], bool
+]  # a client's name, its graph's tensors, what else the graph has, whether it is inductive
 Parcel = tuple[list[str], bytes]  # who gets or sends it, and its message
 
 
 class Engine(WorkerEngine):
     """Makes its actors when it is made, and ends them when it is closed."""
 
-    def __init__(self, method: Method, clients: Iterable[Client], policy: FaultPolicy = FaultPolicy(), workers: int = 0):
+    def __init__(
+        self,
+        method: Method,
+        clients: Iterable[Client],
+        policy: FaultPolicy = FaultPolicy(),
+        workers: int = 0,
+    ):
         self._started = connect()
         self._actors: list[Any] = []
         self._answers: dict[int, Any] = {}  # what will be there when a worker has answered
@@ -60,11 +72,15 @@ class Engine(WorkerEngine):
         """Makes an actor for each group, spread over the machines, and waits for them."""
         for cls in type(method).__mro__:
             if cls.__module__.partition(".")[0] not in {"fedloom", *sys.stdlib_module_names}:
-                cloudpickle.register_pickle_by_value(sys.modules[cls.__module__])  # other processes cannot import it
+                cloudpickle.register_pickle_by_value(
+                    sys.modules[cls.__module__]
+                )  # other processes cannot import it
         actor = ray.remote(Worker).options(scheduling_strategy="SPREAD")
         for group in groups:
             packed = (ray.put(_packed(c)) for c in group)
-            self._actors.append(actor.remote(method, group[0].facts, self.policy, self.threads, *packed))
+            self._actors.append(
+                actor.remote(method, group[0].facts, self.policy, self.threads, *packed)
+            )
         for k, made in enumerate(self._actors):
             _get(k, made.__ray_ready__.remote())
 
@@ -114,9 +130,13 @@ def connect() -> bool:
         return False
     address = os.environ.get("RAY_ADDRESS", "local")
     try:
-        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        ray.init(
+            address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+        )
     except ConnectionError as error:
-        raise ConfigError(f"run.engine 'ray': there is no cluster at RAY_ADDRESS={address} ({error})") from error
+        raise ConfigError(
+            f"run.engine 'ray': there is no cluster at RAY_ADDRESS={address} ({error})"
+        ) from error
     return True
 
 
@@ -141,19 +161,34 @@ def _packed(client: Client) -> PackedClient:
     values = {f.name: getattr(graph, f.name) for f in fields(graph) if f.init}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     rest = {name: value for name, value in values.items() if name not in tensors}
-    return client.name, _save(isolate(tensors)), rest, client.graph.num_items < graph.num_items  # inductive: some items are absent
+    return (
+        client.name,
+        _save(isolate(tensors)),
+        rest,
+        client.graph.num_items < graph.num_items,
+    )  # inductive: some items are absent
 
 
 # ---- at the other end ----
 class Worker:
     """What an actor does: it holds its clients and obeys."""
 
-    def __init__(self, method: Method, facts: Facts, policy: FaultPolicy, threads: int, *packed: PackedClient):
+    def __init__(
+        self, method: Method, facts: Facts, policy: FaultPolicy, threads: int, *packed: PackedClient
+    ):
         torch.set_num_threads(threads)
-        graphs = [(name, Graph(**isolate(load(tensors)), **rest), inductive) for name, tensors, rest, inductive in packed]
-        clients = [Client(name, graph, facts, inductive, responder_for(facts)) for name, graph, inductive in graphs]
+        graphs = [
+            (name, Graph(**isolate(load(tensors)), **rest), inductive)
+            for name, tensors, rest, inductive in packed
+        ]
+        clients = [
+            Client(name, graph, facts, inductive, responder_for(facts))
+            for name, graph, inductive in graphs
+        ]
         self.engine = loop.Engine(method, clients, policy)
 
-    def obey(self, order: str, phase: str, whose: list[list[str]], *contents: bytes) -> tuple[list[Parcel], Failures]:
+    def obey(
+        self, order: str, phase: str, whose: list[list[str]], *contents: bytes
+    ) -> tuple[list[Parcel], Failures]:
         """Takes messages and whose each is, gives the clients' answers, and how clients have failed."""
         return obey(self.engine, order, phase, _unpack(zip(whose, contents, strict=True)), _pack)

@@ -1,0 +1,1 @@
+"""Experiments: runs and comparisons. Settings, recipes, run folders, grids, tuning and reports."""

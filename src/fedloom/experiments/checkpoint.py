@@ -54,10 +54,16 @@ def read(folder: Path) -> Checkpoint | None:
             damaged.append(f"{name} in {str(folder)!r} {error}")
             continue
         if damaged:
-            warnings.warn(f"resume: {damaged[0]}; going on from {name}", DamagedCheckpointWarning, stacklevel=2)
+            warnings.warn(
+                f"resume: {damaged[0]}; going on from {name}",
+                DamagedCheckpointWarning,
+                stacklevel=2,
+            )
         return found
     if damaged:
-        raise DataError(f"resume: {'; '.join(damaged)}. Without checkpoints the run begins again: remove them")
+        raise DataError(
+            f"resume: {'; '.join(damaged)}. Without checkpoints the run begins again: remove them"
+        )
     return None
 
 
@@ -74,8 +80,13 @@ def decode(content: bytes) -> Checkpoint:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         said = header["__metadata__"]
         if said.get("format") != FORMAT:
-            raise DataError(f"has format {said.get('format', 'fedloom-checkpoint/1')!r}, this fedloom reads {FORMAT!r}")
-        if hashlib.sha256(content.replace(_seal(said["sha256"]), _seal(_BLANK), 1)).hexdigest() != said["sha256"]:
+            raise DataError(
+                f"has format {said.get('format', 'fedloom-checkpoint/1')!r}, this fedloom reads {FORMAT!r}"
+            )
+        if (
+            hashlib.sha256(content.replace(_seal(said["sha256"]), _seal(_BLANK), 1)).hexdigest()
+            != said["sha256"]
+        ):
             raise DataError("is damaged (its SHA-256 is another)")
         return Checkpoint(json.loads(said["about"]), unflatten(load(content)))
     except DataError:

@@ -41,7 +41,9 @@ TABLES = ("data", "partition", "model", "method", "run")
 WIDTH = 50  # of what t-SNE begins with: the principal components
 
 
-def embed(folder: str | Path, clients: Sequence[str] | None = None, most: int = 2000, how: str = "tsne") -> Figure:
+def embed(
+    folder: str | Path, clients: Sequence[str] | None = None, most: int = 2000, how: str = "tsne"
+) -> Figure:
     """The figure of a completed run's embeddings, coloured by class and by client; it is left in the folder for reports to come.
 
     clients: whose nodes (all). most: how many of them, drawn at random. how: "pca", or "tsne" of the principal components. Labels, also
@@ -55,7 +57,9 @@ def embed(folder: str | Path, clients: Sequence[str] | None = None, most: int = 
     folder = Path(folder)
     run = read_run(folder)
     if run.summary["status"] != "completed":
-        raise DataError(f"run: {str(folder)!r} is {run.summary['status']}, embeddings are of completed runs")
+        raise DataError(
+            f"run: {str(folder)!r} is {run.summary['status']}, embeddings are of completed runs"
+        )
     if not run.models:
         raise DataError(f"run: {str(folder)!r} has no models to compute embeddings with")
     recipe = _recipe(folder, run.summary["config"])
@@ -65,27 +69,55 @@ def embed(folder: str | Path, clients: Sequence[str] | None = None, most: int = 
         for name in chosen:
             if name not in parties:
                 raise unknown("client", name, parties)
-        found = [_embedded(folder, method, parties[name], run.models, run.summary["evaluation"]) for name in chosen]
+        found = [
+            _embedded(folder, method, parties[name], run.models, run.summary["evaluation"])
+            for name in chosen
+        ]
     labels = [parties[name].full_graph.y for name in chosen]
     width = min(z.shape[1] for z, _ in found)
     if any(z.shape[1] != width for z, _ in found):
-        raise DataError(f"run: {str(folder)!r}: clients' embeddings differ in width; choose clients with the same model")
+        raise DataError(
+            f"run: {str(folder)!r}: clients' embeddings differ in width; choose clients with the same model"
+        )
     rows, classes = torch.cat([z for z, _ in found]).numpy(), torch.cat(labels).numpy()
     owners = np.repeat(np.arange(len(chosen)), [len(y) for y in labels])
     taken = np.flatnonzero(classes >= 0)
     if len(taken) < 3:
-        raise DataError(f"run: {str(folder)!r}: the chosen clients have {len(taken)} labelled items, a picture needs 3")
+        raise DataError(
+            f"run: {str(folder)!r}: the chosen clients have {len(taken)} labelled items, a picture needs 3"
+        )
     if len(taken) > most:
         taken = np.sort(np.random.default_rng(0).choice(taken, most, replace=False))
     points = reduced(rows[taken], how).round(4).tolist()
-    figure = _figure(how, all(inner for _, inner in found), points, classes[taken].tolist(), owners[taken].tolist(), chosen)
+    figure = _figure(
+        how,
+        all(inner for _, inner in found),
+        points,
+        classes[taken].tolist(),
+        owners[taken].tolist(),
+        chosen,
+    )
     write_atomic(folder / EMBEDDINGS, (json.dumps(figure) + "\n").encode())
     return figure
 
 
-def _figure(how: str, inner: bool, points: list[Any], classes: list[int], owners: list[int], names: list[str]) -> Figure:
-    what = "what the models make of an item just before they classify it" if inner else "the class scores that items are given"
-    way = {"pca": "two principal components", "tsne": "t-SNE: neighbours are alike, distances between groups say little"}[how]
+def _figure(
+    how: str,
+    inner: bool,
+    points: list[Any],
+    classes: list[int],
+    owners: list[int],
+    names: list[str],
+) -> Figure:
+    what = (
+        "what the models make of an item just before they classify it"
+        if inner
+        else "the class scores that items are given"
+    )
+    way = {
+        "pca": "two principal components",
+        "tsne": "t-SNE: neighbours are alike, distances between groups say little",
+    }[how]
     panels = [{"title": "", "points": points, "classes": classes, "clients": owners}]
     caption = f"{len(points):,} items in two dimensions, by {what} ({way}). Labels give the colours alone."
     return {
@@ -104,7 +136,11 @@ def reduced(rows: NDArray[np.float32], how: str) -> NDArray[np.float64]:
     wide = min(WIDTH if how == "tsne" else 2, *rows.shape)
     points = PCA(wide, svd_solver="full", random_state=0).fit_transform(rows.astype(np.float64))
     if how == "tsne" and len(rows) > 3:
-        points = TSNE(init="pca" if wide > 1 else "random", perplexity=min(30.0, (len(rows) - 1) / 3), random_state=0).fit_transform(points)
+        points = TSNE(
+            init="pca" if wide > 1 else "random",
+            perplexity=min(30.0, (len(rows) - 1) / 3),
+            random_state=0,
+        ).fit_transform(points)
     points = np.pad(points, ((0, 0), (0, max(0, 2 - points.shape[1])))).astype(np.float64)
     low, high = points.min(0), points.max(0)
     return 0.5 + (points - (low + high) / 2) / max(float((high - low).max()), 1e-9)
@@ -119,7 +155,9 @@ def _recipe(folder: Path, config: Mapping[str, Any]) -> Recipe:
     try:
         return make_recipe({name: config[name] for name in TABLES if name in config})
     except ConfigError as error:
-        raise DataError(f"run: {str(folder)!r}: config.json cannot be used any more ({error})") from error
+        raise DataError(
+            f"run: {str(folder)!r}: config.json cannot be used any more ({error})"
+        ) from error
 
 
 class _Ready(Exception):  # noqa: N818
@@ -148,20 +186,42 @@ def _prepared(recipe: Recipe) -> tuple[dict[str, Client], Method]:
     divided = recipe.federation()
     federation: Federation = (divided.merged() if method.centralized else divided).check()
     rules, model = recipe.run, recipe.model
-    facts = agree_on_facts(method, recipe.method, federation.roster, model.name, model.dropout, rules)
+    facts = agree_on_facts(
+        method, recipe.method, federation.roster, model.name, model.dropout, rules
+    )
     graphs = zip(federation.names, federation.graphs, strict=True)
-    engine = Engine(method, (Client(name, graph, facts, federation.inductive, responder_for(facts)) for name, graph in graphs), rules.faults)
+    engine = Engine(
+        method,
+        (
+            Client(name, graph, facts, federation.inductive, responder_for(facts))
+            for name, graph in graphs
+        ),
+        rules.faults,
+    )
     evaluated = chosen_evaluation(method, recipe.method, rules.evaluation)
     with suppress(_Ready):
-        method.run(Server(method, facts, engine.call, RoundPolicy(evaluated), _Watcher(), aggregation_for(facts)))
+        method.run(
+            Server(
+                method,
+                facts,
+                engine.call,
+                RoundPolicy(evaluated),
+                _Watcher(),
+                aggregation_for(facts),
+            )
+        )
     return engine.clients, method
 
 
-def _embedded(folder: Path, method: Method, client: Client, models: Mapping[str, Message], evaluated: str) -> tuple[Tensor, bool]:
+def _embedded(
+    folder: Path, method: Method, client: Client, models: Mapping[str, Message], evaluated: str
+) -> tuple[Tensor, bool]:
     """Rows [items, width] by which a client's items are predicted, and whether they are embeddings: class scores if there are none."""
     owner = "server" if evaluated != "local" and "server" in models else client.name
     if owner not in models:
-        raise DataError(f"run: {str(folder)!r}: there is no models/{owner}.safetensors, which the run was scored with")
+        raise DataError(
+            f"run: {str(folder)!r}: there is no models/{owner}.safetensors, which the run was scored with"
+        )
     try:
         if owner == client.name:
             load_weights(client.state["model"], models[owner])
@@ -203,6 +263,11 @@ def _listen(net: Model, name: str, heard: list[Tensor]) -> None:
 
 def _models(state: Mapping[str, Any]) -> list[Model]:
     """The models that a state holds, also inside others."""
-    held = [module for value in state.values() if isinstance(value, nn.Module) for module in value.modules()]
+    held = [
+        module
+        for value in state.values()
+        if isinstance(value, nn.Module)
+        for module in value.modules()
+    ]
     held += [net for value in state.values() if isinstance(value, dict) for net in _models(value)]
     return [module for module in held if isinstance(module, Model)]

@@ -42,7 +42,7 @@ class End(NamedTuple):
     cause: str = ""
 
 
-class Crew(Protocol):
+class Executor(Protocol):
     """Takes `size` cells at a time."""
 
     size: int
@@ -82,7 +82,14 @@ class State:
 
     def seconds_left(self) -> float | None:
         """About how long it will take, by what cells of the same method and size have taken; None while nothing is known."""
-        now, known = time.monotonic(), {name: took for name, took in self.seconds.items() if self.ended[name].status == "completed"}
+        now, known = (
+            time.monotonic(),
+            {
+                name: took
+                for name, took in self.seconds.items()
+                if self.ended[name].status == "completed"
+            },
+        )
         for name, step in self.running.items():
             if step.round and step.planned:
                 known[name] = (now - self.started[name]) * step.planned / step.round
@@ -106,36 +113,50 @@ class State:
 def _kind(cell: Cell) -> tuple[Any, ...]:
     """What runs of about the same length have in common."""
     tables = cell.tables
-    return cell.method, tables["data"]["dataset"], tables["partition"]["name"], tables["partition"]["clients"], tables["model"]["name"]
+    return (
+        cell.method,
+        tables["data"]["dataset"],
+        tables["partition"]["name"],
+        tables["partition"]["clients"],
+        tables["model"]["name"],
+    )
 
 
-def execute(cells: Iterable[Cell], crew: Crew, watch: Callable[[State, Step | End | None], None]) -> State:
+def execute(
+    cells: Iterable[Cell], executor: Executor, watch: Callable[[State, Step | End | None], None]
+) -> State:
     """Runs all cells that are not done, as many at a time as the crew takes. watch: hears of every step and end.
 
     A cell that fails is noted, and the others go on. Ctrl-C stops what is running in order, and is raised again.
     """
     wanted = list({cell.name: cell for cell in cells}.values())
     kept = [cell for cell in wanted if is_done(cell)]
-    state = State(wanted, kept, size=crew.size)
+    state = State(wanted, kept, size=executor.size)
     done = {cell.name for cell in kept}
     todo = [cell for cell in wanted if cell.name not in done]
     watch(state, None)
     try:
         while todo or state.running:
-            while todo and len(state.running) < crew.size:
+            while todo and len(state.running) < executor.size:
                 cell = todo.pop(0)
-                crew.start(cell)
-                state.running[cell.name], state.started[cell.name] = Step(cell, 0, 0, None), time.monotonic()
-            for event in crew.events(0.5):
+                executor.start(cell)
+                state.running[cell.name], state.started[cell.name] = (
+                    Step(cell, 0, 0, None),
+                    time.monotonic(),
+                )
+            for event in executor.events(0.5):
                 name = event.cell.name
                 if isinstance(event, Step):
                     state.running[name] = event
                 else:
                     del state.running[name]
-                    state.ended[name], state.seconds[name] = event, time.monotonic() - state.started[name]
+                    state.ended[name], state.seconds[name] = (
+                        event,
+                        time.monotonic() - state.started[name],
+                    )
                 watch(state, event)
     finally:
-        crew.stop()
+        executor.stop()
     return state
 
 
@@ -175,7 +196,9 @@ class Processes:
                 continue
             if kind == "round":
                 done, planned, validation = content
-                found.append(Step(cell, int(done), int(planned), float(validation) if validation else None))
+                found.append(
+                    Step(cell, int(done), int(planned), float(validation) if validation else None)
+                )
             else:
                 status, cause = content
                 process.join()
@@ -204,13 +227,17 @@ class Processes:
 def _how_it_ended(code: int | None) -> str:
     if code is not None and code < 0:
         name = signal.Signals(-code).name
-        return f"its process was ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        return f"its process was ended by {name}" + (
+            " (out of memory?)" if name == "SIGKILL" else ""
+        )
     return f"its process ended with exit code {code}"
 
 
 def _work(cell: Cell, pipe: Connection) -> None:
     """In a process of its own: carries out a cell and reports. What went wrong is a line for whoever asked for the grid."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all processes: whoever runs the grid tells this one to stop
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal's Ctrl-C reaches all processes: whoever runs the grid tells this one to stop
     threading.Thread(target=_end_with_parent, daemon=True).start()
     told = 0.0
 
@@ -218,7 +245,9 @@ def _work(cell: Cell, pipe: Connection) -> None:
         nonlocal told
         if time.monotonic() - told > 0.2:  # rounds may take less than a screen needs
             told = time.monotonic()
-            pipe.send_bytes(f"round\t{entry['round']}\t{planned}\t{entry.get('val_accuracy') or ''}".encode())
+            pipe.send_bytes(
+                f"round\t{entry['round']}\t{planned}\t{entry.get('val_accuracy') or ''}".encode()
+            )
 
     status, cause = "completed", ""
     try:
@@ -316,4 +345,4 @@ def _unpack(files: dict[str, bytes], folder: Path) -> None:
         fresh.rename(folder)
 
 
-CREWS: dict[str, Callable[[int], Crew]] = {"processes": Processes, "ray": Cluster}
+EXECUTORS: dict[str, Callable[[int], Executor]] = {"processes": Processes, "ray": Cluster}

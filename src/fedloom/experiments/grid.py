@@ -62,11 +62,16 @@ class Cell:
 class Axes:
     """[compare]: what is crossed with what, each a list, or a text with commas in between."""
 
-    methods: tuple[str, ...] = setting(("fedavg",), "names, or files of your own; local is always among them")
+    methods: tuple[str, ...] = setting(
+        ("fedavg",), "names, or files of your own; local is always among them"
+    )
     datasets: tuple[str, ...] = setting(("cora",), "see `fedloom datasets`")
     partitions: tuple[str, ...] = setting(("louvain",), "see `fedloom partitions`")
     clients: tuple[int, ...] = setting((10,), "numbers of clients")
-    models: tuple[str, ...] = setting(("gcn",), "architectures; those that are dealt over the clients have / in between, as gcn/gat/sage")
+    models: tuple[str, ...] = setting(
+        ("gcn",),
+        "architectures; those that are dealt over the clients have / in between, as gcn/gat/sage",
+    )
     seeds: int = setting(3, "seeds 0, 1, ...: at least 3 for a claim", at_least=1)
 
 
@@ -77,22 +82,38 @@ def read_axes(given: Mapping[str, Any]) -> Axes:
     for key, value in given.items():
         if key not in known:
             raise unknown("setting in [compare]:", key, known)
-        checked[key] = check_setting(known[key], value, "compare") if key == "seeds" else _listed(key, value)
+        checked[key] = (
+            check_setting(known[key], value, "compare") if key == "seeds" else _listed(key, value)
+        )
     chosen = Axes(**checked)
-    return chosen if LOCAL in chosen.methods else Axes(**{**checked, "methods": (LOCAL, *chosen.methods)})
+    return (
+        chosen
+        if LOCAL in chosen.methods
+        else Axes(**{**checked, "methods": (LOCAL, *chosen.methods)})
+    )
 
 
 def _listed(key: str, value: Any) -> tuple[Any, ...]:
     # A comma before key=value is one of a dataset's own: "synthetic:nodes=100,classes=3".
-    parts = re.split(r",(?!\s*\w+=)", value) if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    parts = (
+        re.split(r",(?!\s*\w+=)", value)
+        if isinstance(value, str)
+        else value
+        if isinstance(value, list | tuple)
+        else [value]
+    )
     listed = [part.strip() if isinstance(part, str) else part for part in parts]
     listed = [part for part in listed if part != ""]
     kind = int if key == "clients" else str
     if kind is int:
-        listed = [int(part) if isinstance(part, str) and part.isdigit() else part for part in listed]
+        listed = [
+            int(part) if isinstance(part, str) and part.isdigit() else part for part in listed
+        ]
     if not listed or any(not isinstance(part, kind) or isinstance(part, bool) for part in listed):
         valid = "whole numbers" if kind is int else "names"
-        raise ConfigError(f"compare.{key} is {value!r}, must be {valid}, as a list or with commas in between")
+        raise ConfigError(
+            f"compare.{key} is {value!r}, must be {valid}, as a list or with commas in between"
+        )
     return tuple(dict.fromkeys(listed))
 
 
@@ -102,7 +123,9 @@ def cells(tables: Mapping[str, Any], out: Path) -> list[Cell]:
     tables: a recipe with a table [compare]; [method] holds what is said to all methods that have such a setting, and a table in it, such
     as [method.fedprox], what is said to one. out: the folder that the cells' folders are in.
     """
-    base = {name: dict(table) if isinstance(table, Mapping) else table for name, table in tables.items()}
+    base = {
+        name: dict(table) if isinstance(table, Mapping) else table for name, table in tables.items()
+    }
     axes = read_axes(base.pop("compare", {}))
     said = base.pop("method", {})
     if not isinstance(said, dict):
@@ -118,7 +141,13 @@ def cells(tables: Mapping[str, Any], out: Path) -> list[Cell]:
                 f"method.{key} is said to all methods, of which each may mean something else by it; "
                 f"for one of them write METHOD.{key}; for all: {', '.join(SHARED)}"
             )
-    for table, key in (("data", "dataset"), ("partition", "name"), ("partition", "clients"), ("model", "name"), ("run", "seed")):
+    for table, key in (
+        ("data", "dataset"),
+        ("partition", "name"),
+        ("partition", "clients"),
+        ("model", "name"),
+        ("run", "seed"),
+    ):
         if isinstance(base.get(table), dict) and key in base[table]:
             raise ConfigError(f"{table}.{key} is an axis of the grid: give it in [compare]")
     for name in axes.datasets:
@@ -128,7 +157,11 @@ def cells(tables: Mapping[str, Any], out: Path) -> list[Cell]:
         range(axes.seeds), axes.datasets, axes.partitions, axes.clients, axes.models, axes.methods
     ):
         settings = {**_applicable(method, own.get(method, {}), common), **own.get(method, {})}
-        chosen = [("data", "dataset", data), ("partition", "name", name), ("partition", "clients", clients)]
+        chosen = [
+            ("data", "dataset", data),
+            ("partition", "name", name),
+            ("partition", "clients", clients),
+        ]
         chosen += [("model", "name", model.replace("/", ",")), ("run", "seed", seed)]
         made = {**base, "method": {"name": method, **settings}}
         for table, key, value in chosen:
@@ -141,12 +174,20 @@ def _applicable(method: str, own: Mapping[str, Any], common: Mapping[str, Any]) 
     """Of what is said to all, what a method has: a one-shot method has its one round, and trains as long as it needs."""
     known = {f.name: f for f in fields(method_class(method, own))}
     one_shot = known["rounds"].metadata["bounds"]["at most"] == 1
-    return {key: value for key, value in common.items() if key in known and not (one_shot and key in ("rounds", "epochs"))}
+    return {
+        key: value
+        for key, value in common.items()
+        if key in known and not (one_shot and key in ("rounds", "epochs"))
+    }
 
 
-def assigned(tables: Mapping[str, Any], assignments: Iterable[str], methods: Sequence[str]) -> Tables:
+def assigned(
+    tables: Mapping[str, Any], assignments: Iterable[str], methods: Sequence[str]
+) -> Tables:
     """Tables with assignments on top: "table.key=value" as for a run, or "METHOD.key=value" for one method of the grid."""
-    changed = {name: dict(table) if isinstance(table, Mapping) else table for name, table in tables.items()}
+    changed = {
+        name: dict(table) if isinstance(table, Mapping) else table for name, table in tables.items()
+    }
     for assignment in assignments:
         head, _, rest = assignment.strip().partition(".")
         if head in methods:
@@ -164,7 +205,11 @@ def cell(tables: Tables, out: Path) -> Cell:
     config = recipe.config()
     base = config["method"].get("base")
     identity = json.dumps([config, code_behind(recipe.method, base)], sort_keys=True)
-    parts = [Path(recipe.data.dataset).name, f"{recipe.partition.name}{recipe.partition.clients}", Path(recipe.method).stem]
+    parts = [
+        Path(recipe.data.dataset).name,
+        f"{recipe.partition.name}{recipe.partition.clients}",
+        Path(recipe.method).stem,
+    ]
     parts += [*([Path(base).stem] if base else []), recipe.model.name, f"s{recipe.run.seed}"]
     parts.append(hashlib.sha256(identity.encode()).hexdigest()[:8])
     return Cell(config, out / re.sub(r"[^\w.+-]", "_", "-".join(parts)))
@@ -174,10 +219,28 @@ def cell(tables: Tables, out: Path) -> Cell:
 def code_behind(method: str, base: str | None = None) -> str:
     """A digest of the modules that a method's numbers depend on: data, graphs, models, learning, its own file and those it takes from."""
     root = Path(fedloom.__file__).parent
-    names = ("graph", "sparse", "models", "learn", "task", "party", "method", "hops", "structure", "prototypes", "views", "similar")
+    names = (
+        "graph",
+        "sparse",
+        "models",
+        "learn",
+        "task",
+        "party",
+        "method",
+        "hops",
+        "structure",
+        "prototypes",
+        "views",
+        "similar",
+    )
     files = [root / f"{name}.py" for name in names] + sorted(root.glob("data/*.py"))
     own = [cls.__module__ for cls in method_class(method, {"base": base} if base else {}).__mro__]
-    used = {module for name in own if name.startswith(("fedloom.methods.", "fedloom_user_")) for module in _methods_in(name)}
+    used = {
+        module
+        for name in own
+        if name.startswith(("fedloom.methods.", "fedloom_user_"))
+        for module in _methods_in(name)
+    }
     files += [Path(str(sys.modules[module].__file__)) for module in sorted(used)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
@@ -185,7 +248,11 @@ def code_behind(method: str, base: str | None = None) -> str:
 def _methods_in(module: str) -> set[str]:
     """A method's module and those of the methods that it takes something from."""
     known = sys.modules.get(module) or importlib.import_module(module)
-    taken = set(re.findall(r"^from (fedloom\.methods\.\w+) import", Path(str(known.__file__)).read_text(), re.M))
+    taken = set(
+        re.findall(
+            r"^from (fedloom\.methods\.\w+) import", Path(str(known.__file__)).read_text(), re.M
+        )
+    )
     return {module}.union(*(_methods_in(other) for other in taken))
 
 

@@ -28,7 +28,9 @@ class History:
         self._stage = ""  # of the last evaluation
         self._best: dict[str, Entry] = {}  # by stage
         self._last: dict[str, Entry] = {}
-        self._recent: deque[float] = deque(maxlen=patience)  # validation accuracies: as many as patience allows,
+        self._recent: deque[float] = deque(
+            maxlen=patience
+        )  # validation accuracies: as many as patience allows,
         self._before = float("-inf")  # and the best of all that came earlier
 
     def add(self, entry: Entry) -> None:

@@ -70,7 +70,9 @@ def predict(federation: Federation, facts: Facts, engine: str = "loop", workers:
     """Takes a federation, the facts of the run, and the engine with its workers (0 = as many as there are cores); gives what is needed."""
     graphs = federation.graphs
     at_once = (workers or os.cpu_count() or 1) if has_workers(engine) else 1
-    size = dict(zip(federation.names, (graph.num_nodes + graph.num_edges for graph in graphs), strict=True))
+    size = dict(
+        zip(federation.names, (graph.num_nodes + graph.num_edges for graph in graphs), strict=True)
+    )
     # What clients who run in step compute with: their graphs once more, as one, and the steps of all at the same time.
     lockstep: list[tuple[str, ...]] = []
     if engine == "stacked":
@@ -82,9 +84,15 @@ def predict(federation: Federation, facts: Facts, engine: str = "loop", workers:
     kept = again * sum(sum(_reachable([graph.x, graph.edge_index]).values()) for graph in graphs)
     step = weights = 0.0
     for spec in set(facts.models):
-        sizes = sorted((size[client] for client in facts.clients if facts.model_of[client] == spec), reverse=True)
+        sizes = sorted(
+            (size[client] for client in facts.clients if facts.model_of[client] == spec),
+            reverse=True,
+        )
         cost = _try(_piece(federation), facts, spec)
-        together = [sum(size[client] for client in names if facts.model_of[client] == spec) for names in lockstep]
+        together = [
+            sum(size[client] for client in names if facts.model_of[client] == spec)
+            for names in lockstep
+        ]
         kept += cost.kept * (1 + again) * (sum(sizes) + sum(together))
         step = max(step, STEP * cost.saved * max(sum(sizes[:at_once]), *together, 0))
         weights += cost.weights * len(sizes) * (COPIES_AT_CLIENT + COPIES_AT_SERVER)
@@ -99,7 +107,11 @@ def require(need: Need) -> float:
     """Raises a ConfigError if this machine has less than the run needs; else gives the MB that the process will have held at most."""
     free = available()
     if free is not None and need.total > free:
-        listing = ", ".join(f"{name} {value / MB:,.0f}" for name, value in sorted(need.parts.items(), key=lambda item: -item[1]) if value)
+        listing = ", ".join(
+            f"{name} {value / MB:,.0f}"
+            for name, value in sorted(need.parts.items(), key=lambda item: -item[1])
+            if value
+        )
         raise ConfigError(
             f"memory: this run needs about {need.total / MB:,.0f} MB more ({listing}), and {free / MB:,.0f} MB are available. "
             f"{need.largest.capitalize()} take{'s' if need.largest.startswith('a ') else ''} the most: try {ADVICE[need.largest]}"
@@ -109,7 +121,11 @@ def require(need: Need) -> float:
 
 def available() -> int | None:
     """Bytes that this process could still get: of the machine, or of the container if that allows less; None where nobody says."""
-    found = [value for value in (_machine_has(Path("/proc/meminfo")), _container_has(Path("/sys/fs/cgroup"))) if value is not None]
+    found = [
+        value
+        for value in (_machine_has(Path("/proc/meminfo")), _container_has(Path("/sys/fs/cgroup")))
+        if value is not None
+    ]
     return min(found, default=None)
 
 
@@ -128,7 +144,9 @@ def _container_has(groups: Path) -> int | None:
         (first, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         if (folder / limit).exists() and (most := (folder / limit).read_text().strip()) != "max":
-            cached = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())[cache]
+            cached = dict(
+                line.split() for line in (folder / "memory.stat").read_text().splitlines()
+            )[cache]
             return int(most) - int((folder / usage).read_text()) + int(cached)
     return None
 
@@ -168,7 +186,14 @@ def _piece(federation: Federation) -> Graph:
     items = n if batch is None else int(batch[-1]) + 1
     everybody = torch.ones(items, dtype=torch.bool)
     y = torch.zeros(items, dtype=torch.int64)
-    return Graph(x, torch.randint(n, (2, edges), generator=rng), y, federation.num_classes, train=everybody, batch=batch)
+    return Graph(
+        x,
+        torch.randint(n, (2, edges), generator=rng),
+        y,
+        federation.num_classes,
+        train=everybody,
+        batch=batch,
+    )
 
 
 def _try(graph: Graph, facts: Facts, spec: str) -> Cost:
@@ -182,7 +207,9 @@ def _try(graph: Graph, facts: Facts, spec: str) -> Cost:
 
     before = _reachable([graph, *net.parameters()])
     with saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = torch.nn.functional.cross_entropy(net(graph, torch.Generator().manual_seed(0)), graph.y)
+        loss = torch.nn.functional.cross_entropy(
+            net(graph, torch.Generator().manual_seed(0)), graph.y
+        )
     loss.backward()
     kept = _reachable(graph)
     beside = _reachable(saved)

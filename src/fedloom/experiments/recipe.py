@@ -29,11 +29,23 @@ from fedloom.nn.build import parse_spec
 class DataTable:
     """[data]: which graph, and which of its items train, validate and test."""
 
-    dataset: str = setting("cora", "a name (see `fedloom datasets`), a folder with graph.toml, or synthetic:key=value,...")
-    split: str = setting("", 'shares such as "20/40/40", "global 10/10/80", or "public" (empty = the dataset\'s usual one)')
+    dataset: str = setting(
+        "cora",
+        "a name (see `fedloom datasets`), a folder with graph.toml, or synthetic:key=value,...",
+    )
+    split: str = setting(
+        "",
+        'shares such as "20/40/40", "global 10/10/80", or "public" (empty = the dataset\'s usual one)',
+    )
     inductive: bool = setting(False, "validation and test items are absent during training")
-    flow: str = setting("forward", "which way messages run along directed edges; both = take the graph as undirected", choices=FLOWS)
-    public_split: int = setting(0, "which of the dataset's own splits, if it has several", at_least=0)
+    flow: str = setting(
+        "forward",
+        "which way messages run along directed edges; both = take the graph as undirected",
+        choices=FLOWS,
+    )
+    public_split: int = setting(
+        0, "which of the dataset's own splits, if it has several", at_least=0
+    )
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,9 @@ class PartitionTable:
     name: str = setting("louvain", "see `fedloom partitions`")
     clients: int = setting(10, "number of clients", at_least=1)
     cross_edges: str = setting(
-        "auto", "whether clients know the edges that were cut; auto = if the method works on them", choices=("auto", "none", "known")
+        "auto",
+        "whether clients know the edges that were cut; auto = if the method works on them",
+        choices=("auto", "none", "known"),
     )
     seed: int = setting(-1, "seed of partition and split (-1 = the run's seed)", at_least=-1)
 
@@ -52,8 +66,13 @@ class PartitionTable:
 class ModelTable:
     """[model]: what the clients train."""
 
-    name: str = setting("gcn", 'a spec such as "gcn" or "gcn-4x128", or several, separated by commas, dealt over the clients')
-    dropout: float = setting(0.5, "share of the hidden units dropped in training", at_least=0, below=1, tune="0..0.8")
+    name: str = setting(
+        "gcn",
+        'a spec such as "gcn" or "gcn-4x128", or several, separated by commas, dealt over the clients',
+    )
+    dropout: float = setting(
+        0.5, "share of the hidden units dropped in training", at_least=0, below=1, tune="0..0.8"
+    )
 
 
 @dataclass(frozen=True)
@@ -64,13 +83,23 @@ class Expectation:
     at_least: float = setting(0.0, "the mean over the seeds must reach this")
     at_most: float = setting(100.0, "and not exceed this")
     seeds: int = setting(3, "over how many seeds", at_least=1)
-    minutes: float = setting(0.0, "about how long all seeds take on two cores, Local beside them (0 = not known)")
+    minutes: float = setting(
+        0.0, "about how long all seeds take on two cores, Local beside them (0 = not known)"
+    )
     paper: float = setting(-1.0, "what the paper prints, in percent (-1 = nothing)")
-    also: str = setting("", 'what it prints besides for the same runs, such as "f1_macro 61.58, auc 79.4"')
+    also: str = setting(
+        "", 'what it prints besides for the same runs, such as "f1_macro 61.58, auc 79.4"'
+    )
     source: str = setting("", "where the expected value comes from")
 
 
-TABLES: dict[str, Any] = {"data": DataTable, "partition": PartitionTable, "model": ModelTable, "run": RunSettings, "expect": Expectation}
+TABLES: dict[str, Any] = {
+    "data": DataTable,
+    "partition": PartitionTable,
+    "model": ModelTable,
+    "run": RunSettings,
+    "expect": Expectation,
+}
 
 
 @dataclass(frozen=True)
@@ -90,7 +119,12 @@ class Recipe:
         """The whole recipe, every default filled in: what the run folder keeps, and what runs again as it is."""
         method = make_method(self.method, self.method_settings)
         resolved = {"cross_edges": self.cross_edges, "seed": self.partition_seed}
-        partition = {**_values(self.partition), **resolved, **partition_settings(self.partition.name), **self.options}
+        partition = {
+            **_values(self.partition),
+            **resolved,
+            **partition_settings(self.partition.name),
+            **self.options,
+        }
         return {
             "data": {**_values(self.data), "split": self.split}, "partition": partition, "model": _values(self.model),
             "method": {"name": self.method, **method.settings()}, "run": _values(self.run),
@@ -106,12 +140,16 @@ class Recipe:
         """Whether clients know the edges that were cut: what was asked for, else what the method needs."""
         if self.partition.cross_edges != "auto":
             return self.partition.cross_edges
-        return "known" if method_class(self.method, self.method_settings).uses_cross_edges else "none"
+        return (
+            "known" if method_class(self.method, self.method_settings).uses_cross_edges else "none"
+        )
 
     @property
     def split(self) -> str:
         """The split, the dataset's usual one if none was asked for."""
-        usual = catalogue()[self.data.dataset].split if self.data.dataset in catalogue() else "20/40/40"
+        usual = (
+            catalogue()[self.data.dataset].split if self.data.dataset in catalogue() else "20/40/40"
+        )
         return self.data.split or usual
 
     def federation(self) -> Federation:
@@ -126,7 +164,9 @@ class Recipe:
     def check(self, federation: Federation) -> None:
         """Raises a ConfigError if the recipe's method and models do not fit the federation: before anything runs."""
         method = make_method(self.method, self.method_settings)
-        agree_on_facts(method, self.method, federation.roster, self.model.name, self.model.dropout, self.run)
+        agree_on_facts(
+            method, self.method, federation.roster, self.model.name, self.model.dropout, self.run
+        )
 
     def execute(
         self, out: Path | None = None, on_round: Callable[[dict[str, Any], int], None] | None = None, *,
@@ -160,8 +200,13 @@ def read_tables(path: Path) -> dict[str, dict[str, Any]]:
 
 def to_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
     """Tables as a TOML file that `read_tables` reads as they were: texts, numbers, true or false, and lists of these."""
-    lines = {name: [f"{_toml_key(key)} = {_toml(value)}\n" for key, value in table.items()] for name, table in tables.items()}
-    return "\n".join(f"[{_toml_key(name)}]\n{''.join(of_table)}" for name, of_table in lines.items())
+    lines = {
+        name: [f"{_toml_key(key)} = {_toml(value)}\n" for key, value in table.items()]
+        for name, table in tables.items()
+    }
+    return "\n".join(
+        f"[{_toml_key(name)}]\n{''.join(of_table)}" for name, of_table in lines.items()
+    )
 
 
 def _toml_key(name: str) -> str:
@@ -174,19 +219,29 @@ def _toml(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # the one character that TOML escapes and JSON does not
+        return json.dumps(value, ensure_ascii=False).replace(
+            "\x7f", r"\u007f"
+        )  # the one character that TOML escapes and JSON does not
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
-    raise ConfigError(f"recipe: {value!r} cannot be written as TOML; valid: a text, a number, true or false, a list of these")
+    raise ConfigError(
+        f"recipe: {value!r} cannot be written as TOML; valid: a text, a number, true or false, a list of these"
+    )
 
 
-def override(tables: dict[str, dict[str, Any]], assignments: Iterable[str]) -> dict[str, dict[str, Any]]:
+def override(
+    tables: dict[str, dict[str, Any]], assignments: Iterable[str]
+) -> dict[str, dict[str, Any]]:
     """Tables with assignments such as "method.lr=0.02" applied. Values are read as TOML; what is not TOML is a text."""
-    changed = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
+    changed = {
+        name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()
+    }
     for assignment in assignments:
         match = re.fullmatch(r"\s*(\w+)\.(\w+)\s*=\s*(.*)", assignment)
         if match is None:
-            raise ConfigError(f"--set takes table.key=value, for example method.lr=0.02; got {assignment!r}")
+            raise ConfigError(
+                f"--set takes table.key=value, for example method.lr=0.02; got {assignment!r}"
+            )
         table, key, text = match.groups()
         if not isinstance(changed.setdefault(table, {}), dict):
             raise ConfigError(f"{table} is {changed[table]!r}, must be a table: [{table}]")

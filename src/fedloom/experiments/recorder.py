@@ -42,19 +42,30 @@ Scores: TypeAlias = dict[str, float | None]
 class Recorder:
     """Keeps what happens in a run, line by line in its folder if it has one: whatever ends the run, the folder can be read."""
 
-    def __init__(self, roster: Roster, settings: RunSettings, folder: Path | None, on_round: Any, on_start: Any = None):
+    def __init__(
+        self,
+        roster: Roster,
+        settings: RunSettings,
+        folder: Path | None,
+        on_round: Any,
+        on_start: Any = None,
+    ):
         self.roster, self.settings, self.folder = roster, settings, folder
         self.on_round, self.on_start = on_round, on_start
         self.config: dict[str, Any] = {}
         self.predicted_mb = 0.0  # peak of memory, as it was foreseen
         self.partition: dict[str, Any] = {}  # label counts per client, in a simulation
-        self.joint_artifacts: Callable[[], Message] = dict  # of all clients together, in a simulation
+        self.joint_artifacts: Callable[[], Message] = (
+            dict  # of all clients together, in a simulation
+        )
         self.tracking = Tracking()
         self.history = History(folder, settings.patience)
         self.planned = 0
         self._made: Engine | None = None
         self._evaluation: dict[str, Any] = {}
-        self._pending: tuple[Checkpoint, Ledger] | None = None  # read, and to be put back when the round loop begins
+        self._pending: tuple[Checkpoint, Ledger] | None = (
+            None  # read, and to be put back when the round loop begins
+        )
 
     @property
     def engine(self) -> Engine:
@@ -70,8 +81,20 @@ class Recorder:
         self.name = name
         settings = self.settings
         evaluated = chosen_evaluation(method, name, settings.evaluation)
-        policy = RoundPolicy(evaluated, settings.participation, settings.evaluate_every, settings.faults, settings.retries)
-        self.seconds = {"load": seconds_loading, "setup": 0.0, "train": 0.0, "evaluate": 0.0, "total": 0.0}
+        policy = RoundPolicy(
+            evaluated,
+            settings.participation,
+            settings.evaluate_every,
+            settings.faults,
+            settings.retries,
+        )
+        self.seconds = {
+            "load": seconds_loading,
+            "setup": 0.0,
+            "train": 0.0,
+            "evaluate": 0.0,
+            "total": 0.0,
+        }
         self._began = self._loop_began = time.perf_counter()
         if self.folder and resume:
             self._require_same_run(self.folder)
@@ -82,9 +105,13 @@ class Recorder:
             _put_json(self.folder / "config.json", self.config)
         if self.folder and self.partition:
             _put_json(self.folder / PARTITION, self.partition)
-        kept = entries(self.folder) if self.folder and resume else ()  # read one by one, and only if somebody wants to know
+        kept = (
+            entries(self.folder) if self.folder and resume else ()
+        )  # read one by one, and only if somebody wants to know
         self.tracking.begin(Begun(self.config, self.roster.about, name, self.folder), kept)
-        self.server = server = Server(method, facts, self._call, policy, self, aggregation_for(facts))
+        self.server = server = Server(
+            method, facts, self._call, policy, self, aggregation_for(facts)
+        )
         if self._pending is not None:
             server.absences.resume(self._pending[0].about.get("absences", {}))
         failure: BaseException | None = None
@@ -114,7 +141,9 @@ class Recorder:
         found = checkpoint.read(folder)
         if found:
             self._pending = found, self._read_records(folder, found)
-        (folder / "summary.json").unlink(missing_ok=True)  # of the run that stopped; killed from here on, it is unfinished
+        (folder / "summary.json").unlink(
+            missing_ok=True
+        )  # of the run that stopped; killed from here on, it is unfinished
         self.history.cut()
         (self._pending[1] if self._pending else Ledger()).write(folder)
 
@@ -127,7 +156,10 @@ class Recorder:
 
     def _engine(self) -> dict[str, Any]:
         about = self._made.details() if self._made else {}
-        return {"engine": self.settings.engine, "engine_details": {"threads": self.settings.threads, **about}}
+        return {
+            "engine": self.settings.engine,
+            "engine_details": {"threads": self.settings.threads, **about},
+        }
 
     # ---- called by the server ----
     def entered_rounds(self, server: Server, count: int) -> int:
@@ -145,19 +177,30 @@ class Recorder:
         """Turns the clients' confusion matrices into scores, each client's and averaged."""
         columns = metrics.all_scores(*(replies.stack(name) for name in ("val", "test", "auc")))
         rows: list[dict[str, Any]] = [
-            {"id": c, **dict(zip(columns, values, strict=True))} for c, *values in zip(replies, *columns.values(), strict=True)
+            {"id": c, **dict(zip(columns, values, strict=True))}
+            for c, *values in zip(replies, *columns.values(), strict=True)
         ]
         size = {size.name: size.items for size in self.roster.sizes}
         by_size, equal = [float(size[r["id"]]) for r in rows], [1.0] * len(rows)
-        weighted, plain = ({m: metrics.average(column, w) for m, column in columns.items()} for w in (by_size, equal))
+        weighted, plain = (
+            {m: metrics.average(column, w) for m, column in columns.items()}
+            for w in (by_size, equal)
+        )
         self._note(server, stage, weighted, plain, {"clients": rows})
 
     def evaluated_in_sum(self, server: Server, total: Message, stage: str) -> None:
         """The averages alone: in a secure run nobody learns a client's scores."""
         self._note(server, stage, *metrics.added_scores(total["scores"]), {})
 
-    def _note(self, server: Server, stage: str, by_size: Scores, plain: Scores, more: dict[str, Any]) -> None:
-        self._evaluation = {"stage": stage, **by_size, **{f"{m}_mean": v for m, v in plain.items()}, **more}
+    def _note(
+        self, server: Server, stage: str, by_size: Scores, plain: Scores, more: dict[str, Any]
+    ) -> None:
+        self._evaluation = {
+            "stage": stage,
+            **by_size,
+            **{f"{m}_mean": v for m, v in plain.items()},
+            **more,
+        }
         if stage != "train" or not server.in_round:
             self._close_entry(server)
 
@@ -175,7 +218,13 @@ class Recorder:
     def _close_entry(self, server: Server) -> None:
         elapsed = round(time.perf_counter() - self._began, 4)
         sent = {f"bytes_{way}": count for way, count in server.ledger.sent().items()}
-        entry = {"round": server.round, "participants": list(server.participants), **self._evaluation, "seconds": elapsed, **sent}
+        entry = {
+            "round": server.round,
+            "participants": list(server.participants),
+            **self._evaluation,
+            "seconds": elapsed,
+            **sent,
+        }
         entry |= server.absences.report()
         self._evaluation = {}
         if self._pending is not None:
@@ -192,7 +241,9 @@ class Recorder:
             if self.folder:
                 server.ledger.write(self.folder)
 
-    def _finish(self, server: Server, failure: BaseException | None, evaluation: str) -> tuple[Result, BaseException | None]:
+    def _finish(
+        self, server: Server, failure: BaseException | None, evaluation: str
+    ) -> tuple[Result, BaseException | None]:
         """Writes what is left to write. Gives the result, and what ended the run if it is not completed."""
         now = time.perf_counter()
         self.seconds["evaluate"] = server.seconds_evaluating
@@ -219,7 +270,11 @@ class Recorder:
 
     def _models(self, server: Server) -> dict[str, Message]:
         final = self._made.models() if self._made else {}
-        return {**final, "server": server.state["model"]} if isinstance(server.state.get("model"), dict) else final
+        return (
+            {**final, "server": server.state["model"]}
+            if isinstance(server.state.get("model"), dict)
+            else final
+        )
 
     def _keep_models(self, server: Server, final: Mapping[str, Message]) -> None:
         """The ledger's last rows, and everybody's model."""
@@ -235,7 +290,9 @@ class Recorder:
         if of_all := self.joint_artifacts():
             write_atomic(folder / "artifacts.safetensors", _as_bytes(of_all))
 
-    def _summary(self, server: Server, failure: BaseException | None, evaluation: str) -> dict[str, Any]:
+    def _summary(
+        self, server: Server, failure: BaseException | None, evaluation: str
+    ) -> dict[str, Any]:
         at_best, last = self.history.scored()
         self.history.absences.add(server.absences.report())  # of a round that was not finished
         about = self.roster.about
@@ -276,7 +333,12 @@ class Recorder:
             "round": server.round, "hash": server.history_hash.hex(), "notes": server.notes,
             "bytes": {"history": self.history.sync(), "ledger": server.ledger.sync()}, "absences": server.absences.saved(),
         }  # fmt: skip
-        state = snapshot({"server": {"state": server.state, "streams": server.streams}, "clients": self.engine.snapshot()})
+        state = snapshot(
+            {
+                "server": {"state": server.state, "streams": server.streams},
+                "clients": self.engine.snapshot(),
+            }
+        )
         with deferred_signals():
             checkpoint.write(folder, Checkpoint(about, state))
 
@@ -284,7 +346,9 @@ class Recorder:
         of_run = read_config(folder).get("run", {})
         for key in ("seed", "secure"):  # an engine or a number of rounds may be another
             if (was := of_run.get(key)) != getattr(self.settings, key):
-                raise ConfigError(f"resume: the run in {str(folder)!r} has run.{key} = {json.dumps(was)}")
+                raise ConfigError(
+                    f"resume: the run in {str(folder)!r} has run.{key} = {json.dumps(was)}"
+                )
 
     def _read_records(self, folder: Path, found: Checkpoint) -> Ledger:
         """History and ledger as they were at the checkpoint."""
@@ -336,7 +400,10 @@ def _ending(failure: BaseException | None) -> dict[str, str]:
     if failure is None:
         return {"status": "completed"}
     if isinstance(failure, KeyboardInterrupt | SystemExit):
-        return {"status": "stopped", "cause": "interrupted" if isinstance(failure, KeyboardInterrupt) else "terminated"}
+        return {
+            "status": "stopped",
+            "cause": "interrupted" if isinstance(failure, KeyboardInterrupt) else "terminated",
+        }
     return {"status": "failed", "cause": f"{type(failure).__name__}: {failure}"}
 
 
@@ -344,10 +411,22 @@ def _first_of(earlier: BaseException | None, error: Exception) -> BaseException:
     """What ended a run when several things went wrong: the first of them, with a note of the other."""
     if earlier is None:
         return error
-    earlier.add_note(f"and then, while the folder was put in order: {type(error).__name__}: {error}")
+    earlier.add_note(
+        f"and then, while the folder was put in order: {type(error).__name__}: {error}"
+    )
     return earlier
 
 
 def _versions() -> dict[str, str]:
-    packages = ("fedloom", "torch", "torch_geometric", "numpy", "scipy", "scikit-network", "pymetis", "safetensors", "cryptography")
+    packages = (
+        "fedloom",
+        "torch",
+        "torch_geometric",
+        "numpy",
+        "scipy",
+        "scikit-network",
+        "pymetis",
+        "safetensors",
+        "cryptography",
+    )
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}

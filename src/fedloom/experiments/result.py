@@ -22,7 +22,9 @@ class Result:
     summary: dict[str, Any]
     models: dict[str, Message] = field(default_factory=dict, repr=False)
     folder: Path | None = None
-    entries: list[dict[str, Any]] = field(default_factory=list, repr=False)  # of the history, if there is no folder to read it from
+    entries: list[dict[str, Any]] = field(
+        default_factory=list, repr=False
+    )  # of the history, if there is no folder to read it from
 
     @cached_property
     def history(self) -> list[dict[str, Any]]:
@@ -52,9 +54,16 @@ def read_run(folder: str | Path) -> Result:
     config = read_config(folder) if summary is None else summary["config"]
     try:
         history = read_history(folder)
-        kept = {path.stem: unflatten(load_file(path)) for path in sorted((folder / "models").glob("*.safetensors"))}
+        kept = {
+            path.stem: unflatten(load_file(path))
+            for path in sorted((folder / "models").glob("*.safetensors"))
+        }
     except (OSError, ValueError, SafetensorError) as error:
         raise DataError(f"run: {str(folder)!r} is damaged ({error})") from error
     if summary is None:
-        summary = {"status": "unfinished", "config": config, "rounds": history[-1]["round"] if history else 0}
+        summary = {
+            "status": "unfinished",
+            "config": config,
+            "rounds": history[-1]["round"] if history else 0,
+        }
     return Result(summary, kept, folder)

@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 from fedloom.errors import DataError
 
 FORMAT = "fedloom-run/2"  # what a run folder's files hold, for who reads it later
-CONFIG, SUMMARY, HISTORY, PARTITION = "config.json", "summary.json", "history.jsonl", "partition.json"
+CONFIG, SUMMARY, HISTORY, PARTITION = (
+    "config.json",
+    "summary.json",
+    "history.jsonl",
+    "partition.json",
+)
 
 
 class LeftOut(NamedTuple):
@@ -32,7 +37,10 @@ class Run:
     @cached_property
     def curve(self) -> list[dict[str, Any]]:
         """The history without its clients: an entry for each round, and for each evaluation outside of the rounds."""
-        return [{key: value for key, value in entry.items() if key not in ("clients", "participants")} for entry in entries(self.folder)]
+        return [
+            {key: value for key, value in entry.items() if key not in ("clients", "participants")}
+            for entry in entries(self.folder)
+        ]
 
     @cached_property
     def partition(self) -> dict[str, Any] | None:
@@ -48,7 +56,10 @@ class Run:
     @property
     def knows_cross_edges(self) -> bool:
         """Whether clients knew the edges to others that the division has cut: some methods work on them, others never see them."""
-        return any(self.config.get(table, {}).get("cross_edges") == "known" for table in ("partition", "data"))
+        return any(
+            self.config.get(table, {}).get("cross_edges") == "known"
+            for table in ("partition", "data")
+        )
 
 
 def gather(paths: Iterable[Path]) -> tuple[list[Run], list[LeftOut]]:
@@ -87,17 +98,34 @@ def open_run(folder: Path) -> Run:
             done = max((entry["round"] for entry in entries(folder)), default=0)
             raise DataError(f"unfinished: under way or killed, last round {done}")
         if summary["status"] != "completed":
-            raise DataError(f"unfinished: {summary['status']}" + (f" ({summary['cause']})" if summary.get("cause") else ""))
+            raise DataError(
+                f"unfinished: {summary['status']}"
+                + (f" ({summary['cause']})" if summary.get("cause") else "")
+            )
         if summary.get("format") != FORMAT:
             said = summary.get("format", "no format, so from before there were any")
-            raise DataError(f"from another version: its summary says {said}, this one reads {FORMAT}")
+            raise DataError(
+                f"from another version: its summary says {said}, this one reads {FORMAT}"
+            )
         run = Run(folder, summary)
-        missing = {"method", "dataset", "clients", "seed", "per_client", "traffic", "seconds", "rounds", "accuracy"} - summary.keys()
+        missing = {
+            "method",
+            "dataset",
+            "clients",
+            "seed",
+            "per_client",
+            "traffic",
+            "seconds",
+            "rounds",
+            "accuracy",
+        } - summary.keys()
         if missing:
             raise DataError(f"damaged: summary.json has no {', '.join(sorted(missing))}")
         last = max((entry["round"] for entry in run.curve), default=0)
         if last != summary["rounds"]:
-            raise DataError(f"damaged: history.jsonl ends with round {last}, summary.json with {summary['rounds']}")
+            raise DataError(
+                f"damaged: history.jsonl ends with round {last}, summary.json with {summary['rounds']}"
+            )
         _ = run.sizes
     except DataError as error:
         raise DataError(str(error).removeprefix(f"run: {str(folder)!r} is ")) from error
@@ -111,7 +139,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         return _read_object(folder / CONFIG)
     except OSError as error:
-        raise DataError(f"run: {str(folder)!r} is not a run folder ({CONFIG}: {error.strerror})") from error
+        raise DataError(
+            f"run: {str(folder)!r} is not a run folder ({CONFIG}: {error.strerror})"
+        ) from error
     except ValueError as error:
         raise DataError(f"run: {str(folder)!r} is damaged ({CONFIG}: {error})") from error
 

@@ -80,33 +80,51 @@ def points(entry: Entry, clients: bool) -> dict[str, float]:
     stage = entry.get("stage", "train")
     before = "" if stage == "train" else f"{stage}/"
     found = {f"{before}scores/{m}": entry.get(m) for m in SCORES}
-    found |= {f"{before}traffic/bytes_{way}": entry[f"bytes_{way}"] for way in ("up", "down")} | {f"{before}time/seconds": entry["seconds"]}
+    found |= {f"{before}traffic/bytes_{way}": entry[f"bytes_{way}"] for way in ("up", "down")} | {
+        f"{before}time/seconds": entry["seconds"]
+    }
     if clients:
         rows = entry.get("clients", [])  # a secure run has none
-        found |= {f"{before}clients/{row['id']}/{m}": row.get(m) for row in rows for m in metrics.METRICS}
+        found |= {
+            f"{before}clients/{row['id']}/{m}": row.get(m) for row in rows for m in metrics.METRICS
+        }
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def result(summary: Mapping[str, Any]) -> dict[str, float]:
     """A summary's numbers by name."""
-    found = {f"summary/{key}": summary.get(key) for key in (*SCORES, "final_accuracy", "rounds", "best_round", "peak_rss_mb")}
+    found = {
+        f"summary/{key}": summary.get(key)
+        for key in (*SCORES, "final_accuracy", "rounds", "best_round", "peak_rss_mb")
+    }
     found |= {f"summary/bytes_{way}": summary["traffic"][f"bytes_{way}"] for way in ("up", "down")}
     found |= {f"summary/seconds_{part}": value for part, value in summary["seconds"].items()}
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
-def parameters(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+def parameters(
+    config: Mapping[str, Any], before: str = ""
+) -> Iterator[tuple[str, bool | int | float | str]]:
     """A config's values with the names that `--set` gives them; what is no number or text is JSON."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from parameters(value, f"{before}{key}.")
         else:
-            yield before + key, value if isinstance(value, bool | int | float | str) else json.dumps(value, default=str)
+            yield (
+                before + key,
+                value
+                if isinstance(value, bool | int | float | str)
+                else json.dumps(value, default=str),
+            )
 
 
 def labels(summary: Mapping[str, Any], folder: Path | None) -> dict[str, str]:
     """What is said of a run in words."""
-    said = {key: str(summary[key]) for key in ("status", "cause", "method", "history_hash") if summary.get(key)}
+    said = {
+        key: str(summary[key])
+        for key in ("status", "cause", "method", "history_hash")
+        if summary.get(key)
+    }
     return said | ({"run_folder": str(folder.resolve())} if folder else {})
 
 
@@ -118,13 +136,21 @@ class TensorBoard(Tracker):
 
     def __init__(self, where: str = "", clients: bool = False):
         super().__init__(str(Path(where).resolve()) if where else "", clients)
-        _require("tensorboard", "tensorboard.summary.writer.record_writer", "tensorboard.plugins.hparams.summary_v2")
+        _require(
+            "tensorboard",
+            "tensorboard.summary.writer.record_writer",
+            "tensorboard.plugins.hparams.summary_v2",
+        )
 
     def check(self, folder: Path | None, resume: bool) -> None:
         if not (self.where or folder):
-            raise ConfigError("track: tensorboard needs a run folder (out), or a folder of its own: tensorboard:DIR")
+            raise ConfigError(
+                "track: tensorboard needs a run folder (out), or a folder of its own: tensorboard:DIR"
+            )
         if self.where and not resume and any(Path(self.where).glob("events.out.tfevents.*")):
-            raise ConfigError(f"track: {self.where!r} holds the events of another run; choose another folder: tensorboard:DIR")
+            raise ConfigError(
+                f"track: {self.where!r} holds the events of another run; choose another folder: tensorboard:DIR"
+            )
 
     def begin(self, run: Begun) -> dict[str, Any]:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -133,13 +159,20 @@ class TensorBoard(Tracker):
 
         place = Path(self.where) if self.where else (run.folder or Path()) / "tensorboard"
         place.mkdir(parents=True, exist_ok=True)
-        if earlier := run.remembered.get("events"):  # all of it that counts is in the history, and is written again
+        if earlier := run.remembered.get(
+            "events"
+        ):  # all of it that counts is in the history, and is written again
             (place / earlier).unlink(missing_ok=True)
         self._folder = run.folder
         path = place / f"events.out.tfevents.{int(time.time())}.{uuid.uuid4().hex[:8]}"
         self._file = RecordWriter(open(path, "wb"))  # noqa: SIM115  (closed at the end)
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        self._write(Event(wall_time=time.time(), summary=hparams_pb(dict(parameters(run.config)), trial_id=run.name)))
+        self._write(
+            Event(
+                wall_time=time.time(),
+                summary=hparams_pb(dict(parameters(run.config)), trial_id=run.name),
+            )
+        )
         return {"events": path.name}
 
     def add(self, entry: Entry, step: int) -> None:
@@ -152,7 +185,9 @@ class TensorBoard(Tracker):
 
         if summary["status"] == "completed":
             self._scalars(summary["rounds"], result(summary))
-        text = "\n".join(f"- {key}: {value}" for key, value in labels(summary, self._folder).items())
+        text = "\n".join(
+            f"- {key}: {value}" for key, value in labels(summary, self._folder).items()
+        )
         shown = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode()])
         about = Summary(value=[Summary.Value(tag="run", metadata=shown, tensor=tensor)])
@@ -163,7 +198,9 @@ class TensorBoard(Tracker):
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        told = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+        told = Summary(
+            value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        )
         self._write(Event(wall_time=time.time(), step=step, summary=told))
 
     def _write(self, event: Any) -> None:
@@ -183,59 +220,91 @@ class MLflow(Tracker):
     def __init__(self, where: str = "", clients: bool = False, experiment: str = ""):
         super().__init__(where, clients)
         self.experiment = experiment
-        self._uri = where or os.environ.get("MLFLOW_TRACKING_URI", "")  # in no file: there may be a password in it
+        self._uri = where or os.environ.get(
+            "MLFLOW_TRACKING_URI", ""
+        )  # in no file: there may be a password in it
         # Nobody who runs a federation has asked for a report to MLflow's makers, or wants to wait for minutes until a server is given up.
-        for variable, value in {"DISABLE_TELEMETRY": "true", "HTTP_REQUEST_MAX_RETRIES": "2", "HTTP_REQUEST_TIMEOUT": "10"}.items():
+        for variable, value in {
+            "DISABLE_TELEMETRY": "true",
+            "HTTP_REQUEST_MAX_RETRIES": "2",
+            "HTTP_REQUEST_TIMEOUT": "10",
+        }.items():
             os.environ.setdefault(f"MLFLOW_{variable}", value)
-        local = () if self._uri and not self._uri.startswith("sqlite:") else ("sqlalchemy", "alembic")
+        local = (
+            () if self._uri and not self._uri.startswith("sqlite:") else ("sqlalchemy", "alembic")
+        )
         _require("mlflow", "mlflow.tracking", *local)
-        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # that it makes tables is no news
+        logging.getLogger("mlflow.store.db.utils").setLevel(
+            logging.WARNING
+        )  # that it makes tables is no news
 
     def begin(self, run: Begun) -> dict[str, Any]:
         from mlflow.tracking import MlflowClient
 
         beside = (run.folder.parent if run.folder else Path()).resolve() / "mlflow.db"
         self._client, self._folder = MlflowClient(self._uri or f"sqlite:///{beside}"), run.folder
-        self._logged: set[tuple[str, int]] = set()  # points that are there already, and are not to be there twice
+        self._logged: set[tuple[str, int]] = (
+            set()
+        )  # points that are there already, and are not to be there twice
         if found := run.remembered.get("run_id"):
             self._id: str = found
             self._client.update_run(found, status="RUNNING")
             for key in self._client.get_run(found).data.metrics:
                 if key.endswith("traffic/bytes_up"):
-                    self._logged.update((key, point.step) for point in self._client.get_metric_history(found, key))
+                    self._logged.update(
+                        (key, point.step) for point in self._client.get_metric_history(found, key)
+                    )
         else:
             self._id = self._client.create_run(self._experiment(run), run_name=run.name).info.run_id
             self._log(params=[(_plain(key), str(value)) for key, value in parameters(run.config)])
         return {"run_id": self._id}
 
     def _experiment(self, run: Begun) -> str:
-        name = self.experiment or "-".join(filter(None, (Path(str(run.about["dataset"])).name, run.about.get("partition"))))
+        name = self.experiment or "-".join(
+            filter(None, (Path(str(run.about["dataset"])).name, run.about.get("partition")))
+        )
         found = self._client.get_experiment_by_name(name)
         return found.experiment_id if found else self._client.create_experiment(name)
 
     def add(self, entry: Entry, step: int) -> None:
         values = points(entry, self.clients)
-        if (next(key for key in values if key.endswith("traffic/bytes_up")), step) not in self._logged:
+        if (
+            next(key for key in values if key.endswith("traffic/bytes_up")),
+            step,
+        ) not in self._logged:
             self._log(metrics=[(_plain(key), value, step) for key, value in values.items()])
 
     def end(self, summary: Mapping[str, Any]) -> None:
         if summary["status"] == "completed":
-            self._log(metrics=[(key, value, summary["rounds"]) for key, value in result(summary).items()])
+            self._log(
+                metrics=[(key, value, summary["rounds"]) for key, value in result(summary).items()]
+            )
         self._log(tags=list(labels(summary, self._folder).items()))
         ended = {"completed": "FINISHED", "stopped": "KILLED"}.get(summary["status"], "FAILED")
         self._client.set_terminated(self._id, status=ended)
 
-    def _log(self, metrics: Sequence[Any] = (), params: Sequence[Any] = (), tags: Sequence[Any] = ()) -> None:
+    def _log(
+        self, metrics: Sequence[Any] = (), params: Sequence[Any] = (), tags: Sequence[Any] = ()
+    ) -> None:
         """In pieces that a server takes."""
         from mlflow.entities import Metric, Param, RunTag
 
         now = int(time.time() * 1000)
         for k in range(0, len(metrics), 1000):
-            self._client.log_batch(self._id, metrics=[Metric(key, value, now, step) for key, value, step in metrics[k : k + 1000]])
+            self._client.log_batch(
+                self._id,
+                metrics=[
+                    Metric(key, value, now, step) for key, value, step in metrics[k : k + 1000]
+                ],
+            )
         for k in range(0, len(params), 100):
-            self._client.log_batch(self._id, params=[Param(key, value[:6000]) for key, value in params[k : k + 100]])
+            self._client.log_batch(
+                self._id, params=[Param(key, value[:6000]) for key, value in params[k : k + 100]]
+            )
         if tags:
-            self._client.log_batch(self._id, tags=[RunTag(key, value[:8000]) for key, value in tags])
+            self._client.log_batch(
+                self._id, tags=[RunTag(key, value[:8000]) for key, value in tags]
+            )
 
 
 def _plain(name: str) -> str:
@@ -248,7 +317,9 @@ def _require(extra: str, *modules: str) -> None:
         for module in modules:
             __import__(module)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"track: {extra} needs the package {error.name!r}: pip install 'fedloom[{extra}]'") from error
+        raise ConfigError(
+            f"track: {extra} needs the package {error.name!r}: pip install 'fedloom[{extra}]'"
+        ) from error
 
 
 # ---- all of a run ----
@@ -259,8 +330,14 @@ Track: TypeAlias = str | Tracker | Sequence[str | Tracker]
 def make_trackers(track: Track) -> list[Tracker]:
     """Trackers by name ("tensorboard,mlflow+clients"), or as they are; ConfigError for an unknown one, or if its package is not there."""
     given = [track] if isinstance(track, str | Tracker) else track
-    specs = [part for each in given for part in (each.split(",") if isinstance(each, str) else [each])]
-    return [each if isinstance(each, Tracker) else _make(each.strip()) for each in specs if not isinstance(each, str) or each.strip()]
+    specs = [
+        part for each in given for part in (each.split(",") if isinstance(each, str) else [each])
+    ]
+    return [
+        each if isinstance(each, Tracker) else _make(each.strip())
+        for each in specs
+        if not isinstance(each, str) or each.strip()
+    ]
 
 
 def _make(spec: str) -> Tracker:
@@ -307,10 +384,15 @@ class Tracking:
         if not self.trackers:
             return
         before = _remembered(run.folder)
-        to_keep: dict[str, Any] = {**before, "track": [t.spec for t in self.trackers if t.name in TRACKERS]}
+        to_keep: dict[str, Any] = {
+            **before,
+            "track": [t.spec for t in self.trackers if t.name in TRACKERS],
+        }
 
         def begin(tracker: Tracker) -> None:
-            to_keep[tracker.name] = tracker.begin(replace(run, remembered=before.get(tracker.name) or {}))
+            to_keep[tracker.name] = tracker.begin(
+                replace(run, remembered=before.get(tracker.name) or {})
+            )
 
         self._each(begin)
         if run.folder:
@@ -338,4 +420,7 @@ class Tracking:
             except Exception as error:  # noqa: BLE001  (whatever a tracker cannot do, the run can do without it)
                 self.trackers.remove(tracker)
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
-                warnings.warn(f"tracker {tracker.name} fails ({reason}); the run goes on without it", stacklevel=2)
+                warnings.warn(
+                    f"tracker {tracker.name} fails ({reason}); the run goes on without it",
+                    stacklevel=2,
+                )

@@ -18,7 +18,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    wait,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -97,14 +104,18 @@ def read_range(f: Any, text: str, where: str) -> Range:
     if ".." in text:
         ends = [read_value(end) for end in text.split("..", 1)]
         if not all(isinstance(end, int | float) and not isinstance(end, bool) for end in ends):
-            raise ConfigError(f"tune: {where}.{f.name} from {text!r}: low..high takes numbers; of anything else give choices: a,b,c")
+            raise ConfigError(
+                f"tune: {where}.{f.name} from {text!r}: low..high takes numbers; of anything else give choices: a,b,c"
+            )
         low, high = (check_setting(f, end, where) for end in ends)
         if not low < high:
             raise ConfigError(f"tune: {where}.{f.name} from {text!r}: low must be below high")
         return Range(text, low, high, log=low > 0 and high / low >= 100 * (1 - 1e-9))
     values = [check_setting(f, read_value(value.strip()), where) for value in text.split(",")]
     if len(set(values)) < max(2, len(values)):
-        raise ConfigError(f"tune: {where}.{f.name} from {text!r}: give two choices or more, each once")
+        raise ConfigError(
+            f"tune: {where}.{f.name} from {text!r}: give two choices or more, each once"
+        )
     return Range(text, choices=tuple(values))
 
 
@@ -132,15 +143,27 @@ def search_space(recipe: Recipe, over: Iterable[str], task: str = "") -> dict[st
     for key, text in _asked(over):
         table, _, name = key.partition(".")
         if table not in TUNABLE:
-            raise ConfigError(f"tune: {key} is not tuned: by another task's validation nothing is won; valid: settings of method and model")
+            raise ConfigError(
+                f"tune: {key} is not tuned: by another task's validation nothing is won; valid: settings of method and model"
+            )
         if name not in (of_table := _fields(recipe)[table]):
-            raise unknown(f"setting of {table} {recipe.method!r}:" if table == "method" else "setting in [model]:", name, of_table)
+            raise unknown(
+                f"setting of {table} {recipe.method!r}:"
+                if table == "method"
+                else "setting in [model]:",
+                name,
+                of_table,
+            )
         if text is None and key not in known:
             ranged = ", ".join(known) or "none"
-            raise ConfigError(f"tune: {key} has no declared range; give one, as in {key}=low..high or {key}=a,b,c; declared: {ranged}")
+            raise ConfigError(
+                f"tune: {key} has no declared range; give one, as in {key}=low..high or {key}=a,b,c; declared: {ranged}"
+            )
         found[key] = known[key] if text is None else read_range(of_table[name], text, table)
     if not (found := found or known):
-        raise ConfigError(f"tune: nothing to tune: method {recipe.method!r} declares no range; give one, as in --over method.lr=0.001..0.1")
+        raise ConfigError(
+            f"tune: nothing to tune: method {recipe.method!r} declares no range; give one, as in --over method.lr=0.001..0.1"
+        )
     return found
 
 
@@ -157,12 +180,16 @@ def _asked(over: Iterable[str]) -> Iterator[tuple[str, str | None]]:
     for piece in pieces:
         match = re.fullmatch(r"\s*(\w+\.\w+)\s*(?:=\s*(.*?)\s*)?", piece)
         if match is None:
-            raise ConfigError(f"--over takes table.key, table.key=low..high or table.key=a,b,c; got {piece!r}")
+            raise ConfigError(
+                f"--over takes table.key, table.key=low..high or table.key=a,b,c; got {piece!r}"
+            )
         yield match[1], match[2]
 
 
 # ---- one trial ----
-def validate(tables: Mapping[str, Any], seeds: Sequence[int], folder: Path, number: int) -> list[float]:
+def validate(
+    tables: Mapping[str, Any], seeds: Sequence[int], folder: Path, number: int
+) -> list[float]:
     """Runs a trial, a run folder for each seed, and gives the validation accuracies. What is done already is read.
 
     It looks at no test score. Errors are the caller's: a combination that the method refuses, training that diverges.
@@ -183,12 +210,16 @@ def _carry_out(recipe: Recipe, folder: Path) -> float | None:
         shutil.rmtree(folder, ignore_errors=True)  # killed before anything was in it
         result = recipe.execute(folder, federation=_federation(recipe))
     elif read_config(folder) != json.loads(json.dumps(recipe.config())):
-        raise DataError(f"tune: {str(folder)!r} holds another run than the study has there; choose another folder (--out)")
+        raise DataError(
+            f"tune: {str(folder)!r} holds another run than the study has there; choose another folder (--out)"
+        )
     elif is_completed(folder):
         result = read_run(folder)
     else:
         result = recipe.execute(folder, federation=_federation(recipe), resume=True)
-    shutil.rmtree(folder / "models", ignore_errors=True)  # of hundreds of trials they would fill the disk, and a run can be repeated
+    shutil.rmtree(
+        folder / "models", ignore_errors=True
+    )  # of hundreds of trials they would fill the disk, and a run can be repeated
     return result.summary["val_accuracy"]
 
 
@@ -204,7 +235,9 @@ def _divided(tables: str) -> Federation:
 
 
 def _nothing_to_choose_by(recipe: Recipe) -> ConfigError:
-    return ConfigError(f"tune: no client has a validation item to choose by, data.split is {recipe.split!r}; give it a validation share")
+    return ConfigError(
+        f"tune: no client has a validation item to choose by, data.split is {recipe.split!r}; give it a validation share"
+    )
 
 
 # ---- a study ----
@@ -224,10 +257,14 @@ def tune(
         if count < 1:
             raise ConfigError(f"tune: {name} is {count}, must be a whole number at least 1")
     if not (math.isfinite(minutes) and minutes >= 0):
-        raise ConfigError(f"tune: minutes is {minutes:g}, must be a number at least 0 (0 = no limit)")
+        raise ConfigError(
+            f"tune: minutes is {minutes:g}, must be a number at least 0 (0 = no limit)"
+        )
     recipe = make_recipe(tables)
     if jobs > 1 and has_workers(recipe.run.engine):
-        raise ConfigError(f"tune: jobs is {jobs}, engine {recipe.run.engine!r} has workers of its own; valid: 1, or another run.engine")
+        raise ConfigError(
+            f"tune: jobs is {jobs}, engine {recipe.run.engine!r} has workers of its own; valid: 1, or another run.engine"
+        )
     search_space(recipe, over := list(over))  # a misspelt setting should not wait for the data
     federation = _federation(recipe)
     recipe.check(federation)
@@ -235,7 +272,9 @@ def tune(
         raise _nothing_to_choose_by(recipe)
     space = search_space(recipe, over, federation.roster.task)
     with _alone_in(out):
-        study = _Study(optuna, out, recipe, tables, space, [recipe.run.seed + k for k in range(seeds)])
+        study = _Study(
+            optuna, out, recipe, tables, space, [recipe.run.seed + k for k in range(seeds)]
+        )
         ended = study.go_on(trials, minutes * 60, jobs, on_trial or (lambda trial, over: None))
         return study.conclude(ended, command)
 
@@ -244,7 +283,9 @@ def _optuna() -> Any:
     try:
         import optuna
     except ModuleNotFoundError as error:
-        raise ConfigError(f"tune needs the package {error.name!r}: pip install 'fedloom[tune]'") from error
+        raise ConfigError(
+            f"tune needs the package {error.name!r}: pip install 'fedloom[tune]'"
+        ) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 
@@ -278,39 +319,89 @@ class _Held:
 class _Study:
     """Optuna's study of a recipe, in a folder of its own."""
 
-    def __init__(self, optuna: Any, out: Path, recipe: Recipe, tables: Mapping[str, Any], space: Mapping[str, Range], seeds: list[int]):
+    def __init__(
+        self,
+        optuna: Any,
+        out: Path,
+        recipe: Recipe,
+        tables: Mapping[str, Any],
+        space: Mapping[str, Range],
+        seeds: list[int],
+    ):
         complete = _complete(recipe)
-        self.optuna, self.out, self.recipe, self.tables, self.space, self.seeds = optuna, out, recipe, tables, space, seeds
-        self.given = {key: complete[table][name] for key in space for table, _, name in [key.partition(".")]}
+        self.optuna, self.out, self.recipe, self.tables, self.space, self.seeds = (
+            optuna,
+            out,
+            recipe,
+            tables,
+            space,
+            seeds,
+        )
+        self.given = {
+            key: complete[table][name] for key in space for table, _, name in [key.partition(".")]
+        }
         self.distributions = {key: values.distribution() for key, values in space.items()}
         journal = out / "study.jsonl"
-        if journal.exists():  # what follows the last line's end was being written when somebody killed the process
+        if (
+            journal.exists()
+        ):  # what follows the last line's end was being written when somebody killed the process
             os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
         try:
-            storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal), lock_obj=_Held()))
-            name, blind = "fedloom", optuna.samplers.RandomSampler(seed=0)  # it is never asked: `_suggested` says what is tried
-            self.study = optuna.create_study(study_name=name, storage=storage, sampler=blind, direction="maximize", load_if_exists=True)
+            storage = optuna.storages.JournalStorage(
+                optuna.storages.journal.JournalFileBackend(str(journal), lock_obj=_Held())
+            )
+            name, blind = (
+                "fedloom",
+                optuna.samplers.RandomSampler(seed=0),
+            )  # it is never asked: `_suggested` says what is tried
+            self.study = optuna.create_study(
+                study_name=name,
+                storage=storage,
+                sampler=blind,
+                direction="maximize",
+                load_if_exists=True,
+            )
         except (ValueError, LookupError) as error:
             raise DataError(f"tune: {str(journal)!r} is damaged ({error})") from error
         self._require_same()
 
     def _require_same(self) -> None:
         """ConfigError if the folder holds a study of something else."""
-        of_recipe = {f"{t}.{k}": v for t, table in _complete(self.recipe).items() for k, v in table.items()}
-        about = {**of_recipe, **{f"range of {key}": values.text for key, values in self.space.items()}, "seeds": self.seeds}
+        of_recipe = {
+            f"{t}.{k}": v for t, table in _complete(self.recipe).items() for k, v in table.items()
+        }
+        about = {
+            **of_recipe,
+            **{f"range of {key}": values.text for key, values in self.space.items()},
+            "seeds": self.seeds,
+        }
         about = json.loads(json.dumps(about))
         kept = self.study.user_attrs.get("of")
         if kept is None:
             self.study.set_user_attr("of", about)
         elif kept != about:
-            other = [f"{k}: {kept.get(k, 'none')}, not {about.get(k, 'none')}" for k in {**kept, **about} if kept.get(k) != about.get(k)]
-            raise ConfigError(f"out: {str(self.out)!r} holds a study of something else ({'; '.join(other[:3])}); choose another --out")
+            other = [
+                f"{k}: {kept.get(k, 'none')}, not {about.get(k, 'none')}"
+                for k in {**kept, **about}
+                if kept.get(k) != about.get(k)
+            ]
+            raise ConfigError(
+                f"out: {str(self.out)!r} holds a study of something else ({'; '.join(other[:3])}); choose another --out"
+            )
 
     # ---- trials ----
-    def go_on(self, trials: int, seconds: float, jobs: int, on_trial: Callable[[Trial, Sequence[Trial]], None]) -> str:
+    def go_on(
+        self,
+        trials: int,
+        seconds: float,
+        jobs: int,
+        on_trial: Callable[[Trial, Sequence[Trial]], None],
+    ) -> str:
         """Makes trials until the budget is used up; says what ended it."""
         began, before = time.monotonic(), self.study.user_attrs.get("seconds", 0.0)
-        left = [self.optuna.trial.Trial(self.study, t._trial_id) for t in self._in_state("RUNNING")]  # of a process that was killed
+        left = [
+            self.optuna.trial.Trial(self.study, t._trial_id) for t in self._in_state("RUNNING")
+        ]  # of a process that was killed
         under_way: dict[Future[list[float]], Any] = {}
         ended = ""
         with _workers(jobs) as pool:
@@ -320,10 +411,18 @@ class _Study:
                     if seconds and spent >= seconds:
                         ended = f"{seconds / 60:g} minutes are over"
                     elif (trial := left.pop(0) if left else self._new(trials)) is None:
-                        ended = f"{trials} trials are over" if len(self.study.trials) >= trials else "no other combination was found"
+                        ended = (
+                            f"{trials} trials are over"
+                            if len(self.study.trials) >= trials
+                            else "no other combination was found"
+                        )
                     else:
                         tables = _with(self.tables, self._begin(trial))
-                        under_way[pool.submit(validate, tables, self.seeds, self.out / "trials", trial.number)] = trial
+                        under_way[
+                            pool.submit(
+                                validate, tables, self.seeds, self.out / "trials", trial.number
+                            )
+                        ] = trial
                 done, _ = wait(under_way, return_when=FIRST_COMPLETED) if under_way else ((), ())
                 for future in done:
                     self._end(trial := under_way.pop(future), future)
@@ -333,7 +432,9 @@ class _Study:
         return ended
 
     def _in_state(self, *names: str) -> list[Any]:
-        return self.study.get_trials(deepcopy=False, states=[self.optuna.trial.TrialState[name] for name in names])
+        return self.study.get_trials(
+            deepcopy=False, states=[self.optuna.trial.TrialState[name] for name in names]
+        )
 
     def _new(self, trials: int) -> Any | None:
         """Gives the next trial; None if there is none to make. All that it will try is in the journal in one step."""
@@ -364,7 +465,11 @@ class _Study:
 
     def _as_given(self) -> dict[str, Any]:
         """The recipe's own values. One that is not in its range is not for the sampler to learn from."""
-        return {key: value for key, values in self.space.items() if values.holds(value := self.given[key])}
+        return {
+            key: value
+            for key, values in self.space.items()
+            if values.holds(value := self.given[key])
+        }
 
     def _suggested(self, number: int) -> dict[str, Any] | None:
         """What a trial tries, by the trials so far and its number alone; None if nothing new is found."""
@@ -372,8 +477,14 @@ class _Study:
         tried = [self._settings(t.user_attrs["tried"]) for t in so_far]
         samplers = self.optuna.samplers
         for attempt in range(sum(ATTEMPTS)):
-            seed = int.from_bytes(hashlib.sha256(f"{self.recipe.run.seed}/{number}/{attempt}".encode()).digest()[:4])
-            sampler = samplers.TPESampler(seed=seed) if attempt < ATTEMPTS[0] else samplers.RandomSampler(seed=seed)
+            seed = int.from_bytes(
+                hashlib.sha256(f"{self.recipe.run.seed}/{number}/{attempt}".encode()).digest()[:4]
+            )
+            sampler = (
+                samplers.TPESampler(seed=seed)
+                if attempt < ATTEMPTS[0]
+                else samplers.RandomSampler(seed=seed)
+            )
             scratch = self.optuna.create_study(sampler=sampler, direction="maximize")
             scratch.add_trials(so_far)
             params = scratch.ask(self.distributions).params
@@ -385,7 +496,9 @@ class _Study:
         """Notes how a trial went. An error of disk or data is not the trial's: it is raised, and the trial is done again another time."""
         error = future.exception()
         if isinstance(error, BrokenExecutor):
-            raise FedloomError("tune: a process with a trial died, for lack of memory perhaps; start again, with fewer --jobs") from error
+            raise FedloomError(
+                "tune: a process with a trial died, for lack of memory perhaps; start again, with fewer --jobs"
+            ) from error
         if isinstance(error, OSError | DataError):
             raise error
         if error is None:
@@ -399,7 +512,15 @@ class _Study:
     def over(self) -> list[Trial]:
         """All trials that are over, in order."""
         ended = self._in_state("COMPLETE", "FAIL")
-        return [Trial(t.number, self._settings(t.user_attrs["tried"]), t.value, t.user_attrs.get("error", "")) for t in ended]
+        return [
+            Trial(
+                t.number,
+                self._settings(t.user_attrs["tried"]),
+                t.value,
+                t.user_attrs.get("error", ""),
+            )
+            for t in ended
+        ]
 
     # ---- the end ----
     def conclude(self, ended: str, command: str) -> Tuned:
@@ -407,10 +528,16 @@ class _Study:
         trials = self.over()
         succeeded = [t for t in trials if t.validation is not None]
         if not succeeded:
-            reason = f"of {len(trials)} trials none could be run; the first: {trials[0].error}" if trials else f"no trial was made: {ended}"
+            reason = (
+                f"of {len(trials)} trials none could be run; the first: {trials[0].error}"
+                if trials
+                else f"no trial was made: {ended}"
+            )
             raise ConfigError(f"tune: {reason}")
         best = max(succeeded, key=lambda t: (t.validation, -t.number))
-        tuned = Tuned(trials, best, self._importance(len(succeeded)), self.out / "recipe.toml", ended)
+        tuned = Tuned(
+            trials, best, self._importance(len(succeeded)), self.out / "recipe.toml", ended
+        )
         comment = "".join(f"# {line}\n" for line in _origin(tuned, len(self.seeds), command))
         recipe = make_recipe(_with(self.tables, best.settings))
         write_atomic(tuned.recipe, (comment + "\n" + to_toml(_complete(recipe))).encode())
@@ -421,8 +548,18 @@ class _Study:
         if succeeded < 10 or len(self.space) < 2 or len({t.validation for t in self.over()}) < 3:
             return {}
         evaluator = self.optuna.importance.PedAnovaImportanceEvaluator()
-        shared = [key for key in self.space if all(key in t.params for t in self._in_state("COMPLETE"))]
-        return dict(self.optuna.importance.get_param_importances(self.study, evaluator=evaluator, params=shared)) if shared else {}
+        shared = [
+            key for key in self.space if all(key in t.params for t in self._in_state("COMPLETE"))
+        ]
+        return (
+            dict(
+                self.optuna.importance.get_param_importances(
+                    self.study, evaluator=evaluator, params=shared
+                )
+            )
+            if shared
+            else {}
+        )
 
 
 def _origin(tuned: Tuned, seeds: int, command: str) -> list[str]:
@@ -430,7 +567,11 @@ def _origin(tuned: Tuned, seeds: int, command: str) -> list[str]:
     failed = sum(t.validation is None for t in tuned.trials)
     count = f"{len(tuned.trials)} trials{f', {failed} of them failed' if failed else ''}"
     of = "one seed" if seeds == 1 else f"the mean of {seeds} seeds"
-    before = "the recipe as given failed" if tuned.given is None else f"the recipe as given had {_percent(tuned.given)}"
+    before = (
+        "the recipe as given failed"
+        if tuned.given is None
+        else f"the recipe as given had {_percent(tuned.given)}"
+    )
     return [
         f"Tuned by: {' '.join(command.split())}" if command else "Tuned by fedloom.tune.tune",
         f"Settings tuned: {', '.join(tuned.best.settings)}.",
@@ -491,7 +632,9 @@ def _workers(jobs: int) -> Iterator[Executor]:
 
 def _end_with_parent() -> None:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in a terminal is for all: at once, and without a word
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # Ctrl-C in a terminal is for all: at once, and without a word
 
     def follow() -> None:
         parent = parent_process()

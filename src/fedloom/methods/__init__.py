@@ -1,1 +1,1 @@
-"""One file per method. A file put here is found by its name: nothing to register."""
+"""Methods: one paper, one file. `_shared` holds what several of them use."""

@@ -62,7 +62,9 @@ class Redrawn(Graph):
 
     def propagate(self, h: Tensor, kind: str = "sym") -> Tensor:
         """S h; there is no other kind."""
-        scale: Tensor = self.cached("scale", lambda: self._linked(torch.ones(self.num_nodes, 1)).rsqrt())
+        scale: Tensor = self.cached(
+            "scale", lambda: self._linked(torch.ones(self.num_nodes, 1)).rsqrt()
+        )
         return scale * self._linked(scale * h)
 
     def _linked(self, h: Tensor) -> Tensor:
@@ -77,14 +79,33 @@ class AdaFGL(FedAvg):
 
     personal: int = setting(100, "epochs of the personal stage", at_least=1)
     alpha: float = setting(
-        0.98, "α, the edges' part in the redrawn graph; the rest is for alike predictions", at_least=0, at_most=1, tune="0.5..1"
+        0.98,
+        "α, the edges' part in the redrawn graph; the rest is for alike predictions",
+        at_least=0,
+        at_most=1,
+        tune="0.5..1",
     )
     hops: int = setting(3, "K, how often features are smoothed", at_least=1, tune="1..5")
-    preserve: float = setting(1.0, "λ, weight of the distance to the federated model's predictions", at_least=0, tune="0.1..10")
-    beta: float = setting(0.2, "β, the federated predictions' part in who pulls and who pushes", at_least=0, at_most=1, tune="0..1")
-    hide: float = setting(0.5, "share of the training labels that are hidden to measure homophily", above=0, below=1)
+    preserve: float = setting(
+        1.0,
+        "λ, weight of the distance to the federated model's predictions",
+        at_least=0,
+        tune="0.1..10",
+    )
+    beta: float = setting(
+        0.2,
+        "β, the federated predictions' part in who pulls and who pushes",
+        at_least=0,
+        at_most=1,
+        tune="0..1",
+    )
+    hide: float = setting(
+        0.5, "share of the training labels that are hidden to measure homophily", above=0, below=1
+    )
     spread_steps: int = setting(10, "k, steps of label propagation", at_least=1)
-    spread: float = setting(0.5, "κ, share of a step that comes from the neighbours", above=0, at_most=1)
+    spread: float = setting(
+        0.5, "κ, share of a step that comes from the neighbours", above=0, at_most=1
+    )
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
 
@@ -98,11 +119,16 @@ class AdaFGL(FedAvg):
             return {}
         seen = redrawn(graph, local_model, self.alpha)
         transductive = graph.num_nodes == client.full_graph.num_nodes
-        client.memory |= {"seen": seen, "all": seen if transductive else redrawn(client.full_graph, local_model, self.alpha)}
+        client.memory |= {
+            "seen": seen,
+            "all": seen if transductive else redrawn(client.full_graph, local_model, self.alpha),
+        }
         h = confidence(graph, self.hide, self.spread_steps, self.spread, client.rng("hide"))
         client.state["model"] = personal = Personal(client, local_model, h, self.hops, self.beta)
         learning = [p for p in personal.parameters() if p.requires_grad]
-        client.state["optimizer"] = make_optimizer(self.optimizer, learning, self.lr, self.weight_decay)
+        client.state["optimizer"] = make_optimizer(
+            self.optimizer, learning, self.lr, self.weight_decay
+        )
         return {}
 
     @phase()
@@ -117,7 +143,8 @@ class AdaFGL(FedAvg):
         seen, graph = client.memory["seen"], client.graph
         views = client.state["model"].views(seen, client.rng("personal"))
         return sum(
-            (client.loss(logits, graph) for logits in views), self.preserve * F.mse_loss(views[0].softmax(1), seen.logits.softmax(1))
+            (client.loss(logits, graph) for logits in views),
+            self.preserve * F.mse_loss(views[0].softmax(1), seen.logits.softmax(1)),
         )
 
     def predict(self, client: Client, model: Message | None) -> Tensor:
@@ -125,7 +152,11 @@ class AdaFGL(FedAvg):
         local_model = client.state["model"]
         if not isinstance(local_model, Personal):
             return super().predict(client, model)
-        return local_model.probabilities(client.memory["all"]).clamp(min=torch.finfo(torch.float32).tiny).log()
+        return (
+            local_model.probabilities(client.memory["all"])
+            .clamp(min=torch.finfo(torch.float32).tiny)
+            .log()
+        )
 
     def run(self, server: Server) -> None:
         """FedAvg's rounds; then the personal stage, of which the run reports the best epoch."""
@@ -148,18 +179,28 @@ class Personal(nn.Module):
         build = client.facts.build
         self.homophilous = build(smooth, client.name, "homophilous")
         self.features, self.smooth, self.learnt = (
-            build(spec, client.name, part) for spec, part in ((plain, "features"), (smooth, "smooth"), (smooth, "learnt"))
+            build(spec, client.name, part)
+            for spec, part in ((plain, "features"), (smooth, "smooth"), (smooth, "learnt"))
         )
 
-    def views(self, graph: Redrawn, rng: Generator | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def views(
+        self, graph: Redrawn, rng: Generator | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """H, H_1, H_2, H_3, each [nodes, classes]."""
         learnt = push_and_pull(self.learnt(graph, rng), graph.alike, self.beta)
-        return self.homophilous(graph, rng), self.features(graph, rng), self.smooth(graph, rng), learnt
+        return (
+            self.homophilous(graph, rng),
+            self.features(graph, rng),
+            self.smooth(graph, rng),
+            learnt,
+        )
 
     def probabilities(self, graph: Redrawn) -> Tensor:
         """h Y_ho + (1 − h) Y_he, [nodes, classes]."""
         own, *others = (logits.softmax(1) for logits in self.views(graph))
-        return torch.lerp(torch.stack(others).mean(0), (own + graph.logits.softmax(1)) / 2, self.confidence)
+        return torch.lerp(
+            torch.stack(others).mean(0), (own + graph.logits.softmax(1)) / 2, self.confidence
+        )
 
 
 @torch.no_grad()
@@ -201,4 +242,6 @@ def confidence(graph: Graph, hide: float, steps: int, spread: float, rng: Genera
     for _ in range(steps):
         soft = spread * graph.propagate(soft) + (1 - spread) * start
     likeliest, guess = soft[hidden].max(1)
-    return ((guess == graph.y[hidden]) & (likeliest > 0)).float().mean().item()  # where nothing arrives, nothing comes back
+    return (
+        ((guess == graph.y[hidden]) & (likeliest > 0)).float().mean().item()
+    )  # where nothing arrives, nothing comes back

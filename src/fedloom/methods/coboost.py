@@ -31,10 +31,21 @@ from fedloom.methods.dense import Dense, Ensemble
 class CoBoost(Dense):
     """DENSE, boosted."""
 
-    adversarial: float = setting(1.0, "λ, weight of the distance between ensemble and student", at_least=0, tune="0.1..10")
-    temperature: float = setting(4.0, "τ, at which the student matches the ensemble", above=0, tune="1..20")
-    hard: float = setting(1.0, "h, how much more hard nodes count in CE; 0 = all alike", at_least=0, tune="0..2")
-    epsilon: float = setting(8 / 255, "ε, length of the perturbation relative to a node's features", at_least=0, tune="0..0.1")
+    adversarial: float = setting(
+        1.0, "λ, weight of the distance between ensemble and student", at_least=0, tune="0.1..10"
+    )
+    temperature: float = setting(
+        4.0, "τ, at which the student matches the ensemble", above=0, tune="1..20"
+    )
+    hard: float = setting(
+        1.0, "h, how much more hard nodes count in CE; 0 = all alike", at_least=0, tune="0..2"
+    )
+    epsilon: float = setting(
+        8 / 255,
+        "ε, length of the perturbation relative to a node's features",
+        at_least=0,
+        tune="0..0.1",
+    )
     mu: float = setting(0.01, "μ, step of the ensemble's weights", at_least=0, tune="0.001..0.1")
 
     def emphasis(self, taught: Tensor, learnt: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,7 +59,9 @@ class CoBoost(Dense):
         probability = F.softmax(ensemble(replace(graph, x=x)) / self.temperature, 1)
         v = torch.empty_like(probability).uniform_(-1, 1, generator=server.rng("view"))
         (g,) = torch.autograd.grad((v * probability).sum(), x)
-        return replace(graph, x=graph.x + self.epsilon * graph.x.norm(dim=1, keepdim=True) * F.normalize(g))
+        return replace(
+            graph, x=graph.x + self.epsilon * graph.x.norm(dim=1, keepdim=True) * F.normalize(g)
+        )
 
     def reweigh(self, ensemble: Ensemble, made: list[Graph]) -> None:
         """Signed steps of w towards the clients that know the labels."""

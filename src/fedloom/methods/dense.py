@@ -54,7 +54,12 @@ class Ensemble:
 
     def each(self, graph: Graph) -> Tensor:
         """Every client's logits, [K, nodes, C], kept on the graph."""
-        return graph.cached("clients", lambda: torch.stack([functional_call(self.model, upload, (graph,)) for upload in self.uploads]))
+        return graph.cached(
+            "clients",
+            lambda: torch.stack(
+                [functional_call(self.model, upload, (graph,)) for upload in self.uploads]
+            ),
+        )
 
     def __call__(self, graph: Graph) -> Tensor:
         """D: [nodes, C]."""
@@ -88,17 +93,30 @@ class Dense(FedAvg):
     neighbours: int = setting(5, "links a node asks for", at_least=1)
     width: int = setting(128, "width of the generator's two hidden layers", at_least=1)
     generator_steps: int = setting(30, "T_G, steps of the generator a batch", at_least=1)
-    generator_lr: float = setting(1e-3, "η_G, the generator's learning rate", above=0, tune="1e-4..0.01")
-    adversarial: float = setting(0.5, "λ, weight of the disagreement between ensemble and student", at_least=0, tune="0.1..10")
-    student_lr: float = setting(1e-3, "η_S, the student's learning rate", above=0, tune="1e-4..0.01")
-    temperature: float = setting(1.0, "τ, at which the student matches the ensemble", above=0, tune="1..10")
+    generator_lr: float = setting(
+        1e-3, "η_G, the generator's learning rate", above=0, tune="1e-4..0.01"
+    )
+    adversarial: float = setting(
+        0.5,
+        "λ, weight of the disagreement between ensemble and student",
+        at_least=0,
+        tune="0.1..10",
+    )
+    student_lr: float = setting(
+        1e-3, "η_S, the student's learning rate", above=0, tune="1e-4..0.01"
+    )
+    temperature: float = setting(
+        1.0, "τ, at which the student matches the ensemble", above=0, tune="1..10"
+    )
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
 
     @phase(model="weights")
     def train(self, client: Client) -> Message:
         """E local epochs from the weights that everybody starts with."""
-        return super().train(client, weights(client.facts.build(client.facts.model_of[client.name], "server")))
+        return super().train(
+            client, weights(client.facts.build(client.facts.model_of[client.name], "server"))
+        )
 
     # ---- at the server ----
     def emphasis(self, taught: Tensor, learnt: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,7 +128,9 @@ class Dense(FedAvg):
         taught, learnt = ensemble(graph), functional_call(student, weights(student), (graph,))
         certain, apart = self.emphasis(taught, learnt, graph.y)
         cross_entropy = F.cross_entropy(taught, graph.y, reduction="none")
-        return (certain * cross_entropy - self.adversarial * apart * divergence(taught, learnt)).mean()
+        return (
+            certain * cross_entropy - self.adversarial * apart * divergence(taught, learnt)
+        ).mean()
 
     def student_loss(self, ensemble: Ensemble, student: Model, graph: Graph) -> Tensor:
         """L_dis."""
@@ -123,14 +143,26 @@ class Dense(FedAvg):
         """What the student sees of a batch: here the batch as it is."""
         return graph
 
-    def imagine(self, server: Server, generator: Model, ensemble: Ensemble, student: Model, optimizer: torch.optim.Optimizer) -> Graph:
+    def imagine(
+        self,
+        server: Server,
+        generator: Model,
+        ensemble: Ensemble,
+        student: Model,
+        optimizer: torch.optim.Optimizer,
+    ) -> Graph:
         """A batch with labels drawn evenly, after T_G steps of the generator on it."""
         C, rng = server.facts.num_classes, server.rng("generator")
         y = torch.randint(C, (self.nodes,), generator=rng)
         z = torch.cat([torch.randn(self.nodes, self.noise, generator=rng), F.one_hot(y, C)], 1)
         source = Graph(x=z, edge_index=torch.zeros(2, 0, dtype=torch.int64), y=y, num_classes=C)
         for _ in range(self.generator_steps):
-            step(optimizer, self.generator_loss(ensemble, student, linked(generator(source), y, self.neighbours, C)))
+            step(
+                optimizer,
+                self.generator_loss(
+                    ensemble, student, linked(generator(source), y, self.neighbours, C)
+                ),
+            )
         return linked(generator(source).detach(), y, self.neighbours, C)
 
     def distil(self, server: Server, model: Message, uploads: Iterable[Message]) -> Message:
@@ -140,7 +172,9 @@ class Dense(FedAvg):
         load_weights(student, model)
         ensemble = Ensemble(facts.build(facts.models[0], "server"), uploads)
         seed, spec = stream_seed(facts.seed, "server", "generator"), f"mlp-3x{self.width}"
-        generator = build_model(spec, self.noise + facts.num_classes, facts.num_features, dropout=0.0, seed=seed)
+        generator = build_model(
+            spec, self.noise + facts.num_classes, facts.num_features, dropout=0.0, seed=seed
+        )
         of_generator = make_optimizer("adam", generator.parameters(), self.generator_lr, 0.0)
         of_student = make_optimizer("adam", student.parameters(), self.student_lr, 0.0)
         made: list[Graph] = []
@@ -148,7 +182,10 @@ class Dense(FedAvg):
             made.append(self.imagine(server, generator, ensemble, student, of_generator))
             self.reweigh(ensemble, made)
             for k in torch.randperm(len(made), generator=server.rng("order")):
-                step(of_student, self.student_loss(ensemble, student, self.view(server, ensemble, made[k])))
+                step(
+                    of_student,
+                    self.student_loss(ensemble, student, self.view(server, ensemble, made[k])),
+                )
         return weights(student)
 
     def run(self, server: Server) -> None:
@@ -158,6 +195,8 @@ class Dense(FedAvg):
         for _ in server.rounds(self.rounds):
             size = server.weights("size", server.participants)
             replies = server.ask(self.train, clients=list(size))
-            state["model"] = self.distil(server, replies.mean(size)["model"], replies.column("model").values())
+            state["model"] = self.distil(
+                server, replies.mean(size)["model"], replies.column("model").values()
+            )
             server.evaluate(model=state["model"])
         self.finish(server)

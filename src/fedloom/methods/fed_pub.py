@@ -54,12 +54,19 @@ BLOCKS, BLOCK, CHANCE = 5, 100, 0.1  # of the random graph
 class FedPub(Mixing):
     """Local training from a mixture of similar models, under a mask."""
 
-    scale: float = setting(10.0, "τ, factor of the similarities; 0 mixes all models alike", at_least=0, tune="1..20")
+    scale: float = setting(
+        10.0, "τ, factor of the similarities; 0 mixes all models alike", at_least=0, tune="1..20"
+    )
     masks: bool = setting(True, "clients mask their weights")
     sparsity: float = setting(
-        1e-4, "λ_1, weight of the masks' L1 norm; in a model that predicts, masks below it count as 0", at_least=0, tune="1e-5..0.01"
+        1e-4,
+        "λ_1, weight of the masks' L1 norm; in a model that predicts, masks below it count as 0",
+        at_least=0,
+        tune="1e-5..0.01",
     )
-    proximal: float = setting(1e-3, "λ_2, weight of the squared distance to the mixture", at_least=0, tune="1e-5..0.1")
+    proximal: float = setting(
+        1e-3, "λ_2, weight of the squared distance to the mixture", at_least=0, tune="1e-5..0.1"
+    )
 
     @phase()
     def setup(self, client: Client) -> Message:
@@ -67,7 +74,11 @@ class FedPub(Mixing):
         state = client.state
         state["model"], state["theta"] = client.build(), client.build()
         named = state["theta"].named_parameters()
-        state["mask"] = {name: torch.ones_like(p, requires_grad=True) for name, p in named if self.masks and p.dim() > 1}
+        state["mask"] = {
+            name: torch.ones_like(p, requires_grad=True)
+            for name, p in named
+            if self.masks and p.dim() > 1
+        }
         groups: list[dict[str, Any]] = [
             {"params": list(state["theta"].parameters())},
             {"params": list(state["mask"].values()), "weight_decay": 0.0},
@@ -81,18 +92,28 @@ class FedPub(Mixing):
         state = client.state
         load_weights(state["theta"], model)
         self.descend(client, state["theta"], model)
-        load_weights(state["model"], masked(weights(state["theta"]), pruned(state["mask"], self.sparsity)))
+        load_weights(
+            state["model"], masked(weights(state["theta"]), pruned(state["mask"], self.sparsity))
+        )
         with torch.no_grad():
             h = state["model"](random_graph(client.facts)).mean(0)
         return {"model": weights(state["theta"]), "outlook": h}
 
-    def objective(self, client: Client, batch: Graph, model: Model, global_weights: Message | None) -> Tensor:
+    def objective(
+        self, client: Client, batch: Graph, model: Model, global_weights: Message | None
+    ) -> Tensor:
         """CE under the mask, and both penalties; `model` is the mixture."""
         assert global_weights is not None
         mask = client.state["mask"]
-        logits = functional_call(model, masked(dict(model.named_parameters()), mask), (batch, client.rng("dropout")))
+        logits = functional_call(
+            model, masked(dict(model.named_parameters()), mask), (batch, client.rng("dropout"))
+        )
         length = sum((m.abs().sum() for m in mask.values()), torch.zeros(()))
-        return client.loss(logits, batch) + self.sparsity * length + self.proximal * squared_distance(model, global_weights)
+        return (
+            client.loss(logits, batch)
+            + self.sparsity * length
+            + self.proximal * squared_distance(model, global_weights)
+        )
 
     def shares(self, replies: Replies) -> Tensor:
         """Each row a softmax of a client's similarities."""
@@ -113,7 +134,9 @@ def pruned(mask: Message, least: float) -> Message:
 def random_graph(facts: Facts) -> Graph:
     """G̃; in a graph task each block is an item."""
     rng = Generator().manual_seed(stream_seed(facts.seed, "random graph"))
-    pairs = torch.cat([torch.combinations(torch.arange(BLOCK)) + BLOCK * b for b in range(BLOCKS)]).T
+    pairs = torch.cat(
+        [torch.combinations(torch.arange(BLOCK)) + BLOCK * b for b in range(BLOCKS)]
+    ).T
     pairs = pairs[:, torch.rand(pairs.shape[1], generator=rng) < CHANCE]
     block = torch.arange(BLOCKS).repeat_interleave(BLOCK)
     batch, items = (block, BLOCKS) if facts.task == "graph" else (None, len(block))

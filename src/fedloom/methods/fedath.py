@@ -58,10 +58,19 @@ class FedATH(FedAvg):
     """FedAvg of models that see the edges worth seeing."""
 
     independence: float = setting(
-        7.0, "λ, weight of the dependence (HSIC) between what the causal and the biased model say", at_least=0, tune="0.1..10"
+        7.0,
+        "λ, weight of the dependence (HSIC) between what the causal and the biased model say",
+        at_least=0,
+        tune="0.1..10",
     )
-    compare: str = setting("probabilities", "what the dependence is of", choices=("probabilities", "logits"))
-    per: str = setting("pairs", "HSIC beside CE is divided by the number of pairs of nodes, or of nodes", choices=("pairs", "nodes"))
+    compare: str = setting(
+        "probabilities", "what the dependence is of", choices=("probabilities", "logits")
+    )
+    per: str = setting(
+        "pairs",
+        "HSIC beside CE is divided by the number of pairs of nodes, or of nodes",
+        choices=("pairs", "nodes"),
+    )
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
 
@@ -70,15 +79,22 @@ class FedATH(FedAvg):
         for spec in sorted(set(facts.models)):
             if (name := parse_spec(spec).name) in BLIND:
                 valid = ", ".join(sorted(ARCHITECTURES.keys() - set(BLIND)))
-                raise ConfigError(f"model {spec!r}: fedath learns edge weights, at which {name} does not look; valid: {valid}")
+                raise ConfigError(
+                    f"model {spec!r}: fedath learns edge weights, at which {name} does not look; valid: {valid}"
+                )
 
     @phase()
     def setup(self, client: Client) -> Message:
         """The causal model with its evaluator, the biased one, and an optimiser for each that keeps its moments over rounds."""
         state = client.state
         state |= {"model": Causal(client), "biased": client.build("biased")}
-        for optimizer, model in (("optimizer", state["model"]), ("biased optimizer", state["biased"])):
-            state[optimizer] = make_optimizer(self.optimizer, model.parameters(), self.lr, self.weight_decay)
+        for optimizer, model in (
+            ("optimizer", state["model"]),
+            ("biased optimizer", state["biased"]),
+        ):
+            state[optimizer] = make_optimizer(
+                self.optimizer, model.parameters(), self.lr, self.weight_decay
+            )
         return {}
 
     @averaged(by="size")
@@ -90,7 +106,9 @@ class FedATH(FedAvg):
         self.descend(client, local_model)
         return {"model": weights(local_model.sees)}
 
-    def descend(self, client: Client, model: nn.Module, global_weights: Message | None = None) -> None:
+    def descend(
+        self, client: Client, model: nn.Module, global_weights: Message | None = None
+    ) -> None:
         """E local epochs."""
         for _ in range(self.epochs):
             for batch in client.shuffled(self.batch_size):
@@ -103,8 +121,12 @@ class FedATH(FedAvg):
         model, rng = client.state["model"], client.rng("dropout")
         score = model.evaluator(batch, rng)
         causal = model.sees(weighed(batch, score.sigmoid()), rng)
-        biased = client.state["biased"](weighed(batch, (-score).sigmoid().detach()), client.rng("biased dropout"))
-        F_c, F_b = (causal, biased) if self.compare == "logits" else (causal.softmax(1), biased.softmax(1))
+        biased = client.state["biased"](
+            weighed(batch, (-score).sigmoid().detach()), client.rng("biased dropout")
+        )
+        F_c, F_b = (
+            (causal, biased) if self.compare == "logits" else (causal.softmax(1), biased.softmax(1))
+        )
         weight = self.independence * (batch.num_nodes if self.per == "nodes" else 1)
         of_causal = client.loss(causal, batch) + weight * hsic(F_c, F_b.detach())
         return of_causal, self.independence * hsic(F_c.detach(), F_b) - entropy(biased)
@@ -118,7 +140,10 @@ class FedATH(FedAvg):
 
     def predict(self, client: Client, model: Message | None) -> Tensor:
         """Logits on the causal graph, of the client's own model or of θ."""
-        return super().predict(client, None if model is None else {f"sees.{name}": tensor for name, tensor in model.items()})
+        return super().predict(
+            client,
+            None if model is None else {f"sees.{name}": tensor for name, tensor in model.items()},
+        )
 
 
 def hsic(F_c: Tensor, F_b: Tensor) -> Tensor:
@@ -162,7 +187,9 @@ def weighed(graph: Graph, score: Tensor) -> Weighed:
     """The graph with weights for its edges, in the order of adjacency("sum"); those that the data have are multiplied."""
     own = {f.name: getattr(graph, f.name) for f in fields(Graph) if f.init}
     result = Weighed(**own, score=score)
-    object.__setattr__(result, "_cache", graph._cache)  # what is known of features and of where the edges are still holds
+    object.__setattr__(
+        result, "_cache", graph._cache
+    )  # what is known of features and of where the edges are still holds
     return result
 
 
@@ -188,7 +215,9 @@ class Evaluator(nn.Module):
         C = facts.num_classes
         widths = (C, max(C // 2, 1))
         self.gcn = facts.build(f"gcn-2x{facts.width}", client.name, "evaluator")
-        self.gcn.classifier.bias.requires_grad_(False)  # a constant, which the first norm takes away
+        self.gcn.classifier.bias.requires_grad_(
+            False
+        )  # a constant, which the first norm takes away
         with seeded(client.rng("evaluator")):
             self.source, self.target = (nn.Linear(C, C, bias=False) for _ in range(2))
             self.hidden = nn.ModuleList(nn.Linear(*sizes, bias=False) for sizes in pairwise(widths))

@@ -54,7 +54,10 @@ class FedAvg(LocalTraining):
         if model is not None:
             load_weights(local_model, model)
         for batch in client.shuffled(self.batch_size):
-            step(client.state["optimizer"], LocalTraining.objective(self, client, batch, local_model, model))
+            step(
+                client.state["optimizer"],
+                LocalTraining.objective(self, client, batch, local_model, model),
+            )
         return {}
 
     def run(self, server: Server) -> None:

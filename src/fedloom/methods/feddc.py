@@ -54,9 +54,14 @@ class FedDC(FedAvg):
         self.descend(client, local_model, model)
         state["update"] = tree_map(torch.sub, weights(local_model), model)
         state["drift"] = tree_map(torch.add, drift, state["update"])
-        return {"corrected": tree_map(torch.add, weights(local_model), state["drift"]), "update": state["update"]}
+        return {
+            "corrected": tree_map(torch.add, weights(local_model), state["drift"]),
+            "update": state["update"],
+        }
 
-    def objective(self, client: Client, batch: Graph, model: Model, global_weights: Message | None) -> Tensor:
+    def objective(
+        self, client: Client, batch: Graph, model: Model, global_weights: Message | None
+    ) -> Tensor:
         """Eq. 4: ‖h_k + θ_k − θ‖² is the distance to the anchor θ − h_k."""
         penalty = self.alpha / 2 * squared_distance(model, client.state["anchor"])
         path = self.lr * self.epochs * len(client.batches(self.batch_size))

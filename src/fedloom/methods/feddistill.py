@@ -44,13 +44,21 @@ class FedDistill(LocalTraining):
     """Local training that follows the clients' mean logits of each class."""
 
     weight: float = setting(1.0, "λ, weight of the distillation term", at_least=0, tune="0.1..10")
-    term: str = setting("ce", "d: cross-entropy with the softened mean, or mean square of the logits", choices=("ce", "mse"))
+    term: str = setting(
+        "ce",
+        "d: cross-entropy with the softened mean, or mean square of the logits",
+        choices=("ce", "mse"),
+    )
 
-    discloses_to_peers: ClassVar[str] = "mean logits of each class over all clients: of one alone, if no other has the class"
+    discloses_to_peers: ClassVar[str] = (
+        "mean logits of each class over all clients: of one alone, if no other has the class"
+    )
 
     @summed
     @phase(logits="float32[C,C]", present="int64[C]")
-    def train(self, client: Client, logits: Tensor | None = None, known: Tensor | None = None) -> Message:
+    def train(
+        self, client: Client, logits: Tensor | None = None, known: Tensor | None = None
+    ) -> Message:
         """E local epochs, then the client's class means."""
         model = client.state["model"]
         self.descend(client, model, None if logits is None else {"logits": logits, "known": known})
@@ -65,16 +73,22 @@ class FedDistill(LocalTraining):
         total = torch.zeros(classes, classes).index_add_(0, y, model(graph)[graph.train])
         return {"logits": total / count.clamp(min=1).unsqueeze(1), "present": (count > 0).long()}
 
-    def objective(self, client: Client, batch: Graph, model: Model, received: Message | None) -> Tensor:
+    def objective(
+        self, client: Client, batch: Graph, model: Model, received: Message | None
+    ) -> Tensor:
         """CE, and from the second round on the distance to F; `model` is F and which of its rows are there."""
         logits = model(batch, client.rng("dropout"))
         loss = client.loss(logits, batch)
         if received is None:
             return loss
-        taught = batch.train & (received["known"] > 0)[batch.y.clamp(min=0)]  # hidden labels are -1, and none of them trains
+        taught = (
+            batch.train & (received["known"] > 0)[batch.y.clamp(min=0)]
+        )  # hidden labels are -1, and none of them trains
         if not taught.any():
             return loss
-        return loss + self.weight * self.distance(logits[taught], received["logits"][batch.y[taught]])
+        return loss + self.weight * self.distance(
+            logits[taught], received["logits"][batch.y[taught]]
+        )
 
     def distance(self, logits: Tensor, target: Tensor) -> Tensor:
         """d, averaged over the items."""
@@ -86,11 +100,16 @@ class FedDistill(LocalTraining):
         """Algorithm 1."""
         server.ask(self.setup)
         state, classes = server.state, server.facts.num_classes
-        state |= {"logits": torch.zeros(classes, classes), "known": torch.zeros(classes, dtype=torch.int64)}
+        state |= {
+            "logits": torch.zeros(classes, classes),
+            "known": torch.zeros(classes, dtype=torch.int64),
+        }
         for number in server.rounds(self.rounds):
             target = {} if number == 1 else {"logits": state["logits"], "known": state["known"]}
             total = server.sum(self.train, **target)
             holders = total["present"].unsqueeze(1)
-            state["logits"] = torch.where(holders > 0, total["logits"] / holders.clamp(min=1), state["logits"])
+            state["logits"] = torch.where(
+                holders > 0, total["logits"] / holders.clamp(min=1), state["logits"]
+            )
             state["known"] = ((state["known"] + total["present"]) > 0).long()
             server.evaluate()

@@ -54,7 +54,9 @@ def degree(graph: Graph) -> Tensor:
     """d̃ [nodes]: edges into each node over the whole graph, and its self-loop, which replaces those of the data."""
     source, target = graph.edge_index
     own, _, _, direction = graph.cross_edges
-    return 1 + torch.bincount(torch.cat([target[source != target], own[direction == IN]]), minlength=graph.num_nodes)
+    return 1 + torch.bincount(
+        torch.cat([target[source != target], own[direction == IN]]), minlength=graph.num_nodes
+    )
 
 
 def scale(degree: Tensor) -> Tensor:
@@ -74,11 +76,17 @@ def require_nodes(letter: Message, known: Tensor, who: str) -> None:
     nodes = letter["nodes"]
     for name, tensor in letter.items():
         if len(tensor) != len(nodes):
-            raise MessageError(f"{who}: tensor {name!r} has {len(tensor)} rows for {len(nodes)} nodes")
+            raise MessageError(
+                f"{who}: tensor {name!r} has {len(tensor)} rows for {len(nodes)} nodes"
+            )
     if strange := nodes[~torch.isin(nodes, known)].tolist():
-        raise MessageError(f"{who}: tensor 'nodes' names {strange[0]}, but the reader knows no such cross edge")
+        raise MessageError(
+            f"{who}: tensor 'nodes' names {strange[0]}, but the reader knows no such cross edge"
+        )
     if absent := known[~torch.isin(known, nodes)].tolist():
-        raise MessageError(f"{who}: tensor 'nodes' lacks {absent[0]}: the writer does not know a cross edge that the reader knows")
+        raise MessageError(
+            f"{who}: tensor 'nodes' lacks {absent[0]}: the writer does not know a cross edge that the reader knows"
+        )
     if not torch.equal(nodes, known):
         raise MessageError(f"{who}: tensor 'nodes' must be ascending, each node once")
 
@@ -86,7 +94,10 @@ def require_nodes(letter: Message, known: Tensor, who: str) -> None:
 def known_features(graph: Graph, features: Tensor) -> Graph:
     """S X [nodes, d] where it is known, as a graph without edges: for its `project`, which is quick with sparse features."""
     return Graph(
-        x=features, edge_index=torch.zeros(2, 0, dtype=torch.int64), y=torch.full((len(features),), -1), num_classes=graph.num_classes
+        x=features,
+        edge_index=torch.zeros(2, 0, dtype=torch.int64),
+        y=torch.full((len(features),), -1),
+        num_classes=graph.num_classes,
     )
 
 
@@ -95,14 +106,20 @@ class FedGCN(FedAvg, FedSGD):
     """FedAvg of GCNs that see across the cut."""
 
     aggregate: str = setting(
-        "weights", "what rounds share: weights after E epochs, or gradients of one step", choices=("weights", "gradients")
+        "weights",
+        "what rounds share: weights after E epochs, or gradients of one step",
+        choices=("weights", "gradients"),
     )
-    hops: int = setting(2, "1 = the GCN's first layer is exact, 2 = both are", at_least=1, at_most=2, tune="1,2")
+    hops: int = setting(
+        2, "1 = the GCN's first layer is exact, 2 = both are", at_least=1, at_most=2, tune="1,2"
+    )
 
     uses_cross_edges: ClassVar[bool] = True
     transductive: ClassVar[bool] = True
     tasks: ClassVar[tuple[str, ...]] = ("node",)
-    discloses_to_server: ClassVar[str] = "which nodes have cross edges and, unless the run is secure, all that clients tell each other"
+    discloses_to_server: ClassVar[str] = (
+        "which nodes have cross edges and, unless the run is secure, all that clients tell each other"
+    )
     discloses_to_peers: ClassVar[str] = (
         "to the owner of a cross edge's target: the scaled sum of the features of the target's neighbours at the source's owner (of a "
         "single neighbour: its features, up to a factor); with two hops also the source's degree and the scaled sum of its and all its "
@@ -119,7 +136,9 @@ class FedGCN(FedAvg, FedSGD):
         """
         graph = client.graph
         if graph.edge_weight is not None:
-            raise DataError(f"graph {graph.name!r}: edge_weight: cross edges have no weights, so fedgcn can take none")
+            raise DataError(
+                f"graph {graph.name!r}: edge_weight: cross edges have no weights, so fedgcn can take none"
+            )
         scaled, written = scale(degree(graph)), {}
         for receiver in client.facts.clients:
             source, target = cross_edges(client, receiver, OUT)
@@ -136,16 +155,22 @@ class FedGCN(FedAvg, FedSGD):
         source, target = graph.edge_index[:, graph.edge_index[0] != graph.edge_index[1]]
         loop = torch.arange(n)
         source, target = torch.cat([source, loop]), torch.cat([target, loop])
-        client.memory["S"] = Sparse.from_edges(target, source, scaled[target] * scaled[source], (n, n))
+        client.memory["S"] = Sparse.from_edges(
+            target, source, scaled[target] * scaled[source], (n, n)
+        )
         features = client.memory["S"] @ graph.x
         for sender, letter in (inbox or {}).items():
             who = f"client {sender!r} in 'write_sums'"
             own, _ = cross_edges(client, sender, IN)
             nodes, row, edges = graph.node_id[own].unique(return_inverse=True, return_counts=True)
             require_nodes(letter, nodes, who)
-            for node, counted, known in zip(nodes.tolist(), letter["edges"].tolist(), edges.tolist(), strict=True):
+            for node, counted, known in zip(
+                nodes.tolist(), letter["edges"].tolist(), edges.tolist(), strict=True
+            ):
                 if counted != known:
-                    raise MessageError(f"{who}: tensor 'edges' counts {counted} cross edges to {node}, the reader knows {known}")
+                    raise MessageError(
+                        f"{who}: tensor 'edges' counts {counted} cross edges to {node}, the reader knows {known}"
+                    )
             target = torch.empty_like(nodes).scatter_(0, row, own)
             features.index_add_(0, target, scaled[target, None] * letter["sums"])
         client.memory["known"] = known_features(graph, features)
@@ -161,13 +186,21 @@ class FedGCN(FedAvg, FedSGD):
             if len(own):
                 nodes, row = graph.node_id[own].unique(return_inverse=True)
                 source = torch.empty_like(nodes).scatter_(0, row, own)
-                written[receiver] = {"nodes": nodes, "degree": degree(graph)[source], "features": client.memory["known"].x[source]}
+                written[receiver] = {
+                    "nodes": nodes,
+                    "degree": degree(graph)[source],
+                    "features": client.memory["known"].x[source],
+                }
         return written
 
     @phase()
     def read_features(self, client: Client, inbox: Message | None = None) -> Message:
         """S X at the sources of incoming cross edges too, and the columns of S for them. Who did not write has none."""
-        S, scaled, features = client.memory["S"], scale(degree(client.graph)), [client.memory["known"].x]
+        S, scaled, features = (
+            client.memory["S"],
+            scale(degree(client.graph)),
+            [client.memory["known"].x],
+        )
         source, target, values, n = [S.indices.long()], [S.rows], [S.values], client.graph.num_nodes
         for sender, letter in (inbox or {}).items():
             who = f"client {sender!r} in 'write_features'"
@@ -175,26 +208,38 @@ class FedGCN(FedAvg, FedSGD):
             nodes, row = remote.unique(return_inverse=True)
             require_nodes(letter, nodes, who)
             if (letter["degree"] < 1).any():
-                raise MessageError(f"{who}: tensor 'degree' holds {int(letter['degree'].min())}, must be at least 1")
+                raise MessageError(
+                    f"{who}: tensor 'degree' holds {int(letter['degree'].min())}, must be at least 1"
+                )
             source.append(n + row)
             target.append(own)
             values.append(scaled[own] * scale(letter["degree"])[row])
             features.append(letter["features"])
             n += len(nodes)
-        client.memory["S"] = Sparse.from_edges(torch.cat(target), torch.cat(source), torch.cat(values), (S.shape[0], n))
+        client.memory["S"] = Sparse.from_edges(
+            torch.cat(target), torch.cat(source), torch.cat(values), (S.shape[0], n)
+        )
         client.memory["known"] = known_features(client.graph, torch.cat(features))
         return {}
 
     # ---- training ----
-    def logits(self, client: Client, model: Mapping[str, Tensor], rng: Generator | None = None) -> Tensor:
+    def logits(
+        self, client: Client, model: Mapping[str, Tensor], rng: Generator | None = None
+    ) -> Tensor:
         """The two layers, [own nodes, C]; `model` are a GCN's weights by name."""
-        H = F.relu(client.memory["known"].project(model["layers.0.weight"]) + model["layers.0.bias"])
+        H = F.relu(
+            client.memory["known"].project(model["layers.0.weight"]) + model["layers.0.bias"]
+        )
         H = dropout(H, client.facts.dropout, rng)
         return client.memory["S"] @ (H @ model["classifier.weight"]) + model["classifier.bias"]
 
-    def objective(self, client: Client, batch: Graph, model: Model, global_weights: Message | None) -> Tensor:
+    def objective(
+        self, client: Client, batch: Graph, model: Model, global_weights: Message | None
+    ) -> Tensor:
         """CE over the client's training nodes."""
-        return client.loss(self.logits(client, dict(model.named_parameters()), client.rng("dropout")), batch)
+        return client.loss(
+            self.logits(client, dict(model.named_parameters()), client.rng("dropout")), batch
+        )
 
     def total_loss(self, client: Client, model: Model) -> Tensor:
         """The same, summed."""
@@ -220,7 +265,9 @@ class FedGCN(FedAvg, FedSGD):
         for spec in server.facts.models:
             parts = parse_spec(spec)
             if (parts.name, parts.layers, parts.options) != ("gcn", 2, frozenset()):
-                raise ConfigError(f"model {spec!r}: fedgcn works with two-layer GCNs, 'gcn-2xWIDTH' without options, e.g. 'gcn-2x64'")
+                raise ConfigError(
+                    f"model {spec!r}: fedgcn works with two-layer GCNs, 'gcn-2xWIDTH' without options, e.g. 'gcn-2x64'"
+                )
         server.relay(self.write_sums)
         if self.hops == 2:
             server.relay(self.write_features)

@@ -71,7 +71,9 @@ class Ensemble:
     def __init__(self, heads: Iterable[Message], counts: Tensor):
         share = counts / counts.sum(0).clamp(min=1)  # [clients, classes]
         heads = list(heads)
-        self.weight = torch.einsum("ky,kpc->ypc", share, torch.stack([head["weight"] for head in heads]))
+        self.weight = torch.einsum(
+            "ky,kpc->ypc", share, torch.stack([head["weight"] for head in heads])
+        )
         self.bias = torch.einsum("ky,kc->yc", share, torch.stack([head["bias"] for head in heads]))
 
     def __call__(self, z: Tensor, y: Tensor) -> Tensor:
@@ -89,22 +91,30 @@ def require_linear_heads(facts: Facts) -> None:
     """Refuses a model whose head needs a graph: an imagined embedding has none."""
     for spec in sorted(set(facts.models)):
         if not facts.build(spec, "server").linear:
-            raise ConfigError(f"model {spec!r}: its head works on the graph, fedgen's must work on embeddings alone; use '{spec}+linear'")
+            raise ConfigError(
+                f"model {spec!r}: its head works on the graph, fedgen's must work on embeddings alone; use '{spec}+linear'"
+            )
 
 
 @dataclass(frozen=True)
 class FedGen(LocalTraining):
     """Local training with a shared head that also learns from imagined embeddings."""
 
-    alpha: float = setting(1.0, "α, weight of the imagined embeddings in a client's loss", at_least=0, tune="0.1..10")
-    imagined: int = setting(32, "embeddings imagined for a step, of a client and of the generator", at_least=2)
+    alpha: float = setting(
+        1.0, "α, weight of the imagined embeddings in a client's loss", at_least=0, tune="0.1..10"
+    )
+    imagined: int = setting(
+        32, "embeddings imagined for a step, of a client and of the generator", at_least=2
+    )
     noise: int = setting(32, "width of the noise ε", at_least=1)
     hidden: int = setting(512, "width of the generator's hidden layer", at_least=1)
     generator_steps: int = setting(100, "steps of the generator a round", at_least=1)
     generator_lr: float = setting(5e-3, "the generator's learning rate", above=0, tune="1e-4..0.01")
     diversity: float = setting(1.0, "η, weight of the diversity term", at_least=0, tune="0.1..10")
 
-    discloses_to_peers: ClassVar[str] = "the label distribution of the round's clients together: with two, each other's"
+    discloses_to_peers: ClassVar[str] = (
+        "the label distribution of the round's clients together: with two, each other's"
+    )
 
     # ---- at a client ----
     @phase()
@@ -115,16 +125,25 @@ class FedGen(LocalTraining):
 
     @phase(weight="float32[p,C]", bias="float32[C]", counts="int64[C]")
     def train(
-        self, client: Client, weight: Tensor, bias: Tensor, generator: Message | None = None, prior: Tensor | None = None
+        self,
+        client: Client,
+        weight: Tensor,
+        bias: Tensor,
+        generator: Message | None = None,
+        prior: Tensor | None = None,
     ) -> Message:
         """E local epochs from the mean head."""
         model, graph = client.state["model"], client.graph
         load_weights(model.classifier, {"weight": weight, "bias": bias})
-        self.descend(client, model, None if generator is None else {"generator": generator, "prior": prior})
+        self.descend(
+            client, model, None if generator is None else {"generator": generator, "prior": prior}
+        )
         counts = torch.bincount(graph.y[graph.train], minlength=client.facts.num_classes)
         return {**weights(model.classifier), "counts": counts}
 
-    def objective(self, client: Client, batch: Graph, model: Model, received: Message | None) -> Tensor:
+    def objective(
+        self, client: Client, batch: Graph, model: Model, received: Message | None
+    ) -> Tensor:
         """CE on real items and on imagined ones; `model` is w and p̂, from the second round on."""
         loss = super().objective(client, batch, model, received)
         if received is None:
@@ -144,7 +163,9 @@ class FedGen(LocalTraining):
         y = torch.multinomial(prior, self.imagined, replacement=True, generator=rng)
         return torch.randn(self.imagined, self.noise, generator=rng), y
 
-    def generator_loss(self, generator: Generator, ensemble: Ensemble, noise: Tensor, y: Tensor) -> Tensor:
+    def generator_loss(
+        self, generator: Generator, ensemble: Ensemble, noise: Tensor, y: Tensor
+    ) -> Tensor:
         """What a step of the generator minimises."""
         z = generator(noise, y)
         return F.cross_entropy(ensemble(z, y), y) + self.diversity * diversity(noise, z)
@@ -156,9 +177,15 @@ class FedGen(LocalTraining):
         state, facts = server.state, server.facts
         state["head"] = weights(facts.build(facts.models[0], "server").classifier)
         state["generator"] = generator = self.make_generator(facts, server.rng("generator"))
-        state["optimizer"] = optimizer = make_optimizer("adam", generator.parameters(), self.generator_lr, 0.0)
+        state["optimizer"] = optimizer = make_optimizer(
+            "adam", generator.parameters(), self.generator_lr, 0.0
+        )
         for _ in server.rounds(self.rounds):
-            taught = {"generator": weights(generator), "prior": state["prior"]} if "prior" in state else {}
+            taught = (
+                {"generator": weights(generator), "prior": state["prior"]}
+                if "prior" in state
+                else {}
+            )
             size = server.weights("size", server.participants)
             replies = server.ask(self.train, clients=list(size), **state["head"], **taught)
             mean, counts = replies.mean(size), replies.stack("counts")
@@ -166,6 +193,11 @@ class FedGen(LocalTraining):
                 state["prior"] = counts.sum(0) / counts.sum()
                 ensemble = Ensemble(replies.values(), counts)
                 for _ in range(self.generator_steps):
-                    step(optimizer, self.generator_loss(generator, ensemble, *self.draw(state["prior"], server.rng("imagined"))))
+                    step(
+                        optimizer,
+                        self.generator_loss(
+                            generator, ensemble, *self.draw(state["prior"], server.rng("imagined"))
+                        ),
+                    )
             state["head"] = {name: mean[name] for name in state["head"]}
             server.evaluate()

@@ -62,11 +62,19 @@ from fedloom.nn.nearest import above, linked_to_nearest, other_pairs, pairs
 from fedloom.nn.training import make_optimizer, seeded, step
 
 HIDDEN = 128  # of the feature decoder
-DENOISER, CONDITION, TIME = 256, 64, 64  # widths of the denoiser's layers, of r, and of what it is told of t
+DENOISER, CONDITION, TIME = (
+    256,
+    64,
+    64,
+)  # widths of the denoiser's layers, of r, and of what it is told of t
 LENGTH = 4.0  # of a row of features as encoders see it: Adam's steps are of one size, whatever the features
 RAREST = 20.0  # weight of a one in bag-of-words features, at most
 MOST_EDGES = 100  # a node, that similarity above τ may add on average
-SHOWN_CLIENTS, SHOWN_NODES, SHOWN_LINKS = 4, 300, 4000  # in pictures: whose graphs, and how much of each at most
+SHOWN_CLIENTS, SHOWN_NODES, SHOWN_LINKS = (
+    4,
+    300,
+    4000,
+)  # in pictures: whose graphs, and how much of each at most
 NO_EDGES = torch.zeros(2, 0, dtype=torch.int64)
 
 Step = Callable[[], Tensor]
@@ -74,10 +82,17 @@ Step = Callable[[], Tensor]
 
 def bare(x: Tensor, edges: Tensor) -> Graph:
     """A graph without labels. edges: pairs i < j."""
-    return Graph(x=x, edge_index=torch.cat([edges, edges.flip(0)], 1), y=torch.full((len(x),), -1), num_classes=1)
+    return Graph(
+        x=x,
+        edge_index=torch.cat([edges, edges.flip(0)], 1),
+        y=torch.full((len(x),), -1),
+        num_classes=1,
+    )
 
 
-def minimise(parameters: Sequence[Tensor], loss: Step, lr: float, epochs: int, patience: int = 0) -> None:
+def minimise(
+    parameters: Sequence[Tensor], loss: Step, lr: float, epochs: int, patience: int = 0
+) -> None:
     """Adam on `loss()`; stops after `patience` steps without a lower value (0 = never)."""
     optimizer, best, since = make_optimizer("adam", parameters, lr, 0.0), float("inf"), 0
     for _ in range(epochs):
@@ -95,12 +110,16 @@ class VGAE(nn.Module):
     def __init__(self, encoder: Model, width: int, num_features: int):
         super().__init__()
         self.encoder = encoder
-        self.decoder = nn.Sequential(nn.Linear(width, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, num_features))
+        self.decoder = nn.Sequential(
+            nn.Linear(width, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, num_features)
+        )
 
     def forward(self, graph: Graph) -> tuple[Tensor, Tensor]:
         """μ and log σ."""
         mu, log_sigma = self.encoder(graph).chunk(2, 1)
-        return mu, log_sigma.clamp(max=10.0)  # its exponential must stay finite, whatever the features
+        return mu, log_sigma.clamp(
+            max=10.0
+        )  # its exponential must stay finite, whatever the features
 
 
 def levelled(xs: Sequence[Tensor]) -> list[Tensor]:
@@ -134,7 +153,11 @@ def reconstruction(x: Tensor) -> Callable[[Tensor], Tensor]:
 
 def edge_loss(H: Tensor, edges: Tensor, others: Tensor) -> Tensor:
     """BCE of sigmoid(h_i · h_j) over pairs that are edges and pairs that are not, each kind's mean counting half."""
-    terms = [F.softplus(sign * (H[i] * H[j]).sum(1)).mean() for (i, j), sign in ((edges, -1), (others, 1)) if len(i)]
+    terms = [
+        F.softplus(sign * (H[i] * H[j]).sum(1)).mean()
+        for (i, j), sign in ((edges, -1), (others, 1))
+        if len(i)
+    ]
     return sum(terms, torch.zeros(())) / 2
 
 
@@ -149,7 +172,12 @@ class Schedule:
 
     def __init__(self, steps: int, first: float, last: float):
         # In double precision: 1 − ᾱ_1 may be very small.
-        self.beta = torch.cat([torch.zeros(1, dtype=torch.float64), torch.linspace(first, last, steps, dtype=torch.float64)])
+        self.beta = torch.cat(
+            [
+                torch.zeros(1, dtype=torch.float64),
+                torch.linspace(first, last, steps, dtype=torch.float64),
+            ]
+        )
         self.alpha = 1 - self.beta
         self.alpha_bar = self.alpha.cumprod(0)
         self.steps = steps
@@ -193,7 +221,9 @@ class Denoiser(nn.Module):
     def __init__(self, width: int, condition: bool, noise: float):
         super().__init__()
         self.condition, self.noise = condition, noise
-        self.regulator = nn.Sequential(nn.Linear(width, CONDITION), nn.SiLU(), nn.Linear(CONDITION, CONDITION))
+        self.regulator = nn.Sequential(
+            nn.Linear(width, CONDITION), nn.SiLU(), nn.Linear(CONDITION, CONDITION)
+        )
         self.layers = nn.Sequential(
             nn.Linear(width + CONDITION + TIME, DENOISER), nn.SiLU(), nn.Linear(DENOISER, DENOISER), nn.SiLU(), nn.Linear(DENOISER, width)
         )  # fmt: skip
@@ -233,7 +263,10 @@ class Contrast(nn.Module):
     def encode(self, graphs: Sequence[Graph], projected: Sequence[Tensor]) -> list[Tensor]:
         """PReLU(S X̂ W + b)."""
         e = [k % len(self.bias) for k in range(len(graphs))]
-        return [F.prelu(g.propagate(h) + self.bias[k], self.slope[k]) for k, g, h in zip(e, graphs, projected, strict=True)]
+        return [
+            F.prelu(g.propagate(h) + self.bias[k], self.slope[k])
+            for k, g, h in zip(e, graphs, projected, strict=True)
+        ]
 
 
 def summaries(embedded: Sequence[Tensor]) -> Tensor:
@@ -241,21 +274,43 @@ def summaries(embedded: Sequence[Tensor]) -> Tensor:
     return torch.stack([h.mean(0) for h in embedded]).sigmoid()
 
 
-def contrast_loss(bilinear: Tensor, embedded: Sequence[Tensor], corrupted: Sequence[Tensor]) -> list[Tensor]:
+def contrast_loss(
+    bilinear: Tensor, embedded: Sequence[Tensor], corrupted: Sequence[Tensor]
+) -> list[Tensor]:
     """Each client's L_con: how badly D tells its nodes from corrupted ones, beside the summaries of all clients."""
     sides = bilinear @ summaries(embedded).T
-    return [(F.softplus(-(h @ sides)).mean() + F.softplus(c @ sides).mean()) / 2 for h, c in zip(embedded, corrupted, strict=True)]
+    return [
+        (F.softplus(-(h @ sides)).mean() + F.softplus(c @ sides).mean()) / 2
+        for h, c in zip(embedded, corrupted, strict=True)
+    ]
 
 
-def harmonise(graphs: Sequence[Graph], model: Contrast, rngs: Sequence[Generator], lr: float, epochs: int, patience: int) -> list[Tensor]:
+def harmonise(
+    graphs: Sequence[Graph],
+    model: Contrast,
+    rngs: Sequence[Generator],
+    lr: float,
+    epochs: int,
+    patience: int,
+) -> list[Tensor]:
     """Fits encoder and discriminator to graphs, gives the embeddings of each. rngs: of each graph, for corrupting it."""
-    graphs = [replace(graph, x=x) for graph, x in zip(graphs, levelled([graph.x for graph in graphs]), strict=True)]
+    graphs = [
+        replace(graph, x=x)
+        for graph, x in zip(graphs, levelled([graph.x for graph in graphs]), strict=True)
+    ]
 
     def loss() -> Tensor:
         projected = model.project(graphs)
         # Permuted rows of X̂ times W are permuted rows of X̂ W: the wide product is made once.
-        mixed = [h[torch.randperm(len(h), generator=rng)] for h, rng in zip(projected, rngs, strict=True)]
-        return sum(contrast_loss(model.bilinear, model.encode(graphs, projected), model.encode(graphs, mixed)), torch.zeros(()))
+        mixed = [
+            h[torch.randperm(len(h), generator=rng)] for h, rng in zip(projected, rngs, strict=True)
+        ]
+        return sum(
+            contrast_loss(
+                model.bilinear, model.encode(graphs, projected), model.encode(graphs, mixed)
+            ),
+            torch.zeros(()),
+        )
 
     minimise(list(model.parameters()), loss, lr, epochs, patience)
     with torch.no_grad():
@@ -305,7 +360,9 @@ def neighbourhood(links: Tensor, n: int, most: int) -> Tensor:
         if seen.sum() >= most:
             break
         if not seen[start]:
-            found.append(breadth_first_order(adjacency, start, directed=False, return_predecessors=False))
+            found.append(
+                breadth_first_order(adjacency, start, directed=False, return_predecessors=False)
+            )
             seen[found[-1]] = True
     return torch.from_numpy(np.concatenate(found)[:most].astype(np.int64))
 
@@ -337,31 +394,58 @@ class FedGH(Plugin):
     latent_width: int = setting(64, "q, width of the latents", at_least=1)
     vgae_epochs: int = setting(200, "steps of the VGAE's training", at_least=1)
     vgae_lr: float = setting(0.01, "its learning rate", above=0, tune="0.001..0.1")
-    feature_loss: float = setting(1.0, "λ_x, weight of the features' reconstruction", at_least=0, tune="0.1..10")
-    kl_weight: float = setting(1.0, "γ, weight of the KL term (0 = the paper's w/o KL)", at_least=0, tune="0.001..10")
-    diffused: bool = setting(True, "pseudo-graphs are decoded from diffused latents; false: from the latents themselves")
+    feature_loss: float = setting(
+        1.0, "λ_x, weight of the features' reconstruction", at_least=0, tune="0.1..10"
+    )
+    kl_weight: float = setting(
+        1.0, "γ, weight of the KL term (0 = the paper's w/o KL)", at_least=0, tune="0.001..10"
+    )
+    diffused: bool = setting(
+        True, "pseudo-graphs are decoded from diffused latents; false: from the latents themselves"
+    )
     diffusion_steps: int = setting(100, "T", at_least=1)
     first_beta: float = setting(0.001, "β_1", above=0, below=1)
     last_beta: float = setting(0.2, "β_T", above=0, below=1)
     regulated: bool = setting(True, "the client-aware condition r (false = the paper's w/o C)")
-    regulator_noise: float = setting(1.0, "σ_c, noise through which r sees a node's latent", at_least=0)
+    regulator_noise: float = setting(
+        1.0, "σ_c, noise through which r sees a node's latent", at_least=0
+    )
     diffusion_epochs: int = setting(500, "steps of the diffusion's training", at_least=1)
     diffusion_lr: float = setting(0.001, "its learning rate", above=0, tune="1e-4..0.01")
     diffusion_rows: int = setting(1024, "nodes in one of these steps", at_least=1)
     embedding_width: int = setting(64, "d̃, width of H̃ (0 = nothing is refined)", at_least=0)
     contrast_epochs: int = setting(300, "steps of the contrastive learning", at_least=1)
     contrast_lr: float = setting(0.001, "its learning rate", above=0, tune="1e-4..0.01")
-    contrast_patience: int = setting(20, "it stops after so many steps without a lower loss (0 = never)", at_least=0)
+    contrast_patience: int = setting(
+        20, "it stops after so many steps without a lower loss (0 = never)", at_least=0
+    )
     encoder_per_client: bool = setting(False, "an encoder for each client rather than one for all")
     append: float = setting(
-        0.25, "H̃ is appended to the features, in rows of this length (theirs is 1 on average); 0 = it is not", at_least=0, tune="0..1"
+        0.25,
+        "H̃ is appended to the features, in rows of this length (theirs is 1 on average); 0 = it is not",
+        at_least=0,
+        tune="0..1",
     )
     add_edges: int = setting(
-        0, "k, similar nodes that a node is linked to (0: chosen by validation, see docs/results.md)", at_least=0, tune="0,1,3,5,10"
+        0,
+        "k, similar nodes that a node is linked to (0: chosen by validation, see docs/results.md)",
+        at_least=0,
+        tune="0,1,3,5,10",
     )
-    add_above: float = setting(1.0, "τ, similarity (a cosine) above which nodes are linked (1 = none are)", at_least=-1, at_most=1)
-    precision: str = setting("float32", "numbers of features and embeddings as they travel", choices=("float32", "float16"))
-    top_entries: int = setting(0, "entries of a row of X̂ that travel, the largest (0 = all)", at_least=0)
+    add_above: float = setting(
+        1.0,
+        "τ, similarity (a cosine) above which nodes are linked (1 = none are)",
+        at_least=-1,
+        at_most=1,
+    )
+    precision: str = setting(
+        "float32",
+        "numbers of features and embeddings as they travel",
+        choices=("float32", "float16"),
+    )
+    top_entries: int = setting(
+        0, "entries of a row of X̂ that travel, the largest (0 = all)", at_least=0
+    )
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
     transductive: ClassVar[bool] = True
@@ -377,9 +461,13 @@ class FedGH(Plugin):
         except ConfigError as error:
             raise ConfigError(f"method.vgae: {error}") from error
         if self.first_beta > self.last_beta:
-            raise ConfigError(f"method.first_beta is {self.first_beta:g}, must not exceed method.last_beta = {self.last_beta:g}")
+            raise ConfigError(
+                f"method.first_beta is {self.first_beta:g}, must not exceed method.last_beta = {self.last_beta:g}"
+            )
         if self.top_entries > facts.num_features:
-            raise ConfigError(f"method.top_entries is {self.top_entries}, must be at most {facts.num_features}, the number of features")
+            raise ConfigError(
+                f"method.top_entries is {self.top_entries}, must be at most {facts.num_features}, the number of features"
+            )
         super().check(self.widened(facts))  # type: ignore[misc]  # the base method's
 
     def widened(self, facts: Facts) -> Facts:
@@ -392,9 +480,18 @@ class FedGH(Plugin):
     # ---- a client's pseudo-graph ----
     def fit_vgae(self, client: Client) -> tuple[VGAE, Tensor]:
         """Trained on the client's whole graph, no labels read; and the latents' means μ [n, q]. All clients start from the same weights."""
-        graph, rng, width, first = client.full_graph, client.rng("vgae"), self.latent_width, stream_seed(client.facts.seed, "vgae")
+        graph, rng, width, first = (
+            client.full_graph,
+            client.rng("vgae"),
+            self.latent_width,
+            stream_seed(client.facts.seed, "vgae"),
+        )
         with seeded(torch.Generator().manual_seed(first)):
-            model = VGAE(build_model(self.vgae, graph.num_features, 2 * width, dropout=0.0, seed=first), width, graph.num_features)
+            model = VGAE(
+                build_model(self.vgae, graph.num_features, 2 * width, dropout=0.0, seed=first),
+                width,
+                graph.num_features,
+            )
         edges, missed = pairs(graph.edge_index, graph.num_nodes), reconstruction(graph.x)
         seen = replace(graph, x=levelled([graph.x])[0])
 
@@ -402,7 +499,11 @@ class FedGH(Plugin):
             mu, log_sigma = model(seen)
             H = mu + log_sigma.exp() * torch.randn(mu.shape, generator=rng)
             links = edge_loss(H, edges, other_pairs(edges, graph.num_nodes, rng))
-            return links + self.feature_loss * missed(model.decoder(H)) + self.kl_weight * divergence(mu, log_sigma)
+            return (
+                links
+                + self.feature_loss * missed(model.decoder(H))
+                + self.kl_weight * divergence(mu, log_sigma)
+            )
 
         minimise(list(model.parameters()), loss, self.vgae_lr, self.vgae_epochs)
         with torch.no_grad():
@@ -410,7 +511,10 @@ class FedGH(Plugin):
 
     def diffuse(self, client: Client, mu: Tensor) -> Tensor:
         """Fits the diffusion to latents [n, q] and draws as many from it."""
-        rng, schedule = client.rng("diffusion"), Schedule(self.diffusion_steps, self.first_beta, self.last_beta)
+        rng, schedule = (
+            client.rng("diffusion"),
+            Schedule(self.diffusion_steps, self.first_beta, self.last_beta),
+        )
         centre, scale = mu.mean(0), (mu - mu.mean(0)).square().mean(0).sqrt()
         h_0 = (mu - centre) / scale.where(scale > 1e-6, 1.0)
         with seeded(rng):
@@ -426,14 +530,24 @@ class FedGH(Plugin):
         with torch.no_grad():
             drawn = torch.randn(h_0.shape, generator=rng)
             limits = h_0.amin(0), h_0.amax(0)
-            drawn = reverse(drawn, lambda h, t: model(h, h_0, torch.full((len(h),), t), rng), schedule, rng, *limits)
+            drawn = reverse(
+                drawn,
+                lambda h, t: model(h, h_0, torch.full((len(h),), t), rng),
+                schedule,
+                rng,
+                *limits,
+            )
         return drawn * scale + centre
 
     @torch.no_grad()
     def decode(self, client: Client, model: VGAE, H: Tensor) -> tuple[Tensor, Tensor]:
         """X̂ [n, d] and the pairs of Â [2, edges] from latents [n, q]."""
         centre, scale = units(client.full_graph.x)
-        x = model.decoder(H).sigmoid() if is_bag_of_words(client.full_graph.x) else centre + scale * model.decoder(H)
+        x = (
+            model.decoder(H).sigmoid()
+            if is_bag_of_words(client.full_graph.x)
+            else centre + scale * model.decoder(H)
+        )
         edges, n = pairs(client.full_graph.edge_index, len(H)).shape[1], len(H)
         return x, pairs(linked_to_nearest(F.normalize(H), -(-edges // n)), n)
 
@@ -447,23 +561,44 @@ class FedGH(Plugin):
         """x as it travels."""
         told = x.to(DTYPES[self.precision])
         if not told.isfinite().all() and x.isfinite().all():
-            raise ConfigError(f"method.precision is {self.precision!r}, which cannot hold {x.abs().max():g}; take 'float32'")
+            raise ConfigError(
+                f"method.precision is {self.precision!r}, which cannot hold {x.abs().max():g}; take 'float32'"
+            )
         return told
 
-    @phase(features=Computed(lambda method, facts, message, reply: (("", method.precision, (-1, facts.num_features)),)), edges="int32[2,n]")
+    @phase(
+        features=Computed(
+            lambda method, facts, message, reply: (
+                ("", method.precision, (-1, facts.num_features)),
+            )
+        ),
+        edges="int32[2,n]",
+    )
     def send_pseudo_graph(self, client: Client) -> Message:
         """The pseudo-graph."""
         x, edges = self.pseudo_graph(client)
         self._show(client, pseudo=edges)
         return {"features": self.rounded(x), "edges": edges.int()}
 
-    @phase(values=Computed(lambda method, facts, message, reply: (("", method.precision, (-1, method.top_entries)),)), columns="int32[n,top_entries]", edges="int32[2,n]")
+    @phase(
+        values=Computed(
+            lambda method, facts, message, reply: (
+                ("", method.precision, (-1, method.top_entries)),
+            )
+        ),
+        columns="int32[n,top_entries]",
+        edges="int32[2,n]",
+    )
     def send_top_entries(self, client: Client) -> Message:
         """The same with the largest entries of every row alone."""
         x, edges = self.pseudo_graph(client)
         self._show(client, pseudo=edges)
         columns = x.abs().topk(self.top_entries).indices.sort().values
-        return {"values": self.rounded(x.gather(1, columns)), "columns": columns.int(), "edges": edges.int()}
+        return {
+            "values": self.rounded(x.gather(1, columns)),
+            "columns": columns.int(),
+            "edges": edges.int(),
+        }
 
     @phase()
     def refine(self, client: Client, embeddings: Tensor | None = None) -> Message:
@@ -472,11 +607,15 @@ class FedGH(Plugin):
         if self.refine_by == "pseudo-graph":
             x, edges = self.pseudo_graph(client)
             self._show(client, pseudo=edges)
-            new = replace(graph, x=x, edge_index=torch.cat([edges, edges.flip(0)], 1), edge_weight=None)
+            new = replace(
+                graph, x=x, edge_index=torch.cat([edges, edges.flip(0)], 1), edge_weight=None
+            )
         else:
             H = self.own_embeddings(client) if embeddings is None else embeddings.float()
             if len(H) != graph.num_nodes:
-                raise MessageError(f"to client {client.name!r}: tensor 'embeddings' has {len(H)} rows for {graph.num_nodes} nodes")
+                raise MessageError(
+                    f"to client {client.name!r}: tensor 'embeddings' has {len(H)} rows for {graph.num_nodes} nodes"
+                )
             new = refined(graph, H, self.append, self.add_edges, self.add_above)
             self._show(client, added=pairs(new.edge_index[:, graph.num_edges :], graph.num_nodes))
         client.full_graph, client.facts = new, facts
@@ -492,7 +631,9 @@ class FedGH(Plugin):
             original = pairs(graph.edge_index, n)
             client.memory["shown"] = nodes = neighbourhood(original, n, SHOWN_NODES)
             client.memory["links"] = {"original": between(original, nodes, n)}
-        client.memory["links"] |= {name: between(some, client.memory["shown"], n) for name, some in links.items()}
+        client.memory["links"] |= {
+            name: between(some, client.memory["shown"], n) for name, some in links.items()
+        }
 
     def artifacts(self, client: Client) -> Message:
         """Of the first clients: their graph as it was, the pseudo-graph they sent, the edges added to their own; of each a part.
@@ -507,12 +648,18 @@ class FedGH(Plugin):
         few: Message = {name: ends[:, ends.amax(0) < len(nodes)] for name, ends in links.items()}
         return {
             **others,
-            "graphs": {"nodes": torch.tensor(client.full_graph.num_nodes), "labels": client.full_graph.y[nodes], "links": few},
+            "graphs": {
+                "nodes": torch.tensor(client.full_graph.num_nodes),
+                "labels": client.full_graph.y[nodes],
+                "links": few,
+            },
         }
 
     def joint_artifacts(self, federation: Federation) -> Message:
         """The base method's, if the clients' edges stay what they were."""
-        kept = not self.embedding_width or (self.refine_by != "pseudo-graph" and not self.add_edges and self.add_above == 1)
+        kept = not self.embedding_width or (
+            self.refine_by != "pseudo-graph" and not self.add_edges and self.add_above == 1
+        )
         return super().joint_artifacts(federation) if kept else {}  # type: ignore[misc]
 
     def own_embeddings(self, client: Client) -> Tensor:
@@ -521,24 +668,40 @@ class FedGH(Plugin):
         if self.refine_by == "latents":
             return self.fit_vgae(client)[1]
         if self.refine_by == "local":
-            first = torch.Generator().manual_seed(stream_seed(client.facts.seed, "contrast"))  # the same for all: no traffic is needed
+            first = torch.Generator().manual_seed(
+                stream_seed(client.facts.seed, "contrast")
+            )  # the same for all: no traffic is needed
             return self.contrasted([graph], first, [client.rng("corrupt")])[0]
         if self.refine_by == "noise":
             return torch.randn(graph.num_nodes, width, generator=client.rng("noise"))
         return torch.zeros(graph.num_nodes, width)
 
     # ---- server (and the control without one) ----
-    def contrasted(self, graphs: Sequence[Graph], rng: Generator, corrupt: Sequence[Generator]) -> list[Tensor]:
+    def contrasted(
+        self, graphs: Sequence[Graph], rng: Generator, corrupt: Sequence[Generator]
+    ) -> list[Tensor]:
         """Embeddings of graphs by an encoder that learns to tell their nodes from corrupted ones."""
         with seeded(rng):
-            model = Contrast(graphs[0].num_features, self.embedding_width, len(graphs) if self.encoder_per_client else 1)
-        return harmonise(graphs, model, corrupt, self.contrast_lr, self.contrast_epochs, self.contrast_patience)
+            model = Contrast(
+                graphs[0].num_features,
+                self.embedding_width,
+                len(graphs) if self.encoder_per_client else 1,
+            )
+        return harmonise(
+            graphs, model, corrupt, self.contrast_lr, self.contrast_epochs, self.contrast_patience
+        )
 
     def embed(self, server: Server, sent: Mapping[str, Message]) -> dict[str, Message]:
         """Lines 12-19: H̃ for every client that sent a pseudo-graph."""
-        graphs = [received(reply, server.facts.num_features, client) for client, reply in sent.items()]
-        made = self.contrasted(graphs, server.rng("contrast"), [server.rng(f"corrupt {client}") for client in sent])
-        return {client: {"embeddings": self.rounded(H)} for client, H in zip(sent, made, strict=True)}
+        graphs = [
+            received(reply, server.facts.num_features, client) for client, reply in sent.items()
+        ]
+        made = self.contrasted(
+            graphs, server.rng("contrast"), [server.rng(f"corrupt {client}") for client in sent]
+        )
+        return {
+            client: {"embeddings": self.rounded(H)} for client, H in zip(sent, made, strict=True)
+        }
 
     def prepare_clients(self, server: Server) -> None:
         """Algorithm 1 up to the federated training."""
@@ -560,12 +723,20 @@ def received(reply: Message, num_features: int, client: str) -> Graph:
     else:
         columns = reply["columns"].long()
         if columns.numel() and (columns.min() < 0 or columns.max() >= num_features):
-            raise MessageError(f"{who}: tensor 'columns' names one that is not among 0 to {num_features - 1}")
+            raise MessageError(
+                f"{who}: tensor 'columns' names one that is not among 0 to {num_features - 1}"
+            )
         if len(columns) != len(reply["values"]):
-            raise MessageError(f"{who}: tensor 'columns' has {len(columns)} rows, 'values' {len(reply['values'])}")
+            raise MessageError(
+                f"{who}: tensor 'columns' has {len(columns)} rows, 'values' {len(reply['values'])}"
+            )
         x = torch.zeros(len(columns), num_features).scatter_(1, columns, reply["values"].float())
     if len(x) == 0:
-        raise MessageError(f"{who}: tensor {'features' if 'features' in reply else 'values'!r} has no rows")
+        raise MessageError(
+            f"{who}: tensor {'features' if 'features' in reply else 'values'!r} has no rows"
+        )
     if edges.numel() and (edges.min() < 0 or edges.max() >= len(x)):
-        raise MessageError(f"{who}: tensor 'edges' names a node that is not among 0 to {len(x) - 1}")
+        raise MessageError(
+            f"{who}: tensor 'edges' names a node that is not among 0 to {len(x) - 1}"
+        )
     return bare(x, edges)

@@ -59,24 +59,60 @@ from fedloom.nn.weights import load_weights, weights
 class FedGKC(WithCopilot):
     """Mutual and self-distillation, and a mean that knows who is sure."""
 
-    alpha: float = setting(0.6, "α, weight of the cross-entropy in both models' losses", at_least=0, at_most=1, tune="0.4..0.8")
-    beta: float = setting(
-        0.2, "β, weight of the neighbourly loss; what α and β leave is the logits'", at_least=0, at_most=1, tune="0.1..0.3"
+    alpha: float = setting(
+        0.6,
+        "α, weight of the cross-entropy in both models' losses",
+        at_least=0,
+        at_most=1,
+        tune="0.4..0.8",
     )
-    norm: str = setting("pairs", "Q, what the neighbourly loss is a mean over", choices=("pairs", "nodes"))
-    self_weight: float = setting(1.0, "w, weight of the self-distillation", at_least=0, tune="0.1..10")
+    beta: float = setting(
+        0.2,
+        "β, weight of the neighbourly loss; what α and β leave is the logits'",
+        at_least=0,
+        at_most=1,
+        tune="0.1..0.3",
+    )
+    norm: str = setting(
+        "pairs", "Q, what the neighbourly loss is a mean over", choices=("pairs", "nodes")
+    )
+    self_weight: float = setting(
+        1.0, "w, weight of the self-distillation", at_least=0, tune="0.1..10"
+    )
     symmetric: bool = setting(False, "whether the weak view learns from the strong one too")
-    weak_edges: float = setting(0.3, "share of edges that the weak view drops", at_least=0, at_most=1, tune="0.1,0.3")
-    weak_columns: float = setting(0.3, "share of feature columns that the weak view masks", at_least=0, at_most=1, tune="0.1,0.3")
-    strong_edges: float = setting(0.8, "share of edges that the strong view drops", at_least=0, at_most=1, tune="0.4,0.8")
-    strong_columns: float = setting(0.5, "share of feature columns that the strong view masks", at_least=0, at_most=1, tune="0.4,0.5")
+    weak_edges: float = setting(
+        0.3, "share of edges that the weak view drops", at_least=0, at_most=1, tune="0.1,0.3"
+    )
+    weak_columns: float = setting(
+        0.3,
+        "share of feature columns that the weak view masks",
+        at_least=0,
+        at_most=1,
+        tune="0.1,0.3",
+    )
+    strong_edges: float = setting(
+        0.8, "share of edges that the strong view drops", at_least=0, at_most=1, tune="0.4,0.8"
+    )
+    strong_columns: float = setting(
+        0.5,
+        "share of feature columns that the strong view masks",
+        at_least=0,
+        at_most=1,
+        tune="0.4,0.5",
+    )
     warmup: int = setting(0, "rounds in which both models learn from labels alone", at_least=0)
     kappa: float = setting(
-        0.5, "κ, say of the assurance in a client's weight; the rest is its volume's", at_least=0, at_most=1, tune="0..1"
+        0.5,
+        "κ, say of the assurance in a client's weight; the rest is its volume's",
+        at_least=0,
+        at_most=1,
+        tune="0..1",
     )
     strength: bool = setting(True, "whether strength is part of the assurance")
     clarity: bool = setting(True, "whether the distance between classes is part of the assurance")
-    lam: float = setting(0.1, "λ, weight of the likeness to neighbours in the assurance", at_least=0, tune="0.01..1")
+    lam: float = setting(
+        0.1, "λ, weight of the likeness to neighbours in the assurance", at_least=0, tune="0.01..1"
+    )
     mean_others: bool = setting(False, "the distance between classes is to the mean of the others")
     volume: str = setting("nodes", "n_k, what a client's volume counts", choices=("nodes", "train"))
 
@@ -107,12 +143,23 @@ class FedGKC(WithCopilot):
         """E local epochs of both models; then n_k and P_k."""
         model, graph = client.state["copilot"], client.graph
         load_weights(model, copilot)
-        taught = self if number > self.warmup else replace(self, alpha=1.0, beta=0.0, self_weight=0.0)
+        taught = (
+            self if number > self.warmup else replace(self, alpha=1.0, beta=0.0, self_weight=0.0)
+        )
         taught.descend(client, client.state["model"])
         with torch.no_grad():
-            power = self.assurance(model(graph).softmax(1), graph).clamp(min=0) if graph.num_nodes else torch.tensor(0.0)
+            power = (
+                self.assurance(model(graph).softmax(1), graph).clamp(min=0)
+                if graph.num_nodes
+                else torch.tensor(0.0)
+            )
         volume = torch.tensor(graph.num_nodes) if self.volume == "nodes" else graph.train.sum()
-        client.memory["round"] = {"number": number, "copilot": copilot, "volume": volume, "power": power}
+        client.memory["round"] = {
+            "number": number,
+            "copilot": copilot,
+            "volume": volume,
+            "power": power,
+        }
         return {"volume": volume, "power": power}
 
     @summed
@@ -130,7 +177,9 @@ class FedGKC(WithCopilot):
         w = self.share(mine["volume"], mine["power"], volume, power)
         return {"update": tree_map(lambda new, old: w * (new - old), trained, mine["copilot"])}
 
-    def losses(self, client: Client, batch: Graph, own: Outputs, copilot: Outputs) -> tuple[Tensor, Tensor]:
+    def losses(
+        self, client: Client, batch: Graph, own: Outputs, copilot: Outputs
+    ) -> tuple[Tensor, Tensor]:
         """Eq. 2 and 3 with 5: what the own model and the copilot minimise."""
 
         def learning(student: Outputs, teacher: Outputs) -> Tensor:
@@ -140,7 +189,9 @@ class FedGKC(WithCopilot):
             return loss + (1 - self.alpha - self.beta) * self.taught(batch, teacher[1], student[1])
 
         of_own, of_copilot = learning(own, copilot), learning(copilot, own)
-        return of_own + self.self_weight * self.itself(client, batch) if self.self_weight else of_own, of_copilot
+        return of_own + self.self_weight * self.itself(
+            client, batch
+        ) if self.self_weight else of_own, of_copilot
 
     def neighbourly(self, graph: Graph, teacher: Tensor, student: Tensor) -> Tensor:
         """Eq. 1, of embeddings [nodes, p]: every node learns from the teacher's view of its neighbours and of itself."""
@@ -178,7 +229,9 @@ class FedGKC(WithCopilot):
     def share(self, volume: Tensor, power: Tensor, all_volume: Tensor, all_power: Tensor) -> Tensor:
         """w_k from a client's n_k and P_k and everybody's; nobody sure: volumes alone."""
         kappa = self.kappa if all_power > 0 else 0.0
-        return (1 - kappa) * volume / all_volume.clamp(min=1) + kappa * power / all_power.where(all_power > 0, 1.0)
+        return (1 - kappa) * volume / all_volume.clamp(min=1) + kappa * power / all_power.where(
+            all_power > 0, 1.0
+        )
 
     # ---- the server's side ----
     def run(self, server: Server) -> None:

@@ -51,10 +51,24 @@ class FedGTA(Mixing):
     """Local training from a mean of the clients that are alike."""
 
     steps: int = setting(5, "T, steps of label propagation", at_least=1, tune="1..10")
-    alpha: float = setting(0.5, "α, what a step takes from the neighbours; the rest stays", at_least=0, at_most=1, tune="0.1..0.9")
+    alpha: float = setting(
+        0.5,
+        "α, what a step takes from the neighbours; the rest stays",
+        at_least=0,
+        at_most=1,
+        tune="0.1..0.9",
+    )
     order: int = setting(10, "highest moment", at_least=1, tune="2..20")
-    temperature: float = setting(20.0, "τ, of the distribution whose entropy is the confidence", above=0, tune="1..50")
-    threshold: float = setting(0.5, "ε, cosine of moments above which a model is in a client's mean", at_least=-1, at_most=1, tune="0..0.9")
+    temperature: float = setting(
+        20.0, "τ, of the distribution whose entropy is the confidence", above=0, tune="1..50"
+    )
+    threshold: float = setting(
+        0.5,
+        "ε, cosine of moments above which a model is in a client's mean",
+        at_least=-1,
+        at_most=1,
+        tune="0..0.9",
+    )
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
 
@@ -66,7 +80,10 @@ class FedGTA(Mixing):
         load_weights(local_model, model)
         self.descend(client, local_model, model)
         with torch.no_grad():
-            return {"model": weights(local_model), **self.describe(client.graph, local_model(client.graph))}
+            return {
+                "model": weights(local_model),
+                **self.describe(client.graph, local_model(client.graph)),
+            }
 
     def describe(self, graph: Graph, logits: Tensor) -> Message:
         """M and H of a graph's predictions."""
@@ -79,7 +96,9 @@ class FedGTA(Mixing):
         """Each row the confidences of those who are alike."""
         for client, H in replies.column("confidence").items():
             if H < 0:
-                raise MessageError(f"client {client!r} in 'train': 'confidence' is {H:g}, must not be negative")
+                raise MessageError(
+                    f"client {client!r} in 'train': 'confidence' is {H:g}, must not be negative"
+                )
         return shares(replies.stack("moments"), replies.stack("confidence"), self.threshold)
 
 
@@ -103,7 +122,12 @@ def moments(P: Tensor, order: int) -> Tensor:
     """M, [raw or central, order, classes]; the first central one is 0. Without any node: zeros."""
     if not len(P):
         return torch.zeros(2, order, P.shape[1])
-    return torch.stack([torch.stack([(each**m).mean(0) for m in range(1, order + 1)]) for each in (P, P - P.mean(0))])
+    return torch.stack(
+        [
+            torch.stack([(each**m).mean(0) for m in range(1, order + 1)])
+            for each in (P, P - P.mean(0))
+        ]
+    )
 
 
 def confidence(graph: Graph, Q: Tensor) -> Tensor:
@@ -115,7 +139,9 @@ def confidence(graph: Graph, Q: Tensor) -> Tensor:
 def shares(M: Tensor, H: Tensor, threshold: float) -> Tensor:
     """How much of whose model goes to whom, [clients, clients], from moments [clients, ...] and confidences [clients]."""
     unit = F.normalize(M.flatten(1).double())
-    alike = (unit @ unit.T).clamp(max=1) > threshold  # rounding must not make a cosine larger than 1
+    alike = (unit @ unit.T).clamp(
+        max=1
+    ) > threshold  # rounding must not make a cosine larger than 1
     own = torch.eye(len(H), dtype=torch.bool)
     weight = torch.where(alike | own, H.double(), 0.0)
     total = weight.sum(1, keepdim=True)

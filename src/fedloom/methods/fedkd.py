@@ -71,26 +71,38 @@ class FedKD(WithCopilot):
     """Adaptive mutual learning with a compressed copilot."""
 
     start: float = setting(
-        0.95, "T_start, share of the squared singular values kept in the first round", above=0, at_most=1, tune="0.8..0.95"
+        0.95,
+        "T_start, share of the squared singular values kept in the first round",
+        above=0,
+        at_most=1,
+        tune="0.8..0.95",
     )
-    end: float = setting(0.98, "T_end, that of the last round", above=0, at_most=1, tune="0.95..0.99")
+    end: float = setting(
+        0.98, "T_end, that of the last round", above=0, at_most=1, tune="0.95..0.99"
+    )
 
     @phase()
     def setup(self, client: Client) -> Message:
         """Two models and their optimisers; W, which the copilot's optimiser trains along."""
         super().setup(client)
         state = client.state
-        state["map"] = model = nn.Linear(parse_spec(self.copilot).width, state["model"].width, bias=False, device="meta").to_empty(
-            device="cpu"
-        )
+        state["map"] = model = nn.Linear(
+            parse_spec(self.copilot).width, state["model"].width, bias=False, device="meta"
+        ).to_empty(device="cpu")
         nn.init.eye_(model.weight)
         parameters = [*state["copilot"].parameters(), *model.parameters()]
-        state["copilot optimizer"] = make_optimizer(self.optimizer, parameters, self.lr, self.weight_decay)
+        state["copilot optimizer"] = make_optimizer(
+            self.optimizer, parameters, self.lr, self.weight_decay
+        )
         return {}
 
     @phase(update=Computed(_factors, depends_on_reply=True))
     def train(
-        self, client: Client, energy: Tensor, copilot: Message | None = None, update: Message | None = None
+        self,
+        client: Client,
+        energy: Tensor,
+        copilot: Message | None = None,
+        update: Message | None = None,
     ) -> Message:
         """E local epochs of both models from the common copilot; then what they changed of it."""
         state, model = client.state, client.state["copilot"]
@@ -100,21 +112,30 @@ class FedKD(WithCopilot):
         elif update is not None and "common" in state:
             state["common"] = tree_map(torch.add, state["common"], restored(update))
         else:
-            raise MessageError(f"to {who}: 'copilot' is missing, and so is the model that an 'update' would change")
+            raise MessageError(
+                f"to {who}: 'copilot' is missing, and so is the model that an 'update' would change"
+            )
         load_weights(model, state["common"])
         self.descend(client, state["model"])
         change = tree_map(torch.sub, weights(model), state["common"])
         require_finite({"update": change}, who)
         return {"update": compressed(change, float(energy))}
 
-    def losses(self, client: Client, batch: Graph, own: Outputs, copilot: Outputs) -> tuple[Tensor, Tensor]:
+    def losses(
+        self, client: Client, batch: Graph, own: Outputs, copilot: Outputs
+    ) -> tuple[Tensor, Tensor]:
         """What the own model and the copilot (with W) minimise."""
         (z, mine), (z_c, theirs) = own, copilot
-        of_own, of_copilot, mapped = client.loss(mine, batch), client.loss(theirs, batch), client.state["map"](z_c)
+        of_own, of_copilot, mapped = (
+            client.loss(mine, batch),
+            client.loss(theirs, batch),
+            client.state["map"](z_c),
+        )
         trust = 1 / (of_own + of_copilot).detach().clamp(min=1e-8)
         return (
             of_own + trust * (self.taught(batch, theirs, mine) + F.mse_loss(z, mapped.detach())),
-            of_copilot + trust * (self.taught(batch, mine, theirs) + F.mse_loss(mapped, z.detach())),
+            of_copilot
+            + trust * (self.taught(batch, mine, theirs) + F.mse_loss(mapped, z.detach())),
         )
 
     def run(self, server: Server) -> None:
@@ -123,16 +144,24 @@ class FedKD(WithCopilot):
         state = server.state
         state |= {"model": self.first_copilot(server), "update": {}, "taught": {}}
         for t in server.rounds(self.rounds):
-            energy = torch.tensor(self.start + (self.end - self.start) * (t - 1) / max(self.rounds - 1, 1))
+            energy = torch.tensor(
+                self.start + (self.end - self.start) * (t - 1) / max(self.rounds - 1, 1)
+            )
             size = server.weights("size", server.participants)
             # Who took part in the last round lacks the last change alone.
-            up_to_date = {c: {"update": state["update"]} for c in size if int(state["taught"].get(c, 0)) == t - 1 > 0}
+            up_to_date = {
+                c: {"update": state["update"]}
+                for c in size
+                if int(state["taught"].get(c, 0)) == t - 1 > 0
+            }
             each = {c: up_to_date.get(c, {"copilot": state["model"]}) for c in size}
             replies = server.ask(self.train, each=each, energy=energy)
             if replies:
                 changes = Replies({c: restored(reply["update"]) for c, reply in replies.items()})
                 for client, change in changes.items():
-                    require_finite({"update": change}, f"client {client!r} in 'train'")  # factors may be finite and their product not
+                    require_finite(
+                        {"update": change}, f"client {client!r} in 'train'"
+                    )  # factors may be finite and their product not
                 state["update"] = compressed(changes.mean(size), float(energy))
                 state["model"] = tree_map(torch.add, state["model"], restored(state["update"]))
                 state["taught"] = {c: torch.tensor(t) for c in replies}
@@ -141,13 +170,20 @@ class FedKD(WithCopilot):
 
 def compressed(update: Message, energy: float) -> Message:
     """Each matrix as the thinnest {left, right} that keep the share `energy` of its squares, or whole if that is no larger."""
-    return {name: _thin(tensor, energy) if tensor.dim() == 2 else tensor for name, tensor in update.items()}
+    return {
+        name: _thin(tensor, energy) if tensor.dim() == 2 else tensor
+        for name, tensor in update.items()
+    }
 
 
 def _thin(matrix: Tensor, energy: float) -> Tensor | Message:
     if matrix.shape[0] < matrix.shape[1]:
         turned = _thin(matrix.T, energy)
-        return matrix if isinstance(turned, Tensor) else {"left": turned["right"].T.contiguous(), "right": turned["left"].T.contiguous()}
+        return (
+            matrix
+            if isinstance(turned, Tensor)
+            else {"left": turned["right"].T.contiguous(), "right": turned["left"].T.contiguous()}
+        )
     squares, directions = torch.linalg.eigh(matrix.double().T @ matrix.double())
     kept = squares.clamp(min=0).flip(0).cumsum(0)
     rank = int((kept < energy * kept[-1]).sum()) + 1 if kept[-1] > 0 else 0
@@ -159,4 +195,7 @@ def _thin(matrix: Tensor, energy: float) -> Tensor | Message:
 
 def restored(update: Message) -> Message:
     """The matrices again."""
-    return {name: part if isinstance(part, Tensor) else part["left"] @ part["right"] for name, part in update.items()}
+    return {
+        name: part if isinstance(part, Tensor) else part["left"] @ part["right"]
+        for name, part in update.items()
+    }

@@ -52,10 +52,18 @@ from fedloom.nn.weights import body, load_weights, weights
 class FedNH(FedAvg):
     """FedAvg of the extractor under a head of prototypes."""
 
-    rho: float = setting(0.9, "ρ, how much of the old prototypes stays each round", at_least=0, at_most=1, tune="0.1..0.99")
+    rho: float = setting(
+        0.9,
+        "ρ, how much of the old prototypes stays each round",
+        at_least=0,
+        at_most=1,
+        tune="0.1..0.99",
+    )
     scale: float = setting(30.0, "s, factor of the cosines in the logits", above=0, tune="5..50")
 
-    discloses_to_peers: ClassVar[str] = "class means' directions over all clients: of one alone, if no other has the class"
+    discloses_to_peers: ClassVar[str] = (
+        "class means' directions over all clients: of one alone, if no other has the class"
+    )
 
     @phase()
     def setup(self, client: Client, prototypes: Tensor) -> Message:
@@ -71,17 +79,30 @@ class FedNH(FedAvg):
         self.take(client, model, prototypes)
         self.descend(client, local_model, model)
         with torch.no_grad():
-            sums, counts = class_sums(F.normalize(local_model.embed(graph)), graph.y, graph.train, client.facts.num_classes)
+            sums, counts = class_sums(
+                F.normalize(local_model.embed(graph)),
+                graph.y,
+                graph.train,
+                client.facts.num_classes,
+            )
         share = counts / self.size(client)["size"]  # the mean over clients multiplies by n_k
-        return {"model": body(weights(local_model)), "directions": share.unsqueeze(1) * F.normalize(sums)}
+        return {
+            "model": body(weights(local_model)),
+            "directions": share.unsqueeze(1) * F.normalize(sums),
+        }
 
     @phase()
-    def tune(self, client: Client, model: Message | None = None, prototypes: Tensor | None = None) -> Message:
+    def tune(
+        self, client: Client, model: Message | None = None, prototypes: Tensor | None = None
+    ) -> Message:
         """One more local epoch, the first from the last download; the result stays with the client."""
         if model is not None and prototypes is not None:
             self.take(client, model, prototypes)
         for batch in client.shuffled(self.batch_size):
-            step(client.state["optimizer"], self.objective(client, batch, client.state["model"], model))
+            step(
+                client.state["optimizer"],
+                self.objective(client, batch, client.state["model"], model),
+            )
         return {}
 
     def take(self, client: Client, model: Message, prototypes: Tensor) -> None:
@@ -93,9 +114,13 @@ class FedNH(FedAvg):
     def logits(self, z: Tensor, prototypes: Tensor) -> Tensor:
         """s · cos(z, W)."""
         length = z.norm(dim=1, keepdim=True)
-        return self.scale * (z / length.where(length > 0, 1.0)) @ prototypes.T  # F.normalize has a gradient of 1e12 where z = 0
+        return (
+            self.scale * (z / length.where(length > 0, 1.0)) @ prototypes.T
+        )  # F.normalize has a gradient of 1e12 where z = 0
 
-    def objective(self, client: Client, batch: Graph, model: Model, global_weights: Message | None) -> Tensor:
+    def objective(
+        self, client: Client, batch: Graph, model: Model, global_weights: Message | None
+    ) -> Tensor:
         """CE under the prototypes."""
         rng = client.rng("dropout")
         z = dropout(model.embed(batch, rng), model.dropout, rng)
@@ -106,7 +131,9 @@ class FedNH(FedAvg):
         local_model = client.state["model"]
         if model is None:
             return self.logits(local_model.embed(client.full_graph), client.state["prototypes"])
-        return self.logits(embedded(local_model, extractor(model), client.full_graph), model["prototypes"])
+        return self.logits(
+            embedded(local_model, extractor(model), client.full_graph), model["prototypes"]
+        )
 
     def run(self, server: Server) -> None:
         """Algorithm 1."""
@@ -125,7 +152,14 @@ class FedNH(FedAvg):
         """As in FedAvg, with W."""
         model = server.state["model"]
         for epoch in range(self.finetune):
-            server.ask(self.tune, **({"model": extractor(model), "prototypes": model["prototypes"]} if epoch == 0 else {}))
+            server.ask(
+                self.tune,
+                **(
+                    {"model": extractor(model), "prototypes": model["prototypes"]}
+                    if epoch == 0
+                    else {}
+                ),
+            )
             server.evaluate(stage="finetune")
 
 
@@ -148,7 +182,11 @@ class Extractor(nn.Module):
 
 def embedded(local_model: Model, model: Message, graph: Graph) -> Tensor:
     """z of a graph under other weights than the model's own."""
-    return functional_call(Extractor(local_model), {f"model.{name}": tensor for name, tensor in model.items()}, (graph,))
+    return functional_call(
+        Extractor(local_model),
+        {f"model.{name}": tensor for name, tensor in model.items()},
+        (graph,),
+    )
 
 
 def spread(classes: int, width: int, rng: Generator) -> Tensor:
@@ -161,7 +199,9 @@ def spread(classes: int, width: int, rng: Generator) -> Tensor:
         return W
     for kappa in torch.logspace(0, 2, 500).tolist():
         pushed = (kappa * (W @ W.T)).fill_diagonal_(-torch.inf).softmax(1)
-        W = F.normalize(W - (pushed + pushed.T) @ W / (1 + kappa))  # a longer step would overshoot as κ grows
+        W = F.normalize(
+            W - (pushed + pushed.T) @ W / (1 + kappa)
+        )  # a longer step would overshoot as κ grows
     return W
 
 

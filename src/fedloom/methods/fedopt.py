@@ -39,10 +39,17 @@ class FedOpt(FedAvg):
         for _ in server.rounds(self.rounds):
             average = server.mean(self.train, model=state["model"])["model"]
             delta = tree_map(torch.sub, average, state["model"])
-            state["m"] = tree_map(lambda m, d: self.beta1 * m + (1 - self.beta1) * d, state["m"], delta)
-            state["v"] = tree_map(lambda v, d: self.beta2 * v + (1 - self.beta2) * d.square(), state["v"], delta)
+            state["m"] = tree_map(
+                lambda m, d: self.beta1 * m + (1 - self.beta1) * d, state["m"], delta
+            )
+            state["v"] = tree_map(
+                lambda v, d: self.beta2 * v + (1 - self.beta2) * d.square(), state["v"], delta
+            )
             state["model"] = tree_map(
-                lambda p, m, v: p + self.server_lr * m / (v.sqrt() + self.tau), state["model"], state["m"], state["v"]
+                lambda p, m, v: p + self.server_lr * m / (v.sqrt() + self.tau),
+                state["model"],
+                state["m"],
+                state["v"],
             )
             server.evaluate(model=state["model"])
         self.finish(server)

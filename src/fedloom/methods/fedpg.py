@@ -78,10 +78,14 @@ class Attention(nn.Module):
 
     def forward(self, hop: int, z: Tensor, around: "Around") -> Tensor:
         """w_ij of the pairs at a hop; they add up to 1 around each centre."""
-        own, other, common = (z @ self.vectors[hop - 1].T).unbind(1)  # [items] each: a score is the sum of three numbers
+        own, other, common = (z @ self.vectors[hop - 1].T).unbind(
+            1
+        )  # [items] each: a score is the sum of three numbers
         mean = around.over_members(common[around.member] / around.size)
         score = F.leaky_relu(own[around.centre] + other[around.member] + mean[around.centre], 0.2)
-        highest = score.new_full((len(z),), -torch.inf).scatter_reduce(0, around.centre, score.detach(), "amax")
+        highest = score.new_full((len(z),), -torch.inf).scatter_reduce(
+            0, around.centre, score.detach(), "amax"
+        )
         share = (score - highest[around.centre]).exp()
         return share / around.over_members(share)[around.centre]
 
@@ -98,7 +102,9 @@ class Around:
         self.cell = self.of * self.items + member  # the pair's place in a matrix [classes, items]
         # Of each class: how many centres have members, and how many different members they have.
         self.num_centres = torch.bincount(label[self.centres], minlength=classes)
-        self.num_members = torch.bincount(torch.unique(self.cell) // max(self.items, 1), minlength=classes)
+        self.num_members = torch.bincount(
+            torch.unique(self.cell) // max(self.items, 1), minlength=classes
+        )
 
     def over_members(self, value: Tensor) -> Tensor:
         """Σ over each centre's pairs of a number [pairs] or a vector [pairs, p]: [items] or [items, p], 0 for who is no centre."""
@@ -117,34 +123,82 @@ class Surroundings:
 class FedPG(FedTGP):
     """FedTGP with prototypes that know the topology, and an answer for each client."""
 
-    hops: int = setting(2, "H, the farthest hop with prototypes of its own", at_least=0, tune="0..3")
+    hops: int = setting(
+        2, "H, the farthest hop with prototypes of its own", at_least=0, tune="0..3"
+    )
     pull: float = setting(0.5, "μ, weight of the alignment", at_least=0, tune="0.1..10")
     unit: bool = setting(True, "embeddings, and universal prototypes, are scaled to length 1")
-    margin_cap: float = setting(0.5, "ε, the largest margin M (0 = without)", at_least=0, tune="0.1..1")
-    alpha: float = setting(
-        0.5, "α, share of the universal prototype in what a client gets (1 = not personal)", at_least=0, at_most=1, tune="0..1"
+    margin_cap: float = setting(
+        0.5, "ε, the largest margin M (0 = without)", at_least=0, tune="0.1..1"
     )
-    similar: float = setting(0.8, "λ, cosine from which another client is a peer", at_least=-1, tune="0.5..0.95")
-    top_peers: int = setting(0, "instead of λ: so many most similar clients are peers (0 = λ decides)", at_least=0)
+    alpha: float = setting(
+        0.5,
+        "α, share of the universal prototype in what a client gets (1 = not personal)",
+        at_least=0,
+        at_most=1,
+        tune="0..1",
+    )
+    similar: float = setting(
+        0.8, "λ, cosine from which another client is a peer", at_least=-1, tune="0.5..0.95"
+    )
+    top_peers: int = setting(
+        0, "instead of λ: so many most similar clients are peers (0 = λ decides)", at_least=0
+    )
     sampling: float = setting(
-        0.5, "Δs, prototypes from other hops for each of the own hop", at_least=0, at_most=1, tune="0,0.25,0.5,0.75,1"
+        0.5,
+        "Δs, prototypes from other hops for each of the own hop",
+        at_least=0,
+        at_most=1,
+        tune="0,0.25,0.5,0.75,1",
     )
     temperature: float = setting(1.0, "T of the contrast", above=0, tune="0.1..1")
     attention: bool = setting(True, "neighbours are weighted by attention (false: all alike)")
-    annotate: str = setting("train", "whose class is known: training items; or also what the model is sure of", choices=("train", "pseudo"))
-    sure: float = setting(0.9, "pseudo: probability from which the model is sure", at_least=0, at_most=1)
-    neighbours: str = setting("same", "which neighbours count: those annotated with the centre's class, or any", choices=("same", "any"))
-    most: int = setting(64, "nodes at most around a node at a hop, drawn if there are more", at_least=1, task="node")
-    align: str = setting("prototype", "what is pulled: the client's prototypes (Eq. 6), or every item", choices=("prototype", "item"))
-    direction: str = setting("anchor", "contrast: each G against uploads (Eq. 7), or each upload against G", choices=("anchor", "query"))
+    annotate: str = setting(
+        "train",
+        "whose class is known: training items; or also what the model is sure of",
+        choices=("train", "pseudo"),
+    )
+    sure: float = setting(
+        0.9, "pseudo: probability from which the model is sure", at_least=0, at_most=1
+    )
+    neighbours: str = setting(
+        "same",
+        "which neighbours count: those annotated with the centre's class, or any",
+        choices=("same", "any"),
+    )
+    most: int = setting(
+        64, "nodes at most around a node at a hop, drawn if there are more", at_least=1, task="node"
+    )
+    align: str = setting(
+        "prototype",
+        "what is pulled: the client's prototypes (Eq. 6), or every item",
+        choices=("prototype", "item"),
+    )
+    direction: str = setting(
+        "anchor",
+        "contrast: each G against uploads (Eq. 7), or each upload against G",
+        choices=("anchor", "query"),
+    )
     geometry: str = setting("cosine", "distance at the server", choices=("cosine", "euclidean"))
-    universal: str = setting("trained", "G: trained, or the mean of the uploads weighted by counts", choices=("trained", "mean"))
-    noise: float = setting(0.0, "share of an uploaded prototype's coordinates that get noise", at_least=0, at_most=1)
-    t: float = setting(0.9, "cosine of graphs that are one hop apart", at_least=-1, at_most=1, task="graph")
-    band: float = setting(0.1, "how much lower the cosine is with each further hop", above=0, task="graph")
+    universal: str = setting(
+        "trained",
+        "G: trained, or the mean of the uploads weighted by counts",
+        choices=("trained", "mean"),
+    )
+    noise: float = setting(
+        0.0, "share of an uploaded prototype's coordinates that get noise", at_least=0, at_most=1
+    )
+    t: float = setting(
+        0.9, "cosine of graphs that are one hop apart", at_least=-1, at_most=1, task="graph"
+    )
+    band: float = setting(
+        0.1, "how much lower the cosine is with each further hop", above=0, task="graph"
+    )
     nearest: int = setting(10, "graphs at most around a graph at a hop", at_least=1, task="graph")
 
-    discloses_to_peers: ClassVar[str] = "B, a mix of G and the prototypes of similar clients: of one alone, if there is one peer and alpha = 0"
+    discloses_to_peers: ClassVar[str] = (
+        "B, a mix of G and the prototypes of similar clients: of one alone, if there is one peer and alpha = 0"
+    )
 
     @property
     def depth(self) -> int:
@@ -159,13 +213,18 @@ class FedPG(FedTGP):
         state, model = client.state, client.state["model"]
         state["attention"] = attend = Attention(self.hops if self.attention else 0, model.width)
         # What a centre adds to all its scores cancels, but for rounding errors, which Adam would scale up to full steps: hence its ε.
-        groups: list[dict[str, Any]] = [{"params": list(model.parameters())}, {"params": list(attend.parameters()), "eps": 1e-5}]
+        groups: list[dict[str, Any]] = [
+            {"params": list(model.parameters())},
+            {"params": list(attend.parameters()), "eps": 1e-5},
+        ]
         state["optimizer"] = make_optimizer(self.optimizer, groups, self.lr, self.weight_decay)
         state["annotation"] = client.graph.y.clone()  # -1 but for training items
         return {}
 
     @phase(prototypes="float32[*present,p]", present="bool[C,depth]", counts="int64[C]")
-    def train(self, client: Client, prototypes: Tensor | None = None, present: Tensor | None = None) -> Message:
+    def train(
+        self, client: Client, prototypes: Tensor | None = None, present: Tensor | None = None
+    ) -> Message:
         """E local epochs, towards B if any came; then P, of embeddings without noise."""
         self.follow(client, prototypes, present)
         z = self.embeddings(client)
@@ -193,46 +252,77 @@ class FedPG(FedTGP):
             return table
         rng = client.rng("noise")
         chosen = torch.rand(table.shape, generator=rng).argsort(-1) < count
-        return table + chosen * torch.randn(table.shape, generator=rng) * table.std(-1, keepdim=True)
+        return table + chosen * torch.randn(table.shape, generator=rng) * table.std(
+            -1, keepdim=True
+        )
 
     def surroundings(self, client: Client, batch: Graph, z: Tensor) -> Surroundings:
         """Classes and neighbourhoods of a batch's items."""
         if batch.task == "graph":
-            label = client.state["annotation"] if batch is client.graph else torch.where(batch.train, batch.y, -1)
-            return Surroundings(label, self.by_similarity(label, z.detach(), client.facts.num_classes))
+            label = (
+                client.state["annotation"]
+                if batch is client.graph
+                else torch.where(batch.train, batch.y, -1)
+            )
+            return Surroundings(
+                label, self.by_similarity(label, z.detach(), client.facts.num_classes)
+            )
         label, known = client.state["annotation"], client.memory.get("surroundings")
-        if known is None or known.label is not label:  # with `annotate = "train"` once, else once a round
-            client.memory["surroundings"] = known = Surroundings(label, self.by_edges(client, label))
+        if (
+            known is None or known.label is not label
+        ):  # with `annotate = "train"` once, else once a round
+            client.memory["surroundings"] = known = Surroundings(
+                label, self.by_edges(client, label)
+            )
         return known
 
     def by_edges(self, client: Client, label: Tensor) -> list[Around]:
         """N_h around every item that has a class, h = 1 ... H, from the graph's edges."""
         if "at distance" not in client.memory:
             graph = client.graph
-            starts = graph.train.nonzero().flatten() if self.annotate == "train" else torch.arange(graph.num_nodes)
+            starts = (
+                graph.train.nonzero().flatten()
+                if self.annotate == "train"
+                else torch.arange(graph.num_nodes)
+            )
             apart = structure.at_distance(_adjacency(graph), self.hops, starts)
             seed = stream_seed(client.facts.seed, "client", client.name, "members")
             client.memory["at distance"] = [_shuffled(starts, pairs, seed) for pairs in apart]
         found = []
         for centre, member in client.memory["at distance"]:
             counts = self.counting(label, centre, member)
-            found.append(Around(*_at_most(self.most, centre[counts], member[counts]), label, client.facts.num_classes))
+            found.append(
+                Around(
+                    *_at_most(self.most, centre[counts], member[counts]),
+                    label,
+                    client.facts.num_classes,
+                )
+            )
         return found
 
     def counting(self, label: Tensor, centre: Tensor, member: Tensor) -> Tensor:
         """Which pairs count: the centre has a class, and the member, if only "same" ones do, has it too."""
-        return (label[centre] >= 0) & ((label[centre] == label[member]) | (self.neighbours == "any"))
+        return (label[centre] >= 0) & (
+            (label[centre] == label[member]) | (self.neighbours == "any")
+        )
 
     def by_similarity(self, label: Tensor, z: Tensor, classes: int) -> list[Around]:
         """N_h for graphs: the nearest in each band of cosines."""
         unit, items = F.normalize(z), len(z)
         every = torch.arange(items)
-        pairs: list[list[Tensor]] = [[torch.zeros(2, 0, dtype=torch.int64)] for _ in range(self.hops)]
+        pairs: list[list[Tensor]] = [
+            [torch.zeros(2, 0, dtype=torch.int64)] for _ in range(self.hops)
+        ]
         for rows in (label >= 0).nonzero().flatten().split(CHUNK):
             cosine = unit[rows] @ unit.T
-            cosine[~self.counting(label, rows.unsqueeze(1), every) | (rows.unsqueeze(1) == every)] = -torch.inf
+            cosine[
+                ~self.counting(label, rows.unsqueeze(1), every) | (rows.unsqueeze(1) == every)
+            ] = -torch.inf
             for hop in range(self.hops):
-                low, high = self.t - hop * self.band, torch.inf if hop == 0 else self.t - (hop - 1) * self.band
+                low, high = (
+                    self.t - hop * self.band,
+                    torch.inf if hop == 0 else self.t - (hop - 1) * self.band,
+                )
                 inside = torch.where((cosine >= low) & (cosine < high), cosine, -torch.inf)
                 value, place = inside.topk(min(self.nearest, items), 1)
                 centre, which = value.isfinite().nonzero().unbind(1)
@@ -244,7 +334,9 @@ class FedPG(FedTGP):
         """w_ij of the pairs at a hop."""
         return client.state["attention"](hop, z, around) if self.attention else 1 / around.size
 
-    def prototypes(self, client: Client, z: Tensor, around: Surroundings) -> tuple[Tensor, Tensor, Tensor]:
+    def prototypes(
+        self, client: Client, z: Tensor, around: Surroundings
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """P [C, H+1, p] with a gradient, which entries there are, and how many different items are behind each."""
         label, classes = around.label, client.facts.num_classes
         means, counts = class_means(z, label, label >= 0, classes)
@@ -252,12 +344,16 @@ class FedPG(FedTGP):
         for hop, at in enumerate(around.hops, 1):
             share = self.weights_around(client, hop, z, at) / at.num_centres[at.of]
             # How much each item has in each class's prototype, [C, items]: one product then serves all pairs.
-            tables.append(z.new_zeros(classes * len(z)).index_add(0, at.cell, share).view(classes, -1) @ z)
+            tables.append(
+                z.new_zeros(classes * len(z)).index_add(0, at.cell, share).view(classes, -1) @ z
+            )
             present.append(at.num_centres > 0)
             behind.append(at.num_members)
         return torch.stack(tables, 1), torch.stack(present, 1), torch.stack(behind, 1)
 
-    def alignment(self, client: Client, batch: Graph, z: Tensor, table: Tensor, present: Tensor) -> Tensor:
+    def alignment(
+        self, client: Client, batch: Graph, z: Tensor, table: Tensor, present: Tensor
+    ) -> Tensor:
         """Σ ‖P − B‖ over the entries that are on both sides; or, item by item, the mean squares, added over hops."""
         around = self.surroundings(client, batch, z)
         if self.align == "prototype":
@@ -267,14 +363,20 @@ class FedPG(FedTGP):
         centres = around.label >= 0
         total = nearness(z[centres], around.label[centres], table[:, 0], present[:, 0])
         for hop, at in enumerate(around.hops, 1):
-            v = at.over_members(self.weights_around(client, hop, z, at).unsqueeze(1) * z[at.member])[at.centres]
+            v = at.over_members(
+                self.weights_around(client, hop, z, at).unsqueeze(1) * z[at.member]
+            )[at.centres]
             total = total + nearness(v, around.label[at.centres], table[:, hop], present[:, hop])
         return total
 
     # ---- the server's side ----
     def far(self, a: Tensor, b: Tensor) -> Tensor:
         """1 − cosine, or Euclidean distance, of the rows of a and b."""
-        return super().far(a, b) if self.geometry == "euclidean" else 1 - F.normalize(a) @ F.normalize(b).T
+        return (
+            super().far(a, b)
+            if self.geometry == "euclidean"
+            else 1 - F.normalize(a) @ F.normalize(b).T
+        )
 
     def receptive_field(self, at: Tensor, lots: Tensor, classes: int) -> Tensor:
         """Which uploads speak for which (c,h): those told for it and, if there are any, ⌈Δs of as many⌉ of the class's other hops.
@@ -290,7 +392,9 @@ class FedPG(FedTGP):
             speaks[c, h, others[lots[others, h].argsort()[:wanted]]] = True
         return speaks
 
-    def contrast_anchors(self, anchors: Tensor, uploads: Tensor, speaks: Tensor, margin: Tensor) -> Tensor:
+    def contrast_anchors(
+        self, anchors: Tensor, uploads: Tensor, speaks: Tensor, margin: Tensor
+    ) -> Tensor:
         """Σ_{c,h} L_ch for anchors [C, H+1, p] under uploads [uploads, p]; speaks: [C, H+1, uploads], margin: [H+1]."""
         near = -self.far(anchors.flatten(0, 1), uploads).view_as(speaks)
         against = speaks.any(0) & ~speaks  # who speaks for another class at the same hop
@@ -300,7 +404,9 @@ class FedPG(FedTGP):
         true, false = true[told_of].logsumexp(1), false[told_of].logsumexp(1)
         return (torch.logaddexp(true, false) - true).sum()
 
-    def contrast_queries(self, anchors: Tensor, uploads: Tensor, speaks: Tensor, margin: Tensor) -> Tensor:
+    def contrast_queries(
+        self, anchors: Tensor, uploads: Tensor, speaks: Tensor, margin: Tensor
+    ) -> Tensor:
         """FedTGP's contrast at each hop, added up."""
         total = anchors.new_zeros(())
         for hop in range(anchors.shape[1]):
@@ -320,14 +426,22 @@ class FedPG(FedTGP):
         place = at[:, 0] * self.depth + at[:, 1]
         if self.universal == "mean":
             weight = torch.zeros(classes * self.depth).index_add(0, place, counts.float())
-            sums = torch.zeros(classes * self.depth, width).index_add(0, place, counts.unsqueeze(1) * uploads)
+            sums = torch.zeros(classes * self.depth, width).index_add(
+                0, place, counts.unsqueeze(1) * uploads
+            )
             return (sums / weight.clamp(min=1).unsqueeze(1)).view(classes, self.depth, width)
         means, told_of = class_means(uploads, place, place >= 0, classes * self.depth)
-        means, there = means.view(classes, self.depth, width), (told_of > 0).view(classes, self.depth)
+        means, there = (
+            means.view(classes, self.depth, width),
+            (told_of > 0).view(classes, self.depth),
+        )
         margin = torch.stack([self.margin(means[there[:, h], h]) for h in range(self.depth)])
         # A stream for each client: what is drawn does not depend on the order in which they are listed.
         shape = (classes, self.depth, self.depth)
-        drawn = {client: torch.rand(shape, generator=server.rng(f"receptive field of {client}")) for client in replies}
+        drawn = {
+            client: torch.rand(shape, generator=server.rng(f"receptive field of {client}"))
+            for client in replies
+        }
         lots = torch.cat([drawn[client][reply["present"]] for client, reply in replies.items()])
         speaks = self.receptive_field(at, lots, classes)
         contrast = self.contrast_anchors if self.direction == "anchor" else self.contrast_queries
@@ -337,20 +451,27 @@ class FedPG(FedTGP):
 
     def personal(self, universal: Tensor, replies: Replies) -> dict[str, Message]:
         """B^i for every client that answered, of the entries that it told of."""
-        tables = torch.stack([table_of(reply["prototypes"], reply["present"]) for reply in replies.values()])  # [clients, C, H+1, p]
+        tables = torch.stack(
+            [table_of(reply["prototypes"], reply["present"]) for reply in replies.values()]
+        )  # [clients, C, H+1, p]
         present, counts = replies.stack("present"), replies.stack("counts")
         answers = self.alpha * universal.expand_as(tables).clone()
         for c, h in present.any(0).nonzero().tolist():
             who = present[:, c, h].nonzero().flatten()
             own, weight = tables[who, c, h], counts[who, c].float()
-            cosine = (F.normalize(own) @ F.normalize(own).T).fill_diagonal_(torch.inf)  # everybody is its own peer
+            cosine = (F.normalize(own) @ F.normalize(own).T).fill_diagonal_(
+                torch.inf
+            )  # everybody is its own peer
             peers = cosine >= self.similar
             if self.top_peers:
                 nearest = cosine.topk(min(self.top_peers + 1, len(who)), 1).indices
                 peers = torch.zeros_like(peers).scatter_(1, nearest, True)
             share = peers * weight
             answers[who, c, h] += (1 - self.alpha) * (share / share.sum(1, keepdim=True)) @ own
-        return {client: {"prototypes": b[there], "present": there} for client, b, there in zip(replies, answers, present, strict=True)}
+        return {
+            client: {"prototypes": b[there], "present": there}
+            for client, b, there in zip(replies, answers, present, strict=True)
+        }
 
     def run(self, server: Server) -> None:
         """Algorithm 1. Who does not take part keeps the answer to what it told last."""
@@ -359,7 +480,10 @@ class FedPG(FedTGP):
         self.begin(server, server.facts.num_classes * self.depth)
         state["answers"] = {}
         for _ in server.rounds(self.rounds):
-            replies = server.ask(self.train, each={client: state["answers"].get(client, {}) for client in server.participants})
+            replies = server.ask(
+                self.train,
+                each={client: state["answers"].get(client, {}) for client in server.participants},
+            )
             if replies:
                 state["answers"] |= self.personal(self.learn_universal(server, replies), replies)
             server.evaluate()
@@ -368,20 +492,32 @@ class FedPG(FedTGP):
 def _gathered(replies: Replies) -> tuple[Tensor, Tensor, Tensor]:
     """All prototypes that came [uploads, p], the class and hop of each [uploads, 2], and the number of centres behind it [uploads]."""
     places = [reply["present"].nonzero() for reply in replies.values()]
-    counts = [reply["counts"][place[:, 0]] for reply, place in zip(replies.values(), places, strict=True)]
-    return torch.cat([reply["prototypes"] for reply in replies.values()]), torch.cat(places), torch.cat(counts)
+    counts = [
+        reply["counts"][place[:, 0]] for reply, place in zip(replies.values(), places, strict=True)
+    ]
+    return (
+        torch.cat([reply["prototypes"] for reply in replies.values()]),
+        torch.cat(places),
+        torch.cat(counts),
+    )
 
 
 def _adjacency(graph: Graph) -> csr_matrix:
     source, target = graph.edge_index.numpy()
-    return csr_matrix((torch.ones(graph.num_edges).numpy(), (target, source)), shape=(graph.num_nodes, graph.num_nodes))
+    return csr_matrix(
+        (torch.ones(graph.num_edges).numpy(), (target, source)),
+        shape=(graph.num_nodes, graph.num_nodes),
+    )
 
 
 def _shuffled(starts: Tensor, apart: csr_matrix, seed: int) -> tuple[Tensor, Tensor]:
     """The pairs of a matrix [starts, nodes], centre by centre, each one's members in random order."""
     pairs = apart.tocoo()
     order = torch.randperm(apart.nnz, generator=torch.Generator().manual_seed(seed))
-    row, column = torch.from_numpy(pairs.row).long()[order], torch.from_numpy(pairs.col).long()[order]
+    row, column = (
+        torch.from_numpy(pairs.row).long()[order],
+        torch.from_numpy(pairs.col).long()[order],
+    )
     order = row.argsort(stable=True)
     return starts[row[order]], column[order]
 

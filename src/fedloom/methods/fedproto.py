@@ -41,19 +41,29 @@ from fedloom.nn.model import Model
 class FedProto(LocalTraining):
     """Local training towards common class means."""
 
-    pull: float = setting(1.0, "λ, weight of the distance to the prototypes", at_least=0, tune="0.1..10")
-    unit: bool = setting(False, "embeddings are scaled to length 1 before anything else is done with them")
+    pull: float = setting(
+        1.0, "λ, weight of the distance to the prototypes", at_least=0, tune="0.1..10"
+    )
+    unit: bool = setting(
+        False, "embeddings are scaled to length 1 before anything else is done with them"
+    )
     floor: int = setting(1, "items behind a prototype below which it stays at home", at_least=1)
 
-    discloses_to_peers: ClassVar[str] = "class means over all clients: of one alone, if no other has the class"
+    discloses_to_peers: ClassVar[str] = (
+        "class means over all clients: of one alone, if no other has the class"
+    )
 
     @summed
     @phase(sums="float32[C,p]", counts="int64[C]")
-    def train(self, client: Client, prototypes: Tensor | None = None, present: Tensor | None = None) -> Message:
+    def train(
+        self, client: Client, prototypes: Tensor | None = None, present: Tensor | None = None
+    ) -> Message:
         """E local epochs; then what the client has of each class."""
         self.follow(client, prototypes, present)
         graph = client.graph
-        sums, counts = class_sums(self.embeddings(client), graph.y, graph.train, client.facts.num_classes)
+        sums, counts = class_sums(
+            self.embeddings(client), graph.y, graph.train, client.facts.num_classes
+        )
         told_of = counts >= self.floor
         return {"sums": sums * told_of.unsqueeze(1), "counts": counts * told_of}
 
@@ -61,7 +71,10 @@ class FedProto(LocalTraining):
         """E local epochs on the objective, pulled towards what came."""
         received = None
         if prototypes is not None and present is not None:
-            received = {"table": table_of(prototypes, present, f"to client {client.name!r} in 'train'"), "present": present}
+            received = {
+                "table": table_of(prototypes, present, f"to client {client.name!r} in 'train'"),
+                "present": present,
+            }
         self.descend(client, client.state["model"], received)
 
     @torch.no_grad()
@@ -73,14 +86,22 @@ class FedProto(LocalTraining):
         """z, each row of length 1 if `unit`."""
         return F.normalize(z) if self.unit else z
 
-    def objective(self, client: Client, batch: Graph, model: Model, received: Message | None) -> Tensor:
+    def objective(
+        self, client: Client, batch: Graph, model: Model, received: Message | None
+    ) -> Tensor:
         """CE plus the alignment; one forward pass serves both."""
         rng = client.rng("dropout")
         z = model.embed(batch, rng)
         loss = client.loss(model.head(z, batch, rng), batch)
-        return loss if received is None else loss + self.pull * self.alignment(client, batch, self.scaled(z), **received)
+        return (
+            loss
+            if received is None
+            else loss + self.pull * self.alignment(client, batch, self.scaled(z), **received)
+        )
 
-    def alignment(self, client: Client, batch: Graph, z: Tensor, table: Tensor, present: Tensor) -> Tensor:
+    def alignment(
+        self, client: Client, batch: Graph, z: Tensor, table: Tensor, present: Tensor
+    ) -> Tensor:
         """Mean squared distance of the batch's training items to their classes' prototypes; 0 if there are none of both."""
         y = batch.y[batch.train]
         return nearness(z[batch.train], y, table, present)
@@ -92,7 +113,9 @@ class FedProto(LocalTraining):
         state["known"] = {}
         for _ in server.rounds(self.rounds):
             total = server.sum(self.train, **state["known"])
-            state["known"] = told(total["sums"] / total["counts"].clamp(min=1).unsqueeze(1), total["counts"] > 0)
+            state["known"] = told(
+                total["sums"] / total["counts"].clamp(min=1).unsqueeze(1), total["counts"] > 0
+            )
             server.evaluate()
 
 

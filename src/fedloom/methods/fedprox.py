@@ -28,6 +28,10 @@ class FedProx(FedAvg):
 
     mu: float = setting(1e-3, "μ, weight of the proximal term", at_least=0, tune="1e-4..1")
 
-    def objective(self, client: Client, batch: Graph, model: Model, global_weights: Message) -> Tensor:
+    def objective(
+        self, client: Client, batch: Graph, model: Model, global_weights: Message
+    ) -> Tensor:
         """Eq. 2."""
-        return super().objective(client, batch, model, global_weights) + self.mu / 2 * squared_distance(model, global_weights)
+        return super().objective(
+            client, batch, model, global_weights
+        ) + self.mu / 2 * squared_distance(model, global_weights)

@@ -49,14 +49,21 @@ from fedloom.methods.fedsgd import FedSGD
 from fedloom.nn.build import build_model
 from fedloom.nn.training import backward, make_optimizer
 
-FGEN = {"first": "float32[latent,latent]", "first_bias": "float32[latent]", "second": "float32[latent,d]", "second_bias": "float32[d]"}
+FGEN = {
+    "first": "float32[latent,latent]",
+    "first_bias": "float32[latent]",
+    "second": "float32[latent,d]",
+    "second_bias": "float32[d]",
+}
 ENTRIES = 2**23  # of a temporary matrix: larger ones are made in blocks
 
 
 # ---- the generator ----
 def generate(fgen: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
     """fGen: takes noisy embeddings [rows, latent], gives features [rows, d]."""
-    return F.relu(inputs @ fgen["first"] + fgen["first_bias"]) @ fgen["second"] + fgen["second_bias"]
+    return (
+        F.relu(inputs @ fgen["first"] + fgen["first_bias"]) @ fgen["second"] + fgen["second_bias"]
+    )
 
 
 def noisy(z: Tensor, rows: Tensor, rng: Generator) -> Tensor:
@@ -88,7 +95,13 @@ def impair(graph: Graph, share: float, most: int, rng: Generator) -> Impaired:
     rows = repeated(missing.clamp(max=most))
     pair_row = repeated(missing[rows])
     begins = (missing.cumsum(0) - missing)[rows] - (missing[rows].cumsum(0) - missing[rows])
-    return Impaired(graph.subgraph(~gone), missing, rows, pair_row, source[torch.arange(len(pair_row)) + begins[pair_row]])
+    return Impaired(
+        graph.subgraph(~gone),
+        missing,
+        rows,
+        pair_row,
+        source[torch.arange(len(pair_row)) + begins[pair_row]],
+    )
 
 
 def repeated(counts: Tensor) -> Tensor:
@@ -99,8 +112,12 @@ def repeated(counts: Tensor) -> Tensor:
 @torch.no_grad()
 def closest(made: Tensor, x: Tensor, pair_row: Tensor, pair_node: Tensor) -> Tensor:
     """For every row of `made` [rows, d] the node, among those paired with it, whose features are closest."""
-    blocks = zip(*(t.split(max(1, ENTRIES // x.shape[1])) for t in (pair_row, pair_node)), strict=True)
-    distance = torch.cat([made.new_zeros(0), *((made[row] - x[node]).square().sum(1) for row, node in blocks)])
+    blocks = zip(
+        *(t.split(max(1, ENTRIES // x.shape[1])) for t in (pair_row, pair_node)), strict=True
+    )
+    distance = torch.cat(
+        [made.new_zeros(0), *((made[row] - x[node]).square().sum(1) for row, node in blocks)]
+    )
     order = distance.argsort(stable=True)
     order = order[pair_row[order].argsort(stable=True)]  # by row, and by distance within a row
     count = torch.bincount(pair_row, minlength=len(made))
@@ -112,7 +129,9 @@ def nearest(made: Tensor, graph: Graph) -> Tensor:
     """For every row of `made` [rows, d] the node of the graph whose features are closest."""
     squares = graph.cached("squared norms", lambda: graph.x.square().sum(1, keepdim=True))
     blocks = made.split(max(1, ENTRIES // graph.num_nodes))
-    return torch.cat([(squares - 2 * graph.project(block.T.contiguous())).argmin(0) for block in blocks])
+    return torch.cat(
+        [(squares - 2 * graph.project(block.T.contiguous())).argmin(0) for block in blocks]
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +154,11 @@ def mend(graph: Graph, made: Tensor, rows: Tensor) -> Graph:
     if not len(made):
         return graph
     new, blank = graph.num_nodes + torch.arange(len(made)), torch.zeros(len(made), dtype=torch.bool)
-    weight = None if graph.edge_weight is None else torch.cat([graph.edge_weight, torch.ones(2 * len(made))])
+    weight = (
+        None
+        if graph.edge_weight is None
+        else torch.cat([graph.edge_weight, torch.ones(2 * len(made))])
+    )
     return Mended(
         x=torch.cat([graph.x, made]),
         edge_index=torch.cat([graph.edge_index, torch.stack([rows, new]), torch.stack([new, rows])], 1),
@@ -151,21 +174,45 @@ class FedSagePlus(FedAvg, FedSGD):
     """FedAvg on graphs with generated neighbours."""
 
     aggregate: str = setting(
-        "weights", "what rounds share: weights after E epochs, or gradients of one step", choices=("weights", "gradients")
+        "weights",
+        "what rounds share: weights after E epochs, or gradients of one step",
+        choices=("weights", "gradients"),
     )
-    hidden: float = setting(0.5, "h, share of a client's nodes that its generator learns to bring back", above=0, below=1, tune="0.1..0.9")
+    hidden: float = setting(
+        0.5,
+        "h, share of a client's nodes that its generator learns to bring back",
+        above=0,
+        below=1,
+        tune="0.1..0.9",
+    )
     most: int = setting(5, "generated neighbours of a node, at most", at_least=1)
     latent: int = setting(128, "width of z, and of fGen's hidden layer", at_least=1)
-    generator_rounds: int = setting(40, "rounds, and steps, in which generators learn", at_least=1, tune="10..40")
+    generator_rounds: int = setting(
+        40, "rounds, and steps, in which generators learn", at_least=1, tune="10..40"
+    )
     generator_lr: float = setting(0.002, "their learning rate", above=0, tune="1e-4..0.01")
-    degree_weight: float = setting(1.0, "λ_d, weight of the number of neighbours", at_least=0, tune="0.1..10")
-    feature_weight: float = setting(1.0, "λ_f, weight of their features", at_least=0, tune="0.1..10")
-    class_weight: float = setting(1.0, "λ_c, weight of the classifier on the mended graph", at_least=0, tune="0.1..10")
-    others: float = setting(1.0, "α, weight of the other clients' nodes within L_f", at_least=0, tune="0.1..10")
-    sample: int = setting(64, "generated neighbours a round that the other clients are asked about, at most", at_least=1)
+    degree_weight: float = setting(
+        1.0, "λ_d, weight of the number of neighbours", at_least=0, tune="0.1..10"
+    )
+    feature_weight: float = setting(
+        1.0, "λ_f, weight of their features", at_least=0, tune="0.1..10"
+    )
+    class_weight: float = setting(
+        1.0, "λ_c, weight of the classifier on the mended graph", at_least=0, tune="0.1..10"
+    )
+    others: float = setting(
+        1.0, "α, weight of the other clients' nodes within L_f", at_least=0, tune="0.1..10"
+    )
+    sample: int = setting(
+        64,
+        "generated neighbours a round that the other clients are asked about, at most",
+        at_least=1,
+    )
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
-    discloses_to_server: ClassVar[str] = "unless the run is secure, all that clients tell each other"
+    discloses_to_server: ClassVar[str] = (
+        "unless the run is secure, all that clients tell each other"
+    )
     discloses_to_peers: ClassVar[str] = (
         "embeddings of some nodes (the noise on them is drawn from the run's seed, which all know) and the weights of the neighbour "
         "generator, to every other client; and to each of them a gradient for its generator, which holds the sum of the features of the "
@@ -179,7 +226,9 @@ class FedSagePlus(FedAvg, FedSGD):
         rng, facts = client.rng("generator"), client.facts
         seed = stream_seed(facts.seed, "client", client.name, "encoder")
         # The linear head of one column is dGen. It starts at 1: a ReLU that starts below 0 at every node never learns.
-        encoder = build_model(f"sage-2x{self.latent}+linear", facts.num_features, 1, dropout=facts.dropout, seed=seed)
+        encoder = build_model(
+            f"sage-2x{self.latent}+linear", facts.num_features, 1, dropout=facts.dropout, seed=seed
+        )
         nn.init.ones_(encoder.classifier.bias)  # type: ignore[arg-type]
         fgen = {
             "first": nn.init.xavier_uniform_(torch.empty(self.latent, self.latent), generator=rng), "first_bias": torch.zeros(self.latent),
@@ -187,7 +236,11 @@ class FedSagePlus(FedAvg, FedSGD):
             "second_bias": torch.zeros(facts.num_features),
         }  # fmt: skip
         classifier = client.build("generator")
-        learnt = [*encoder.parameters(), *(t.requires_grad_() for t in fgen.values()), *classifier.parameters()]
+        learnt = [
+            *encoder.parameters(),
+            *(t.requires_grad_() for t in fgen.values()),
+            *classifier.parameters(),
+        ]
         client.memory |= {
             "impaired": impair(client.graph, self.hidden, self.most, rng), "encoder": encoder, "fgen": fgen, "classifier": classifier,
             "generator optimizer": make_optimizer("adam", learnt, self.generator_lr, 0.0),
@@ -207,7 +260,9 @@ class FedSagePlus(FedAvg, FedSGD):
         graph = mend(impaired.graph, generate(fgen, noisy(z, rows, rng)), rows)
         terms = {
             "degree": self.degree_weight * F.smooth_l1_loss(degree, impaired.missing.float()),
-            "feature": self.feature_weight * (made - match).square().sum() / impaired.graph.num_nodes,
+            "feature": self.feature_weight
+            * (made - match).square().sum()
+            / impaired.graph.num_nodes,
             "class": self.class_weight * client.loss(memory["classifier"](graph, rng), graph),
         }
         return terms, inputs
@@ -226,13 +281,21 @@ class FedSagePlus(FedAvg, FedSGD):
         if not memory["impaired"].graph.num_nodes:
             return {}  # an inductive client may have nothing to train on
         terms, inputs = self.generator_loss(client)
-        backward([*memory["encoder"].parameters(), *memory["classifier"].parameters()], sum(terms.values(), torch.zeros(())))
+        backward(
+            [*memory["encoder"].parameters(), *memory["classifier"].parameters()],
+            sum(terms.values(), torch.zeros(())),
+        )
         if not len(inputs):
             return {}
-        asked = inputs.detach()[torch.randperm(len(inputs), generator=client.rng("generator"))[: self.sample]]
+        asked = inputs.detach()[
+            torch.randperm(len(inputs), generator=client.rng("generator"))[: self.sample]
+        ]
         # What the sums of others count: they are over a sample of the rows, and L_f is a mean over nodes.
         memory["share"] = len(inputs) / len(asked) / memory["impaired"].graph.num_nodes
-        letter = {"noisy": asked, **{name: weight.detach() for name, weight in memory["fgen"].items()}}
+        letter = {
+            "noisy": asked,
+            **{name: weight.detach() for name, weight in memory["fgen"].items()},
+        }
         return {other: letter for other in client.facts.clients if other != client.name}
 
     @phase()
@@ -241,7 +304,9 @@ class FedSagePlus(FedAvg, FedSGD):
         for sender, letter in (inbox or {}).items():
             if (rows := len(letter["noisy"])) > self.sample:
                 who = f"client {sender!r} in 'write_generator'"
-                raise MessageError(f"{who}: tensor 'noisy' has {rows} rows, more than the {self.sample} agreed on")
+                raise MessageError(
+                    f"{who}: tensor 'noisy' has {rows} rows, more than the {self.sample} agreed on"
+                )
         client.memory["asked"] = inbox or {}
         return {}
 
@@ -250,7 +315,9 @@ class FedSagePlus(FedAvg, FedSGD):
     def write_gradients(self, client: Client) -> Message:
         """To each who asked: ∇ Σ min_u ‖x̃ − x_u‖² over the client's nodes u, for the weights of the asker's fGen."""
         return {
-            sender: self.answer(client.graph, letter) for sender, letter in client.memory.pop("asked").items() if client.graph.num_nodes
+            sender: self.answer(client.graph, letter)
+            for sender, letter in client.memory.pop("asked").items()
+            if client.graph.num_nodes
         }
 
     def answer(self, graph: Graph, letter: Message) -> Message:
@@ -266,7 +333,9 @@ class FedSagePlus(FedAvg, FedSGD):
         memory = client.memory
         for sender, letter in (inbox or {}).items():
             if not memory["share"]:
-                raise MessageError(f"client {sender!r} in 'write_gradients': tensor 'first' is a gradient that nobody asked for")
+                raise MessageError(
+                    f"client {sender!r} in 'write_gradients': tensor 'first' is a gradient that nobody asked for"
+                )
             weight = self.feature_weight * self.others * memory["share"] / len(inbox or {})
             for name, parameter in memory["fgen"].items():
                 parameter.grad += weight * letter[name]
@@ -289,7 +358,9 @@ class FedSagePlus(FedAvg, FedSGD):
         encoder = client.memory["encoder"]
         z = encoder.embed(graph)
         rows = self.wanted(F.relu(encoder.head(z, graph)).squeeze(1))
-        return mend(graph, generate(client.memory["fgen"], noisy(z, rows, client.rng("generator"))), rows)
+        return mend(
+            graph, generate(client.memory["fgen"], noisy(z, rows, client.rng("generator"))), rows
+        )
 
     # ---- FedAvg on the mended graphs ----
     @phase(size="int64[]")
@@ -300,7 +371,11 @@ class FedSagePlus(FedAvg, FedSGD):
     def predict(self, client: Client, model: Message | None) -> Tensor:
         """Logits of the client's real nodes in the mended graph, noise off."""
         local_model, graph = client.state["model"], client.memory["full graph"]
-        logits = local_model(graph) if model is None else torch.func.functional_call(local_model, model, (graph,))
+        logits = (
+            local_model(graph)
+            if model is None
+            else torch.func.functional_call(local_model, model, (graph,))
+        )
         return logits[: client.full_graph.num_nodes]
 
     def run(self, server: Server) -> None:

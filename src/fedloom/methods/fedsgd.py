@@ -61,7 +61,9 @@ class FedSGD(Method):
 
     def total_loss(self, client: Client, model: Model) -> Tensor:
         """What all clients' steps minimise, this client's part: cross-entropy summed over its training items."""
-        return client.loss(model(client.graph, client.rng("dropout")), client.graph, reduction="sum")
+        return client.loss(
+            model(client.graph, client.rng("dropout")), client.graph, reduction="sum"
+        )
 
     def run(self, server: Server) -> None:
         """One shared step a round."""
@@ -74,7 +76,9 @@ class FedSGD(Method):
     def begin(self, server: Server, model: Message) -> Message:
         """Puts the initial weights and an optimiser for them into the server's state; gives the weights."""
         server.state["model"] = model = tree_map(torch.clone, model)
-        server.state["optimizer"] = make_optimizer(self.optimizer, flatten(model).values(), self.lr, self.weight_decay)
+        server.state["optimizer"] = make_optimizer(
+            self.optimizer, flatten(model).values(), self.lr, self.weight_decay
+        )
         return model
 
     def follow(self, server: Server, total: Message) -> None:

@@ -50,19 +50,33 @@ class FedSpray(LocalTraining):
     """Local training towards what common proxies say a node's class is."""
 
     pull: float = setting(
-        1.0, "λ_1, weight of the distance to the encoder's predictions in the own model's loss", at_least=0, tune="0.1..10"
+        1.0,
+        "λ_1, weight of the distance to the encoder's predictions in the own model's loss",
+        at_least=0,
+        tune="0.1..10",
     )
     match: float = setting(
-        1.0, "λ_2, weight of the distance to the own model's predictions in the encoder's loss", at_least=0, tune="0.1..10"
+        1.0,
+        "λ_2, weight of the distance to the own model's predictions in the encoder's loss",
+        at_least=0,
+        tune="0.1..10",
     )
     sure: float = setting(
-        0.7, "t, probability above which features alone make an unlabelled node reliable", at_least=0, at_most=1, tune="0.5..0.95"
+        0.7,
+        "t, probability above which features alone make an unlabelled node reliable",
+        at_least=0,
+        at_most=1,
+        tune="0.5..0.95",
     )
     width: int = setting(64, "w, width of the encoder and of the structure proxies", at_least=1)
-    proxy_lr: float = setting(0.02, "learning rate of the structure proxies", above=0, tune="0.001..0.1")
+    proxy_lr: float = setting(
+        0.02, "learning rate of the structure proxies", above=0, tune="0.001..0.1"
+    )
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
-    discloses_to_peers: ClassVar[str] = "structure proxies of classes, learnt by all clients that have the class: by one alone, if no other has it"
+    discloses_to_peers: ClassVar[str] = (
+        "structure proxies of classes, learnt by all clients that have the class: by one alone, if no other has it"
+    )
 
     # ---- the client's side ----
     @phase()
@@ -71,8 +85,13 @@ class FedSpray(LocalTraining):
         super().setup(client)
         client.state["encoder"] = model = FeatureStructure(client.facts, self.width)
         maps = [p for name, p in model.named_parameters() if name != "proxies"]
-        groups: list[dict[str, Any]] = [{"params": maps}, {"params": [model.proxies], "lr": self.proxy_lr, "weight_decay": 0.0}]
-        client.state["encoder optimizer"] = make_optimizer(self.optimizer, groups, self.lr, self.weight_decay)
+        groups: list[dict[str, Any]] = [
+            {"params": maps},
+            {"params": [model.proxies], "lr": self.proxy_lr, "weight_decay": 0.0},
+        ]
+        client.state["encoder optimizer"] = make_optimizer(
+            self.optimizer, groups, self.lr, self.weight_decay
+        )
         return {}
 
     @summed
@@ -90,11 +109,15 @@ class FedSpray(LocalTraining):
         counts = torch.bincount(graph.y[graph.train], minlength=client.facts.num_classes)
         return {"model": scaled(weights(encoder), counts), "counts": counts}
 
-    def objective(self, client: Client, batch: Graph, model: Model, received: Message | None) -> Tensor:
+    def objective(
+        self, client: Client, batch: Graph, model: Model, received: Message | None
+    ) -> Tensor:
         """CE + λ_1 KL(p ‖ q); `model` is p's logits, and which nodes are reliable."""
         assert received is not None
         logits, reliable = model(batch, client.rng("dropout")), received["reliable"]
-        return client.loss(logits, batch) + self.pull * divergence(received["logits"][reliable], logits[reliable])
+        return client.loss(logits, batch) + self.pull * divergence(
+            received["logits"][reliable], logits[reliable]
+        )
 
     def encoder_objective(self, client: Client, batch: Graph, said: Tensor) -> Tensor:
         """CE + λ_2 KL(q ‖ p) of the encoder and the proxies; `said` is q's logits."""
@@ -139,7 +162,9 @@ def targets(encoder: FeatureStructure, graph: Graph, sure: float) -> Message:
     """p's logits of all nodes, noise off, and which nodes are reliable."""
     e, alone = encoder(graph)
     r = alone.softmax(1)
-    s = torch.where(graph.train.unsqueeze(1), encoder.proxies[graph.y], r @ encoder.proxies)  # y is -1 where it is not looked at
+    s = torch.where(
+        graph.train.unsqueeze(1), encoder.proxies[graph.y], r @ encoder.proxies
+    )  # y is -1 where it is not looked at
     return {"logits": encoder.joined(e, s, graph), "reliable": graph.train | (r.amax(1) > sure)}
 
 
@@ -150,9 +175,15 @@ def scaled(model: Message, counts: Tensor) -> Message:
 
 def mixed(total: Message, counts: Tensor, last: Message) -> Message:
     """The means from sums of `scaled` and of counts; where nothing was added up, what was there before."""
-    return {name: torch.where(by > 0, tensor / by.clamp(min=1), last[name]) for name, (tensor, by) in _by(total, counts).items()}
+    return {
+        name: torch.where(by > 0, tensor / by.clamp(min=1), last[name])
+        for name, (tensor, by) in _by(total, counts).items()
+    }
 
 
 def _by(model: Message, counts: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """Every tensor beside the numbers of nodes that it counts by: a proxy by its own class's, the rest by all."""
-    return {name: (tensor, counts.unsqueeze(1) if name == "proxies" else counts.sum()) for name, tensor in model.items()}
+    return {
+        name: (tensor, counts.unsqueeze(1) if name == "proxies" else counts.sum())
+        for name, tensor in model.items()
+    }

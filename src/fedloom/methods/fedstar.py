@@ -79,7 +79,13 @@ def structure_of(graph: Graph, steps: int, degrees: int) -> Tensor:
 
     def make() -> Tensor:
         degree = graph.adjacency("sum").offsets.diff()
-        return torch.cat([return_probabilities(graph, steps), degree_features((degree - 1).clamp(min=0), degrees)], 1)
+        return torch.cat(
+            [
+                return_probabilities(graph, steps),
+                degree_features((degree - 1).clamp(min=0), degrees),
+            ],
+            1,
+        )
 
     return graph.cached(("structure", steps, degrees), make)
 
@@ -90,9 +96,17 @@ class TwoChannels(nn.Module):
     def __init__(self, spec: Spec, facts: Facts, steps: int, degrees: int, seed: int):
         super().__init__()
         p, self.steps, self.degrees, self.dropout = spec.width, steps, degrees, facts.dropout
-        self.structure = nn.ModuleList([Dense(steps + degrees, p), *(Convolution(p, p) for _ in range(spec.layers))])
-        self.features = nn.ModuleList([Dense(facts.num_features, p), *(SumNeighbour(2 * p, p) for _ in range(spec.layers))])
-        self.join, self.post, self.classifier = Dense(2 * p, p), Dense(p, p), Dense(p, facts.num_classes)
+        self.structure = nn.ModuleList(
+            [Dense(steps + degrees, p), *(Convolution(p, p) for _ in range(spec.layers))]
+        )
+        self.features = nn.ModuleList(
+            [Dense(facts.num_features, p), *(SumNeighbour(2 * p, p) for _ in range(spec.layers))]
+        )
+        self.join, self.post, self.classifier = (
+            Dense(2 * p, p),
+            Dense(p, p),
+            Dense(p, facts.num_classes),
+        )
         rng = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             if parameter.dim() == 2:
@@ -110,7 +124,9 @@ class TwoChannels(nn.Module):
     def embed(self, graph: Graph, rng: torch.Generator | None = None) -> Tensor:
         """Takes a graph, gives its items' embeddings [items, p]: nodes are added up."""
         joined = self.join(self.nodes(graph, rng).matmul, graph)
-        pooled = joined.new_zeros(graph.num_items, joined.shape[1]).index_add(0, graph.batch, joined)
+        pooled = joined.new_zeros(graph.num_items, joined.shape[1]).index_add(
+            0, graph.batch, joined
+        )
         return F.relu(self.post(pooled.matmul, graph))
 
     def head(self, z: Tensor, graph: Graph, rng: torch.Generator | None = None) -> Tensor:
@@ -137,14 +153,20 @@ class FedStar(LocalTraining):
         (text,) = set(facts.models)
         spec = parse_spec(text)
         if spec.options - {"linear"} or len(spec.widths) > 1:
-            raise ConfigError(f"model {text!r}: fedstar's model takes layers and one width, e.g. 'gin-{spec.layers}x{spec.width}'")
-        return TwoChannels(spec, facts, self.walk, self.degrees, stream_seed(facts.seed, "model", *stream))
+            raise ConfigError(
+                f"model {text!r}: fedstar's model takes layers and one width, e.g. 'gin-{spec.layers}x{spec.width}'"
+            )
+        return TwoChannels(
+            spec, facts, self.walk, self.degrees, stream_seed(facts.seed, "model", *stream)
+        )
 
     @phase()
     def setup(self, client: Client) -> Message:
         """A model of the client's own, and its optimiser."""
         client.state["model"] = model = self.build(client.facts, client.name, "init")
-        client.state["optimizer"] = make_optimizer(self.optimizer, model.parameters(), self.lr, self.weight_decay)
+        client.state["optimizer"] = make_optimizer(
+            self.optimizer, model.parameters(), self.lr, self.weight_decay
+        )
         return {}
 
     @averaged(by="size")

@@ -68,14 +68,23 @@ class FedTAD(FedAvg):
     """FedAvg, then distillation from the clients, class by class as reliable as they are."""
 
     walk: int = setting(5, "p, longest random walk that a node's place is read from", at_least=1)
-    batches: int = setting(5, "T, batches of invented nodes a round; 0 = the average as it is", at_least=0)
+    batches: int = setting(
+        5, "T, batches of invented nodes a round; 0 = the average as it is", at_least=0
+    )
     nodes: int = setting(100, "invented nodes a batch", at_least=2)
     noise: int = setting(32, "width of the noise z", at_least=1)
     neighbours: int = setting(5, "links an invented node asks for", at_least=1)
     generator_steps: int = setting(1, "T_G, steps of the generator a batch", at_least=1)
     generator_lr: float = setting(1e-3, "the generator's learning rate", above=0, tune="1e-4..0.01")
-    semantic: float = setting(1.0, "λ_1, weight of the clients' cross-entropy on invented nodes", at_least=0, tune="0.1..10")
-    diversity: float = setting(1.0, "λ_2, weight of the diversity of invented nodes", at_least=0, tune="0.1..10")
+    semantic: float = setting(
+        1.0,
+        "λ_1, weight of the clients' cross-entropy on invented nodes",
+        at_least=0,
+        tune="0.1..10",
+    )
+    diversity: float = setting(
+        1.0, "λ_2, weight of the diversity of invented nodes", at_least=0, tune="0.1..10"
+    )
     student_steps: int = setting(5, "T_S, steps of the student a batch", at_least=1)
     student_lr: float = setting(1e-4, "the student's learning rate", above=0, tune="1e-5..0.01")
 
@@ -95,22 +104,36 @@ class FedTAD(FedAvg):
         state["student"] = student = facts.build(facts.models[0], "server")
         state["generator"] = generator = self.make_generator(facts, server.rng("generator"))
         state["of_student"] = make_optimizer("adam", student.parameters(), self.student_lr, 0.0)
-        state["of_generator"] = make_optimizer("adam", generator.parameters(), self.generator_lr, 0.0)
+        state["of_generator"] = make_optimizer(
+            "adam", generator.parameters(), self.generator_lr, 0.0
+        )
 
     def make_generator(self, facts: Facts, rng: torch.Generator) -> nn.Sequential:
         """A fresh G: [z ‖ one-hot y] to features, as an MLP with tanh."""
         with seeded(rng):
-            hidden = [m for sizes in pairwise((self.noise + facts.num_classes, *HIDDEN)) for m in (nn.Linear(*sizes), nn.Tanh())]
+            hidden = [
+                m
+                for sizes in pairwise((self.noise + facts.num_classes, *HIDDEN))
+                for m in (nn.Linear(*sizes), nn.Tanh())
+            ]
             return nn.Sequential(*hidden, nn.Linear(HIDDEN[-1], facts.num_features))
 
-    def generator_loss(self, ensemble: Ensemble, share: Tensor, student: Model, graph: Graph, noise: Tensor) -> Tensor:
+    def generator_loss(
+        self, ensemble: Ensemble, share: Tensor, student: Model, graph: Graph, noise: Tensor
+    ) -> Tensor:
         """λ_1 L_sem − L_dis + λ_2 L_div of a graph that G made of `noise`."""
         taught, learnt = ensemble.each(graph), functional_call(student, weights(student), (graph,))
-        wrong = torch.stack([F.cross_entropy(logits, graph.y, reduction="none") for logits in taught])
+        wrong = torch.stack(
+            [F.cross_entropy(logits, graph.y, reduction="none") for logits in taught]
+        )
         apart = disagreement(taught, learnt)
-        return weigh(share, graph.y, self.semantic * wrong - apart) + self.diversity * diversity(noise, graph.x)
+        return weigh(share, graph.y, self.semantic * wrong - apart) + self.diversity * diversity(
+            noise, graph.x
+        )
 
-    def student_loss(self, ensemble: Ensemble, share: Tensor, student: Model, graph: Graph) -> Tensor:
+    def student_loss(
+        self, ensemble: Ensemble, share: Tensor, student: Model, graph: Graph
+    ) -> Tensor:
         """L_dis."""
         return weigh(share, graph.y, disagreement(ensemble.each(graph), student(graph)))
 
@@ -121,10 +144,15 @@ class FedTAD(FedAvg):
         told = torch.cat([noise, F.one_hot(y, C)], 1)
         for _ in range(self.generator_steps):
             graph = linked(state["generator"](told), y, self.neighbours, C)
-            step(state["of_generator"], self.generator_loss(ensemble, share, state["student"], graph, noise))
+            step(
+                state["of_generator"],
+                self.generator_loss(ensemble, share, state["student"], graph, noise),
+            )
         return linked(state["generator"](told).detach(), y, self.neighbours, C)
 
-    def distil(self, server: Server, model: Message, replies: Replies, reliability: Mapping[str, Tensor]) -> Message:
+    def distil(
+        self, server: Server, model: Message, replies: Replies, reliability: Mapping[str, Tensor]
+    ) -> Message:
         """From the average and all θ_k to θ_S."""
         state, facts = server.state, server.facts
         student, share = state["student"], shares({c: reliability[c] for c in replies})
@@ -132,7 +160,9 @@ class FedTAD(FedAvg):
         known = share.sum(0).nonzero().flatten()
         if len(known) == 0:
             return weights(student)
-        ensemble = Ensemble(facts.build(facts.models[0], "server"), replies.column("model").values())
+        ensemble = Ensemble(
+            facts.build(facts.models[0], "server"), replies.column("model").values()
+        )
         y = known[torch.arange(self.nodes) % len(known)]  # as even as can be
         for _ in range(self.batches):
             graph = self.imagine(server, ensemble, share, y)
@@ -162,7 +192,9 @@ def reliability_of(graph: Graph, walk: int, num_classes: int) -> Tensor:
         y=torch.zeros(1, dtype=torch.int64), num_classes=1, batch=torch.zeros(n, dtype=torch.int64),
     )  # fmt: skip
     h = F.normalize(torch.cat([graph.x, return_probabilities(places, walk)], 1))
-    alike = (h * graph.propagate(h, "row")).sum(1, keepdim=True)  # a mean over neighbours of products is a product with their mean
+    alike = (h * graph.propagate(h, "row")).sum(
+        1, keepdim=True
+    )  # a mean over neighbours of products is a product with their mean
     return class_sums(alike, graph.y, graph.train, num_classes)[0].squeeze(1).clamp(min=0)
 
 
@@ -170,7 +202,9 @@ def shares(reliability: Mapping[str, Tensor]) -> Tensor:
     """s, [clients, classes]: every column sums to 1, or to 0 if nobody knows the class."""
     for client, phi in reliability.items():
         if (phi < 0).any():
-            raise MessageError(f"client {client!r}: tensor 'reliability' holds {phi.min():g}, must be at least 0")
+            raise MessageError(
+                f"client {client!r}: tensor 'reliability' holds {phi.min():g}, must be at least 0"
+            )
     phi = torch.stack(list(reliability.values()))
     return phi / phi.sum(0).where((phi > 0).any(0), 1.0)
 

@@ -56,13 +56,19 @@ class FedTGP(FedProto):
     server_lr: float = setting(0.01, "learning rate of the anchors", above=0, tune="0.001..0.1")
     margin_cap: float = setting(100.0, "τ, the largest margin δ", at_least=0, tune="1..100")
 
-    discloses_to_peers: ClassVar[str] = "anchors, trained on class means: on those of one client alone, if no other has the class"
+    discloses_to_peers: ClassVar[str] = (
+        "anchors, trained on class means: on those of one client alone, if no other has the class"
+    )
 
     @phase(prototypes="float32[*present,p]", present="bool[C]")
-    def train(self, client: Client, prototypes: Tensor | None = None, present: Tensor | None = None) -> Message:
+    def train(
+        self, client: Client, prototypes: Tensor | None = None, present: Tensor | None = None
+    ) -> Message:
         """E local epochs; then the class means of what the client has."""
         self.follow(client, prototypes, present)
-        means, counts = class_means(self.embeddings(client), client.graph.y, client.graph.train, client.facts.num_classes)
+        means, counts = class_means(
+            self.embeddings(client), client.graph.y, client.graph.train, client.facts.num_classes
+        )
         return told(means, counts > 0, self.floor, counts)
 
     # ---- the server's side ----
@@ -70,7 +76,9 @@ class FedTGP(FedProto):
         """Fresh anchors and their optimiser."""
         with seeded(server.rng("anchors")):
             server.state["anchors"] = anchors = Anchors(entries, server.facts.width)
-        server.state["optimizer"] = make_optimizer("adam", anchors.parameters(), self.server_lr, self.weight_decay)
+        server.state["optimizer"] = make_optimizer(
+            "adam", anchors.parameters(), self.server_lr, self.weight_decay
+        )
 
     def margin(self, q: Tensor) -> Tensor:
         """δ of class means q [classes, p]: their largest distance, up to the cap; 0 with fewer than two classes."""

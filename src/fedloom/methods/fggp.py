@@ -76,32 +76,55 @@ class View(Graph):
 class FGGP(FedAvg):
     """FedAvg on two views of every graph, with a vote of prototypes."""
 
-    neighbours: int = setting(3, "k, nearest neighbours that become candidate links", at_least=1, tune="1..10")
+    neighbours: int = setting(
+        3, "k, nearest neighbours that become candidate links", at_least=1, tune="1..10"
+    )
     alpha: float = setting(
-        0.5, "α, the sampler's say in a link's probability; the rest is for keeping it", at_least=0, at_most=1, tune="0..1"
+        0.5,
+        "α, the sampler's say in a link's probability; the rest is for keeping it",
+        at_least=0,
+        at_most=1,
+        tune="0..1",
     )
     softness: float = setting(1.0, "temperature of the draw's gradient", above=0)
-    second: float = setting(1.0, "λ_1, weight of the second view's cross-entropy", at_least=0, tune="0.1..10")
-    links: float = setting(1.0, "λ_2, weight of the links' reconstruction", at_least=0, tune="0.1..10")
-    align: float = setting(1.0, "λ_3, weight of the alignment of the two views' prototypes", at_least=0, tune="0.1..10")
+    second: float = setting(
+        1.0, "λ_1, weight of the second view's cross-entropy", at_least=0, tune="0.1..10"
+    )
+    links: float = setting(
+        1.0, "λ_2, weight of the links' reconstruction", at_least=0, tune="0.1..10"
+    )
+    align: float = setting(
+        1.0, "λ_3, weight of the alignment of the two views' prototypes", at_least=0, tune="0.1..10"
+    )
     tau: float = setting(0.5, "temperature of the alignment", above=0, tune="0.1..1")
-    tau_vote: float = setting(0.1, "τ_v, temperature of the prototypes' vote", above=0, tune="0.05..1")
+    tau_vote: float = setting(
+        0.1, "τ_v, temperature of the prototypes' vote", above=0, tune="0.05..1"
+    )
     classifier: str = setting("prototypes", "who predicts", choices=("prototypes", "head"))
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
-    discloses_to_peers: ClassVar[str] = "cluster prototypes, means over few clients: of one alone, if no other has the class"
+    discloses_to_peers: ClassVar[str] = (
+        "cluster prototypes, means over few clients: of one alone, if no other has the class"
+    )
 
     @phase()
     def setup(self, client: Client) -> Message:
         """A model, a sampler, and an optimiser of both that keeps its moments over rounds."""
         client.state |= {"model": client.build(), "sampler": sampler(client.facts)}
         parameters = chain(client.state["model"].parameters(), client.state["sampler"].parameters())
-        client.state["optimizer"] = make_optimizer(self.optimizer, parameters, self.lr, self.weight_decay)
+        client.state["optimizer"] = make_optimizer(
+            self.optimizer, parameters, self.lr, self.weight_decay
+        )
         return {}
 
     @phase(model="~model", sampler="~sampler", prototypes="float32[*present,p]", present="bool[C]")
     def train(
-        self, client: Client, model: Message, sampler: Message, clusters: Tensor | None = None, of_class: Tensor | None = None
+        self,
+        client: Client,
+        model: Message,
+        sampler: Message,
+        clusters: Tensor | None = None,
+        of_class: Tensor | None = None,
     ) -> Message:
         """E local epochs from the global weights on both views; then the classes' prototypes."""
         state, graph = client.state, client.graph
@@ -118,17 +141,28 @@ class FGGP(FedAvg):
             with torch.no_grad():
                 z = local_model.embed(graph)
                 table, present = class_centres(z, *annotated(local_model.head(z, graph), graph), C)
-        return {"model": weights(local_model), "sampler": weights(state["sampler"]), **told(table, present)}
+        return {
+            "model": weights(local_model),
+            "sampler": weights(state["sampler"]),
+            **told(table, present),
+        }
 
-    def objective(self, client: Client, batch: Graph, model: Model, received: Message | None) -> Tensor:
+    def objective(
+        self, client: Client, batch: Graph, model: Model, received: Message | None
+    ) -> Tensor:
         """CE + λ_1 CE(second view) + λ_2 L_links + λ_3 L_align; `model` holds the candidate links."""
         assert received is not None
         suggested, C = received["candidates"], client.facts.num_classes
         h = client.state["sampler"](suggested)
         view = self.draw(suggested, scores(h, pairs_of(suggested)), client.rng("links"))
-        (z, logits), (z_second, logits_second) = (outputs(model, g, client.rng(noise)) for g, noise in ((batch, "dropout"), (view, "second")))
+        (z, logits), (z_second, logits_second) = (
+            outputs(model, g, client.rng(noise))
+            for g, noise in ((batch, "dropout"), (view, "second"))
+        )
         label, sure = annotated(logits.detach(), batch)
-        (P, present), (P_second, _) = (class_centres(each, label, sure, C) for each in (z, z_second))
+        (P, present), (P_second, _) = (
+            class_centres(each, label, sure, C) for each in (z, z_second)
+        )
         return (
             client.loss(logits, batch)
             + self.second * client.loss(logits_second, batch)
@@ -155,11 +189,17 @@ class FGGP(FedAvg):
         """The vote, or the head's logits; `model` is θ and the clusters."""
         local_model, graph = client.state["model"], client.full_graph
         known = client.state if model is None else model
-        theta = None if model is None else {name: t for name, t in model.items() if name not in ("clusters", "of_class")}
+        theta = (
+            None
+            if model is None
+            else {name: t for name, t in model.items() if name not in ("clusters", "of_class")}
+        )
         if self.classifier == "head" or "clusters" not in known:
             return super().predict(client, theta)
         z = local_model.embed(graph) if theta is None else embedded(local_model, theta, graph)
-        return vote(z, known["clusters"], known["of_class"], client.facts.num_classes, self.tau_vote)
+        return vote(
+            z, known["clusters"], known["of_class"], client.facts.num_classes, self.tau_vote
+        )
 
     def run(self, server: Server) -> None:
         """The rounds: clients train on both views, the server averages, and clusters the prototypes."""
@@ -167,9 +207,14 @@ class FGGP(FedAvg):
         state = server.state
         state |= {"model": server.model(), "sampler": weights(sampler(server.facts)), "told": {}}
         for _ in server.rounds(self.rounds):
-            size, sent = server.weights("size", server.participants), {"model": state["model"], "sampler": state["sampler"]}
+            size, sent = (
+                server.weights("size", server.participants),
+                {"model": state["model"], "sampler": state["sampler"]},
+            )
             replies = server.ask(self.train, clients=list(size), **sent, **state["told"])
-            state |= Replies({c: {name: reply[name] for name in sent} for c, reply in replies.items()}).mean(size)
+            state |= Replies(
+                {c: {name: reply[name] for name in sent} for c, reply in replies.items()}
+            ).mean(size)
             state["told"] = cluster_means(list(replies.values()))
             server.evaluate(model=state["model"] | state["told"])
         self.finish(server)
@@ -179,7 +224,9 @@ class FGGP(FedAvg):
 def sampler(facts: Facts) -> Model:
     """The network that scores links, two convolutions wide as the embedding; initialised from the public seed, alike for all."""
     seed = stream_seed(facts.seed, "model", "sampler")
-    return build_model(f"gcn-2x{facts.width}", facts.num_features, facts.width, dropout=0.0, seed=seed)
+    return build_model(
+        f"gcn-2x{facts.width}", facts.num_features, facts.width, dropout=0.0, seed=seed
+    )
 
 
 def candidates(graph: Graph, z: Tensor, neighbours: int) -> Graph:
@@ -208,7 +255,9 @@ def reconstruction(h: Tensor, suggested: Graph, rng: Generator) -> Tensor:
     known, key = linked[0] * n + linked[1], others[0] * n + others[1]
     others = others[:, (others[0] < others[1]) & ~torch.isin(key, known)]
     kinds = (F.softplus(-scores(h, linked)), F.softplus(scores(h, others)))
-    return 0.5 * sum((each.mean() for each in kinds if len(each)), h.sum() * 0.0)  # a complete graph has no other pairs
+    return 0.5 * sum(
+        (each.mean() for each in kinds if len(each)), h.sum() * 0.0
+    )  # a complete graph has no other pairs
 
 
 # ---- prototypes ----
@@ -218,7 +267,9 @@ def annotated(logits: Tensor, graph: Graph) -> tuple[Tensor, Tensor]:
     return torch.where(graph.train, graph.y, label), torch.where(graph.train, 1.0, sure)
 
 
-def class_centres(z: Tensor, label: Tensor, sure: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
+def class_centres(
+    z: Tensor, label: Tensor, sure: Tensor, num_classes: int
+) -> tuple[Tensor, Tensor]:
     """P [classes, p], zero for a class that does not occur, and which occur."""
     total = z.new_zeros(num_classes).index_add(0, label, sure)
     sums = z.new_zeros(num_classes, z.shape[1]).index_add(0, label, sure.unsqueeze(1) * z)

@@ -45,14 +45,26 @@ ROWS = 1024  # of similarities that are held at once
 class FGSSL(FedAvg):
     """FedAvg with a contrast to the global model's classes and a distillation of its neighbourhoods."""
 
-    semantic: float = setting(1.0, "λ_c, weight of the contrast between classes", at_least=0, tune="0.1..10")
-    structural: float = setting(1.0, "λ_d, weight of the neighbourhoods' distillation", at_least=0, tune="0.1..10")
+    semantic: float = setting(
+        1.0, "λ_c, weight of the contrast between classes", at_least=0, tune="0.1..10"
+    )
+    structural: float = setting(
+        1.0, "λ_d, weight of the neighbourhoods' distillation", at_least=0, tune="0.1..10"
+    )
     tau: float = setting(0.1, "τ, temperature of the contrast", above=0, tune="0.05..1")
     omega: float = setting(0.1, "ω, temperature of the neighbourhoods", above=0, tune="0.05..1")
-    weak_edges: float = setting(0.3, "share of edges that the global model does not see", at_least=0, at_most=1)
-    weak_columns: float = setting(0.3, "share of feature columns that the global model does not see", at_least=0, at_most=1)
-    strong_edges: float = setting(0.8, "share of edges that the trained model does not see", at_least=0, at_most=1)
-    strong_columns: float = setting(0.5, "share of feature columns that the trained model does not see", at_least=0, at_most=1)
+    weak_edges: float = setting(
+        0.3, "share of edges that the global model does not see", at_least=0, at_most=1
+    )
+    weak_columns: float = setting(
+        0.3, "share of feature columns that the global model does not see", at_least=0, at_most=1
+    )
+    strong_edges: float = setting(
+        0.8, "share of edges that the trained model does not see", at_least=0, at_most=1
+    )
+    strong_columns: float = setting(
+        0.5, "share of feature columns that the trained model does not see", at_least=0, at_most=1
+    )
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
 
@@ -69,7 +81,9 @@ class FGSSL(FedAvg):
         load_weights(client.memory["global"], model)
         return super().train(client, model)
 
-    def objective(self, client: Client, batch: Graph, model: Model, global_weights: Message | None) -> Tensor:
+    def objective(
+        self, client: Client, batch: Graph, model: Model, global_weights: Message | None
+    ) -> Tensor:
         """CE + λ_c L_c + λ_d L_d."""
         plain = super().objective(client, batch, model, global_weights)
         if not (self.semantic or self.structural):
@@ -99,10 +113,15 @@ def contrast(z: Tensor, anchors: Tensor, y: Tensor, tau: float) -> Tensor:
     z, anchors = unit(z), unit(anchors)
     # The mean over j of the same class is linear in z°_j: a product with the class's mean. Only the divisor needs all pairs.
     classes, place, count = y.unique(return_inverse=True, return_counts=True)
-    centres = z.new_zeros(len(classes), z.shape[1]).index_add(0, place, anchors) / count.unsqueeze(1)
+    centres = z.new_zeros(len(classes), z.shape[1]).index_add(0, place, anchors) / count.unsqueeze(
+        1
+    )
     near = (z * centres[place]).sum(1) / tau
     # Rows are worked out again for the gradient, so that never more than one block of them is held.
-    blocks = [checkpoint(_divisor, rows, anchors, tau, use_reentrant=False, preserve_rng_state=False) for rows in z.split(ROWS)]
+    blocks = [
+        checkpoint(_divisor, rows, anchors, tau, use_reentrant=False, preserve_rng_state=False)
+        for rows in z.split(ROWS)
+    ]
     return (torch.cat(blocks) - near).sum() / max(len(y), 1)
 
 

@@ -36,8 +36,20 @@ from fedloom.nn.weights import load_weights, weights
 class FML(WithCopilot):
     """Mutual learning with an averaged copilot."""
 
-    alpha: float = setting(0.5, "α, weight of the cross-entropy in the own model's loss", at_least=0, at_most=1, tune="0.1..0.9")
-    beta: float = setting(0.5, "β, weight of the cross-entropy in the copilot's loss", at_least=0, at_most=1, tune="0.1..0.9")
+    alpha: float = setting(
+        0.5,
+        "α, weight of the cross-entropy in the own model's loss",
+        at_least=0,
+        at_most=1,
+        tune="0.1..0.9",
+    )
+    beta: float = setting(
+        0.5,
+        "β, weight of the cross-entropy in the copilot's loss",
+        at_least=0,
+        at_most=1,
+        tune="0.1..0.9",
+    )
 
     @averaged(by="size")
     @phase(copilot="~copilot")
@@ -47,11 +59,17 @@ class FML(WithCopilot):
         self.descend(client, client.state["model"])
         return {"copilot": weights(client.state["copilot"])}
 
-    def losses(self, client: Client, batch: Graph, own: Outputs, copilot: Outputs) -> tuple[Tensor, Tensor]:
+    def losses(
+        self, client: Client, batch: Graph, own: Outputs, copilot: Outputs
+    ) -> tuple[Tensor, Tensor]:
         """What the own model and the copilot minimise."""
         (_, mine), (_, theirs) = own, copilot
-        of_own = self.alpha * client.loss(mine, batch) + (1 - self.alpha) * self.taught(batch, theirs, mine)
-        of_copilot = self.beta * client.loss(theirs, batch) + (1 - self.beta) * self.taught(batch, mine, theirs)
+        of_own = self.alpha * client.loss(mine, batch) + (1 - self.alpha) * self.taught(
+            batch, theirs, mine
+        )
+        of_copilot = self.beta * client.loss(theirs, batch) + (1 - self.beta) * self.taught(
+            batch, mine, theirs
+        )
         return of_own, of_copilot
 
     def run(self, server: Server) -> None:

@@ -45,23 +45,49 @@ from fedloom.nn.weights import load_weights, weights
 class FPL(FedAvg):
     """FedAvg towards cluster prototypes."""
 
-    contrastive: float = setting(1.0, "λ_1, weight of the contrast between classes' cluster prototypes", at_least=0, tune="0.1..10")
-    unbiased: float = setting(1.0, "λ_2, weight of the distance to the mean of the class's cluster prototypes", at_least=0, tune="0.1..10")
+    contrastive: float = setting(
+        1.0,
+        "λ_1, weight of the contrast between classes' cluster prototypes",
+        at_least=0,
+        tune="0.1..10",
+    )
+    unbiased: float = setting(
+        1.0,
+        "λ_2, weight of the distance to the mean of the class's cluster prototypes",
+        at_least=0,
+        tune="0.1..10",
+    )
     tau: float = setting(0.02, "τ, temperature of the contrast", above=0, tune="0.01..0.1")
 
-    discloses_to_peers: ClassVar[str] = "cluster prototypes, means over few clients: of one alone, if no other has the class"
+    discloses_to_peers: ClassVar[str] = (
+        "cluster prototypes, means over few clients: of one alone, if no other has the class"
+    )
 
     @phase(model="~model", prototypes="float32[*present,p]", present="bool[C]")
-    def train(self, client: Client, model: Message, clusters: Tensor | None = None, of_class: Tensor | None = None) -> Message:
+    def train(
+        self,
+        client: Client,
+        model: Message,
+        clusters: Tensor | None = None,
+        of_class: Tensor | None = None,
+    ) -> Message:
         """E local epochs from the global weights; then the classes' mean embeddings."""
         local_model, graph = client.state["model"], client.graph
         load_weights(local_model, model)
-        self.descend(client, local_model, None if clusters is None else {"clusters": clusters, "of_class": of_class})
+        self.descend(
+            client,
+            local_model,
+            None if clusters is None else {"clusters": clusters, "of_class": of_class},
+        )
         with torch.no_grad():
-            means, counts = class_means(local_model.embed(graph), graph.y, graph.train, client.facts.num_classes)
+            means, counts = class_means(
+                local_model.embed(graph), graph.y, graph.train, client.facts.num_classes
+            )
         return {"model": weights(local_model), **told(means, counts > 0)}
 
-    def objective(self, client: Client, batch: Graph, model: Model, received: Message | None) -> Tensor:
+    def objective(
+        self, client: Client, batch: Graph, model: Model, received: Message | None
+    ) -> Tensor:
         """CE + λ_1 L_1 + λ_2 L_2; `model` is what came beside the weights. One forward pass serves all terms."""
         rng = client.rng("dropout")
         z = model.embed(batch, rng)
@@ -71,11 +97,17 @@ class FPL(FedAvg):
         of_class = received["of_class"]
         everywhere = torch.ones_like(of_class, dtype=torch.bool)
         U, count = class_means(received["clusters"], of_class, everywhere, client.facts.num_classes)
-        known = batch.train & (count > 0)[batch.y]  # an unlabelled item's y is -1, the last class: not in `train`
+        known = (
+            batch.train & (count > 0)[batch.y]
+        )  # an unlabelled item's y is -1, the last class: not in `train`
         if not known.any():
             return loss
         z, y = z[known], batch.y[known]
-        return loss + self.contrastive * contrast(z, y, **received, tau=self.tau) + self.unbiased * F.mse_loss(z, U[y])
+        return (
+            loss
+            + self.contrastive * contrast(z, y, **received, tau=self.tau)
+            + self.unbiased * F.mse_loss(z, U[y])
+        )
 
     def run(self, server: Server) -> None:
         """Algorithm 1."""
@@ -84,8 +116,12 @@ class FPL(FedAvg):
         state["model"], state["told"] = server.model(), {}
         for _ in server.rounds(self.rounds):
             size = server.weights("size", server.participants)
-            replies = server.ask(self.train, clients=list(size), model=state["model"], **state["told"])
-            state["model"] = Replies({c: {"model": reply["model"]} for c, reply in replies.items()}).mean(size)["model"]
+            replies = server.ask(
+                self.train, clients=list(size), model=state["model"], **state["told"]
+            )
+            state["model"] = Replies(
+                {c: {"model": reply["model"]} for c, reply in replies.items()}
+            ).mean(size)["model"]
             state["told"] = cluster_means(list(replies.values()))
             server.evaluate(model=state["model"])
         self.finish(server)
@@ -106,6 +142,10 @@ def cluster_means(replies: list[Message]) -> Message:
     for c in range(present.shape[1]):
         points = tables[present[:, c], c]
         label = clusters(points)
-        found.append(class_means(points, label, torch.ones_like(label, dtype=torch.bool), len(label.unique()))[0])
+        found.append(
+            class_means(
+                points, label, torch.ones_like(label, dtype=torch.bool), len(label.unique())
+            )[0]
+        )
     of_class = torch.repeat_interleave(torch.tensor([len(means) for means in found]))
     return {"clusters": torch.cat(found), "of_class": of_class} if len(of_class) else {}

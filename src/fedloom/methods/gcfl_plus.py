@@ -55,9 +55,14 @@ def dtw(one: Tensor, other: Tensor) -> float:
 
 def cut(sequences: Mapping[str, Tensor]) -> tuple[set[str], set[str]]:
     """The two sides of the minimum cut; the client that is first by name is on the first."""
-    distance = {pair: dtw(sequences[pair[0]], sequences[pair[1]]) for pair in combinations(sorted(sequences), 2)}
+    distance = {
+        pair: dtw(sequences[pair[0]], sequences[pair[1]])
+        for pair in combinations(sorted(sequences), 2)
+    }
     graph = nx.Graph()
-    graph.add_weighted_edges_from((a, b, max(distance.values()) - d) for (a, b), d in distance.items())
+    graph.add_weighted_edges_from(
+        (a, b, max(distance.values()) - d) for (a, b), d in distance.items()
+    )
     _, sides = nx.stoer_wagner(graph)
     first, second = sorted(map(set, sides), key=min)
     return first, second
@@ -67,11 +72,18 @@ def cut(sequences: Mapping[str, Tensor]) -> tuple[set[str], set[str]]:
 class GCFLPlus(LocalTraining):
     """FedAvg of the extractor in clusters that come apart by themselves."""
 
-    eps1: float = setting(0.05, "ε₁, a cluster is cut only if its mean update is shorter", at_least=0, tune="0.01..0.1")
+    eps1: float = setting(
+        0.05,
+        "ε₁, a cluster is cut only if its mean update is shorter",
+        at_least=0,
+        tune="0.01..0.1",
+    )
     eps2: float = setting(0.1, "ε₂, and its longest update is longer", at_least=0, tune="0.05..0.5")
     after: int = setting(20, "rounds before the first cut", at_least=0)
     sequence: int = setting(5, "L, norms that a client is known by", at_least=1, tune="5..20")
-    standardise: bool = setting(False, "divide each sequence by its standard deviation, to compare trends")
+    standardise: bool = setting(
+        False, "divide each sequence by its standard deviation, to compare trends"
+    )
 
     tasks: ClassVar[tuple[str, ...]] = ("graph",)
     one_model: ClassVar[bool] = True
@@ -89,10 +101,14 @@ class GCFLPlus(LocalTraining):
         """Δ_k of every client that answered, as one vector, and its norm noted."""
         state, moved = server.state, {}
         for client, reply in replies.items():
-            change = tree_map(torch.sub, reply["model"], state["extractors"][self.cluster_of(server, client)])
+            change = tree_map(
+                torch.sub, reply["model"], state["extractors"][self.cluster_of(server, client)]
+            )
             moved[client] = torch.cat([t.flatten() for t in change.values()])
             known = state["norms"].get(client, torch.zeros(0))
-            state["norms"][client] = torch.cat([known, moved[client].norm().view(1)])[-self.sequence :]
+            state["norms"][client] = torch.cat([known, moved[client].norm().view(1)])[
+                -self.sequence :
+            ]
         return moved
 
     def cluster_of(self, server: Server, client: str) -> str:
@@ -132,12 +148,17 @@ class GCFLPlus(LocalTraining):
         state["norms"] = {}
         for number in server.rounds(self.rounds):
             size = server.weights("size", server.participants)
-            replies = server.ask(self.train, each={c: {"model": state["extractors"][self.cluster_of(server, c)]} for c in size})
+            replies = server.ask(
+                self.train,
+                each={c: {"model": state["extractors"][self.cluster_of(server, c)]} for c in size},
+            )
             moved = self.updates(server, replies)
             if number > self.after:
                 self.divide(server, moved)
             for name in state["extractors"]:
-                here = Replies({c: reply for c, reply in replies.items() if self.cluster_of(server, c) == name})
+                here = Replies(
+                    {c: reply for c, reply in replies.items() if self.cluster_of(server, c) == name}
+                )
                 if here:
                     state["extractors"][name] = here.mean(size)["model"]
             server.evaluate()

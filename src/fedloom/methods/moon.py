@@ -53,7 +53,9 @@ class Moon(FedAvg):
         load_weights(state["previous"], reply["model"])
         return reply
 
-    def objective(self, client: Client, batch: Graph, model: Model, global_weights: Message | None) -> Tensor:
+    def objective(
+        self, client: Client, batch: Graph, model: Model, global_weights: Message | None
+    ) -> Tensor:
         """Eq. 3; one forward pass serves both terms."""
         rng = client.rng("dropout")
         z = model.embed(batch, rng)

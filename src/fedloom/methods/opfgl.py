@@ -67,30 +67,69 @@ VARIANTS = {
 class OpFGL(Method):
     """One-shot personalised learning through a pseudo-graph."""
 
-    rounds: int = setting(1, "communication rounds: this is a one-shot method", at_least=1, at_most=1)
-    variant: str = setting("full", "the method, or one of the paper's ablations (global = M_G alone)", choices=tuple(VARIANTS))
-    hops: int = setting(1, "h, how far features are propagated for the statistics", at_least=0, tune="0..2")
-    min_count: int = setting(2, "a class with fewer labelled nodes is not reported; 5 or more if not secure", at_least=2)
+    rounds: int = setting(
+        1, "communication rounds: this is a one-shot method", at_least=1, at_most=1
+    )
+    variant: str = setting(
+        "full",
+        "the method, or one of the paper's ablations (global = M_G alone)",
+        choices=tuple(VARIANTS),
+    )
+    hops: int = setting(
+        1, "h, how far features are propagated for the statistics", at_least=0, tune="0..2"
+    )
+    min_count: int = setting(
+        2, "a class with fewer labelled nodes is not reported; 5 or more if not secure", at_least=2
+    )
     spread_steps: int = setting(2, "I, steps of label propagation", at_least=1, tune="1..5")
-    spread: float = setting(0.9, "a, share of a step that comes from the neighbours", at_least=0, at_most=1, tune="0.5..0.95")
+    spread: float = setting(
+        0.9,
+        "a, share of a step that comes from the neighbours",
+        at_least=0,
+        at_most=1,
+        tune="0.5..0.95",
+    )
     expand_classes: int = setting(1, "K, classes that HRE may add nodes to", at_least=1)
-    expand_confidence: float = setting(0.95, "f_th, confidence HRE asks for", at_least=0, at_most=1, tune="0.9..1")
+    expand_confidence: float = setting(
+        0.95, "f_th, confidence HRE asks for", at_least=0, at_most=1, tune="0.9..1"
+    )
     expand_degree: int = setting(0, "d_th, degree HRE asks for", at_least=0)
-    divisor: str = setting("m_c", "of the merged variance: N less the reporting clients, or N less 1", choices=("m_c", "n-1"))
-    rate: float = setting(0.0, "pseudo-nodes of a class as a share of its labelled nodes (0 = one each)", at_least=0, at_most=1)
+    divisor: str = setting(
+        "m_c",
+        "of the merged variance: N less the reporting clients, or N less 1",
+        choices=("m_c", "n-1"),
+    )
+    rate: float = setting(
+        0.0,
+        "pseudo-nodes of a class as a share of its labelled nodes (0 = one each)",
+        at_least=0,
+        at_most=1,
+    )
     condense_steps: int = setting(3000, "steps of the pseudo-graph's optimisation", at_least=1)
-    start: float = setting(0.01, "standard deviation of X' before the first step (published: 1)", above=0)
+    start: float = setting(
+        0.01, "standard deviation of X' before the first step (published: 1)", above=0
+    )
     lr_features: float = setting(5e-3, "learning rate of X'", above=0, tune="5e-4..0.05")
-    lr_links: float = setting(1e-3, "learning rate of the link predictor", above=0, tune="1e-4..0.01")
+    lr_links: float = setting(
+        1e-3, "learning rate of the link predictor", above=0, tune="1e-4..0.01"
+    )
     link_width: int = setting(128, "hidden width of the link predictor", at_least=1)
     align: float = setting(10.0, "weight of the statistics' alignment", at_least=0)
     smooth: float = setting(0.1, "weight of the smoothness term", at_least=0)
-    smooth_sign: str = setting("+", "+ as published pushes linked nodes apart, - (SimGC) pulls them together", choices=("+", "-"))
+    smooth_sign: str = setting(
+        "+",
+        "+ as published pushes linked nodes apart, - (SimGC) pulls them together",
+        choices=("+", "-"),
+    )
     steps: int = setting(3000, "at most so many steps in each of the two trainings", at_least=1)
     check_every: int = setting(100, "steps between looks at the validation accuracy", at_least=1)
     waits: int = setting(10, "looks without improvement before a training ends", at_least=1)
-    lr_global: float = setting(1e-4, "learning rate on the pseudo-graph", above=0, tune="1e-5..0.01")
-    lr_local: float = setting(5e-5, "learning rate on the client's own graph", above=0, tune="1e-5..0.01")
+    lr_global: float = setting(
+        1e-4, "learning rate on the pseudo-graph", above=0, tune="1e-5..0.01"
+    )
+    lr_local: float = setting(
+        5e-5, "learning rate on the client's own graph", above=0, tune="1e-5..0.01"
+    )
     beta: float = setting(0.2, "β, scale of the distillation weights", at_least=0, tune="0.1..5")
     gamma_min: float = setting(0.0, "γ_min", at_least=0)
     gamma_max: float = setting(0.15, "γ_max", at_least=0, tune="0.1..0.2")
@@ -105,7 +144,9 @@ class OpFGL(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.gamma_max < self.gamma_min:
-            raise ConfigError(f"method.gamma_max is {self.gamma_max!r}, must be at least method.gamma_min, which is {self.gamma_min!r}")
+            raise ConfigError(
+                f"method.gamma_max is {self.gamma_max!r}, must be at least method.gamma_min, which is {self.gamma_min!r}"
+            )
 
     @property
     def views(self) -> int:
@@ -125,7 +166,9 @@ class OpFGL(Method):
         start[graph.train, graph.y[graph.train]] = 1
         soft = start
         for _ in range(self.spread_steps):
-            soft = (self.spread * graph.propagate(soft, "sym-bare") + (1 - self.spread) * start).clamp(0, 1)
+            soft = (
+                self.spread * graph.propagate(soft, "sym-bare") + (1 - self.spread) * start
+            ).clamp(0, 1)
         return torch.where(soft.sum(1, keepdim=True) == 0, 1 / graph.num_classes, soft)
 
     def homophily(self, graph: Graph) -> Tensor:
@@ -150,7 +193,11 @@ class OpFGL(Method):
         leading = leading[homophily[leading] > 0]
         source, target = graph.edge_index
         degree = torch.bincount(target[source != target], minlength=graph.num_nodes)
-        reliable = (confidence >= self.expand_confidence) & torch.isin(guess, leading) & (degree >= self.expand_degree)
+        reliable = (
+            (confidence >= self.expand_confidence)
+            & torch.isin(guess, leading)
+            & (degree >= self.expand_degree)
+        )
         return torch.where(reliable & ~graph.train, guess, labels)
 
     @phase(count="int64[C]", total="float32[C,views,d]", squares="float32[C,views,d]")
@@ -163,11 +210,19 @@ class OpFGL(Method):
         chosen = ((labels >= 0) & (count[labels] > 0)).nonzero().flatten()
         features = torch.stack([x[chosen] for x in propagated(graph, "sym", self.hops)], 1).double()
         zero = torch.zeros(len(count), *features.shape[1:], dtype=torch.float64)
-        total, squares = zero.index_add(0, labels[chosen], features), zero.index_add(0, labels[chosen], features.square())
+        total, squares = (
+            zero.index_add(0, labels[chosen], features),
+            zero.index_add(0, labels[chosen], features.square()),
+        )
         return {"count": count, "total": total.float(), "squares": squares.float()}
 
     @summed
-    @phase(reported="int64[C]", count="int64[C]", total="float32[C,views,d]", squares="float32[C,views,d]")
+    @phase(
+        reported="int64[C]",
+        count="int64[C]",
+        total="float32[C,views,d]",
+        squares="float32[C,views,d]",
+    )
     def secure_statistics(self, client: Client) -> Message:
         """The same; who reported a class, which counts in `divisor`, could not be seen from a sum."""
         statistics = self.statistics(client)
@@ -194,7 +249,11 @@ class OpFGL(Method):
         mean = sums["total"].double() / count.clamp(min=1)
         scatter = (sums["squares"].double() - count * mean.square()).clamp(min=0)
         freedom = count - (reporters if self.divisor == "m_c" else 1)
-        return {"count": sums["count"], "mean": mean.float(), "variance": (scatter / freedom.clamp(min=1)).float()}
+        return {
+            "count": sums["count"],
+            "mean": mean.float(),
+            "variance": (scatter / freedom.clamp(min=1)).float(),
+        }
 
     def condense(self, target: Message, rng: torch.Generator) -> Message:
         """X', A', Y' whose class statistics, propagated over A', come near the target's (Eq. 10-13)."""
@@ -204,15 +263,22 @@ class OpFGL(Method):
         x = (self.start * torch.randn(len(y), features, generator=rng)).requires_grad_()
         with seeded(rng):
             links = LinkPredictor(features, self.link_width)
-        optimizers = make_optimizer("adam", [x], self.lr_features, 0), make_optimizer("adam", links.parameters(), self.lr_links, 0)
+        optimizers = (
+            make_optimizer("adam", [x], self.lr_features, 0),
+            make_optimizer("adam", links.parameters(), self.lr_links, 0),
+        )
         loss = Alignment(target, y)
         sign = 1 if self.smooth_sign == "+" else -1
         for number in range(self.condense_steps):
-            turn = number % 50 < 10 and len(y) > 1  # ten steps of the links, then forty of the features
+            turn = (
+                number % 50 < 10 and len(y) > 1
+            )  # ten steps of the links, then forty of the features
             x.requires_grad_(not turn)
             links.requires_grad_(turn)
             adjacency = links(x)
-            total = self.align * loss(x, adjacency, self.hops) + sign * self.smooth * smoothness(x, adjacency)
+            total = self.align * loss(x, adjacency, self.hops) + sign * self.smooth * smoothness(
+                x, adjacency
+            )
             step(optimizers[turn], total)
         with torch.no_grad():
             return {"x": x.detach(), "adjacency": links(x), "y": y}
@@ -224,11 +290,18 @@ class OpFGL(Method):
         source, target = adjacency.nonzero(as_tuple=True)
         everyone = torch.ones(len(y), dtype=torch.bool)
         pseudo = Graph(
-            x, torch.stack([source, target]), y, client.facts.num_classes, train=everyone, edge_weight=adjacency[source, target]
+            x,
+            torch.stack([source, target]),
+            y,
+            client.facts.num_classes,
+            train=everyone,
+            edge_weight=adjacency[source, target],
         ).check()
         model = client.state["model"]
         if not VARIANTS[self.variant][1]:
-            client.state["untrained"] = {name: tensor.clone() for name, tensor in weights(model).items()}
+            client.state["untrained"] = {
+                name: tensor.clone() for name, tensor in weights(model).items()
+            }
         self.fit(client, model, self.lr_global, lambda: F.cross_entropy(model(pseudo), y))
         return {}
 
@@ -241,7 +314,11 @@ class OpFGL(Method):
             teacher = model(graph).softmax(1)
         if not from_global:
             load_weights(model, client.state["untrained"])
-        gamma = self.gamma(graph) if distilled == "node" else torch.tensor(self.beta).clamp(self.gamma_min, self.gamma_max)
+        gamma = (
+            self.gamma(graph)
+            if distilled == "node"
+            else torch.tensor(self.beta).clamp(self.gamma_min, self.gamma_max)
+        )
         of_class = balanced(graph) if self.variant == "ft_imb" else None
 
         def loss() -> Tensor:
@@ -307,7 +384,9 @@ class LinkPredictor(nn.Module):
         n = len(x)
         if n == 1:
             return x.new_zeros(1, 1)  # no pair, and no batch to take statistics of
-        left, right = self.pair.weight.chunk(2, 1)  # W [x_i, x_j] = W_l x_i + W_r x_j: each node is multiplied once, not n times
+        left, right = self.pair.weight.chunk(
+            2, 1
+        )  # W [x_i, x_j] = W_l x_i + W_r x_j: each node is multiplied once, not n times
         hidden = (x @ left.T)[:, None] + (x @ right.T)[None] + self.pair.bias
         score = self.rest(hidden.flatten(0, 1)).view(n, n)
         weight = torch.sigmoid((score + score.T) / 2)
@@ -338,9 +417,15 @@ class Alignment:
         mean = torch.einsum("sc,svd->cvd", self.member, features) / self.size
         per_class = (mean - self.mean).square().mean((1, 2))
         if self.several.any():
-            scatter = torch.einsum("sc,svd->cvd", self.member, (features - self.member_mean(mean)).square())
-            std = (scatter / (self.size - 1).clamp(min=1) + 1e-12).sqrt()  # the root has no gradient at 0
-            per_class = per_class + torch.where(self.several, (std - self.std).square().mean((1, 2)), 0)
+            scatter = torch.einsum(
+                "sc,svd->cvd", self.member, (features - self.member_mean(mean)).square()
+            )
+            std = (
+                scatter / (self.size - 1).clamp(min=1) + 1e-12
+            ).sqrt()  # the root has no gradient at 0
+            per_class = per_class + torch.where(
+                self.several, (std - self.std).square().mean((1, 2)), 0
+            )
         return self.share @ per_class
 
     def member_mean(self, mean: Tensor) -> Tensor:

@@ -43,19 +43,31 @@ class Scaffold(FedAvg):
     @phase(model="~model", change="=model")
     def train(self, client: Client, model: Message, control: Message) -> Message:
         """E corrected local epochs, then the new control variate (option II)."""
-        local_model, own = client.state["model"], client.state.get("control") or tree_map(torch.zeros_like, model)
+        local_model, own = (
+            client.state["model"],
+            client.state.get("control") or tree_map(torch.zeros_like, model),
+        )
         load_weights(local_model, model)
         client.state["correction"] = tree_map(torch.sub, control, own)
         self.descend(client, local_model, model)
         path = self.lr * self.epochs * len(client.batches(self.batch_size))
         # Without a step there is nothing to learn a control from: option II would take −c for the client's gradient.
-        change = tree_map(lambda c, old, new: (old - new) / path - c if path else torch.zeros_like(c), control, model, weights(local_model))
+        change = tree_map(
+            lambda c, old, new: (old - new) / path - c if path else torch.zeros_like(c),
+            control,
+            model,
+            weights(local_model),
+        )
         client.state["control"] = tree_map(torch.add, own, change)
         return {"model": weights(local_model), "change": change}
 
-    def objective(self, client: Client, batch: Graph, model: Model, global_weights: Message | None) -> Tensor:
+    def objective(
+        self, client: Client, batch: Graph, model: Model, global_weights: Message | None
+    ) -> Tensor:
         """CE + ⟨θ_k, c − c_k⟩."""
-        return super().objective(client, batch, model, global_weights) + inner_product(model, client.state["correction"])
+        return super().objective(client, batch, model, global_weights) + inner_product(
+            model, client.state["correction"]
+        )
 
     def run(self, server: Server) -> None:
         """Algorithm 1."""
@@ -66,9 +78,13 @@ class Scaffold(FedAvg):
         state["control"] = tree_map(torch.zeros_like, state["model"])
         for _ in server.rounds(self.rounds):
             size = server.weights("size", server.participants)
-            replies = server.ask(self.train, clients=list(size), model=state["model"], control=state["control"])
+            replies = server.ask(
+                self.train, clients=list(size), model=state["model"], control=state["control"]
+            )
             state["model"] = replies.mean(size)["model"]
             moved = replies.sum()["change"]
-            state["control"] = tree_map(lambda c, m: c + m / len(server.clients), state["control"], moved)
+            state["control"] = tree_map(
+                lambda c, m: c + m / len(server.clients), state["control"], moved
+            )
             server.evaluate(model=state["model"])
         self.finish(server)

@@ -54,12 +54,18 @@ class LayerByLayer(Model):
         widths = self.spec.widths if len(self.spec.widths) > 1 else self.spec.widths * depth
         if len(widths) != depth:
             given = "-".join(map(str, widths))
-            raise ConfigError(f"model width {given!r}: {self.spec.name} has {depth} hidden layers here, give one width or {depth}")
+            raise ConfigError(
+                f"model width {given!r}: {self.spec.name} has {depth} hidden layers here, give one width or {depth}"
+            )
         return [self.layer(*sizes) for sizes in pairwise((num_features, *widths))]
 
     def last(self, num_classes: int) -> nn.Module:
         """One more layer of the kind, unless the head is to be linear."""
-        return super().last(num_classes) if self.linear else self.layer(self.width, num_classes, last=True)
+        return (
+            super().last(num_classes)
+            if self.linear
+            else self.layer(self.width, num_classes, last=True)
+        )
 
     def activation(self, h: Tensor) -> Tensor:
         """What follows every layer of the extractor; h is overwritten."""
@@ -71,7 +77,9 @@ class LayerByLayer(Model):
         assert isinstance(first, Dense)
         outputs = [self.activation(first.of_features(self, graph))]
         for layer in others:
-            outputs.append(self.activation(layer(graph.matmul(dropout(outputs[-1], self.dropout, rng)), graph)))
+            outputs.append(
+                self.activation(layer(graph.matmul(dropout(outputs[-1], self.dropout, rng)), graph))
+            )
         return reduce(maximum, outputs) if "jk" in self.spec.options else outputs[-1]
 
 
@@ -118,7 +126,10 @@ class GCNII(Model):
     def extractor(self, num_features: int) -> list[nn.Module]:
         """A linear layer, then LAYERS convolutions with β_l = log(θ/l + 1)."""
         betas = [math.log(self.THETA / l + 1) for l in range(1, self.spec.layers + 1)]
-        return [Dense(num_features, self.width), *(InitialResidual(self.width, self.ALPHA, beta) for beta in betas)]
+        return [
+            Dense(num_features, self.width),
+            *(InitialResidual(self.width, self.ALPHA, beta) for beta in betas),
+        ]
 
     def nodes(self, graph: Graph, rng: Noise | None) -> Tensor:
         """h_0 = ReLU(X W + b), then h = ReLU(layer(h, h_0))."""
@@ -170,7 +181,13 @@ class SIGN(Model):
         hops = [self.features(graph, power(k)) for k in range(self.spec.layers + 1)]
 
         def side_by_side(weight: Tensor) -> Tensor:
-            return reduce(torch.add, [times(part) for times, part in zip(hops, weight.chunk(len(hops), -2), strict=True)])
+            return reduce(
+                torch.add,
+                [
+                    times(part)
+                    for times, part in zip(hops, weight.chunk(len(hops), -2), strict=True)
+                ],
+            )
 
         return F.relu(self.layers[0](side_by_side, graph))
 
@@ -181,15 +198,23 @@ class GAMLP(Model):
     def extractor(self, num_features: int) -> list[nn.Module]:
         """One linear map a hop (the authors' `pre_process`, there an MLP), the reference's, and the attention's."""
         hops, width = self.spec.layers + 1, self.width
-        return [*(Dense(num_features, width) for _ in range(hops)), Dense(hops * width, width), Dense(2 * width, 1)]
+        return [
+            *(Dense(num_features, width) for _ in range(hops)),
+            Dense(hops * width, width),
+            Dense(2 * width, 1),
+        ]
 
     def nodes(self, graph: Graph, rng: Noise | None) -> Tensor:
         """ReLU(Σ_k α_k H_k), H_k = S^k X W_k + b_k, α = softmax_k σ(a·[R ‖ H_k]), R = ReLU([H_0 ‖ ... ‖ H_K] U)."""
         *each, reference, score = self.layers
-        H = torch.stack([layer(self.features(graph, power(k)), graph) for k, layer in enumerate(each)], 1)
+        H = torch.stack(
+            [layer(self.features(graph, power(k)), graph) for k, layer in enumerate(each)], 1
+        )
         R = dropout(F.relu(reference(graph.matmul(H.flatten(1)), graph)), self.dropout, rng)
         # σ and not ReLU (the authors offer both): what is the same for all hops, as R is, cancels in a softmax of linear pieces.
-        delta = torch.sigmoid(score(graph.matmul(torch.cat([R.unsqueeze(1).expand_as(H), H], 2)), graph))
+        delta = torch.sigmoid(
+            score(graph.matmul(torch.cat([R.unsqueeze(1).expand_as(H), H], 2)), graph)
+        )
         return F.relu((delta.softmax(1) * H).sum(1))
 
 
@@ -238,5 +263,6 @@ class DGCN(APPNP):
 
 
 ARCHITECTURES: dict[str, type[Model]] = {
-    model.__name__.lower(): model for model in (MLP, GCN, GAT, SAGE, GIN, GCNII, SGC, SSGC, SIGN, GAMLP, APPNP, DGCN)
+    model.__name__.lower(): model
+    for model in (MLP, GCN, GAT, SAGE, GIN, GCNII, SGC, SSGC, SIGN, GAMLP, APPNP, DGCN)
 }

@@ -23,7 +23,8 @@ class View(Graph):
     def __init__(self, whole: Graph, kept: Tensor, columns: Tensor):
         # What a view does not change is the whole graph's; features and edges are worked out if anybody looks at them.
         unchanged: dict[str, Any] = {
-            name: getattr(whole, name) for name in ("y", "num_classes", "train", "val", "test", "node_id", "batch")
+            name: getattr(whole, name)
+            for name in ("y", "num_classes", "train", "val", "test", "node_id", "batch")
         }
         unchanged |= {"cross_edges": whole.cross_edges[:, :0], "name": whole.name, "_cache": {}}
         for name, value in (unchanged | {"whole": whole, "kept": kept, "columns": columns}).items():
@@ -69,7 +70,13 @@ class View(Graph):
         if whole is None:
             return None
         return self.cached(
-            "features", lambda: Sparse(whole.offsets, whole.indices, whole.values * self.columns[whole.indices.long()], whole.shape)
+            "features",
+            lambda: Sparse(
+                whole.offsets,
+                whole.indices,
+                whole.values * self.columns[whole.indices.long()],
+                whole.shape,
+            ),
         )
 
     def project(self, weight: Tensor) -> Tensor:
@@ -111,7 +118,9 @@ class Entries:
         low, high = torch.minimum(self.source, self.target), torch.maximum(self.source, self.target)
         pairs, self.pair = torch.unique(low * n + high, return_inverse=True)
         self.num_pairs = len(pairs)
-        self.symmetric = torch.equal(bare.transpose.indices, bare.indices) and torch.equal(bare.transpose.values, bare.values)
+        self.symmetric = torch.equal(bare.transpose.indices, bare.indices) and torch.equal(
+            bare.transpose.values, bare.values
+        )
 
 
 def entries(graph: Graph) -> Entries:

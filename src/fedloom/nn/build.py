@@ -45,16 +45,30 @@ def parse_spec(spec: str) -> Spec:
     for option in options:
         if option not in architecture.accepts:
             raise unknown(f"option of model {name!r}", option, architecture.accepts)
-    numbers = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*(?:-[1-9]\d*)*))?", size if dash else "2", re.ASCII)
+    numbers = re.fullmatch(
+        r"([1-9]\d*)(?:x([1-9]\d*(?:-[1-9]\d*)*))?", size if dash else "2", re.ASCII
+    )
     if numbers is None:
-        raise ConfigError(f"model {spec!r}: size {size!r} is not LAYERS or LAYERSxWIDTH, both at least 1, e.g. '{name}-2x64'")
+        raise ConfigError(
+            f"model {spec!r}: size {size!r} is not LAYERS or LAYERSxWIDTH, both at least 1, e.g. '{name}-2x64'"
+        )
     layers, widths = int(numbers[1]), tuple(int(width) for width in (numbers[2] or "64").split("-"))
     if len(widths) > 1 and (not issubclass(architecture, LayerByLayer) or "jk" in options):
-        raise ConfigError(f"model {spec!r}: only message passing without +jk can have layers of different widths; give one width")
+        raise ConfigError(
+            f"model {spec!r}: only message passing without +jk can have layers of different widths; give one width"
+        )
     return Spec(name, layers, widths, frozenset(options) | architecture.implied(layers))
 
 
-def build_model(spec: str, num_features: int, num_classes: int, task: Task = "node", *, dropout: float = 0.5, seed: int) -> Model:
+def build_model(
+    spec: str,
+    num_features: int,
+    num_classes: int,
+    task: Task = "node",
+    *,
+    dropout: float = 0.5,
+    seed: int,
+) -> Model:
     """A fresh model: the same for the same arguments. The global random state is neither read nor changed.
 
     Matrices are drawn as Glorot & Bengio (AISTATS 2010) and PyG do, uniform in ±√(6 / (in + out)); vectors start at 0 or 1.

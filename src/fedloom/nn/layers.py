@@ -54,7 +54,9 @@ def random_bytes(h: Tensor, rng: Noise) -> Tensor:
     """Uniform bytes in h's shape."""
     if not isinstance(rng, Generator):
         return rng.bytes_like(h)
-    draws = torch.empty((h.numel() + 7) // 8, dtype=torch.int64).random_(-(2**63), None, generator=rng)
+    draws = torch.empty((h.numel() + 7) // 8, dtype=torch.int64).random_(
+        -(2**63), None, generator=rng
+    )
     return draws.view(torch.uint8)[: h.numel()].view(h.shape)
 
 
@@ -108,7 +110,9 @@ class MeanNeighbour(Dense):
 
     def forward(self, times: Product, graph: Graph) -> Tensor:
         """As `Dense`."""
-        return self.with_bias(times(self.weight) + graph.propagate(times(self.neighbour), "mean"), graph)
+        return self.with_bias(
+            times(self.weight) + graph.propagate(times(self.neighbour), "mean"), graph
+        )
 
 
 class SumNeighbour(Dense):
@@ -124,7 +128,14 @@ class SumNeighbour(Dense):
     def forward(self, times: Product, graph: Graph) -> Tensor:
         """As `Dense`."""
         h = times(self.weight)  # the sum is linear, so W may come first, where it makes h narrow
-        inner = F.relu(self.norm(self.with_bias((1 + graph.expand(self.eps, h)) * h + graph.propagate(h, "sum"), graph), graph))
+        inner = F.relu(
+            self.norm(
+                self.with_bias(
+                    (1 + graph.expand(self.eps, h)) * h + graph.propagate(h, "sum"), graph
+                ),
+                graph,
+            )
+        )
         return self.outer(graph.matmul(inner), graph)
 
 
@@ -137,7 +148,9 @@ class Norm(nn.Module):
 
     def forward(self, h: Tensor, graph: Graph) -> Tensor:
         """Takes and gives [nodes, width]."""
-        return F.layer_norm(h, h.shape[-1:]) * graph.expand(self.weight, h) + graph.expand(self.bias, h)
+        return F.layer_norm(h, h.shape[-1:]) * graph.expand(self.weight, h) + graph.expand(
+            self.bias, h
+        )
 
 
 class Attention(Dense):
@@ -151,7 +164,9 @@ class Attention(Dense):
     def __init__(self, num_in: int, num_out: int, last: bool = False):
         heads = 1 if last else self.HEADS
         if num_out % heads:
-            raise ConfigError(f"model width {num_out}: gat has {heads} heads, use a multiple of {heads}, e.g. 'gat-2x64'")
+            raise ConfigError(
+                f"model width {num_out}: gat has {heads} heads, use a multiple of {heads}, e.g. 'gat-2x64'"
+            )
         super().__init__(num_in, num_out)
         self.source = nn.Parameter(torch.empty(heads, num_out // heads))
         self.target = nn.Parameter(torch.empty(heads, num_out // heads))
@@ -162,14 +177,20 @@ class Attention(Dense):
         source, target = graph.cached("edges", lambda: (edges.indices.long(), edges.rows))
         flat = times(self.weight)
         s_and_t = torch.cat([by_head(self.source), by_head(self.target)], -1)
-        sent, taken = graph.matmul(flat)(s_and_t).t().contiguous().chunk(2)  # [heads, nodes]: s·h and t·h
-        h = flat.unflatten(1, self.source.shape[-2:]).transpose(0, 1).contiguous()  # [heads, nodes, columns]
+        sent, taken = (
+            graph.matmul(flat)(s_and_t).t().contiguous().chunk(2)
+        )  # [heads, nodes]: s·h and t·h
+        h = (
+            flat.unflatten(1, self.source.shape[-2:]).transpose(0, 1).contiguous()
+        )  # [heads, nodes, columns]
         score = F.leaky_relu(sent.index_select(1, source).add_(taken.index_select(1, target)), 0.2)
         # A softmax over each target's edges. What is taken off first is no variable; exp then neither overflows nor vanishes.
         off = F.leaky_relu(taken + level(sent, source, target), 0.2).detach()
         share = score.sub_(off.index_select(1, target)).exp_()
         # A column of ones beside h adds up the shares.
-        gathered, total = weighted(edges, share, F.pad(h, (0, 1), value=1.0)).split([h.shape[2], 1], 2)
+        gathered, total = weighted(edges, share, F.pad(h, (0, 1), value=1.0)).split(
+            [h.shape[2], 1], 2
+        )
         return self.with_bias((gathered / total).transpose(0, 1).flatten(1), graph)
 
 
@@ -190,7 +211,9 @@ def level(sent: Tensor, source: Tensor, target: Tensor) -> Tensor:
     if (high - low).max() < 120:
         return (low + high) / 2
     lowest = torch.full_like(sent, -torch.inf)
-    return lowest.scatter_reduce(1, target.expand(len(sent), -1), sent.detach().index_select(1, source), "amax")
+    return lowest.scatter_reduce(
+        1, target.expand(len(sent), -1), sent.detach().index_select(1, source), "amax"
+    )
 
 
 class InitialResidual(nn.Module):
@@ -222,7 +245,9 @@ class InputNorm(nn.Module):
         """Takes a graph and a [features, width] tensor, gives [nodes, width]."""
         scaled = self.weight.unsqueeze(-1) * weight
         if graph.sparse_x is None:
-            standard: Tensor = graph.cached("standardised features", lambda: F.layer_norm(graph.x, graph.x.shape[1:]))
+            standard: Tensor = graph.cached(
+                "standardised features", lambda: F.layer_norm(graph.x, graph.x.shape[1:])
+            )
             out = graph.matmul(standard)(scaled)
         else:
             mean, deviation = graph.cached("feature moments", lambda: _moments(graph.x))

@@ -26,8 +26,6 @@ def cross_entropy(
 
 
 @operation
-def training_loss(
-    logits: Tensor, graph: Graph, reduction: str, of_class: Tensor | None
-) -> Tensor:
+def training_loss(logits: Tensor, graph: Graph, reduction: str, of_class: Tensor | None) -> Tensor:
     """Cross-entropy over a graph's training items; see `cross_entropy`."""
     return cross_entropy(logits, graph.y, graph.train, reduction, of_class)

@@ -29,13 +29,23 @@ UNDEFINED = -1.0  # an AUC that does not exist travels as this: messages carry f
 
 def auc(logits: Tensor, y: Tensor, mask: Tensor) -> float:
     """One-against-rest area under the ROC curve, mean over the classes that have both kinds of item; UNDEFINED if none has."""
-    probability, labels = logits[mask].double().softmax(1), y[mask]  # float32 rounds confident ones to 1
+    probability, labels = (
+        logits[mask].double().softmax(1),
+        y[mask],
+    )  # float32 rounds confident ones to 1
     areas = []
     for c in labels.unique().tolist():
-        positive, negative = probability[labels == c, c].contiguous(), probability[labels != c, c].sort().values
+        positive, negative = (
+            probability[labels == c, c].contiguous(),
+            probability[labels != c, c].sort().values,
+        )
         if len(negative):
-            below, up_to = (torch.searchsorted(negative, positive, right=right) for right in (False, True))
-            areas.append((below + up_to).double().mean().item() / (2 * len(negative)))  # a tie counts a half
+            below, up_to = (
+                torch.searchsorted(negative, positive, right=right) for right in (False, True)
+            )
+            areas.append(
+                (below + up_to).double().mean().item() / (2 * len(negative))
+            )  # a tie counts a half
     return sum(areas) / len(areas) if areas else UNDEFINED
 
 
@@ -56,7 +66,10 @@ def scores(matrices: Tensor) -> dict[str, list[float | None]]:
         "f1_weighted": (f1 * true).sum(1) / at_least_one,
     }
     some = (total > 0).tolist()
-    return {name: [v if s else None for v, s in zip(column.tolist(), some, strict=True)] for name, column in values.items()}
+    return {
+        name: [v if s else None for v, s in zip(column.tolist(), some, strict=True)]
+        for name, column in values.items()
+    }
 
 
 METRICS = ("accuracy", "f1_macro", "f1_present", "f1_weighted", "auc", "val_accuracy")
@@ -87,6 +100,8 @@ def added_scores(total: Tensor) -> tuple[dict[str, float | None], dict[str, floa
 
 def average(values: list[float | None], weights: list[float]) -> float | None:
     """Weighted mean over the clients that have a value; None if nobody has."""
-    pairs: list[tuple[Any, float]] = [(v, w) for v, w in zip(values, weights, strict=True) if v is not None]
+    pairs: list[tuple[Any, float]] = [
+        (v, w) for v, w in zip(values, weights, strict=True) if v is not None
+    ]
     total = sum(w for _, w in pairs)
     return sum(v * w for v, w in pairs) / total if total else None

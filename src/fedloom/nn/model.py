@@ -109,7 +109,9 @@ def _pool(graph: Graph, how: str) -> Sparse:
         assert batch is not None, "a graph-level model got a graph without `batch`"
         size = torch.bincount(batch, minlength=graph.num_items)
         share = 1.0 / size[batch] if how == "mean" else torch.ones(len(batch))
-        return Sparse.from_edges(batch, torch.arange(len(batch)), share, (graph.num_items, len(batch)))
+        return Sparse.from_edges(
+            batch, torch.arange(len(batch)), share, (graph.num_items, len(batch))
+        )
 
     return graph.cached(("pool", how), make)
 

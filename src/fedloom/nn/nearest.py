@@ -23,7 +23,10 @@ def similarities(z: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def nearest(z: Tensor, count: int) -> Tensor:
     """Every row's `count` others (all, if there are fewer) with the largest inner product, [n, count]; of unit rows: by cosine."""
     count = min(count, max(len(z) - 1, 0))
-    return torch.cat([block.topk(count).indices for _, block in similarities(z)] or [torch.zeros(0, count, dtype=torch.int64)])
+    return torch.cat(
+        [block.topk(count).indices for _, block in similarities(z)]
+        or [torch.zeros(0, count, dtype=torch.int64)]
+    )
 
 
 def linked_to_nearest(z: Tensor, count: int) -> Tensor:
@@ -41,7 +44,9 @@ def above(z: Tensor, threshold: float, most: int) -> Tensor:
         found.append(torch.stack([i, j])[:, i < j])
         count += found[-1].shape[1]
         if count > most:
-            raise ConfigError(f"threshold {threshold:g}: more than {most} pairs of {len(z)} nodes are above it; choose a larger one")
+            raise ConfigError(
+                f"threshold {threshold:g}: more than {most} pairs of {len(z)} nodes are above it; choose a larger one"
+            )
     return torch.cat(found, 1) if found else torch.zeros(2, 0, dtype=torch.int64)
 
 

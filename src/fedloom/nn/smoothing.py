@@ -8,7 +8,9 @@ from torch import Tensor
 from fedloom.data.graph import SPARSE_FEATURES_BELOW, Graph
 
 
-def polynomial(graph: Graph, h: Tensor, coefficients: tuple[float, ...], kind: str = "sym") -> Tensor:
+def polynomial(
+    graph: Graph, h: Tensor, coefficients: tuple[float, ...], kind: str = "sym"
+) -> Tensor:
     """Σ_k c_k S^k h, by Horner's rule: takes [nodes, width], c_0 ... c_K; gives [nodes, width] after K products with S."""
     *lower, top = coefficients
     out = h if top == 1 else top * h
@@ -39,7 +41,9 @@ def smoothed(graph: Graph, coefficients: tuple[float, ...]) -> Tensor:
     def make() -> Tensor:
         # Without X itself it is one step from what begins one hop earlier, which models that look at every hop have asked for just before.
         before = graph._cache.get(("smoothed", tuple(higher))) if first == 0 else None
-        return polynomial(graph, graph.x, coefficients) if before is None else graph.propagate(before)
+        return (
+            polynomial(graph, graph.x, coefficients) if before is None else graph.propagate(before)
+        )
 
     return graph.cached(("smoothed", coefficients), make)
 

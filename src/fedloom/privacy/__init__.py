@@ -1,1 +1,1 @@
-"""What keeps a party's numbers to itself while they are added to everybody's."""
+"""Privacy: what the server cannot see. Secure sums, encrypted peer messages, encryption, leakage."""

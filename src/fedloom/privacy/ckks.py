@@ -44,7 +44,10 @@ from fedloom.errors import ConfigError, MessageError
 Bytes: TypeAlias = NDArray[np.uint8]
 
 DEGREE = 4096
-PRIMES = (60, 49)  # bits: one for the data; one that only public keys have, and that takes most of the noise of encryption with it
+PRIMES = (
+    60,
+    49,
+)  # bits: one for the data; one that only public keys have, and that takes most of the noise of encryption with it
 SLOTS = DEGREE // 2
 SCALE = 2.0**40
 BOUND = 2.0**10  # of a value
@@ -60,7 +63,12 @@ class Keys:
 
     def __init__(self, context: Any):
         self._context = context
-        self._public: bytes = context.serialize(save_public_key=True, save_secret_key=False, save_galois_keys=False, save_relin_keys=False)
+        self._public: bytes = context.serialize(
+            save_public_key=True,
+            save_secret_key=False,
+            save_galois_keys=False,
+            save_relin_keys=False,
+        )
 
     @classmethod
     def generate(cls) -> Keys:
@@ -82,21 +90,30 @@ class Keys:
             values[start:stop] = _vector(self._context, part, stop - start).decrypt()
         # A damaged ciphertext decrypts to noise over the whole range of the prime, thousands of times what a sum can be.
         if not bool(np.all(np.abs(values) <= blob.terms * BOUND + 1)):
-            raise MessageError(f"ciphertexts: do not decrypt to a sum of {blob.terms} arrays within ±{BOUND:g}; damaged, or of another key")
+            raise MessageError(
+                f"ciphertexts: do not decrypt to a sum of {blob.terms} arrays within ±{BOUND:g}; damaged, or of another key"
+            )
         return values
 
 
 def encrypt(public: Bytes, values: NDArray[np.floating]) -> Bytes:
     """Takes a public part and a flat array of floats, any number of them, each within ±`BOUND`; gives the ciphertexts as one blob."""
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.floating):
-        raise MessageError(f"values to encrypt: must be a flat array of floats, not {values.dtype}{list(values.shape)}")
+        raise MessageError(
+            f"values to encrypt: must be a flat array of floats, not {values.dtype}{list(values.shape)}"
+        )
     wrong = ~(np.abs(values) <= BOUND)  # true of what is not a number, too
     if wrong.any():
-        raise MessageError(f"values to encrypt: {values[wrong][0]} at {int(wrong.argmax())}; must be finite and within ±{BOUND:g}")
+        raise MessageError(
+            f"values to encrypt: {values[wrong][0]} at {int(wrong.argmax())}; must be finite and within ±{BOUND:g}"
+        )
     data = _bytes(public, "public part")
     context = _load(data)
     plain = values.astype(np.float64)
-    parts = [_tenseal().ckks_vector(context, plain[i : i + SLOTS].tolist()).serialize() for i in range(0, len(plain), SLOTS)]
+    parts = [
+        _tenseal().ckks_vector(context, plain[i : i + SLOTS].tolist()).serialize()
+        for i in range(0, len(plain), SLOTS)
+    ]
     return _pack(_Blob(_name(data), len(plain), 1, parts))
 
 
@@ -117,7 +134,9 @@ def add(public: Bytes, blobs: Sequence[Bytes]) -> Bytes:
             raise MessageError(f"ciphertexts {number}: {blob.size} values, others have {size}")
         size, terms = blob.size, terms + blob.terms
         if terms > TERMS:
-            raise MessageError(f"ciphertexts {number}: the sum would have {terms} terms, at most {TERMS} fit")
+            raise MessageError(
+                f"ciphertexts {number}: the sum would have {terms} terms, at most {TERMS} fit"
+            )
         for i, part in enumerate(blob.parts):
             start, stop = _span(i, size)
             vector = _vector(context, part, stop - start, f"ciphertexts {number}")
@@ -140,7 +159,9 @@ def _tenseal() -> Any:
     try:
         import tenseal  # at first use: it is optional
     except ImportError:
-        raise ConfigError("method.encrypt needs the package tenseal: pip install 'fedloom[he]'") from None
+        raise ConfigError(
+            "method.encrypt needs the package tenseal: pip install 'fedloom[he]'"
+        ) from None
     return tenseal
 
 
@@ -158,7 +179,9 @@ def _parameters() -> bytes:
 
 
 def _without_keys(context: Any) -> bytes:
-    return context.serialize(save_public_key=False, save_secret_key=False, save_galois_keys=False, save_relin_keys=False)
+    return context.serialize(
+        save_public_key=False, save_secret_key=False, save_galois_keys=False, save_relin_keys=False
+    )
 
 
 def _load(public: bytes) -> Any:
@@ -166,13 +189,21 @@ def _load(public: bytes) -> Any:
     ts = _tenseal()
     try:
         context = ts.context_from(public, n_threads=1)
-        private, parameters, usable = context.has_secret_key(), _without_keys(context), context.has_public_key()
+        private, parameters, usable = (
+            context.has_secret_key(),
+            _without_keys(context),
+            context.has_public_key(),
+        )
     except (ValueError, RuntimeError) as error:
         raise MessageError(f"public part: damaged ({error})") from None
     if private:
         raise MessageError("public part: holds a secret key")
-    if parameters != _parameters():  # who chose other parameters could read what is encrypted, or break the sum
-        raise MessageError(f"public part: parameters differ from N = {DEGREE}, primes of {PRIMES} bits, scale 2^{int(np.log2(SCALE))}")
+    if (
+        parameters != _parameters()
+    ):  # who chose other parameters could read what is encrypted, or break the sum
+        raise MessageError(
+            f"public part: parameters differ from N = {DEGREE}, primes of {PRIMES} bits, scale 2^{int(np.log2(SCALE))}"
+        )
     if not usable:
         raise MessageError("public part: holds no public key")
     return context
@@ -186,7 +217,9 @@ def _vector(context: Any, part: bytes, size: int, what: str = "ciphertexts") -> 
     except (ValueError, RuntimeError) as error:
         raise MessageError(f"{what}: damaged ({error})") from None
     if len(found) != 1 or vector.size() != size or found[0].size() != 2 or found[0].scale != SCALE:
-        raise MessageError(f"{what}: not one fresh or added ciphertext of {size} values at scale 2^{int(np.log2(SCALE))}")
+        raise MessageError(
+            f"{what}: not one fresh or added ciphertext of {size} values at scale 2^{int(np.log2(SCALE))}"
+        )
     return vector
 
 
@@ -239,8 +272,17 @@ def _parse(raw: Bytes, key: bytes, what: str = "ciphertexts") -> _Blob:
     count = -(-size // SLOTS)
     if len(data) < start + count * _LENGTH.itemsize:  # before anything of that size is made
         raise MessageError(f"{what}: {len(data)} bytes are too few for {size} values")
-    ends = start + count * _LENGTH.itemsize + np.cumsum(np.frombuffer(data, _LENGTH, count, start), dtype=np.int64)
+    ends = (
+        start
+        + count * _LENGTH.itemsize
+        + np.cumsum(np.frombuffer(data, _LENGTH, count, start), dtype=np.int64)
+    )
     if len(data) != (int(ends[-1]) if count else start):
         raise MessageError(f"{what}: {len(data)} bytes, the lengths of its parts say otherwise")
     begins = [start + count * _LENGTH.itemsize, *ends[:-1].tolist()]
-    return _Blob(name, size, terms, [data[a:b] for a, b in zip(begins, ends.tolist(), strict=True)] if count else [])
+    return _Blob(
+        name,
+        size,
+        terms,
+        [data[a:b] for a, b in zip(begins, ends.tolist(), strict=True)] if count else [],
+    )

@@ -27,7 +27,9 @@ def reidentified(real: Tensor, sent: Tensor) -> float:
     Similar: the cosine of what is left of a row without the mean of all. If m real rows are equally similar, a guess among them counts 1/m.
     """
     if real.shape != sent.shape:
-        raise ConfigError(f"sent has shape {list(sent.shape)}, must be that of real, {list(real.shape)}: a row for a row")
+        raise ConfigError(
+            f"sent has shape {list(sent.shape)}, must be that of real, {list(real.shape)}: a row for a row"
+        )
     if len(real) == 0:
         return float("nan")
     known, guessed = (F.normalize((x - x.mean(0)).double()) for x in (real, sent))
@@ -53,7 +55,9 @@ def edge_auc(edge_index: Tensor, sent: Tensor, links: Tensor, rng: Generator) ->
     if not edges.shape[1] or not others.shape[1]:
         return float("nan")
     unit, both = F.normalize(sent - sent.mean(0)), torch.cat([edges, others], 1)
-    score = (unit[both[0]] * unit[both[1]]).sum(1) + 2 * torch.isin(both[0] * n + both[1], linked[0] * n + linked[1])
+    score = (unit[both[0]] * unit[both[1]]).sum(1) + 2 * torch.isin(
+        both[0] * n + both[1], linked[0] * n + linked[1]
+    )
     area = float(roc_auc_score([1] * edges.shape[1] + [0] * others.shape[1], score.numpy()))
     return max(area, 1 - area)
 

@@ -82,7 +82,9 @@ def responder_for(facts: Facts) -> Responder:
 def require_cohort(clients: int, source: str) -> None:
     """Raises a ConfigError if so few clients take part that a sum would expose one of them."""
     if clients < 3:
-        raise ConfigError(f"run.secure needs at least 3 clients in every sum, {source} is {clients}")
+        raise ConfigError(
+            f"run.secure needs at least 3 clients in every sum, {source} is {clients}"
+        )
 
 
 # ---- a client's side ----
@@ -204,7 +206,9 @@ class SecureResponder:
         self._channel(client).meet(keys)
         return {}
 
-    def _write(self, method: Method, client: Client, bound: BoundPhase, message: Message) -> Message:
+    def _write(
+        self, method: Method, client: Client, bound: BoundPhase, message: Message
+    ) -> Message:
         """Runs a phase that writes to peers; checks and encrypts its messages."""
         phase, reply = bound.phase, bound(client, **message)
         expected = phase.peer_schema(method, client.facts, message, reply, client.name)

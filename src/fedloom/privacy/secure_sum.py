@@ -75,17 +75,24 @@ def encode(tensors: Mapping[str, NDArray], terms: SecureTerms, parties: int) -> 
 
     Integers are exact; floats are rounded to multiples of 2^-f, halves to even. MessageError names a tensor that is out of range.
     """
-    parts = [_whole_numbers(name, np.asarray(tensors[name]), terms, parties).ravel() for name in sorted(tensors)]
+    parts = [
+        _whole_numbers(name, np.asarray(tensors[name]), terms, parties).ravel()
+        for name in sorted(tensors)
+    ]
     whole = np.concatenate([np.empty(0, np.int64), *parts])
     return whole.view(np.uint64).astype(terms.word)  # two's complement, the lowest bits of it
 
 
-def _whole_numbers(name: str, tensor: NDArray, terms: SecureTerms, parties: int) -> NDArray[np.int64]:
+def _whole_numbers(
+    name: str, tensor: NDArray, terms: SecureTerms, parties: int
+) -> NDArray[np.int64]:
     if tensor.dtype.kind == "f":
         entries = tensor.astype(np.float64)
         bad = ~(np.abs(entries) <= terms.range)  # NaN is not within any range
         if bad.any():
-            raise MessageError(f"secure sum: tensor {name!r} holds a number that is not within ±{terms.range:g} (secure_range)")
+            raise MessageError(
+                f"secure sum: tensor {name!r} holds a number that is not within ±{terms.range:g} (secure_range)"
+            )
         return np.rint(np.ldexp(entries, terms.fraction_bits(parties))).astype(np.int64)
     if tensor.dtype.kind in "iub":
         most = terms.largest_integer(parties)
@@ -97,14 +104,23 @@ def _whole_numbers(name: str, tensor: NDArray, terms: SecureTerms, parties: int)
                     f"(an integer summed over {parties} parties in secure_bits = {terms.bits})"
                 )
         return tensor.astype(np.int64)
-    raise MessageError(f"secure sum: tensor {name!r} has dtype {tensor.dtype}; only floats and integers can be summed")
+    raise MessageError(
+        f"secure sum: tensor {name!r} has dtype {tensor.dtype}; only floats and integers can be summed"
+    )
 
 
-def decode(total: Words, like: Mapping[str, tuple[DTypeLike, tuple[int, ...]]], terms: SecureTerms, parties: int) -> dict[str, NDArray]:
+def decode(
+    total: Words,
+    like: Mapping[str, tuple[DTypeLike, tuple[int, ...]]],
+    terms: SecureTerms,
+    parties: int,
+) -> dict[str, NDArray]:
     """Takes a sum of encoded vectors and {name: (dtype, shape)} of the tensors, gives them: float64 for floats, int64 for integers."""
     sizes = {name: math.prod(like[name][1]) for name in sorted(like)}
     if total.dtype != terms.word or total.shape != (sum(sizes.values()),):
-        raise MessageError(f"secure sum: got {total.dtype}{list(total.shape)}, expected {terms.word}[{sum(sizes.values())}]")
+        raise MessageError(
+            f"secure sum: got {total.dtype}{list(total.shape)}, expected {terms.word}[{sum(sizes.values())}]"
+        )
     whole = total.view(f"<i{terms.bits // 8}").astype(np.int64)
     tensors: dict[str, NDArray] = {}
     start = 0
@@ -112,7 +128,9 @@ def decode(total: Words, like: Mapping[str, tuple[DTypeLike, tuple[int, ...]]], 
         dtype, shape = like[name]
         part = whole[start : start + size].reshape(shape)
         is_float = np.dtype(dtype).kind == "f"
-        tensors[name] = np.ldexp(part.astype(np.float64), -terms.fraction_bits(parties)) if is_float else part
+        tensors[name] = (
+            np.ldexp(part.astype(np.float64), -terms.fraction_bits(parties)) if is_float else part
+        )
         start += size
     return tensors
 
@@ -140,7 +158,9 @@ def pieces(present: Flags, roster: Flags, k: int, salt: bytes) -> int:
         return int(present.any())
     places = np.flatnonzero(present[_circle(parties, salt)])
     gaps = np.diff(places, append=places[:1] + len(parties))
-    return max(int((gaps > _reach(k)).sum()), int(present.any()))  # cut once, a circle still hangs together
+    return max(
+        int((gaps > _reach(k)).sum()), int(present.any())
+    )  # cut once, a circle still hangs together
 
 
 def _reach(k: int) -> int:
@@ -160,13 +180,20 @@ def _circle(parties: NDArray[np.int64], salt: bytes) -> NDArray[np.int64]:
 # ---- keys and pads ----
 def _sum_id(run: bytes, number: int) -> bytes:
     if len(run) != 16 or number < 0:
-        raise ValueError("a sum is known by a run's id of 16 bytes and its number in the run, from 0")
+        raise ValueError(
+            "a sum is known by a run's id of 16 bytes and its number in the run, from 0"
+        )
     return run + number.to_bytes(8, "big")
 
 
 def _derive(secret: bytes, purpose: str, sum_id: bytes, *positions: int) -> bytes:
     """A 32-byte key for one purpose, in one sum, of one party or one (ordered) pair."""
-    info = b"fedloom secure sum: " + purpose.encode() + sum_id + b"".join(position.to_bytes(4, "big") for position in positions)
+    info = (
+        b"fedloom secure sum: "
+        + purpose.encode()
+        + sum_id
+        + b"".join(position.to_bytes(4, "big") for position in positions)
+    )
     return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=None, info=info).derive(secret)
 
 
@@ -175,7 +202,9 @@ def _pair_key(secret: bytes, sum_id: bytes, one: int, other: int) -> bytes:
 
 
 def _commitment(seed: bytes, sum_id: bytes, position: int) -> bytes:
-    return sha256(b"fedloom secure sum: seed" + sum_id + position.to_bytes(4, "big") + seed).digest()
+    return sha256(
+        b"fedloom secure sum: seed" + sum_id + position.to_bytes(4, "big") + seed
+    ).digest()
 
 
 def _agree(key: X25519PrivateKey, public: bytes) -> bytes:
@@ -188,7 +217,9 @@ _ZEROS = np.zeros(STREAM_BYTES, np.uint8)
 
 def _add_stream(total: Words, key: bytes, minus: bool = False) -> None:
     """Adds to the words, in place and modulo 2^bits, the keystream of AES-256 in counter mode (or takes it off)."""
-    encryptor = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()  # from 0: a key makes one stream only
+    encryptor = Cipher(
+        algorithms.AES256(key), modes.CTR(bytes(16))
+    ).encryptor()  # from 0: a key makes one stream only
     stream = np.empty(STREAM_BYTES, np.uint8)
     combine = np.subtract if minus else np.add
     step = STREAM_BYTES // total.itemsize
@@ -206,7 +237,16 @@ class Member:
     operating system, are fresh for every sum, and are let go after the last stage.
     """
 
-    def __init__(self, position: int, population: int, terms: SecureTerms, run: bytes, number: int, roster: Flags, threshold: int):
+    def __init__(
+        self,
+        position: int,
+        population: int,
+        terms: SecureTerms,
+        run: bytes,
+        number: int,
+        roster: Flags,
+        threshold: int,
+    ):
         """roster (bool[population], who is asked) and threshold (t) are the server's proposal, the rest is what the client knows.
 
         run is the run's id, 16 bytes, number counts the sums in it.
@@ -218,15 +258,26 @@ class Member:
         self._pair_keys: dict[int, bytes] = {}
         self._inbox_keys: dict[int, bytes] = {}
         self._require(_is(roster, bool, (population,)), f"the roster must be bool[{population}]")
-        self._require(0 <= position < population and bool(roster[position]), "it is not in the roster")
-        self._require(int(roster.sum()) >= FEWEST, f"{int(roster.sum())} parties in the roster, fewer than {FEWEST}")
+        self._require(
+            0 <= position < population and bool(roster[position]), "it is not in the roster"
+        )
+        self._require(
+            int(roster.sum()) >= FEWEST,
+            f"{int(roster.sum())} parties in the roster, fewer than {FEWEST}",
+        )
         self._present = self._roster = roster.copy()
         self.parties = int(roster.sum())
         self.neighbours = neighbourhood(position, roster, terms.neighbours, self._sum_id)
         members = len(self.neighbours) + 1
         least = terms.quorum(members)
-        self._require(threshold >= least, f"threshold {threshold} of {members} is too low, the terms ask for at least {least}")
-        self._require(threshold <= members, f"threshold {threshold} is more than the {members} members of the neighbourhood")
+        self._require(
+            threshold >= least,
+            f"threshold {threshold} of {members} is too low, the terms ask for at least {least}",
+        )
+        self._require(
+            threshold <= members,
+            f"threshold {threshold} is more than the {members} members of the neighbourhood",
+        )
         self._cipher_key = X25519PrivateKey.generate()
         self._mask_key = X25519PrivateKey.generate()
         self._seed = os.urandom(KEY_BYTES)
@@ -251,23 +302,34 @@ class Member:
         seen = {own[:KEY_BYTES], own[KEY_BYTES:]}
         there = [(row, int(peer)) for row, peer in enumerate(self.neighbours) if answered[peer]]
         points = [peer + 1 for _, peer in there] + [self.position + 1]
-        key_shares = shamir.split(int.from_bytes(self._mask_key.private_bytes_raw(), "big"), self.threshold, points)
+        key_shares = shamir.split(
+            int.from_bytes(self._mask_key.private_bytes_raw(), "big"), self.threshold, points
+        )
         seed_shares = shamir.split(int.from_bytes(self._seed, "big"), self.threshold, points)
         ciphertexts = np.zeros((len(self.neighbours), CIPHERTEXT_BYTES), np.uint8)
-        for (row, peer), key_share, seed_share in zip(there, key_shares, seed_shares, strict=False):  # the last share is its own
-            cipher_public, mask_public = keys[row, :KEY_BYTES].tobytes(), keys[row, KEY_BYTES:].tobytes()
+        for (row, peer), key_share, seed_share in zip(
+            there, key_shares, seed_shares, strict=False
+        ):  # the last share is its own
+            cipher_public, mask_public = (
+                keys[row, :KEY_BYTES].tobytes(),
+                keys[row, KEY_BYTES:].tobytes(),
+            )
             for public in (cipher_public, mask_public):
                 self._require(public not in seen, f"a key of party {peer} is there twice")
                 seen.add(public)
             try:
                 secret = _agree(self._cipher_key, cipher_public)
-                self._pair_keys[peer] = _pair_key(_agree(self._mask_key, mask_public), self._sum_id, self.position, peer)
+                self._pair_keys[peer] = _pair_key(
+                    _agree(self._mask_key, mask_public), self._sum_id, self.position, peer
+                )
             except ValueError:
                 self._refuse(f"a key of party {peer} is of low order")
             self._inbox_keys[peer] = _derive(secret, "shares", self._sum_id, peer, self.position)
             outbox_key = _derive(secret, "shares", self._sum_id, self.position, peer)
             plain = key_share.to_bytes(SHARE_BYTES, "big") + seed_share.to_bytes(SHARE_BYTES, "big")
-            ciphertexts[row] = np.frombuffer(AESGCM(outbox_key).encrypt(ONCE, plain, None), np.uint8)
+            ciphertexts[row] = np.frombuffer(
+                AESGCM(outbox_key).encrypt(ONCE, plain, None), np.uint8
+            )
         self._own_share = seed_shares[-1].to_bytes(SHARE_BYTES, "big")
         self._expects = "mask"
         return ciphertexts
@@ -275,7 +337,9 @@ class Member:
     def mask(self, vector: Words, shared: Flags) -> Words:
         """Takes its vector (as `encode` gives it) and who shared, gives the vector under its own pad and its neighbours'."""
         if vector.dtype not in (np.uint32, np.uint64) or vector.ndim != 1:
-            raise MessageError(f"secure sum: the vector is {vector.dtype}{list(vector.shape)}, expected words of 32 or 64 bits")
+            raise MessageError(
+                f"secure sum: the vector is {vector.dtype}{list(vector.shape)}, expected words of 32 or 64 bits"
+            )
         self._begin("mask")
         self._narrow(shared, "shared")
         masked = vector.copy()
@@ -295,23 +359,32 @@ class Member:
         shared = self._present
         self._narrow(survivors, "survived")
         apart = pieces(survivors, self._roster, self.terms.neighbours, self._sum_id)
-        self._require(apart == 1, f"the survivors fall into {apart} pieces, and the sum of each would be open")
+        self._require(
+            apart == 1, f"the survivors fall into {apart} pieces, and the sum of each would be open"
+        )
         self._require_rows(ciphertexts, CIPHERTEXT_BYTES, shared, "ciphertexts")
         shares = np.zeros((len(self.neighbours) + 1, SHARE_BYTES), np.uint8)
         for row, peer in enumerate(self.neighbours.tolist()):
             if not shared[peer]:
                 continue
             try:
-                plain = AESGCM(self._inbox_keys[peer]).decrypt(ONCE, ciphertexts[row].tobytes(), None)
+                plain = AESGCM(self._inbox_keys[peer]).decrypt(
+                    ONCE, ciphertexts[row].tobytes(), None
+                )
             except InvalidTag:
                 self._refuse(f"what party {peer} encrypted for it did not arrive as it was sent")
-            shares[row] = np.frombuffer(plain[SHARE_BYTES:] if survivors[peer] else plain[:SHARE_BYTES], np.uint8)
+            shares[row] = np.frombuffer(
+                plain[SHARE_BYTES:] if survivors[peer] else plain[:SHARE_BYTES], np.uint8
+            )
         shares[-1] = np.frombuffer(self._own_share, np.uint8)
         self._forget()
         return shares
 
     def _public_keys(self) -> bytes:
-        return self._cipher_key.public_key().public_bytes_raw() + self._mask_key.public_key().public_bytes_raw()
+        return (
+            self._cipher_key.public_key().public_bytes_raw()
+            + self._mask_key.public_key().public_bytes_raw()
+        )
 
     def _begin(self, stage: str) -> None:
         """Refuses a stage that is not due. Until it is through nothing is, so that a refusal on the way is final."""
@@ -321,25 +394,41 @@ class Member:
     def require_due(self, stage: str) -> None:
         """Refuses a stage that is not due; changes nothing."""
         if stage != self._expects:
-            raise Refusal(f"party {self.position} refuses: asked to {stage}, but what is due is: {self._expects}")
+            raise Refusal(
+                f"party {self.position} refuses: asked to {stage}, but what is due is: {self._expects}"
+            )
 
     def _narrow(self, present: Flags, did: str) -> None:
         """Checks who is said to have finished a stage, and takes it over."""
         population, members = len(self._present), len(self.neighbours) + 1
         self._require(_is(present, bool, (population,)), f"who {did} must be bool[{population}]")
         strangers = np.flatnonzero(present & ~self._present)
-        self._require(not len(strangers), f"parties {strangers.tolist()} are said to have {did}, but were not there a stage before")
+        self._require(
+            not len(strangers),
+            f"parties {strangers.tolist()} are said to have {did}, but were not there a stage before",
+        )
         self._require(bool(present[self.position]), f"it is not among those who {did}")
-        self._require(int(present.sum()) >= FEWEST, f"{int(present.sum())} parties {did}, fewer than {FEWEST}")
+        self._require(
+            int(present.sum()) >= FEWEST, f"{int(present.sum())} parties {did}, fewer than {FEWEST}"
+        )
         near = int(present[self.neighbours].sum()) + 1
-        self._require(near >= self.threshold, f"{near} of the {members} parties around it {did}, fewer than {self.threshold}")
+        self._require(
+            near >= self.threshold,
+            f"{near} of the {members} parties around it {did}, fewer than {self.threshold}",
+        )
         self._present = present.copy()
 
     def _require_rows(self, rows: Bytes, width: int, present: Flags, what: str) -> None:
         """Checks that there are bytes for exactly those neighbours that are present."""
-        self._require(_is(rows, np.uint8, (len(self.neighbours), width)), f"{what} must be uint8[{len(self.neighbours)}, {width}]")
+        self._require(
+            _is(rows, np.uint8, (len(self.neighbours), width)),
+            f"{what} must be uint8[{len(self.neighbours)}, {width}]",
+        )
         filled, due = rows.any(axis=1), present[self.neighbours]
-        missing, stray = self.neighbours[due & ~filled].tolist(), self.neighbours[filled & ~due].tolist()
+        missing, stray = (
+            self.neighbours[due & ~filled].tolist(),
+            self.neighbours[filled & ~due].tolist(),
+        )
         self._require(not missing, f"there are no {what} of parties {missing}")
         self._require(not stray, f"there are {what} of parties {stray}, which are said to be gone")
 
@@ -375,19 +464,30 @@ class Collector:
         """roster: bool[population], who is asked. size: entries of the vector. `threshold` is then what to propose to the members."""
         self.terms, self.roster, self.size = terms, roster.copy(), size
         self._sum_id = _sum_id(run, number)
-        self._positions: list[int] = np.flatnonzero(roster).tolist()  # a row of everything below is a party of the roster
+        self._positions: list[int] = np.flatnonzero(
+            roster
+        ).tolist()  # a row of everything below is a party of the roster
         parties = len(self._positions)
         if parties < FEWEST:
-            raise TooFew(f"secure sum: {parties} parties are asked, at least {FEWEST} are needed; nothing was released")
+            raise TooFew(
+                f"secure sum: {parties} parties are asked, at least {FEWEST} are needed; nothing was released"
+            )
         row_of = np.cumsum(roster) - 1
-        self._near = np.stack([row_of[neighbourhood(position, roster, terms.neighbours, self._sum_id)] for position in self._positions])
+        self._near = np.stack(
+            [
+                row_of[neighbourhood(position, roster, terms.neighbours, self._sum_id)]
+                for position in self._positions
+            ]
+        )
         self.degree = degree = self._near.shape[1]
         # Where the post for a party lies: those of all (party, neighbour) entries in which it is the neighbour, in its neighbours' order.
         self._inbox = np.argsort(self._near.ravel(), kind="stable").reshape(parties, degree)
         self.threshold = terms.quorum(degree + 1)
         self._expects = "advertise"
         self._here = np.ones(parties, bool)  # who finished the last stage
-        self._survived = self._lost = np.zeros(parties, bool)  # whose seed, whose mask key is to be put together
+        self._survived = self._lost = np.zeros(
+            parties, bool
+        )  # whose seed, whose mask key is to be put together
         self._advertised = np.zeros((parties, ADVERTISED_BYTES), np.uint8)
         self._ciphertexts = np.zeros((parties, degree, CIPHERTEXT_BYTES), np.uint8)
         self._total: Words = np.zeros(size, terms.word)
@@ -396,19 +496,29 @@ class Collector:
         """Takes what `advertise` gave, gives what `share` takes: the neighbours' keys, and who answered."""
         seen: set[bytes] = set()
         for row, advertised in self._take("advertise", arrivals, np.uint8, (ADVERTISED_BYTES,)):
-            for public in (advertised[:KEY_BYTES].tobytes(), advertised[KEY_BYTES : 2 * KEY_BYTES].tobytes()):
+            for public in (
+                advertised[:KEY_BYTES].tobytes(),
+                advertised[KEY_BYTES : 2 * KEY_BYTES].tobytes(),
+            ):
                 if public in seen:
-                    raise MessageError(f"secure sum: party {self._positions[row]} advertises a key that is there already")
+                    raise MessageError(
+                        f"secure sum: party {self._positions[row]} advertises a key that is there already"
+                    )
                 seen.add(public)
             self._advertised[row] = advertised
         self._require_quorum(self._here, "advertised keys")
         answered, keys = self._flags(self._here), self._advertised[:, : 2 * KEY_BYTES]
         self._expects = "share"
-        return {self._positions[row]: (keys[self._near[row]], answered) for row in np.flatnonzero(self._here)}
+        return {
+            self._positions[row]: (keys[self._near[row]], answered)
+            for row in np.flatnonzero(self._here)
+        }
 
     def take_shares(self, arrivals: Iterable[tuple[int, Bytes]]) -> dict[int, tuple[Flags]]:
         """Takes what `share` gave, gives what `mask` takes besides the vector: who shared."""
-        for row, ciphertexts in self._take("share", arrivals, np.uint8, self._ciphertexts.shape[1:]):
+        for row, ciphertexts in self._take(
+            "share", arrivals, np.uint8, self._ciphertexts.shape[1:]
+        ):
             self._ciphertexts[row] = ciphertexts
         self._require_quorum(self._here, "shared their secrets")
         shared = self._flags(self._here)
@@ -421,15 +531,22 @@ class Collector:
         for _, vector in self._take("mask", arrivals, self.terms.word, (self.size,)):
             self._total += vector
         self._survived = self._here
-        self._lost = shared & ~self._survived & self._survived[self._near].any(axis=1)  # else nobody's vector is padded with it
+        self._lost = (
+            shared & ~self._survived & self._survived[self._near].any(axis=1)
+        )  # else nobody's vector is padded with it
         self._require_quorum(self._survived | self._lost, "sent their vectors")
         survivors = self._flags(self._survived)
         apart = pieces(survivors, self.roster, self.terms.neighbours, self._sum_id)
         if apart > 1:
-            raise TooFew(f"secure sum: the survivors fall into {apart} pieces, and the sum of each would be open; nothing was released")
+            raise TooFew(
+                f"secure sum: the survivors fall into {apart} pieces, and the sum of each would be open; nothing was released"
+            )
         post = self._ciphertexts.reshape(-1, CIPHERTEXT_BYTES)
         self._expects = "unmask"
-        return {self._positions[row]: (survivors, post[self._inbox[row]]) for row in np.flatnonzero(self._survived)}
+        return {
+            self._positions[row]: (survivors, post[self._inbox[row]])
+            for row in np.flatnonzero(self._survived)
+        }
 
     def take_reveals(self, arrivals: Iterable[tuple[int, Bytes]]) -> Words:
         """Takes what `unmask` gave, gives the sum of the survivors' vectors modulo 2^bits."""
@@ -437,14 +554,24 @@ class Collector:
         revealed = np.zeros((parties, degree + 1, SHARE_BYTES), np.uint8)
         for row, shares in self._take("unmask", arrivals, np.uint8, revealed.shape[1:]):
             revealed[row] = shares
-        self._require_quorum(self._survived | self._lost, "revealed their shares", fewest=0)  # the sum is over those that survived
+        self._require_quorum(
+            self._survived | self._lost, "revealed their shares", fewest=0
+        )  # the sum is over those that survived
         of_others, of_itself = revealed[:, :-1].reshape(-1, SHARE_BYTES), revealed[:, -1]
         for row in np.flatnonzero(self._survived | self._lost).tolist():
-            shares = dict(zip(self._near[row].tolist(), of_others[self._inbox[row]], strict=True)) | {row: of_itself[row]}
+            shares = dict(
+                zip(self._near[row].tolist(), of_others[self._inbox[row]], strict=True)
+            ) | {row: of_itself[row]}
             helpers = [helper for helper in sorted(shares) if self._here[helper]][: self.threshold]
-            secret = self._put_together(row, {self._positions[helper]: shares[helper] for helper in helpers})
+            secret = self._put_together(
+                row, {self._positions[helper]: shares[helper] for helper in helpers}
+            )
             if self._survived[row]:
-                _add_stream(self._total, _derive(secret, "own pad", self._sum_id, self._positions[row]), minus=True)
+                _add_stream(
+                    self._total,
+                    _derive(secret, "own pad", self._sum_id, self._positions[row]),
+                    minus=True,
+                )
             else:
                 self._cancel_pads(row, X25519PrivateKey.from_private_bytes(secret))
         return self._total
@@ -452,10 +579,17 @@ class Collector:
     def _put_together(self, row: int, shares: dict[int, Bytes]) -> bytes:
         """Takes {position of the helper: share}, gives a party's seed if it survived, else its mask key, if it is what was advertised."""
         position = self._positions[row]
-        number = shamir.combine({helper + 1: int.from_bytes(share.tobytes(), "big") for helper, share in shares.items()})
-        secret = (number % 2**256).to_bytes(KEY_BYTES, "big")  # of the 297 numbers this changes none can have been a secret
+        number = shamir.combine(
+            {helper + 1: int.from_bytes(share.tobytes(), "big") for helper, share in shares.items()}
+        )
+        secret = (number % 2**256).to_bytes(
+            KEY_BYTES, "big"
+        )  # of the 297 numbers this changes none can have been a secret
         if self._survived[row]:
-            fits = _commitment(secret, self._sum_id, position) == self._advertised[row, 2 * KEY_BYTES :].tobytes()
+            fits = (
+                _commitment(secret, self._sum_id, position)
+                == self._advertised[row, 2 * KEY_BYTES :].tobytes()
+            )
         else:
             public = X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
             fits = public == self._advertised[row, KEY_BYTES : 2 * KEY_BYTES].tobytes()
@@ -472,22 +606,40 @@ class Collector:
         for near in self._near[row][self._survived[self._near[row]]].tolist():
             peer = self._positions[near]
             secret = _agree(mask_key, self._advertised[near, KEY_BYTES : 2 * KEY_BYTES].tobytes())
-            _add_stream(self._total, _pair_key(secret, self._sum_id, peer, position), minus=peer < position)
+            _add_stream(
+                self._total, _pair_key(secret, self._sum_id, peer, position), minus=peer < position
+            )
 
-    def _take(self, stage: str, arrivals: Iterable[tuple[int, NDArray]], dtype: DTypeLike, shape: tuple[int, ...]) -> Iterator:
+    def _take(
+        self,
+        stage: str,
+        arrivals: Iterable[tuple[int, NDArray]],
+        dtype: DTypeLike,
+        shape: tuple[int, ...],
+    ) -> Iterator:
         """Checks arrivals one by one and gives (row, array); then those that arrived are those that are here."""
         if stage != self._expects:
-            raise MessageError(f"secure sum: replies to {stage}, but what is due is: {self._expects}")
+            raise MessageError(
+                f"secure sum: replies to {stage}, but what is due is: {self._expects}"
+            )
         self._expects = "nothing more"
         arrived = np.zeros(len(self._here), bool)
         asked = {self._positions[row]: row for row in np.flatnonzero(self._here)}
         for position, array in arrivals:
             row = asked.pop(position, None)
             if row is None:
-                raise MessageError(f"secure sum: party {position} was not asked to {stage}, or answered before")
+                raise MessageError(
+                    f"secure sum: party {position} was not asked to {stage}, or answered before"
+                )
             if not _is(array, dtype, shape):
-                got = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
-                raise MessageError(f"secure sum: party {position} answers {stage} with {got}, expected {np.dtype(dtype)}{list(shape)}")
+                got = (
+                    f"{array.dtype}{list(array.shape)}"
+                    if isinstance(array, np.ndarray)
+                    else type(array).__name__
+                )
+                raise MessageError(
+                    f"secure sum: party {position} answers {stage} with {got}, expected {np.dtype(dtype)}{list(shape)}"
+                )
             arrived[row] = True
             yield row, array
         self._here = arrived
@@ -496,7 +648,9 @@ class Collector:
         """Raises TooFew unless enough parties are here, in all and of the neighbourhood of each of the owners of secrets."""
         here = int(self._here.sum())
         if here < fewest:
-            raise TooFew(f"secure sum: {here} parties {did}, at least {fewest} are needed; nothing was released")
+            raise TooFew(
+                f"secure sum: {here} parties {did}, at least {fewest} are needed; nothing was released"
+            )
         left = self._here[self._near].sum(axis=1) + self._here
         short = np.flatnonzero(owners & (left < self.threshold))
         if len(short):

@@ -9,7 +9,9 @@ from functools import lru_cache
 from math import prod
 from secrets import randbelow
 
-PRIME = 2**256 + 297  # the smallest prime above 2^256: every 32-byte secret is a number of the field
+PRIME = (
+    2**256 + 297
+)  # the smallest prime above 2^256: every 32-byte secret is a number of the field
 SHARE_BYTES = 33
 
 
@@ -30,7 +32,9 @@ def evaluate(coefficients: Sequence[int], points: Iterable[int], prime: int = PR
     for point in points:
         value = 0
         for coefficient in falling:
-            value = value * point + coefficient  # points are small, so reducing once at the end is cheaper than at every step
+            value = (
+                value * point + coefficient
+            )  # points are small, so reducing once at the end is cheaper than at every step
         values.append(value % prime)
     return values
 
@@ -39,18 +43,33 @@ def combine(shares: Mapping[int, int], prime: int = PRIME) -> int:
     """Takes {point: share}, as many as the threshold, gives the secret. More would do too; a wrong share gives a wrong secret."""
     points = tuple(shares)
     _require_points(points, prime)
-    return sum(share * weight for share, weight in zip(shares.values(), _weights(points, prime), strict=True)) % prime
+    return (
+        sum(
+            share * weight
+            for share, weight in zip(shares.values(), _weights(points, prime), strict=True)
+        )
+        % prime
+    )
 
 
 def _require_points(points: Sequence[int], prime: int) -> None:
-    if not points or len(set(points)) < len(points) or not all(0 < point < prime for point in points):
+    if (
+        not points
+        or len(set(points)) < len(points)
+        or not all(0 < point < prime for point in points)
+    ):
         raise ValueError("points must be there, different, above 0 and below the prime")
 
 
-@lru_cache(maxsize=64)  # in a complete graph every secret of a sum is put together from the same points
+@lru_cache(
+    maxsize=64
+)  # in a complete graph every secret of a sum is put together from the same points
 def _weights(points: tuple[int, ...], prime: int) -> list[int]:
     """What to multiply the shares by so that they add up to the value at 0 (Lagrange): Π_{j≠i} x_j / (x_j - x_i), for each i."""
-    denominators = [point * prod(other - point for other in points if other != point) % prime for point in points]
+    denominators = [
+        point * prod(other - point for other in points if other != point) % prime
+        for point in points
+    ]
     everything = prod(points) % prime
     # One inversion for all: invert the product of the denominators, then peel them off from the last to the first.
     before = [1]

@@ -38,12 +38,20 @@ class Engine(loop.Engine):
 
     tolerates_failures: ClassVar[bool] = False  # a client that fails stops its group
 
-    def __init__(self, method: Method, clients: Iterable[Client], policy: FaultPolicy = FaultPolicy(), workers: int = 0):
+    def __init__(
+        self,
+        method: Method,
+        clients: Iterable[Client],
+        policy: FaultPolicy = FaultPolicy(),
+        workers: int = 0,
+    ):
         super().__init__(method, clients, policy)
         nodes = {client.name: client.full_graph.num_nodes for client in self.clients.values()}
         self.groups = groups(next(iter(self.clients.values())).facts, nodes) if self.clients else []
         self.states = {names: Group(BATCHED) for names in self.groups}
-        self.calls: dict[str, Counter[str]] = {}  # by phase: how many calls ran "batched" and "single"
+        self.calls: dict[
+            str, Counter[str]
+        ] = {}  # by phase: how many calls ran "batched" and "single"
 
     def call(self, phase: str, messages: dict[str, Message]) -> Mapping[str, Message | Absent]:
         """Takes a phase's name and a message per client, gives each client's reply; all in one, if they are alike."""
@@ -51,9 +59,16 @@ class Engine(loop.Engine):
         for names in self.groups:
             asked = [name for name in names if name in messages]
             received = delivered([messages[name] for name in asked])
-            tasks = [partial(self.clients[name].perform, self.method, phase, sent) for name, sent in zip(asked, received, strict=True)]
+            tasks = [
+                partial(self.clients[name].perform, self.method, phase, sent)
+                for name, sent in zip(asked, received, strict=True)
+            ]
             self.states[names].calls = self.calls.setdefault(phase, Counter())
-            done = run_lockstep(tasks, self.states[names]) if len(names) > 1 else [task() for task in tasks]
+            done = (
+                run_lockstep(tasks, self.states[names])
+                if len(names) > 1
+                else [task() for task in tasks]
+            )
             replies.update(zip(asked, done, strict=True))
         ordered = {name: replies[name] for name in messages}
         return batched(ordered) or {name: isolate(reply) for name, reply in ordered.items()}
@@ -67,7 +82,11 @@ class Engine(loop.Engine):
         """For a run's summary: clients in each group, and by phase how many calls were done for several at once, and how many not."""
         return {
             "clients_per_group": [len(names) for names in self.groups],
-            "phases": {phase: {how: tally[how] for how in ("batched", "single")} for phase, tally in self.calls.items() if tally},
+            "phases": {
+                phase: {how: tally[how] for how in ("batched", "single")}
+                for phase, tally in self.calls.items()
+                if tally
+            },
         }
 
 
@@ -97,7 +116,13 @@ def each_a_copy(message: Message, count: int) -> list[Message]:
     """So many copies of a message, of which nobody sees what another writes."""
     made: list[Message] = [{} for _ in range(count)]
     for name, content in message.items():
-        for own, copy in zip(made, each_a_copy(content, count) if isinstance(content, dict) else lazy_copies(content, count), strict=True):
+        for own, copy in zip(
+            made,
+            each_a_copy(content, count)
+            if isinstance(content, dict)
+            else lazy_copies(content, count),
+            strict=True,
+        ):
             own[name] = copy
     return made
 

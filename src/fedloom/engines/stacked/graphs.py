@@ -27,7 +27,12 @@ class GraphStack(Graph):
     """Graphs side by side. Of their fields only what models look at is there: features, edges, and which graph a node is in."""
 
     def __init__(self, parts: Sequence[Graph]):
-        for name, value in {"parts": tuple(parts), "_cache": {}, "num_classes": parts[0].num_classes, "name": parts[0].name}.items():
+        for name, value in {
+            "parts": tuple(parts),
+            "_cache": {},
+            "num_classes": parts[0].num_classes,
+            "name": parts[0].name,
+        }.items():
             object.__setattr__(self, name, value)
 
     parts: tuple[Graph, ...]
@@ -73,11 +78,20 @@ class GraphStack(Graph):
         if self.parts[0].batch is None:
             return None
         starts = accumulate(self.item_sizes, initial=0)
-        return torch.cat([part.batch + start for part, start in zip(self.parts, starts, strict=False) if part.batch is not None])
+        return torch.cat(
+            [
+                part.batch + start
+                for part, start in zip(self.parts, starts, strict=False)
+                if part.batch is not None
+            ]
+        )
 
     def adjacency(self, kind: str = "sym") -> Sparse:
         """Block-diagonal, a block a graph."""
-        return self.cached(("adjacency", kind), lambda: block_diagonal([part.adjacency(kind) for part in self.parts]))
+        return self.cached(
+            ("adjacency", kind),
+            lambda: block_diagonal([part.adjacency(kind) for part in self.parts]),
+        )
 
     @property
     def sparse_x(self) -> Sparse | None:
@@ -99,12 +113,18 @@ class GraphStack(Graph):
     def project(self, weight: Tensor) -> Tensor:
         """x @ weight, each graph's with its own."""
         sparse = self._features(below_each_other if weight.dim() == 2 else block_diagonal)
-        return self.matmul(self.x)(weight) if sparse is None else sparse @ weight.reshape(-1, weight.shape[-1])
+        return (
+            self.matmul(self.x)(weight)
+            if sparse is None
+            else sparse @ weight.reshape(-1, weight.shape[-1])
+        )
 
     def matmul(self, h: Tensor) -> Callable[[Tensor], Tensor]:
         """W ↦ h W, each graph's rows with its own W."""
         sizes = self._sizes_of(h)
-        return lambda weight: matmul(h, weight) if weight.dim() == 2 else blockwise(h, weight, sizes)
+        return lambda weight: (
+            matmul(h, weight) if weight.dim() == 2 else blockwise(h, weight, sizes)
+        )
 
     def add_bias(self, h: Tensor, vector: Tensor) -> Tensor:
         """h itself, with every graph's own vector, or one for all, added to its rows."""
@@ -122,7 +142,9 @@ class GraphStack(Graph):
 
         def make() -> Sparse:
             owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-            return Sparse.from_edges(owner, torch.arange(rows), torch.ones(rows), (len(sizes), rows))
+            return Sparse.from_edges(
+                owner, torch.arange(rows), torch.ones(rows), (len(sizes), rows)
+            )
 
         return self.cached(("membership", rows), make)
 
@@ -133,7 +155,9 @@ class _AddBias(torch.autograd.Function):
     Blocks of one size are the slices of one tensor; small ones go through a product with what says whose a row is, large ones one by one.
     """
 
-    SMALL = 64  # rows of a block, on average, below which a call for each takes longer than the product
+    SMALL = (
+        64  # rows of a block, on average, below which a call for each takes longer than the product
+    )
 
     @staticmethod
     def forward(ctx, h, vectors, membership, sizes):  # type: ignore[no-untyped-def]
@@ -141,7 +165,9 @@ class _AddBias(torch.autograd.Function):
         if all_equal(sizes):
             in_blocks(h, sizes).add_(vectors.unsqueeze(1))
         elif len(h) < _AddBias.SMALL * len(sizes):
-            h.add_((membership.transpose @ vectors.detach()).view(len(h), *(1,) * (h.dim() - 2), -1))
+            h.add_(
+                (membership.transpose @ vectors.detach()).view(len(h), *(1,) * (h.dim() - 2), -1)
+            )
         else:
             for block, vector in zip(split(h, sizes), vectors.unbind(), strict=True):
                 block.add_(vector)
@@ -167,7 +193,9 @@ class ViewStack(GraphStack):
     def __init__(self, parts: Sequence[View], whole: GraphStack):
         super().__init__(parts)
         object.__setattr__(self, "whole", whole)
-        object.__setattr__(self, "columns", torch.stack([part.columns for part in parts]).unsqueeze(-1))
+        object.__setattr__(
+            self, "columns", torch.stack([part.columns for part in parts]).unsqueeze(-1)
+        )
 
     whole: GraphStack
     columns: Tensor  # [views, features, 1]

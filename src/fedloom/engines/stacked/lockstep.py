@@ -65,7 +65,9 @@ class Batched(ABC):
     def batch(self, calls: Sequence[tuple[Any, ...]], context: Context) -> Sequence[Any]:
         """Runs the calls of several clients, in client order. Returns one result per call."""
 
-    def single(self, operation: Operation[Any, Any], args: tuple[Any, ...], context: Context) -> Any:
+    def single(
+        self, operation: Operation[Any, Any], args: tuple[Any, ...], context: Context
+    ) -> Any:
         """Runs the call of one client. By default this is the operation itself."""
         return operation.function(*args)
 
@@ -149,7 +151,9 @@ class _Hub:
                 self._resume(k, grad_enabled, self.own, task)
             while self.paused:
                 ready = [k for k, call in self.paused.items() if not call.batched.waits]
-                outcomes = self._run_calls({k: self.paused[k] for k in sorted(ready or self.paused)})
+                outcomes = self._run_calls(
+                    {k: self.paused[k] for k in sorted(ready or self.paused)}
+                )
                 for k in outcomes:
                     call = self.paused.pop(k)
                     self._resume(k, call.grad_enabled, *outcomes[k])

@@ -43,7 +43,9 @@ def _blocks_times(h: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
     narrow = width < NARROW <= h.shape[-1]
     if narrow and h.dim() == 2 and not all_equal(sizes):
         out = columns_first(len(h), width, h)
-        for block, own, into in zip(split(flat, sizes), weights.unbind(), split(out.t(), sizes, 1), strict=True):
+        for block, own, into in zip(
+            split(flat, sizes), weights.unbind(), split(out.t(), sizes, 1), strict=True
+        ):
             torch.mm(own.t(), block.t(), out=into)
         return out
     out = h.new_empty(*h.shape[:-1], width)
@@ -55,7 +57,9 @@ def _blocks_times(h: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
             torch.bmm(rows, weights, out=into)
         return out
     spans = [size * inner for size in sizes]
-    for block, own, into in zip(split(flat, spans), weights.unbind(), split(out.view(-1, width), spans), strict=True):
+    for block, own, into in zip(
+        split(flat, spans), weights.unbind(), split(out.view(-1, width), spans), strict=True
+    ):
         torch.mm(block, own, out=into)
     return out
 

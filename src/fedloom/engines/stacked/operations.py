@@ -42,7 +42,11 @@ class BatchedPass(Batched):
         """Architectures of fedloom with equal specs, on graphs or views of one kind."""
         model, graph, rng, *begun = args
         data = graph.whole if type(graph) is View else graph
-        if type(data) is not Graph or type(model) not in ARCHITECTURES.values() or data.x.requires_grad:
+        if (
+            type(data) is not Graph
+            or type(model) not in ARCHITECTURES.values()
+            or data.x.requires_grad
+        ):
             return None
         if begun and len(begun[0]) != graph.num_items:
             return None  # embeddings of another graph
@@ -193,7 +197,9 @@ class _Differentiation(Batched):
         """All calls fit together."""
         return True
 
-    def single(self, operation: Operation[Any, Any], args: tuple[Any, ...], context: Context) -> Any:
+    def single(
+        self, operation: Operation[Any, Any], args: tuple[Any, ...], context: Context
+    ) -> Any:
         """A batch of one: what it differentiates may have been computed for several clients."""
         (result,) = self.batch([args], context)
         return result

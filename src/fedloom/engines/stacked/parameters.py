@@ -23,7 +23,9 @@ class ParameterStack:
 
     def __init__(self, slots: list[list[Slot]]):
         self.slots = slots
-        self.rows = [[held[name] for held, name, _ in column] for column in zip(*slots, strict=True)]
+        self.rows = [
+            [held[name] for held, name, _ in column] for column in zip(*slots, strict=True)
+        ]
         self.tensors = [torch.stack([row.detach() for row in rows]) for rows in self.rows]
         for j, (tensor, rows) in enumerate(zip(self.tensors, self.rows, strict=True)):
             tensor.requires_grad_(rows[0].requires_grad)
@@ -37,7 +39,9 @@ class ParameterStack:
     def is_of(self, slots: list[list[Slot]]) -> bool:
         """Whether its rows are these models' parameters, in this order, now."""
         return (len(slots), len(slots[0])) == (len(self), len(self.rows)) and all(
-            held[name] is row for own, *rows in zip(slots, *self.rows, strict=True) for (held, name, _), row in zip(own, rows, strict=True)
+            held[name] is row
+            for own, *rows in zip(slots, *self.rows, strict=True)
+            for (held, name, _), row in zip(own, rows, strict=True)
         )
 
 
@@ -81,7 +85,11 @@ def stack_for(slots: list[list[Slot]]) -> ParameterStack | None:
     firsts = [own[0][0][own[0][1]] for own in slots]
     if (position := position_of(firsts[0])) is not None:
         return position[0] if position[0].is_of(slots) else None
-    free = all(isinstance(held[name], nn.Parameter) and position_of(held[name]) is None for own in slots for held, name, _ in own)
+    free = all(
+        isinstance(held[name], nn.Parameter) and position_of(held[name]) is None
+        for own in slots
+        for held, name, _ in own
+    )
     return ParameterStack(slots) if free and len({id(p) for p in firsts}) == len(firsts) else None
 
 
@@ -146,21 +154,35 @@ class StackedOptimizer:
 
     MOMENTS = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, optimizers: Sequence[Optimizer], positions: Sequence[tuple[ParameterStack, int]]):
+    def __init__(
+        self, optimizers: Sequence[Optimizer], positions: Sequence[tuple[ParameterStack, int]]
+    ):
         self.optimizers, self.positions = optimizers, positions
         tensors = iter([stack.tensors[j] for stack, j in positions])
-        groups = [{**group, "params": [next(tensors) for _ in group["params"]]} for group in optimizers[0].param_groups]
+        groups = [
+            {**group, "params": [next(tensors) for _ in group["params"]]}
+            for group in optimizers[0].param_groups
+        ]
         self.own = type(optimizers[0])(groups)  # type: ignore[call-arg]
         self.steps = torch.zeros(len(positions), len(optimizers))  # each model's, each parameter's
         self.counted = -1  # the version of `steps` in which all models' were last seen to be equal
-        self.adopted: dict[int, list[Any]] = {}  # by position, the states of which the optimisers' moments were made rows
+        self.adopted: dict[
+            int, list[Any]
+        ] = {}  # by position, the states of which the optimisers' moments were made rows
 
     @classmethod
     def of(cls, optimizers: Sequence[Optimizer]) -> StackedOptimizer | None:
         """None unless they are of one kind and move whole stacks, in the stacks' order."""
         kind = type(optimizers[0])
-        made_with = [[{**group, "params": len(group["params"]), "lr": 0} for group in o.param_groups] for o in optimizers]
-        if kind not in KNOWN or any(type(o) is not kind for o in optimizers) or any(own != made_with[0] for own in made_with):
+        made_with = [
+            [{**group, "params": len(group["params"]), "lr": 0} for group in o.param_groups]
+            for o in optimizers
+        ]
+        if (
+            kind not in KNOWN
+            or any(type(o) is not kind for o in optimizers)
+            or any(own != made_with[0] for own in made_with)
+        ):
             return None
         positions: list[tuple[ParameterStack, int]] = []
         for column in zip(*map(parameters_of, optimizers), strict=True):
@@ -182,7 +204,9 @@ class StackedOptimizer:
         """Moves everybody down the gradients that are there; False, and nobody has moved, if they cannot move as one."""
         if not self._agree() or not gather_gradients(self.positions):
             return False
-        moved = [i for i, (stack, j) in enumerate(self.positions) if stack.tensors[j].grad is not None]
+        moved = [
+            i for i, (stack, j) in enumerate(self.positions) if stack.tensors[j].grad is not None
+        ]
         if isinstance(self.own, Adam):
             self._adopt(moved)
             if not self._count():
@@ -209,7 +233,9 @@ class StackedOptimizer:
     def _agree(self) -> bool:
         """Whether all have the same rate and decay, which may have changed since the last time; takes them over."""
         for g, mine in enumerate(self.own.param_groups):
-            lr, decay = (self.optimizers[0].param_groups[g][name] for name in ("lr", "weight_decay"))
+            lr, decay = (
+                self.optimizers[0].param_groups[g][name] for name in ("lr", "weight_decay")
+            )
             for optimizer in self.optimizers:
                 group = optimizer.param_groups[g]
                 if group["lr"] != lr or group["weight_decay"] != decay:
@@ -235,6 +261,9 @@ class StackedOptimizer:
                         positions[name][k].copy_(before[name])
                 else:
                     self.steps[i, k] = 0
-                optimizer.state[row] = {"step": self.steps[i, k], **{name: positions[name][k] for name in self.MOMENTS}}
+                optimizer.state[row] = {
+                    "step": self.steps[i, k],
+                    **{name: positions[name][k] for name in self.MOMENTS},
+                }
             self.own.state[tensor] = {"step": self.steps[i, 0].clone(), **stacks}
             self.adopted[i] = states

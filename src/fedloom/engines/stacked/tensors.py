@@ -57,7 +57,9 @@ def lazy_copies(tensor: Tensor, count: int) -> list[Tensor]:
 def common_source(tensors: Sequence[Tensor]) -> Tensor | None:
     """The tensor of which all these are copies that nobody has written to, if there is one."""
     source = getattr(tensors[0], "_copy_of", None)
-    if source is None or any(getattr(t, "_copy_of", None) is not source or t._version for t in tensors):
+    if source is None or any(
+        getattr(t, "_copy_of", None) is not source or t._version for t in tensors
+    ):
         return None
     return source
 

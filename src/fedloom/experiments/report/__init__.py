@@ -1,0 +1,1 @@
+"""Report: tables, figures and pages from run folders. It needs no torch."""

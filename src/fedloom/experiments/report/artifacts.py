@@ -40,11 +40,16 @@ def pictures(folder: str | Path, prefix: str = "") -> list[Figure]:
     prefix: what their ids begin with, to tell those of several runs apart.
     """
     folder = Path(folder)
-    shown = {path.stem: _read(path) for path in sorted((folder / "artifacts").glob("*.safetensors"))}
+    shown = {
+        path.stem: _read(path) for path in sorted((folder / "artifacts").glob("*.safetensors"))
+    }
     of_all = _read(path) if (path := folder / "artifacts.safetensors").exists() else {}
     graphs = {client: tensors for client, tensors in shown.items() if "graphs/labels" in tensors}
     rows = {client: tensors for client, tensors in shown.items() if "adjacency/weight" in tensors}
-    found = [_made(folder, _graphs, k, client, tensors) for k, (client, tensors) in enumerate(graphs.items())]
+    found = [
+        _made(folder, _graphs, k, client, tensors)
+        for k, (client, tensors) in enumerate(graphs.items())
+    ]
     if rows:
         found += _made(folder, _adjacency, rows, of_all)
     if (folder / EMBEDDINGS).exists():
@@ -64,11 +69,20 @@ def _made(folder: Path, make: Callable[..., Any], *given: Any) -> Any:
     try:
         return make(*given)
     except (LookupError, ValueError, TypeError) as error:
-        raise DataError(f"run: {str(folder)!r} is damaged (artifacts: {type(error).__name__}: {error})") from error
+        raise DataError(
+            f"run: {str(folder)!r} is damaged (artifacts: {type(error).__name__}: {error})"
+        ) from error
 
 
 def _figure(name: str, title: str, caption: str, kind: str, **content: Any) -> Figure:
-    return {"id": name, "title": title, "caption": caption, "section": "pictures", "kind": kind, **content}
+    return {
+        "id": name,
+        "title": title,
+        "caption": caption,
+        "section": "pictures",
+        "kind": kind,
+        **content,
+    }
 
 
 # ---- FedGH: graphs ----
@@ -76,23 +90,49 @@ def _graphs(number: int, client: str, tensors: Tensors) -> Figure:
     """A client's graph, its pseudo-graph, and the refined one, as far as it has them."""
     labels, whole = tensors["graphs/labels"], int(tensors["graphs/nodes"])
     links = {
-        name: tensors[f"graphs/links/{name}"].T.tolist() for name in ("original", "pseudo", "added") if f"graphs/links/{name}" in tensors
+        name: tensors[f"graphs/links/{name}"].T.tolist()
+        for name in ("original", "pseudo", "added")
+        if f"graphs/links/{name}" in tensors
     }
     points = layout(len(labels), links["original"]).round(4).tolist()
 
     def panel(title: str, edges: list[list[int]], **more: Any) -> Figure:
-        return {"title": title, "points": points, "edges": edges, "classes": labels.tolist(), **more}
+        return {
+            "title": title,
+            "points": points,
+            "edges": edges,
+            "classes": labels.tolist(),
+            **more,
+        }
 
     panels = [panel(f"its graph: {len(links['original']):,} edges", links["original"])]
     if "pseudo" in links:
         panels.append(panel(f"pseudo-graph: {len(links['pseudo']):,}", links["pseudo"]))
     if "added" in links:
-        panels.append(panel(f"refined: {len(links['added']):,} added", links["original"], added=links["added"]))
-    part = "" if len(labels) == whole else f" Of its {whole:,} nodes, {len(labels)} that are close to each other are shown."
-    told = {"pseudo": "what it sent in its place", "added": "and its graph with the edges that it added"}
-    beside = ", ".join(["The graph that the client holds", *(words for name, words in told.items() if name in links)])
+        panels.append(
+            panel(
+                f"refined: {len(links['added']):,} added", links["original"], added=links["added"]
+            )
+        )
+    part = (
+        ""
+        if len(labels) == whole
+        else f" Of its {whole:,} nodes, {len(labels)} that are close to each other are shown."
+    )
+    told = {
+        "pseudo": "what it sent in its place",
+        "added": "and its graph with the edges that it added",
+    }
+    beside = ", ".join(
+        [
+            "The graph that the client holds",
+            *(words for name, words in told.items() if name in links),
+        ]
+    )
     caption = f"{beside}: each node is in the same place, its colour is its class.{part}"
-    return _figure(f"graphs-{number}", f"The graph of client {client}", caption, "graph", panels=panels)
+    return _figure(
+        f"graphs-{number}", f"The graph of client {client}", caption, "graph", panels=panels
+    )
 
 
 def layout(n: int, links: list[list[int]]) -> NDArray[np.float64]:
@@ -103,9 +143,14 @@ def layout(n: int, links: list[list[int]]) -> NDArray[np.float64]:
     graph = nx.Graph()
     graph.add_nodes_from(range(n))
     graph.add_edges_from(links)
-    parts = sorted((sorted(part) for part in nx.connected_components(graph)), key=lambda part: (-len(part), part[0]))
+    parts = sorted(
+        (sorted(part) for part in nx.connected_components(graph)),
+        key=lambda part: (-len(part), part[0]),
+    )
     points = np.zeros((n, 2))
-    for part, corner, side in zip(parts, *_packed([len(part) ** 0.5 for part in parts]), strict=True):
+    for part, corner, side in zip(
+        parts, *_packed([len(part) ** 0.5 for part in parts]), strict=True
+    ):
         points[part] = corner + side * _connected(graph.subgraph(part), part)
     low, high = points.min(0, initial=np.inf), points.max(0, initial=-np.inf)
     span = max(float((high - low).max(initial=0)), 1e-9)
@@ -130,12 +175,18 @@ def _connected(graph: nx.Graph, part: list[int]) -> NDArray[np.float64]:
     if len(part) < 3:
         return np.array([[0.5, 0.5]]) if len(part) == 1 else np.array([[0.2, 0.5], [0.8, 0.5]])
     inner = nx.convert_node_labels_to_integers(graph, ordering="sorted")
-    start = dict(enumerate(_scaled(shortest_path(nx.to_scipy_sparse_array(inner), unweighted=True))))
-    placed = nx.spring_layout(inner, pos=start, k=1 / len(part) ** 0.5, iterations=60, seed=SEED, method="force")
+    start = dict(
+        enumerate(_scaled(shortest_path(nx.to_scipy_sparse_array(inner), unweighted=True)))
+    )
+    placed = nx.spring_layout(
+        inner, pos=start, k=1 / len(part) ** 0.5, iterations=60, seed=SEED, method="force"
+    )
     points = np.array([placed[k] for k in range(len(part))])
     points -= np.median(points, 0)
     far = np.linalg.norm(points, axis=1, keepdims=True)
-    points *= (np.maximum(far, 1e-9) / max(float(far.max()), 1e-9)) ** (OUTWARDS - 1)  # springs crowd the middle
+    points *= (np.maximum(far, 1e-9) / max(float(far.max()), 1e-9)) ** (
+        OUTWARDS - 1
+    )  # springs crowd the middle
     low, high = points.min(0), points.max(0)
     return 0.5 + (points - (low + high) / 2) / max(float((high - low).max()), 1e-9)
 
@@ -145,9 +196,13 @@ def _scaled(distances: NDArray[np.float64]) -> NDArray[np.float64]:
     squared = distances**2
     about = squared.mean(0) + squared.mean(1)[:, None] - squared.mean() - squared
     values, vectors = (found[..., -2:] for found in np.linalg.eigh(about / 2))
-    sign = np.sign(vectors[abs(vectors).argmax(0), [0, 1]])  # an eigenvector may as well be turned round
+    sign = np.sign(
+        vectors[abs(vectors).argmax(0), [0, 1]]
+    )  # an eigenvector may as well be turned round
     points = vectors * sign * np.sqrt(np.maximum(values, 0))
-    points += np.random.default_rng(SEED).normal(scale=0.05, size=points.shape)  # twins lie on one spot
+    points += np.random.default_rng(SEED).normal(
+        scale=0.05, size=points.shape
+    )  # twins lie on one spot
     return points / max(float(abs(points).max()), 1e-9)
 
 
@@ -170,11 +225,17 @@ def _adjacency(rows: Mapping[str, Tensors], of_all: Tensors) -> list[Figure]:
     if "adjacency/entries" in of_all:
         before["entries"] = of_all["adjacency/entries"]
     area = np.outer(*[np.diff(binned.begins(n))] * 2)
-    shared: Figure = {"row_label": "nodes, by client", "column_label": "nodes they gather from, by client"}
+    shared: Figure = {
+        "row_label": "nodes, by client",
+        "column_label": "nodes they gather from, by client",
+    }
     if "adjacency/starts" in of_all:
         shared["ticks"] = (of_all["adjacency/starts"][:-1] / n).round(6).tolist()
     known = {"before": before, "after": after}
-    said = {"weight": lambda total: f"{total / n:.0%} of the weight", "entries": lambda total: f"{total / n:,.0f} entries a node"}
+    said = {
+        "weight": lambda total: f"{total / n:.0%} of the weight",
+        "entries": lambda total: f"{total / n:,.0f} entries a node",
+    }
     captions = {
         "weight": "How much nodes gather from nodes over all hops, on a logarithmic scale:",
         "entries": "Which share of the entries is not 0:",
@@ -184,12 +245,29 @@ def _adjacency(rows: Mapping[str, Tensors], of_all: Tensors) -> list[Figure]:
         sums = {when: matrix[kind] for when, matrix in known.items() if kind in matrix}
         top = max(float((abs(total) / area).max()) for total in sums.values())
         panels = [
-            {"title": f"{when} pruning: {said[kind](total.sum())}", "size": side, "values": _bytes(shade(abs(total) / area, top))}
+            {
+                "title": f"{when} pruning: {said[kind](total.sum())}",
+                "size": side,
+                "values": _bytes(shade(abs(total) / area, top)),
+            }
             for when, total in sums.items()
         ]
-        how = "exactly, and with what pruning has left." if len(sums) == 2 else "what pruning has left; the exact one is not known here."
+        how = (
+            "exactly, and with what pruning has left."
+            if len(sums) == 2
+            else "what pruning has left; the exact one is not known here."
+        )
         title = f"Combined adjacency by {kind}"
-        figures.append(_figure(f"adjacency-{kind}", title, f"{captions[kind]} {how}", "image", panels=panels, **shared))
+        figures.append(
+            _figure(
+                f"adjacency-{kind}",
+                title,
+                f"{captions[kind]} {how}",
+                "image",
+                panels=panels,
+                **shared,
+            )
+        )
     return figures
 
 

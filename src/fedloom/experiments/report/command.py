@@ -15,7 +15,14 @@ from fedloom.experiments.report.write import write_figures, write_report
 from fedloom.experiments.run_folder import gather
 
 
-def report(folders: Sequence[Path], page: Path, metric: str, figures: Path | None, formats: str, embeddings: bool) -> None:
+def report(
+    folders: Sequence[Path],
+    page: Path,
+    metric: str,
+    figures: Path | None,
+    formats: str,
+    embeddings: bool,
+) -> None:
     """Writes the page of all runs in or below the folders, and each figure as a file if a folder for them is given.
 
     embeddings: computes those of each method's first seed, unless a folder has them already.

@@ -35,7 +35,9 @@ def draw_maps(maps: list[dict[str, Any]], title: str, path: Path) -> Path:
 
     def fill(canvas: Any) -> None:
         sizes = [_map_size(figure) for figure in maps]
-        canvas.set_size_inches(sum(width for width, _ in sizes), max(height for _, height in sizes) + 0.3)
+        canvas.set_size_inches(
+            sum(width for width, _ in sizes), max(height for _, height in sizes) + 0.3
+        )
         for axes, figure in zip(canvas.subplots(1, len(maps), squeeze=False)[0], maps, strict=True):
             _heat_map(axes, figure)
             axes.set_title(figure["title"], fontsize=10)
@@ -58,7 +60,9 @@ def save(path: Path, fill: Callable[[Any], None]) -> Path:
     with matplotlib.rc_context({"svg.hashsalt": "fedloom"}):
         canvas = Figure(layout="constrained")
         fill(canvas)
-        undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower(), {})
+        undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(
+            path.suffix.lower(), {}
+        )
         canvas.savefig(path, dpi=150, metadata=undated)
     return path
 
@@ -97,7 +101,9 @@ def _axis(axis: Any, about: dict[str, Any], values: npt.NDArray[np.float64]) -> 
     axis.set_label_text(about["label"], fontsize=9)
     positive = values[values > 0]
     if about["log"] and positive.size:
-        getattr(axis.axes, f"set_{which}scale")("symlog" if (values == 0).any() else "log", **_linear_part(values, positive))
+        getattr(axis.axes, f"set_{which}scale")(
+            "symlog" if (values == 0).any() else "log", **_linear_part(values, positive)
+        )
     if about["unit"] == "seconds" and not about["log"] and positive.size:
         _time_axis(axis, positive.max())
     elif about["unit"] in _UNITS:
@@ -110,14 +116,24 @@ def _time_axis(axis: Any, longest: float) -> None:
     """Round numbers of one unit: of minutes from two minutes on, of hours from two hours on."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
-    factor, unit = next((each for each in _SECONDS if longest >= each[0] * (2 if each[0] > 1 else 1)), _SECONDS[-1])
+    factor, unit = next(
+        (each for each in _SECONDS if longest >= each[0] * (2 if each[0] > 1 else 1)), _SECONDS[-1]
+    )
     places = MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(0, longest / factor)
     axis.set_major_locator(FixedLocator([place * factor for place in places]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / factor:.4g} {unit}" if value else "0"))
+    axis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value / factor:.4g} {unit}" if value else "0")
+    )
 
 
-def _linear_part(values: npt.NDArray[np.float64], positive: npt.NDArray[np.float64]) -> dict[str, Any]:
-    return {"linthresh": 10 ** np.floor(np.log10(positive.min())), "linscale": 0.4} if (values == 0).any() else {}
+def _linear_part(
+    values: npt.NDArray[np.float64], positive: npt.NDArray[np.float64]
+) -> dict[str, Any]:
+    return (
+        {"linthresh": 10 ** np.floor(np.log10(positive.min())), "linscale": 0.4}
+        if (values == 0).any()
+        else {}
+    )
 
 
 def _scaled(value: float, units: tuple[tuple[float, str], ...]) -> str:
@@ -130,11 +146,16 @@ def _scaled(value: float, units: tuple[tuple[float, str], ...]) -> str:
 _SECONDS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
 _UNITS: dict[str, Callable[[float], str]] = {
     "percent": lambda value: f"{100 * value:.4g}%",
-    "bytes": lambda value: _scaled(value, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))),
+    "bytes": lambda value: _scaled(
+        value, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
+    ),
     "seconds": lambda value: (
         _scaled(value, ((7200, "h"), (120, "min"), (1, "s"), (1e-3, "ms")))
         if abs(value) < 120
-        else _scaled(value / (3600 if abs(value) >= 7200 else 60), ((1e-9, "h" if abs(value) >= 7200 else "min"),))
+        else _scaled(
+            value / (3600 if abs(value) >= 7200 else 60),
+            ((1e-9, "h" if abs(value) >= 7200 else "min"),),
+        )
     ),
     "count": lambda value: f"{value:,.0f}",
 }
@@ -146,7 +167,9 @@ def _legend(canvas: Any, axes: Any) -> None:
     if handles:
         longest = max(map(len, names))
         columns = max(1, min(len(names), int(canvas.get_figwidth() * 72 // (longest * 5 + 36))))
-        canvas.legend(handles, names, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+        canvas.legend(
+            handles, names, loc="outside lower center", ncols=columns, fontsize=8, frameon=False
+        )
 
 
 def _all(series: list[dict[str, Any]], *keys: str) -> npt.NDArray[np.float64]:
@@ -165,9 +188,24 @@ def _lines(canvas: Any, figure: dict[str, Any]) -> None:
     for number, one in enumerate(series):
         x, y = _numbers(one["x"]), _numbers(one["y"])
         if one.get("low") is not None and one.get("high") is not None:
-            axes.fill_between(x, _numbers(one["low"]), _numbers(one["high"]), color=HUES[one["color"] % len(HUES)], alpha=0.16, linewidth=0)
+            axes.fill_between(
+                x,
+                _numbers(one["low"]),
+                _numbers(one["high"]),
+                color=HUES[one["color"] % len(HUES)],
+                alpha=0.16,
+                linewidth=0,
+            )
         every = max(1, -(-len(x) // 8))
-        axes.plot(x, y, label=one["name"], linewidth=1.6, markersize=5, markevery=(number * 2 % every, every), **_look(one["color"]))
+        axes.plot(
+            x,
+            y,
+            label=one["name"],
+            linewidth=1.6,
+            markersize=5,
+            markevery=(number * 2 % every, every),
+            **_look(one["color"]),
+        )
     axes.set_ylim(bottom=figure["y"].get("from"))
     _title(canvas, figure)
     _legend(canvas, axes)
@@ -177,7 +215,10 @@ def _points(canvas: Any, figure: dict[str, Any]) -> None:
     canvas.set_size_inches(6.4, 5.2 if figure.get("diagonal") else 4.4)
     axes = canvas.subplots()
     _bare(axes)
-    series, frontier = figure["series"], np.array(figure.get("frontier") or np.empty((0, 2)), dtype=np.float64)
+    series, frontier = (
+        figure["series"],
+        np.array(figure.get("frontier") or np.empty((0, 2)), dtype=np.float64),
+    )
     xs, ys = _all(series, "x"), _all(series, "y")
     _axis(axes.xaxis, figure["x"], xs)
     _axis(axes.yaxis, figure["y"], ys)
@@ -190,17 +231,36 @@ def _points(canvas: Any, figure: dict[str, Any]) -> None:
         )  # fmt: skip
         if one.get("low") is not None and one.get("high") is not None:
             spread = np.abs(np.stack([y - _numbers(one["low"]), _numbers(one["high"]) - y]))
-            axes.errorbar(x, y, yerr=spread, fmt="none", ecolor=look["color"], elinewidth=1, capsize=2.5)
+            axes.errorbar(
+                x, y, yerr=spread, fmt="none", ecolor=look["color"], elinewidth=1, capsize=2.5
+            )
     for level in figure.get("levels", []):
-        axes.axhline(level["y"], color=_look(level["color"])["color"], linewidth=1.4, linestyle=(0, (6, 4)), label=level["name"])
+        axes.axhline(
+            level["y"],
+            color=_look(level["color"])["color"],
+            linewidth=1.4,
+            linestyle=(0, (6, 4)),
+            label=level["name"],
+        )
     if len(frontier):
         right = axes.get_xlim()[1]
         along = np.append(frontier[:, 0], right), np.append(frontier[:, 1], frontier[-1, 1])
         axes.step(*along, where="post", color="black", linewidth=1, linestyle=":", label="frontier")
         axes.set_xlim(right=right)
     if figure.get("diagonal"):
-        low, high = max(axes.get_xlim()[0], axes.get_ylim()[0]), min(axes.get_xlim()[1], axes.get_ylim()[1])
-        axes.plot([low, high], [low, high], color=SOFT, linewidth=1, linestyle="--", label="equal", zorder=0)
+        low, high = (
+            max(axes.get_xlim()[0], axes.get_ylim()[0]),
+            min(axes.get_xlim()[1], axes.get_ylim()[1]),
+        )
+        axes.plot(
+            [low, high],
+            [low, high],
+            color=SOFT,
+            linewidth=1,
+            linestyle="--",
+            label="equal",
+            zorder=0,
+        )
     _title(canvas, figure)
     _legend(canvas, axes)
 
@@ -215,14 +275,33 @@ def _bars(canvas: Any, figure: dict[str, Any]) -> None:
     for one in figure["series"]:
         values = np.nan_to_num(_numbers(one["values"]))
         again, hue = divmod(one["color"], len(HUES))
-        axes.barh(rows, values, left=so_far, height=0.62, color=HUES[hue], hatch=HATCHES[again % 4], edgecolor="white", label=one["name"])
+        axes.barh(
+            rows,
+            values,
+            left=so_far,
+            height=0.62,
+            color=HUES[hue],
+            hatch=HATCHES[again % 4],
+            edgecolor="white",
+            label=one["name"],
+        )
         so_far += values
     tell = _UNITS.get(figure["x"]["unit"], "{:.4g}".format)
     rounded = [float(f"{total:.3g}") for total in so_far]
     for row, (total, short) in enumerate(zip(so_far, rounded, strict=True)):
-        axes.annotate(tell(short), (total, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7.5, color=SOFT)
+        axes.annotate(
+            tell(short),
+            (total, row),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7.5,
+            color=SOFT,
+        )
     axes.margins(x=0.12)
-    _axis(axes.xaxis, {**figure["x"], "log": False}, so_far)  # lengths that are added up have no logarithm
+    _axis(
+        axes.xaxis, {**figure["x"], "log": False}, so_far
+    )  # lengths that are added up have no logarithm
     axes.set_xlim(left=0)
     axes.invert_yaxis()
     _title(canvas, figure)
@@ -237,22 +316,34 @@ def _heat(canvas: Any, figure: dict[str, Any]) -> None:
 
 def _map_size(figure: dict[str, Any]) -> tuple[float, float]:
     rows, columns = len(figure["rows"]), len(figure["columns"])
-    return 2.1 + max(columns * (0.42 if columns <= 15 else 0.2), 2.2), 1.6 + min(max(min(0.3 * rows, 4 + 0.12 * rows), 1.8), 40)
+    return 2.1 + max(columns * (0.42 if columns <= 15 else 0.2), 2.2), 1.6 + min(
+        max(min(0.3 * rows, 4 + 0.12 * rows), 1.8), 40
+    )
 
 
 def _heat_map(axes: Any, figure: dict[str, Any]) -> None:
     """One map; cells without a value are grey, and numbers stand in them where there is room."""
     import matplotlib
 
-    palette = matplotlib.colormaps["YlGnBu"].with_extremes(bad=ABSENT)  # safe for colour-blind eyes, and has no grey of its own
-    values = np.array([_numbers(row) for row in figure["values"]]).reshape(len(figure["rows"]), len(figure["columns"]))
+    palette = matplotlib.colormaps["YlGnBu"].with_extremes(
+        bad=ABSENT
+    )  # safe for colour-blind eyes, and has no grey of its own
+    values = np.array([_numbers(row) for row in figure["values"]]).reshape(
+        len(figure["rows"]), len(figure["columns"])
+    )
     limits = {"vmin": figure["low"], "vmax": figure["high"]}
-    image = axes.imshow(np.ma.masked_invalid(values), cmap=palette, aspect="auto", interpolation="nearest", **limits)
+    image = axes.imshow(
+        np.ma.masked_invalid(values), cmap=palette, aspect="auto", interpolation="nearest", **limits
+    )
     rows, columns = values.shape
     axes.set_xlabel(figure["column_label"], fontsize=9)
     axes.set_ylabel(figure["row_label"], fontsize=9)
     every = 1 + rows // 100
-    turn = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if max(map(len, figure["columns"]), default=0) > 5 else {}
+    turn = (
+        {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+        if max(map(len, figure["columns"]), default=0) > 5
+        else {}
+    )
     axes.set_xticks(range(columns), figure["columns"], fontsize=8 if columns <= 15 else 6, **turn)
     axes.set_yticks(range(0, rows, every), figure["rows"][::every], fontsize=8 if rows <= 20 else 6)
     axes.tick_params(which="both", length=0)
@@ -265,7 +356,15 @@ def _heat_map(axes: Any, figure: dict[str, Any]) -> None:
         for (r, c), value in np.ndenumerate(values):
             if np.isfinite(value):
                 ink = "white" if image.norm(value) > 0.55 else "black"
-                axes.text(c, r, _cell(figure, value), ha="center", va="center", fontsize=7 if rows <= 20 else 5.5, color=ink)
+                axes.text(
+                    c,
+                    r,
+                    _cell(figure, value),
+                    ha="center",
+                    va="center",
+                    fontsize=7 if rows <= 20 else 5.5,
+                    color=ink,
+                )
     bar = axes.figure.colorbar(image, ax=axes, pad=0.02, aspect=8 * axes.figure.get_figheight())
     if figure["unit"] in _UNITS:
         bar.ax.yaxis.set_major_formatter(lambda value, _: _UNITS[figure["unit"]](value))
@@ -306,7 +405,14 @@ def _image(canvas: Any, figure: dict[str, Any]) -> None:
         n = panel["size"]
         cells = np.frombuffer(base64.b64decode(panel["values"]), dtype=np.uint8).reshape(n, n)
         # Empty is white; the faintest that is there has to be seen beside it.
-        axes.imshow(np.ma.masked_equal(cells, 0), cmap=palette, vmin=-55, vmax=255, extent=(0, 1, 1, 0), interpolation="nearest")
+        axes.imshow(
+            np.ma.masked_equal(cells, 0),
+            cmap=palette,
+            vmin=-55,
+            vmax=255,
+            extent=(0, 1, 1, 0),
+            interpolation="nearest",
+        )
         for at in figure.get("ticks") or ():
             if 0 < at < 1:
                 axes.axhline(at, color=SOFT, linewidth=0.4, alpha=0.6)
@@ -324,14 +430,26 @@ def _cloud(canvas: Any, figure: dict[str, Any]) -> None:
         points = np.array(panel["points"], dtype=np.float64).reshape(-1, 2)
         for key, color, width, dash in (("edges", "0.6", 0.6, "-"), ("added", ADDED, 1.0, "--")):
             if ends := panel.get(key):
-                lines = LineCollection(list(points[np.array(ends)]), colors=color, linewidths=width, linestyles=dash, alpha=0.8)
+                lines = LineCollection(
+                    list(points[np.array(ends)]),
+                    colors=color,
+                    linewidths=width,
+                    linestyles=dash,
+                    alpha=0.8,
+                )
                 lines.set_rasterized(len(ends) > MANY)
                 axes.add_collection(lines)
         classes = np.array(panel.get("classes") or [0] * len(points))
         size = 2 if len(points) > 3000 else 3 if len(points) > 600 else 5
         for k in np.unique(classes).tolist():
             look = _look(max(k, 0)) | {"linestyle": "none"}
-            (drawn,) = axes.plot(*points[classes == k].T, markersize=size, alpha=0.85, rasterized=len(points) > MANY, **look)
+            (drawn,) = axes.plot(
+                *points[classes == k].T,
+                markersize=size,
+                alpha=0.85,
+                rasterized=len(points) > MANY,
+                **look,
+            )
             names.setdefault(k, drawn)
         axes.set_xlim(-0.04, 1.04)
         axes.set_ylim(-0.04, 1.04)
@@ -339,7 +457,14 @@ def _cloud(canvas: Any, figure: dict[str, Any]) -> None:
         told = figure.get("class_names") or {}
         words = [told[k] if 0 <= k < len(told) else f"class {k}" for k in sorted(names)]
         columns = min(len(words), int(canvas.get_figwidth() // 1.1))
-        canvas.legend([names[k] for k in sorted(names)], words, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+        canvas.legend(
+            [names[k] for k in sorted(names)],
+            words,
+            loc="outside lower center",
+            ncols=columns,
+            fontsize=8,
+            frameon=False,
+        )
 
 
 _KINDS: dict[str, Callable[[Any, dict[str, Any]], None]] = {

@@ -30,10 +30,26 @@ def figures(c: Comparison) -> list[Figure]:
     return [*parts, _runs(c)]
 
 
-def _figure(c: Comparison, section: str, kind: str, name: str, task: str, title: str, caption: str, **content: Any) -> Figure:
+def _figure(
+    c: Comparison,
+    section: str,
+    kind: str,
+    name: str,
+    task: str,
+    title: str,
+    caption: str,
+    **content: Any,
+) -> Figure:
     ident = slug(name, task)
     shown = f"{title}: {task}" if task and len(c.tasks) > 1 else title
-    return {"id": ident, "title": shown, "caption": caption, "section": section, "kind": kind, **content}
+    return {
+        "id": ident,
+        "title": shown,
+        "caption": caption,
+        "section": section,
+        "kind": kind,
+        **content,
+    }
 
 
 def slug(*words: str) -> str:
@@ -50,7 +66,9 @@ def _series(c: Comparison, row: str, **content: Any) -> dict[str, Any]:
 
 
 def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.5g}")  # nobody sees more, and a page of 1,000 clients should stay small
+    return (
+        None if value is None else float(f"{value:.5g}")
+    )  # nobody sees more, and a page of 1,000 clients should stay small
 
 
 def _metric(c: Comparison) -> str:
@@ -68,14 +86,34 @@ def _overview(c: Comparison) -> Figure:
     for row in c.rows:
         overall = c.overall(row)
         entries = [c.entries.get((task, row)) for task in c.tasks]
-        rows.append([row, *(_score_cell(e) for e in entries), _number(overall, f"{100 * overall:.1f}" if overall is not None else "-")])
-    return _figure(c, "results", "table", "overview", "", f"All tasks, {_metric(c)} in %", footnote(c), columns=columns, rows=rows)
+        rows.append(
+            [
+                row,
+                *(_score_cell(e) for e in entries),
+                _number(overall, f"{100 * overall:.1f}" if overall is not None else "-"),
+            ]
+        )
+    return _figure(
+        c,
+        "results",
+        "table",
+        "overview",
+        "",
+        f"All tasks, {_metric(c)} in %",
+        footnote(c),
+        columns=columns,
+        rows=rows,
+    )
 
 
 def _score_cell(e: Entry | None) -> dict[str, Any]:
     if e is None or e.score is None:
         return {"text": "-", "sort": None, "mark": ""}
-    return {"text": str(e.score) + (" ≈" if e.like_best else ""), "sort": e.score.mean, "mark": e.mark}
+    return {
+        "text": str(e.score) + (" ≈" if e.like_best else ""),
+        "sort": e.score.mean,
+        "mark": e.mark,
+    }
 
 
 def _number(value: float | None, text: str) -> dict[str, Any]:
@@ -101,18 +139,33 @@ def _scores(c: Comparison, task: str) -> Figure:
         "seconds",
         "seeds",
     ]
-    columns = [{"name": n, "align": "left" if n == "method" else "right", **({"help": help_[n]} if n in help_ else {})} for n in names]
+    columns = [
+        {
+            "name": n,
+            "align": "left" if n == "method" else "right",
+            **({"help": help_[n]} if n in help_ else {}),
+        }
+        for n in names
+    ]
     rows = []
     for row, e in c.on(task).items():
         of = {key: [run.summary.get(key) for run in e.runs] for key in ("f1_macro", "val_accuracy")}
-        means = {key: mean(known) if (known := [v for v in values if v is not None]) else None for key, values in of.items()}
-        gain, below = e.gain.mean if e.gain else None, e.against_best.mean if e.against_best else None
+        means = {
+            key: mean(known) if (known := [v for v in values if v is not None]) else None
+            for key, values in of.items()
+        }
+        gain, below = (
+            e.gain.mean if e.gain else None,
+            e.against_best.mean if e.against_best else None,
+        )
         rows.append([
             row, _score_cell(e), _number(gain, points(gain or 0)), _number(below, points(below or 0)), _number(e.p, f"{e.p or 0:.2g}"),
             *(_number(means[key], f"{100 * (means[key] or 0):.1f}") for key in means),
             _number(e.bytes_sent, _bytes(e.bytes_sent)), _number(e.seconds, f"{e.seconds:.1f}"), len(e.runs),
         ])  # fmt: skip
-    return _figure(c, "results", "table", "scores", task, "Methods", footnote(c), columns=columns, rows=rows)
+    return _figure(
+        c, "results", "table", "scores", task, "Methods", footnote(c), columns=columns, rows=rows
+    )
 
 
 def _bytes(count: float) -> str:
@@ -178,10 +231,29 @@ def _against_time(c: Comparison, task: str) -> Figure:
     return _curves(c, task, "time", "time", caption, _axis("time", "seconds", log=True), series)
 
 
-def _curves(c: Comparison, task: str, name: str, by: str, caption: str, x: dict[str, Any], series: list[dict[str, Any]]) -> Figure:
+def _curves(
+    c: Comparison,
+    task: str,
+    name: str,
+    by: str,
+    caption: str,
+    x: dict[str, Any],
+    series: list[dict[str, Any]],
+) -> Figure:
     begin, said = _cut(series)
     y = {**_axis(_metric(c), "percent"), **begin}
-    return _figure(c, "results", "lines", name, task, f"{_score(c)} by {by}", caption + said, x=x, y=y, series=series)
+    return _figure(
+        c,
+        "results",
+        "lines",
+        name,
+        task,
+        f"{_score(c)} by {by}",
+        caption + said,
+        x=x,
+        y=y,
+        series=series,
+    )
 
 
 def _score(c: Comparison) -> str:
@@ -203,10 +275,21 @@ def _against_traffic(c: Comparison, task: str) -> Figure:
             continue
         reached.append((sent, e.score.mean))
         wide = e.score.deviation
-        spread = {} if wide is None else {"low": [_short(e.score.mean - wide)], "high": [_short(e.score.mean + wide)]}
-        series.append(_series(c, row, x=[_short(sent)], y=[_short(e.score.mean)], labels=[row], **spread))
-    alone = max((level["y"] for level in levels if level["name"].split(" ")[0] == LOCAL), default=0.0)  # for nothing at all
-    frontier = [[_short(x), _short(y)] for x, y in _frontier([point for point in reached if point[1] > alone])]
+        spread = (
+            {}
+            if wide is None
+            else {"low": [_short(e.score.mean - wide)], "high": [_short(e.score.mean + wide)]}
+        )
+        series.append(
+            _series(c, row, x=[_short(sent)], y=[_short(e.score.mean)], labels=[row], **spread)
+        )
+    alone = max(
+        (level["y"] for level in levels if level["name"].split(" ")[0] == LOCAL), default=0.0
+    )  # for nothing at all
+    frontier = [
+        [_short(x), _short(y)]
+        for x, y in _frontier([point for point in reached if point[1] > alone])
+    ]
     caption = "Bytes of all clients until the best validation round. Along the steps nobody is better for less. Dashed: nothing travels."
     return _figure(c, "traffic", "points", "traffic", task, f"{_score(c)} against traffic", caption, x=_axis("sent", "bytes", log=True),
                    y=_axis(_metric(c), "percent"), series=series, frontier=frontier, levels=levels)  # fmt: skip
@@ -214,7 +297,10 @@ def _against_traffic(c: Comparison, task: str) -> Figure:
 
 def _sent_until_best(run: Run) -> float:
     best = run.summary["best_round"] or run.summary["rounds"]
-    return max((entry["bytes_up"] + entry["bytes_down"] for entry in run.curve if entry["round"] <= best), default=0)
+    return max(
+        (entry["bytes_up"] + entry["bytes_down"] for entry in run.curve if entry["round"] <= best),
+        default=0,
+    )
 
 
 def _frontier(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -232,10 +318,17 @@ def _phase_rows(c: Comparison, task: str) -> dict[str, dict[str, dict[str, float
     """{row: {phase: mean counts of the runs}}."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for row, e in c.on(task).items():
-        phases = list(dict.fromkeys(name for run in e.runs for name in run.summary["traffic"]["phases"]))
-        counts = [[run.summary["traffic"]["phases"].get(name, {}) for run in e.runs] for name in phases]
+        phases = list(
+            dict.fromkeys(name for run in e.runs for name in run.summary["traffic"]["phases"])
+        )
+        counts = [
+            [run.summary["traffic"]["phases"].get(name, {}) for run in e.runs] for name in phases
+        ]
         keys = ("messages", "bytes_up", "bytes_down")
-        found[row] = {name: {key: mean(each.get(key, 0) for each in of) for key in keys} for name, of in zip(phases, counts, strict=True)}
+        found[row] = {
+            name: {key: mean(each.get(key, 0) for each in of) for key in keys}
+            for name, of in zip(phases, counts, strict=True)
+        }
     return found
 
 
@@ -244,24 +337,49 @@ def _phases(c: Comparison, task: str) -> Figure:
     names = list(dict.fromkeys(name for phases in known.values() for name in phases))
     series = []
     for k, name in enumerate(names):
-        values = [_short(sum(phases[name][f"bytes_{way}"] for way in ("up", "down"))) if name in phases else 0 for phases in known.values()]
+        values = [
+            _short(sum(phases[name][f"bytes_{way}"] for way in ("up", "down")))
+            if name in phases
+            else 0
+            for phases in known.values()
+        ]
         series.append({"name": name, "color": k, "values": values})
     caption = "Up and down, all clients and rounds; what only measures (evaluate) need not be run by a federation."
     return _figure(
-        c, "traffic", "bars", "phases", task, "Traffic by phase", caption, rows=list(known), x=_axis("sent in all", "bytes"), series=series
+        c,
+        "traffic",
+        "bars",
+        "phases",
+        task,
+        "Traffic by phase",
+        caption,
+        rows=list(known),
+        x=_axis("sent in all", "bytes"),
+        series=series,
     )
 
 
 def _phase_table(c: Comparison, task: str) -> Figure:
     names = ("method", "phase", "messages", "up", "down")
-    columns = [{"name": name, "align": "left" if name in ("method", "phase") else "right"} for name in names]
+    columns = [
+        {"name": name, "align": "left" if name in ("method", "phase") else "right"}
+        for name in names
+    ]
     rows = []
     for row, phases in _phase_rows(c, task).items():
         for name, t in phases.items():
             sent = [_number(t[f"bytes_{way}"], _bytes(t[f"bytes_{way}"])) for way in ("up", "down")]
             rows.append([row, name, _number(t["messages"], f"{t['messages']:,.0f}"), *sent])
     return _figure(
-        c, "traffic", "table", "phase-table", task, "Every phase", "Mean of the seeds, all clients and rounds.", columns=columns, rows=rows
+        c,
+        "traffic",
+        "table",
+        "phase-table",
+        task,
+        "Every phase",
+        "Mean of the seeds, all clients and rounds.",
+        columns=columns,
+        rows=rows,
     )
 
 
@@ -271,7 +389,11 @@ def _pairs(e: Entry, local: Entry) -> list[tuple[int, str, float, float]]:
     found: list[tuple[int, str, float, float]] = []
     for ours, theirs in zip(e.runs, local.runs, strict=True):
         alone = {row["id"]: row["accuracy"] for row in theirs.summary["per_client"]}
-        known = [r for r in ours.summary["per_client"] if r["accuracy"] is not None and alone.get(r["id"]) is not None]
+        known = [
+            r
+            for r in ours.summary["per_client"]
+            if r["accuracy"] is not None and alone.get(r["id"]) is not None
+        ]
         found += [(ours.summary["seed"], r["id"], alone[r["id"]], r["accuracy"]) for r in known]
     return found
 
@@ -294,9 +416,7 @@ def _gains(c: Comparison, task: str) -> Figure | None:
     ]  # fmt: skip
     if not series:
         return None
-    caption = (
-        "Each point is a client of a seed: above the line it gains from federating, below it loses. Press a name to hide or show a method."
-    )
+    caption = "Each point is a client of a seed: above the line it gains from federating, below it loses. Press a name to hide or show a method."
     return _figure(c, "clients", "points", "gains", task, "Who gains and who loses", caption, x=_axis("test accuracy alone", "percent"),
                    y=_axis("test accuracy with the method", "percent"), series=series, diagonal=True)  # fmt: skip
 
@@ -317,28 +437,45 @@ def _who_gains(c: Comparison, task: str) -> Figure | None:
 
 
 def _client_table(c: Comparison, task: str) -> Figure | None:
-    entries = {row: e for row, e in c.on(task).items() if any(r["accuracy"] is not None for r in e.runs[0].summary["per_client"])}
+    entries = {
+        row: e
+        for row, e in c.on(task).items()
+        if any(r["accuracy"] is not None for r in e.runs[0].summary["per_client"])
+    }
     if not entries:
         return None
     first = local_beside(next(iter(entries.values())), entries) or next(iter(entries.values()))
     scores = {
-        row: {(run.summary["seed"], r["id"]): r["accuracy"] for run in e.runs for r in run.summary["per_client"]}
+        row: {
+            (run.summary["seed"], r["id"]): r["accuracy"]
+            for run in e.runs
+            for r in run.summary["per_client"]
+        }
         for row, e in entries.items()
     }
     shown = [
         row for row in entries if scores[row].keys() == scores[_row_of(entries, first)].keys()
     ]  # a pooled baseline has no such clients
-    columns = [{"name": name, "align": "right"} for name in ("seed", "client", "nodes", "train", "val", "test", *shown)]
+    columns = [
+        {"name": name, "align": "right"}
+        for name in ("seed", "client", "nodes", "train", "val", "test", *shown)
+    ]
     rows = []
     for run in first.runs:
         for r in run.summary["per_client"]:
             values = {row: scores[row].get((run.summary["seed"], r["id"])) for row in shown}
             best = max((v for v in values.values() if v is not None), default=None)
             cells = [
-                {"text": "-" if v is None else f"{100 * v:.1f}", "sort": _short(v), "mark": "best" if v is not None and v == best else ""}
+                {
+                    "text": "-" if v is None else f"{100 * v:.1f}",
+                    "sort": _short(v),
+                    "mark": "best" if v is not None and v == best else "",
+                }
                 for v in values.values()
             ]
-            rows.append([run.summary["seed"], r["id"], r["nodes"], r["train"], r["val"], r["test"], *cells])
+            rows.append(
+                [run.summary["seed"], r["id"], r["nodes"], r["train"], r["val"], r["test"], *cells]
+            )
     return _figure(c, "clients", "table", "clients", task, "Every client", "Test accuracy in %, at the method's best validation round.",
                    columns=columns, rows=rows)  # fmt: skip
 
@@ -354,7 +491,15 @@ def _held(c: Comparison, task: str) -> Run | None:
 
 
 def _heat(
-    c: Comparison, task: str, name: str, title: str, caption: str, key: str, unit: str, format: str, high: float | None
+    c: Comparison,
+    task: str,
+    name: str,
+    title: str,
+    caption: str,
+    key: str,
+    unit: str,
+    format: str,
+    high: float | None,
 ) -> Figure | None:
     run = _held(c, task)
     if run is None or run.sizes is None or key not in run.sizes["clients"][0]:
@@ -362,7 +507,9 @@ def _heat(
     clients = run.sizes["clients"]
     values = [[_short(v) if v is not None else None for v in client[key]] for client in clients]
     if key == "labels":
-        values = [[v or None for v in row] for row in values]  # absent is grey, not the palest colour
+        values = [
+            [v or None for v in row] for row in values
+        ]  # absent is grey, not the palest colour
     top = max((v for row in values for v in row if v is not None), default=1)
     names = [client["name"] for client in clients]
     return _figure(c, "data", "heat", name, task, title, f"{caption} Seed {run.summary['seed']}.", rows=names,
@@ -372,23 +519,62 @@ def _heat(
 
 def _labels(c: Comparison, task: str) -> Figure | None:
     caption = "Items of each class that a client holds; grey: none."
-    return _heat(c, task, "labels", "Who holds which classes", caption, "labels", "count", "0", None)
+    return _heat(
+        c, task, "labels", "Who holds which classes", caption, "labels", "count", "0", None
+    )
 
 
 def _by_class(c: Comparison, task: str) -> Figure | None:
     run = _held(c, task)
     if run is not None and run.sizes and run.sizes["task"] == "graph":
         caption = "Mean number of nodes of a client's graphs of a class; grey: it has none."
-        return _heat(c, task, "graph-sizes", "Sizes of graphs", caption, "graph_size_per_class", "count", "0", None)
+        return _heat(
+            c,
+            task,
+            "graph-sizes",
+            "Sizes of graphs",
+            caption,
+            "graph_size_per_class",
+            "count",
+            "0",
+            None,
+        )
     caption = "Of all edge ends at a client's nodes of a class, the share whose other end has the same label; grey: there are none."
-    return _heat(c, task, "homophily", "Homophily by client and class", caption, "homophily_per_class", "", "0.00", 1.0)
+    return _heat(
+        c,
+        task,
+        "homophily",
+        "Homophily by client and class",
+        caption,
+        "homophily_per_class",
+        "",
+        "0.00",
+        1.0,
+    )
 
 
 # ---- runs ----
 def _runs(c: Comparison) -> Figure:
-    names = ("task", "method", "seed", "score %", "best round", "rounds", "engine", "seconds", "history hash", "folder")
+    names = (
+        "task",
+        "method",
+        "seed",
+        "score %",
+        "best round",
+        "rounds",
+        "engine",
+        "seconds",
+        "history hash",
+        "folder",
+    )
     columns = [
-        {"name": name, "align": "left" if name in ("task", "method", "engine", "history hash", "folder") else "right"} for name in names
+        {
+            "name": name,
+            "align": "left"
+            if name in ("task", "method", "engine", "history hash", "folder")
+            else "right",
+        }
+        for name in names
     ]
     rows = []
     for task in c.tasks:
@@ -396,7 +582,22 @@ def _runs(c: Comparison) -> Figure:
             for run in e.runs:
                 s = run.summary
                 score, seconds = s.get(c.metric), s["seconds"]["total"]
-                shown = [_number(score, f"{100 * (score or 0):.2f}"), s["best_round"] or "-", s["rounds"], s.get("engine", "-")]
-                rows.append([task, row, s["seed"], *shown, _number(seconds, f"{seconds:.1f}"), s["history_hash"][:16], str(run.folder)])
+                shown = [
+                    _number(score, f"{100 * (score or 0):.2f}"),
+                    s["best_round"] or "-",
+                    s["rounds"],
+                    s.get("engine", "-"),
+                ]
+                rows.append(
+                    [
+                        task,
+                        row,
+                        s["seed"],
+                        *shown,
+                        _number(seconds, f"{seconds:.1f}"),
+                        s["history_hash"][:16],
+                        str(run.folder),
+                    ]
+                )
     caption = "Each number comes from these folders: fedloom show FOLDER prints one, and its config.json is the recipe that makes it again."
     return _figure(c, "runs", "table", "runs", "", "Every run", caption, columns=columns, rows=rows)

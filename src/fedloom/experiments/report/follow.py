@@ -12,7 +12,17 @@ from typing import Any
 PIECE = 1 << 20  # bytes read at once
 TAIL = 4096  # bytes before the place reached: if they are others than before, with other times in them, it was cut and goes on
 QUIET = 60.0  # seconds without a new line from which on a run is called silent, unless its rounds take long
-FIELDS = ("round", "stage", "seconds", "accuracy", "val_accuracy", "bytes_up", "bytes_down", "participants", "absent")
+FIELDS = (
+    "round",
+    "stage",
+    "seconds",
+    "accuracy",
+    "val_accuracy",
+    "bytes_up",
+    "bytes_down",
+    "participants",
+    "absent",
+)
 
 
 class Follower:
@@ -79,7 +89,11 @@ class Follower:
             self._client(row["id"])["accuracy"] = _number(row.get("accuracy"))
         for one in absent:
             about = self._client(one["client"])
-            about |= {"absences": about["absences"] + 1, "cause": str(one.get("cause", "")), "last_absent": number}
+            about |= {
+                "absences": about["absences"] + 1,
+                "cause": str(one.get("cause", "")),
+                "last_absent": number,
+            }
         self.entries.append(list(values.values()))
 
     def _client(self, name: Any) -> dict[str, Any]:
@@ -111,11 +125,19 @@ class Follower:
 
     def _state(self, config: dict[str, Any], since: float, pace: float | None) -> tuple[str, str]:
         if not config:
-            return "waiting", "the run has not begun" if self.folder.is_dir() else "the folder is not there yet"
+            return (
+                "waiting",
+                "the run has not begun" if self.folder.is_dir() else "the folder is not there yet",
+            )
         if (summary := self._summary.read()) is not None:
-            return str(summary.get("status", "damaged")), str(summary.get("cause", "" if summary else "summary.json cannot be read"))
+            return str(summary.get("status", "damaged")), str(
+                summary.get("cause", "" if summary else "summary.json cannot be read")
+            )
         if since > max(QUIET, 10 * (pace or 0.0)):
-            return "silent", "nothing was written for long: it works on something large, waits for parties, or was killed"
+            return (
+                "silent",
+                "nothing was written for long: it works on something large, waits for parties, or was killed",
+            )
         return "running", ""
 
     def _since_last_change(self) -> float:
@@ -175,7 +197,11 @@ def run_folders(folder: Path) -> dict[str, Path] | None:
     if (folder / "config.json").exists():
         return None
     places = (folder, folder / "runs")
-    found = {path.parent.name: path.parent for place in places for path in sorted(place.glob("*/config.json"))}
+    found = {
+        path.parent.name: path.parent
+        for place in places
+        for path in sorted(place.glob("*/config.json"))
+    }
     return found or None
 
 
@@ -194,4 +220,8 @@ def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _number(value: Any) -> float | int | None:
     """A finite number, or None: the page's JSON knows no others."""
-    return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+    return (
+        value
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        else None
+    )

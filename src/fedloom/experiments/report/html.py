@@ -16,13 +16,17 @@ SHARED_SCRIPTS = ("base.js", "table.js", "charts.js")
 def write_page(page: dict[str, Any], path: Path) -> None:
     """Writes a page (title, made, version, command, figures, left_out, facts: see `fedloom.figures`) to one HTML file."""
     # A page can hold any text: inside a script element nothing but "<" could end it.
-    data = json.dumps(page, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(page, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace(
+        "<", "\\u003c"
+    )
     parts = {
         "title": html.escape(str(page["title"])), "style": read_parts("base.css", "report.css"),
         "script": read_parts(*SHARED_SCRIPTS, "report.js"), "data": data,
     }  # fmt: skip
     # Names of folders can hold bytes that are no text: they are shown as escapes.
-    write_atomic(path, fill_template("report.html", parts).encode(errors="backslashreplace"), "page")
+    write_atomic(
+        path, fill_template("report.html", parts).encode(errors="backslashreplace"), "page"
+    )
 
 
 def read_parts(*names: str) -> str:

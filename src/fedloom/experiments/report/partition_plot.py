@@ -17,12 +17,29 @@ def plot_partition(federation: Federation, path: str | Path) -> Path:
     Writes a PNG, SVG or PDF by the path's suffix and gives the path back. Needs the extra `fedloom[plot]`.
     """
     held = partition_statistics(federation)
-    labels = [[count or None for count in client["labels"]] for client in held["clients"]]  # absent is grey, not the palest colour
+    labels = [
+        [count or None for count in client["labels"]] for client in held["clients"]
+    ]  # absent is grey, not the palest colour
     if federation.task == "node":
-        beside = _heat_map(held, "homophily", [client["homophily_per_class"] for client in held["clients"]], "0.00", high=1.0)
+        beside = _heat_map(
+            held,
+            "homophily",
+            [client["homophily_per_class"] for client in held["clients"]],
+            "0.00",
+            high=1.0,
+        )
     else:
-        beside = _heat_map(held, "mean nodes per graph", [client["graph_size_per_class"] for client in held["clients"]], "0")
-    return draw_maps([_heat_map(held, f"{federation.task}s per class", labels, "0"), beside], _title(held), Path(path))
+        beside = _heat_map(
+            held,
+            "mean nodes per graph",
+            [client["graph_size_per_class"] for client in held["clients"]],
+            "0",
+        )
+    return draw_maps(
+        [_heat_map(held, f"{federation.task}s per class", labels, "0"), beside],
+        _title(held),
+        Path(path),
+    )
 
 
 def _heat_map(

@@ -20,7 +20,9 @@ class Spread(NamedTuple):
 
     def __str__(self) -> str:
         """In percent: "81.2 ± 0.4"."""
-        return f"{100 * self.mean:.1f}" + (f" ± {100 * self.deviation:.1f}" if self.deviation is not None else "")
+        return f"{100 * self.mean:.1f}" + (
+            f" ± {100 * self.deviation:.1f}" if self.deviation is not None else ""
+        )
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
@@ -55,7 +57,9 @@ class Verdict(NamedTuple):
         return f"{self.mean:+.2f} [{self.low:+.2f}, {self.high:+.2f}], {self.up} up {self.down} down, p = {self.p:.2g}"
 
 
-def paired(ours: Sequence[Summary], theirs: Sequence[Summary], metric: str = "accuracy") -> list[float]:
+def paired(
+    ours: Sequence[Summary], theirs: Sequence[Summary], metric: str = "accuracy"
+) -> list[float]:
     """Differences in points between two methods' summaries, by seed: one for each seed and client.
 
     Where clients' scores are not known (secure runs) or the clients are others (a pooled baseline), one for each seed.
@@ -65,7 +69,11 @@ def paired(ours: Sequence[Summary], theirs: Sequence[Summary], metric: str = "ac
         if a["seed"] != b["seed"]:
             raise ValueError(f"seed {a['seed']} cannot be paired with seed {b['seed']}")
         here, there = _by_client(a, metric), _by_client(b, metric)
-        pairs = [(here[c], there[c]) for c in here] if here and here.keys() == there.keys() else [(a.get(metric), b.get(metric))]
+        pairs = (
+            [(here[c], there[c]) for c in here]
+            if here and here.keys() == there.keys()
+            else [(a.get(metric), b.get(metric))]
+        )
         found += [100 * (x - y) for x, y in pairs if x is not None and y is not None]
     return found
 
@@ -81,7 +89,14 @@ def verdict(differences: Sequence[float]) -> Verdict:
     drawn = np.random.default_rng(0).choice(values, (4000, len(values))).mean(1)
     low, high = np.quantile(drawn, [0.025, 0.975])
     p = float(stats.wilcoxon(values).pvalue) if values.any() else 1.0
-    return Verdict(float(values.mean()), float(low), float(high), int((values > 0).sum()), int((values < 0).sum()), p)
+    return Verdict(
+        float(values.mean()),
+        float(low),
+        float(high),
+        int((values > 0).sum()),
+        int((values < 0).sum()),
+        p,
+    )
 
 
 def holm(p: Mapping[str, float]) -> dict[str, float]:

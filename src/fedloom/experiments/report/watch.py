@@ -30,7 +30,9 @@ def watch(folder: Path, host: str, port: int, browser: bool, say: Callable[[str]
     with Watch(folder, host, port) as server:
         try:
             if not server.loopback:
-                say(f"--host {host}: whoever reaches this machine and has the address can watch; it travels without encryption")
+                say(
+                    f"--host {host}: whoever reaches this machine and has the address can watch; it travels without encryption"
+                )
             say(f"watching {folder}: {server.url}")
             if browser:
                 webbrowser.open(server.url)
@@ -54,11 +56,16 @@ class Watch(ThreadingTCPServer):
             self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             super().__init__((host, port), _Handler)
         except (OSError, UnicodeError) as error:
-            raise ConfigError(f"host {host!r}, port {port}: {getattr(error, 'strerror', None) or error}") from error
+            raise ConfigError(
+                f"host {host!r}, port {port}: {getattr(error, 'strerror', None) or error}"
+            ) from error
         self.folder, self.host, self.port = folder, host, self.server_address[1]
         self.token = secrets.token_urlsafe(24)
         bound = ip_address(str(self.server_address[0]))
-        self.loopback, self._name = bound.is_loopback, socket.gethostname() if bound.is_unspecified else host
+        self.loopback, self._name = (
+            bound.is_loopback,
+            socket.gethostname() if bound.is_unspecified else host,
+        )
         self._followers: dict[Path, Follower] = {}
         self._lock = threading.Lock()  # two tabs must not read on in the same follower
 
@@ -75,7 +82,10 @@ class Watch(ThreadingTCPServer):
     @cached_property
     def hosts(self) -> set[str]:
         """What a browser on this machine may call this server. A page from elsewhere whose name was made to point here is none of them."""
-        return {f"{name}:{self.port}" for name in ("127.0.0.1", "localhost", "[::1]", _in_url(self.host).lower())}
+        return {
+            f"{name}:{self.port}"
+            for name in ("127.0.0.1", "localhost", "[::1]", _in_url(self.host).lower())
+        }
 
     def data(self, run: str, version: int, have: int) -> dict[str, Any] | None:
         """What a page that has the first `have` entries of a version does not know yet. None: there is no run of that name."""
@@ -83,16 +93,28 @@ class Watch(ThreadingTCPServer):
             runs = run_folders(self.folder)
             if run:
                 return self._one((runs or {})[run], version, have) if run in (runs or {}) else None
-            return self._one(self.folder, version, have) if runs is None else {"runs": self._all(runs)}
+            return (
+                self._one(self.folder, version, have) if runs is None else {"runs": self._all(runs)}
+            )
 
     def _one(self, folder: Path, version: int, have: int) -> dict[str, Any]:
         follower = self._follower(folder)
         follower.look()
         known = have if version == follower.version and 0 <= have <= len(follower.entries) else 0
         fresh = follower.entries[known:]
-        told = {"name": folder.resolve().name, **follower.about(), "version": follower.version, "from": known, "entries": fresh}
+        told = {
+            "name": folder.resolve().name,
+            **follower.about(),
+            "version": follower.version,
+            "from": known,
+            "entries": fresh,
+        }
         told |= {"fields": FIELDS, "behind": follower.behind}
-        return told | ({"clients": [{"id": name, **about} for name, about in follower.clients.items()]} if fresh or not known else {})
+        return told | (
+            {"clients": [{"id": name, **about} for name, about in follower.clients.items()]}
+            if fresh or not known
+            else {}
+        )
 
     def _all(self, runs: dict[str, Path]) -> list[dict[str, Any]]:
         """Where each run is. Those that have ended are read once: their files do not change."""
@@ -115,7 +137,9 @@ class Watch(ThreadingTCPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Watch
     timeout = 30  # a connection is for one question: what is open when the watch ends would be answered on
-    refused: ClassVar[bytes] = b"This page opens with the address that fedloom watch has printed, token included.\n"
+    refused: ClassVar[bytes] = (
+        b"This page opens with the address that fedloom watch has printed, token included.\n"
+    )
 
     def do_GET(self) -> None:
         """The page and its data, to who has the token."""
@@ -141,9 +165,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _page(self) -> None:
         nonce = secrets.token_urlsafe(16)
-        parts = {"style": read_parts("base.css", "watch.css"), "script": read_parts(*SHARED_SCRIPTS, "watch.js"), "nonce": nonce}
+        parts = {
+            "style": read_parts("base.css", "watch.css"),
+            "script": read_parts(*SHARED_SCRIPTS, "watch.js"),
+            "nonce": nonce,
+        }
         cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
-        self._answer(200, "text/html", fill_template("watch.html", parts).encode(), nonce, {"Set-Cookie": cookie})
+        self._answer(
+            200,
+            "text/html",
+            fill_template("watch.html", parts).encode(),
+            nonce,
+            {"Set-Cookie": cookie},
+        )
 
     # ---- who may ask ----
     def _is_known_host(self) -> bool:
@@ -155,11 +189,25 @@ class _Handler(BaseHTTPRequestHandler):
         except CookieError:
             kept = None
         offered = (query.get("token", ""), kept.value if kept else "")
-        return any(secrets.compare_digest(one.encode(errors="replace"), self.server.token.encode()) for one in offered)
+        return any(
+            secrets.compare_digest(one.encode(errors="replace"), self.server.token.encode())
+            for one in offered
+        )
 
     # ---- answering ----
-    def _answer(self, status: int, kind: str, content: bytes, nonce: str = "", more: dict[str, str] | None = None) -> None:
-        script = f"script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; " if nonce else ""
+    def _answer(
+        self,
+        status: int,
+        kind: str,
+        content: bytes,
+        nonce: str = "",
+        more: dict[str, str] | None = None,
+    ) -> None:
+        script = (
+            f"script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+            if nonce
+            else ""
+        )
         headers = {
             "Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content)), "Cache-Control": "no-store",
             "Content-Security-Policy": f"default-src 'none'; {script}base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -176,7 +224,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Everything but GET, and what is not HTTP: a line, and the connection is over."""
         if self.request_version == "HTTP/0.9":
             return
-        self._answer(405 if code == 501 else code, "text/plain", b"Only GET.\n" if code == 501 else b"")
+        self._answer(
+            405 if code == 501 else code, "text/plain", b"Only GET.\n" if code == 501 else b""
+        )
 
     def version_string(self) -> str:
         """Says no more of this machine than it has to."""

@@ -29,7 +29,10 @@ def pictures_of(c: Comparison) -> list[Figure]:
             c.left_out.append(LeftOut(str(folder), str(error)))
             continue
         of = row if len(c.tasks) == 1 else f"{row} on {task}"
-        found += [{**figure, "title": f"{of}: {figure['title'][0].lower()}{figure['title'][1:]}"} for figure in made]
+        found += [
+            {**figure, "title": f"{of}: {figure['title'][0].lower()}{figure['title'][1:]}"}
+            for figure in made
+        ]
     return found
 
 
@@ -37,8 +40,19 @@ def make_page(c: Comparison, command: str = "") -> dict[str, Any]:
     """What the page shows, as plain data. command: what makes the page again."""
     shown = [*figures(c), *pictures_of(c)]
     runs = [run for e in c.entries.values() for run in e.runs]
-    versions = sorted({f"{name} {number}" for run in runs for name, number in run.summary.get("versions", {}).items()})
-    facts = [["tasks", str(len(c.tasks))], ["methods", str(len(c.rows))], ["runs", str(len(runs))], ["made with", ", ".join(versions)]]
+    versions = sorted(
+        {
+            f"{name} {number}"
+            for run in runs
+            for name, number in run.summary.get("versions", {}).items()
+        }
+    )
+    facts = [
+        ["tasks", str(len(c.tasks))],
+        ["methods", str(len(c.rows))],
+        ["runs", str(len(runs))],
+        ["made with", ", ".join(versions)],
+    ]
     title = c.tasks[0] if len(c.tasks) == 1 else f"{len(c.rows)} methods on {len(c.tasks)} tasks"
     return {
         "title": title, "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "version": version("fedloom"),
@@ -62,4 +76,6 @@ def write_figures(c: Comparison, folder: Path, formats: Sequence[str]) -> list[P
             raise unknown("format of figures:", suffix, FORMATS)
     folder.mkdir(parents=True, exist_ok=True)
     drawn = [figure for figure in (*figures(c), *pictures_of(c)) if figure["kind"] != "table"]
-    return [draw(figure, folder / f"{figure['id']}.{suffix}") for figure in drawn for suffix in formats]
+    return [
+        draw(figure, folder / f"{figure['id']}.{suffix}") for figure in drawn for suffix in formats
+    ]

@@ -13,7 +13,9 @@ from scipy.sparse import csr_matrix
 
 MOST_CELLS = 256
 COLUMNS = 32  # of cells that powers are made of at once
-REACHED_BYTES = 2**21  # of who reaches whom that are held at once: more is slower, it leaves the cache
+REACHED_BYTES = (
+    2**21
+)  # of who reaches whom that are held at once: more is slower, it leaves the cache
 WORK = 3e9  # products of two numbers that powers may take: some seconds
 REACH_WORK = 1e9  # the same for who reaches whom, 64 columns in one
 
@@ -44,8 +46,13 @@ def of_rows(matrix: csr_matrix, columns: Counts, first: int, n: int) -> tuple[Su
     top, bottom = cell(first, n), cell(first + matrix.shape[0] - 1, n)
     across = np.asarray(columns) * count(n) // n
     edges = np.clip(begins(n)[top : bottom + 2] - first, 0, matrix.shape[0])
-    sums, counts = np.zeros((bottom - top + 1, count(n))), np.zeros((bottom - top + 1, count(n)), np.int64)
-    for k, (low, high) in enumerate(zip(matrix.indptr[edges[:-1]], matrix.indptr[edges[1:]], strict=True)):
+    sums, counts = (
+        np.zeros((bottom - top + 1, count(n))),
+        np.zeros((bottom - top + 1, count(n)), np.int64),
+    )
+    for k, (low, high) in enumerate(
+        zip(matrix.indptr[edges[:-1]], matrix.indptr[edges[1:]], strict=True)
+    ):
         where, values = across[matrix.indices[low:high]], matrix.data[low:high]
         sums[k] = np.bincount(where, values, count(n))
         counts[k] = np.bincount(where[values != 0], minlength=count(n))
@@ -95,7 +102,12 @@ def of_reach(matrix: csr_matrix, hops: int) -> Counts:
         reach[first + here, here // 8] = 128 >> (here % 8)
         words = reach.view(np.uint64)
         for _ in range(hops):
-            before, words = words, np.bitwise_or.reduceat(words[matrix.indices], matrix.indptr[:-1].astype(np.int64), axis=0)
+            before, words = (
+                words,
+                np.bitwise_or.reduceat(
+                    words[matrix.indices], matrix.indptr[:-1].astype(np.int64), axis=0
+                ),
+            )
             if np.array_equal(before, words):
                 break  # everybody reaches all that can be
         reached = np.unpackbits(words.view(np.uint8), axis=1)[:, :columns]

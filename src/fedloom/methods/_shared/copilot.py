@@ -26,7 +26,9 @@ from fedloom.nn.training import make_optimizer, outputs, step
 from fedloom.nn.weights import weights
 
 Outputs = tuple[Tensor, Tensor]  # embeddings and logits
-copilot_weights = Computed(lambda method, facts, message, reply: model_schema(method.copilot, facts))
+copilot_weights = Computed(
+    lambda method, facts, message, reply: model_schema(method.copilot, facts)
+)
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,17 @@ class WithCopilot(LocalTraining):
     """Local training of two models that teach each other."""
 
     copilot: str = setting("gcn-2x64", "architecture of the common model, the copilot")
-    over: str = setting("all", "nodes on which the models' logits teach each other", choices=("all", "train"), task="node")
+    over: str = setting(
+        "all",
+        "nodes on which the models' logits teach each other",
+        choices=("all", "train"),
+        task="node",
+    )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "copilot", str(self.copilot).strip().lower())  # as `model.name` is read
+        object.__setattr__(
+            self, "copilot", str(self.copilot).strip().lower()
+        )  # as `model.name` is read
         super().__post_init__()
         with _named():
             parse_spec(self.copilot)
@@ -52,7 +61,9 @@ class WithCopilot(LocalTraining):
         """The client's own model, a copilot, and an optimiser for each that keeps its moments over rounds."""
         super().setup(client)
         client.state["copilot"] = model = client.facts.build(self.copilot, client.name, "copilot")
-        client.state["copilot optimizer"] = make_optimizer(self.optimizer, model.parameters(), self.lr, self.weight_decay)
+        client.state["copilot optimizer"] = make_optimizer(
+            self.optimizer, model.parameters(), self.lr, self.weight_decay
+        )
         return {}
 
     def descend(self, client: Client, model: Model, global_weights: Message | None = None) -> None:
@@ -67,7 +78,9 @@ class WithCopilot(LocalTraining):
                 step(state["optimizer"], of_own)
 
     @abstractmethod
-    def losses(self, client: Client, batch: Graph, own: Outputs, copilot: Outputs) -> tuple[Tensor, Tensor]:
+    def losses(
+        self, client: Client, batch: Graph, own: Outputs, copilot: Outputs
+    ) -> tuple[Tensor, Tensor]:
         """What the own model and the copilot minimise. No gradient may pass from one to the other."""
 
     def taught(self, batch: Graph, teacher: Tensor, student: Tensor) -> Tensor:
@@ -92,4 +105,9 @@ def _named() -> Iterator[None]:
 
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:
     """KL(softmax teacher ‖ softmax student) of logits [items, classes], mean over items; no gradient reaches the teacher."""
-    return F.kl_div(student.log_softmax(1), teacher.detach().log_softmax(1), reduction="batchmean", log_target=True)
+    return F.kl_div(
+        student.log_softmax(1),
+        teacher.detach().log_softmax(1),
+        reduction="batchmean",
+        log_target=True,
+    )

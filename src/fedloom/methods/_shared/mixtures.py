@@ -30,7 +30,13 @@ class Mixing(LocalTraining):
         state = server.state
         state |= {"model": server.model(), "mixtures": {}}
         for _ in server.rounds(self.rounds):
-            replies = server.ask(self.train, each={c: {"model": state["mixtures"].get(c, state["model"])} for c in server.participants})
+            replies = server.ask(
+                self.train,
+                each={
+                    c: {"model": state["mixtures"].get(c, state["model"])}
+                    for c in server.participants
+                },
+            )
             models = replies.column("model")
             state["model"] = Replies(models).mean()  # for who has no mixture yet
             state["mixtures"] |= mixtures(models, self.shares(replies))
@@ -40,4 +46,6 @@ class Mixing(LocalTraining):
 def mixtures(models: Mapping[str, Message], share: Tensor) -> dict[str, Message]:
     """{client: Σ_l share_kl θ_l}."""
     mixed = tree_map(lambda *same: torch.tensordot(share, torch.stack(same), 1), *models.values())
-    return {client: tree_map(lambda stacked, k=k: stacked[k], mixed) for k, client in enumerate(models)}
+    return {
+        client: tree_map(lambda stacked, k=k: stacked[k], mixed) for k, client in enumerate(models)
+    }

@@ -44,7 +44,9 @@ def told(table: Tensor, present: Tensor, floor: int = 1, behind: Tensor | None =
 def table_of(prototypes: Tensor, present: Tensor, who: str = "message") -> Tensor:
     """The table [..., p] of a message from `told`; zeros where nothing is present."""
     if len(prototypes) != int(present.sum()):
-        raise MessageError(f"{who}: tensor 'prototypes' has {len(prototypes)} rows, 'present' counts {int(present.sum())}")
+        raise MessageError(
+            f"{who}: tensor 'prototypes' has {len(prototypes)} rows, 'present' counts {int(present.sum())}"
+        )
     table = prototypes.new_zeros(*present.shape, prototypes.shape[1])
     table[present] = prototypes
     return table

@@ -22,7 +22,9 @@ ORBITS = 15  # of the graphlets with 2 to 4 nodes
 
 _PROPOSALS = 32  # per step of a walk, before its law is written out in full
 _WALKS = 128  # in a batch of skip-gram, at most
-_STEPS = 500  # of skip-gram in an epoch, at least: a small graph has few walks, and needs as many steps
+_STEPS = (
+    500  # of skip-gram in an epoch, at least: a small graph has few walks, and needs as many steps
+)
 _POOL = 64  # negatives that all pairs of a batch share
 _BATCH = 2**20  # subgraphs that are enumerated at once
 _CELLS = 8  # of a table of counts, for each of them
@@ -77,7 +79,9 @@ def _orbits(simple: csr_matrix) -> Ints:
     Subgraphs that may lack edges are counted first: from degrees and triangles, but for cycles and cliques. Then those that lie within
     larger ones are taken off.
     """
-    order = np.argsort(np.diff(simple.indptr), kind="stable")  # few nodes lie above a hub: all that is enumerated goes upwards
+    order = np.argsort(
+        np.diff(simple.indptr), kind="stable"
+    )  # few nodes lie above a hub: all that is enumerated goes upwards
     ranked = _Ranked(simple[order][:, order])
     A, d, low, high = ranked.matrix, ranked.degree, ranked.low, ranked.high
     shared = np.zeros(len(low), np.int64)  # triangles at each edge
@@ -85,7 +89,9 @@ def _orbits(simple: csr_matrix) -> Ints:
         for edge in (ranked.edge(a, b), ranked.edge(b, c), ranked.edge(a, c)):
             np.add.at(shared, edge, 1)
     diamond, clique = np.zeros((2, len(d)), np.int64)
-    for triangles in ranked.larger(np.stack((low, high))):  # again, rather than kept: there may be many
+    for triangles in ranked.larger(
+        np.stack((low, high))
+    ):  # again, rather than kept: there may be many
         a, b, c = triangles
         for node, edge in ((a, ranked.edge(b, c)), (b, ranked.edge(a, c)), (c, ranked.edge(a, b))):
             np.add.at(diamond, node, shared[edge] - 1)
@@ -100,10 +106,14 @@ def _orbits(simple: csr_matrix) -> Ints:
         d * (d - 1) * (d - 2) // 6,  # claw, centre
         ranked.cycles(),
         A @ t - 2 * t,  # paw, leaf: the triangles at a neighbour
-        ranked.per_node(shared * (d[high] - 2), shared * (d[low] - 2)),  # paw, base: the leaf is at the other end of an edge
+        ranked.per_node(
+            shared * (d[high] - 2), shared * (d[low] - 2)
+        ),  # paw, base: the leaf is at the other end of an edge
         t * (d - 2),  # paw, centre
         diamond,  # 2 edges: the other triangles at the edge across a triangle
-        ranked.per_node(shared * (shared - 1) // 2, shared * (shared - 1) // 2),  # diamond, 3 edges: two triangles at an edge
+        ranked.per_node(
+            shared * (shared - 1) // 2, shared * (shared - 1) // 2
+        ),  # diamond, 3 edges: two triangles at an edge
         clique,
     ]
     induced = np.stack(loose)
@@ -119,14 +129,18 @@ class _Ranked:
 
     def __init__(self, graph: csr_matrix):
         graph.sort_indices()
-        self.matrix = csr_matrix((np.ones(graph.nnz, np.int64), graph.indices, graph.indptr), graph.shape)
+        self.matrix = csr_matrix(
+            (np.ones(graph.nnz, np.int64), graph.indices, graph.indptr), graph.shape
+        )
         self.size = graph.shape[0]
         self.start, self.neighbours = graph.indptr.astype(np.int64), graph.indices.astype(np.int64)
         self.degree = np.diff(self.start)
         tail = np.repeat(np.arange(self.size), self.degree)
         upward = self.neighbours > tail
         self.low, self.high = tail[upward], self.neighbours[upward]  # of each edge; sorted
-        self.before = np.flatnonzero(upward) - self.start[self.low]  # how many neighbours of `low` come before `high`
+        self.before = (
+            np.flatnonzero(upward) - self.start[self.low]
+        )  # how many neighbours of `low` come before `high`
         self.keys = self.low * self.size + self.high
         self.above = np.bincount(self.low, minlength=self.size)
 
@@ -150,7 +164,9 @@ class _Ranked:
             which += part.start
             node = self.neighbours[first[which] + place]
             for member in cliques[-2::-1]:
-                found = self.keys[self.edge(member[which], node)] == member[which] * self.size + node
+                found = (
+                    self.keys[self.edge(member[which], node)] == member[which] * self.size + node
+                )
                 which, node = which[found], node[found]
             yield np.vstack((cliques[:, which], node))
 
@@ -164,7 +180,9 @@ class _Ranked:
         middle, top, wedges = self.low[by_top], self.high[by_top], self.before[by_top]
         bounds = np.searchsorted(top, np.arange(self.size + 1))
         sums = np.append(0, wedges.cumsum())[bounds]
-        table = np.zeros(max(_CELLS * _BATCH, self.size), np.int32)  # wedges from a top (row) to a far node (column)
+        table = np.zeros(
+            max(_CELLS * _BATCH, self.size), np.int32
+        )  # wedges from a top (row) to a far node (column)
         twice = np.zeros(self.size, np.int64)
         for rows in _batches(np.diff(sums) + -(-self.size // _CELLS), _BATCH):
             items = slice(bounds[rows.start], bounds[rows.stop])
@@ -176,7 +194,9 @@ class _Ranked:
             table[cell] = 0
             closed = np.flatnonzero(others)
             which, far, others = which[closed], far[closed], others[closed]
-            np.add.at(twice, top[items][which], others)  # top and far meet a cycle in both of its wedges, a middle in one
+            np.add.at(
+                twice, top[items][which], others
+            )  # top and far meet a cycle in both of its wedges, a middle in one
             np.add.at(twice, far, others)
             np.add.at(twice, middle[items][which], 2 * others)
         return twice // 2
@@ -204,7 +224,9 @@ def at_distance(adjacency: csr_matrix, hops: int, starts: Tensor | None = None) 
 
     Loops and directions are not looked at. Time and memory are as many as there are pairs within so many steps.
     """
-    step = _simple(adjacency).astype(bool)  # products of bools are "or": counts of ways cannot overflow
+    step = _simple(adjacency).astype(
+        bool
+    )  # products of bools are "or": counts of ways cannot overflow
     every = csr_matrix(identity(step.shape[0], format="csr", dtype=bool))
     found, reached = [], every if starts is None else csr_matrix(every[starts.numpy()])
     for _ in range(hops):
@@ -217,7 +239,14 @@ def at_distance(adjacency: csr_matrix, hops: int, starts: Tensor | None = None) 
     return found
 
 
-def random_walks(adjacency: csr_matrix, starts: Tensor, length: int, rng: torch.Generator, p: float = 1.0, q: float = 1.0) -> Tensor:
+def random_walks(
+    adjacency: csr_matrix,
+    starts: Tensor,
+    length: int,
+    rng: torch.Generator,
+    p: float = 1.0,
+    q: float = 1.0,
+) -> Tensor:
     """One walk of `length` nodes from every node in `starts` [m], as rows [m, length]; a node without neighbours stays where it is.
 
     The law is Node2Vec's. A walk that came from t to v goes on to a neighbour x of v with a probability proportional to 1/p if x = t, to 1
@@ -229,7 +258,11 @@ def random_walks(adjacency: csr_matrix, starts: Tensor, length: int, rng: torch.
     law = _Law(_simple(adjacency), p, q)
     walks = starts.long().repeat(length, 1)  # a row per step: whole rows are written
     for step in range(1, length):
-        walks[step] = law.uniform(walks[step - 1], rng) if step == 1 else law.step(walks[step - 2], walks[step - 1], rng)
+        walks[step] = (
+            law.uniform(walks[step - 1], rng)
+            if step == 1
+            else law.step(walks[step - 2], walks[step - 1], rng)
+        )
     return walks.T.contiguous()
 
 
@@ -238,11 +271,17 @@ class _Law:
 
     def __init__(self, graph: csr_matrix, p: float, q: float):
         self.size = graph.shape[0]
-        self.offsets, self.neighbours = torch.from_numpy(graph.indptr).long(), torch.from_numpy(graph.indices).long()
+        self.offsets, self.neighbours = (
+            torch.from_numpy(graph.indptr).long(),
+            torch.from_numpy(graph.indices).long(),
+        )
         self.degree = self.offsets.diff()
         self.back, self.near, self.far = 1 / p, 1.0, 1 / q
         # Sorted, as rows and the neighbours in them are: whether two nodes are neighbours is a binary search.
-        self.edges = torch.repeat_interleave(torch.arange(self.size), self.degree) * self.size + self.neighbours
+        self.edges = (
+            torch.repeat_interleave(torch.arange(self.size), self.degree) * self.size
+            + self.neighbours
+        )
 
     def uniform(self, at: Tensor, rng: torch.Generator) -> Tensor:
         """A neighbour of each node, all equally likely; the node itself if it has none."""
@@ -250,7 +289,9 @@ class _Law:
             return at
         degree = self.degree[at]
         drawn = (torch.rand(len(at), generator=rng, dtype=torch.float64) * degree).long()
-        index = (self.offsets[at] + drawn).clamp(max=len(self.neighbours) - 1)  # of a last node without neighbours
+        index = (self.offsets[at] + drawn).clamp(
+            max=len(self.neighbours) - 1
+        )  # of a last node without neighbours
         return torch.where(degree > 0, self.neighbours[index], at)
 
     def weights(self, before: Tensor, to: Tensor) -> Tensor:
@@ -268,9 +309,9 @@ class _Law:
         largest = max(self.back, self.near, self.far)
         waiting = (self.degree[at] > 0).nonzero().squeeze(1)
         for _ in range(_PROPOSALS):
-            accepted = torch.rand(len(waiting), generator=rng, dtype=torch.float64) * largest < self.weights(
-                before[waiting], following[waiting]
-            )
+            accepted = torch.rand(
+                len(waiting), generator=rng, dtype=torch.float64
+            ) * largest < self.weights(before[waiting], following[waiting])
             waiting = waiting[~accepted]
             if len(waiting) == 0:
                 return following
@@ -283,13 +324,19 @@ class _Law:
         """The same law with the weights of all neighbours written out."""
         degree = self.degree[at]
         ends = degree.cumsum(0)
-        entry = torch.repeat_interleave(self.offsets[at] - (ends - degree), degree) + torch.arange(int(ends[-1]))
+        entry = torch.repeat_interleave(self.offsets[at] - (ends - degree), degree) + torch.arange(
+            int(ends[-1])
+        )
         choices = self.neighbours[entry]
         sums = self.weights(torch.repeat_interleave(before, degree), choices).cumsum(0)
         low = torch.cat((sums.new_zeros(1), sums))[ends - degree]
-        target = low + torch.rand(len(at), generator=rng, dtype=torch.float64) * (sums[ends - 1] - low)
+        target = low + torch.rand(len(at), generator=rng, dtype=torch.float64) * (
+            sums[ends - 1] - low
+        )
         index = torch.searchsorted(sums, target, right=True)
-        return choices[torch.minimum(index, ends - 1)]  # rounding must not reach into the next walker's neighbours
+        return choices[
+            torch.minimum(index, ends - 1)
+        ]  # rounding must not reach into the next walker's neighbours
 
 
 def node2vec(
@@ -314,9 +361,19 @@ def node2vec(
     neighbours keep their first vector, small and random.
     """
     _require_positive(p=p, q=q, lr=lr)
-    counts = {"width": width, "walks": walks, "window": window, "negatives": negatives, "epochs": epochs}
-    if wrong := {name: number for name, number in counts.items() if number < 1} | ({"length": length} if length < 2 else {}):
-        raise ValueError(f"node2vec cannot do with {', '.join(f'{name} {number}' for name, number in wrong.items())}")
+    counts = {
+        "width": width,
+        "walks": walks,
+        "window": window,
+        "negatives": negatives,
+        "epochs": epochs,
+    }
+    if wrong := {name: number for name, number in counts.items() if number < 1} | (
+        {"length": length} if length < 2 else {}
+    ):
+        raise ValueError(
+            f"node2vec cannot do with {', '.join(f'{name} {number}' for name, number in wrong.items())}"
+        )
     graph = _simple(adjacency)
     vectors = (torch.rand(graph.shape[0], width, generator=rng) - 0.5) / width
     starts = torch.from_numpy(np.flatnonzero(np.diff(graph.indptr)))
@@ -326,7 +383,15 @@ def node2vec(
     return _skip_gram(visited, vectors, rng, window, negatives, epochs, lr)
 
 
-def _skip_gram(walks: Tensor, vectors: Tensor, rng: torch.Generator, window: int, negatives: int, epochs: int, lr: float) -> Tensor:
+def _skip_gram(
+    walks: Tensor,
+    vectors: Tensor,
+    rng: torch.Generator,
+    window: int,
+    negatives: int,
+    epochs: int,
+    lr: float,
+) -> Tensor:
     """Skip-gram with negative sampling over walks [m, length], from `vectors` [n, width]; gives the vectors it ends with.
 
     All pairs of a walk are one small matrix product, cut to the band of the window. The pairs of a batch share their negatives, with the
@@ -334,7 +399,9 @@ def _skip_gram(walks: Tensor, vectors: Tensor, rng: torch.Generator, window: int
     """
     inner = vectors.requires_grad_()
     outer = torch.zeros_like(vectors, requires_grad=True)
-    optimizer = torch.optim.SparseAdam([inner, outer], lr=lr)  # rows that a batch does not touch stay where they are
+    optimizer = torch.optim.SparseAdam(
+        [inner, outer], lr=lr
+    )  # rows that a batch does not touch stay where they are
     place = torch.arange(walks.shape[1])
     apart = (place[:, None] - place[None, :]).abs()
     pairs = ((apart > 0) & (apart <= window)).float()
@@ -343,11 +410,20 @@ def _skip_gram(walks: Tensor, vectors: Tensor, rng: torch.Generator, window: int
     for _ in range(epochs * -(-_STEPS // len(walks))):
         for batch in torch.randperm(len(walks), generator=rng).split(together):
             nodes = walks[batch]
-            drawn = torch.searchsorted(visits, torch.rand(_POOL, generator=rng, dtype=torch.float64) * visits[-1], right=True)
-            centre, context = F.embedding(nodes, inner, sparse=True), F.embedding(nodes, outer, sparse=True)
+            drawn = torch.searchsorted(
+                visits,
+                torch.rand(_POOL, generator=rng, dtype=torch.float64) * visits[-1],
+                right=True,
+            )
+            centre, context = (
+                F.embedding(nodes, inner, sparse=True),
+                F.embedding(nodes, outer, sparse=True),
+            )
             noise = F.embedding(drawn, outer, sparse=True)
             attract = (F.softplus(-(centre @ context.mT)) * pairs).sum()
-            repel = (F.softplus(centre @ noise.T) * pairs.sum(1)[:, None]).sum() * (negatives / _POOL)
+            repel = (F.softplus(centre @ noise.T) * pairs.sum(1)[:, None]).sum() * (
+                negatives / _POOL
+            )
             optimizer.zero_grad()
             ((attract + repel) / (len(batch) * pairs.sum())).backward()
             optimizer.step()
@@ -361,7 +437,10 @@ def _simple(adjacency: csr_matrix) -> csr_matrix:
     entries = adjacency.tocoo()
     keep = (entries.data != 0) & (entries.row != entries.col)
     row, col = entries.row[keep], entries.col[keep]
-    both = csr_matrix((np.ones(2 * len(row), np.int8), (np.append(row, col), np.append(col, row))), adjacency.shape)
+    both = csr_matrix(
+        (np.ones(2 * len(row), np.int8), (np.append(row, col), np.append(col, row))),
+        adjacency.shape,
+    )
     both.sum_duplicates()
     both.sort_indices()
     return both

@@ -80,7 +80,9 @@ from fedloom.nn.weights import load_weights, weights
 from fedloom.privacy import ckks
 
 KINDS = ("hop2vec", "deg", "fed", "node2vec", "gdv")
-GRID = 2.0**-22  # what is encrypted is rounded to multiples of it, and again when it is decrypted: CKKS's noise cannot be seen
+GRID = (
+    2.0**-22
+)  # what is encrypted is rounded to multiples of it, and again when it is decrypted: CKKS's noise cannot be seen
 
 
 class Encoder(nn.Module):
@@ -113,7 +115,9 @@ class Rows:
     def of(cls, nodes: Tensor, powers: list[csr_matrix]) -> "Rows":
         """Takes the powers' own rows [own nodes, n]."""
         own, total = powers[0].shape
-        taken = powers if len(nodes) == own else [csr_matrix(power[nodes.numpy()]) for power in powers]  # no copy of what is large
+        taken = (
+            powers if len(nodes) == own else [csr_matrix(power[nodes.numpy()]) for power in powers]
+        )  # no copy of what is large
         reached = np.zeros(total, bool)
         for power in taken:
             reached[power.indices] = True
@@ -125,7 +129,9 @@ class Rows:
         """z = Σ_l β_l Â^l q for q [columns, classes]; without β the powers are one matrix, Ā itself."""
         if beta is None:
             return self.powers[0] @ q
-        return torch.stack([b * (power @ q) for b, power in zip(beta, self.powers, strict=True)]).sum(0)
+        return torch.stack(
+            [b * (power @ q) for b, power in zip(beta, self.powers, strict=True)]
+        ).sum(0)
 
 
 @dataclass(frozen=True)
@@ -134,27 +140,46 @@ class FedStruct(FedSGD):
 
     structure: str = setting("hop2vec", "structure features s_u", choices=KINDS)
     hops: int = setting(10, "L_s, hops of the structure branch", at_least=1, tune="1..20")
-    beta: str = setting("", "β_0,β_1,...,β_L_s of the filter, separated by commas (empty = the last hop alone)")
+    beta: str = setting(
+        "", "β_0,β_1,...,β_L_s of the filter, separated by commas (empty = the last hop alone)"
+    )
     learn_beta: bool = setting(False, "whether β is trained")
-    prune: str = setting("protocol", "what is left out of the powers of Â", choices=("protocol", "global", "none"))
+    prune: str = setting(
+        "protocol", "what is left out of the powers of Â", choices=("protocol", "global", "none")
+    )
     p: int = setting(30, "entries a node, on average, that pruning keeps", at_least=1)
     d_s: int = setting(256, "width of the structure features", at_least=1)
     hidden: str = setting("256", "hidden widths of g, separated by commas")
     absorbed: bool = setting(False, "HOP2VEC without g: s_u is itself a vector of class scores")
     spread_of_s: float = setting(0.05, "standard deviation of S at the start", above=0)
     walk: int = setting(50, "return probabilities in FED*", at_least=1)
-    double_softmax: bool = setting(False, "the authors' loss: cross-entropy of probabilities instead of scores")
-    inference: str = setting("both", "what predictions are made of: both branches, or structure alone", choices=("both", "structure"))
-    private: bool = setting(False, "each client keeps its rows of S and answers with sums over them (App. G.1)")
-    query_limit: int = setting(
-        0, "private: a peer's nodes that a client answers for (0 = fewer than its own that are in the sums)", at_least=0
+    double_softmax: bool = setting(
+        False, "the authors' loss: cross-entropy of probabilities instead of scores"
     )
-    encrypt: bool = setting(False, "blocks travel under CKKS and are added up unseen (needs tenseal)")
+    inference: str = setting(
+        "both",
+        "what predictions are made of: both branches, or structure alone",
+        choices=("both", "structure"),
+    )
+    private: bool = setting(
+        False, "each client keeps its rows of S and answers with sums over them (App. G.1)"
+    )
+    query_limit: int = setting(
+        0,
+        "private: a peer's nodes that a client answers for (0 = fewer than its own that are in the sums)",
+        at_least=0,
+    )
+    encrypt: bool = setting(
+        False, "blocks travel under CKKS and are added up unseen (needs tenseal)"
+    )
 
     uses_cross_edges: ClassVar[bool] = True
     transductive: ClassVar[bool] = True
     tasks: ClassVar[tuple[str, ...]] = ("node",)
-    requires_all: ClassVar[tuple[str, ...]] = ("describe", "reveal")  # fixed features are made once: nodes left out would have none for good
+    requires_all: ClassVar[tuple[str, ...]] = (
+        "describe",
+        "reveal",
+    )  # fixed features are made once: nodes left out would have none for good
     discloses_to_server: ClassVar[str] = (
         "if the run is not secure, the edges between clients, relayed blocks of the powers of the adjacency, and every client's gradients; "
         "with structure = deg or fed every node's degree (fed: and return probabilities), with node2vec or gdv all edges, otherwise the "
@@ -168,13 +193,21 @@ class FedStruct(FedSGD):
         trained = self.structure == "hop2vec"
         for field in ("absorbed", "private"):
             if getattr(self, field) and not trained:
-                raise ConfigError(f"method.{field} is for structure = 'hop2vec', got {self.structure!r}")
+                raise ConfigError(
+                    f"method.{field} is for structure = 'hop2vec', got {self.structure!r}"
+                )
         if self.private and self.learn_beta:
-            raise ConfigError("method.learn_beta: β cannot be trained with private = true, the sums are of the β agreed on beforehand")
+            raise ConfigError(
+                "method.learn_beta: β cannot be trained with private = true, the sums are of the β agreed on beforehand"
+            )
         if self.structure == "fed" and self.d_s <= self.walk:
-            raise ConfigError(f"method.d_s is {self.d_s}, must be more than the {self.walk} return probabilities (method.walk)")
+            raise ConfigError(
+                f"method.d_s is {self.d_s}, must be more than the {self.walk} return probabilities (method.walk)"
+            )
         if self.structure == "gdv" and self.d_s < structure.ORBITS:
-            raise ConfigError(f"method.d_s is {self.d_s}, must be at least {structure.ORBITS}, the number of orbits")
+            raise ConfigError(
+                f"method.d_s is {self.d_s}, must be at least {structure.ORBITS}, the number of orbits"
+            )
 
     # ---- settings, worked out ----
     def coefficients(self) -> list[float]:
@@ -186,14 +219,18 @@ class FedStruct(FedSGD):
         except ValueError:
             found = []
         if len(found) != self.hops + 1 or not all(map(np.isfinite, found)) or not any(found):
-            raise ConfigError(f"method.beta is {self.beta!r}, must be {self.hops + 1} numbers separated by commas, β_0 to β_{self.hops}")
+            raise ConfigError(
+                f"method.beta is {self.beta!r}, must be {self.hops + 1} numbers separated by commas, β_0 to β_{self.hops}"
+            )
         return found
 
     def widths(self, num_classes: int) -> list[int]:
         """Of g: d_s, the hidden ones, c."""
         texts = [text.strip() for text in self.hidden.split(",")] if self.hidden else []
         if not all(text.isdecimal() and int(text) for text in texts):
-            raise ConfigError(f"method.hidden is {self.hidden!r}, must be whole numbers separated by commas, each at least 1")
+            raise ConfigError(
+                f"method.hidden is {self.hidden!r}, must be whole numbers separated by commas, each at least 1"
+            )
         return [self.d_s, *map(int, texts), num_classes]
 
     @property
@@ -220,9 +257,15 @@ class FedStruct(FedSGD):
     @phase(source="int64[n]", target="int64[n]", position="int32[n]", incoming="bool[n]")
     def greet(self, client: Client, nodes: Tensor) -> Message:
         """To each client that shares edges: which, by the ids that both know, and the own ends' places in the own list of nodes."""
-        client.memory["numbering"] = numbering = Numbering.of(dict(zip(client.facts.clients, nodes.tolist(), strict=True)))
-        if (told := numbering.size(client.name)) != client.graph.num_nodes:  # it was not there when nodes were counted, for example
-            raise MessageError(f"client {client.name!r} in 'greet': tensor 'nodes' gives it {told} nodes, it has {client.graph.num_nodes}")
+        client.memory["numbering"] = numbering = Numbering.of(
+            dict(zip(client.facts.clients, nodes.tolist(), strict=True))
+        )
+        if (
+            told := numbering.size(client.name)
+        ) != client.graph.num_nodes:  # it was not there when nodes were counted, for example
+            raise MessageError(
+                f"client {client.name!r} in 'greet': tensor 'nodes' gives it {told} nodes, it has {client.graph.num_nodes}"
+            )
         return _shared_edges(client)
 
     @phase()
@@ -238,13 +281,19 @@ class FedStruct(FedSGD):
             own, remote = here["position"].numpy(), there["position"].numpy()
             size = numbering.size(peer)
             if len(remote) and (remote.min() < 0 or remote.max() >= size):
-                raise MessageError(f"client {client.name!r}: letter of {peer!r}: tensor 'position' holds a number outside 0 to {size - 1}")
+                raise MessageError(
+                    f"client {client.name!r}: letter of {peer!r}: tensor 'position' holds a number outside 0 to {size - 1}"
+                )
             incoming = here["incoming"].numpy()
             shape = (graph.num_nodes, size)
             gathered[peer] = _ones(own[incoming], remote[incoming], shape)
             spread[peer] = _ones(remote[~incoming], own[~incoming], shape[::-1])
         source, target = graph.edge_index[:, graph.edge_index[0] != graph.edge_index[1]].numpy()
-        weight = None if graph.edge_weight is None else graph.edge_weight[graph.edge_index[0] != graph.edge_index[1]].numpy()
+        weight = (
+            None
+            if graph.edge_weight is None
+            else graph.edge_weight[graph.edge_index[0] != graph.edge_index[1]].numpy()
+        )
         inner = _ones(target, source, (graph.num_nodes, graph.num_nodes), weight)
         client.memory["part"] = Part(client.name, numbering, inner, gathered, spread)
         return {}
@@ -254,7 +303,11 @@ class FedStruct(FedSGD):
     def start(self, client: Client, loops: Tensor) -> Message:
         """The first power, which each client knows: Â with self-loops, or D^-1 A without."""
         memory = client.memory
-        memory["loops"], memory["power"], memory["hop"] = bool(loops), memory["part"].first_power(bool(loops)), 1
+        memory["loops"], memory["power"], memory["hop"] = (
+            bool(loops),
+            memory["part"].first_power(bool(loops)),
+            1,
+        )
         memory["kept"], memory["missed"] = {}, 0
         return {}
 
@@ -266,7 +319,10 @@ class FedStruct(FedSGD):
 
     def _blocks(self, client: Client) -> dict[str, csr_matrix]:
         part: Part = client.memory["part"]
-        return {peer: self._pruned(part.block_for(peer, client.memory["power"]), part, peer) for peer in part.spread}
+        return {
+            peer: self._pruned(part.block_for(peer, client.memory["power"]), part, peer)
+            for peer in part.spread
+        }
 
     def _pruned(self, block: csr_matrix, part: Part, receiver: str) -> csr_matrix:
         if self.prune != "protocol":
@@ -287,7 +343,9 @@ class FedStruct(FedSGD):
             block = hops.unpacked(letter, len(rows), part.numbering.total, who)
             arrived.append(hops.placed(block, rows, part.inner.shape[0]))
         expected = {peer for peer in part.gathered if len(part.rows_from(peer))}
-        client.memory["missed"] += len(expected - set(inbox or {}))  # who met, and then was not there: the power lacks its part
+        client.memory["missed"] += len(
+            expected - set(inbox or {})
+        )  # who met, and then was not there: the power lacks its part
         self._advance(client, arrived)
         return {}
 
@@ -302,7 +360,9 @@ class FedStruct(FedSGD):
         """Puts aside, before the next power takes its place, what is needed of this one."""
         memory, part = client.memory, client.memory["part"]
         if not memory["loops"]:
-            memory["kept"][memory["hop"]] = memory["power"].diagonal(part.numbering.span(client.name).start)
+            memory["kept"][memory["hop"]] = memory["power"].diagonal(
+                part.numbering.span(client.name).start
+            )
         elif memory["hop"] in self.used:
             memory["kept"][memory["hop"]] = memory["power"]
 
@@ -311,7 +371,9 @@ class FedStruct(FedSGD):
     @phase(counts="int64[256]")
     def tally(self, client: Client, prefix: Tensor, depth: Tensor) -> Message:
         """Of the own entries whose leading bytes are `prefix`, how many have which next byte."""
-        return {"counts": torch.from_numpy(hops.tally(client.memory["power"], int(prefix), int(depth)))}
+        return {
+            "counts": torch.from_numpy(hops.tally(client.memory["power"], int(prefix), int(depth)))
+        }
 
     @summed
     @phase(counts="int64[K]")
@@ -329,21 +391,38 @@ class FedStruct(FedSGD):
         return {}
 
     def _cut_globally(self, server: Server, most: int) -> None:
-        bits, above = 0, 0  # the threshold's bytes found so far; how many entries are surely above it
+        bits, above = (
+            0,
+            0,
+        )  # the threshold's bytes found so far; how many entries are surely above it
         for depth in range(4):
-            counts = server.sum(self.tally, prefix=torch.tensor(bits), depth=torch.tensor(depth))["counts"]
+            counts = server.sum(self.tally, prefix=torch.tensor(bits), depth=torch.tensor(depth))[
+                "counts"
+            ]
             if depth == 0 and int(counts.sum()) <= most:
                 return
             from_top = counts.flip(0).cumsum(0)
             place = int((above + from_top < most).sum())
             above += int(from_top[place - 1]) if place else 0
             bits = bits * 256 + 255 - place
-        equal = dict(zip(server.clients, server.sum(self.ties, bits=torch.tensor(bits))["counts"].tolist(), strict=True))
+        equal = dict(
+            zip(
+                server.clients,
+                server.sum(self.ties, bits=torch.tensor(bits))["counts"].tolist(),
+                strict=True,
+            )
+        )
         room, share = most - above, {}
         for client in sorted(equal):
             share[client] = min(equal[client], room)
             room -= share[client]
-        server.ask(self.cut, each={c: {"bits": torch.tensor(bits), "ties": torch.tensor(share[c])} for c in server.clients})
+        server.ask(
+            self.cut,
+            each={
+                c: {"bits": torch.tensor(bits), "ties": torch.tensor(share[c])}
+                for c in server.clients
+            },
+        )
 
     # ---- the same under encryption ----
     @peer_messages(read_by="trust", encrypted=False)
@@ -351,12 +430,16 @@ class FedStruct(FedSGD):
     def publish(self, client: Client) -> Message:
         """The public part of fresh CKKS keys, to each client that will send a block."""
         client.memory["keys"] = keys = ckks.Keys.generate()
-        return {peer: {"key": torch.from_numpy(keys.public)} for peer in client.memory["part"].gathered}
+        return {
+            peer: {"key": torch.from_numpy(keys.public)} for peer in client.memory["part"].gathered
+        }
 
     @phase()
     def trust(self, client: Client, inbox: Message | None = None) -> Message:
         """Keeps the peers' public keys."""
-        client.memory["peers"] = {peer: letter["key"].numpy() for peer, letter in (inbox or {}).items()}
+        client.memory["peers"] = {
+            peer: letter["key"].numpy() for peer, letter in (inbox or {}).items()
+        }
         return {}
 
     @peer_messages(read_by="absorb_encrypted", encrypted=False)
@@ -367,7 +450,9 @@ class FedStruct(FedSGD):
         sent = {}
         for peer, block in self._blocks(client).items():
             full = hops.placed(block, part.rows_of(peer), part.numbering.size(peer)).toarray()
-            cipher = ckks.encrypt(client.memory["peers"][peer], np.rint(full.ravel().astype(np.float64) / GRID) * GRID)
+            cipher = ckks.encrypt(
+                client.memory["peers"][peer], np.rint(full.ravel().astype(np.float64) / GRID) * GRID
+            )
             sent[peer] = {"cipher": torch.from_numpy(cipher)}
         return sent
 
@@ -381,12 +466,16 @@ class FedStruct(FedSGD):
             values = client.memory["keys"].decrypt(letter["cipher"].numpy(), size)
             total = np.rint(values / GRID) * GRID
             if total.size and total.min() < 0:
-                raise MessageError(f"client {client.name!r}: the sum of its peers' blocks, tensor 'cipher', holds a negative number")
+                raise MessageError(
+                    f"client {client.name!r}: the sum of its peers' blocks, tensor 'cipher', holds a negative number"
+                )
             arrived.append(csr_matrix(total.astype(np.float32).reshape(part.inner.shape[0], -1)))
         self._advance(client, arrived)
         return {}
 
-    def _add_encrypted(self, server: Server, keys: dict[str, Tensor], numbering: Numbering) -> dict[str, Message]:
+    def _add_encrypted(
+        self, server: Server, keys: dict[str, Tensor], numbering: Numbering
+    ) -> dict[str, Message]:
         """One letter to each client, its sender the first who wrote: the sum of all, added up unseen."""
         written: dict[str, dict[str, Any]] = {}
         for sender, sent in server.collect(self.offer_encrypted).items():
@@ -399,7 +488,9 @@ class FedStruct(FedSGD):
                 try:
                     ckks.require_size(keys[receiver].numpy(), cipher, entries)
                 except MessageError as error:
-                    raise MessageError(f"client {sender!r} in 'offer_encrypted': tensor '{receiver}/cipher': {error}") from None
+                    raise MessageError(
+                        f"client {sender!r} in 'offer_encrypted': tensor '{receiver}/cipher': {error}"
+                    ) from None
             total = ckks.add(keys[receiver].numpy(), list(ciphers.values()))
             added.setdefault(min(ciphers), {})[receiver] = {"cipher": torch.from_numpy(total)}
         return added
@@ -410,7 +501,9 @@ class FedStruct(FedSGD):
         keys = {}
         if self.encrypt and count > 1:
             published = server.collect(self.publish)
-            keys = {owner: next(iter(sent.values()))["key"] for owner, sent in published.items() if sent}
+            keys = {
+                owner: next(iter(sent.values()))["key"] for owner, sent in published.items() if sent
+            }
             server.deliver(self.publish, published)
         for _ in range(count - 1):
             if self.encrypt:
@@ -429,11 +522,18 @@ class FedStruct(FedSGD):
         self._keep(client)
         place, size = part.numbering.span(client.name).start, part.inner.shape[0]
         every = np.arange(size)
-        itself = csr_matrix((np.ones(size, np.float32), (every, every + place)), shape=(size, part.numbering.total))
+        itself = csr_matrix(
+            (np.ones(size, np.float32), (every, every + place)), shape=(size, part.numbering.total)
+        )
         powers = [itself if hop == 0 else memory["kept"][hop] for hop in self.used]
         if not self.learn_beta:
             beta = self.coefficients()
-            powers = [csr_matrix(sum(beta[hop] * power for hop, power in zip(self.used, powers, strict=True)), dtype=np.float32)]
+            powers = [
+                csr_matrix(
+                    sum(beta[hop] * power for hop, power in zip(self.used, powers, strict=True)),
+                    dtype=np.float32,
+                )
+            ]
         memory["all"] = Rows.of(torch.arange(size), powers)
         memory["train"] = Rows.of(client.graph.train.nonzero().flatten(), powers)
         for finished in ("power", "kept"):
@@ -443,7 +543,13 @@ class FedStruct(FedSGD):
         return {name: torch.tensor(int(count)) for name, count in counts.items()}
 
     @summed
-    @phase(rows=Computed(lambda method, facts, message, reply: (("", "float32", (int(message["nodes"]), method.described)),)))
+    @phase(
+        rows=Computed(
+            lambda method, facts, message, reply: (
+                ("", "float32", (int(message["nodes"]), method.described)),
+            )
+        )
+    )
     def describe(self, client: Client, nodes: Tensor) -> Message:
         """What DEG and FED* are made of: the own nodes' return probabilities (FED*) and degrees, in the own places."""
         memory, part = client.memory, client.memory["part"]
@@ -474,7 +580,9 @@ class FedStruct(FedSGD):
         if self.structure == "deg":
             return structure.degree_features(rows[:, 0], self.d_s)
         if self.structure == "fed":
-            return torch.cat([rows[:, :-1], structure.degree_features(rows[:, -1], self.d_s - self.walk)], 1)
+            return torch.cat(
+                [rows[:, :-1], structure.degree_features(rows[:, -1], self.d_s - self.walk)], 1
+            )
         return rows
 
     def _fixed_features(self, server: Server, numbering: Numbering) -> Tensor:
@@ -505,9 +613,15 @@ class FedStruct(FedSGD):
             load_weights(g, model["structure"])
             q = g(q, client.rng("structure dropout"))
         backward(local_model, self._objective(client, rows, rows.spread(q, beta)))
-        trained = {"feature": local_model} if self.absorbed else {"feature": local_model, "structure": g}
+        trained = (
+            {"feature": local_model} if self.absorbed else {"feature": local_model, "structure": g}
+        )
         gradient: Message = {name: _gradients(module) for name, module in trained.items()}
-        gradient |= {name: leaf.grad for name, leaf in (("S", S), ("beta", beta)) if leaf is not None and leaf.requires_grad}
+        gradient |= {
+            name: leaf.grad
+            for name, leaf in (("S", S), ("beta", beta))
+            if leaf is not None and leaf.requires_grad
+        }
         return {"gradient": gradient, "labelled": client.graph.train.sum()}
 
     def _objective(self, client: Client, rows: Rows, z: Tensor) -> Tensor:
@@ -515,13 +629,17 @@ class FedStruct(FedSGD):
         model = client.state["model"]
         model.zero_grad()
         logits = model(client.graph, client.rng("dropout")).index_add(0, rows.nodes, z)
-        return client.loss(logits.softmax(1) if self.double_softmax else logits, client.graph, reduction="sum")
+        return client.loss(
+            logits.softmax(1) if self.double_softmax else logits, client.graph, reduction="sum"
+        )
 
     def _encoder(self, client: Client) -> Encoder:
         """The client's g; its weights are whatever was loaded last."""
         if "g" not in client.memory:
             with seeded(client.rng("structure")):
-                client.memory["g"] = Encoder(self.widths(client.facts.num_classes), client.facts.dropout)
+                client.memory["g"] = Encoder(
+                    self.widths(client.facts.num_classes), client.facts.dropout
+                )
         g: Encoder = client.memory["g"]
         g.zero_grad()
         return g
@@ -540,7 +658,12 @@ class FedStruct(FedSGD):
             client.memory["beta"] = model.get("beta")
         if self.inference == "structure":
             return z
-        return torch.func.functional_call(client.state["model"], model["feature"], (client.full_graph,)) + z
+        return (
+            torch.func.functional_call(
+                client.state["model"], model["feature"], (client.full_graph,)
+            )
+            + z
+        )
 
     # ---- pictures ----
     def artifacts(self, client: Client) -> Message:
@@ -550,7 +673,10 @@ class FedStruct(FedSGD):
         if "all" not in memory or beta is None:
             return others
         rows: Rows = memory["all"]
-        powers = (csr_matrix((p.values.numpy(), p.indices.numpy(), p.offsets.numpy()), shape=p.shape) for p in rows.powers)
+        powers = (
+            csr_matrix((p.values.numpy(), p.indices.numpy(), p.offsets.numpy()), shape=p.shape)
+            for p in rows.powers
+        )
         combined = csr_matrix(sum(float(b) * power for b, power in zip(beta, powers, strict=True)))
         numbering: Numbering = memory["numbering"]
         first = numbering.span(client.name).start
@@ -566,7 +692,11 @@ class FedStruct(FedSGD):
 
         If β is learned, it is of each power that has a part in Ā apart.
         """
-        numbering = Numbering.of(dict(zip(federation.names, (graph.num_nodes for graph in federation.graphs), strict=True)))
+        numbering = Numbering.of(
+            dict(
+                zip(federation.names, (graph.num_nodes for graph in federation.graphs), strict=True)
+            )
+        )
         shown: Message = {"starts": torch.from_numpy(numbering.starts)}
         whole = whole_first_power(federation, numbering)
         if binned.is_affordable(whole, self.hops):
@@ -589,7 +719,10 @@ class FedStruct(FedSGD):
         memory["asked"] = asked = torch.cat([train, held_out])
         every: Rows = memory["all"]
         matrix = every.powers[0]
-        taken = csr_matrix((matrix.values.numpy(), matrix.indices.numpy(), matrix.offsets.numpy()), shape=matrix.shape)[asked.numpy()]
+        taken = csr_matrix(
+            (matrix.values.numpy(), matrix.indices.numpy(), matrix.offsets.numpy()),
+            shape=matrix.shape,
+        )[asked.numpy()]
         column = every.reach.numpy()[taken.indices]
         owner = numbering.owners[column]
         memory["queries"] = {}
@@ -598,7 +731,10 @@ class FedStruct(FedSGD):
             peer = numbering.names[at]
             span = numbering.span(peer)
             block = hops.chosen(taken, owner == at)
-            block = csr_matrix((block.data, column[owner == at] - span.start, block.indptr), shape=(len(asked), span.stop - span.start))
+            block = csr_matrix(
+                (block.data, column[owner == at] - span.start, block.indptr),
+                shape=(len(asked), span.stop - span.start),
+            )
             if peer == client.name:
                 self._register(client, peer, block, len(train))
             else:
@@ -616,15 +752,23 @@ class FedStruct(FedSGD):
                 raise MessageError(f"{who}: tensor 'train' is {train}, must be 0 to {count}")
             self._register(client, peer, hops.unpacked(letter, count, own, who), train)
         width = client.facts.num_classes if self.absorbed else self.d_s
-        client.state["S"] = S = self._own_rows(client.facts.seed, client.name, own, width).requires_grad_()
-        client.state["optimizer of S"] = make_optimizer(self.optimizer, [S], self.lr, self.weight_decay)
+        client.state["S"] = S = self._own_rows(
+            client.facts.seed, client.name, own, width
+        ).requires_grad_()
+        client.state["optimizer of S"] = make_optimizer(
+            self.optimizer, [S], self.lr, self.weight_decay
+        )
         return {}
 
     def _register(self, client: Client, peer: str, block: csr_matrix, train: int) -> None:
         block.sum_duplicates()
         block.eliminate_zeros()  # a node with weight 0 is in no sum, and must not raise the bound
         client.memory["queries"][peer] = {
-            scope: (int((np.diff(rows.indptr) > 0).sum()), len(np.unique(rows.indices)), hops.as_sparse(rows))
+            scope: (
+                int((np.diff(rows.indptr) > 0).sum()),
+                len(np.unique(rows.indices)),
+                hops.as_sparse(rows),
+            )
             for scope, rows in (("train", csr_matrix(block[:train])), ("all", block))
         }
 
@@ -632,9 +776,20 @@ class FedStruct(FedSGD):
     @phase(nodes="int64[]")
     def exposed(self, client: Client) -> Message:
         """How many own nodes some peer can solve for, although it asks for fewer sums than there are nodes: alone in a sum, for example."""
-        asked = [query["all"][2] for peer, query in client.memory["queries"].items() if peer != client.name]
-        found = [hops.determined(csr_matrix((m.values.numpy(), m.indices.numpy(), m.offsets.numpy()), shape=m.shape)) for m in asked]
-        return {"nodes": torch.tensor(len(np.unique(np.concatenate([np.zeros(0, np.int64), *found]))))}
+        asked = [
+            query["all"][2]
+            for peer, query in client.memory["queries"].items()
+            if peer != client.name
+        ]
+        found = [
+            hops.determined(
+                csr_matrix((m.values.numpy(), m.indices.numpy(), m.offsets.numpy()), shape=m.shape)
+            )
+            for m in asked
+        ]
+        return {
+            "nodes": torch.tensor(len(np.unique(np.concatenate([np.zeros(0, np.int64), *found]))))
+        }
 
     @peer_messages(read_by="hear")
     @phase(sums="float32[n,C]")
@@ -679,7 +834,15 @@ class FedStruct(FedSGD):
         return {}
 
     @summed
-    @phase(gradient="=model", labelled="int64[]", pull=Computed(lambda method, facts, message, reply: (("", "float32", (int(message["nodes"]), facts.num_classes)),)))
+    @phase(
+        gradient="=model",
+        labelled="int64[]",
+        pull=Computed(
+            lambda method, facts, message, reply: (
+                ("", "float32", (int(message["nodes"]), facts.num_classes)),
+            )
+        ),
+    )
     def gradient_of_sums(self, client: Client, model: Message, nodes: Tensor) -> Message:
         """∇ w.r.t. θ_f, and w.r.t. q_u = g(s_u) of all nodes u: Āᵀ (ŷ - y)."""
         local_model, rows = client.state["model"], client.memory["train"]
@@ -688,7 +851,11 @@ class FedStruct(FedSGD):
         backward(local_model, self._objective(client, rows, z))
         pull = torch.zeros(int(nodes), client.facts.num_classes)
         pull[rows.reach] = rows.powers[0].transpose @ z.grad
-        return {"gradient": {"feature": _gradients(local_model)}, "labelled": client.graph.train.sum(), "pull": pull}
+        return {
+            "gradient": {"feature": _gradients(local_model)},
+            "labelled": client.graph.train.sum(),
+            "pull": pull,
+        }
 
     @phase()
     def settle(self, client: Client, pull: Tensor) -> Message:
@@ -717,7 +884,10 @@ class FedStruct(FedSGD):
         server.relay(self.greet, nodes=sizes)
         self._powers(server, self.hops, loops=True, numbering=numbering)
         filled = server.sum(self.finish)
-        server.notes |= {"entries of the structure matrix": int(filled["entries"]), "nodes that reach nobody in it": int(filled["empty"])}
+        server.notes |= {
+            "entries of the structure matrix": int(filled["entries"]),
+            "nodes that reach nobody in it": int(filled["empty"]),
+        }
         if filled["missed"]:
             server.notes["blocks that did not arrive"] = int(filled["missed"])
         fixed = None if self.structure == "hop2vec" else self._fixed_features(server, numbering)
@@ -725,7 +895,9 @@ class FedStruct(FedSGD):
             server.ask(self.adopt, rows=fixed)
         if self.private:
             server.relay(self.request)
-            server.notes["embeddings that a peer can solve for"] = int(server.sum(self.exposed)["nodes"])
+            server.notes["embeddings that a peer can solve for"] = int(
+                server.sum(self.exposed)["nodes"]
+            )
         model = self.begin(server, self._initial(server, numbering))
         for _ in server.rounds(self.rounds):
             if self.private:
@@ -742,7 +914,9 @@ class FedStruct(FedSGD):
                 model["structure"] = weights(Encoder(self.widths(facts.num_classes), facts.dropout))
         if self.structure == "hop2vec" and not self.private:
             width = facts.num_classes if self.absorbed else self.d_s
-            model["S"] = torch.cat([self._own_rows(facts.seed, c, numbering.size(c), width) for c in numbering.names])
+            model["S"] = torch.cat(
+                [self._own_rows(facts.seed, c, numbering.size(c), width) for c in numbering.names]
+            )
         if self.learn_beta:
             model["beta"] = torch.tensor(self.coefficients())
         return model
@@ -755,7 +929,11 @@ class FedStruct(FedSGD):
     def _private_round(self, server: Server, model: Message, numbering: Numbering) -> None:
         of_g = {} if self.absorbed else {"theta_s": model["structure"]}
         server.relay(self.answer, everything=torch.tensor(False), **of_g)
-        total = server.sum(self.gradient_of_sums, model={"feature": model["feature"]}, nodes=torch.tensor(numbering.total))
+        total = server.sum(
+            self.gradient_of_sums,
+            model={"feature": model["feature"]},
+            nodes=torch.tensor(numbering.total),
+        )
         pull = total["pull"] / total["labelled"].clamp(min=1)
         each = {c: {"pull": pull[numbering.span(c)]} for c in server.clients}
         if self.absorbed:
@@ -763,7 +941,9 @@ class FedStruct(FedSGD):
         else:
             of_all = server.sum(self.settle_and_tell, each=each, **of_g)["gradient"]
             # `follow` takes sums over training nodes, and this one is of their mean already.
-            total["gradient"]["structure"] = {name: g * total["labelled"].clamp(min=1) for name, g in of_all.items()}
+            total["gradient"]["structure"] = {
+                name: g * total["labelled"].clamp(min=1) for name, g in of_all.items()
+            }
         self.follow(server, total)
         if server.due():
             server.relay(self.answer, book_as="evaluate", everything=torch.tensor(True), **of_g)
@@ -771,7 +951,10 @@ class FedStruct(FedSGD):
 
 
 def _gradients(module: nn.Module) -> Message:
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in sorted(module.named_parameters())}
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in sorted(module.named_parameters())
+    }
 
 
 def _ones(rows: Any, columns: Any, shape: tuple[int, int], weight: Any = None) -> csr_matrix:
@@ -782,12 +965,20 @@ def _ones(rows: Any, columns: Any, shape: tuple[int, int], weight: Any = None) -
 def whole_first_power(federation: Federation, numbering: Numbering) -> csr_matrix:
     """Â = D̃^-1 (A + I) of the whole graph [n, n], float64: what no party has, put together from all of them."""
     starts = [numbering.span(name).start for name in federation.names]
-    targets, sources, weights_of = [np.arange(numbering.total)], [np.arange(numbering.total)], [np.ones(numbering.total)]
+    targets, sources, weights_of = (
+        [np.arange(numbering.total)],
+        [np.arange(numbering.total)],
+        [np.ones(numbering.total)],
+    )
     order = [np.argsort(graph.node_id.numpy(), kind="stable") for graph in federation.graphs]
     ids = [graph.node_id.numpy()[by] for graph, by in zip(federation.graphs, order, strict=True)]
     for start, graph in zip(starts, federation.graphs, strict=True):
         source, target = graph.edge_index.numpy()
-        weight = np.ones(len(source)) if graph.edge_weight is None else graph.edge_weight.numpy().astype(np.float64)
+        weight = (
+            np.ones(len(source))
+            if graph.edge_weight is None
+            else graph.edge_weight.numpy().astype(np.float64)
+        )
         proper = source != target
         targets.append(start + target[proper])
         sources.append(start + source[proper])
@@ -799,7 +990,9 @@ def whole_first_power(federation: Federation, numbering: Numbering) -> csr_matri
             sources.append(starts[peer] + order[peer][np.searchsorted(ids[peer], remote[here])])
             weights_of.append(np.ones(int(here.sum())))
     ends = np.concatenate(targets), np.concatenate(sources)
-    matrix = csr_matrix((np.concatenate(weights_of), ends), shape=(numbering.total, numbering.total))
+    matrix = csr_matrix(
+        (np.concatenate(weights_of), ends), shape=(numbering.total, numbering.total)
+    )
     return csr_matrix(diags_array(1 / np.asarray(matrix.sum(1)).ravel()) @ matrix)
 
 
@@ -826,22 +1019,42 @@ def _shared_edges(client: Client) -> dict[str, dict[str, Tensor]]:
         peer = client.facts.clients[number]
         seen = inward if client.name < peer else ~inward
         order = torch.from_numpy(np.lexsort([seen.numpy(), target.numpy(), source.numpy()]))
-        found[peer] = {"source": source[order], "target": target[order], "position": here[order].int(), "incoming": inward[order]}
+        found[peer] = {
+            "source": source[order],
+            "target": target[order],
+            "position": here[order].int(),
+            "incoming": inward[order],
+        }
     return found
 
 
 def _require_same_edges(name: str, peer: str, here: Any, there: Message) -> None:
     if len({len(tensor) for tensor in there.values()}) > 1:
-        raise MessageError(f"client {name!r}: letter of {peer!r}: tensors {', '.join(map(repr, there))} differ in length")
+        raise MessageError(
+            f"client {name!r}: letter of {peer!r}: tensors {', '.join(map(repr, there))} differ in length"
+        )
     expected = {"source": here["source"], "target": here["target"], "incoming": ~here["incoming"]}
     differing = [key for key, tensor in expected.items() if not torch.equal(tensor, there[key])]
     if not differing:
         return
-    mine = Counter(zip(here["source"].tolist(), here["target"].tolist(), here["incoming"].tolist(), strict=True))
-    theirs = Counter(zip(there["source"].tolist(), there["target"].tolist(), (~there["incoming"]).tolist(), strict=True))
+    mine = Counter(
+        zip(
+            here["source"].tolist(), here["target"].tolist(), here["incoming"].tolist(), strict=True
+        )
+    )
+    theirs = Counter(
+        zip(
+            there["source"].tolist(),
+            there["target"].tolist(),
+            (~there["incoming"]).tolist(),
+            strict=True,
+        )
+    )
     for only, knows, lacks in ((mine - theirs, name, peer), (theirs - mine, peer, name)):
         for source, target, _ in sorted(only):
             raise MessageError(
                 f"cross edge {source} -> {target}: client {knows!r} knows it, client {lacks!r} does not; both owners have to"
             )
-    raise MessageError(f"client {name!r}: letter of {peer!r}: tensor {differing[0]!r} lists the shared edges in another order")
+    raise MessageError(
+        f"client {name!r}: letter of {peer!r}: tensor {differing[0]!r} lists the shared edges in another order"
+    )

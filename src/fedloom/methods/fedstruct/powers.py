@@ -99,10 +99,14 @@ class Part:
         """Own rows of D^-1 A, or of D̃^-1 (A + I): [own nodes, n]."""
         own = self.own(loops)
         blocks = [
-            own if peer == self.name else self.gathered.get(peer, csr_matrix((own.shape[0], size), dtype=np.float32))
+            own
+            if peer == self.name
+            else self.gathered.get(peer, csr_matrix((own.shape[0], size), dtype=np.float32))
             for peer, size in zip(self.numbering.names, self.numbering.sizes, strict=True)
         ]
-        return scaled_rows(csr_matrix(hstack(blocks, format="csr", dtype=np.float32)), self.inverse_degrees(loops))
+        return scaled_rows(
+            csr_matrix(hstack(blocks, format="csr", dtype=np.float32)), self.inverse_degrees(loops)
+        )
 
     def block_for(self, peer: str, power: csr_matrix) -> csr_matrix:
         """B: what a peer's nodes gather in the next hop through own nodes, [those of its nodes that gather from here, n]."""
@@ -127,12 +131,16 @@ class Part:
 
 def _identity(size: int) -> csr_matrix:
     every = np.arange(size, dtype=np.int32)
-    return csr_matrix((np.ones(size, np.float32), every, np.arange(size + 1, dtype=np.int32)), shape=(size, size))
+    return csr_matrix(
+        (np.ones(size, np.float32), every, np.arange(size + 1, dtype=np.int32)), shape=(size, size)
+    )
 
 
 def _added(blocks: list[csr_matrix]) -> csr_matrix:
     """Σ of blocks of one shape as one product: (I I ... I) times the blocks on top of each other; one addition after another is slower."""
-    every = csr_matrix(hstack([_identity(blocks[0].shape[0])] * len(blocks), format="csr", dtype=np.float32))
+    every = csr_matrix(
+        hstack([_identity(blocks[0].shape[0])] * len(blocks), format="csr", dtype=np.float32)
+    )
     return csr_matrix(every @ vstack(blocks, format="csr"))
 
 
@@ -175,7 +183,9 @@ def strongest_by_owner(matrix: csr_matrix, most: int, numbering: Numbering) -> c
 def chosen(matrix: csr_matrix, keep: NDArray[np.bool_]) -> csr_matrix:
     """The matrix with those of its stored entries that are to be kept."""
     before = np.concatenate([[0], np.cumsum(keep)])
-    return csr_matrix((matrix.data[keep], matrix.indices[keep], before[matrix.indptr]), shape=matrix.shape)
+    return csr_matrix(
+        (matrix.data[keep], matrix.indices[keep], before[matrix.indptr]), shape=matrix.shape
+    )
 
 
 def ranks(matrix: csr_matrix) -> NDArray[np.int32]:
@@ -208,7 +218,9 @@ def determined(matrix: csr_matrix) -> Numbers:
     rows = matrix[np.flatnonzero(np.diff(matrix.indptr))][:, columns].toarray().astype(np.float64)
     if not rows.size:
         return np.zeros(0, np.int64)
-    _, strength, basis = np.linalg.svd(rows / np.linalg.norm(rows, axis=1, keepdims=True), full_matrices=False)
+    _, strength, basis = np.linalg.svd(
+        rows / np.linalg.norm(rows, axis=1, keepdims=True), full_matrices=False
+    )
     within = np.square(basis[strength > 1e-9 * strength[0]]).sum(0)
     return columns[within > 1 - 1e-9].astype(np.int64)
 
@@ -227,18 +239,25 @@ def unpacked(letter: Mapping[str, Tensor], rows: int, columns: int, who: str) ->
     """The block in a letter; MessageError, naming the tensor, unless it has so many rows and its columns are 0 to columns - 1."""
     count, column, value = (letter[name].numpy() for name in ("count", "column", "value"))
     if len(count) != rows:
-        raise MessageError(f"{who}: tensor 'count' has shape {[len(count)]}, expected {[rows]}, a number for each node at the border")
+        raise MessageError(
+            f"{who}: tensor 'count' has shape {[len(count)]}, expected {[rows]}, a number for each node at the border"
+        )
     if len(count) and count.min() < 0:
         raise MessageError(f"{who}: tensor 'count' holds {count.min()}, must not be negative")
     entries = int(count.sum(dtype=np.int64))
     for name, tensor in (("column", column), ("value", value)):
         if len(tensor) != entries:
-            raise MessageError(f"{who}: tensor {name!r} has shape {[len(tensor)]}, expected {[entries]}, the sum of 'count'")
+            raise MessageError(
+                f"{who}: tensor {name!r} has shape {[len(tensor)]}, expected {[entries]}, the sum of 'count'"
+            )
     if entries and (column.min() < 0 or column.max() >= columns):
         raise MessageError(f"{who}: tensor 'column' holds a number outside 0 to {columns - 1}")
     if entries and value.min() < 0:
         raise MessageError(f"{who}: tensor 'value' holds a negative number")
-    return csr_matrix((value, column, np.concatenate([[0], np.cumsum(count, dtype=np.int64)])), shape=(rows, columns))
+    return csr_matrix(
+        (value, column, np.concatenate([[0], np.cumsum(count, dtype=np.int64)])),
+        shape=(rows, columns),
+    )
 
 
 def as_sparse(matrix: csr_matrix) -> Sparse:
