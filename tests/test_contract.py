@@ -1,4 +1,8 @@
-"""The contract: what every method file keeps to, in every engine. A new file in `methods/` is picked up by itself."""
+"""The contract: what every method guarantees, in every engine.
+
+The suite finds a new file in `methods/` by itself. Runs with default settings are cached, because
+most tests compare something with them.
+"""
 
 import importlib
 import tomllib
@@ -13,42 +17,77 @@ from fedloom.core.ledger import MEASURING
 from fedloom.core.message import flatten, unflatten
 from fedloom.core.registry import make_method, method_class, method_names
 from fedloom.data.federation import Federation
-from fedloom.engines import engine_names
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError, MessageError, Refusal, RoundFailed
 from fedloom.experiments.recipe import make_recipe
 from fedloom.experiments.run import run
 
 METHODS = sorted(method_names())
-# What cannot run with secure = true, since it needs more than sums
-SINGLE_REPLIES = {
-    "scaffold", "dense", "coboost", "fedgen", "gcfl+", "fpl", "fggp", "fedtgp", "fedpg", "fedkd", "fed-pub", "fedgta", "fedgh", "fedtad",
-}  # fmt: skip
 MODEL = "gcn-2x8"
+THOROUGH = ("fedavg", "fedstruct")  # methods that are tested with every fault and every kill point
+# Methods that cover all that the processes engine carries: sums, peer messages, plug-ins.
+IN_PROCESSES = ("fedavg", "fedgcn", "fedgh", "fedpg", "fedstruct", "opfgl")
+
+FAULTS = ("nan", "inf", "shape", "dtype", "missing", "extra")
+_cached = {}
+
+
+def pytest_generate_tests(metafunc):
+    """Runs every test for every method; expensive variants for some of them only."""
+    wanted = set(metafunc.fixturenames)
+    if "fault" in wanted:
+        cases = [(n, f) for n in METHODS for f in FAULTS if f == "shape" or n in THOROUGH]
+        metafunc.parametrize(("name", "fault"), cases)
+    elif "last" in wanted:  # a one-shot method has one round
+        ends = {n: rounds_of(n) for n in METHODS}
+        every = {n: range(1, ends[n] + 1) if n in THOROUGH else [min(2, ends[n])] for n in METHODS}
+        metafunc.parametrize(("name", "last"), [(n, k) for n in METHODS for k in every[n]])
+    elif "task" in wanted:
+        tasks = {n: [t for t in ("node", "graph") if t in method_class(n).tasks] for n in METHODS}
+        cases = [(n, task) for n in METHODS for task in tasks[n]]
+        if metafunc.function is test_every_setting_changes_something:
+            slow = [
+                pytest.param(*c, marks=pytest.mark.slow) for c in cases if c[1] != tasks[c[0]][0]
+            ]
+            cases = [c for c in cases if c[1] == tasks[c[0]][0]] + slow
+        metafunc.parametrize(("name", "task"), cases)
+    elif "processes" in metafunc.function.__name__:
+        metafunc.parametrize("name", IN_PROCESSES)
+    else:
+        metafunc.parametrize("name", METHODS)
 
 
 def own_tests(name):
+    """The module with a method's own tests."""
     return importlib.import_module(f"tests.methods.test_{method_names()[name]}")
 
 
 def quick(name):
-    """Settings that keep a run short and let every setting matter: three rounds, and what the method's own tests say in QUICK."""
+    """Settings for a short run in which every setting matters: three rounds, and QUICK."""
     return {"rounds": 3, **getattr(own_tests(name), "QUICK", {})}
 
 
 def rounds_of(name):
+    """The number of rounds of a quick run."""
     return quick(name)["rounds"]
 
 
 def go(name, federation, **settings):
-    return run(
-        name,
-        federation,
-        **{"model": getattr(own_tests(name), "CONTRACT_MODEL", MODEL), **quick(name), **settings},
-    )
+    """A quick run."""
+    model = getattr(own_tests(name), "CONTRACT_MODEL", MODEL)
+    return run(name, federation, **{"model": model, **quick(name), **settings})
+
+
+def plain(name, federation, **settings):
+    """A quick run, cached: the federations of the fixtures live as long as the session."""
+    key = (name, id(federation), tuple(sorted(settings.items())))
+    if key not in _cached:
+        _cached[key] = go(name, federation, **settings)
+    return _cached[key]
 
 
 def weights_of(result):
+    """All weights that a run leaves, by owner and name."""
     return {
         f"{owner}/{name}": tensor
         for owner, model in result.models.items()
@@ -57,36 +96,39 @@ def weights_of(result):
 
 
 def same_bits(one, other):
+    """Whether two runs leave the same weights."""
     one, other = weights_of(one), weights_of(other)
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-pytestmark = pytest.mark.parametrize("name", METHODS)
+def differences(one, other):
+    """Absolute differences of all weights of two runs, as one tensor."""
+    one, other = weights_of(one), weights_of(other)
+    assert one.keys() == other.keys()
+    return torch.cat([torch.zeros(1), *((one[k] - other[k]).abs().flatten() for k in one)])
 
 
 @pytest.fixture
 def node_federation(name, node_federation, cross_federation, graph_federation):
-    """A node task, whose clients know the edges between them if the method works on those; a graph task if it does no other."""
+    """A federation for the method: a node task if it does any, cross edges if it needs them."""
     cls = method_class(name)
-    return (
-        graph_federation
-        if "node" not in cls.tasks
-        else cross_federation
-        if cls.uses_cross_edges
-        else node_federation
-    )
+    if "node" not in cls.tasks:
+        return graph_federation
+    return cross_federation if cls.uses_cross_edges else node_federation
 
 
-@pytest.fixture(params=["node", "graph"])
-def federation(request, name, node_federation, graph_federation):
-    """Both kinds of task, of which a method does those that it says."""
-    if request.param not in method_class(name).tasks:
-        pytest.skip(f"{name} does {' and '.join(method_class(name).tasks)} tasks only")
-    return node_federation if request.param == "node" else graph_federation
+@pytest.fixture
+def federation(task, node_federation, graph_federation):
+    """A federation for each task that the method does."""
+    return node_federation if task == "node" else graph_federation
 
 
-def test_same_seed_same_bits_and_another_seed_others(name, federation):
-    first, again, other = (go(name, federation, seed=seed) for seed in (5, 5, 6))
+# ---- the same seed gives the same bits ----
+
+
+def test_same_seed_same_bits_and_another_seed_others(name, task, federation):
+    first = plain(name, federation)
+    again, other = go(name, federation), go(name, federation, seed=6)
     assert first.summary["history_hash"] == again.summary["history_hash"]
     assert same_bits(first, again)
     assert first.summary["history_hash"] != other.summary["history_hash"]
@@ -96,134 +138,124 @@ def test_same_seed_same_bits_and_another_seed_others(name, federation):
     assert first.summary["rounds"] == rounds_of(name)
 
 
-# What takes seconds to start has tests of its own: tests/test_ray.py, tests/deploy/test_flower.py.
-@pytest.mark.parametrize(
-    "engine", [e for e in engine_names() if e not in ("loop", "ray", "flower")]
-)
-def test_engines_agree_with_the_loop(name, engine, federation):
-    loop, other = go(name, federation, engine="loop"), go(name, federation, engine=engine)
-    assert loop.traffic == other.traffic
-    if engine == "stacked":  # it adds in another order
-        one, two = weights_of(loop), weights_of(other)
-        assert one.keys() == two.keys()
-        # Adam divides a gradient by its own size: where large terms have cancelled, it makes steps of what rounding has left.
-        off = (
-            torch.cat([(one[key] - two[key]).abs().flatten() for key in one])
-            if one
-            else torch.zeros(1)
-        )
-        assert off.max() < 1e-4
-        assert (off > 1e-5).float().mean() < 0.01
-        return
-    assert loop.summary["history_hash"] == other.summary["history_hash"]
-    assert same_bits(loop, other)
-
-
-def test_in_step_the_states_are_the_loops_where_steps_follow_the_gradient(name, node_federation):
-    """To 1e-5, everywhere: what Adam makes of rounding, which is why the test above allows for more, is not in the way of SGD."""
-    if "optimizer" not in {f.name for f in fields(method_class(name))}:
-        pytest.skip(f"{name} has no choice of optimisers")
-    one, two = (
-        weights_of(go(name, node_federation, engine=engine, optimizer="sgd"))
-        for engine in ("loop", "stacked")
-    )
-    assert one.keys() == two.keys()
-    assert max(((one[key] - two[key]).abs().max().item() for key in one), default=0.0) < 1e-5
-
-
-def test_the_global_random_state_is_neither_read_nor_moved(name, node_federation):
+def test_the_global_random_state_is_neither_read_nor_changed(name, node_federation):
     torch.manual_seed(1)
     before = torch.get_rng_state()
     first = go(name, node_federation)
     assert torch.equal(before, torch.get_rng_state())
-    torch.manual_seed(2)
-    assert go(name, node_federation).summary["history_hash"] == first.summary["history_hash"]
+    # The cached run started from another global state.
+    assert first.summary["history_hash"] == plain(name, node_federation).summary["history_hash"]
 
 
-def test_renumbering_clients_changes_nothing_but_the_numbers(name, federation):
+def test_renumbering_clients_changes_only_the_numbers(name, task, federation):
     order = list(reversed(range(federation.num_clients)))
 
-    def as_seen(graph):  # cross edges name their other end's owner by its number
+    def renumbered(graph):  # cross edges name the owner of their other end by its number
         own, remote, owner, direction = graph.cross_edges
-        return replace(
-            graph, cross_edges=torch.stack([own, remote, len(order) - 1 - owner, direction])
-        )
+        edges = torch.stack([own, remote, len(order) - 1 - owner, direction])
+        return replace(graph, cross_edges=edges)
 
-    graphs = tuple(as_seen(federation.graphs[k]) for k in order)
-    renumbered = replace(federation, graphs=graphs, names=tuple(federation.names[k] for k in order))
-    one, other = weights_of(go(name, federation)), weights_of(go(name, renumbered))
-    assert one.keys() == other.keys()
-    # Sums run in another order: rounding differs, nothing else.
-    assert all(torch.allclose(one[key], other[key], atol=2e-5) for key in one)
+    graphs = tuple(renumbered(federation.graphs[k]) for k in order)
+    names = tuple(federation.names[k] for k in order)
+    other = go(name, replace(federation, graphs=graphs, names=names))
+    # Sums run in another order, so rounding differs.
+    assert differences(plain(name, federation), other).max() < 2e-5
 
 
-def test_training_never_sees_a_held_out_label(name, federation):
-    chosen_by = method_class(
-        name
-    ).validates  # then validation labels choose between models, and test labels still do nothing
+# ---- engines agree ----
+
+
+def test_the_wire_engine_is_bit_identical_to_the_loop(name, task, federation):
+    loop, wire = plain(name, federation), go(name, federation, engine="wire")
+    assert loop.traffic == wire.traffic
+    assert loop.summary["history_hash"] == wire.summary["history_hash"]
+    assert same_bits(loop, wire)
+
+
+def test_the_processes_engine_is_bit_identical_to_the_loop(name, node_federation):
+    loop, processes = plain(name, node_federation), go(name, node_federation, engine="processes")
+    assert loop.traffic == processes.traffic
+    assert loop.summary["history_hash"] == processes.summary["history_hash"]
+    assert same_bits(loop, processes)
+
+
+def test_the_stacked_engine_agrees_with_the_loop(name, task, federation):
+    loop, stacked = plain(name, federation), go(name, federation, engine="stacked")
+    assert loop.traffic == stacked.traffic
+    # Adam divides a gradient by its own size. Where large terms cancel, it scales rounding errors.
+    off = differences(loop, stacked)
+    assert off.max() < 1e-4
+    assert (off > 1e-5).float().mean() < 0.01
+
+
+def test_the_stacked_engine_agrees_to_rounding_with_sgd(name, node_federation):
+    if "optimizer" not in {f.name for f in fields(method_class(name))}:
+        pytest.skip(f"{name} has no choice of optimisers")
+    loop, stacked = (
+        go(name, node_federation, engine=engine, optimizer="sgd") for engine in ("loop", "stacked")
+    )
+    assert differences(loop, stacked).max() < 1e-5
+
+
+# ---- privacy ----
+
+
+def test_training_never_sees_a_held_out_label(name, task, federation):
+    validates = method_class(name).validates  # then validation labels may choose between models
 
     def scrambled(graph):
-        seen = graph.train | graph.val if chosen_by else graph.train
+        seen = graph.train | graph.val if validates else graph.train
         return replace(graph, y=torch.where(seen, graph.y, (graph.y + 1) % graph.num_classes))
 
     whole = None if federation.whole is None else scrambled(federation.whole)
     other = replace(federation, graphs=tuple(map(scrambled, federation.graphs)), whole=whole)
-    assert same_bits(go(name, federation), go(name, other))
+    assert same_bits(plain(name, federation), go(name, other))
 
 
 def test_no_reply_is_as_large_as_the_data_unless_declared(name, node_federation, monkeypatch):
-    sizes = {graph.num_nodes for graph in node_federation.graphs} | {
-        sum(g.num_nodes for g in node_federation.graphs)
-    }
-    seen = []
-    original = Loop.call
-    monkeypatch.setattr(
-        Loop,
-        "call",
-        lambda self, phase, sent: seen.append((phase, r := original(self, phase, sent))) or r,
-    )
+    nodes = [graph.num_nodes for graph in node_federation.graphs]
+    sizes, seen, original = {*nodes, sum(nodes)}, [], Loop.call
+
+    def call(self, phase, sent):
+        replies = original(self, phase, sent)
+        seen.append((phase, replies))
+        return replies
+
+    monkeypatch.setattr(Loop, "call", call)
     go(name, node_federation)
+    declared = method_class(name).discloses_to_server
     for phase, replies in seen:
         for reply in replies.values():
             for key, tensor in flatten(reply).items():
-                assert not sizes & set(tensor.shape) or method_class(name).discloses_to_server, (
-                    f"{phase} sends {key} {list(tensor.shape)}"
-                )
+                large = sizes & set(tensor.shape)
+                assert declared or not large, f"{phase} sends {key} {list(tensor.shape)}"
 
 
-def test_clients_tell_each_other_nothing_of_features_and_labels_unless_declared(
-    name, node_federation, monkeypatch
-):
+def test_peers_learn_no_features_or_labels_unless_declared(name, node_federation, monkeypatch):
     cls = method_class(name)
     sent, original = [], Loop.call
 
     def call(self, phase, messages):
         replies = original(self, phase, messages)
-        if writes := hasattr(getattr(cls, phase, None), "read_by"):
-            sent.append(
-                {
-                    f"{phase} {c}/{key}": t
-                    for c, r in replies.items()
-                    for key, t in flatten(r).items()
-                }
-            )
-        for client, reply in ({} if writes and cls.discloses_to_peers else replies).items():
+        to_peers = getattr(getattr(cls, phase, None), "read_by", "")
+        if to_peers:
+            flat = {
+                f"{phase} {c}/{k}": t for c, r in replies.items() for k, t in flatten(r).items()
+            }
+            sent.append(flat)
+        for client, reply in ({} if to_peers and cls.discloses_to_peers else replies).items():
             x = self.clients[client].full_graph.x
             for key, tensor in flatten(reply).items():
-                rows = (
-                    tensor.reshape(-1, x.shape[1])
-                    if tensor.dim() and tensor.shape[-1] == x.shape[1]
-                    else x[:0]
-                )
-                assert not (torch.cdist(rows.float(), x) < 1e-6).any(), (
-                    f"{phase}: {key} holds a node's features"
-                )
+                wide = tensor.dim() and tensor.shape[-1] == x.shape[1]
+                rows = tensor.reshape(-1, x.shape[1]) if wide else x[:0]
+                found = (torch.cdist(rows.float(), x) < 1e-6).any()
+                assert not found, f"{phase}: {key} holds a node's features"
         return replies
 
     monkeypatch.setattr(Loop, "call", call)
     go(name, node_federation)
     if cls.discloses_to_peers:
-        return  # letters may hold, and depend on, features and labels then; no reply to the server holds a node's features in any case
+        return  # peer messages may depend on features and labels; no reply to the server holds them
     written, sent = sent, []
     rng = torch.Generator().manual_seed(0)
     others = [
@@ -236,26 +268,44 @@ def test_clients_tell_each_other_nothing_of_features_and_labels_unless_declared(
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
+def test_secure_sums_agree_with_plain_ones_or_are_refused(name, node_federation):
+    single = make_method(name, quick(name)).single_replies()
+    if single:
+        with pytest.raises(ConfigError, match=rf"run\.secure: .*{single[0]!r}"):
+            go(name, node_federation, secure=True)
+        return
+    first, again = (go(name, node_federation, secure=True, engine=e) for e in ("loop", "wire"))
+    # Masks differ, sums do not.
+    assert first.summary["history_hash"] == again.summary["history_hash"]
+    assert same_bits(first, again)
+    open_run = plain(name, node_federation)
+    assert differences(first, open_run).max() < 2e-5
+    assert first.accuracy == pytest.approx(open_run.accuracy, abs=1e-6)
+
+
+# ---- settings ----
+
+
 def another_value(name, f, value):
+    """Some other value of a setting; None if it has no other."""
     other = getattr(own_tests(name), "OTHER", {})
     if f.name in other:
         return other[f.name]
     bounds = f.metadata["bounds"]
     if bounds["at least"] is not None and bounds["at least"] == bounds["at most"]:
-        return None  # a one-shot method has one round, and says so
+        return None  # a one-shot method has one round
     if f.metadata["choices"]:
         return next(c for c in f.metadata["choices"] if c != value)
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
-        return (
-            value // 10 if f.metadata["task"] == "graph" else value + 1
-        )  # small clients fill no batch of 33
+        # Small clients do not fill a batch of 33.
+        return value // 10 if f.metadata["task"] == "graph" else value + 1
     return value / 2 if value else 0.5
 
 
-def test_every_setting_changes_something(name, federation):
-    plainly = go(name, federation)
+def test_every_setting_changes_something(name, task, federation):
+    default = plain(name, federation)
     idle = []
     for f in fields(method_class(name)):
         if f.metadata["task"] not in (None, federation.task):
@@ -263,16 +313,15 @@ def test_every_setting_changes_something(name, federation):
         other = another_value(name, f, getattr(make_method(name, quick(name)), f.name))
         if other is None:
             continue
-        # Some settings matter only beside others: NEEDS of the method's own tests says which, for both runs.
-        beside = getattr(own_tests(name), "NEEDS", {}).get(f.name, {})
-        plain = go(name, federation, **beside) if beside else plainly
+        # Some settings matter only with others: NEEDS of the method's own tests says which.
+        needed = getattr(own_tests(name), "NEEDS", {}).get(f.name, {})
+        before = go(name, federation, **needed) if needed else default
         try:
-            changed = go(name, federation, **beside, **{f.name: other})
+            changed = go(name, federation, **needed, **{f.name: other})
         except Refusal:
             continue  # a bound at which clients refuse
-        if changed.summary["history_hash"] == plain.summary["history_hash"] and same_bits(
-            changed, plain
-        ):
+        same_hash = changed.summary["history_hash"] == before.summary["history_hash"]
+        if same_hash and same_bits(changed, before):
             idle.append(f.name)
     assert not idle
 
@@ -286,51 +335,51 @@ def test_settings_survive_toml(name):
     assert make_method(name, tomllib.loads(text)) == method
 
 
+def test_it_can_be_a_baseline_of_a_method_with_many_rounds(name):
+    method = {"name": "fedavg", "rounds": 20, "epochs": 7}
+    make_recipe(_as_baseline({"data": {"dataset": "synthetic:nodes=60"}, "method": method}, name))
+
+
+# ---- faults ----
+
+
 class Killed(BaseException):
-    """Stands for whatever ends a process between two rounds."""
+    """Stands for anything that ends a process between two rounds."""
 
 
-@pytest.mark.parametrize("last", range(1, 4))
-def test_killed_after_any_round_and_resumed_equals_unbroken(name, last, node_federation, tmp_path):
+def test_a_run_killed_and_resumed_equals_an_unbroken_one(name, last, node_federation, tmp_path):
     rounds = rounds_of(name)
-    if last > rounds:
-        return  # a one-shot method has one round
-    settings = (
-        {"participation": 0.7, "finetune": 1}
-        if "finetune" in {f.name for f in fields(method_class(name))}
-        else {}
-    )
-    unbroken = go(name, node_federation, checkpoint_every=1, out=tmp_path / "unbroken", **settings)
+    tunes = "finetune" in {f.name for f in fields(method_class(name))}
+    settings = {"participation": 0.7, "finetune": 1} if tunes else {}
+    settings |= {"checkpoint_every": 1}
+    unbroken = go(name, node_federation, out=tmp_path / "unbroken", **settings)
 
     def die(entry, planned):
         if entry["round"] == last + 1 or (last == rounds and entry.get("stage") == "finetune"):
             raise Killed
 
-    dies = last < rounds or bool(settings)
     folder = tmp_path / "broken"
-    if dies:
+    if last < rounds or tunes:
         with pytest.raises(Killed):
-            go(name, node_federation, checkpoint_every=1, out=folder, on_round=die, **settings)
+            go(name, node_federation, out=folder, on_round=die, **settings)
     else:
-        go(name, node_federation, checkpoint_every=1, out=folder, **settings)
-    resumed = go(name, node_federation, checkpoint_every=1, out=folder, resume=True, **settings)
+        go(name, node_federation, out=folder, **settings)
+    resumed = go(name, node_federation, out=folder, resume=True, **settings)
     assert resumed.summary["history_hash"] == unbroken.summary["history_hash"]
     assert same_bits(resumed, unbroken)
     assert resumed.traffic == unbroken.traffic
-    without_time = [{k: v for k, v in e.items() if k != "seconds"} for e in resumed.history]
-    assert without_time == [
-        {k: v for k, v in e.items() if k != "seconds"} for e in unbroken.history
-    ]
-    assert (folder / "ledger.csv").read_text() == (tmp_path / "unbroken" / "ledger.csv").read_text()
+    timeless = [[{**e, "seconds": 0} for e in r.history] for r in (resumed, unbroken)]
+    assert timeless[0] == timeless[1]
+    ledgers = [(tmp_path / run / "ledger.csv").read_text() for run in ("broken", "unbroken")]
+    assert ledgers[0] == ledgers[1]
 
 
 def first_float(reply):
-    return next(
-        (key for key, t in flatten(reply).items() if t.is_floating_point() and t.dim() > 0), None
-    )
+    """The name of the first float tensor of a reply that has an axis."""
+    flat = flatten(reply).items()
+    return next((key for key, t in flat if t.is_floating_point() and t.dim() > 0), None)
 
 
-@pytest.mark.parametrize("fault", ["nan", "inf", "shape", "dtype", "missing", "extra"])
 def test_a_bad_reply_is_refused_by_name(name, fault, node_federation, monkeypatch):
     original, spoilt = Loop.call, []
 
@@ -355,7 +404,7 @@ def test_a_bad_reply_is_refused_by_name(name, fault, node_federation, monkeypatc
                 flat["intruder"] = torch.zeros(1)
         return {**replies, client: unflatten(flat)}
 
-    phases = go(name, node_federation).traffic["phases"]
+    phases = plain(name, node_federation).traffic["phases"]
     monkeypatch.setattr(Loop, "call", call)
     if not sum(t["scalars_up"] for phase, t in phases.items() if phase not in MEASURING):
         go(name, node_federation)
@@ -363,10 +412,9 @@ def test_a_bad_reply_is_refused_by_name(name, fault, node_federation, monkeypatc
         return
     with pytest.raises(MessageError) as refusal:
         go(name, node_federation)
-    # A letter may have any length as far as the server can tell; then its reader says what is wrong with its tensor.
-    assert any(
-        repr(named) in str(refusal.value) for named in (spoilt[0], spoilt[0].rpartition("/")[2])
-    )
+    # The server does not know the lengths in a peer message; then its reader names the tensor.
+    names = (spoilt[0], spoilt[0].rpartition("/")[2])
+    assert any(repr(named) in str(refusal.value) for named in names)
 
 
 def test_a_client_that_does_not_answer_is_left_out(name, node_federation, monkeypatch):
@@ -374,25 +422,21 @@ def test_a_client_that_does_not_answer_is_left_out(name, node_federation, monkey
 
     def call(self, phase, sent):
         replies = original(self, phase, sent)
-        return (
-            replies
-            if phase in ("setup", *MEASURING)
-            else {c: r for c, r in replies.items() if c != absent}
-        )
+        if phase in ("setup", *MEASURING):
+            return replies
+        return {c: r for c, r in replies.items() if c != absent}
 
     monkeypatch.setattr(Loop, "call", call)
     assert go(name, node_federation).summary["status"] == "completed"
 
 
 @pytest.mark.parametrize("when", ["before", "in"])
-def test_who_fails_in_every_phase_is_survived_or_the_method_says_that_it_needs_everybody(
+def test_a_failing_client_is_tolerated_unless_all_are_required(
     name, when, node_federation, monkeypatch
 ):
     number = 0 if when == "before" else min(2, rounds_of(name))
     cls = method_class(name)
-    absent = (
-        None if cls.centralized else node_federation.names[1]
-    )  # in one place there is nobody else
+    absent = None if cls.centralized else node_federation.names[1]
     schedule = Schedule(monkeypatch, {(number, None, absent): RuntimeError("out of order")})
     failed = ""
     try:
@@ -409,41 +453,40 @@ def test_who_fails_in_every_phase_is_survived_or_the_method_says_that_it_needs_e
     assert not cls.centralized
 
 
+# ---- federations of all kinds ----
+
+
 @pytest.mark.parametrize("inductive", [False, True])
-def test_a_client_without_training_items_takes_part(name, inductive, federation):
+def test_a_client_without_training_items_takes_part(name, task, inductive, federation):
     if inductive and method_class(name).transductive:
-        pytest.skip(
-            f"{name} has to see all nodes before training, and is refused in an inductive federation"
-        )
+        return  # refused: see test_inductive
     first, *rest = federation.graphs
     bare = replace(first, test=first.test | first.train, train=torch.zeros_like(first.train))
-    result = go(name, replace(federation, graphs=(bare, *rest), whole=None, inductive=inductive))
+    changed = replace(federation, graphs=(bare, *rest), whole=None, inductive=inductive)
+    result = go(name, changed)
     assert all(torch.isfinite(t).all() for t in weights_of(result).values())
-    assert method_class(name).centralized or result.summary["without_training_items"] == [
-        federation.names[0]
-    ]
+    idle = result.summary["without_training_items"]
+    assert method_class(name).centralized or idle == [federation.names[0]]
 
 
 def test_part_of_the_clients_can_take_part(name, node_federation):
     result = go(name, node_federation, participation=0.5)
     expected = 1 if method_class(name).centralized else 2
-    in_rounds = [
-        entry for entry in result.history if entry.get("stage", "train") == "train"
-    ]  # everybody is in what comes after
-    assert all(len(entry["participants"]) == expected for entry in in_rounds)
+    # All clients take part in what follows the rounds.
+    rounds = [entry for entry in result.history if entry.get("stage", "train") == "train"]
+    assert all(len(entry["participants"]) == expected for entry in rounds)
     assert result.summary["status"] == "completed"
 
 
 def test_inductive(name, node_federation):
+    inductive = replace(node_federation, inductive=True)
     if method_class(name).transductive:
-        with pytest.raises(
-            ConfigError, match=r"data\.inductive: method .* has to see all nodes before training"
-        ):
-            go(name, replace(node_federation, inductive=True))
+        with pytest.raises(ConfigError, match=r"data\.inductive: method .* must see all nodes"):
+            go(name, inductive)
         return
-    result = go(name, replace(node_federation, inductive=True))
+    result = go(name, inductive)
     assert result.summary["status"] == "completed"
-    assert not same_bits(result, go(name, node_federation))
+    assert not same_bits(result, plain(name, node_federation))
 
 
 @pytest.mark.parametrize("models", ["gcn-2x8,gat-2x8,sage-2x8"])
@@ -456,40 +499,15 @@ def test_different_architectures_run_or_are_refused(name, models, node_federatio
         assert go(name, node_federation, model=models).summary["status"] == "completed"
 
 
-def test_secure_sums_agree_with_plain_ones_or_the_method_is_refused(name, node_federation):
-    if name in SINGLE_REPLIES:
-        with pytest.raises(
-            ConfigError, match=r"run\.secure: this method asks for every client's own answer"
-        ):
-            go(name, node_federation, secure=True)
-        return
-    first, again = (
-        go(name, node_federation, secure=True, engine=engine) for engine in ("loop", "wire")
-    )
-    assert (
-        first.summary["history_hash"] == again.summary["history_hash"]
-    )  # masks are different, sums are not
-    assert same_bits(first, again)
-    plain = go(name, node_federation)
-    one, other = weights_of(first), weights_of(plain)
-    assert all(torch.allclose(one[key], other[key], atol=2e-5) for key in one)
-    assert first.accuracy == pytest.approx(plain.accuracy, abs=1e-6)
-
-
 def test_one_client_is_enough(name, node_federation):
     alone = Federation((replace(node_federation.graphs[0], cross_edges=None),))
     assert go(name, alone).summary["status"] == "completed"
 
 
-def test_it_can_stand_beside_a_method_of_many_rounds(name):
-    base = {
-        "data": {"dataset": "synthetic:nodes=60"},
-        "method": {"name": "fedavg", "rounds": 20, "epochs": 7},
-    }
-    make_recipe(_as_baseline(base, name))
+# ---- documentation ----
 
 
-def test_its_file_says_what_it_is(name):
-    text = __import__(method_class(name).__module__, fromlist=["x"]).__doc__
+def test_its_docstring_says_what_it_is(name):
+    text = importlib.import_module(f"fedloom.methods.{method_names()[name]}").__doc__
     assert "What travels" in text
     assert text.partition("\n")[0].endswith(".")

@@ -128,6 +128,22 @@ class Method(ABC):
         """Whether all clients' embeddings must be equally wide."""
         return any(phase.shares_width for phase in phases_of(cls).values())
 
+    def single_replies(self) -> tuple[str, ...]:
+        """Returns the phases whose replies the server needs one by one, with these settings.
+
+        A method without any can run with secure sums.
+        """
+        phases = phases_of(type(self))
+        weights = {"size", *(phase.weighted_by for phase in phases.values())}
+        return tuple(
+            name
+            for name, phase in phases.items()
+            if phase.reply
+            and not phase.aggregate
+            and not phase.read_by
+            and name not in weights | {"evaluate"}
+        )
+
     def settings(self) -> dict[str, Any]:
         """Returns the fields as a plain dict, as in a TOML file."""
         return {f.name: getattr(self, f.name) for f in fields(self)}

@@ -165,6 +165,11 @@ def agree_on_facts(
     if method.uses_cross_edges:
         _require_cross_edges(name, roster)
     secure = None if method.centralized else settings.terms  # one party has nothing to hide
+    if secure and (single := method.single_replies()):
+        raise ConfigError(
+            f"run.secure: this method asks for every client's own answer to {single[0]!r}; "
+            "a secure run gives sums only (see `fedloom methods` for methods that need no more)"
+        )
     if secure:
         cohort = round(settings.participation * roster.num_clients)
         require_cohort(cohort, "run.participation x partition.clients")
