@@ -14,7 +14,7 @@ from fedloom.data.graph import Graph, Task
 from fedloom.data.sparse import Sparse
 from fedloom.nn.layers import Dense, InputNorm, Noise, Product, dropout
 from fedloom.nn.operations import operation
-from fedloom.nn.smoothing import keep_smoothed, polynomial, smoothed
+from fedloom.nn.smoothing import caching_pays, polynomial, smoothed
 from fedloom.nn.weights import Weights, substituted
 
 
@@ -77,7 +77,7 @@ class Model(nn.Module, ABC):
         if len(coefficients) == 1:
             return project
         # What +norm gives is never kept: it changes as γ and β learn.
-        if self.norm is None and keep_smoothed(graph, len(coefficients) - 1):
+        if self.norm is None and caching_pays(graph, len(coefficients) - 1):
             return graph.matmul(smoothed(graph, coefficients))
         return lambda weight: polynomial(graph, project(weight), coefficients)
 

@@ -48,7 +48,7 @@ def smoothed(graph: Graph, coefficients: tuple[float, ...]) -> Tensor:
     return graph.cached(("smoothed", coefficients), make)
 
 
-def keep_smoothed(graph: Graph, hops: int) -> bool:
+def caching_pays(graph: Graph, hops: int) -> bool:
     """Whether to multiply by kept features, (S^K X) W, rather than to smooth the product, S^K (X W).
 
     Per column of W the first takes a dense product with nodes × features entries, the second sparse ones with nnz(X) + K nnz(S)
