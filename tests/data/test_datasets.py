@@ -531,7 +531,7 @@ def test_tables_and_recipes(tmp_path, monkeypatch):
 
 # ---- the catalogue ----
 @pytest.mark.parametrize(
-    "name", [name for name, entry in catalogue().items() if entry.family != "OGB"]
+    "name", [name for name, entry in catalogue().items() if entry.collection != "OGB"]
 )
 def test_folder_is_where_pyg_looks(name, tmp_path):
     """So that a data folder can hold datasets nobody here has seen."""

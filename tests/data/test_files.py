@@ -202,7 +202,7 @@ def test_to_folder_refuses(tmp_path):
     to_folder(synthetic(nodes=50), tmp_path)
     with pytest.raises(DataError, match="exists already"):
         to_folder(synthetic(nodes=50), tmp_path)
-    with pytest.raises(DataError, match="many small graphs"):
+    with pytest.raises(DataError, match="contains many small graphs, .*use to_file"):
         to_folder(synthetic_graphs(graphs=2), tmp_path / "other")
 
 

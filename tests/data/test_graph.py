@@ -389,7 +389,7 @@ BAD_GRAPHS = {
     "train is val": ({"val": torch.tensor([1, 1, 0, 0]).bool()}, "train and val overlap, first at item 0"),
     "train is test": ({"test": torch.tensor([1, 0, 1, 0]).bool()}, "train and test overlap, first at item 0"),
     "val is test": ({"test": torch.tensor([0, 1, 1, 0]).bool()}, "val and test overlap, first at item 1"),
-    "short batch": ({**MANY, "batch": torch.tensor([0, 0, 1])}, "batch must contain the graph of every node, \[4\] int64, ascending, 0 to 1"),
+    "short batch": ({**MANY, "batch": torch.tensor([0, 0, 1])}, r"batch must contain the graph of every node, \[4\] int64, ascending, 0 to 1"),
     "mixed batch": ({**MANY, "batch": torch.tensor([0, 1, 0, 1])}, "batch must .* ascending"),
     "batch too far": ({**MANY, "batch": torch.tensor([0, 0, 1, 2])}, "batch must .* 0 to 1"),
     "batch below zero": ({**MANY, "batch": torch.tensor([-1, 0, 1, 1])}, "batch must .* 0 to 1"),

@@ -215,7 +215,7 @@ def synthetic_graphs(
     )
 
 
-MAKERS: dict[str, Callable[..., Graph]] = {
+GENERATORS: dict[str, Callable[..., Graph]] = {
     "synthetic": synthetic,
     "synthetic-graphs": synthetic_graphs,
     # Sizes of the graphs that the Open Graph Benchmark publishes under these names; about their homophily.
@@ -246,9 +246,9 @@ def from_text(text: str) -> Graph:
     The options are the arguments of `synthetic` and `synthetic_graphs`; a pair is written "low-high".
     """
     kind, _, listing = text.partition(":")
-    if kind not in MAKERS:
-        raise unknown("dataset", kind, MAKERS)
-    defaults = {key: p.default for key, p in inspect.signature(MAKERS[kind]).parameters.items()}
+    if kind not in GENERATORS:
+        raise unknown("dataset", kind, GENERATORS)
+    defaults = {key: p.default for key, p in inspect.signature(GENERATORS[kind]).parameters.items()}
     options: dict[str, Any] = {}
     for item in filter(None, listing.split(",")):
         key, _, value = (part.strip() for part in item.partition("="))
@@ -260,7 +260,7 @@ def from_text(text: str) -> Graph:
             raise ConfigError(
                 f"{kind}: {key} is {value!r}, must be written like {_written(defaults[key])}"
             ) from error
-    return MAKERS[kind](**options)
+    return GENERATORS[kind](**options)
 
 
 def _parse(value: str, like: Any) -> Any:
