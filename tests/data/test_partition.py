@@ -279,7 +279,8 @@ def literal_cyclic(communities, clients, delta):
 
 
 @pytest.mark.parametrize(
-    ("quick", "literal"), [(module._balanced, literal_balanced), (module._levelled, literal_cyclic)]
+    ("quick", "literal"),
+    [(module._balanced, literal_balanced), (module._balanced_cyclic, literal_cyclic)],
 )
 @settings(max_examples=150, deadline=None)
 @given(

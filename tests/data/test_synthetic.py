@@ -135,7 +135,7 @@ def test_arxiv_has_its_full_size():
 
 def test_drawing_in_pieces_gives_the_same(monkeypatch):
     whole = synthetic(nodes=500, blocks=2)
-    monkeypatch.setattr(module, "DRAWN", 13)
+    monkeypatch.setattr(module, "EDGE_CHUNK", 13)
     assert torch.equal(synthetic(nodes=500, blocks=2).edge_index, whole.edge_index)
 
 

@@ -268,8 +268,8 @@ def to_folder(graph: Graph, path: str | Path) -> Path:
     path = Path(path)
     if graph.batch is not None:
         raise DataError(
-            f"graph {graph.name!r} contains many small graphs, but a folder of tables contains one; "
-            "use to_file"
+            f"graph {graph.name!r} contains many small graphs, but a folder of tables contains "
+            "one; use to_file"
         )
     if (path / "graph.toml").exists():
         raise DataError(f"{path / 'graph.toml'} exists already: choose another folder")
