@@ -63,12 +63,12 @@ def graphs():
     ("suffix", "opening"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")]
 )
 def test_the_suffix_decides_the_format(pair, tmp_path, suffix, opening):
-    path = plot_partition(pair, tmp_path / f"held{suffix}")
+    path = plot_partition(pair, tmp_path / f"partition{suffix}")
     assert path.read_bytes().startswith(opening)
 
 
 def test_the_plot_shows_its_texts(pair, tmp_path):
-    text = plot_partition(pair, str(tmp_path / "held.svg")).read_text()
+    text = plot_partition(pair, str(tmp_path / "partition.svg")).read_text()
     # The SVG draws characters as shapes and keeps each text as a comment.
     for words in (
         "toy · 2 clients · 33% of the edges cut",
@@ -93,8 +93,8 @@ def test_many_clients_and_graph_tasks_are_drawn(graphs, tmp_path):
 
 
 def test_a_wrong_suffix_and_a_missing_matplotlib_are_refused(pair, tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"path 'held.gif': must end in .png, .svg, .pdf"):
-        plot_partition(pair, "held.gif")
+    with pytest.raises(ConfigError, match=r"path 'partition.gif': must end in .png, .svg, .pdf"):
+        plot_partition(pair, "partition.gif")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"plots need matplotlib: pip install 'fedloom\[plot\]'"):
-        plot_partition(pair, tmp_path / "held.png")
+        plot_partition(pair, tmp_path / "partition.png")

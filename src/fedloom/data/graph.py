@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from fedloom.data.matmul import matmul
 from fedloom.data.sparse import Sparse
 from fedloom.errors import DataError, unknown
 
+T = TypeVar("T")
 Task = Literal["node", "graph"]
 FLOWS = ("forward", "reversed", "both")
 WITH_LOOPS = ("sym", "row")  # the kinds of adjacency with self-loops
@@ -63,7 +64,7 @@ class Graph:
     transient: ClassVar[bool] = False  # whether the graph is used only once and caching is useless
     # Results that depend on this graph (see `cached`). It is not an argument of the constructor,
     # because `replace` must never pass it to a graph with other edges.
-    _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    _cache: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         # The constructor fills in defaults and checks nothing. `check` does that.
@@ -106,14 +107,15 @@ class Graph:
         return "node" if self.batch is None else "graph"
 
     # ---- products that models use, computed once per graph ----
-    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """Returns the result of `make()`, which the graph caches under `key`.
 
         The result may depend on nodes, features and edges, but not on labels or masks.
         """
         if key not in self._cache:
             self._cache[key] = make()
-        return self._cache[key]
+        result: T = self._cache[key]
+        return result
 
     def adjacency(self, kind: str = "sym") -> Sparse:
         """Returns the adjacency as a matrix that multiplies node features.

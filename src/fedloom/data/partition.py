@@ -337,19 +337,19 @@ def _dirichlet(
     y, n, rng = graph.y.numpy(), graph.num_items, _rng(seed)
     for _ in range(_REDRAWS):
         owner = np.empty(n, dtype=np.int64)
-        held = np.zeros(clients, dtype=np.int64)
+        sizes = np.zeros(clients, dtype=np.int64)
         for label in np.unique(y):  # items without a label are treated as one more class
             items = rng.permutation(np.flatnonzero(y == label))
-            share = np.where(held > n / clients, 0.0, rng.dirichlet(np.full(clients, alpha)))
+            share = np.where(sizes > n / clients, 0.0, rng.dirichlet(np.full(clients, alpha)))
             if not share.sum() > 0:  # a small alpha chose only clients that are already full
-                held[:] = 0
+                sizes[:] = 0
                 break
             ends = (np.cumsum(share / share.sum()) * len(items)).astype(np.int64)
             ends[-1] = len(items)
             counts = np.diff(ends, prepend=0)
             owner[items] = np.repeat(np.arange(clients), counts)
-            held += counts
-        if held.min() >= min_items:
+            sizes += counts
+        if sizes.min() >= min_items:
             return owner
     raise ConfigError(
         f"partition 'dirichlet': in {_REDRAWS} draws some client always got fewer than "
@@ -502,15 +502,15 @@ def _fill_first(lengths: list[int], clients: int, target: int, delta: int) -> li
     A client is skipped for a piece that would bring it to target + delta. A piece that fits no
     client goes to the smallest client that is still open.
     """
-    held, open_, at, owner = [0] * clients, list(range(clients)), 0, []
+    sizes, open_, at, owner = [0] * clients, list(range(clients)), 0, []
     for length in lengths:
-        while len(open_) > 1 and held[open_[at]] >= target:
+        while len(open_) > 1 and sizes[open_[at]] >= target:
             del open_[at]
             at %= len(open_)
         turns = (*range(at, len(open_)), *range(at))
-        fitting = [k for k in turns if held[open_[k]] + length < target + delta]
-        at = fitting[0] if fitting else min(turns, key=lambda k: held[open_[k]])
-        held[open_[at]] += length
+        fitting = [k for k in turns if sizes[open_[k]] + length < target + delta]
+        at = fitting[0] if fitting else min(turns, key=lambda k: sizes[open_[k]])
+        sizes[open_[at]] += length
         owner.append(open_[at])
     return owner
 
@@ -521,12 +521,12 @@ def _fill_cyclic(lengths: list[int], clients: int, target: int, delta: int) -> l
     The piece goes to the next client that is below `target` and stays within target + delta. A
     piece that fits no client goes to the smallest client.
     """
-    held, at, owner = [0] * clients, 0, []
+    sizes, at, owner = [0] * clients, 0, []
     for length in lengths:
         turns = (*range(at, clients), *range(at))
-        fitting = [k for k in turns if held[k] < target and held[k] + length <= target + delta]
-        at = fitting[0] if fitting else min(turns, key=lambda k: held[k])
-        held[at] += length
+        fitting = [k for k in turns if sizes[k] < target and sizes[k] + length <= target + delta]
+        at = fitting[0] if fitting else min(turns, key=lambda k: sizes[k])
+        sizes[at] += length
         owner.append(at)
     return owner
 
@@ -534,13 +534,13 @@ def _fill_cyclic(lengths: list[int], clients: int, target: int, delta: int) -> l
 def _fill_empty(owner: Numbers, clients: int) -> Numbers:
     """Gives every empty client the second half of the largest client's items."""
     owner = owner.copy()
-    held = np.bincount(owner, minlength=clients)
-    for empty in np.flatnonzero(held == 0):
-        largest = int(np.argmax(held))
-        given = np.flatnonzero(owner == largest)[(held[largest] + 1) // 2 :]
+    sizes = np.bincount(owner, minlength=clients)
+    for empty in np.flatnonzero(sizes == 0):
+        largest = int(np.argmax(sizes))
+        given = np.flatnonzero(owner == largest)[(sizes[largest] + 1) // 2 :]
         owner[given] = empty
-        held[largest] -= len(given)
-        held[empty] = len(given)
+        sizes[largest] -= len(given)
+        sizes[empty] = len(given)
     return owner
 
 

@@ -164,5 +164,5 @@ def _require_stored(data: Any, path: Path) -> None:
 
 
 def _tensors(data: Any) -> Iterator[tuple[str, Tensor]]:
-    held: Mapping[str, Any] = data.to_dict()
-    return ((name, value) for name, value in held.items() if isinstance(value, Tensor))
+    fields: Mapping[str, Any] = data.to_dict()
+    return ((name, value) for name, value in fields.items() if isinstance(value, Tensor))

@@ -147,8 +147,7 @@ class Entries:
 
 def entries(graph: Graph) -> Entries:
     """Returns the `Entries` of a graph, which the graph caches."""
-    made: Entries = graph.cached("entries", lambda: Entries(graph))
-    return made
+    return graph.cached("entries", lambda: Entries(graph))
 
 
 def thinned(graph: Graph, edges: float, columns: float, rng: Generator) -> Graph:

@@ -31,7 +31,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
 
 def _parameters(model: nn.Module) -> Weights:
     """Returns `named_parameters`, sorted by name, without visiting the modules again."""
-    found = {name: held[short] for held, short, name in slots_of(model)}
+    found = {name: store[short] for store, short, name in slots_of(model)}
     return {name: p for name, p in sorted(found.items()) if p is not None}
 
 
@@ -70,14 +70,14 @@ def substituted(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[
     parameters: tensors by full name. The model keeps its own parameters for other names.
     """
     slots = slots_of(model)
-    own = [held[short] for held, short, _ in slots]
+    own = [store[short] for store, short, _ in slots]
     try:
-        for held, short, name in slots:
-            held[short] = parameters.get(name, held[short])
+        for store, short, name in slots:
+            store[short] = parameters.get(name, store[short])
         yield
     finally:
-        for (held, short, _), parameter in zip(slots, own, strict=True):
-            held[short] = parameter
+        for (store, short, _), parameter in zip(slots, own, strict=True):
+            store[short] = parameter
 
 
 def squared_distance(model: nn.Module, anchor: Weights) -> Tensor:
