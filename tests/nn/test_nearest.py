@@ -52,11 +52,12 @@ def test_pairs_are_distinct_and_contain_no_loops():
     assert pairs(ends[:, :0], 4).shape == (2, 0)
 
 
-def test_the_full_matrix_is_never_in_memory():
-    z = torch.randn(20_000, 2, generator=torch.Generator().manual_seed(0))
+def test_the_full_matrix_is_never_in_memory(monkeypatch):
+    monkeypatch.setattr(module, "ENTRIES", 2**16)
+    z = torch.randn(2_000, 2, generator=torch.Generator().manual_seed(0))
     with Largest() as watch:
         nearest(z, 2)
-    assert watch.numel <= module.ENTRIES < 20_000**2
+    assert watch.numel <= module.ENTRIES < 2_000**2
 
 
 def test_other_pairs_contain_no_edges():

@@ -382,7 +382,7 @@ def _pyg(entry: Entry, root: Path, **methods: Any) -> Any:
     import torch_geometric.datasets
 
     kind = getattr(torch_geometric.datasets, entry.collection)
-    # Not all classes have an argument for `log`.
+    # The classes have no argument for `log`.
     methods["log"] = property(lambda self: False, lambda self, value: None)
     return type(entry.collection, (kind,), methods)(str(root / entry.collection), **entry.arguments)
 

@@ -116,8 +116,8 @@ def assign(
 def cut(graph: Graph, owner: Tensor, clients: int) -> list[Graph]:
     """Returns each client's part: its items in their order, and the edges among them.
 
-    The number of passes over the edges does not depend on the number of clients: it is one. The
-    parts are named after the graph, "cora/0", "cora/1", ...
+    There is one pass over the edges, for any number of clients. The parts are named after the
+    graph, "cora/0", "cora/1", ...
 
     Args:
         graph: The graph.
