@@ -1,4 +1,7 @@
-"""The one door to datasets: counts, places, cache, damage. Real files are used where they are; nothing touches the network."""
+"""Datasets: counts, places, the cache and damaged files.
+
+Tests use the real files if they are on this machine. No test uses the network.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ from fedloom.data.files import to_folder
 from fedloom.data.synthetic import synthetic
 from fedloom.errors import ConfigError, DataError
 
-# Of the data folder's README: items, nodes, edges, features, classes; size of train, val, test.
+# From the README of the data folder: items, nodes, edges, features, classes, and the sizes of
+# train, val and test.
 COUNTS = {
     "cora": (2708, 2708, 10556, 1433, 7, (140, 500, 1000)),
     "citeseer": (3327, 3327, 9104, 3703, 6, (120, 500, 1000)),
@@ -43,19 +47,18 @@ def shared_cache(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """Every test has a cache of its own."""
+    """Gives every test its own cache."""
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 def need(name: str) -> Path:
-    """The folder of a dataset's raw files, or the test is skipped."""
+    """Returns the folder of a dataset's raw files, or skips the test."""
     place = find(name)
     if place.kind != "folder":
         places = datasets._candidates(name, catalogue()[name], None)
-        pytest.skip(
-            f"{name} is not on this machine; looked in {', '.join(str(place.path) for place in places)}"
-        )
+        looked = ", ".join(str(place.path) for place in places)
+        pytest.skip(f"{name} is not on this machine; looked in {looked}")
     return place.path
 
 
@@ -67,7 +70,10 @@ def tree(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def tiny_tu(folder: Path, name: str = "ENZYMES", labels: str = "1\n2\n") -> Path:
-    """Two graphs, a path of three nodes and an edge, in TU's format: a stand-in for a dataset whose counts are not known exactly."""
+    """Writes two graphs in TU's format, a path of three nodes and an edge. Returns the folder.
+
+    They replace a dataset whose counts are not known exactly.
+    """
     folder.mkdir(parents=True)
     for part, text in {
         "A": "1, 2\n2, 1\n2, 3\n3, 2\n4, 5\n5, 4\n",
@@ -80,7 +86,7 @@ def tiny_tu(folder: Path, name: str = "ENZYMES", labels: str = "1\n2\n") -> Path
 
 
 def copied(name: str, to: Path) -> Path:
-    """A data folder with a copy of one dataset's raw files; gives the raw folder."""
+    """Copies one dataset's raw files to a data folder. Returns the raw folder."""
     raw = to / catalogue()[name].folder
     shutil.copytree(need(name), raw)
     for path in [raw, *raw.iterdir()]:
@@ -88,7 +94,7 @@ def copied(name: str, to: Path) -> Path:
     return raw
 
 
-# ---- what is loaded ----
+# ---- loading ----
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts(name, shared_cache, monkeypatch):
     need(name)
@@ -117,7 +123,7 @@ def test_counts(name, shared_cache, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["cora", "chameleon", "photo", "imdb-binary"])
-def test_second_load_comes_from_the_cache_and_is_the_same(name, shared_cache, monkeypatch):
+def test_the_second_load_reads_the_cache_and_is_identical(name, shared_cache, monkeypatch):
     need(name)
     monkeypatch.setenv("FEDLOOM_CACHE", str(shared_cache))
     first = load(name)
@@ -126,7 +132,7 @@ def test_second_load_comes_from_the_cache_and_is_the_same(name, shared_cache, mo
     for key in ("x", "edge_index", "y", "train", "val", "test", "batch"):
         mine, theirs = getattr(first, key), getattr(second, key)
         assert (mine is None and theirs is None) or torch.equal(mine, theirs), key
-    # Changing what was loaded must not reach the file.
+    # Changes of the loaded graph must not change the file.
     second.x.zero_()
     second.y.zero_()
     third = load(name)
@@ -134,7 +140,7 @@ def test_second_load_comes_from_the_cache_and_is_the_same(name, shared_cache, mo
     assert torch.equal(third.y, first.y)
 
 
-def test_cora_agrees_with_pyg(shared_cache, monkeypatch, tmp_path):
+def test_cora_equals_pyg(shared_cache, monkeypatch, tmp_path):
     from torch_geometric.datasets import Planetoid
 
     copied("cora", tmp_path)
@@ -160,10 +166,9 @@ def test_public_split(shared_cache, monkeypatch):
 
 @pytest.fixture
 def package_cora(tmp_path, monkeypatch):
-    """Cora from the package, as if there were no data folder."""
-    if not (
-        find_spec("graphdatascience") and find_spec("pyarrow")
-    ):  # found, not imported: that takes seconds
+    """Cora from the package, without a data folder."""
+    # Importing the packages takes seconds, so this only looks for them.
+    if not (find_spec("graphdatascience") and find_spec("pyarrow")):
         pytest.skip("the extra 'demo' is not installed")
     with monkeypatch.context() as patch:
         patch.setattr(datasets, "_data_folders", lambda root: iter([tmp_path]))
@@ -185,7 +190,7 @@ def test_package_cora_is_planetoid_cora(package_cora, shared_cache, monkeypatch)
     need("cora")
     monkeypatch.setenv("FEDLOOM_CACHE", str(shared_cache))
 
-    # The nodes have other numbers: what is around them must agree as a multiset.
+    # The nodes have other numbers, so this compares the multisets of their neighbourhoods.
     def fingerprint(g):
         degree = torch.bincount(g.edge_index[0], minlength=g.num_nodes)
         near = torch.zeros(g.num_nodes).index_add_(
@@ -200,9 +205,8 @@ def test_degree_features():
     star = torch.stack([torch.zeros(200, dtype=torch.int64), torch.arange(1, 201)])
     x = datasets._degree_features(torch.cat([star, star.flip(0)], 1), 202)
     assert x.shape == (202, DEGREE_CAP + 1)
-    assert x.argmax(1).tolist() == [DEGREE_CAP] + [1] * 200 + [
-        0
-    ]  # 200 is over the cap; the last node stands alone
+    # The degree 200 is over the cap. The last node is isolated.
+    assert x.argmax(1).tolist() == [DEGREE_CAP, *[1] * 200, 0]
     assert (x.sum(1) == 1).all()
 
 
@@ -212,8 +216,8 @@ def test_graphs_without_features_get_degrees(tmp_path):
     assert load("enzymes", root=tmp_path).x.argmax(1).tolist() == [1, 2, 1, 1, 1]
 
 
-# ---- where it comes from ----
-def test_data_folder_is_not_written_to(tmp_path):
+# ---- places ----
+def test_a_data_folder_is_never_changed(tmp_path):
     data = tmp_path / "data"
     copied("mutag", data)
     before = tree(data)
@@ -229,12 +233,8 @@ def test_order_of_places(tmp_path, monkeypatch, cache):
     monkeypatch.delenv("FEDLOOM_DATA", raising=False)
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "pyproject.toml").touch()
-    places = [
-        cache / "data",
-        tmp_path / "shared" / "data",
-        tmp_path / "env",
-        tmp_path / "root",
-    ]  # each before the ones left of it
+    # Each of these precedes the ones before it in the list.
+    places = [cache / "data", tmp_path / "shared" / "data", tmp_path / "env", tmp_path / "root"]
     assert find("enzymes") == datasets.Place("download", cache / "data" / folder)
     for place in places:
         tiny_tu(place / folder)
@@ -243,16 +243,15 @@ def test_order_of_places(tmp_path, monkeypatch, cache):
         assert find("enzymes", root=place if place.name == "root" else None) == datasets.Place(
             "folder", place / folder
         )
-    # A data folder without this dataset is passed over.
+    # A data folder without this dataset is skipped.
     assert find("dd").kind == "download"
-    (
-        tmp_path / "project" / "pyproject.toml"
-    ).unlink()  # not a checkout: what lies beside it is not ours
+    # Without pyproject.toml it is not a checkout, so the folder next to it is not used.
+    (tmp_path / "project" / "pyproject.toml").unlink()
     monkeypatch.delenv("FEDLOOM_DATA")
     assert find("enzymes").path == cache / "data" / folder
 
 
-def test_finding_writes_nothing(cache):
+def test_find_writes_nothing(cache):
     find("enzymes")
     assert not cache.exists()
 
@@ -276,7 +275,7 @@ def test_zip(tmp_path):
 
 
 def ogb(folder: Path) -> Path:
-    """Four nodes in OGB's layout."""
+    """Writes a graph of four nodes in OGB's layout. Returns the folder."""
     tables = {
         "raw/node-feat": "1,2\n3,4\n5,6\n7,8\n",
         "raw/edge": "0,1\n1,0\n2,3\n",
@@ -321,14 +320,12 @@ def test_ogb_download(tmp_path, monkeypatch, cache):
     assert asked == ["https://snap.stanford.edu/ogb/data/nodeproppred/arxiv.zip"]
     check_ogb(load("ogbn-arxiv"))
     assert len(asked) == 1
-    assert sorted(path.name for path in cache.iterdir()) == [
-        "data",
-        "graphs",
-    ]  # nothing left lying about
+    # No temporary files are left.
+    assert sorted(path.name for path in cache.iterdir()) == ["data", "graphs"]
 
 
 # ---- downloads ----
-def test_download_lands_in_the_cache_once(monkeypatch, cache, capsys):
+def test_a_download_is_cached(monkeypatch, cache, capsys):
     from torch_geometric.datasets import TUDataset
 
     fetched = []
@@ -347,10 +344,10 @@ def test_download_lands_in_the_cache_once(monkeypatch, cache, capsys):
     shutil.rmtree(cache / "graphs")
     assert load("enzymes").num_items == 2
     assert fetched == ["ENZYMES"]
-    assert capsys.readouterr() == ("", "Downloading\n")  # standard output is for results
+    assert capsys.readouterr() == ("", "Downloading\n")  # standard output is reserved for results
 
 
-def test_no_network(tmp_path, monkeypatch, cache):
+def test_a_failed_download(tmp_path, monkeypatch, cache):
     from torch_geometric.datasets import TUDataset
 
     def download(self):
@@ -362,10 +359,8 @@ def test_no_network(tmp_path, monkeypatch, cache):
     with pytest.raises(DataError) as error:
         load("enzymes")
     text = str(error.value)
-    assert (
-        "'enzymes' is not on this machine and could not be downloaded (OSError: Name or service not known)"
-        in text
-    )
+    assert "'enzymes' is not on this machine and could not be downloaded" in text
+    assert "(OSError: Name or service not known)" in text
     places = [
         tmp_path / "TUDataset/ENZYMES/raw",
         tmp_path / "TUDataset/ENZYMES.zip",
@@ -376,7 +371,7 @@ def test_no_network(tmp_path, monkeypatch, cache):
     assert "set FEDLOOM_DATA to a folder that holds TUDataset/ENZYMES/raw" in text
     assert "\n" not in text
     assert isinstance(error.value.__cause__, OSError)
-    assert list(cache.iterdir()) == []  # no half of a download is left
+    assert list(cache.iterdir()) == []  # nothing of the download is left
 
 
 # ---- the cache ----
@@ -390,19 +385,19 @@ def test_changed_files_are_read_again(tmp_path):
     assert load("enzymes", root=tmp_path / "one").y.tolist() == [1, 0]
 
 
-def test_damaged_cache_is_made_anew(tmp_path, cache):
+def test_a_damaged_cache_is_replaced(tmp_path, cache):
     tiny_tu(tmp_path / "TUDataset/ENZYMES/raw")
     first = load("enzymes", root=tmp_path)
     (stored,) = (cache / "graphs").iterdir()
-    whole = stored.read_bytes()
-    for damage in (b"", whole[: len(whole) // 2], b"nonsense" * 100):
+    content = stored.read_bytes()
+    for damage in (b"", content[: len(content) // 2], b"nonsense" * 100):
         stored.unlink()  # the loaded graph may still be mapped to the file
         stored.write_bytes(damage)
         assert torch.equal(load("enzymes", root=tmp_path).x, first.x)
-        assert stored.read_bytes() == whole
+        assert stored.read_bytes() == content
 
 
-def test_cache_that_cannot_be_written(tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     tiny_tu(tmp_path / "TUDataset/ENZYMES/raw")
     (tmp_path / "file").touch()
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "file"))
@@ -412,7 +407,7 @@ def test_cache_that_cannot_be_written(tmp_path, monkeypatch):
         load("enzymes", root=tmp_path)
 
 
-def test_cache_place(tmp_path, monkeypatch):
+def test_the_default_cache_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("FEDLOOM_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert datasets._cache() == tmp_path / "xdg" / "fedloom"
@@ -421,28 +416,32 @@ def test_cache_place(tmp_path, monkeypatch):
     assert datasets._cache() == tmp_path / "home" / ".cache" / "fedloom"
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(tmp_path, cache):
     ogb(tmp_path / "OGB" / "ogbn_arxiv")  # read without PyG, whose import takes seconds
-    code = f"from fedloom.data.datasets import load; print(load('ogbn-arxiv', root={str(tmp_path)!r}).x.sum().item())"
+    code = (
+        "from fedloom.data.datasets import load; "
+        f"print(load('ogbn-arxiv', root={str(tmp_path)!r}).x.sum().item())"
+    )
     running = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = [process.communicate(timeout=120)[0] for process in running]
+    outputs = [process.communicate(timeout=120)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0]
-    assert said == ["36.0\n", "36.0\n"]
+    assert outputs == ["36.0\n", "36.0\n"]
     assert [path.name for path in cache.iterdir()] == ["graphs"]
     assert len(list((cache / "graphs").iterdir())) == 1
 
 
-def test_quiet(tmp_path, monkeypatch, capsys):
+def test_load_prints_nothing(tmp_path, monkeypatch, capsys):
     tiny_tu(tmp_path / "TUDataset/ENZYMES/raw")
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # PyG is silent when it sees this
     load("enzymes", root=tmp_path)
     assert capsys.readouterr() == ("", "")
 
 
-# ---- what goes wrong ----
+# ---- errors ----
 def test_unknown_name():
     with pytest.raises(
         ConfigError,
@@ -461,11 +460,17 @@ def test_missing_data_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "file", "length"),
-    [("cora", "ind.cora.allx", 1000), ("cora", "ind.cora.graph", 0), ("cora", "ind.cora.test.index", 500),
-     ("photo", "amazon_electronics_photo.npz", 10000), ("chameleon", "out1_node_feature_label.txt", 50001),
-     ("chameleon", "chameleon_split_0.6_0.2_3.npz", 100), ("mutag", "MUTAG_graph_indicator.txt", 100),
-     ("mutag", "MUTAG_graph_labels.txt", 30)],
-)  # fmt: skip
+    [
+        ("cora", "ind.cora.allx", 1000),
+        ("cora", "ind.cora.graph", 0),
+        ("cora", "ind.cora.test.index", 500),
+        ("photo", "amazon_electronics_photo.npz", 10000),
+        ("chameleon", "out1_node_feature_label.txt", 50001),
+        ("chameleon", "chameleon_split_0.6_0.2_3.npz", 100),
+        ("mutag", "MUTAG_graph_indicator.txt", 100),
+        ("mutag", "MUTAG_graph_labels.txt", 30),
+    ],
+)
 def test_truncated_file(tmp_path, name, file, length):
     raw = copied(name, tmp_path)
     path = raw / file
@@ -482,7 +487,7 @@ def test_truncated_file(tmp_path, name, file, length):
 
 
 def test_lost_lines_are_noticed(tmp_path):
-    """A file cut between two lines is readable: only the counts give it away."""
+    """A file that is cut between two lines can be read. Only the counts show the damage."""
     raw = copied("mutag", tmp_path)
     path = raw / "MUTAG_A.txt"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-2]))
@@ -509,7 +514,7 @@ def test_missing_labels(tmp_path):
         load("enzymes", root=tmp_path)
 
 
-# ---- other names ----
+# ---- folders and recipes as names ----
 def test_tables_and_recipes(tmp_path, monkeypatch):
     graph = synthetic(nodes=60)
     where = to_folder(graph, tmp_path / "mine")
@@ -523,7 +528,7 @@ def test_tables_and_recipes(tmp_path, monkeypatch):
         load("synthetic", public_split=1)
     with pytest.raises(DataError, match=r"graph.toml: no such file"):
         load("some/where")
-    # A name of the catalogue means the catalogue's, whatever lies here.
+    # A name in the catalogue precedes a folder of the same name.
     to_folder(graph, tmp_path / "enzymes")
     assert find("enzymes").kind != "tables"
     assert find("./enzymes").kind == "tables"
@@ -531,10 +536,10 @@ def test_tables_and_recipes(tmp_path, monkeypatch):
 
 # ---- the catalogue ----
 @pytest.mark.parametrize(
-    "name", [name for name, entry in catalogue().items() if entry.family != "OGB"]
+    "name", [name for name, entry in catalogue().items() if entry.collection != "OGB"]
 )
 def test_folder_is_where_pyg_looks(name, tmp_path):
-    """So that a data folder can hold datasets nobody here has seen."""
+    """A data folder can therefore contain datasets that these tests never load."""
     entry = catalogue()[name]
 
     def download(dataset):
@@ -544,7 +549,7 @@ def test_folder_is_where_pyg_looks(name, tmp_path):
         datasets._pyg(entry, tmp_path, download=download)
 
 
-def test_catalogue_is_sound():
+def test_the_catalogue_is_consistent():
     entries = catalogue()
     assert len(entries) >= 30
     for name, entry in entries.items():
@@ -562,4 +567,4 @@ def test_catalogue_is_sound():
     }
     assert {name: entries[name].split for name in usual} == usual
     entries.clear()
-    assert catalogue()  # a copy was emptied
+    assert catalogue()  # only a copy was cleared

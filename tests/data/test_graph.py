@@ -1,4 +1,4 @@
-"""Graphs: what is cut out, joined and multiplied is what a slow, plain computation gives; what is wrong is refused by name."""
+"""Graphs: subgraphs, unions and products against plain computations, and refused fields."""
 
 from dataclasses import replace
 
@@ -14,30 +14,41 @@ from fedloom.errors import DataError
 
 KINDS = ("sym", "row", "mean", "sum", "sym-bare")
 seeds = st.integers(0, 2**31)
-some = settings(max_examples=40, deadline=None)
+examples = settings(max_examples=40, deadline=None)
 
 
 def random_graph(seed, weighted=False, nodes=None, cut=5):
-    """Directed edges with repetitions and self-loops, isolated nodes, masks, node ids that are no positions, cut edges."""
+    """Returns a graph with directed and repeated edges, self-loops, isolated nodes and masks.
+
+    It also has node ids that are not positions, and cut edges.
+    """
     rng = torch.Generator().manual_seed(seed)
 
-    def whole(high, *shape):
+    def integers(high, *shape):
         return torch.randint(high, shape, generator=rng)
 
-    n = nodes or int(whole(12, 1)) + 1
-    m = int(whole(3 * n, 1))
-    lot = whole(4, n)
+    n = nodes or int(integers(12, 1)) + 1
+    m = int(integers(3 * n, 1))
+    lot = integers(4, n)
     return Graph(
-        x=torch.randn(n, 3, generator=rng), edge_index=whole(n, 2, m), y=whole(3, n), num_classes=3,
-        train=lot == 0, val=lot == 1, test=lot == 2,
+        x=torch.randn(n, 3, generator=rng),
+        edge_index=integers(n, 2, m),
+        y=integers(3, n),
+        num_classes=3,
+        train=lot == 0,
+        val=lot == 1,
+        test=lot == 2,
         edge_weight=torch.rand(m, generator=rng) + 0.1 if weighted else None,
         node_id=torch.randperm(100, generator=rng)[:n],
-        cross_edges=torch.stack([whole(n, cut), 100 + whole(50, cut), whole(4, cut), whole(2, cut)]), name="it",
-    )  # fmt: skip
+        cross_edges=torch.stack(
+            [integers(n, cut), 100 + integers(50, cut), integers(4, cut), integers(2, cut)]
+        ),
+        name="it",
+    )
 
 
 def random_graphs(seed, weighted=False):
-    """A graph-level dataset: small graphs, one of them perhaps without a node."""
+    """Returns a graph-level dataset of small graphs. Some of them may have no nodes."""
     rng = torch.Generator().manual_seed(seed)
     items = int(torch.randint(1, 7, (1,), generator=rng))
     batch = torch.randint(items, (14,), generator=rng).sort().values
@@ -45,15 +56,22 @@ def random_graphs(seed, weighted=False):
     ends = ends[:, batch[ends[0]] == batch[ends[1]]]
     lot = torch.randint(4, (items,), generator=rng)
     return Graph(
-        x=torch.randn(14, 2, generator=rng), edge_index=ends, y=torch.randint(2, (items,), generator=rng), num_classes=2,
-        train=lot == 0, val=lot == 1, test=lot == 2,
+        x=torch.randn(14, 2, generator=rng),
+        edge_index=ends,
+        y=torch.randint(2, (items,), generator=rng),
+        num_classes=2,
+        train=lot == 0,
+        val=lot == 1,
+        test=lot == 2,
         edge_weight=torch.rand(ends.shape[1], generator=rng) if weighted else None,
-        node_id=torch.randperm(50, generator=rng)[:14], batch=batch, name="many",
-    )  # fmt: skip
+        node_id=torch.randperm(50, generator=rng)[:14],
+        batch=batch,
+        name="many",
+    )
 
 
 def random_choice(seed, count):
-    """Some of `count` things in any order, no two the same."""
+    """Returns some of the numbers below `count`, each at most once, in random order."""
     rng = torch.Generator().manual_seed(seed)
     kept = int(torch.randint(0, count + 1, (1,), generator=rng))
     return torch.randperm(count, generator=rng)[:kept]
@@ -64,7 +82,7 @@ def weight_of(graph):
 
 
 def named_edges(graph):
-    """Edges as (source id, target id, weight), sorted: what does not depend on the numbering."""
+    """Returns sorted edges (source id, target id, weight), regardless of the node numbering."""
     ids = graph.node_id.tolist()
     return sorted(
         (ids[s], ids[t], w)
@@ -72,10 +90,10 @@ def named_edges(graph):
     )
 
 
-# ---- what is cut out and joined ----
-@some
+# ---- subgraphs and unions ----
+@examples
 @given(seeds, st.booleans(), st.booleans())
-def test_a_subgraph_holds_the_chosen_nodes_and_the_edges_between_them(seed, weighted, as_mask):
+def test_a_subgraph_has_the_chosen_nodes_and_the_edges_between_them(seed, weighted, as_mask):
     graph = random_graph(seed, weighted)
     keep = random_choice(seed + 1, graph.num_nodes)
     if as_mask:
@@ -102,9 +120,9 @@ def test_a_subgraph_holds_the_chosen_nodes_and_the_edges_between_them(seed, weig
     assert (part.num_classes, part.name) == (3, "it")
 
 
-@some
+@examples
 @given(seeds, st.booleans())
-def test_selected_items_are_whole_small_graphs_in_the_order_asked_for(seed, weighted):
+def test_selected_items_are_whole_small_graphs_in_the_given_order(seed, weighted):
     graph = random_graphs(seed, weighted)
     keep = random_choice(seed + 1, graph.num_items)
     part = graph.select_items(keep)
@@ -122,9 +140,8 @@ def test_selected_items_are_whole_small_graphs_in_the_order_asked_for(seed, weig
         for _ in range(int((graph.batch == item).sum()))
     ]
     ids = set(part.node_id.tolist())
-    assert named_edges(part) == [
-        e for e in named_edges(graph) if e[0] in ids
-    ]  # no edge leaves its small graph
+    # No edge leaves its small graph.
+    assert named_edges(part) == [e for e in named_edges(graph) if e[0] in ids]
     for field in ("y", "train", "val", "test"):
         assert torch.equal(getattr(part, field), getattr(graph, field)[keep]), field
     if len(nodes):
@@ -146,7 +163,7 @@ def test_subgraph_refuses_many_small_graphs():
         random_graphs(0).subgraph(torch.tensor([0]))
 
 
-@some
+@examples
 @given(seeds, st.booleans(), st.booleans())
 def test_a_union_is_block_diagonal(seed, first_weighted, second_weighted):
     parts = [
@@ -157,7 +174,7 @@ def test_a_union_is_block_diagonal(seed, first_weighted, second_weighted):
     union = disjoint_union(iter(parts))
     blocks = torch.block_diag(*(p.adjacency("sum").dense() for p in parts))
     assert torch.equal(union.adjacency("sum").dense(), blocks)
-    assert union.num_edges == sum(p.num_edges for p in parts)  # the adjacency would hide self-loops
+    assert union.num_edges == sum(p.num_edges for p in parts)  # the adjacency drops self-loops
     for field in ("x", "y", "train", "val", "test", "node_id"):
         assert torch.equal(getattr(union, field), torch.cat([getattr(p, field) for p in parts])), (
             field
@@ -167,9 +184,9 @@ def test_a_union_is_block_diagonal(seed, first_weighted, second_weighted):
     assert union.batch is None
 
 
-@some
+@examples
 @given(seeds)
-def test_a_union_of_many_small_graphs_keeps_them_apart(seed):
+def test_a_union_of_graph_level_datasets_has_all_their_items(seed):
     parts = [random_graphs(seed), random_graphs(seed + 1)]
     union = disjoint_union(parts).check()
     assert union.num_items == sum(p.num_items for p in parts)
@@ -181,20 +198,20 @@ def test_a_union_of_many_small_graphs_keeps_them_apart(seed):
         assert torch.equal(again.x, part.x)
 
 
-# ---- what training may see ----
-def test_hidden_labels_are_those_outside_training():
+# ---- views for training ----
+def test_labels_outside_the_training_set_are_hidden():
     graph = random_graph(5, nodes=12)
     before = graph.y.clone()
     hidden = graph.hide_labels()
     assert torch.equal(hidden.y[graph.train], before[graph.train])
     assert (hidden.y[~graph.train] == -1).all()
     assert torch.equal(graph.y, before)
-    assert hidden.adjacency() is graph.adjacency()  # made once for both
+    assert hidden.adjacency() is graph.adjacency()  # both graphs share the cache
 
 
-@some
+@examples
 @given(seeds)
-def test_the_inductive_view_has_training_items_only(seed):
+def test_the_inductive_view_has_only_training_items(seed):
     for graph in (random_graph(seed), random_graphs(seed)):
         view = graph.training_view(inductive=True)
         assert torch.equal(view.y, graph.y[graph.train])
@@ -208,7 +225,7 @@ def test_the_inductive_view_has_training_items_only(seed):
         assert view.adjacency("sum").shape == (view.num_nodes, view.num_nodes)
 
 
-def test_the_transductive_view_has_everything_but_labels():
+def test_the_transductive_view_hides_only_labels():
     graph = random_graph(7, nodes=10)
     view = graph.training_view(inductive=False)
     assert torch.equal(view.x, graph.x)
@@ -216,7 +233,7 @@ def test_the_transductive_view_has_everything_but_labels():
     assert (view.y[~graph.train] == -1).all()
 
 
-def test_a_graph_with_other_edges_or_features_has_other_products():
+def test_replaced_edges_or_features_do_not_use_the_cache():
     graph = random_graph(1, nodes=8)
     assert graph.adjacency("sum").nnz
     assert graph.sparse_x is None
@@ -229,7 +246,7 @@ def test_a_graph_with_other_edges_or_features_has_other_products():
     assert replace(graph, x=torch.zeros(8, 3)).sparse_x.nnz == 0
 
 
-def test_what_is_worked_out_once_is_kept():
+def test_cached_results_are_computed_once():
     graph, made = random_graph(1, nodes=8), []
     for _ in range(2):
         assert graph.cached("key", lambda: made.append(1) or 7) == 7
@@ -241,9 +258,9 @@ def test_what_is_worked_out_once_is_kept():
     assert made == [1, 2]
 
 
-# ---- what models multiply with ----
+# ---- adjacencies and products ----
 def dense_adjacency(graph, kind):
-    """The formulas of `Graph.adjacency`, one entry at a time, in double precision."""
+    """Returns the matrices of `Graph.adjacency`, computed entry by entry in double precision."""
     n = graph.num_nodes
     A = torch.zeros(n, n, dtype=torch.float64)
     for (source, target), w in zip(graph.edge_index.t().tolist(), weight_of(graph), strict=True):
@@ -262,9 +279,9 @@ def dense_adjacency(graph, kind):
     }[kind]
 
 
-@some
+@examples
 @given(seeds, st.booleans())
-def test_adjacencies_are_their_formulas(seed, weighted):
+def test_adjacencies_equal_their_formulas(seed, weighted):
     graph = random_graph(seed, weighted)
     h = torch.randn(graph.num_nodes, 4, generator=torch.Generator().manual_seed(seed))
     for kind in KINDS:
@@ -276,14 +293,11 @@ def test_adjacencies_are_their_formulas(seed, weighted):
 
 def test_messages_flow_from_the_first_row_to_the_second():
     graph = Graph(torch.ones(3, 1), torch.tensor([[0], [2]]), torch.zeros(3, dtype=torch.int64), 1)
-    assert graph.propagate(torch.tensor([[5.0], [6.0], [7.0]]), "sum").flatten().tolist() == [
-        0,
-        0,
-        5,
-    ]
+    received = graph.propagate(torch.tensor([[5.0], [6.0], [7.0]]), "sum")
+    assert received.flatten().tolist() == [0, 0, 5]
 
 
-def test_adjacencies_are_made_once_per_kind():
+def test_adjacencies_are_computed_once_per_kind():
     graph = random_graph(2, nodes=6)
     assert graph.adjacency("row") is graph.adjacency("row")
     assert graph.adjacency("row") is not graph.adjacency("sym")
@@ -292,7 +306,7 @@ def test_adjacencies_are_made_once_per_kind():
         graph.adjacency("rows")
 
 
-def test_edges_of_weight_zero_are_as_good_as_none():
+def test_zero_weights_give_finite_adjacencies():
     graph = Graph(
         torch.ones(2, 1),
         torch.tensor([[0], [1]]),
@@ -307,7 +321,7 @@ def test_edges_of_weight_zero_are_as_good_as_none():
 @pytest.mark.parametrize(
     "filled", [0.0, SPARSE_FEATURES_BELOW - 0.05, SPARSE_FEATURES_BELOW + 0.05, 1.0]
 )
-def test_projections_are_the_dense_product_however_the_features_are_kept(filled):
+def test_projections_of_sparse_and_dense_features_equal_the_dense_product(filled):
     rng = torch.Generator().manual_seed(0)
     x = torch.zeros(200)
     x[torch.randperm(200, generator=rng)[: round(200 * filled)]] = 1.5
@@ -345,61 +359,115 @@ def test_sizes_and_defaults():
     assert (many.task, many.num_items, many.num_nodes) == ("graph", len(many.y), 14)
 
 
-# ---- what is refused ----
+# ---- refused graphs and federations ----
 def plain(**changes):
-    """Four nodes, five edges, three classes; one item in every mask."""
+    """Returns a graph of four nodes, five edges and three classes, with one item in every mask."""
     fields = {
-        "x": torch.ones(4, 2), "edge_index": torch.tensor([[0, 1, 2, 3, 0], [1, 0, 3, 2, 3]]), "y": torch.tensor([0, 1, 2, -1]),
-        "num_classes": 3, "train": torch.tensor([1, 0, 0, 0]).bool(), "val": torch.tensor([0, 1, 0, 0]).bool(),
-        "test": torch.tensor([0, 0, 1, 0]).bool(), "name": "toy",
-    }  # fmt: skip
+        "x": torch.ones(4, 2),
+        "edge_index": torch.tensor([[0, 1, 2, 3, 0], [1, 0, 3, 2, 3]]),
+        "y": torch.tensor([0, 1, 2, -1]),
+        "num_classes": 3,
+        "train": torch.tensor([1, 0, 0, 0]).bool(),
+        "val": torch.tensor([0, 1, 0, 0]).bool(),
+        "test": torch.tensor([0, 0, 1, 0]).bool(),
+        "name": "toy",
+    }
     return Graph(**{**fields, **changes})
 
 
-def spoilt(value):
+def with_value(value):
+    """Returns features with one entry replaced."""
     x = torch.ones(4, 2)
     x[2, 1] = value
     return x
 
 
 MANY = {
-    "y": torch.tensor([0, 1]), "train": torch.tensor([True, False]), "val": torch.zeros(2).bool(), "test": torch.zeros(2).bool(),
-}  # fmt: skip
+    "y": torch.tensor([0, 1]),
+    "train": torch.tensor([True, False]),
+    "val": torch.zeros(2).bool(),
+    "test": torch.zeros(2).bool(),
+}
 BAD_GRAPHS = {
-    "no nodes": ({"x": torch.ones(0, 2), "y": torch.zeros(0, dtype=torch.int64)}, "x is empty.*at least one node"),
+    "no nodes": (
+        {"x": torch.ones(0, 2), "y": torch.zeros(0, dtype=torch.int64)},
+        "x is empty.*at least one node",
+    ),
     "flat features": ({"x": torch.ones(4)}, r"x must be \[nodes, features\] float32, got \[4\]"),
     "double features": ({"x": torch.ones(4, 2).double()}, "x must be .* float32, got .*float64"),
-    "nan": ({"x": spoilt(float("nan"))}, "x has NaN or infinite values, first in node 2"),
-    "infinite": ({"x": spoilt(-float("inf"))}, "x has NaN or infinite values, first in node 2"),
-    "int32 edges": ({"edge_index": torch.zeros(2, 1, dtype=torch.int32)}, r"edge_index must be .* int64, got \[2, 1\] torch.int32"),
-    "edges the other way": ({"edge_index": torch.zeros(5, 2, dtype=torch.int64)}, r"edge_index must be \[2, edges\]"),
-    "flat edges": ({"edge_index": torch.zeros(2, dtype=torch.int64)}, r"edge_index must be \[2, edges\]"),
-    "edge too far": ({"edge_index": torch.tensor([[0], [4]])}, r"edge_index holds 4, out of range for 4 nodes \(valid: 0 to 3\)"),
-    "edge below zero": ({"edge_index": torch.tensor([[-1], [0]])}, r"edge_index holds -1, .*valid: 0 to 3"),
+    "nan": ({"x": with_value(float("nan"))}, "x has NaN or infinite values, first in node 2"),
+    "infinite": ({"x": with_value(-float("inf"))}, "x has NaN or infinite values, first in node 2"),
+    "int32 edges": (
+        {"edge_index": torch.zeros(2, 1, dtype=torch.int32)},
+        r"edge_index must be .* int64, got \[2, 1\] torch.int32",
+    ),
+    "edges the other way": (
+        {"edge_index": torch.zeros(5, 2, dtype=torch.int64)},
+        r"edge_index must be \[2, edges\]",
+    ),
+    "flat edges": (
+        {"edge_index": torch.zeros(2, dtype=torch.int64)},
+        r"edge_index must be \[2, edges\]",
+    ),
+    "edge too far": (
+        {"edge_index": torch.tensor([[0], [4]])},
+        r"edge_index holds 4, out of range for 4 nodes \(valid: 0 to 3\)",
+    ),
+    "edge below zero": (
+        {"edge_index": torch.tensor([[-1], [0]])},
+        r"edge_index holds -1, .*valid: 0 to 3",
+    ),
     "float labels": ({"y": torch.zeros(4)}, r"y must be \[items\] int64, got \[4\] torch.float32"),
-    "column of labels": ({"y": torch.zeros(4, 1, dtype=torch.int64)}, r"y must be \[items\] int64, got \[4, 1\]"),
+    "column of labels": (
+        {"y": torch.zeros(4, 1, dtype=torch.int64)},
+        r"y must be \[items\] int64, got \[4, 1\]",
+    ),
     "too few labels": ({"y": torch.tensor([0, 1, 2])}, "y has 3 labels for 4 nodes"),
     "no classes": ({"num_classes": 0}, "num_classes is 0, must be at least 1"),
-    "label too large": ({"y": torch.tensor([0, 1, 3, -1])}, r"y\[2\] is 3, out of range \(valid: 0 to 2, or -1 for unknown\)"),
+    "label too large": (
+        {"y": torch.tensor([0, 1, 3, -1])},
+        r"y\[2\] is 3, out of range \(valid: 0 to 2, or -1 for unknown\)",
+    ),
     "label too small": ({"y": torch.tensor([0, -2, 2, -1])}, r"y\[1\] is -2, out of range"),
-    "mask of numbers": ({"val": torch.tensor([0, 1, 0, 0])}, r"val must be \[4\] bool, got \[4\] torch.int64"),
+    "mask of numbers": (
+        {"val": torch.tensor([0, 1, 0, 0])},
+        r"val must be \[4\] bool, got \[4\] torch.int64",
+    ),
     "short mask": ({"test": torch.tensor([True, False])}, r"test must be \[4\] bool, got \[2\]"),
-    "unlabelled training": ({"train": torch.tensor([0, 0, 0, 1]).bool()}, "train contains item 3, which has no label"),
-    "unlabelled test": ({"test": torch.tensor([0, 0, 0, 1]).bool()}, "test contains item 3, which has no label"),
-    "train is val": ({"val": torch.tensor([1, 1, 0, 0]).bool()}, "train and val overlap, first at item 0"),
-    "train is test": ({"test": torch.tensor([1, 0, 1, 0]).bool()}, "train and test overlap, first at item 0"),
-    "val is test": ({"test": torch.tensor([0, 1, 1, 0]).bool()}, "val and test overlap, first at item 1"),
-    "short batch": ({**MANY, "batch": torch.tensor([0, 0, 1])}, "batch must give every node its graph, ascending, 0 to 1"),
+    "unlabelled training": (
+        {"train": torch.tensor([0, 0, 0, 1]).bool()},
+        "train contains item 3, which has no label",
+    ),
+    "unlabelled test": (
+        {"test": torch.tensor([0, 0, 0, 1]).bool()},
+        "test contains item 3, which has no label",
+    ),
+    "train is val": (
+        {"val": torch.tensor([1, 1, 0, 0]).bool()},
+        "train and val overlap, first at item 0",
+    ),
+    "train is test": (
+        {"test": torch.tensor([1, 0, 1, 0]).bool()},
+        "train and test overlap, first at item 0",
+    ),
+    "val is test": (
+        {"test": torch.tensor([0, 1, 1, 0]).bool()},
+        "val and test overlap, first at item 1",
+    ),
+    "short batch": (
+        {**MANY, "batch": torch.tensor([0, 0, 1])},
+        r"batch must contain the graph of every node, \[4\] int64, ascending, 0 to 1",
+    ),
     "mixed batch": ({**MANY, "batch": torch.tensor([0, 1, 0, 1])}, "batch must .* ascending"),
     "batch too far": ({**MANY, "batch": torch.tensor([0, 0, 1, 2])}, "batch must .* 0 to 1"),
     "batch below zero": ({**MANY, "batch": torch.tensor([-1, 0, 1, 1])}, "batch must .* 0 to 1"),
     "too few weights": ({"edge_weight": torch.ones(4)}, "edge_weight has 4 values for 5 edges"),
     "too few ids": ({"node_id": torch.arange(3)}, "node_id has 3 values for 4 nodes"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_GRAPHS)
-def test_a_bad_graph_is_refused_by_field(case):
+def test_a_bad_graph_is_refused_and_the_field_is_named(case):
     changes, words = BAD_GRAPHS[case]
     with pytest.raises(DataError, match=f"^graph 'toy': {words}"):
         plain(**changes).check()
@@ -407,60 +475,82 @@ def test_a_bad_graph_is_refused_by_field(case):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"edge_index": torch.zeros(2, 0, dtype=torch.int64)}, {"edge_weight": torch.ones(5)}, {"x": torch.full((4, 2), 3e38)},
-     {**MANY, "batch": torch.tensor([0, 0, 1, 1])}],
-)  # fmt: skip
+    [
+        {},
+        {"edge_index": torch.zeros(2, 0, dtype=torch.int64)},
+        {"edge_weight": torch.ones(5)},
+        {"x": torch.full((4, 2), 3e38)},
+        {**MANY, "batch": torch.tensor([0, 0, 1, 1])},
+    ],
+)
 def test_a_good_graph_passes(changes):
     graph = plain(**changes)
     assert graph.check() is graph
 
 
-UNCHECKED = {
+MORE_BAD_GRAPHS = {
     "nan weight": {"edge_weight": torch.full((5,), float("nan"))},
     "column of weights": {"edge_weight": torch.ones(5, 1)},
     "cut edges of another shape": {"cross_edges": torch.zeros(3, 2, dtype=torch.int64)},
-    "cut edge of nobody": {"cross_edges": torch.tensor([[9], [0], [0], [0]])},
+    "cut edge of no own node": {"cross_edges": torch.tensor([[9], [0], [0], [0]])},
     "float batch": {**MANY, "batch": torch.tensor([0.0, 0.0, 1.0, 1.0])},
 }
 
 
-@pytest.mark.parametrize("case", UNCHECKED)
+@pytest.mark.parametrize("case", MORE_BAD_GRAPHS)
 def test_more_bad_graphs_are_refused(case):
     with pytest.raises(DataError):
-        plain(**UNCHECKED[case]).check()
+        plain(**MORE_BAD_GRAPHS[case]).check()
 
 
 BAD_FEDERATIONS = {
-    "nobody": (lambda: Federation(()), "graphs is empty.*at least one party"),
-    "same names": (lambda: Federation((plain(), plain()), names=("a", "a")), r"names must be 2 different names, got \['a', 'a'\]"),
-    "too few names": (lambda: Federation((plain(), plain()), names=("a",)), "names must be 2 different names"),
-    "too many names": (lambda: Federation((plain(),), names=("a", "b")), "names must be 1 different names"),
-    "a bad graph": (lambda: Federation((plain(), plain(num_classes=0)), names=("a", "b")), "graph 'toy': num_classes is 0"),
+    "no parties": (lambda: Federation(()), "graphs is empty.*at least one party"),
+    "same names": (
+        lambda: Federation((plain(), plain()), names=("a", "a")),
+        r"names must be 2 different names, got \['a', 'a'\]",
+    ),
+    "too few names": (
+        lambda: Federation((plain(), plain()), names=("a",)),
+        "names must be 2 different names",
+    ),
+    "too many names": (
+        lambda: Federation((plain(),), names=("a", "b")),
+        "names must be 1 different names",
+    ),
+    "a bad graph": (
+        lambda: Federation((plain(), plain(num_classes=0)), names=("a", "b")),
+        "graph 'toy': num_classes is 0",
+    ),
     "other features": (
         lambda: Federation((plain(), plain(x=torch.ones(4, 3))), names=("a", "b")),
         "num_features differs between parties: 'a' has 2, 'b' has 3",
     ),
-    "other classes": (lambda: Federation((plain(), plain(num_classes=4)), names=("a", "b")), "num_classes differs .*'a' has 3, 'b' has 4"),
+    "other classes": (
+        lambda: Federation((plain(), plain(num_classes=4)), names=("a", "b")),
+        "num_classes differs .*'a' has 3, 'b' has 4",
+    ),
     "other task": (
-        lambda: Federation((plain(), plain(**MANY, batch=torch.tensor([0, 0, 1, 1]))), names=("a", "b")),
+        lambda: Federation(
+            (plain(), plain(**MANY, batch=torch.tensor([0, 0, 1, 1]))), names=("a", "b")
+        ),
         "task differs between parties: 'a' has node, 'b' has graph",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_FEDERATIONS)
-def test_a_bad_federation_is_refused_by_party(case):
+def test_a_bad_federation_is_refused_and_the_party_is_named(case):
     make, words = BAD_FEDERATIONS[case]
     with pytest.raises(DataError, match=words):
         make().check()
 
 
-def test_a_name_too_many_is_refused_though_it_repeats_another():
+def test_too_many_names_are_refused_even_if_one_is_repeated():
     with pytest.raises(DataError, match="names must be 2 different names"):
         Federation((plain(), plain()), names=("a", "b", "b")).check()
 
 
-def test_federation_facts():
+def test_facts_of_a_federation():
     federation = Federation((plain(), plain())).check()
     assert federation.names == ("0", "1")
     assert (
@@ -472,7 +562,7 @@ def test_federation_facts():
     assert Federation((plain(),), names=("hospital",)).names == ("hospital",)
 
 
-def test_pooling_takes_the_uncut_graph_if_there_is_one_else_the_union():
+def test_merging_uses_the_whole_graph_if_it_is_known_else_the_union():
     parts, whole = (plain(), plain()), random_graph(0, nodes=8)
     with_whole = Federation(parts, whole=whole, inductive=True, about={"dataset": "toy"}).merged()
     assert with_whole.graphs == (whole,)
@@ -490,7 +580,7 @@ def test_pooling_takes_the_uncut_graph_if_there_is_one_else_the_union():
     )
 
 
-def test_flow_turns_edges_round_or_makes_them_go_both_ways() -> None:
+def test_flow_reverses_edges_or_adds_the_reversed_ones() -> None:
     graph = Graph(
         torch.ones(3, 1), torch.tensor([[0, 1, 1], [1, 0, 2]]), torch.zeros(3, dtype=torch.int64), 1
     )

@@ -1,4 +1,4 @@
-"""Sparse products are the dense ones, forward and backward, whatever the shape."""
+"""Sparse products and their gradients against dense products, for all shapes."""
 
 import pytest
 import torch
@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from fedloom.data.sparse import Sparse, weighted
 
-some = settings(max_examples=40, deadline=None)
+examples = settings(max_examples=40, deadline=None)
 
 
 @st.composite
 def triplets(draw):
-    """Coordinates in any order, some repeated, rows and columns left empty; perhaps no entry at all."""
+    """Coordinates in any order. Some may be repeated, and rows and columns may be empty."""
     rows, columns = draw(st.integers(1, 7)), draw(st.integers(1, 7))
     count = draw(st.integers(0, 20))
     rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -27,13 +27,15 @@ def dense_of(row, col, values, shape):
     return matrix
 
 
-@some
+@examples
 @given(triplets(), st.integers(1, 5))
-def test_products_and_their_gradients_are_the_dense_ones(entries, width):
+def test_products_and_their_gradients_equal_dense_ones(entries, width):
     sparse, dense = Sparse.from_edges(*entries), dense_of(*entries)
     rng = torch.Generator().manual_seed(width)
     h = torch.randn(entries[3][1], width, generator=rng)
-    weight = torch.randn(entries[3][0], width, generator=rng)  # so that rows of the gradient differ
+    weight = torch.randn(
+        entries[3][0], width, generator=rng
+    )  # makes the rows of the gradient differ
     results = []
     for matrix in (sparse, dense):
         leaf = h.clone().requires_grad_()
@@ -44,7 +46,7 @@ def test_products_and_their_gradients_are_the_dense_ones(entries, width):
     assert torch.allclose(results[0][1], results[1][1], atol=1e-5)
 
 
-@some
+@examples
 @given(triplets())
 def test_dense_transpose_rows_and_count(entries):
     sparse, dense = Sparse.from_edges(*entries), dense_of(*entries)
@@ -58,7 +60,7 @@ def test_dense_transpose_rows_and_count(entries):
     assert torch.equal(sparse.transpose.values, sparse.values[sparse.order])
     assert sparse.nnz == len(entries[2])
     assert sparse.rows.tolist() == sorted(entries[0].tolist())
-    assert sparse.transpose is sparse.transpose  # made once
+    assert sparse.transpose is sparse.transpose  # cached
 
 
 def test_entries_are_sorted_by_row_then_column():
@@ -75,7 +77,7 @@ def test_entries_are_sorted_by_row_then_column():
     assert sparse.values.dtype == torch.float32
 
 
-def test_only_entries_other_than_zero_are_taken_from_a_dense_matrix():
+def test_from_dense_takes_only_non_zero_entries():
     matrix = torch.tensor([[0.0, 2.0, 0.0], [0.0, 0.0, 0.0], [-1.0, 0.0, 3.0]])
     sparse = Sparse.from_dense(matrix)
     assert sparse.nnz == 3
@@ -83,7 +85,7 @@ def test_only_entries_other_than_zero_are_taken_from_a_dense_matrix():
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_wide_indices_give_the_same(index):
+def test_int64_indices_give_the_same_products(index):
     narrow = Sparse.from_dense(
         torch.eye(4, 6) + torch.ones(4, 1) * torch.tensor([0, 0, 0, 0, 0, 1.0])
     )
@@ -97,7 +99,7 @@ def test_wide_indices_give_the_same(index):
     assert torch.equal(h.grad, dense_h.grad)
 
 
-def test_gradients_by_finite_differences_and_of_gradients():
+def test_first_and_second_gradients_equal_finite_differences():
     sparse = Sparse.from_edges(
         torch.tensor([0, 0, 2, 2]),
         torch.tensor([1, 1, 0, 3]),
@@ -111,7 +113,7 @@ def test_gradients_by_finite_differences_and_of_gradients():
     assert torch.autograd.gradgradcheck(lambda t: (sparse @ t).pow(3), (h,))
 
 
-def test_columns_of_a_wider_tensor_and_of_a_transposed_one():
+def test_products_with_tensors_that_are_not_contiguous():
     sparse = Sparse.from_dense(torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]))
     wide = torch.arange(12.0).view(3, 4)
     assert torch.equal(sparse @ wide[:, 1:3], sparse.dense() @ wide[:, 1:3])
@@ -123,11 +125,11 @@ def test_a_tensor_that_does_not_fit_is_refused():
         Sparse.from_dense(torch.eye(3, 4)) @ torch.ones(9, 2)
 
 
-# ---- entries that are variables ----
+# ---- variable entries ----
 
 
 def with_entries(matrix, values):
-    """The matrix with other entries, dense, once for each row of `values`; differentiable in them."""
+    """Returns dense matrices with other entries, one per row of `values`, differentiable."""
     places = matrix.rows * matrix.shape[1] + matrix.indices.long()
     flat = values.new_zeros(*values.shape[:-1], matrix.shape[0] * matrix.shape[1]).index_add(
         -1, places, values
@@ -135,9 +137,9 @@ def with_entries(matrix, values):
     return flat.unflatten(-1, matrix.shape)
 
 
-@some
+@examples
 @given(triplets(), st.integers(1, 9), st.sampled_from([(), (1,), (3,), (2, 2)]))
-def test_weighted_products_and_their_gradients_are_the_dense_ones(entries, width, lead):
+def test_weighted_products_and_their_gradients_equal_dense_ones(entries, width, lead):
     matrix = Sparse.from_edges(*entries)
     rng = torch.Generator().manual_seed(width)
     values = torch.randn(*lead, matrix.nnz, generator=rng, requires_grad=True)
@@ -154,16 +156,16 @@ def test_weighted_products_and_their_gradients_are_the_dense_ones(entries, width
 
 @pytest.mark.parametrize("lead", [(), (2,)])
 @pytest.mark.parametrize("count", [0, 5])
-def test_weighted_gradients_by_finite_differences_and_of_gradients(lead, count):
-    row, col = (
-        torch.tensor([0, 0, 2, 2, 2])[:count],
-        torch.tensor([1, 1, 0, 3, 4])[:count],
-    )  # a repeated entry, empty rows
+def test_first_and_second_weighted_gradients_equal_finite_differences(lead, count):
+    # One entry is repeated, and some rows are empty.
+    row = torch.tensor([0, 0, 2, 2, 2])[:count]
+    col = torch.tensor([1, 1, 0, 3, 4])[:count]
     matrix = Sparse.from_edges(row, col, torch.ones(count), (4, 5))
     rng = torch.Generator().manual_seed(0)
     values, dense = (
-        torch.randn(*lead, *size, dtype=torch.float64, generator=rng, requires_grad=True) for size in ((count,), (5, 3))
-    )  # fmt: skip
+        torch.randn(*lead, *size, dtype=torch.float64, generator=rng, requires_grad=True)
+        for size in ((count,), (5, 3))
+    )
     assert torch.autograd.gradcheck(lambda v, d: weighted(matrix, v, d), (values, dense))
     assert torch.autograd.gradgradcheck(lambda v, d: weighted(matrix, v, d).pow(2), (values, dense))
 
@@ -186,13 +188,13 @@ def test_weighted_with_one_side_constant_or_not_contiguous():
         torch.testing.assert_close(gradient, torch.autograd.grad(twin.square().sum(), leaf)[0])
 
 
-def test_its_own_entries_give_the_plain_product():
+def test_weighting_with_the_own_entries_gives_the_plain_product():
     matrix = Sparse.from_dense(torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]))
     h = torch.arange(6.0).view(3, 2)
     assert torch.equal(weighted(matrix, matrix.values, h), matrix @ h)
 
 
-def test_stacked_places_are_a_block_diagonal():
+def test_stacked_coordinates_are_block_diagonal():
     matrix = Sparse.from_dense(
         torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0], [0.0, 3.0, 0.0], [0.0, 0.0, 0.0]])
     )
@@ -200,10 +202,10 @@ def test_stacked_places_are_a_block_diagonal():
     block = Sparse(offsets, indices, matrix.values.repeat(3), (12, 9))
     assert torch.equal(block.dense(), torch.block_diag(*[matrix.dense()] * 3))
     assert offsets.dtype == indices.dtype == torch.int32
-    assert matrix.stacked(3) is matrix.stacked(3)  # made once
+    assert matrix.stacked(3) is matrix.stacked(3)  # cached
 
 
-def test_stacked_places_that_outgrow_int32():
+def test_stacked_coordinates_beyond_int32():
     matrix = Sparse.from_edges(
         torch.tensor([0]), torch.tensor([2**30 - 1]), torch.ones(1), (1, 2**30)
     )

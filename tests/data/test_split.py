@@ -1,4 +1,4 @@
-"""Splits: counts exact by formula, masks disjoint, each client's draw its own."""
+"""Splits: exact counts, disjoint masks, and independent draws of the clients."""
 
 import re
 from fractions import Fraction
@@ -29,7 +29,7 @@ def labelled(y, **masks):
 
 
 def mixed(items=400, seed=0):
-    """Labels 0 to 2, some unknown."""
+    """Returns a graph with labels 0 to 2, some of them unknown."""
     return labelled(np.random.default_rng(seed).integers(-1, 3, size=items))
 
 
@@ -38,14 +38,14 @@ def masks(graph):
 
 
 def assert_counts(graph, among, train, val):
-    """Of the items in `among`: int(train %) train, int(val %) validate, the rest test."""
+    """Asserts that of the items in `among` int(train %) train, int(val %) validate, others test."""
     n = int(among.sum())
     expected = int(n * Fraction(train) / 100), int(n * Fraction(val) / 100)
     got = tuple(int((mask & among).sum()) for mask in masks(graph))
     assert got == (*expected, n - sum(expected))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     y=st.lists(st.integers(-1, 2), min_size=1, max_size=80),
     shares=st.sampled_from(
@@ -68,7 +68,7 @@ def test_counts_per_client_and_class_are_exact(y, shares, clients, seed):
     rest = 100 - Fraction(shares[0]) - Fraction(shares[1])
     split = apply_split(
         graph, f"{shares[0]}/{shares[1]}/{float(rest):g}", seed, owner=owner
-    ).check()  # check: disjoint, no -1
+    ).check()  # disjoint masks, all with labels
     for k in range(clients):
         for c in range(3):
             assert_counts(split, (owner == k) & (graph.y == c), *shares)
@@ -82,8 +82,8 @@ def test_truncation_leaves_small_classes_without_training_items():
     assert [int((split.test & (split.y == c)).sum()) for c in range(3)] == [3, 2, 5]
 
 
-def test_shares_are_exact_numbers_not_floats():
-    assert int(0.29 * 100) == 28  # what floats would give
+def test_shares_are_exact_numbers():
+    assert int(0.29 * 100) == 28  # the result with floats
     assert apply_split(labelled([0] * 100), "29/1/70").train.sum() == 29
 
 
@@ -105,7 +105,7 @@ def test_global_class_split_is_stratified_over_all_clients():
     assert torch.equal(split.test, apply_split(graph, "global-class 20/40/40", 5).test)
 
 
-def test_a_client_alone_splits_as_it_does_in_the_whole():
+def test_a_client_alone_gets_the_masks_that_it_has_in_the_whole_graph():
     graph, owner, names = mixed(), torch.arange(400) % 3, ("ann", "bob", "cleo")
     whole = apply_split(graph, "20/40/40", 9, owner=owner, names=names)
     alone = apply_split(graph.select_items(owner == 1), "20/40/40", 9, names=("bob",))
@@ -116,7 +116,7 @@ def test_a_client_alone_splits_as_it_does_in_the_whole():
 
 
 @pytest.mark.parametrize("split", ["20/40/40", "global 20/40/40", "global-class 20/40/40"])
-def test_the_seed_decides(split):
+def test_masks_depend_only_on_the_seed(split):
     graph = mixed()
     torch.manual_seed(5)
     first = apply_split(graph, split, 1)
@@ -126,7 +126,7 @@ def test_the_seed_decides(split):
     assert not torch.equal(first.train, other.train)
 
 
-def test_every_item_is_as_likely_to_train():
+def test_all_items_train_equally_often():
     graph = labelled([0] * 20)
     times = (
         torch.stack([apply_split(graph, "50/0/50", seed).train for seed in range(400)])
@@ -136,7 +136,7 @@ def test_every_item_is_as_likely_to_train():
     assert (times - 0.5).abs().max() < 0.1  # four standard deviations
 
 
-def test_public_masks_go_through_the_partition():
+def test_public_masks_are_partitioned():
     train, val, test = torch.zeros(3, 60, dtype=torch.bool)
     train[:10], val[10:30], test[30:50] = True, True, True
     graph = labelled(torch.arange(60) % 3, train=train, val=val, test=test)
@@ -147,7 +147,7 @@ def test_public_masks_go_through_the_partition():
     assert torch.equal(federation.whole.val, val)
 
 
-def test_public_masks_leave_out_what_has_no_label():
+def test_public_masks_exclude_items_without_a_label():
     graph = labelled(
         [0, -1, 1, 2],
         train=torch.tensor([1, 1, 0, 0]).bool(),
@@ -194,22 +194,27 @@ def test_a_bad_split_is_refused_with_an_example(split):
     assert "\n" not in str(caught.value)
 
 
-def test_spaces_and_decimals_are_fine():
+def test_spaces_and_decimals_are_accepted():
     graph = mixed()
     assert torch.equal(
         apply_split(graph, " 20 / 40/40.0 ").train, apply_split(graph, "20/40/40").train
     )
 
 
-def test_graph_level_items_are_split_like_nodes():
+def test_graphs_are_split_like_nodes():
     y = torch.arange(30) % 3
-    graph = Graph(x=torch.ones(60, 1), edge_index=torch.zeros(2, 0, dtype=torch.int64), y=y, num_classes=3,
-                  batch=torch.arange(30).repeat_interleave(2))  # fmt: skip
+    graph = Graph(
+        x=torch.ones(60, 1),
+        edge_index=torch.zeros(2, 0, dtype=torch.int64),
+        y=y,
+        num_classes=3,
+        batch=torch.arange(30).repeat_interleave(2),
+    )
     split = apply_split(graph, "80/10/10").check()
     assert [int((split.train & (y == c)).sum()) for c in range(3)] == [8, 8, 8]
 
 
-def test_clients_without_training_are_named():
+def test_clients_without_training_items_are_listed():
     train = torch.tensor([True, False])
     federation = Federation(
         (labelled([0, 1], train=train), labelled([0, 1])), names=("has", "lacks")

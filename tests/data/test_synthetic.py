@@ -1,4 +1,4 @@
-"""The recipes keep what their arguments promise."""
+"""Synthetic graphs have the properties that their arguments specify."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_sizes_and_edges():
         3,
         "mine",
     )
-    assert graph.num_edges == 2000 * 6  # met exactly
+    assert graph.num_edges == 2000 * 6  # exact
     source, target = graph.edge_index
     assert (source != target).all()
     key = source * 2000 + target
-    assert (key[1:] > key[:-1]).all()  # sorted, none twice
+    assert (key[1:] > key[:-1]).all()  # sorted and distinct
     assert torch.equal(torch.sort(target * 2000 + source).values, key)  # both directions of each
     assert not (graph.train | graph.val | graph.test).any()
 
@@ -73,7 +73,8 @@ def test_degrees_follow_the_exponent():
     assert heavy.float().mean() == light.float().mean() == 8
     assert light.max() < 30  # Poisson with mean 8
     assert heavy.max() > 150
-    # P(degree > k) ~ k^-(exponent - 1): the slope between two points of the tail, away from the cut.
+    # P(degree > k) ~ k^-(exponent - 1). This is the slope between two points of the tail that are
+    # far from the cut.
     tail = [(heavy > k).float().mean().item() for k in (16, 64)]
     assert np.log(tail[0] / tail[1]) / np.log(4) == pytest.approx(1.5, abs=0.25)
     assert torch.equal(
@@ -88,11 +89,14 @@ def test_signal_is_the_distance_of_class_means_in_units_of_noise(features):
     means = torch.stack([graph.x[graph.y == c].mean(0) for c in range(4)])
     assert torch.pdist(means).tolist() == pytest.approx([3.0] * 6, abs=0.1)
     assert (graph.x - means[graph.y]).std().item() == pytest.approx(1.0, abs=0.02)
-    blind = synthetic(nodes=40000, classes=4, features=features, degree=1, signal=0.0)
-    assert torch.pdist(torch.stack([blind.x[blind.y == c].mean(0) for c in range(4)])).max() < 0.15
+    no_signal = synthetic(nodes=40000, classes=4, features=features, degree=1, signal=0.0)
+    assert (
+        torch.pdist(torch.stack([no_signal.x[no_signal.y == c].mean(0) for c in range(4)])).max()
+        < 0.15
+    )
 
 
-def test_seed_decides_and_nothing_else():
+def test_graphs_depend_only_on_the_seed():
     np.random.seed(0)
     torch.manual_seed(0)
     before = np.random.get_state()[1].copy(), torch.get_rng_state()
@@ -115,9 +119,7 @@ def test_seed_decides_and_nothing_else():
     [("arxiv", 40, 128, 13.67, 0.65), ("products", 47, 100, 50.52, 0.81)],
 )
 def test_named_shapes(name, classes, features, degree, homophily):
-    graph = from_text(
-        f"synthetic-{name}:nodes=10000"
-    ).check()  # any of their sizes can be overridden
+    graph = from_text(f"synthetic-{name}:nodes=10000").check()  # the sizes can be overridden
     assert (graph.num_classes, graph.num_features, graph.name) == (
         classes,
         features,
@@ -133,9 +135,9 @@ def test_arxiv_has_its_full_size():
     assert (graph.num_nodes, graph.num_edges) == (169_343, 2_315_598)
 
 
-def test_drawing_in_pieces_gives_the_same(monkeypatch):
+def test_drawing_in_chunks_gives_the_same_graph(monkeypatch):
     whole = synthetic(nodes=500, blocks=2)
-    monkeypatch.setattr(module, "DRAWN", 13)
+    monkeypatch.setattr(module, "EDGE_CHUNK", 13)
     assert torch.equal(synthetic(nodes=500, blocks=2).edge_index, whole.edge_index)
 
 
@@ -148,10 +150,10 @@ def test_blocks_have_no_edges_between_them(homophily):
     assert graph.num_edges == 1200 * 8
     for k in range(12):
         assert torch.bincount(graph.y[block == k]).tolist() == [33, 34, 33]
-    assert not torch.equal(graph.y[:100], graph.y[100:200])  # shuffled, each block its own way
+    assert not torch.equal(graph.y[:100], graph.y[100:200])  # each block has its own order
 
 
-def test_clients_hold_a_block_each():
+def test_each_client_has_one_block():
     federation = synthetic_clients(
         20, nodes=50, classes=4, features=6, split="40/30/30", seed=3, degree=5
     )
@@ -173,7 +175,7 @@ def test_graphs():
     assert sizes.min() >= 10
     assert sizes.max() <= 20
     assert (graph.batch[graph.edge_index[0]] == graph.batch[graph.edge_index[1]]).all()
-    # The label is the density: one threshold on the mean degree separates neighbouring classes.
+    # The label is the density: a threshold on the mean degree separates neighbouring classes.
     density = torch.bincount(graph.batch[graph.edge_index[0]], minlength=90) / sizes
     by_class = [density[graph.y == c] for c in range(3)]
     assert by_class[0].max() < by_class[1].min() <= by_class[1].max() < by_class[2].min()
@@ -220,13 +222,13 @@ def test_from_text():
         ("synth", "unknown dataset 'synth'"),
     ],
 )
-def test_bad_arguments(text, message):
+def test_bad_arguments_are_refused(text, message):
     with pytest.raises(ConfigError, match=message) as error:
         from_text(text)
     assert "\n" not in str(error.value)
 
 
-def test_wrong_kind_of_argument():
+def test_arguments_of_the_wrong_type_are_refused():
     with pytest.raises(ConfigError, match=r"nodes is 10.5, must be a whole number"):
         synthetic(nodes=10.5)
     with pytest.raises(ConfigError, match=r"homophily is '0.8', must be a number"):

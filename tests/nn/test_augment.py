@@ -1,4 +1,4 @@
-"""Views: what they leave out, and that models see them as they see any other graph."""
+"""Views: which edges and columns they drop, and that models treat them as ordinary graphs."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fedloom.data.graph import Graph
+from fedloom.nn.architectures import ARCHITECTURES
 from fedloom.nn.augment import thinned
 from fedloom.nn.build import build_model
 
@@ -44,7 +45,7 @@ def some_graph(n=40, sparse=False, directed=False, weighted=False):
 
 
 def plain(view, whole):
-    """The same view as a graph that is made from scratch."""
+    """Returns the same view as a graph that is built from scratch."""
     place = {pair: k for k, pair in enumerate(map(tuple, whole.edge_index.T.tolist()))}
     index = torch.tensor(
         [place[pair] for pair in map(tuple, view.edge_index.T.tolist())], dtype=torch.int64
@@ -63,7 +64,7 @@ def plain(view, whole):
         {"sparse": True},
     ],
 )
-def test_adjacencies_and_their_transposes_are_those_of_a_graph_made_from_scratch(how):
+def test_adjacencies_and_their_transposes_equal_those_of_a_graph_built_from_scratch(how):
     whole = some_graph(**how)
     view = thinned(whole, 0.5, 0.3, rng())
     same = plain(view, whole)
@@ -75,23 +76,22 @@ def test_adjacencies_and_their_transposes_are_those_of_a_graph_made_from_scratch
         assert torch.equal(view.adjacency(kind).rows, same.adjacency(kind).rows)
 
 
-@pytest.mark.parametrize("name", sorted(models()))
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 @pytest.mark.parametrize("options", ["", "+norm", "+linear"])
 @pytest.mark.parametrize("sparse", [False, True])
-def test_every_model_sees_a_view_as_any_other_graph(name, options, sparse):
+def test_every_model_gives_a_view_the_outputs_of_the_same_plain_graph(name, options, sparse):
     whole = some_graph(sparse=sparse)
     view = thinned(whole, 0.5, 0.3, rng())
-    net = build_model(f"{name}-2x16{options}", 20, 3, seed=0)
-    assert torch.allclose(net(view), net(plain(view, whole)), atol=1e-5)
+    model = build_model(f"{name}-2x16{options}", 20, 3, seed=0)
+    assert torch.allclose(model(view), model(plain(view, whole)), atol=1e-5)
     assert view.sparse_x is None or torch.equal(view.sparse_x.dense(), view.x)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_repeated_edges_self_loops_and_weights_of_zero(seed):
+def test_repeated_edges_self_loops_and_zero_weights(seed):
     draw = rng(seed)
-    ends = torch.randint(
-        9, (2, 25), generator=draw
-    )  # few nodes: some edges are loops, some come twice
+    # With few nodes, some edges are loops and some are repeated.
+    ends = torch.randint(9, (2, 25), generator=draw)
     weight = torch.randint(4, (25,), generator=draw).float()
     whole = Graph(
         x=torch.ones(9, 2),
@@ -109,18 +109,18 @@ def test_repeated_edges_self_loops_and_weights_of_zero(seed):
         )
 
 
-def test_gradients_through_a_view_are_those_of_a_graph_made_from_scratch():
+def test_gradients_through_a_view_equal_those_of_a_graph_built_from_scratch():
     whole = some_graph(weighted=True)
     view = thinned(whole, 0.5, 0.3, rng())
     found = []
     for graph in (view, plain(view, whole)):
-        net = build_model("sage-2x8", 20, 3, seed=0)
-        net(graph).square().sum().backward()
-        found.append([p.grad for p in net.parameters()])
+        model = build_model("sage-2x8", 20, 3, seed=0)
+        model(graph).square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))
 
 
-def test_edges_go_in_both_directions_together_and_at_the_rate_that_is_asked_for():
+def test_both_directions_of_an_edge_are_dropped_jointly_and_at_the_given_rate():
     whole = some_graph(400)
     gone = []
     for seed in range(30):
@@ -134,7 +134,7 @@ def test_edges_go_in_both_directions_together_and_at_the_rate_that_is_asked_for(
     assert abs(columns - 0.5) < 0.1
 
 
-def test_masked_columns_are_masked_for_all_nodes_and_the_whole_graph_stays():
+def test_columns_are_masked_for_all_nodes_and_the_original_graph_is_unchanged():
     whole = some_graph()
     before = whole.x.clone(), whole.edge_index.clone(), whole.adjacency().dense()
     view = thinned(whole, 0.5, 0.5, rng())
@@ -148,7 +148,7 @@ def test_masked_columns_are_masked_for_all_nodes_and_the_whole_graph_stays():
     )
 
 
-def test_nothing_left_out_is_the_graph_and_everything_left_out_is_bare():
+def test_dropping_nothing_and_dropping_everything():
     whole = some_graph()
     same, bare = thinned(whole, 0.0, 0.0, rng()), thinned(whole, 1.0, 1.0, rng())
     for kind in KINDS:
@@ -159,12 +159,15 @@ def test_nothing_left_out_is_the_graph_and_everything_left_out_is_bare():
     assert torch.equal(bare.adjacency("sym").dense(), torch.eye(40))
 
 
-def test_a_graph_without_edges_and_a_union_of_small_graphs_can_be_thinned():
-    lonely = replace(some_graph(), edge_index=torch.zeros(2, 0, dtype=torch.int64))
-    assert thinned(lonely, 0.5, 0.5, rng()).num_edges == 0
+def test_views_of_a_graph_without_edges_and_of_a_graph_level_dataset():
+    edgeless = replace(some_graph(), edge_index=torch.zeros(2, 0, dtype=torch.int64))
+    assert thinned(edgeless, 0.5, 0.5, rng()).num_edges == 0
     union = Graph(
-        x=torch.ones(4, 2), edge_index=torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]]), y=torch.tensor([0, 1]), num_classes=2,
+        x=torch.ones(4, 2),
+        edge_index=torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]]),
+        y=torch.tensor([0, 1]),
+        num_classes=2,
         batch=torch.tensor([0, 0, 1, 1]),
-    )  # fmt: skip
-    net = build_model("gin-2x8", 2, 2, "graph", seed=0)
-    assert net(thinned(union, 0.5, 0.0, rng())).shape == (2, 2)
+    )
+    model = build_model("gin-2x8", 2, 2, "graph", seed=0)
+    assert model(thinned(union, 0.5, 0.0, rng())).shape == (2, 2)

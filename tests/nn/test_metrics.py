@@ -1,4 +1,4 @@
-"""Scores are scikit-learn's, losses are what their formulas say, and nothing is made up where there is nothing to score."""
+"""Scores against scikit-learn, losses against their formulas, and both for empty sets."""
 
 import math
 
@@ -11,12 +11,16 @@ from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, roc_auc_
 from fedloom.nn.losses import cross_entropy
 from fedloom.nn.metrics import UNDEFINED, auc, average, confusion, scores
 
-some = settings(max_examples=60, deadline=None)
+examples = settings(max_examples=60, deadline=None)
 
 
 @st.composite
 def predictions(draw):
-    """A few rows of logits over and over (so that many items tie), labels that may leave classes out, a mask with an item at least."""
+    """Logits, labels and a mask.
+
+    The logits have few distinct rows, so that many items tie. Labels may leave classes out. The
+    mask contains at least one item.
+    """
     C, n = draw(st.integers(2, 5)), draw(st.integers(1, 25))
     rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     logits = torch.randn(6, C, generator=rng)[torch.randint(6, (n,), generator=rng)]
@@ -26,17 +30,17 @@ def predictions(draw):
     return logits, y, mask
 
 
-@some
+@examples
 @given(predictions())
-def test_scores_are_those_of_scikit_learn(case):
+def test_scores_equal_scikit_learn(case):
     logits, y, mask = case
     C = logits.shape[1]
     true, predicted = y[mask].numpy(), logits[mask].argmax(1).numpy()
     matrix = confusion(*case, C)
     assert matrix.dtype == torch.int64
     assert (matrix.numpy() == confusion_matrix(true, predicted, labels=range(C))).all()
-    nothing = torch.zeros_like(matrix)
-    got = scores(torch.stack([nothing, matrix, nothing]))
+    empty = torch.zeros_like(matrix)
+    got = scores(torch.stack([empty, matrix, empty]))
     expected = {
         "accuracy": accuracy_score(true, predicted),
         "f1_macro": f1_score(true, predicted, labels=range(C), average="macro", zero_division=0),
@@ -53,18 +57,16 @@ def test_scores_are_those_of_scikit_learn(case):
     )
 
 
-def test_scores_of_nothing_are_none():
-    nothing = scores(torch.zeros(1, 3, 3, dtype=torch.int64))
-    assert nothing == {
-        name: [None] for name in ("accuracy", "f1_macro", "f1_present", "f1_weighted")
-    }
-    nobody = torch.zeros(4, dtype=torch.bool)
-    assert confusion(torch.ones(4, 3), torch.tensor([0, 1, 2, -1]), nobody, 3).sum() == 0
+def test_scores_of_an_empty_matrix_are_none():
+    empty = scores(torch.zeros(1, 3, 3, dtype=torch.int64))
+    assert empty == {name: [None] for name in ("accuracy", "f1_macro", "f1_present", "f1_weighted")}
+    no_items = torch.zeros(4, dtype=torch.bool)
+    assert confusion(torch.ones(4, 3), torch.tensor([0, 1, 2, -1]), no_items, 3).sum() == 0
 
 
-@some
+@examples
 @given(predictions())
-def test_auc_is_the_mean_of_scikit_learns_over_classes_with_both_kinds(case):
+def test_auc_is_the_mean_over_classes_that_have_positive_and_negative_items(case):
     logits, y, mask = case
     probability, true = logits[mask].softmax(1).numpy(), y[mask].numpy()
     mixed = [c for c in range(logits.shape[1]) if 0 < (true == c).sum() < len(true)]
@@ -74,14 +76,14 @@ def test_auc_is_the_mean_of_scikit_learns_over_classes_with_both_kinds(case):
     )
 
 
-def test_auc_of_all_classes_and_of_two():
+def test_auc_of_three_classes_and_of_two_equals_scikit_learn():
     rng = torch.Generator().manual_seed(4)
-    y, everybody = torch.arange(30) % 3, torch.ones(30, dtype=torch.bool)
+    y, all_items = torch.arange(30) % 3, torch.ones(30, dtype=torch.bool)
     logits = torch.randn(30, 3, generator=rng) + torch.eye(3)[y]
     expected = roc_auc_score(y, logits.double().softmax(1), multi_class="ovr", average="macro")
-    assert auc(logits, y, everybody) == pytest.approx(expected, abs=1e-6)
+    assert auc(logits, y, all_items) == pytest.approx(expected, abs=1e-6)
     two = (y > 0).long()
-    assert auc(logits[:, :2], two, everybody) == pytest.approx(
+    assert auc(logits[:, :2], two, all_items) == pytest.approx(
         roc_auc_score(two, logits[:, 1] - logits[:, 0]), abs=1e-6
     )
 
@@ -90,17 +92,17 @@ def test_auc_of_all_classes_and_of_two():
 def test_auc_of_a_single_class_is_undefined(y):
     assert auc(torch.eye(3), torch.tensor(y), torch.ones(3, dtype=torch.bool)) == UNDEFINED
     assert auc(torch.eye(3), torch.tensor(y), torch.zeros(3, dtype=torch.bool)) == UNDEFINED
-    assert math.isfinite(UNDEFINED)  # it travels
-    assert UNDEFINED < 0  # and is no area
+    assert math.isfinite(UNDEFINED)  # messages carry only finite numbers
+    assert UNDEFINED < 0  # no area is negative
 
 
-def test_auc_tells_confident_predictions_apart():
+def test_auc_distinguishes_confident_predictions():
     logits = torch.tensor([[0.0, 20.0], [0.0, 25.0], [0.0, 30.0], [0.0, 1.0]])
     assert auc(logits, torch.tensor([0, 1, 1, 0]), torch.ones(4, dtype=torch.bool)) == 1.0
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_cross_entropy_is_minus_the_log_of_the_right_class_over_the_mask(reduction):
+def test_cross_entropy_equals_its_formula_over_the_mask(reduction):
     logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     y, mask = torch.tensor([0, -1, 2, 1, -1]), torch.tensor([True, False, True, True, False])
     terms = [
@@ -113,7 +115,7 @@ def test_cross_entropy_is_minus_the_log_of_the_right_class_over_the_mask(reducti
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_cross_entropy_of_nothing_is_zero_with_a_gradient_of_zero(reduction):
+def test_cross_entropy_of_an_empty_mask_is_zero_with_a_zero_gradient(reduction):
     W = torch.randn(4, 3, requires_grad=True, generator=torch.Generator().manual_seed(0))
     loss = cross_entropy(
         torch.ones(5, 4) @ W, torch.full((5,), -1), torch.zeros(5, dtype=torch.bool), reduction
@@ -123,7 +125,7 @@ def test_cross_entropy_of_nothing_is_zero_with_a_gradient_of_zero(reduction):
     assert torch.equal(W.grad, torch.zeros(4, 3))
 
 
-def test_averages_leave_out_those_without_a_value():
+def test_averages_skip_missing_values():
     assert average([0.5, None, 1.0], [1.0, 100.0, 3.0]) == pytest.approx(0.875)
     assert average([None, None], [1.0, 2.0]) is None
     assert average([], []) is None

@@ -1,1 +1,1 @@
-"""Data: graphs, and how parties come to hold them."""
+"""Data: graphs, datasets, and how a graph is partitioned among parties."""

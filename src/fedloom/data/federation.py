@@ -1,4 +1,4 @@
-"""Federation: the parties' graphs. Roster: what everybody may know about them."""
+"""Federation: the graphs of all parties. Roster: the public facts about them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedloom.errors import DataError
 
 @dataclass(frozen=True)
 class PartySize:
-    """How much a party holds: nodes, items, and how many of these train, validate and test."""
+    """The size of a party's graph: nodes, items, and the items that train, validate and test."""
 
     name: str
     nodes: int
@@ -26,7 +26,7 @@ class PartySize:
 
     @classmethod
     def of(cls, name: str, graph: Graph) -> PartySize:
-        """The counts of a party's graph."""
+        """Returns the counts of a party's graph."""
         return cls(
             name,
             graph.num_nodes,
@@ -37,9 +37,14 @@ class PartySize:
 
 @dataclass(frozen=True)
 class Roster:
-    """Who takes part, and the facts about their data that everybody may know: all that a coordinator has of a federation.
+    """The parties and the public facts about their data.
 
-    knows_cross_edges: whether some party knows an edge that leads to another's node. The rest is as in `Federation`.
+    A coordinator knows nothing else about a federation. The fields that are not listed here are
+    those of `Federation`.
+
+    Attributes:
+        sizes: The size of each party's graph, in client order.
+        knows_cross_edges: Whether some party knows an edge to another party's node.
     """
 
     sizes: tuple[PartySize, ...]
@@ -62,17 +67,20 @@ class Roster:
 
     @property
     def without_training(self) -> list[str]:
-        """The names of the parties that have no training item: legal, but they can only receive."""
+        """The parties without a training item. They may take part, but can only receive."""
         return [size.name for size in self.sizes if not size.train]
 
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """The parties' graphs, and the facts about them that everybody may know.
+    """The parties' graphs and the public facts about them.
 
-    graphs: one per party, in client order. names: the parties' names (random streams hang on the name, not on the position).
-    whole: the uncut graph, if there is one (only the `central` baseline looks at it).
-    inductive: training sees neither validation nor test items. about: where it came from, for the record.
+    Attributes:
+        graphs: One graph per party, in client order.
+        names: The parties' names. Random streams depend on the name, not on the position.
+        whole: The graph before the partition, if there is one. Only the `central` baseline uses it.
+        inductive: Whether training sees neither validation nor test items.
+        about: Where the federation came from, for the record.
     """
 
     graphs: tuple[Graph, ...]
@@ -92,7 +100,7 @@ class Federation:
 
     @property
     def num_features(self) -> int:
-        """Width of the node features, the same for every party."""
+        """Number of node features. It is the same for every party."""
         return self.graphs[0].num_features
 
     @property
@@ -106,17 +114,18 @@ class Federation:
         return self.graphs[0].task
 
     def check(self) -> Federation:
-        """Gives the federation back, or raises a DataError that names the party and the field."""
+        """Returns the federation, or raises a DataError that names the party and the field."""
         if not self.graphs:
             raise DataError("graphs is empty: a federation needs at least one party")
         if not len(set(self.names)) == len(self.names) == len(self.graphs):
             raise DataError(
                 f"names must be {len(self.graphs)} different names, got {list(self.names)}"
             )
-        for name in self.names:  # they become names of files and of tensors
+        for name in self.names:  # names of files and tensors contain them
             if not re.fullmatch(r"[\w.-]+", name) or name == "server":
                 raise DataError(
-                    f"names: {name!r} is not a valid one: letters, digits, '_', '-' and '.', and not 'server'"
+                    f"names: {name!r} is not a valid name: use letters, digits, '_', '-' and '.', "
+                    "and not 'server'"
                 )
         first = self.graphs[0].check()
         for name, graph in zip(self.names, self.graphs, strict=True):
@@ -125,36 +134,41 @@ class Federation:
                 mine, theirs = getattr(graph, fact), getattr(first, fact)
                 if mine != theirs:
                     raise DataError(
-                        f"{fact} differs between parties: {self.names[0]!r} has {theirs}, {name!r} has {mine}"
+                        f"{fact} differs between parties: "
+                        f"{self.names[0]!r} has {theirs}, {name!r} has {mine}"
                     )
             owners = graph.cross_edges[2].unique().tolist()
             for owner in owners:
                 if not 0 <= owner < len(self.graphs) or self.names[owner] == name:
                     raise DataError(
-                        f"cross_edges of {name!r}: owner {owner} is not another party's number (0 to {len(self.graphs) - 1}, not its own)"
+                        f"cross_edges of {name!r}: owner {owner} is not another party's number "
+                        f"(0 to {len(self.graphs) - 1}, not its own)"
                     )
         return self
 
     @property
     def roster(self) -> Roster:
-        """What a coordinator may know of it."""
-        held = tuple(
+        """The public facts, which a coordinator may know."""
+        sizes = tuple(
             PartySize.of(name, graph) for name, graph in zip(self.names, self.graphs, strict=True)
         )
         knows = any(graph.cross_edges.shape[1] for graph in self.graphs)
         about = {"dataset": self.graphs[0].name, "clients": self.num_clients, **self.about}
         return Roster(
-            held, self.num_features, self.num_classes, self.task, self.inductive, knows, about
+            sizes, self.num_features, self.num_classes, self.task, self.inductive, knows, about
         )
 
     def merged(self) -> Federation:
-        """One party that holds everything: the uncut graph if known, else the disjoint union of the parties' graphs."""
+        """Returns a federation of one party with all data.
+
+        It holds `whole` if that is known, else the disjoint union of the parties' graphs.
+        """
         graph = self.whole if self.whole is not None else disjoint_union(self.graphs)
         return replace(self, graphs=(graph,), names=("all",), whole=None)
 
 
 def disjoint_union(graphs: Iterable[Graph]) -> Graph:
-    """One graph that holds all the given ones side by side, no edges between them."""
+    """Returns one graph that contains all given graphs, without edges between them."""
     parts = list(graphs)
     starts = torch.tensor([0, *(g.num_nodes for g in parts)]).cumsum(0)
     weights = [torch.ones(g.num_edges) if g.edge_weight is None else g.edge_weight for g in parts]
@@ -165,8 +179,13 @@ def disjoint_union(graphs: Iterable[Graph]) -> Graph:
     return Graph(
         x=torch.cat([g.x for g in parts]),
         edge_index=torch.cat([g.edge_index + starts[k] for k, g in enumerate(parts)], 1),
-        y=torch.cat([g.y for g in parts]), num_classes=parts[0].num_classes,
-        train=torch.cat([g.train for g in parts]), val=torch.cat([g.val for g in parts]), test=torch.cat([g.test for g in parts]),
+        y=torch.cat([g.y for g in parts]),
+        num_classes=parts[0].num_classes,
+        train=torch.cat([g.train for g in parts]),
+        val=torch.cat([g.val for g in parts]),
+        test=torch.cat([g.test for g in parts]),
         edge_weight=torch.cat(weights) if any(g.edge_weight is not None for g in parts) else None,
-        node_id=torch.cat([g.node_id for g in parts]), batch=batch, name=parts[0].name,
-    )  # fmt: skip
+        node_id=torch.cat([g.node_id for g in parts]),
+        batch=batch,
+        name=parts[0].name,
+    )

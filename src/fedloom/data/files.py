@@ -1,21 +1,24 @@
 """A user's own graph: a PyG object, a networkx graph, a folder of tables, or one file.
 
-A folder holds a `graph.toml`, a table of nodes and a table of edges (CSV, TSV or Parquet, by the file's ending). Every key of
-graph.toml has a default, so the file may be empty:
+A folder contains a `graph.toml`, a table of nodes and a table of edges. Tables are CSV, TSV or
+Parquet files; the file's ending decides. Every key of graph.toml has a default, so the file may be
+empty:
 
-    nodes = "nodes.csv"          # one row per node, in the order the graph keeps
+    nodes = "nodes.csv"          # one row per node; the graph keeps their order
     edges = "edges.csv"          # one row per edge
-    id = "id"                    # column of the node table: names a node, text or number
-    label = "label"              # class, empty = unknown: whole numbers from 0, or names (numbered in sorted order)
-    split = "split"              # train, val, test or empty
-    features = "all other"       # columns of numbers: a list, a common prefix such as "f_", or "all other"
-    source = "source"            # columns of the edge table: ids of the two ends, and the edge's weight
-    target = "target"
-    weight = "weight"
+    id = "id"                    # column of the node table: the node's name, text or number
+    label = "label"              # column: integers from 0, or names (numbered in sorted order);
+                                 # empty = unknown
+    split = "split"              # column: train, val, test or empty
+    features = "all other"       # columns of numbers: a list, a common prefix such as "f_",
+                                 # or "all other"
+    source = "source"            # column of the edge table: id of the first end
+    target = "target"            # column: id of the second end
+    weight = "weight"            # column: the edge's weight
     directed = false             # false: every row stands for both directions
-    num_classes = 7              # if the labels do not show it
-    class_names = ["a", "b"]     # if names are to be numbered in this order
-    name = "my graph"            # the folder's name if left out
+    num_classes = 7              # for labels that do not contain all classes
+    class_names = ["a", "b"]     # numbers the names in this order
+    name = "my graph"            # the default is the folder's name
 
 The label, split and weight columns may be missing from the tables unless graph.toml names them.
 """
@@ -42,14 +45,18 @@ from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError, DataError, unknown
 
 SPLITS = ("train", "val", "test")
-OF_PYG = (".pt", ".pth")
-ENDINGS = (".safetensors", *OF_PYG)  # of files that hold a graph
+PYG_ENDINGS = (".pt", ".pth")
+ENDINGS = (".safetensors", *PYG_ENDINGS)  # of files that contain a graph
 FLOAT32 = float(np.finfo(np.float32).max)
 
 
 # ---- objects in memory ----
 def as_graph(data: Any) -> Graph:
-    """A Graph as it is; a PyG `Data`, `Batch` or list of `Data`, or a networkx graph, as one (with the usual names of attributes)."""
+    """Returns a Graph unchanged, and converts PyG and networkx objects to a Graph.
+
+    data: a Graph; a PyG `Data`, `Batch` or list of `Data`; or a networkx graph. The attributes have
+    their usual names.
+    """
     if isinstance(data, Graph):
         return data
     if hasattr(data, "nodes") and hasattr(data, "is_directed") and not hasattr(data, "edge_index"):
@@ -60,11 +67,17 @@ def as_graph(data: Any) -> Graph:
 def from_pyg(
     data: Any, num_classes: int | None = None, name: str = "graph", split: int = 0
 ) -> Graph:
-    """A Graph from a PyG `Data`, or a graph-level one from a `Batch` or a list of `Data`.
+    """Returns a Graph from a PyG `Data`, or a graph-level one from a `Batch` or a list of `Data`.
 
-    data: needs x, edge_index and y (one class per node or graph, -1 = unknown); train_mask, val_mask, test_mask, edge_weight
-    and batch are used if there. num_classes: largest label + 1 if not given. split: which column of two-dimensional masks.
-    Parallel edges are merged. Only attributes are read, so anything with PyG's attribute names will do.
+    Parallel edges are merged.
+
+    Args:
+        data: An object with the attributes x, edge_index and y (one class per node or graph,
+            -1 = unknown). train_mask, val_mask, test_mask, edge_weight and batch are optional. Only
+            attributes are read, so any object with these attributes works.
+        num_classes: Number of classes. The default is the largest label + 1.
+        name: The graph's name.
+        split: The column of two-dimensional masks.
     """
     if isinstance(data, list | tuple):
         from torch_geometric.data import Batch
@@ -73,13 +86,16 @@ def from_pyg(
     for key in ("x", "edge_index", "y"):
         if not isinstance(getattr(data, key, None), Tensor):
             raise DataError(f"graph {name!r}: {key} is missing: a graph needs x, edge_index and y")
-    return _merged(trusted(data, num_classes, name, split).check())
+    return _merged(from_pyg_unchecked(data, num_classes, name, split).check())
 
 
-def trusted(
+def from_pyg_unchecked(
     data: Any, num_classes: int | None = None, name: str = "graph", split: int = 0
 ) -> Graph:
-    """`from_pyg` for data that has passed it before: takes the same, checks and merges nothing (most of the time, if large)."""
+    """`from_pyg` for data that `from_pyg` has accepted before. It checks and merges nothing.
+
+    Checking and merging take most of the time for large graphs.
+    """
     y = _whole_numbers(data.y, name)
     if num_classes is None:
         num_classes = int(y.max()) + 1 if len(y) else 0
@@ -104,11 +120,19 @@ def from_networkx(
     num_classes: int | None = None,
     name: str = "graph",
 ) -> Graph:
-    """A Graph from a networkx graph, directed or not; parallel edges are merged.
+    """Returns a Graph from a directed or undirected networkx graph.
 
-    features: node attribute, a number or a sequence of numbers, as many for every node. label: node attribute, a whole number
-    or a name (names are numbered in sorted order); a node without it is unlabelled. weight: edge attribute, 1 where missing; if no
-    edge has it the graph is unweighted. Nodes are sorted if they can be compared, else in networkx's order.
+    Parallel edges are merged. Nodes are sorted if they can be compared, else they keep the order of
+    networkx.
+
+    Args:
+        g: The networkx graph.
+        features: Node attribute, a number or a sequence of numbers, of one length for all nodes.
+        label: Node attribute, an integer or a name. Names are numbered in sorted order. A node
+            without this attribute is unlabelled.
+        weight: Edge attribute, 1 where missing. If no edge has it, the graph is unweighted.
+        num_classes: Number of classes. The default is derived from the labels.
+        name: The graph's name.
     """
     try:
         nodes = sorted(g.nodes)
@@ -128,7 +152,8 @@ def from_networkx(
             ) from error
         if len(rows[-1]) != len(rows[0]):
             raise DataError(
-                f"graph {name!r}: node {node!r} has {len(rows[-1])} features, node {nodes[0]!r} has {len(rows[0])}"
+                f"graph {name!r}: node {node!r} has {len(rows[-1])} features, "
+                f"node {nodes[0]!r} has {len(rows[0])}"
             )
     if not rows:
         raise DataError(f"graph {name!r}: no nodes")
@@ -146,7 +171,8 @@ def from_networkx(
         weighted = weighted or weight in attributes
         if not _is_number(weights[-1]):
             raise DataError(
-                f"graph {name!r}: edge {source!r} -> {target!r}, attribute {weight!r}: not a finite number"
+                f"graph {name!r}: edge {source!r} -> {target!r}, attribute {weight!r}: "
+                "not a finite number"
             )
     return _assembled(
         x=np.stack(rows),
@@ -162,9 +188,11 @@ def from_networkx(
 
 # ---- a folder of tables ----
 def from_folder(path: str | Path) -> Graph:
-    """The graph that a folder's tables describe (see the head of this module).
+    """Returns the graph of a folder of tables (see the top of this module).
 
-    path: the folder, or the .toml file itself. Errors name the file, the line and the column.
+    Errors name the file, the line and the column.
+
+    path: the folder, or its .toml file.
     """
     path = Path(path)
     settings = path if path.suffix == ".toml" else path / "graph.toml"
@@ -186,7 +214,8 @@ def from_folder(path: str | Path) -> Graph:
             raise DataError(f"{nodes.at(line, layout.id)}: empty id")
         if key in position:
             raise DataError(
-                f"{nodes.at(line, layout.id)}: id {key!r} is there already, on line {lines[position[key]]}"
+                f"{nodes.at(line, layout.id)}: id {key!r} is there already, "
+                f"on line {lines[position[key]]}"
             )
         position[key] = len(position)
         lines.append(line)
@@ -197,14 +226,16 @@ def from_folder(path: str | Path) -> Graph:
             splits.append(_text(row[split_column]))
             if splits[-1] not in ("", *SPLITS):
                 raise DataError(
-                    f"{nodes.at(line, layout.split)}: {splits[-1]!r} is none of train, val, test or empty"
+                    f"{nodes.at(line, layout.split)}: {splits[-1]!r} is none of "
+                    "train, val, test or empty"
                 )
     if not position:
         raise DataError(f"{nodes.path}: no nodes, only a header")
     if not any(labels) and layout.num_classes is None and layout.class_names is None:
         raise DataError(
-            f"{nodes.path}: no node has a label in column {layout.label!r} (columns there: {', '.join(nodes.columns)}); "
-            f"set label, or num_classes if that is meant, in {settings}"
+            f"{nodes.path}: no node has a label in column {layout.label!r} "
+            f"(columns there: {', '.join(nodes.columns)}); set label in {settings}, "
+            "or num_classes if no node has a label"
         )
     y, num_classes = _classes(
         labels or [""] * len(position),
@@ -224,21 +255,21 @@ def from_folder(path: str | Path) -> Graph:
         directed=layout.directed,
         name=layout.name or settings.resolve().parent.name,
         names=list(position),
-        masks={key: torch.tensor([value == key for value in splits]) for key in SPLITS}
-        if splits
-        else {},
+        masks={key: torch.tensor([v == key for v in splits]) for key in SPLITS} if splits else {},
     )
 
 
 def to_folder(graph: Graph, path: str | Path) -> Path:
-    """Writes a node-level graph as graph.toml, nodes.csv and edges.csv, which `from_folder` reads back; gives the folder.
+    """Writes a node-level graph as graph.toml, nodes.csv and edges.csv. Returns the folder.
 
-    Ids are the graph's `node_id`. An undirected edge is written once. The folder must not hold a graph.toml yet.
+    `from_folder` reads the graph back. Ids are the graph's `node_id`. An undirected edge is written
+    once. The folder must not contain a graph.toml.
     """
     path = Path(path)
     if graph.batch is not None:
         raise DataError(
-            f"graph {graph.name!r}: holds many small graphs; a folder of tables holds one"
+            f"graph {graph.name!r} contains many small graphs, but a folder of tables contains "
+            "one; use to_file"
         )
     if (path / "graph.toml").exists():
         raise DataError(f"{path / 'graph.toml'} exists already: choose another folder")
@@ -251,7 +282,7 @@ def to_folder(graph: Graph, path: str | Path) -> Path:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["id", "label", "split", *(f"x{k}" for k in range(graph.num_features))])
         for key, label, part, row in zip(ids, graph.y.tolist(), split, graph.x, strict=True):
-            # Nine digits give every float32 back exactly.
+            # Nine digits are enough to read every float32 back exactly.
             writer.writerow(
                 [key, "" if label < 0 else label, part, *(f"{value:.9g}" for value in row.tolist())]
             )
@@ -263,7 +294,7 @@ def to_folder(graph: Graph, path: str | Path) -> Path:
         if weight is not None:
             columns.append([f"{value:.9g}" for value in weight.tolist()])
         writer.writerows(zip(*columns, strict=True))
-    # Last, so that a folder with a graph.toml is a complete one. A JSON string is a TOML string.
+    # Written last, so that a folder with a graph.toml is complete. JSON strings are TOML strings.
     lines = [
         f"name = {json.dumps(graph.name)}",
         f"directed = {json.dumps(directed)}",
@@ -276,11 +307,14 @@ def to_folder(graph: Graph, path: str | Path) -> Path:
 
 # ---- one file ----
 def to_file(graph: Graph, path: str | Path) -> Path:
-    """Writes a graph of any kind, with all it has, as one .safetensors file, which `from_file` reads back to the bit; gives the path."""
+    """Writes a graph of any kind with all its fields as one .safetensors file. Returns the path.
+
+    `from_file` reads an identical graph back.
+    """
     path = Path(path)
     if path.exists():
         raise DataError(f"{path} exists already: choose another name")
-    # Copies: masks that are all empty may be one and the same tensor, which safetensors refuses.
+    # Copies, because empty masks may share one tensor, which safetensors refuses.
     tensors = {
         f.name: v.clone(memory_format=torch.contiguous_format)
         for f in fields(Graph)
@@ -297,20 +331,21 @@ def to_file(graph: Graph, path: str | Path) -> Path:
 
 
 def from_file(path: str | Path) -> Graph:
-    """A graph from the file that `to_file` wrote or, if its name ends in .pt or .pth, that PyG did (see `pyg_files`).
+    """Returns the graph of a file that `to_file` or PyG wrote.
 
-    DataError if it is not one, or damaged.
+    PyG's files end in .pt or .pth (see `pyg_files`). Raises a DataError if the file is damaged or
+    does not contain a graph.
     """
-    if Path(path).suffix in OF_PYG:
+    if Path(path).suffix in PYG_ENDINGS:
         from fedloom.data.pyg_files import from_pyg_file
 
         return from_pyg_file(path)
     try:
         with safe_open(path, "pt") as file:
-            said = json.loads((file.metadata() or {})["fedloom-graph"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no dict)
+            metadata = json.loads((file.metadata() or {})["fedloom-graph"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no dict)
         return Graph(
-            num_classes=int(said["num_classes"]), name=str(said["name"]), **tensors
+            num_classes=int(metadata["num_classes"]), name=str(metadata["name"]), **tensors
         ).check()
     except OSError as error:
         raise DataError(f"graph: cannot read {str(path)!r} ({error.strerror or error})") from error
@@ -322,7 +357,7 @@ def from_file(path: str | Path) -> Graph:
 
 @dataclass(frozen=True)
 class _Layout:
-    """graph.toml: its keys and their defaults."""
+    """The keys of graph.toml and their defaults."""
 
     nodes: str = "nodes.csv"
     edges: str = "edges.csv"
@@ -340,13 +375,16 @@ class _Layout:
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    "features": (str, list), "directed": (bool,), "num_classes": (int,), "class_names": (list,),
-}  # fmt: skip
+    "features": (str, list),
+    "directed": (bool,),
+    "num_classes": (int,),
+    "class_names": (list,),
+}
 _TYPE_NAMES = {str: "text", list: "a list of texts", bool: "true or false", int: "a whole number"}
 
 
 def _layout(settings: Path) -> tuple[_Layout, set[str]]:
-    """graph.toml and the keys it states."""
+    """Returns the content of graph.toml, and the keys that it contains."""
     try:
         given = tomllib.loads(settings.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -365,27 +403,33 @@ def _layout(settings: Path) -> tuple[_Layout, set[str]]:
     layout = _Layout(**given)
     if layout.class_names is not None and layout.num_classes not in (None, len(layout.class_names)):
         raise ConfigError(
-            f"{settings}: num_classes is {layout.num_classes}, but class_names has {len(layout.class_names)} names"
+            f"{settings}: num_classes is {layout.num_classes}, "
+            f"but class_names has {len(layout.class_names)} names"
         )
     return layout, set(given)
 
 
 @dataclass
 class _Table:
-    """A table read row by row: never all of it at once."""
+    """A table that is read row by row, so that it is never in memory as a whole.
+
+    Attributes:
+        path: The file.
+        columns: The names of the columns.
+        rows: The values of each row, and its line in the file. For Parquet files, the line is the
+            number of the row, from 1 on.
+    """
 
     path: Path
     columns: list[str]
-    rows: Iterator[
-        tuple[int, Sequence[Any]]
-    ]  # line of the file (row of the table, for Parquet; the first is 1) and its values
+    rows: Iterator[tuple[int, Sequence[Any]]]
 
     def at(self, line: int, column: str) -> str:
-        """Where a cell is, for an error's beginning."""
+        """Returns the place of a cell, with which an error message begins."""
         return f"{self.path}, line {line}, column {column!r}"
 
     def column(self, name: str) -> int:
-        """A column's place."""
+        """Returns a column's position."""
         if name not in self.columns:
             raise DataError(
                 f"{self.path}: no column {name!r}. Columns there: {', '.join(self.columns)}"
@@ -393,11 +437,11 @@ class _Table:
         return self.columns.index(name)
 
     def optional(self, name: str, required: bool) -> int | None:
-        """The same, but None if the column is not there and need not be."""
+        """Returns a column's position, or None if it is missing and not required."""
         return self.column(name) if required or name in self.columns else None
 
     def numbers(self, line: int, row: Sequence[Any], columns: Sequence[int]) -> list[float]:
-        """The row's values in the given columns; each must be a finite number."""
+        """Returns the row's values in the given columns. Each must be a finite number."""
         try:
             values = [float(row[column]) for column in columns]
             if all(-FLOAT32 <= value <= FLOAT32 for value in values):
@@ -418,7 +462,8 @@ def _open(path: Path) -> _Table:
             rows = _parquet_rows(path)
         case other:
             raise DataError(
-                f"{path}: tables ending in {other!r} are not known. Valid: .csv, .tsv, .parquet, .pq"
+                f"{path}: tables ending in {other!r} are not known. "
+                "Valid: .csv, .tsv, .parquet, .pq"
             )
     try:
         _, header = next(rows)
@@ -432,7 +477,7 @@ def _open(path: Path) -> _Table:
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, Sequence[Any]]]:
-    """The header, then the rows, each with the line it ends on."""
+    """Yields the header, then the rows, each with the line on which it ends."""
     line, width = 0, 0
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -452,7 +497,7 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, Sequence[Any]]]
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Sequence[Any]]]:
-    """The header, then the rows, each with its number."""
+    """Yields the header, then the rows, each with its number."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -480,7 +525,8 @@ def _feature_columns(nodes: _Table, layout: _Layout) -> list[int]:
         others = [name for name in others if name.startswith(layout.features)]
     if not others:
         raise DataError(
-            f"{nodes.path}: no feature columns ({layout.features!r}). Columns there: {', '.join(nodes.columns)}"
+            f"{nodes.path}: no feature columns ({layout.features!r}). "
+            f"Columns there: {', '.join(nodes.columns)}"
         )
     return [nodes.columns.index(name) for name in others]
 
@@ -488,7 +534,7 @@ def _feature_columns(nodes: _Table, layout: _Layout) -> list[int]:
 def _edges(
     table: _Table, layout: _Layout, weight_required: bool, position: dict[str, int]
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """[2, rows] node numbers and, if there is such a column, [rows] weights."""
+    """Returns the edges [2, rows] and, if there is a column of weights, the weights [rows]."""
     sides = [(name, table.column(name)) for name in (layout.source, layout.target)]
     weight_column = table.optional(layout.weight, weight_required)
     ends, weights = array("q"), array("f")
@@ -522,7 +568,10 @@ def _classes(
     num_classes: int | None,
     class_names: list[str] | None = None,
 ) -> tuple[Tensor, int]:
-    """Class numbers (-1 for "") and the number of classes. `where(i)` begins the error about label i."""
+    """Returns class numbers (-1 for "") and the number of classes.
+
+    where: returns the place of label i, with which an error message begins.
+    """
     present = sorted(set(labels) - {""})
     names = present if class_names is None else class_names
     if all(re.fullmatch(r"-?\d+", text) for text in present) and not (
@@ -560,7 +609,10 @@ def _assembled(
     names: Sequence[Any],
     masks: dict[str, Any] | None = None,
 ) -> Graph:
-    """A checked graph; an undirected one gets both directions of every edge. `names`: what errors call the nodes."""
+    """Returns a checked graph. An undirected graph gets both directions of every edge.
+
+    names: the nodes' names in error messages.
+    """
     edges = torch.from_numpy(ends.copy())
     weights = None if weight is None else torch.from_numpy(weight)
     if not directed:
@@ -573,7 +625,10 @@ def _assembled(
 
 
 def _merged(graph: Graph, names: Sequence[Any] | None = None) -> Graph:
-    """The graph with its edges sorted by source and target, each once. Two weights for one edge are an error, not a choice."""
+    """Returns the graph with its edges sorted by source and target, each once.
+
+    Raises a DataError if one edge has two weights.
+    """
     edges, weight = graph.edge_index, graph.edge_weight
     key = edges[0] * graph.num_nodes + edges[1]
     if bool((key[1:] > key[:-1]).all()):
@@ -588,19 +643,22 @@ def _merged(graph: Graph, names: Sequence[Any] | None = None) -> Graph:
             at = int(clash[0])
             source, target = (names[end] if names else end for end in edges[:, order[at]].tolist())
             raise DataError(
-                f"graph {graph.name!r}: edge {source!r} -> {target!r} has two weights, {weight[at]:g} and {weight[at + 1]:g}"
+                f"graph {graph.name!r}: edge {source!r} -> {target!r} has two weights, "
+                f"{weight[at]:g} and {weight[at + 1]:g}"
             )
         weight = weight[~repeated]
     return replace(graph, edge_index=edges[:, order[~repeated]], edge_weight=weight)
 
 
 def _written_edges(graph: Graph) -> tuple[bool, Tensor, Tensor | None]:
-    """Whether the graph is directed, and its edges and weights as a file holds them: undirected ones once."""
+    """Returns whether the graph is directed, and the edges and weights for a file.
+
+    An undirected edge is there once.
+    """
     edges, weight = _merged(graph).edge_index, _merged(graph).edge_weight
     n = graph.num_nodes
-    order = torch.argsort(
-        edges[1] * n + edges[0]
-    )  # the reversed edges in the order of the edges, if there is one for each
+    # If every edge has a reversed edge, this puts the reversed edges in the order of the edges.
+    order = torch.argsort(edges[1] * n + edges[0])
     mirrored = torch.equal(edges[:, order].flip(0), edges) and (
         weight is None or torch.equal(weight[order], weight)
     )
@@ -624,9 +682,8 @@ def _masks(data: Any, split: int, name: str) -> dict[str, Any]:
     }
     splits = max((mask.shape[1] for mask in found.values() if mask.dim() == 2), default=1)
     if not 0 <= split < splits:
-        raise ConfigError(
-            f"{name!r} has no public split {split}. Valid: {'0' if splits == 1 else f'0 to {splits - 1}'}"
-        )
+        valid = "0" if splits == 1 else f"0 to {splits - 1}"
+        raise ConfigError(f"{name!r} has no public split {split}. Valid: {valid}")
     return {
         key: (mask[:, split] if mask.dim() == 2 else mask).bool() for key, mask in found.items()
     }

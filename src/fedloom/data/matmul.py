@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NARROW = 16  # with fewer columns than this, the other order is faster
-FEW = 128  # with fewer rows than this, it gains nothing
+NARROW = 16  # with fewer columns than this, the transposed order is faster
+FEW = 128  # with fewer rows than this, the transposed order gains nothing
 
 
 def matmul(h: Tensor, weight: Tensor) -> Tensor:
@@ -32,9 +32,10 @@ class _Narrow(torch.autograd.Function):
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         h, weight = ctx.saved_tensors
         to_h, to_weight = ctx.needs_input_grad
-        return gradient @ weight.t() if to_h else None, (
-            gradient.t() @ h
-        ).t() if to_weight else None
+        return (
+            gradient @ weight.t() if to_h else None,
+            (gradient.t() @ h).t() if to_weight else None,
+        )
 
 
 def columns_first(rows: int, columns: int, like: Tensor) -> Tensor:

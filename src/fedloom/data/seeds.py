@@ -1,4 +1,4 @@
-"""Seeds by name: every random stream of a run depends on the run's seed and its own names only."""
+"""Seeds by name: a random stream depends only on the run's seed and on the stream's names."""
 
 import hashlib
 

@@ -1,7 +1,11 @@
-"""Sparse matrices that multiply dense ones, quickly: with constant entries, or (`weighted`) with entries that are variables.
+"""Fast products of sparse and dense matrices.
 
-`F.embedding_bag` in sum mode *is* a CSR product, and on CPU the fastest one PyTorch ships; its backward here is the same call with
-the transpose, so no edge-sized buffer of rows is ever made. int32 indices halve the memory traffic.
+The entries of a `Sparse` matrix are constants. `weighted` multiplies with entries that are
+variables.
+
+`F.embedding_bag` in sum mode is a CSR product, and it is the fastest one that PyTorch has on CPUs.
+The backward pass here is the same call with the transpose, so no buffer has one row per edge. int32
+indices halve the memory traffic.
 """
 
 from __future__ import annotations
@@ -17,12 +21,20 @@ import torch.nn.functional as F
 from scipy.sparse import csc_matrix, csr_matrix
 from torch import Tensor
 
-# PyTorch says so of the first such tensor; `_Entries` hands one to a single, tested function.
+# PyTorch warns about the first CSR tensor. `_Entries` passes one to a single function, which the
+# tests cover.
 warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
 
 
 class Sparse:
-    """A sparse matrix in CSR form. Built once, multiplied often; entries are constants (no gradient reaches them)."""
+    """A sparse matrix in CSR form with constant entries, which receive no gradient.
+
+    Attributes:
+        offsets: The first entry of each row, and the number of entries, [rows + 1].
+        indices: Each entry's column, [nnz].
+        values: The entries, [nnz].
+        shape: Rows and columns.
+    """
 
     def __init__(self, offsets: Tensor, indices: Tensor, values: Tensor, shape: tuple[int, int]):
         self.offsets, self.indices, self.values, self.shape = offsets, indices, values, shape
@@ -30,10 +42,11 @@ class Sparse:
 
     @classmethod
     def from_edges(cls, row: Tensor, col: Tensor, values: Tensor, shape: tuple[int, int]) -> Sparse:
-        """Takes coordinate triplets in any order (repeated coordinates add up in products) and gives the matrix."""
-        order = torch.argsort(
-            row * shape[1] + col, stable=True
-        )  # repeated ones add up in the order given
+        """Returns the matrix with the given coordinates, which may be in any order.
+
+        Products add up the values of repeated coordinates, in the order given.
+        """
+        order = torch.argsort(row * shape[1] + col, stable=True)
         offsets = torch.zeros(shape[0] + 1, dtype=torch.int64)
         torch.cumsum(torch.bincount(row, minlength=shape[0]), 0, out=offsets[1:])
         index_type = _index_type(shape[1], len(values))
@@ -41,7 +54,7 @@ class Sparse:
 
     @classmethod
     def from_dense(cls, matrix: Tensor) -> Sparse:
-        """The non-zero entries of a dense matrix."""
+        """Returns the non-zero entries of a dense matrix."""
         row, col = matrix.nonzero(as_tuple=True)
         return cls.from_edges(row, col, matrix[row, col], (matrix.shape[0], matrix.shape[1]))
 
@@ -52,20 +65,23 @@ class Sparse:
 
     @cached_property
     def rows(self) -> Tensor:
-        """Row index of every stored entry (int64), in storage order."""
+        """The row of every stored entry (int64), in storage order."""
         counts = self.offsets[1:] - self.offsets[:-1]
         return torch.repeat_interleave(torch.arange(self.shape[0]), counts.long())
 
     @cached_property
     def _by_column(self) -> csc_matrix:
-        """The entries' positions, put in order of columns: by counting, a quarter of a sort's time."""
+        """The positions of the entries, sorted by column.
+
+        SciPy sorts by counting, which takes a quarter of the time of a comparison sort.
+        """
         return csr_matrix(
             (np.arange(self.nnz), self.indices.numpy(), self.offsets.numpy()), self.shape
         ).tocsc()
 
     @cached_property
     def order(self) -> Tensor:
-        """Where the transpose's entries are stored here (int64): `transpose.values` is `values[order]`."""
+        """The positions of the transpose's entries (int64): `transpose.values == values[order]`."""
         return torch.from_numpy(self._by_column.data)
 
     @cached_property
@@ -78,14 +94,12 @@ class Sparse:
         return Sparse(offsets, indices, self.values[self.order], (self.shape[1], self.shape[0]))
 
     def stacked(self, copies: int) -> tuple[Tensor, Tensor]:
-        """Offsets and indices of the block-diagonal matrix that holds this one's places `copies` times."""
+        """Returns offsets and indices of a block-diagonal matrix of `copies` copies of this one."""
         if copies not in self._stacks:
             index_type = _index_type(copies * self.shape[1], copies * self.nnz)
             block = torch.arange(copies, dtype=index_type).unsqueeze(1)
-            starts, end = (
-                self.offsets[:-1] + block * self.nnz,
-                torch.tensor([copies * self.nnz], dtype=index_type),
-            )
+            starts = self.offsets[:-1] + block * self.nnz
+            end = torch.tensor([copies * self.nnz], dtype=index_type)
             self._stacks[copies] = (
                 torch.cat([starts.flatten(), end]),
                 (self.indices + block * self.shape[1]).flatten(),
@@ -93,18 +107,18 @@ class Sparse:
         return self._stacks[copies]
 
     def dense(self) -> Tensor:
-        """The same matrix as a dense tensor."""
+        """Returns the matrix as a dense tensor."""
         full = torch.zeros(self.shape)
         return full.index_put((self.rows, self.indices.long()), self.values, accumulate=True)
 
     def __matmul__(self, dense: Tensor) -> Tensor:
-        """`self @ dense` for a dense [columns, width] tensor; differentiable in `dense`."""
+        """Returns `self @ dense` for a [columns, width] tensor, differentiable in `dense`."""
         _check(self, dense)
         return _Product.apply(dense, self)  # type: ignore[no-untyped-call]
 
 
 class _Blocks(Sparse):
-    """A block-diagonal matrix; its transpose is made of the blocks', which may be known."""
+    """A block-diagonal matrix. Its transpose uses the transposes that the blocks have cached."""
 
     blocks: Sequence[Sparse]
 
@@ -115,24 +129,29 @@ class _Blocks(Sparse):
 
 
 def block_diagonal(blocks: Sequence[Sparse]) -> Sparse:
-    """One matrix with the given ones along its diagonal."""
+    """Returns one matrix with the given matrices along its diagonal."""
     shape = (sum(b.shape[0] for b in blocks), sum(b.shape[1] for b in blocks))
-    made = _Blocks(*_put_below(blocks, accumulate((b.shape[1] for b in blocks), initial=0)), shape)
+    made = _Blocks(
+        *_concatenated(blocks, accumulate((b.shape[1] for b in blocks), initial=0)), shape
+    )
     made.blocks = blocks
     return made
 
 
 def below_each_other(blocks: Sequence[Sparse]) -> Sparse:
-    """One matrix with the rows of all the given ones, which are equally wide."""
+    """Returns the vertical concatenation of matrices that have the same number of columns."""
     return Sparse(
-        *_put_below(blocks, repeat(0)), (sum(b.shape[0] for b in blocks), blocks[0].shape[1])
+        *_concatenated(blocks, repeat(0)), (sum(b.shape[0] for b in blocks), blocks[0].shape[1])
     )
 
 
-def _put_below(
+def _concatenated(
     blocks: Sequence[Sparse], first_columns: Iterable[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Offsets, indices and values of matrices put below each other, each with its columns moved to where they begin."""
+    """Returns offsets, indices and values of the vertical concatenation of matrices.
+
+    first_columns: for each matrix, the number that is added to its columns.
+    """
     starts = list(accumulate((b.nnz for b in blocks), initial=0))
     index_type = _index_type(sum(b.shape[1] for b in blocks), starts[-1])
     offsets = [
@@ -146,20 +165,25 @@ def _put_below(
 
 
 def weighted(matrix: Sparse, values: Tensor, dense: Tensor) -> Tensor:
-    """`matrix @ dense` with `values` for the matrix's own entries; differentiable in both.
+    """Returns `matrix @ dense` with `values` as the entries of the matrix, differentiable in both.
 
-    Takes [..., nnz] in storage order and [..., columns, width], gives [..., rows, width]: a product for each of the leading indices.
+    There is one product for each leading index: [..., nnz] in storage order and
+    [..., columns, width] give [..., rows, width].
     """
     _check(matrix, dense)
     if values.shape != (*dense.shape[:-2], matrix.nnz):
         raise ValueError(
-            f"values of shape {list(values.shape)} for {matrix.nnz} entries and a {list(dense.shape)} tensor"
+            f"values have the shape {list(values.shape)}, which does not fit a matrix with "
+            f"{matrix.nnz} entries and a {list(dense.shape)} tensor"
         )
     return _Weighted.apply(values, dense, matrix)  # type: ignore[no-untyped-call]
 
 
 def _entries(matrix: Sparse, left: Tensor, right: Tensor) -> Tensor:
-    """The entries of left @ rightᵀ at the matrix's places: takes [..., rows, width] and [..., columns, width], gives [..., nnz]."""
+    """Returns the entries of left @ rightᵀ at the coordinates of a matrix.
+
+    [..., rows, width] and [..., columns, width] give [..., nnz].
+    """
     return _Entries.apply(left, right, matrix)  # type: ignore[no-untyped-call]
 
 
@@ -174,11 +198,12 @@ def _index_type(*sizes: int) -> torch.dtype:
     return torch.int32 if max(sizes) < 2**31 else torch.int64
 
 
-def _multiply(places: tuple[Tensor, Tensor], values: Tensor, dense: Tensor) -> Tensor:
-    offsets, indices = places
+def _multiply(coordinates: tuple[Tensor, Tensor], values: Tensor, dense: Tensor) -> Tensor:
+    offsets, indices = coordinates
     if len(indices) == 0:
         return dense.new_zeros(len(offsets) - 1, dense.shape[1])
-    # As `F.embedding_bag` calls it: sums (mode 0), gradients that are not sparse, the last offset given.
+    # The arguments that `F.embedding_bag` passes: sums (mode 0), dense gradients, and offsets that
+    # include the last one.
     return torch.embedding_bag(
         dense.contiguous(), indices, offsets, False, 0, False, values.to(dense.dtype), True
     )[0]
@@ -188,7 +213,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, dense, matrix):  # type: ignore[no-untyped-def]
         ctx.matrix = matrix
-        # Detached, or embedding_bag would note every entry's row for a backward of its own.
+        # Detached, because embedding_bag would otherwise store every entry's row for its backward.
         return _multiply(matrix.stacked(1), matrix.values, dense.detach())
 
     @staticmethod
@@ -197,7 +222,7 @@ class _Product(torch.autograd.Function):
         return _multiply(transpose.stacked(1), transpose.values, gradient), None
 
 
-# The next two are each other's derivative.
+# Each of the next two functions is the derivative of the other one.
 
 
 class _Weighted(torch.autograd.Function):
@@ -209,9 +234,8 @@ class _Weighted(torch.autograd.Function):
         product = _multiply(
             matrix.stacked(lead.numel()), values.detach().flatten(), dense.detach().flatten(0, -2)
         )
-        return (
-            product.view(*lead, matrix.shape[0], width) if lead else product
-        )  # nobody may write to a view
+        # Without leading indices the result is not a view, so callers may write to it.
+        return product.view(*lead, matrix.shape[0], width) if lead else product
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
@@ -232,26 +256,22 @@ class _Entries(torch.autograd.Function):
         ctx.save_for_backward(left, right)
         ctx.matrix = matrix
         lead, (rows, columns) = left.shape[:-2], matrix.shape
-        if (
-            matrix.nnz > rows * columns
-        ):  # entries repeated so often that PyTorch's own matrix would not hold them
+        if matrix.nnz > rows * columns:  # PyTorch's CSR tensor cannot have so many repeated entries
             return (
                 left.index_select(-2, matrix.rows) * right.index_select(-2, matrix.indices)
             ).sum(-1)
         copies = lead.numel()
         zeros, (offsets, indices) = left.new_zeros(copies * matrix.nnz), matrix.stacked(copies)
-        places = torch.sparse_csr_tensor(
+        sampled = torch.sparse_csr_tensor(
             offsets, indices, zeros, (copies * rows, copies * columns), check_invariants=False
         )
-        if (
-            short := -left.shape[-1] % 8
-        ):  # rows that end inside a vector register take six times as long
-            left, right = F.pad(left, (0, short)), F.pad(right, (0, short))
+        # Rows that do not fill the vector registers take six times as long.
+        if missing := -left.shape[-1] % 8:
+            left, right = F.pad(left, (0, missing)), F.pad(right, (0, missing))
         left, right = left.contiguous().flatten(0, -2), right.contiguous().flatten(0, -2)
-        torch.sparse.sampled_addmm(
-            places, left, right.t(), out=places
-        )  # onto itself, or it would first copy places and values
-        return places.values().view(*lead, matrix.nnz)
+        # The output is the input: otherwise PyTorch first copies coordinates and values.
+        torch.sparse.sampled_addmm(sampled, left, right.t(), out=sampled)
+        return sampled.values().view(*lead, matrix.nnz)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Partition statistics: what each client holds, and how unequal the clients are."""
+"""Partition statistics: the data of each client, and how unequal the clients are."""
 
 from __future__ import annotations
 
@@ -13,36 +13,40 @@ from fedloom.data.graph import Graph
 
 
 def is_undirected(graph: Graph) -> bool:
-    """Whether every edge is stored in both directions."""
+    """Returns whether every edge is stored in both directions."""
     source, target = graph.edge_index.numpy()
     forth, back = source * graph.num_nodes, target * graph.num_nodes
-    for keys, other in (
-        (forth, target),
-        (back, source),
-    ):  # in place: fresh memory takes longer than the sums
-        keys += other
+    for keys, other in ((forth, target), (back, source)):
+        keys += other  # in place, because allocating memory takes longer than adding
         keys.sort()
     return bool(np.array_equal(forth, back))
 
 
 def count_edges(edge_index: Tensor, undirected: bool) -> int:
-    """The number of edges in [2, stored]; the two directions of an undirected edge count as one, a self-loop as one."""
+    """Returns the number of edges in an edge index [2, stored].
+
+    The two directions of an undirected edge count as one edge. A self-loop counts as one edge.
+    """
     loops = int((edge_index[0] == edge_index[1]).sum())
     return loops + (edge_index.shape[1] - loops) // (2 if undirected else 1)
 
 
 def partition_statistics(federation: Federation) -> dict[str, Any]:
-    """What each client holds and what all hold together, as plain numbers that can go into a JSON file.
+    """Returns statistics of each client and of all clients, as numbers that JSON can store.
 
-    clients: per client name, nodes, items, train, val, test, edges_kept, edges_cut (with one end here; None if the uncut
-    graph is unknown), labels (items per class), and
+    The result has three keys:
 
-    - node tasks: homophily, and homophily_per_class: of all ends of kept edges at nodes of a class, the share whose other end
-      has the same label; None where there is no such end. Self-loops and nodes without a label do not count.
-    - graph tasks: graph_size_per_class, the mean number of nodes of a class's graphs; None where there are none.
-
-    totals: clients, nodes, items, train, val, test, edges_kept, edges_cut (each edge once) and cut_share, its share of all edges.
-    about: the federation's own record.
+    - clients: A list with, for each client, name, nodes, items, train, val, test, edges_kept,
+      edges_cut (cut edges with one end at this client; None if the whole graph is unknown), labels
+      (items per class), and
+        - in node tasks homophily and homophily_per_class. Homophily of a class is the share of its
+          edge ends whose other end has the same label. Only kept edges count; self-loops and nodes
+          without a label do not count. It is None if the class has no edge ends.
+        - in graph tasks graph_size_per_class, the mean number of nodes of a class's graphs. It is
+          None if the class has no graphs.
+    - totals: clients, nodes, items, train, val, test, edges_kept, edges_cut (each edge counts once)
+      and cut_share, the share of cut edges among all edges.
+    - about: The record of the federation.
     """
     whole = federation.whole
     undirected = (
@@ -51,18 +55,24 @@ def partition_statistics(federation: Federation) -> dict[str, Any]:
     cut = None if whole is None else _edges_cut(federation, whole, undirected)
     clients = [
         {
-            "name": name, "nodes": graph.num_nodes, "items": graph.num_items,
-            "train": int(graph.train.sum()), "val": int(graph.val.sum()), "test": int(graph.test.sum()),
-            "edges_kept": count_edges(graph.edge_index, undirected), "edges_cut": None if cut is None else cut[k], **_by_class(graph),
+            "name": name,
+            "nodes": graph.num_nodes,
+            "items": graph.num_items,
+            "train": int(graph.train.sum()),
+            "val": int(graph.val.sum()),
+            "test": int(graph.test.sum()),
+            "edges_kept": count_edges(graph.edge_index, undirected),
+            "edges_cut": None if cut is None else cut[k],
+            **_by_class(graph),
         }
         for k, (name, graph) in enumerate(zip(federation.names, federation.graphs, strict=True))
-    ]  # fmt: skip
+    ]
     totals: dict[str, Any] = {"clients": federation.num_clients}
     totals |= {
         key: sum(c[key] for c in clients)
         for key in ("nodes", "items", "train", "val", "test", "edges_kept")
     }
-    # Both owners of a cut edge counted it.
+    # Each cut edge was counted at both of its ends.
     totals["edges_cut"] = None if cut is None else sum(cut) // 2
     totals["cut_share"] = (
         None
@@ -73,8 +83,10 @@ def partition_statistics(federation: Federation) -> dict[str, Any]:
 
 
 def label_counts(federation: Federation) -> dict[str, Any]:
-    """What a run folder keeps of who holds what, in one pass over the edges: per client its name, labels, and homophily (graph tasks:
-    graph sizes) per class, as in `partition_statistics`."""
+    """Returns the part of `partition_statistics` that a run folder stores, in one pass over edges.
+
+    For each client it contains name, labels, and homophily (graph tasks: graph sizes) per class.
+    """
     clients = [
         {"name": name, **_by_class(graph)}
         for name, graph in zip(federation.names, federation.graphs, strict=True)
@@ -83,7 +95,7 @@ def label_counts(federation: Federation) -> dict[str, Any]:
 
 
 def _edges_cut(federation: Federation, whole: Graph, undirected: bool) -> list[int]:
-    """Per client the number of cut edges it has an end of."""
+    """Returns, for each client, the number of cut edges with one end at the client."""
     owner = torch.full((int(whole.node_id.max()) + 1,), -1)
     for k, graph in enumerate(federation.graphs):
         owner[graph.node_id] = k

@@ -1,9 +1,10 @@
-"""Graphs made from a recipe: a degree-corrected contextual stochastic block model, and a small graph-level dataset.
+"""Synthetic graphs: a degree-corrected contextual stochastic block model, and small random graphs.
 
-Named shapes: "synthetic-arxiv" and "synthetic-products" have the sizes of ogbn-arxiv and ogbn-products. Many small graphs, a client
-each: `synthetic_clients`.
+"synthetic-arxiv" and "synthetic-products" have the sizes of ogbn-arxiv and ogbn-products.
+`synthetic_clients` makes one small graph for each of many clients.
 
-Sizes legend: n nodes, m undirected edges, C classes, d features. Time and memory are O(m log n + n·d); nothing is n×n.
+With n nodes, m undirected edges and d features, time and memory are O(m log n + n·d). No array has
+n×n entries.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from fedloom.data.split import DEFAULT_SPLIT
 from fedloom.errors import ConfigError, unknown
 
 Array = np.ndarray
-# How often missing edges are drawn again before the recipe is called too dense to be filled.
-ROUNDS = 200
-# Rows of features that get their class mean at a time: the temporary stays small beside the features themselves.
-CHUNK = 65536
-# Edges drawn at a time: what is looked up for them stays in the processor's cache.
-DRAWN = 2**20
+# How often missing edges are drawn again before the graph counts as too dense.
+MAX_DRAWS = 200
+# Rows of features per step, so that the temporary array stays small compared with the features.
+ROW_CHUNK = 65536
+# Edges drawn per step, so that their data fits into the processor's cache.
+EDGE_CHUNK = 2**20
 
 
 def synthetic(
@@ -45,17 +46,28 @@ def synthetic(
     name: str = "synthetic",
     blocks: int = 1,
 ) -> Graph:
-    """An undirected graph with planted classes (degree-corrected contextual SBM); the same seed gives the same graph.
+    """Returns an undirected graph with planted classes (degree-corrected contextual SBM).
 
-    nodes, classes, features: sizes. degree: mean number of neighbours, met exactly (n·degree/2 distinct edges, no self-loops).
-    homophily: fraction of the edges that join two nodes of one class. signal: distance between two class means of the
-    features, in units of the noise (exact if features >= classes, else on average about that). label_skew: each class
-    has (1 - label_skew) times the size of the one before it. degree_exponent: nodes' propensities follow a power law with
-    this exponent, cut at √n; 0 or None makes them equal. blocks: that many graphs of equal size, one after another, without an edge
-    between them; partition "blocks" gives each to a client. Splits are left empty.
+    The first end of an edge is drawn in proportion to the nodes' propensities. The second end is
+    drawn in the same way among the nodes of the same class, or of the other classes. Edges that
+    already exist are drawn again. The splits are empty.
 
-    A first end is drawn in proportion to the propensities, the second one likewise among the nodes of the same class or of
-    the others. Edges that exist already are drawn again.
+    Args:
+        nodes: Number of nodes, n.
+        classes: Number of classes.
+        features: Number of node features.
+        degree: Mean number of neighbours. It is exact: the graph has n·degree/2 distinct edges and
+            no self-loops.
+        homophily: Fraction of the edges that join two nodes of one class.
+        signal: Distance between two class means of the features, in units of the noise. It is exact
+            if features >= classes, else approximate.
+        label_skew: Each class has (1 - label_skew) times the size of the class before it.
+        degree_exponent: The nodes' propensities follow a power law with this exponent, cut at √n.
+            0 or None makes them equal.
+        seed: The same seed gives the same graph.
+        name: The graph's name.
+        blocks: Number of graphs of equal size, one after another, without edges between them. The
+            partition "blocks" gives each of them to one client.
     """
     _check("synthetic", "nodes", nodes, int, 2)
     _check("synthetic", "classes", classes, int, 2, nodes)
@@ -70,22 +82,21 @@ def synthetic(
     _check("synthetic", "blocks", blocks, int, 1, nodes // classes)
     if nodes % blocks:
         raise ConfigError(f"synthetic: blocks is {blocks}, must divide nodes, which is {nodes}")
-    # One stream per purpose: asking for other features leaves the edges as they are.
+    # One stream per purpose, so that the edges do not depend on the features.
     order_rng, edge_rng, noise_rng = _streams(seed, 3)
 
-    # Nodes are laid out block by block and class by class while edges are drawn, and shuffled within their block at the end.
+    # While edges are drawn, nodes are sorted by block and class. They are shuffled within their
+    # block at the end.
     size = nodes // blocks
     sizes = np.tile(_class_sizes(size, classes, label_skew), blocks)
     kind = np.repeat(np.arange(blocks * classes), sizes)  # block · classes + class
     weight = np.ones(nodes)
     if degree_exponent:
-        weight = np.minimum(
-            (1 - edge_rng.random(nodes)) ** (-1 / (degree_exponent - 1)), math.sqrt(size)
-        )
-    bounds = np.concatenate(
-        [[0.0], np.cumsum(weight)]
-    )  # node i owns the interval [bounds[i], bounds[i+1])
-    starts = bounds[np.concatenate([[0], np.cumsum(sizes)])]  # kind k owns [starts[k], starts[k+1])
+        drawn = (1 - edge_rng.random(nodes)) ** (-1 / (degree_exponent - 1))
+        weight = np.minimum(drawn, math.sqrt(size))
+    # Node i owns the interval [bounds[i], bounds[i+1]), kind k owns [starts[k], starts[k+1]).
+    bounds = np.concatenate([[0.0], np.cumsum(weight)])
+    starts = bounds[np.concatenate([[0], np.cumsum(sizes)])]
 
     def pair(first_spot: Array, toss: Array, same: bool) -> Array:
         first = _owner(bounds, first_spot)
@@ -93,14 +104,14 @@ def synthetic(
         low, high = starts[mine], starts[mine + 1]
         if same:
             spot = low + toss * (high - low)
-        else:  # another class: go round the block's circle from the end of the own class to its beginning
+        else:  # another class: the block's interval is a circle without the own class
             begin = starts[mine // classes * classes]
             width = starts[(mine // classes + 1) * classes] - begin
             spot = (high - begin + toss * (width - high + low)) % width + begin
         order = np.argsort(spot)
         first, second = first[order], _owner(bounds, spot[order])
         mine, other = kind[first], kind[second]
-        # Rounding may put a draw just over a border.
+        # Rounding may move a draw over a bound.
         right = (
             ((mine == other) == same) & (mine // classes == other // classes) & (first != second)
         )
@@ -108,13 +119,14 @@ def synthetic(
         return np.minimum(first, second) * nodes + np.maximum(first, second)
 
     def draw(count: int, same: bool) -> Array:
-        # The order of the edges does not matter, and sorted spots are looked up several times as fast.
+        # The order of the edges does not matter, and looking up sorted spots is several times as
+        # fast.
         first_spot, toss = edge_rng.random(count), edge_rng.random(count)
         first_spot.sort()
         first_spot *= bounds[-1]
         parts = [
-            pair(first_spot[k : k + DRAWN], toss[k : k + DRAWN], same)
-            for k in range(0, count, DRAWN)
+            pair(first_spot[k : k + EDGE_CHUNK], toss[k : k + EDGE_CHUNK], same)
+            for k in range(0, count, EDGE_CHUNK)
         ]
         return np.concatenate(parts)
 
@@ -126,10 +138,11 @@ def synthetic(
     ]
     if sum(map(len, keys)) < edges:
         raise ConfigError(
-            f"synthetic: degree is {degree}, too dense: {nodes} nodes in {classes} classes have no room for {edges} distinct "
-            f"edges with homophily {homophily}. Lower degree, or raise nodes"
+            f"synthetic: degree is {degree}, too dense: {nodes} nodes in {classes} classes have no "
+            f"room for {edges} distinct edges with homophily {homophily}. "
+            "Lower degree, or raise nodes"
         )
-    # Every block's numbers in random order, block after block.
+    # The numbers of each block in random order, sorted by block.
     shuffle = order_rng.permutation(nodes)
     shuffle = shuffle[np.argsort(shuffle // size, kind="stable")]
     y = np.empty(nodes, dtype=np.int64)
@@ -153,9 +166,16 @@ def synthetic_clients(
     seed: int = 0,
     **recipe: Any,
 ) -> Federation:
-    """A federation of many small graphs, one for each client, that share classes and what their features mean.
+    """Returns a federation of many small graphs, one per client, with common class means.
 
-    clients: how many. nodes: of each. split: see `fedloom.data.split`. recipe: further arguments of `synthetic`.
+    Args:
+        clients: Number of clients.
+        nodes: Number of nodes per client.
+        classes: Number of classes.
+        features: Number of node features.
+        split: The split; see `fedloom.data.split`.
+        seed: The seed of the graph, the partition and the split.
+        recipe: Further arguments of `synthetic`.
     """
     _check("synthetic-clients", "clients", clients, int, 1)
     _check("synthetic-clients", "nodes", nodes, int, 2)
@@ -172,11 +192,20 @@ def synthetic_graphs(
     seed: int = 0,
     name: str = "synthetic-graphs",
 ) -> Graph:
-    """A graph-level dataset: many small random graphs as one disjoint union, labelled by their edge density.
+    """Returns a graph-level dataset: a disjoint union of random graphs, labelled by edge density.
 
-    graphs, classes: how many (classes are equally frequent). nodes: fewest and most nodes of a graph. The mean degree rises
-    evenly from 2 in class 0 to nodes[0] / 2 in the last class. features: the first one is always 1, so that a sum over
-    neighbours counts them; the others are unit noise around class means at distance `signal`. seed: same seed, same graphs.
+    The mean degree rises linearly from 2 in class 0 to nodes[0] / 2 in the last class. The first
+    feature is always 1, so that a sum over neighbours counts them. The others are unit noise around
+    the class means.
+
+    Args:
+        graphs: Number of graphs.
+        classes: Number of classes. All classes are equally frequent.
+        nodes: Least and largest number of nodes of a graph.
+        features: Number of node features.
+        signal: Distance between two class means of the features, in units of the noise.
+        seed: The same seed gives the same graphs.
+        name: The dataset's name.
     """
     fewest, most = nodes
     _check("synthetic-graphs", "graphs", graphs, int, 1)
@@ -192,7 +221,7 @@ def synthetic_graphs(
     starts = np.concatenate([[0], np.cumsum(sizes)])
     total = int(starts[-1])
     degree = 2 + y * (fewest / 2 - 2) / (classes - 1)
-    # Every graph gets the same number of edges as its expected one: a noiseless density is a label that can be learnt.
+    # Every graph has exactly its expected number of edges: density without noise can be learnt.
     keys = []
     for start, size, count in zip(
         starts, sizes, np.rint(sizes * degree / 2).astype(int), strict=False
@@ -215,10 +244,10 @@ def synthetic_graphs(
     )
 
 
-MAKERS: dict[str, Callable[..., Graph]] = {
+GENERATORS: dict[str, Callable[..., Graph]] = {
     "synthetic": synthetic,
     "synthetic-graphs": synthetic_graphs,
-    # Sizes of the graphs that the Open Graph Benchmark publishes under these names; about their homophily.
+    # The sizes are those of the Open Graph Benchmark, the homophily is about the same.
     "synthetic-arxiv": partial(
         synthetic,
         nodes=169_343,
@@ -241,14 +270,15 @@ MAKERS: dict[str, Callable[..., Graph]] = {
 
 
 def from_text(text: str) -> Graph:
-    """The graph a text such as "synthetic:nodes=1000,homophily=0.8" or "synthetic-graphs:nodes=10-30" asks for.
+    """Returns the graph of a recipe such as "synthetic:nodes=1000,homophily=0.8".
 
-    The options are the arguments of `synthetic` and `synthetic_graphs`; a pair is written "low-high".
+    The options are the arguments of `synthetic` and `synthetic_graphs`. A pair is written
+    "low-high", as in "synthetic-graphs:nodes=10-30".
     """
     kind, _, listing = text.partition(":")
-    if kind not in MAKERS:
-        raise unknown("dataset", kind, MAKERS)
-    defaults = {key: p.default for key, p in inspect.signature(MAKERS[kind]).parameters.items()}
+    if kind not in GENERATORS:
+        raise unknown("dataset", kind, GENERATORS)
+    defaults = {key: p.default for key, p in inspect.signature(GENERATORS[kind]).parameters.items()}
     options: dict[str, Any] = {}
     for item in filter(None, listing.split(",")):
         key, _, value = (part.strip() for part in item.partition("="))
@@ -258,9 +288,9 @@ def from_text(text: str) -> Graph:
             options[key] = _parse(value, defaults[key])
         except ValueError as error:
             raise ConfigError(
-                f"{kind}: {key} is {value!r}, must be written like {_written(defaults[key])}"
+                f"{kind}: {key} is {value!r}, must be written like {_example(defaults[key])}"
             ) from error
-    return MAKERS[kind](**options)
+    return GENERATORS[kind](**options)
 
 
 def _parse(value: str, like: Any) -> Any:
@@ -268,28 +298,26 @@ def _parse(value: str, like: Any) -> Any:
         low, high = value.split("-")
         return int(low), int(high)
     if isinstance(like, int):
-        number = float(value)  # so that 1e6 is a number of nodes
+        number = float(value)  # accepts 1e6 as a number of nodes
         if not number.is_integer():
             raise ValueError(value)
         return int(number)
     return type(like)(value)
 
 
-def _written(value: Any) -> str:
+def _example(value: Any) -> str:
     return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _check(
     where: str, field: str, value: Any, kind: type, low: float, high: float = math.inf
 ) -> None:
-    right_kind = isinstance(
-        value, (int, np.integer) if kind is int else (int, float, np.number)
-    ) and not isinstance(value, bool)
+    allowed = (int, np.integer) if kind is int else (int, float, np.number)
+    right_kind = isinstance(value, allowed) and not isinstance(value, bool)
     if not right_kind or not low <= value <= high or math.isinf(value):
         bound = f"at least {low}" if math.isinf(high) else f"from {low} to {high}"
-        raise ConfigError(
-            f"{where}: {field} is {value!r}, must be {'a whole number' if kind is int else 'a number'} {bound}"
-        )
+        what = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{where}: {field} is {value!r}, must be {what} {bound}")
 
 
 def _streams(seed: int, count: int) -> list[np.random.Generator]:
@@ -300,27 +328,35 @@ def _streams(seed: int, count: int) -> list[np.random.Generator]:
 
 
 def _class_sizes(nodes: int, classes: int, skew: float) -> Array:
-    """Sizes that shrink by (1 - skew) from class to class, at least 1 each, `nodes` in all."""
+    """Returns class sizes that shrink by (1 - skew) from class to class.
+
+    Every size is at least 1, and their sum is `nodes`.
+    """
     share = (1 - skew) ** np.arange(classes)
     edges = np.rint(np.cumsum(share / share.sum()) * (nodes - classes)).astype(int)
     return 1 + np.diff(edges, prepend=0)
 
 
 def _owner(bounds: Array, spot: Array) -> Array:
-    """Which interval [bounds[i], bounds[i+1]) holds each spot."""
+    """Returns the interval [bounds[i], bounds[i+1]) that contains each spot."""
     return np.minimum(np.searchsorted(bounds, spot, side="right") - 1, len(bounds) - 2)
 
 
 def _distinct(draw: Callable[[int], Array], count: int) -> Array:
-    """`count` different undirected edges from `draw(how many)`, as sorted keys; fewer if there seem to be no more."""
+    """Returns `count` distinct undirected edges as sorted keys.
+
+    It returns fewer if MAX_DRAWS draws do not give more.
+
+    draw: takes a number of edges and returns their keys, perhaps with repetitions.
+    """
     found: list[Array] = []
     missing = count
-    for _ in range(ROUNDS):
+    for _ in range(MAX_DRAWS):
         if not missing:
             break
-        # Exactly as many as are missing: a surplus would have to be dropped at random.
+        # Draw exactly the missing number: a surplus would have to be dropped at random.
         keys = draw(missing)
-        keys.sort()  # np.unique hashes whole numbers, several times slower at this size
+        keys.sort()  # np.unique hashes integers, which is several times slower at this size
         keys = keys[np.diff(keys, prepend=-1) > 0]
         for known in found:
             keys = keys[known[np.searchsorted(known, keys).clip(max=len(known) - 1)] != keys]
@@ -331,36 +367,36 @@ def _distinct(draw: Callable[[int], Array], count: int) -> Array:
 
 
 def _both_ways(parts: list[Array], shuffle: Array) -> Array:
-    """Keys low·n + high of undirected edges -> [2, 2m] directed ones under their shuffled names, sorted by source, then target."""
+    """Returns directed edges [2, 2m] from keys low·n + high of undirected ones.
+
+    Nodes get their shuffled numbers. Edges are sorted by source, then target.
+    """
     nodes, count = len(shuffle), sum(map(len, parts))
     keys = np.empty(2 * count, dtype=np.int64)
     start = 0
     for part in parts:
-        for k in range(0, len(part), DRAWN):
-            low, high = np.divmod(part[k : k + DRAWN], nodes)
+        for k in range(0, len(part), EDGE_CHUNK):
+            low, high = np.divmod(part[k : k + EDGE_CHUNK], nodes)
             low, high = shuffle[low], shuffle[high]
             end = start + len(low)
-            keys[start:end], keys[count + start : count + end] = (
-                low * nodes + high,
-                high * nodes + low,
-            )
+            keys[start:end] = low * nodes + high
+            keys[count + start : count + end] = high * nodes + low
             start = end
     keys.sort()
     ends = np.empty((2, len(keys)), dtype=np.int64)
     np.floor_divide(keys, nodes, out=ends[0])
-    np.subtract(keys, ends[0] * nodes, out=ends[1])  # dividing once is twice as fast as np.divmod
+    np.subtract(keys, ends[0] * nodes, out=ends[1])  # twice as fast as np.divmod
     return ends
 
 
 def _features(y: Array, classes: int, width: int, signal: float, rng: np.random.Generator) -> Array:
-    """[n, width] float32: unit noise around class means that lie `signal` apart."""
+    """Returns features [n, width] float32: unit noise around class means at distance `signal`."""
     directions = rng.standard_normal((width, classes))
     if width >= classes:
         directions, _ = np.linalg.qr(directions)
-    means = (signal / math.sqrt(2) * directions / np.linalg.norm(directions, axis=0)).T.astype(
-        np.float32
-    )
+    scaled = signal / math.sqrt(2) * directions / np.linalg.norm(directions, axis=0)
+    means = scaled.T.astype(np.float32)
     x = rng.standard_normal((len(y), width), dtype=np.float32)
-    for start in range(0, len(y), CHUNK):
-        x[start : start + CHUNK] += means[y[start : start + CHUNK]]
+    for start in range(0, len(y), ROW_CHUNK):
+        x[start : start + ROW_CHUNK] += means[y[start : start + ROW_CHUNK]]
     return x

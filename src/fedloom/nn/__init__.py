@@ -1,1 +1,1 @@
-"""NN: what a client trains. Models, losses, metrics and training steps, for one client."""
+"""Neural networks: models, losses, metrics and training steps of one client."""

@@ -1,8 +1,10 @@
-"""Views: a graph with some of its edges and feature columns left out, drawn anew at every step, cheaply.
+"""Augmentation: random views of a graph, without some of its edges and feature columns.
 
-A view is a graph like any other to a model. Its adjacency is cut out of the whole graph's, which is sorted already. Its features are not
-copied unless somebody looks at them (models with +norm do): X with masked columns times W is X times W with masked rows. A view is there to
-be looked at; what makes graphs of graphs (`replace`, `subgraph`) takes the whole one.
+Training draws new views at every step, so they must be cheap. Models treat a view as an ordinary
+graph. Its adjacency is selected from the adjacency of the original graph, which is already sorted.
+Its features are computed only on access, which models with +norm need. Other models do not need
+them, because X with masked columns times W is X times W with masked rows. Views are for models
+only. Functions that derive graphs (`replace`, `subgraph`) need the original graph.
 """
 
 from __future__ import annotations
@@ -18,10 +20,16 @@ from fedloom.data.sparse import Sparse
 
 
 class View(Graph):
-    """A graph of which only some edges and feature columns are seen; made by `thinned`."""
+    """A graph without some edges and feature columns; see `thinned`.
+
+    Attributes:
+        whole: The original graph.
+        kept: Whether an entry of the original graph's adjacency is left, [entries] bool.
+        columns: 1 for the feature columns that are left, 0 for the others, [features].
+    """
 
     def __init__(self, whole: Graph, kept: Tensor, columns: Tensor):
-        # What a view does not change is the whole graph's; features and edges are worked out if anybody looks at them.
+        # Features and edges are computed on access. All other fields are those of the original.
         unchanged: dict[str, Any] = {
             name: getattr(whole, name)
             for name in ("y", "num_classes", "train", "val", "test", "node_id", "batch")
@@ -32,22 +40,22 @@ class View(Graph):
 
     transient = True
     whole: Graph
-    kept: Tensor  # [entries of the whole graph's adjacency] bool
-    columns: Tensor  # [features] 0 or 1
+    kept: Tensor
+    columns: Tensor
 
     @property
     def num_nodes(self) -> int:
-        """As many as the whole graph has."""
+        """Number of nodes of the original graph."""
         return self.whole.num_nodes
 
     @property
     def num_features(self) -> int:
-        """As many as the whole graph has; masked ones are zero."""
+        """Number of features of the original graph. Masked ones are zero."""
         return self.whole.num_features
 
     @cached_property
     def x(self) -> Tensor:
-        """The features, masked columns zero."""
+        """The features. Masked columns are zero."""
         return self.whole.x * self.columns
 
     @cached_property
@@ -59,13 +67,13 @@ class View(Graph):
 
     @cached_property
     def edge_weight(self) -> Tensor | None:
-        """Their weights, None if the whole graph's have none."""
+        """The weights of these edges, or None if the original graph has no weights."""
         edges = entries(self.whole)
         return None if self.whole.edge_weight is None else edges.weight[self.kept & ~edges.loop]
 
     @property
     def sparse_x(self) -> Sparse | None:
-        """The masked features as a sparse matrix, if the whole graph's are."""
+        """The masked features as a sparse matrix, if the original graph has sparse features."""
         whole = self.whole.sparse_x
         if whole is None:
             return None
@@ -80,14 +88,14 @@ class View(Graph):
         )
 
     def project(self, weight: Tensor) -> Tensor:
-        """x @ weight."""
+        """Returns x @ weight."""
         return self.whole.project(weight * self.columns.unsqueeze(1))
 
     def adjacency(self, kind: str = "sym") -> Sparse:
-        """As `Graph.adjacency`, of the edges that are left; degrees are counted anew."""
-        return self.cached(("adjacency", kind), lambda: self._cut_out(kind))
+        """Returns the adjacency of the edges that are left, with their own degrees."""
+        return self.cached(("adjacency", kind), lambda: self._select(kind))
 
-    def _cut_out(self, kind: str) -> Sparse:
+    def _select(self, kind: str) -> Sparse:
         edges, n = entries(self.whole), self.num_nodes
         kept = self.kept if kind in WITH_LOOPS else self.kept & ~edges.loop
         source, target, weight = edges.source[kept], edges.target[kept], edges.weight[kept]
@@ -97,22 +105,36 @@ class View(Graph):
         indices = edges.indices[kept]
         matrix = Sparse(offsets, indices, scaled(kind, source, target, weight, degree), (n, n))
         matrix.__dict__["rows"] = target
-        if edges.symmetric:  # then the transpose has its entries in the same places
-            turned = Sparse(offsets, indices, scaled(kind, target, source, weight, degree), (n, n))
-            turned.__dict__["rows"] = target
-            matrix.__dict__["transpose"] = turned
+        if edges.symmetric:  # then the transpose has entries at the same coordinates
+            transpose = Sparse(
+                offsets, indices, scaled(kind, target, source, weight, degree), (n, n)
+            )
+            transpose.__dict__["rows"] = target
+            matrix.__dict__["transpose"] = transpose
         return matrix
 
 
 class Entries:
-    """A graph's edges and self-loops, ordered by target, and which of them are the same undirected edge."""
+    """The edges and self-loops of a graph, sorted by target.
+
+    Attributes:
+        offsets: The first entry of each target, as in `Sparse`.
+        indices: The sources, as in `Sparse`.
+        target: The target of each entry.
+        source: The source of each entry.
+        loop: Whether an entry is a self-loop.
+        weight: The weight of each entry.
+        pair: The undirected edge of each entry. Both directions of an edge have the same number.
+        num_pairs: Number of undirected edges.
+        symmetric: Whether every edge has a reversed edge with the same weight.
+    """
 
     def __init__(self, graph: Graph):
-        n, everything = graph.num_nodes, graph.adjacency("sym")
-        self.offsets, self.indices = everything.offsets, everything.indices
-        self.target, self.source = everything.rows, everything.indices.long()
+        n, adjacency = graph.num_nodes, graph.adjacency("sym")
+        self.offsets, self.indices = adjacency.offsets, adjacency.indices
+        self.target, self.source = adjacency.rows, adjacency.indices.long()
         self.loop = self.source == self.target
-        self.weight = torch.ones(everything.nnz)
+        self.weight = torch.ones(adjacency.nnz)
         bare = graph.adjacency("sum")
         self.weight[~self.loop] = bare.values  # the same order, without the loops
         low, high = torch.minimum(self.source, self.target), torch.maximum(self.source, self.target)
@@ -124,15 +146,18 @@ class Entries:
 
 
 def entries(graph: Graph) -> Entries:
-    """`Entries` of a graph, made once."""
-    made: Entries = graph.cached("entries", lambda: Entries(graph))
-    return made
+    """Returns the `Entries` of a graph, which the graph caches."""
+    return graph.cached("entries", lambda: Entries(graph))
 
 
 def thinned(graph: Graph, edges: float, columns: float, rng: Generator) -> Graph:
-    """A view in which every undirected edge is missing with probability `edges` and every feature column is zero with `columns`.
+    """Returns a random view of a graph. The graph itself is not changed.
 
-    Both directions of an edge go together. The graph itself is left as it is.
+    Args:
+        graph: The graph.
+        edges: The probability that an undirected edge is dropped. Both directions are dropped.
+        columns: The probability that a feature column is set to zero.
+        rng: The source of randomness.
     """
     whole = entries(graph)
     kept = (torch.rand(whole.num_pairs, generator=rng) >= edges)[whole.pair] | whole.loop

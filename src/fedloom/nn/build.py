@@ -1,21 +1,22 @@
-"""From a spec to a model.
+"""Builds a model from a spec.
 
-A model is named by a spec, `name[-LAYERS[xWIDTH]][+option...]`: "gcn", "sgc-4", "gcn-4x128",
-"gcn-8x64+jk", "sage-2x256+norm+linear". LAYERS counts graph layers, or hops where features or
-predictions are smoothed. In message passing WIDTH may be one for each hidden layer
-("sage-2x128-64+linear", "gcn-3x128-64"); the last is the embedding's. Options:
+A spec is `name[-LAYERS[xWIDTH]][+option...]`, for example "gcn", "sgc-4", "gcn-4x128",
+"gcn-8x64+jk" or "sage-2x256+norm+linear". LAYERS is the number of graph layers, or of hops if
+features or predictions are smoothed. WIDTH is the width of the hidden layers. Message passing also
+accepts one width per hidden layer ("sage-2x128-64+linear", "gcn-3x128-64"). The last width is that
+of the embedding. Options:
 
-    +linear  the head is one linear map, the same for every architecture; the extractor does all
-             work on the graph
+    +linear  the head is one linear map, the same for every architecture; only the extractor uses
+             the edges
     +norm    LayerNorm on the input features
     +jk      jumping knowledge: the embedding is the maximum over the extractor's layers
 
-In a graph-level task the extractor ends with pooling the nodes of each graph, and the head is
+In a graph-level task, the extractor ends with pooling the nodes of each graph, and the head is
 linear.
 
 There is no training flag. Dropout is applied if and only if a `torch.Generator` is passed as `rng`,
-and it draws from that generator only. There is no BatchNorm: its running statistics are private
-data, and averaging them over parties breaks them. LayerNorm takes its place.
+and it draws only from that generator. There is no BatchNorm: its running statistics are private
+data, and averaging them over parties breaks them. LayerNorm replaces it.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from torch import Generator, nn
 
 from fedloom.data.graph import Task
 from fedloom.errors import ConfigError, unknown
-from fedloom.nn.architectures import ARCHITECTURES, LayerByLayer
+from fedloom.nn.architectures import ARCHITECTURES, LayeredModel
 from fedloom.nn.model import Model, Spec
 
 
 def architectures() -> dict[str, str]:
-    """Every architecture's name and one-line description."""
+    """Returns the name and a one-line description of every architecture."""
     return {name: str(model.__doc__).splitlines()[0] for name, model in ARCHITECTURES.items()}
 
 
 def parse_spec(spec: str) -> Spec:
-    """Takes "name[-LAYERS[xWIDTH]][+option...]", gives its parts, or raises a ConfigError that names the wrong one."""
+    """Returns the parts of a spec, or raises a ConfigError that names the wrong part."""
     head, *options = spec.split("+")
     name, dash, size = head.partition("-")
     if name not in ARCHITECTURES:
@@ -50,14 +51,16 @@ def parse_spec(spec: str) -> Spec:
     )
     if numbers is None:
         raise ConfigError(
-            f"model {spec!r}: size {size!r} is not LAYERS or LAYERSxWIDTH, both at least 1, e.g. '{name}-2x64'"
+            f"model {spec!r}: size {size!r} is not LAYERS or LAYERSxWIDTH, both at least 1, "
+            f"e.g. '{name}-2x64'"
         )
     layers, widths = int(numbers[1]), tuple(int(width) for width in (numbers[2] or "64").split("-"))
-    if len(widths) > 1 and (not issubclass(architecture, LayerByLayer) or "jk" in options):
+    if len(widths) > 1 and (not issubclass(architecture, LayeredModel) or "jk" in options):
         raise ConfigError(
-            f"model {spec!r}: only message passing without +jk can have layers of different widths; give one width"
+            f"model {spec!r}: only message passing without +jk can have layers of different "
+            "widths; give one width"
         )
-    return Spec(name, layers, widths, frozenset(options) | architecture.implied(layers))
+    return Spec(name, layers, widths, frozenset(options) | architecture.implied_options(layers))
 
 
 def build_model(
@@ -69,9 +72,18 @@ def build_model(
     dropout: float = 0.5,
     seed: int,
 ) -> Model:
-    """A fresh model: the same for the same arguments. The global random state is neither read nor changed.
+    """Returns a new model. The same arguments give the same parameters.
 
-    Matrices are drawn as Glorot & Bengio (AISTATS 2010) and PyG do, uniform in ±√(6 / (in + out)); vectors start at 0 or 1.
+    The global random state is neither read nor changed. Matrices are uniform in
+    ±√(6 / (in + out)), as in Glorot & Bengio (AISTATS 2010) and in PyG. Vectors start at 0 or 1.
+
+    Args:
+        spec: The model's spec; see the top of this module.
+        num_features: Number of node features.
+        num_classes: Number of classes.
+        task: "node" or "graph".
+        dropout: The probability of dropout.
+        seed: The seed of the initial parameters.
     """
     if not 0 <= dropout < 1:
         raise ConfigError(f"dropout is {dropout}, must be at least 0 and below 1, e.g. 0.5")

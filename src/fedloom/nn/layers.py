@@ -1,7 +1,7 @@
-"""Layers: what an architecture is made of. Dropout, and one class per layer with its equation.
+"""Layers of architectures, each with its equation, and dropout.
 
-A layer takes its input as a `Product`, W ↦ h W, and the graph. Features are then never made dense.
-Weights are [in, out], as the papers write h W. `fedloom.nn.build` initialises matrices.
+A layer receives its input h as a `Product`, W ↦ h W, and the graph. Sparse features therefore stay
+sparse. Weights are [in, out], because the papers write h W. `fedloom.nn.build` initialises them.
 """
 
 from __future__ import annotations
@@ -25,33 +25,39 @@ Product = Callable[[Tensor], Tensor]  # W ↦ h W
 
 
 class RandomBytes(Protocol):
-    """A source of random bytes other than one generator."""
+    """A source of random bytes that is not a single generator."""
 
     def bytes_like(self, h: Tensor) -> Tensor:
-        """Returns uniform bytes in h's shape."""
+        """Returns uniform bytes in the shape of h."""
 
 
 Noise: TypeAlias = Generator | RandomBytes
 
-# ---- noise ----
+# ---- dropout ----
 
 
 def dropout(h: Tensor, p: float, rng: Noise | None) -> Tensor:
-    """h with a share p of its entries zeroed and the rest scaled up; h itself without `rng` (Srivastava et al., JMLR 2014).
+    """Sets entries to 0 with probability p and scales the rest (Srivastava et al., JMLR 2014).
 
-    p is rounded to 256ths and the scale fits the rounded value, so the expectation is exactly h. One 64-bit draw serves eight
-    entries: a mask takes a quarter to an eighth of `bernoulli_`'s time.
+    p is rounded to a multiple of 1/256. The scale fits the rounded value, so the expectation is
+    exactly h. One 64-bit draw serves eight entries, so a mask takes a quarter to an eighth of the
+    time of `bernoulli_`.
+
+    Args:
+        h: The input.
+        p: The probability.
+        rng: The source of randomness. None: h is returned unchanged.
     """
     cut = min(round(256 * p), 255)
     if rng is None or cut == 0:
         return h
-    # Compared as floats, in place: comparing bytes, or multiplying by a bool, takes several times as long.
+    # Comparing bytes, or multiplying by a bool, takes several times as long as floats in place.
     keep = random_bytes(h, rng).to(h.dtype).ge_(cut)
     return h * keep.mul_(256 / (256 - cut))
 
 
 def random_bytes(h: Tensor, rng: Noise) -> Tensor:
-    """Uniform bytes in h's shape."""
+    """Returns uniform bytes in the shape of h."""
     if not isinstance(rng, Generator):
         return rng.bytes_like(h)
     draws = torch.empty((h.numel() + 7) // 8, dtype=torch.int64).random_(
@@ -61,7 +67,10 @@ def random_bytes(h: Tensor, rng: Noise) -> Tensor:
 
 
 def maximum(a: Tensor, b: Tensor) -> Tensor:
-    """The greater of two, entry by entry. Where they are equal the gradient is a's; `torch.maximum` halves it, in ten times the time."""
+    """Returns the elementwise maximum. Where both are equal, a receives the whole gradient.
+
+    `torch.maximum` halves the gradient there, and takes ten times as long.
+    """
     return a + F.relu(b - a)
 
 
@@ -69,7 +78,10 @@ def maximum(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Dense(nn.Module):
-    """h W + b. `last` tells a layer that it gives logits, which only some layers heed."""
+    """Linear layer: h W + b.
+
+    last: whether the layer's output are logits. Only some layers use it.
+    """
 
     def __init__(self, num_in: int, num_out: int, last: bool = False):
         super().__init__()
@@ -77,65 +89,67 @@ class Dense(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_out))
 
     def forward(self, times: Product, graph: Graph) -> Tensor:
-        """Takes the input's product and the graph, gives [nodes, num_out]."""
-        return self.with_bias(times(self.weight), graph)
+        """Returns the output [nodes, num_out].
+
+        Args:
+            times: The product W ↦ h W of the input h.
+            graph: The graph.
+        """
+        return self.add_bias(times(self.weight), graph)
 
     def of_features(self, model: Model, graph: Graph) -> Tensor:
-        """The layer's output if it is the model's first."""
+        """Returns the output of the layer as the first layer of a model."""
         return self(model.features(graph), graph)
 
-    def with_bias(self, h: Tensor, graph: Graph) -> Tensor:
-        """h + b."""
+    def add_bias(self, h: Tensor, graph: Graph) -> Tensor:
+        """Returns h + b."""
         return graph.add_bias(h, self.bias)
 
 
 class Convolution(Dense):
-    """GCN's layer: S (h W) + b with S = D̃^-1/2 (A+I) D̃^-1/2."""
+    """GCN layer: S (h W) + b with S = D̃^-1/2 (A+I) D̃^-1/2."""
 
     def forward(self, times: Product, graph: Graph) -> Tensor:
-        """As `Dense`."""
-        return self.with_bias(graph.propagate(times(self.weight)), graph)
+        """Returns the output [nodes, num_out]; see `Dense`."""
+        return self.add_bias(graph.propagate(times(self.weight)), graph)
 
     def of_features(self, model: Model, graph: Graph) -> Tensor:
-        """(S X) W + b, with S X kept where that is quicker."""
-        return self.with_bias(model.features(graph, power(1))(self.weight), graph)
+        """Returns (S X) W + b. S X is cached if that is faster."""
+        return self.add_bias(model.features(graph, power(1))(self.weight), graph)
 
 
 class MeanNeighbour(Dense):
-    """GraphSAGE's layer: h W + D^-1 A (h U) + b."""
+    """GraphSAGE layer: h W + D^-1 A (h U) + b."""
 
     def __init__(self, num_in: int, num_out: int, last: bool = False):
         super().__init__(num_in, num_out)
         self.neighbour = nn.Parameter(torch.empty(num_in, num_out))
 
     def forward(self, times: Product, graph: Graph) -> Tensor:
-        """As `Dense`."""
-        return self.with_bias(
+        """Returns the output [nodes, num_out]; see `Dense`."""
+        return self.add_bias(
             times(self.weight) + graph.propagate(times(self.neighbour), "mean"), graph
         )
 
 
 class SumNeighbour(Dense):
-    """GIN's layer: MLP((1 + ε) h + A h); the MLP is linear, LayerNorm (the paper: BatchNorm), ReLU, linear."""
+    """GIN layer: MLP((1 + ε) h + A h).
+
+    The MLP is linear, LayerNorm, ReLU, linear. The paper has BatchNorm in place of LayerNorm.
+    """
 
     def __init__(self, num_in: int, num_out: int, last: bool = False):
-        # The inner layer is never as narrow as the classes: few classes would starve it.
+        # In the last layer, the inner width is not the number of classes, which may be too small.
         super().__init__(num_in, num_in if last else num_out)
         self.eps = nn.Parameter(torch.zeros(1))
         self.norm = Norm(len(self.bias))
         self.outer = Dense(len(self.bias), num_out)
 
     def forward(self, times: Product, graph: Graph) -> Tensor:
-        """As `Dense`."""
-        h = times(self.weight)  # the sum is linear, so W may come first, where it makes h narrow
-        inner = F.relu(
-            self.norm(
-                self.with_bias(
-                    (1 + graph.expand(self.eps, h)) * h + graph.propagate(h, "sum"), graph
-                ),
-                graph,
-            )
-        )
+        """Returns the output [nodes, num_out]; see `Dense`."""
+        h = times(self.weight)  # the sum is linear, so W may come first, which makes h narrow
+        total = (1 + graph.expand(self.eps, h)) * h + graph.propagate(h, "sum")
+        inner = F.relu(self.norm(self.add_bias(total, graph), graph))
         return self.outer(graph.matmul(inner), graph)
 
 
@@ -147,16 +161,16 @@ class Norm(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
 
     def forward(self, h: Tensor, graph: Graph) -> Tensor:
-        """Takes and gives [nodes, width]."""
-        return F.layer_norm(h, h.shape[-1:]) * graph.expand(self.weight, h) + graph.expand(
-            self.bias, h
-        )
+        """Normalises each row of h [nodes, width]."""
+        scaled = F.layer_norm(h, h.shape[-1:]) * graph.expand(self.weight, h)
+        return scaled + graph.expand(self.bias, h)
 
 
 class Attention(Dense):
-    """GAT's layer: Σ_j α_ij (h W)_j + b with α_ij ∝ exp LeakyReLU(s·(h W)_j + t·(h W)_i), over i's in-neighbours j and i itself.
+    """GAT layer: Σ_j α_ij (h W)_j + b with α_ij ∝ exp LeakyReLU(s·(h W)_j + t·(h W)_i).
 
-    Eight heads side by side, each with num_out / 8 columns; the last layer has one head. Edge weights are not looked at.
+    j runs over the in-neighbours of i and i itself. There are eight concatenated heads with
+    num_out / 8 columns each. The last layer has one head. Edge weights are ignored.
     """
 
     HEADS = 8
@@ -165,59 +179,63 @@ class Attention(Dense):
         heads = 1 if last else self.HEADS
         if num_out % heads:
             raise ConfigError(
-                f"model width {num_out}: gat has {heads} heads, use a multiple of {heads}, e.g. 'gat-2x64'"
+                f"model width {num_out}: gat has {heads} heads, use a multiple of {heads}, "
+                "e.g. 'gat-2x64'"
             )
         super().__init__(num_in, num_out)
         self.source = nn.Parameter(torch.empty(heads, num_out // heads))
         self.target = nn.Parameter(torch.empty(heads, num_out // heads))
 
     def forward(self, times: Product, graph: Graph) -> Tensor:
-        """As `Dense`."""
+        """Returns the output [nodes, num_out]; see `Dense`."""
         edges = graph.adjacency("sym")  # its entries are the edges and self-loops
         source, target = graph.cached("edges", lambda: (edges.indices.long(), edges.rows))
         flat = times(self.weight)
-        s_and_t = torch.cat([by_head(self.source), by_head(self.target)], -1)
-        sent, taken = (
-            graph.matmul(flat)(s_and_t).t().contiguous().chunk(2)
-        )  # [heads, nodes]: s·h and t·h
-        h = (
-            flat.unflatten(1, self.source.shape[-2:]).transpose(0, 1).contiguous()
-        )  # [heads, nodes, columns]
-        score = F.leaky_relu(sent.index_select(1, source).add_(taken.index_select(1, target)), 0.2)
-        # A softmax over each target's edges. What is taken off first is no variable; exp then neither overflows nor vanishes.
-        off = F.leaky_relu(taken + level(sent, source, target), 0.2).detach()
-        share = score.sub_(off.index_select(1, target)).exp_()
-        # A column of ones beside h adds up the shares.
-        gathered, total = weighted(edges, share, F.pad(h, (0, 1), value=1.0)).split(
-            [h.shape[2], 1], 2
-        )
-        return self.with_bias((gathered / total).transpose(0, 1).flatten(1), graph)
+        vectors = torch.cat([_head_matrix(self.source), _head_matrix(self.target)], -1)
+        # [heads, nodes] each: s·h and t·h
+        from_source, from_target = graph.matmul(flat)(vectors).t().contiguous().chunk(2)
+        # [heads, nodes, columns]
+        h = flat.unflatten(1, self.source.shape[-2:]).transpose(0, 1).contiguous()
+        at_edges = from_source.index_select(1, source).add_(from_target.index_select(1, target))
+        score = F.leaky_relu(at_edges, 0.2)
+        # A softmax over each target's edges. A constant shift keeps exp in the range of float32.
+        shift = F.leaky_relu(from_target + _center(from_source, source, target), 0.2).detach()
+        share = score.sub_(shift.index_select(1, target)).exp_()
+        # A column of ones next to h adds up the shares.
+        sums = weighted(edges, share, F.pad(h, (0, 1), value=1.0))
+        gathered, total = sums.split([h.shape[2], 1], 2)
+        return self.add_bias((gathered / total).transpose(0, 1).flatten(1), graph)
 
 
-def by_head(vectors: Tensor) -> Tensor:
-    """Takes [..., heads, columns], gives the matrix [..., heads · columns, heads] that multiplies every head's columns with its vector."""
-    apart = torch.eye(vectors.shape[-2]).unsqueeze(1)  # [heads, 1, heads]
-    return (vectors.unsqueeze(-1) * apart).flatten(-3, -2)
+def _head_matrix(vectors: Tensor) -> Tensor:
+    """Returns the matrix that multiplies the columns of each head with the head's vector.
 
-
-def level(sent: Tensor, source: Tensor, target: Tensor) -> Tensor:
-    """What is near to all that a target's sources send: the middle of what all nodes send, or its own sources' maximum if that is far.
-
-    Takes [heads, nodes] and the edges' ends, gives [heads, 1 or nodes]. Near is 60: exp(60) is well inside float32.
+    [..., heads, columns] gives [..., heads · columns, heads].
     """
-    if not sent.shape[1]:
-        return sent  # a graph without nodes
-    low, high = sent.detach().aminmax(dim=1, keepdim=True)
+    separate = torch.eye(vectors.shape[-2]).unsqueeze(1)  # [heads, 1, heads]
+    return (vectors.unsqueeze(-1) * separate).flatten(-3, -2)
+
+
+def _center(scores: Tensor, source: Tensor, target: Tensor) -> Tensor:
+    """Returns a number that is within 60 of the scores of a target's sources, or their maximum.
+
+    It is the middle of all nodes' scores if that is within 60 of all of them, because exp(60) is
+    well within float32. Otherwise it is the maximum over the target's own sources. Scores
+    [heads, nodes] and the edges' ends give [heads, 1] or [heads, nodes].
+    """
+    if not scores.shape[1]:
+        return scores  # a graph without nodes
+    low, high = scores.detach().aminmax(dim=1, keepdim=True)
     if (high - low).max() < 120:
         return (low + high) / 2
-    lowest = torch.full_like(sent, -torch.inf)
+    lowest = torch.full_like(scores, -torch.inf)
     return lowest.scatter_reduce(
-        1, target.expand(len(sent), -1), sent.detach().index_select(1, source), "amax"
+        1, target.expand(len(scores), -1), scores.detach().index_select(1, source), "amax"
     )
 
 
 class InitialResidual(nn.Module):
-    """GCNII's layer: (1-β) m + β m W with m = (1-α) S h + α h_0."""
+    """GCNII layer: (1-β) m + β m W with m = (1-α) S h + α h_0."""
 
     def __init__(self, width: int, alpha: float, beta: float):
         super().__init__()
@@ -225,7 +243,13 @@ class InitialResidual(nn.Module):
         self.weight = nn.Parameter(torch.empty(width, width))
 
     def forward(self, h: Tensor, h_0: Tensor, graph: Graph) -> Tensor:
-        """Takes the last layer's and the first layer's output and the graph, gives [nodes, width]."""
+        """Returns the output [nodes, width].
+
+        Args:
+            h: The output of the previous layer.
+            h_0: The output of the first layer.
+            graph: The graph.
+        """
         m = torch.lerp(graph.propagate(h), h_0, self.alpha)
         return torch.lerp(m, graph.matmul(m)(self.weight), self.beta)
 
@@ -233,7 +257,8 @@ class InitialResidual(nn.Module):
 class InputNorm(nn.Module):
     """LayerNorm of the input features, then a product: LN(X) W (Ba et al., 2016).
 
-    LN(X) W = X̂ (γ∘W) + β W, where X̂ is constant. Sparse features stay sparse: X̂ V = (X V - mean · 1ᵀV) / deviation.
+    LN(X) W = X̂ (γ∘W) + β W, where X̂ is constant. Sparse features stay sparse, because
+    X̂ V = (X V - mean · 1ᵀV) / deviation.
     """
 
     def __init__(self, num_features: int):
@@ -242,7 +267,7 @@ class InputNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_features))
 
     def forward(self, graph: Graph, weight: Tensor) -> Tensor:
-        """Takes a graph and a [features, width] tensor, gives [nodes, width]."""
+        """Returns LN(X) W [nodes, width] for a weight [features, width]."""
         scaled = self.weight.unsqueeze(-1) * weight
         if graph.sparse_x is None:
             standard: Tensor = graph.cached(
@@ -258,6 +283,6 @@ class InputNorm(nn.Module):
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     if not len(x):
-        return x.new_zeros(0, 1), x.new_ones(0, 1)  # `var_mean` warns of nothing to take it of
+        return x.new_zeros(0, 1), x.new_ones(0, 1)  # `var_mean` warns about empty tensors
     variance, mean = torch.var_mean(x, 1, correction=0, keepdim=True)
     return mean, (variance + 1e-5).sqrt()

@@ -1,4 +1,4 @@
-"""Losses: what training minimises, for node and graph classification."""
+"""Losses of node and graph classification."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ def cross_entropy(
     reduction: str = "mean",
     of_class: Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy over the items in `mask`. With no such item: 0, and a gradient of 0.
+    """Returns the cross-entropy over the items in `mask`.
 
-    of_class: class weights.
+    An empty mask gives 0 and a gradient of 0.
+
+    Args:
+        logits: [items, classes].
+        y: Labels [items].
+        mask: The items that count, [items] bool.
+        reduction: "mean" or "sum".
+        of_class: Class weights [classes].
     """
     if not mask.any():
         return logits.sum() * 0.0
@@ -27,5 +34,5 @@ def cross_entropy(
 
 @operation
 def training_loss(logits: Tensor, graph: Graph, reduction: str, of_class: Tensor | None) -> Tensor:
-    """Cross-entropy over a graph's training items; see `cross_entropy`."""
+    """Returns the cross-entropy over a graph's training items; see `cross_entropy`."""
     return cross_entropy(logits, graph.y, graph.train, reduction, of_class)

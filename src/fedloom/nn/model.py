@@ -1,4 +1,8 @@
-"""Model: what all architectures have in common. An extractor (features to `width` columns) and a head (those to class logits)."""
+"""Model: the base class of all architectures.
+
+A model is an extractor, which maps features to embeddings of `width` columns, and a head, which
+maps embeddings to class logits.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from fedloom.data.graph import Graph, Task
 from fedloom.data.sparse import Sparse
 from fedloom.nn.layers import Dense, InputNorm, Noise, Product, dropout
 from fedloom.nn.operations import operation
-from fedloom.nn.smoothing import keep_smoothed, polynomial, smoothed
+from fedloom.nn.smoothing import caching_pays, polynomial, smoothed
 from fedloom.nn.weights import Weights, substituted
 
 
@@ -24,36 +28,41 @@ class Spec:
 
     name: str
     layers: int = 2
-    widths: tuple[int, ...] = (64,)  # of every hidden layer, or of each
+    widths: tuple[int, ...] = (64,)  # one width for all hidden layers, or one for each
     options: frozenset[str] = frozenset()
 
     @property
     def width(self) -> int:
-        """The embedding's width."""
+        """The width of the embedding."""
         return self.widths[-1]
 
 
 class Model(nn.Module, ABC):
-    """An extractor and a head. Built by `build`.
+    """An extractor and a head. `fedloom.nn.build` builds models.
 
-    The head's parameters are those whose names start with "classifier."; all others belong to the extractor. The state is the
-    parameters alone (float32), there are no buffers. A subclass says what its layers are and what they give for every node.
+    The names of the head's parameters start with "classifier.". All other parameters belong to the
+    extractor. The state consists of float32 parameters. There are no buffers. A subclass defines
+    the layers and their output for every node.
+
+    Attributes:
+        accepts: The options that a spec of this architecture may have.
+        pooling: How a graph-level task pools nodes, "mean" or "sum".
     """
 
     accepts: ClassVar[frozenset[str]] = frozenset({"linear", "norm"})
     pooling: ClassVar[str] = "mean"
 
     @classmethod
-    def implied(cls, layers: int) -> frozenset[str]:
-        """The options that come with this architecture and depth, asked for or not."""
+    def implied_options(cls, layers: int) -> frozenset[str]:
+        """Returns the options that this architecture always has at this depth."""
         return frozenset()
 
     def __init__(self, spec: Spec, num_features: int, num_classes: int, task: Task, dropout: float):
         super().__init__()
         self.spec, self.width, self.task, self.dropout = spec, spec.width, task, dropout
-        # Equal for models that differ in their parameters alone; a text, which knows its hash.
+        # Equal for models that differ only in their parameters. A string caches its hash.
         self.form = f"{spec} {num_features} {num_classes} {task} {dropout}"
-        # Whether all work on the graph is the extractor's: logits of pooled graphs have no edges to travel on.
+        # Whether only the extractor uses the edges. Logits of pooled graphs have no edges.
         self.linear = task == "graph" or "linear" in spec.options
         self.norm = InputNorm(num_features) if "norm" in spec.options else None
         self.layers = nn.ModuleList(self.extractor(num_features))
@@ -61,45 +70,48 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def extractor(self, num_features: int) -> list[nn.Module]:
-        """The extractor's layers."""
+        """Returns the layers of the extractor."""
 
     @abstractmethod
     def nodes(self, graph: Graph, rng: Noise | None) -> Tensor:
-        """What the extractor gives for every node: [nodes, width]."""
+        """Returns the output of the extractor for every node, [nodes, width]."""
 
     def last(self, num_classes: int) -> nn.Module:
-        """The head's layer."""
+        """Returns the layer of the head."""
         return Dense(self.width, num_classes)
 
     def features(self, graph: Graph, coefficients: tuple[float, ...] = (1.0,)) -> Product:
-        """The model's input as a product: W ↦ (Σ_k c_k S^k X) W, the quickest way; X is normalised with +norm."""
+        """Returns the input of the model as a product, W ↦ (Σ_k c_k S^k X) W.
+
+        X is normalised with +norm. The product is computed in the fastest order.
+        """
         project = graph.project if self.norm is None else partial(self.norm, graph)
         if len(coefficients) == 1:
             return project
-        # What +norm gives is never kept: it changes as γ and β learn.
-        if self.norm is None and keep_smoothed(graph, len(coefficients) - 1):
+        # The output of +norm is never cached, because it changes with γ and β.
+        if self.norm is None and caching_pays(graph, len(coefficients) - 1):
             return graph.matmul(smoothed(graph, coefficients))
         return lambda weight: polynomial(graph, project(weight), coefficients)
 
     def items(self, graph: Graph, rng: Noise | None) -> Tensor:
-        """What the extractor gives for every item: [items, width]."""
+        """Returns the output of the extractor for every item, [items, width]."""
         h = self.nodes(graph, rng)
         return h if self.task == "node" else _pool(graph, self.pooling) @ h
 
     def logits(self, z: Tensor, graph: Graph, rng: Noise | None) -> Tensor:
-        """What the head gives for every item: [items, classes]."""
+        """Returns the output of the head for every item, [items, classes]."""
         return self.classifier(graph.matmul(dropout(z, self.dropout, rng)), graph)
 
     def embed(self, graph: Graph, rng: Generator | None = None) -> Tensor:
-        """Takes a graph, gives its items' embeddings [items, width]."""
+        """Returns the embeddings of a graph's items, [items, width]."""
         return embed(self, graph, rng)
 
     def head(self, z: Tensor, graph: Graph, rng: Generator | None = None) -> Tensor:
-        """Takes embeddings [items, width] and their graph, gives logits [items, classes]."""
+        """Returns logits [items, classes] from embeddings [items, width] and their graph."""
         return head(self, graph, rng, z)
 
     def forward(self, graph: Graph, rng: Generator | None = None) -> Tensor:
-        """Takes a graph, gives its items' logits [items, classes]."""
+        """Returns the logits of a graph's items, [items, classes]."""
         return forward(self, graph, rng)
 
 
@@ -116,30 +128,30 @@ def _pool(graph: Graph, how: str) -> Sparse:
     return graph.cached(("pool", how), make)
 
 
-# ---- passes through a model ----
+# ---- forward passes ----
 
 
 @operation
 def embed(model: Model, graph: Graph, rng: Noise | None) -> Tensor:
-    """The extractor: embeddings [items, width]."""
+    """Runs the extractor. Returns embeddings [items, width]."""
     return model.items(graph, rng)
 
 
 @operation
 def head(model: Model, graph: Graph, rng: Noise | None, z: Tensor) -> Tensor:
-    """The head: logits [items, classes] from embeddings."""
+    """Runs the head on embeddings. Returns logits [items, classes]."""
     return model.logits(z, graph, rng)
 
 
 @operation
 def forward(model: Model, graph: Graph, rng: Noise | None) -> Tensor:
-    """Both: logits [items, classes]."""
+    """Runs extractor and head. Returns logits [items, classes]."""
     return model.logits(model.items(graph, rng), graph, rng)
 
 
 @operation
 def forward_with(model: Model, graph: Graph, weights: Weights) -> Tensor:
-    """Logits [items, classes] of a model with weights that are not its own, without dropout."""
+    """Returns logits [items, classes] of a model with other weights, without dropout."""
     with substituted(model, weights):
         out: Tensor = model(graph)
         return out

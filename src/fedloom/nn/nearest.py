@@ -1,4 +1,7 @@
-"""Who is like whom: pairs of nodes with a large inner product, found some rows at a time, so that no n x n matrix is ever held."""
+"""Nearest nodes: pairs with a large inner product.
+
+The inner products are computed in blocks of rows, so that no n × n matrix is in memory.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,15 @@ from torch import Generator, Tensor
 
 from fedloom.errors import ConfigError
 
-ROWS, ENTRIES = 1024, 2**24  # of similarities that are held at once, at most
+ROWS, ENTRIES = 1024, 2**24  # the largest block
 
 
 def similarities(z: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inner products of the rows of z [n, width], block by block: node numbers [rows] and [rows, n], -inf with themselves."""
+    """Yields the inner products of the rows of z [n, width] in blocks.
+
+    A block consists of node numbers [rows] and products [rows, n]. The product of a node with
+    itself is -inf.
+    """
     for rows in torch.arange(len(z)).split(min(ROWS, max(1, ENTRIES // max(len(z), 1)))):
         block = z[rows] @ z.T
         block[torch.arange(len(rows)), rows] = -torch.inf
@@ -21,7 +28,10 @@ def similarities(z: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def nearest(z: Tensor, count: int) -> Tensor:
-    """Every row's `count` others (all, if there are fewer) with the largest inner product, [n, count]; of unit rows: by cosine."""
+    """Returns, for every row of z, the `count` other rows with the largest product, [n, count].
+
+    If there are fewer other rows, it returns all. For unit rows, the product is the cosine.
+    """
     count = min(count, max(len(z) - 1, 0))
     return torch.cat(
         [block.topk(count).indices for _, block in similarities(z)]
@@ -30,13 +40,16 @@ def nearest(z: Tensor, count: int) -> Tensor:
 
 
 def linked_to_nearest(z: Tensor, count: int) -> Tensor:
-    """The links from every row to its nearest, [2, n * count]."""
+    """Returns edges from every row to its `count` nearest rows, [2, n * count]."""
     near = nearest(z, count)
     return torch.stack([torch.arange(len(z)).repeat_interleave(near.shape[1]), near.flatten()])
 
 
 def above(z: Tensor, threshold: float, most: int) -> Tensor:
-    """The pairs i < j whose inner product exceeds `threshold`, [2, pairs]; a ConfigError if there are more than `most`."""
+    """Returns the pairs i < j whose inner product exceeds `threshold`, [2, pairs].
+
+    Raises a ConfigError if there are more than `most`.
+    """
     found, count = [], 0
     for rows, block in similarities(z):
         i, j = (block > threshold).nonzero(as_tuple=True)
@@ -45,19 +58,23 @@ def above(z: Tensor, threshold: float, most: int) -> Tensor:
         count += found[-1].shape[1]
         if count > most:
             raise ConfigError(
-                f"threshold {threshold:g}: more than {most} pairs of {len(z)} nodes are above it; choose a larger one"
+                f"threshold {threshold:g}: more than {most} pairs of {len(z)} nodes are above it; "
+                "choose a larger one"
             )
     return torch.cat(found, 1) if found else torch.zeros(2, 0, dtype=torch.int64)
 
 
 def pairs(ends: Tensor, n: int) -> Tensor:
-    """The pairs i < j that links [2, any] join, each once, in order, without loops: [2, pairs]."""
+    """Returns the sorted, distinct pairs i < j of edges [2, any], without loops: [2, pairs]."""
     low, high = ends.sort(0).values
     key = (low * n + high)[low != high].unique()
     return torch.stack([key // n, key % n])
 
 
 def other_pairs(edges: Tensor, n: int, rng: Generator) -> Tensor:
-    """About as many random pairs i < j of n nodes as there are edges [2, edges], i < j, none of them an edge."""
+    """Returns random pairs i < j of n nodes that are not edges, about as many as edges.
+
+    edges: pairs i < j, [2, edges].
+    """
     drawn = pairs(torch.randint(n, edges.shape, generator=rng), n)
     return drawn[:, ~torch.isin(drawn[0] * n + drawn[1], edges[0] * n + edges[1])]

@@ -1,8 +1,8 @@
-"""Operations: the functions that an engine may run for several clients at once.
+"""Operations: functions that an engine may run for several clients at once.
 
-An operation is a plain function of one client's arguments. Called directly, it just runs. An engine
-can install a scheduler, which then receives the calls of the clients that it runs. The stacked
-engine uses this to batch them (`fedloom.engines.stacked`). Nothing here knows how.
+An operation is a plain function of one client's arguments. Without a scheduler, a call runs the
+function. An engine can install a scheduler, which then receives the calls of the clients that it
+runs. The stacked engine batches them (`fedloom.engines.stacked`). This module does not know how.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Operation(Generic[P, R]):
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs the function, or hands the call to the scheduler of this thread."""
+        """Runs the function, or passes the call to the scheduler of this thread."""
         scheduler = _thread.scheduler
         if scheduler is None:
             return self.function(*args, **kwargs)
@@ -45,9 +45,9 @@ def operation(function: Callable[P, R]) -> Operation[P, R]:
 
 
 def set_scheduler(scheduler: Scheduler | None) -> Scheduler | None:
-    """Hands all further operations of this thread to a scheduler. None: they just run.
+    """Installs a scheduler for this thread. Returns the previous one, so that it can be restored.
 
-    Returns the scheduler before, to be put back.
+    scheduler: receives all further operations of this thread. None: operations run directly.
     """
     before, _thread.scheduler = _thread.scheduler, scheduler
     return before

@@ -1,6 +1,8 @@
-"""PyTorch's optimisers without its compiler, which they import at first use: a second and a half, and 80 MB.
+"""PyTorch's optimisers without its compiler.
 
-The wrappers left out here only tell the compiler what not to compile. Nothing in fedloom is compiled.
+PyTorch's optimisers import the compiler at their first use, which takes a second and a half and
+80 MB. The wrappers that are removed here only tell the compiler what it must not compile. fedloom
+compiles nothing.
 """
 
 from collections.abc import Callable
@@ -11,12 +13,12 @@ from torch.optim import Optimizer
 
 
 def _bare(method: Callable[..., Any]) -> Callable[..., Any]:
-    """What PyTorch wrapped; the method itself in a version that wraps nothing."""
+    """Returns the method that PyTorch wrapped, or the method itself if it is not wrapped."""
     return getattr(method, "__wrapped__", method)
 
 
 class _Uncompiled:
-    """Before an optimiser in a class's line of parents: its methods as they were before they were wrapped."""
+    """A mixin that replaces the wrapped methods of an optimiser by the original ones."""
 
     add_param_group = _bare(Optimizer.add_param_group)
     zero_grad = _bare(Optimizer.zero_grad)
@@ -25,12 +27,12 @@ class _Uncompiled:
 
 
 class Adam(_Uncompiled, torch.optim.Adam):
-    """`torch.optim.Adam`, the same numbers."""
+    """`torch.optim.Adam` with identical results."""
 
     step = torch.no_grad()(_bare(torch.optim.Adam.step))
 
 
 class SGD(_Uncompiled, torch.optim.SGD):
-    """`torch.optim.SGD`, the same numbers."""
+    """`torch.optim.SGD` with identical results."""
 
     step = torch.no_grad()(_bare(torch.optim.SGD.step))

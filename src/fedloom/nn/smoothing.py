@@ -1,4 +1,4 @@
-"""Smoothing: polynomials of S, an adjacency with self-loops."""
+"""Smoothing: polynomials of S, an adjacency matrix with self-loops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from fedloom.data.graph import SPARSE_FEATURES_BELOW, Graph
 def polynomial(
     graph: Graph, h: Tensor, coefficients: tuple[float, ...], kind: str = "sym"
 ) -> Tensor:
-    """Σ_k c_k S^k h, by Horner's rule: takes [nodes, width], c_0 ... c_K; gives [nodes, width] after K products with S."""
+    """Returns Σ_k c_k S^k h, by Horner's rule with K products.
+
+    Args:
+        graph: The graph.
+        h: [nodes, width].
+        coefficients: c_0 ... c_K.
+        kind: The kind of adjacency; see `Graph.adjacency`.
+    """
     *lower, top = coefficients
     out = h if top == 1 else top * h
     for c in reversed(lower):
@@ -22,12 +29,12 @@ def polynomial(
 
 
 def power(k: int) -> tuple[float, ...]:
-    """The coefficients of S^k."""
+    """Returns the coefficients of S^k."""
     return (0.0,) * k + (1.0,)
 
 
 def propagated(graph: Graph, kind: str, hops: int) -> list[Tensor]:
-    """[X, SX, ..., S^hops X] for the graph's raw features, kept on the graph."""
+    """Returns [X, SX, ..., S^hops X] of the graph's raw features, which the graph caches."""
     known: list[Tensor] = graph.cached(("propagated", kind), lambda: [graph.x])
     while len(known) <= hops:
         known.append(graph.propagate(known[-1], kind))
@@ -35,29 +42,34 @@ def propagated(graph: Graph, kind: str, hops: int) -> list[Tensor]:
 
 
 def smoothed(graph: Graph, coefficients: tuple[float, ...]) -> Tensor:
-    """Σ_k c_k S^k X for the graph's raw features, [nodes, features], kept on the graph; the hops below are not."""
+    """Returns Σ_k c_k S^k X of the graph's raw features, [nodes, features].
+
+    The graph caches the result, but not the lower hops.
+    """
     first, *higher = coefficients
 
     def make() -> Tensor:
-        # Without X itself it is one step from what begins one hop earlier, which models that look at every hop have asked for just before.
+        # If c_0 is 0, the result is S times the result of c_1 ... c_K. Models that use every hop
+        # have just requested that one.
         before = graph._cache.get(("smoothed", tuple(higher))) if first == 0 else None
-        return (
-            polynomial(graph, graph.x, coefficients) if before is None else graph.propagate(before)
-        )
+        if before is None:
+            return polynomial(graph, graph.x, coefficients)
+        return graph.propagate(before)
 
     return graph.cached(("smoothed", coefficients), make)
 
 
-def keep_smoothed(graph: Graph, hops: int) -> bool:
-    """Whether to multiply by kept features, (S^K X) W, rather than to smooth the product, S^K (X W).
+def caching_pays(graph: Graph, hops: int) -> bool:
+    """Returns whether (S^K X) W with cached S^K X is faster than S^K (X W).
 
-    Per column of W the first takes a dense product with nodes × features entries, the second sparse ones with nnz(X) + K nnz(S)
-    entries, each as costly as 1 / SPARSE_FEATURES_BELOW dense ones. Dense features: always keep. Bag-of-words: rarely. A graph that is
-    seen once: never.
+    For each column of W, the first takes a dense product with nodes × features entries. The second
+    takes sparse products with nnz(X) + K nnz(S) entries. A sparse entry costs as much as
+    1 / SPARSE_FEATURES_BELOW dense ones. Caching always pays for dense features, rarely for
+    bag-of-words, and never for a graph that is used once.
     """
     if graph.transient:
         return False
     if graph.sparse_x is None:
         return True
-    entries = graph.sparse_x.nnz + hops * graph.adjacency("sym").nnz
-    return entries > SPARSE_FEATURES_BELOW * graph.x.numel()
+    sparse_entries = graph.sparse_x.nnz + hops * graph.adjacency("sym").nnz
+    return sparse_entries > SPARSE_FEATURES_BELOW * graph.x.numel()

@@ -23,9 +23,15 @@ def make_optimizer(
     lr: float,
     weight_decay: float,
 ) -> torch.optim.Optimizer:
-    """Returns an optimiser by name (`OPTIMIZERS`) of parameters or parameter groups.
+    """Returns an optimiser of parameters or parameter groups.
 
     Weight decay is an L2 penalty in the gradient, as in the papers.
+
+    Args:
+        kind: One of `OPTIMIZERS`.
+        parameters: Parameters, or parameter groups.
+        lr: The learning rate.
+        weight_decay: The factor of the L2 penalty.
     """
     if kind == "adam":
         # The fused kernel updates all parameters in one pass: a third of the time on small models.
@@ -68,9 +74,9 @@ def outputs(
 
 @contextmanager
 def seeded(rng: torch.Generator) -> Iterator[None]:
-    """Modules built inside the block draw their weights from `rng`.
+    """Inside the block, new modules draw their weights from `rng`.
 
-    The global random state is left as it was.
+    The global random state is not changed.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(torch.randint(2**62, (), generator=rng)))

@@ -1,4 +1,4 @@
-"""Weights in and out of models, and distances between them."""
+"""Weights of models: reading, loading and substituting them, and distances between them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Slot = tuple[dict[str, Tensor | None], str, str]  # a module's parameters, the s
 
 
 def slots_of(model: nn.Module) -> list[Slot]:
-    """Where a model keeps its parameters, in the order of `named_parameters`; found once.
+    """Returns where a model stores its parameters, in the order of `named_parameters`.
 
-    A deep copy of a model finds its own.
+    The model caches the result. A deep copy of a model has its own.
     """
     known: list[Slot] | None = model.__dict__.get("_slots")
     if known is None:
@@ -30,8 +30,8 @@ def slots_of(model: nn.Module) -> list[Slot]:
 
 
 def _parameters(model: nn.Module) -> Weights:
-    """`named_parameters`, sorted by name, without a walk through the modules."""
-    found = {name: held[short] for held, short, name in slots_of(model)}
+    """Returns `named_parameters`, sorted by name, without visiting the modules again."""
+    found = {name: store[short] for store, short, name in slots_of(model)}
     return {name: p for name, p in sorted(found.items()) if p is not None}
 
 
@@ -65,16 +65,19 @@ def load_weights(model: nn.Module, new: Weights) -> None:
 
 @contextmanager
 def substituted(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside the block, a model uses the given parameters, by full name, in place of its own."""
+    """Inside the block, a model uses the given parameters in place of its own.
+
+    parameters: tensors by full name. The model keeps its own parameters for other names.
+    """
     slots = slots_of(model)
-    own = [held[short] for held, short, _ in slots]
+    own = [store[short] for store, short, _ in slots]
     try:
-        for held, short, name in slots:
-            held[short] = parameters.get(name, held[short])
+        for store, short, name in slots:
+            store[short] = parameters.get(name, store[short])
         yield
     finally:
-        for (held, short, _), parameter in zip(slots, own, strict=True):
-            held[short] = parameter
+        for (store, short, _), parameter in zip(slots, own, strict=True):
+            store[short] = parameter
 
 
 def squared_distance(model: nn.Module, anchor: Weights) -> Tensor:
