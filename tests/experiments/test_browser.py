@@ -187,9 +187,9 @@ def test_canvases_change_their_colours_too(tab):
     ("section", "figure", "at", "words"),
     [
         ("results", "convergence", (0.5, 0.5), ["round 1", "fedavg", "%"]),
-        ("traffic", "phases", (0.15, 0.17), ["fedavg", "together", "MB"]),
+        ("traffic", "phases", (0.15, 0.17), ["fedavg", "total", "MB"]),
         ("data", "labels", (0.5, 0.3), ["client", "class"]),
-        ("pictures", "adjacency", (0.1, 0.2), ["before pruning", "client 0", "of the fullest"]),
+        ("pictures", "adjacency", (0.1, 0.2), ["before pruning", "client 0", "of the maximum"]),
     ],
 )
 def test_a_pointer_gets_the_values(tab, section, figure, at, words):
