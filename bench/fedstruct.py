@@ -15,9 +15,16 @@ SEEDS, FEWER = 5, 3
 Tables = dict[str, dict[str, Any]]
 Column = tuple[str, str, int]  # dataset, partition, clients
 COLUMNS: list[Column] = [
-    ("cora", "random", 10), ("cora", "random", 20), ("citeseer", "random", 10), ("chameleon", "random", 10), ("photo", "random", 10),
-    ("cora", "louvain-cyclic", 10), ("cora", "kmeans", 10), ("chameleon", "louvain-cyclic", 10), ("chameleon", "kmeans", 10),
-]  # fmt: skip
+    ("cora", "random", 10),
+    ("cora", "random", 20),
+    ("citeseer", "random", 10),
+    ("chameleon", "random", 10),
+    ("photo", "random", 10),
+    ("cora", "louvain-cyclic", 10),
+    ("cora", "kmeans", 10),
+    ("chameleon", "louvain-cyclic", 10),
+    ("chameleon", "kmeans", 10),
+]
 # FedStruct by dataset: the paper's depths, widths, dropout and weight decay; learning rates by validation, see docs/results.md (but
 # PubMed's, which are the paper's, and Minesweeper's, a guess). Chameleon's pages gather from those that they link to, as in the paper.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -29,9 +36,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "minesweeper": {"rounds": 100, "lr": 0.005, "weight_decay": 3e-4, "hops": 1},
 }
 BRANCH = {
-    "cora": ("dgcn-2x64", 0.7), "citeseer": ("dgcn-2x64", 0.7), "pubmed": ("dgcn-2x128", 0.5), "chameleon": ("dgcn-1x64", 0.7),
-    "photo": ("dgcn-1x256", 0.8), "minesweeper": ("dgcn-1x64", 0.5),
-}  # fmt: skip
+    "cora": ("dgcn-2x64", 0.7),
+    "citeseer": ("dgcn-2x64", 0.7),
+    "pubmed": ("dgcn-2x128", 0.5),
+    "chameleon": ("dgcn-1x64", 0.7),
+    "photo": ("dgcn-1x256", 0.8),
+    "minesweeper": ("dgcn-1x64", 0.5),
+}
 OWN_DATA = {"chameleon": {"flow": "reversed"}, "minesweeper": {"split": "public"}}
 # The paper's GraphSAGE. Learning rates and dropout of the baselines were chosen by validation, see docs/results.md; PubMed's were not.
 SAGE = {
@@ -82,26 +93,34 @@ PRINTED_FOR: list[tuple[str, int]] = [
 ]
 PRINTED: dict[str, dict[str, tuple[float | None, ...]]] = {
     "FedStruct, DEG": {
-        "cora": (72.24, 69.89, 66.01, 82.18, 71.31), "citeseer": (65.35, 63.54, 62.34, 68.29, 65.84),
-        "pubmed": (84.03, 84.01, 83.64, 84.65, 84.65), "chameleon": (44.33, 41.82, 40.13, 49.66, 42.16),
+        "cora": (72.24, 69.89, 66.01, 82.18, 71.31),
+        "citeseer": (65.35, 63.54, 62.34, 68.29, 65.84),
+        "pubmed": (84.03, 84.01, 83.64, 84.65, 84.65),
+        "chameleon": (44.33, 41.82, 40.13, 49.66, 42.16),
         "photo": (90.73, 89.72, 89.42, 92.05, 90.17),
     },
     "FedStruct, FED*": {
-        "cora": (72.25, 69.61, 66.13, None, None), "citeseer": (65.54, 63.38, 61.97, None, None),
-        "pubmed": (83.98, 84.02, 83.69, None, None), "chameleon": (44.71, 41.89, 40.06, None, None),
+        "cora": (72.25, 69.61, 66.13, None, None),
+        "citeseer": (65.54, 63.38, 61.97, None, None),
+        "pubmed": (83.98, 84.02, 83.69, None, None),
+        "chameleon": (44.71, 41.89, 40.06, None, None),
         "photo": (90.75, 89.78, 89.14, None, None),
     },
     "FedStruct, HOP2VEC, pruned globally": {
-        "cora": (79.34, 79.27, 78.47, 81.30, 78.36), "citeseer": (66.20, 65.43, 64.33, 68.65, 66.44),
-        "pubmed": (84.67, 85.02, 85.24, 82.23, 84.81), "chameleon": (53.33, 52.60, 51.85, 55.74, 53.40),
+        "cora": (79.34, 79.27, 78.47, 81.30, 78.36),
+        "citeseer": (66.20, 65.43, 64.33, 68.65, 66.44),
+        "pubmed": (84.67, 85.02, 85.24, 82.23, 84.81),
+        "chameleon": (53.33, 52.60, 51.85, 55.74, 53.40),
         "photo": (91.14, 90.93, 91.25, 91.21, 91.42),
     },
     "FedStruct, HOP2VEC, not pruned (-F)": {
-        "cora": (79.99, 79.88, 78.80, 81.02, 78.79), "citeseer": (66.15, 65.93, 64.96, 68.35, 66.84),
-        "pubmed": (85.24, 85.79, 86.09, 83.03, 85.47), "chameleon": (53.20, 53.09, 51.89, 55.75, 52.95),
+        "cora": (79.99, 79.88, 78.80, 81.02, 78.79),
+        "citeseer": (66.15, 65.93, 64.96, 68.35, 66.84),
+        "pubmed": (85.24, 85.79, 86.09, 83.03, 85.47),
+        "chameleon": (53.20, 53.09, 51.89, 55.75, 52.95),
         "photo": (90.57, 90.74, 91.29, 90.40, 91.11),
     },
-}  # fmt: skip
+}
 # And for the others, in the order of COLUMNS.
 PAPER: dict[str, list[float | None]] = {
     "Local": [39.24, 31.02, 39.88, 29.60, 77.12, 75.36, 47.08, 46.71, 30.84],
@@ -160,8 +179,9 @@ def recipe(row: str, column: Column) -> Tables:
     tables: Tables = {
         "data": {"dataset": data, "split": "global 10/10/80", **OWN_DATA.get(data, {})},
         "partition": {"name": partition, "clients": clients, "cross_edges": "known"},
-        "model": {"name": spec, "dropout": dropout}, "method": settings,
-    }  # fmt: skip
+        "model": {"name": spec, "dropout": dropout},
+        "method": settings,
+    }
     if settings["name"] in ("fedsage+", "fedgcn"):
         tables["run"] = {"evaluation": "global"}
     return tables

@@ -159,9 +159,11 @@ PAPER = {
 
 # O-pFGL with ten different models, 10 clients.
 PAPER_TEN = {
-    ("cora", "louvain+"): "75.04 / 57.26", ("citeseer", "louvain+"): "70.87 / 56.67",
-    ("cora", "metis+"): "79.64 / 44.86", ("citeseer", "metis+"): "71.82 / 47.57",
-}  # fmt: skip
+    ("cora", "louvain+"): "75.04 / 57.26",
+    ("citeseer", "louvain+"): "70.87 / 56.67",
+    ("cora", "metis+"): "79.64 / 44.86",
+    ("citeseer", "metis+"): "71.82 / 47.57",
+}
 
 
 def printed(text: str) -> tuple[float, float]:
@@ -178,9 +180,11 @@ def setting_of(data: str, partition: str, clients: int, **method: Any) -> Tables
         else {}
     )
     return {
-        "data": {"dataset": data, "split": "20/40/40"}, "partition": {"name": partition, "clients": clients, "seed": 42},
-        "model": {"name": "gcn-2x64", "dropout": 0}, "method": {**settings, **method},
-    }  # fmt: skip
+        "data": {"dataset": data, "split": "20/40/40"},
+        "partition": {"name": partition, "clients": clients, "seed": 42},
+        "model": {"name": "gcn-2x64", "dropout": 0},
+        "method": {**settings, **method},
+    }
 
 
 def methods(data: str, partition: str, clients: int) -> dict[str, Tables]:

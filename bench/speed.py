@@ -250,18 +250,35 @@ def cut(dataset: str, clients: int, partition: str, quick: bool) -> fedloom.Fede
 
 
 CASES = {
-    "cora10": Case("FedAvg, Cora over 10 clients by Louvain.", partial(cut, "cora", 10, "louvain"), 15, 7),
-    "citeseer10": Case("FedAvg, CiteSeer over 10 clients by Louvain.", partial(cut, "citeseer", 10, "louvain"), 10, 7),
-    "pubmed10": Case("FedAvg, PubMed over 10 clients by Louvain.", partial(cut, "pubmed", 10, "louvain"), 8, 5),
-    "cora100": Case("FedAvg, Cora over 100 clients at random.", partial(cut, "cora", 100, "random"), 5, 5),
+    "cora10": Case(
+        "FedAvg, Cora over 10 clients by Louvain.", partial(cut, "cora", 10, "louvain"), 15, 7
+    ),
+    "citeseer10": Case(
+        "FedAvg, CiteSeer over 10 clients by Louvain.",
+        partial(cut, "citeseer", 10, "louvain"),
+        10,
+        7,
+    ),
+    "pubmed10": Case(
+        "FedAvg, PubMed over 10 clients by Louvain.", partial(cut, "pubmed", 10, "louvain"), 8, 5
+    ),
+    "cora100": Case(
+        "FedAvg, Cora over 100 clients at random.", partial(cut, "cora", 100, "random"), 5, 5
+    ),
     "small1000": Case(
-        "FedAvg, 1,000 clients with synthetic graphs of 100 nodes.", lambda quick: fedloom.synthetic_clients(5 if quick else 1000), 3, 3
+        "FedAvg, 1,000 clients with synthetic graphs of 100 nodes.",
+        lambda quick: fedloom.synthetic_clients(5 if quick else 1000),
+        3,
+        3,
     ),
     "arxiv": Case(
         "FedAvg on a graph of ogbn-arxiv's size over 10 clients by Louvain, full batch, one epoch a round.",
-        partial(cut, "synthetic-arxiv", 10, "louvain"), 4, 5, epochs=1,
+        partial(cut, "synthetic-arxiv", 10, "louvain"),
+        4,
+        5,
+        epochs=1,
     ),
-}  # fmt: skip
+}
 
 
 def measured(name: str) -> Part:
@@ -480,14 +497,25 @@ def end_to_end(dataset: str, model: str, partition: str, rounds: int) -> Row:
     clock.append(time.perf_counter())
     made = memory("VmHWM")
     result = fedloom.run(
-        "fedavg", federation, model=model, rounds=rounds, epochs=1, engine=FASTEST,
+        "fedavg",
+        federation,
+        model=model,
+        rounds=rounds,
+        epochs=1,
+        engine=FASTEST,
         on_round=lambda entry, planned: clock.append(time.perf_counter()),
-    )  # fmt: skip
+    )
     made_in, divided_in, first, *others = gaps(clock)
     return {
-        "graph_s": made_in, "partition_s": divided_in, "first_round_s": first, "round_s": median(others), "total_s": clock[-1] - clock[0],
-        "peak_before_mb": made, "peak_mb": memory("VmHWM"), "accuracy": result.accuracy,
-    }  # fmt: skip
+        "graph_s": made_in,
+        "partition_s": divided_in,
+        "first_round_s": first,
+        "round_s": median(others),
+        "total_s": clock[-1] - clock[0],
+        "peak_before_mb": made,
+        "peak_mb": memory("VmHWM"),
+        "accuracy": result.accuracy,
+    }
 
 
 @part

@@ -223,9 +223,15 @@ def _grown(groups: dict[str, list[Row]], slope: Callable[..., float]) -> list[st
 
 
 TABLES: dict[str, Callable[[list[Row], Callable[..., float]], list[str]]] = {
-    "methods": _methods, "kernels": _kernels, "startup": _startup, "arxiv": _arxiv, "products": _products,
-    "prediction": _prediction, "growth": _growth, "clients": _clients,
-}  # fmt: skip
+    "methods": _methods,
+    "kernels": _kernels,
+    "startup": _startup,
+    "arxiv": _arxiv,
+    "products": _products,
+    "prediction": _prediction,
+    "growth": _growth,
+    "clients": _clients,
+}
 
 
 def _draw(picture: Path, parts: dict[str, list[Row]]) -> None:
