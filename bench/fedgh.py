@@ -1,6 +1,9 @@
-"""FedGH in front of FedAvg and FedTAD, its controls and its parts, 3 seeds: writes their tables in docs/results.md.
+"""Runs FedGH in front of FedAvg and FedTAD, its controls and its ablations, with 3 seeds.
 
-python bench/fedgh.py docs/results.md [--only "10, cora"] [--skip pubmed]      (90 minutes on two quiet cores; runs/fedgh keeps runs)
+It writes their tables in docs/results.md. runs/fedgh caches finished runs.
+
+python bench/fedgh.py docs/results.md [--only "10, cora"] [--skip pubmed]
+                                                              (90 minutes on two quiet cores)
 """
 
 import hashlib
@@ -23,7 +26,7 @@ from fedloom.methods.fedgh import FedGH
 SEEDS, ROUNDS, PATIENCE = 3, 100, 20
 DATASETS, CLIENTS = ("cora", "pubmed", "photo"), (10, 15, 20)
 EDGES = {"add_edges": 3}
-# Settings were chosen by validation, see docs/results.md; the rest is the methods' defaults.
+# The settings given here were chosen by validation, see docs/results.md. The others are defaults.
 METHODS: dict[str, dict[str, Any]] = {
     "Local": {"name": "local"},
     "FedAvg": {"name": "fedavg"},
@@ -32,7 +35,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "FedGH + FedAvg": {"name": "fedgh"},
     "FedGH + FedTAD": {"name": "fedgh", "base": "fedtad"},
 }
-# What the same place holds in FedGH's stead: in front of FedAvg.
+# Variants that replace FedGH in front of FedAvg.
 CONTROLS: dict[str, dict[str, Any]] = {
     "edges too, k = 3": EDGES,
     "noise": {"refine_by": "noise"},
@@ -42,12 +45,13 @@ CONTROLS: dict[str, dict[str, Any]] = {
     "edges only, k = 3": {**EDGES, "append": 0.0},
     "DGI at home, edges too": {**EDGES, "refine_by": "local"},
 }
+# Rows that are run with 10 clients only.
 FEWER = (
     "FedATH",
     "without diffusion",
     "edges only, k = 3",
     "DGI at home, edges too",
-)  # with 10 clients only
+)
 PARTS: dict[str, dict[str, Any]] = {
     "w/o KL": {"kl_weight": 0.0},
     "w/o C": {"regulated": False},
@@ -88,15 +92,15 @@ PAPER: dict[str, dict[str, tuple[float, float, float]]] = {
         "photo": (87.9, 86.9, 86.3),
     },
 }
-# Weighted F1 of FedGH + FedAvg, printed beside its accuracy.
+# The paper's weighted F1 of FedGH + FedAvg.
 PAPER_F1 = {"cora": (74.9, 72.4, 66.0), "pubmed": (83.9, 82.9, 83.1), "photo": (88.2, 86.2, 84.5)}
 PSEUDO = Path("runs/pseudo")
 
 
 def remember_pseudo_graphs() -> None:
-    """Has clients take a pseudo-graph that was made before from the same graph, seed and settings: several runs need the same ones.
+    """Caches pseudo-graphs by graph, seed and settings, because several runs need the same ones.
 
-    The random streams that make it are used for nothing else, so a run gives the same bits with it.
+    Their random streams have no other use, so a run with a cached pseudo-graph is bit-identical.
     """
     make = FedGH.pseudo_graph
     names = [f.name for f in fields(FedGH)]
@@ -131,7 +135,7 @@ def remember_pseudo_graphs() -> None:
 
 
 def task(data: str, clients: int, method: dict[str, Any]) -> Tables:
-    """A run of the paper's protocol, with fewer rounds."""
+    """Returns the recipe of a run of the paper's protocol, with fewer rounds."""
     return {
         "data": {"dataset": data, "split": "20/40/40"},
         "partition": {"name": "louvain", "clients": clients},
@@ -142,7 +146,7 @@ def task(data: str, clients: int, method: dict[str, Any]) -> Tables:
 
 
 def cells() -> dict[str, Tables]:
-    """Everything that is run, the most wanted first."""
+    """Returns all recipes by label, the most important first."""
     found: dict[str, Tables] = {}
     for clients in CLIENTS:
         for data in DATASETS:

@@ -1,6 +1,8 @@
-"""FedGKC and the methods for different models; then its homogeneous table. 3 seeds: writes their tables in docs/results.md.
+"""Runs FedGKC and the methods for different models, and its table for one model, with 3 seeds.
 
-python bench/fedgkc.py docs/results.md [--only "A 10"] [--write]      (runs/fedgkc keeps runs)
+It writes their tables in docs/results.md. runs/fedgkc caches finished runs.
+
+python bench/fedgkc.py docs/results.md [--only "A 10"] [--write]
 """
 
 from statistics import mean
@@ -11,14 +13,14 @@ from sweep import Found, Tables, average, counted, make_tables, markdown, scores
 from fedloom.experiments.report.significance import paired
 
 SEEDS, ROUNDS, EVERY = 3, 40, 2
-KEY = "accuracy_mean"  # the paper's: plain mean over clients
+KEY = "accuracy_mean"  # the paper's score: the unweighted mean over clients
 DATASETS = ("cora", "citeseer", "pubmed", "cs", "physics", "photo", "computers")
 CLIENTS = (10, 5, 20)
 DEALS = {
     "A": ("gcn-2x64", "gat-2x64", "sage-2x64", "gin-2x64", "sgc-2x64"),
     "B": ("sgc-2x64", "gcn-2x64", "gcn-4x64+jk", "gcn-6x64+jk", "gcn-8x64+jk"),
 }
-# Settings were chosen by validation, see docs/results.md; the rest is the methods' defaults.
+# The settings given here were chosen by validation, see docs/results.md. The others are defaults.
 OURS: dict[str, Any] = {"name": "fedgkc", "self_weight": 0.1, "warmup": 3}
 METHODS: dict[str, dict[str, Any]] = {
     "Local": {"name": "local"},
@@ -59,7 +61,8 @@ PARTS: dict[str, dict[str, Any]] = {
     },
 }
 PARTS_ON = ("cora", "citeseer", "pubmed")
-# What the paper prints: Tables II and III by deal and clients, in the order of DATASETS; Table IV; Table V by clients.
+# The paper's numbers: Tables II and III by deal and clients, in the order of DATASETS; Table IV;
+# Table V by clients.
 PAPER = {
     ("A", 5): {
         "LG-FedAvg": (78.78, 65.64, 84.52, 89.07, 94.26, 90.41, 87.42),
@@ -136,7 +139,7 @@ PAPER_PARTS = {
 
 
 def task(data: str, clients: int, models: tuple[str, ...], method: dict[str, Any]) -> Tables:
-    """A run of the paper's protocol. LG-FedAvg shares heads, so its models all have linear ones."""
+    """Returns a recipe of the paper's protocol. LG-FedAvg shares heads: all of its are linear."""
     names = [f"{spec}+linear" if method["name"] == "lg-fedavg" else spec for spec in models]
     return {
         "data": {"dataset": data, "split": "20/40/40"},
@@ -148,7 +151,7 @@ def task(data: str, clients: int, models: tuple[str, ...], method: dict[str, Any
 
 
 def cells() -> dict[str, Tables]:
-    """Everything that is run, the most wanted first."""
+    """Returns all recipes by label, the most important first."""
     found: dict[str, Tables] = {}
     for clients in CLIENTS:
         for deal, models in DEALS.items():

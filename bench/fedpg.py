@@ -1,6 +1,9 @@
-"""FedPG and the prototype family, nodes and graphs, 3 seeds: writes their tables in docs/results.md.
+"""Runs FedPG and other methods with prototypes, on nodes and on graphs, with 3 seeds.
 
-python bench/fedpg.py docs/results.md [--only nodes] [--skip physics]      (75 minutes on two quiet cores; runs/fedpg keeps runs)
+It writes their tables in docs/results.md. runs/fedpg caches finished runs.
+
+python bench/fedpg.py docs/results.md [--only nodes] [--skip physics]
+                                                              (75 minutes on two quiet cores)
 """
 
 from statistics import mean
@@ -15,7 +18,7 @@ DATASETS = ("cora", "citeseer", "pubmed", "computers", "physics")
 FIVE = "gcn-2x64,gin-2x64,sage-2x64,sgc-2x64,gcnii-2x64"
 MODELS = {"GAMLP": "gamlp-3x64", "GCN": "gcn-2x64", "five": FIVE}
 ROUNDS, EVERY = 40, 2
-# Settings were chosen by validation, see docs/results.md; the rest is the methods' defaults.
+# The settings given here were chosen by validation, see docs/results.md. The others are defaults.
 METHODS: dict[str, dict[str, Any]] = {
     "Local": {"name": "local"},
     "FedAvg": {"name": "fedavg"},
@@ -30,7 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "most": 8,
     },
 }
-# Methods that average weights, and those for different models; each on the smaller graphs.
+# Methods that average weights and methods for different models, on the smaller graphs.
 AROUND: dict[str, dict[str, Any]] = {
     "FPL": {"name": "fpl"},
     "FedNH": {"name": "fednh"},
@@ -56,7 +59,8 @@ PARTS_ON, AROUND_ON = ("cora",), ("cora",)
 GRAPHS = ("PROTEINS", "NCI1", "IMDB-BINARY")
 SPREADS = {"iid": {"name": "uniform"}, "0.5": {"name": "dirichlet", "alpha": 0.5}}
 GRAPH_ROUNDS = 30
-# Sums over a graph's nodes are long vectors: at FedProto's λ = 1 their distances would drown the cross-entropy, so they are scaled.
+# Sums over the nodes of a graph are long vectors. With FedProto's λ = 1 their distances would
+# dominate the cross-entropy, so they are scaled.
 GRAPH_METHODS: dict[str, dict[str, Any]] = {
     "Local": {"name": "local"},
     "FedAvg": {"name": "fedavg"},
@@ -65,7 +69,8 @@ GRAPH_METHODS: dict[str, dict[str, Any]] = {
     "FedStar": {"name": "fedstar"},
     "FedPG": {"name": "fedpg", "align": "item", "pull": 5.0, "alpha": 0.2},
 }
-# What the paper prints: Table V (GAMLP, Metis, 10 clients); graph tasks: accuracy at Dirichlet 0.5, iid; AUC, iid.
+# The paper's numbers: Table V (GAMLP, Metis, 10 clients). Graph tasks: accuracy at Dirichlet 0.5,
+# accuracy iid, AUC iid.
 PAPER = {
     "FedAvg": (82.8, 70.4, 86.2, 80.6, 89.6),
     "FedProto": (76.7, 65.2, 81.7, 74.5, 83.2),
@@ -84,7 +89,7 @@ PAPER_PARTS = {
     "not personal": (84.2, 82.1),
 }
 PAPER_PHYSICS = 92.8
-# FedPG at Dirichlet 0.3 and 1; the rest is in PAPER_GRAPHS.
+# FedPG at Dirichlet 0.3 and 1. PAPER_GRAPHS has the other numbers.
 PAPER_DIRICHLET = {
     "PROTEINS": {"0.3": 76.5, "1": 78.6},
     "NCI1": {"0.3": 77.4, "1": 79.3},
@@ -125,7 +130,7 @@ PAPER_GRAPHS = {
 
 
 def nodes(data: str, model: str, method: dict[str, Any], partition: str = "metis") -> Tables:
-    """A node task of the paper's protocol."""
+    """Returns the recipe of a node task of the paper's protocol."""
     return {
         "data": {"dataset": data, "split": "20/40/40"},
         "partition": {"name": partition, "clients": 10},
@@ -136,7 +141,7 @@ def nodes(data: str, model: str, method: dict[str, Any], partition: str = "metis
 
 
 def graphs(data: str, how: dict[str, Any], method: dict[str, Any]) -> Tables:
-    """A graph task; of the paper's 90 % for training a ninth validates."""
+    """Returns the recipe of a graph task. A ninth of the paper's 90 % for training validates."""
     return {
         "data": {"dataset": data.lower(), "split": "80/10/10"},
         "partition": {**how, "clients": 10},
@@ -147,7 +152,7 @@ def graphs(data: str, how: dict[str, Any], method: dict[str, Any]) -> Tables:
 
 
 def cells() -> dict[str, Tables]:
-    """Everything that is run, the most wanted first."""
+    """Returns all recipes by label, the most important first."""
     found: dict[str, Tables] = {}
     for kind, model in MODELS.items():
         for row, method in METHODS.items():

@@ -239,7 +239,7 @@ def every_kind():
             "kind": "points",
             "x": TRAFFIC,
             "y": ACCURACY,
-            "caption": "Methods above and to the left are better. The dotted steps are the frontier.",
+            "caption": "Up and to the left is better. The dotted steps are the frontier.",
             "series": spots,
             "frontier": frontier,
             "levels": [{"name": "central", "color": 9, "y": 0.9}],

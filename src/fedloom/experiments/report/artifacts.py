@@ -154,7 +154,7 @@ def layout(n: int, links: list[list[int]]) -> NDArray[np.float64]:
 
 
 def _packed(sides: list[float]) -> tuple[list[NDArray[np.float64]], list[float]]:
-    """Packs squares into rows that are together about as wide as high.
+    """Packs squares into rows. All rows form a shape about as wide as high.
 
     Args:
         sides: The sides of the squares, the largest first.
