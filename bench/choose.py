@@ -1,6 +1,9 @@
-"""Tries every combination of settings of a recipe over its seeds and ranks them by mean validation accuracy. Test scores are not shown.
+"""Ranks all combinations of settings of a recipe by their mean validation accuracy over seeds.
 
-python bench/choose.py recipes/cora-random10-fedsgd-dgcn.toml method.lr=0.005,0.01,0.02 method.weight_decay=0.0005,0.002 [--seeds 3]
+Test scores are not shown.
+
+python bench/choose.py recipes/cora-random10-fedsgd-dgcn.toml \\
+    method.lr=0.005,0.01,0.02 method.weight_decay=0.0005,0.002 [--seeds 3]
 """
 
 import argparse
@@ -21,18 +24,18 @@ def main() -> None:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("choices", nargs="+", help="table.key=value,value,...")
     parser.add_argument("--seeds", type=int, default=3)
-    asked = parser.parse_args()
-    tables = read_tables(asked.recipe)
+    options = parser.parse_args()
+    tables = read_tables(options.recipe)
     axes = [
         [f"{key}={value}" for value in values.split(",")]
-        for key, _, values in (c.partition("=") for c in asked.choices)
+        for key, _, values in (c.partition("=") for c in options.choices)
     ]
     recipes = {
         " ".join(combination): override(tables, combination) for combination in product(*axes)
     }
     for changed in recipes.values():
-        make_recipe(changed)  # a misspelt key should not wait for its turn
-    found = sweep(recipes, asked.seeds, lambda *_: None)
+        make_recipe(changed)  # reports a misspelt key before anything runs
+    found = sweep(recipes, options.seeds, lambda *_: None)
     validation = {label: [s["val_accuracy"] for s in runs] for label, runs in found.items()}
     for label in sorted(validation, key=lambda known: mean(validation[known])):
         print(f"validation {spread(validation[label])}   {label}")

@@ -1,6 +1,9 @@
-"""FedGH in front of FedAvg and FedTAD, its controls and its parts, 3 seeds: writes their tables in docs/results.md.
+"""Runs FedGH in front of FedAvg and FedTAD, its controls and its ablations, with 3 seeds.
 
-python bench/fedgh.py docs/results.md [--only "10, cora"] [--skip pubmed]      (90 minutes on two quiet cores; runs/fedgh keeps runs)
+It writes their tables in docs/results.md. runs/fedgh caches finished runs.
+
+python bench/fedgh.py docs/results.md [--only "10, cora"] [--skip pubmed]
+                                                              (90 minutes on two quiet cores)
 """
 
 import hashlib
@@ -23,47 +26,81 @@ from fedloom.methods.fedgh import FedGH
 SEEDS, ROUNDS, PATIENCE = 3, 100, 20
 DATASETS, CLIENTS = ("cora", "pubmed", "photo"), (10, 15, 20)
 EDGES = {"add_edges": 3}
-# Settings were chosen by validation, see docs/results.md; the rest is the methods' defaults.
+# The settings given here were chosen by validation, see docs/results.md. The others are defaults.
 METHODS: dict[str, dict[str, Any]] = {
-    "Local": {"name": "local"}, "FedAvg": {"name": "fedavg"}, "FedTAD": {"name": "fedtad"}, "FedATH": {"name": "fedath"},
+    "Local": {"name": "local"},
+    "FedAvg": {"name": "fedavg"},
+    "FedTAD": {"name": "fedtad"},
+    "FedATH": {"name": "fedath"},
     "FedGH + FedAvg": {"name": "fedgh"},
     "FedGH + FedTAD": {"name": "fedgh", "base": "fedtad"},
-}  # fmt: skip
-# What the same place holds in FedGH's stead: in front of FedAvg.
+}
+# Variants that replace FedGH in front of FedAvg.
 CONTROLS: dict[str, dict[str, Any]] = {
-    "edges too, k = 3": EDGES, "noise": {"refine_by": "noise"}, "DGI at home": {"refine_by": "local"},
-    "VGAE at home": {"refine_by": "latents"}, "without diffusion": {"diffused": False},
-    "edges only, k = 3": {**EDGES, "append": 0.0}, "DGI at home, edges too": {**EDGES, "refine_by": "local"},
-}  # fmt: skip
+    "edges too, k = 3": EDGES,
+    "noise": {"refine_by": "noise"},
+    "DGI at home": {"refine_by": "local"},
+    "VGAE at home": {"refine_by": "latents"},
+    "without diffusion": {"diffused": False},
+    "edges only, k = 3": {**EDGES, "append": 0.0},
+    "DGI at home, edges too": {**EDGES, "refine_by": "local"},
+}
+# Rows that are run with 10 clients only.
 FEWER = (
     "FedATH",
     "without diffusion",
     "edges only, k = 3",
     "DGI at home, edges too",
-)  # with 10 clients only
+)
 PARTS: dict[str, dict[str, Any]] = {
-    "w/o KL": {"kl_weight": 0.0}, "w/o C": {"regulated": False}, "w/o CL": {"refine_by": "pseudo-graph"},
-    "γ = 0.001": {"kl_weight": 0.001}, "γ = 10": {"kl_weight": 10.0}, "an encoder for each client": {"encoder_per_client": True},
-    "float16": {"precision": "float16"}, "18 entries a row": {"top_entries": 18}, "both": {"precision": "float16", "top_entries": 18},
-}  # fmt: skip
+    "w/o KL": {"kl_weight": 0.0},
+    "w/o C": {"regulated": False},
+    "w/o CL": {"refine_by": "pseudo-graph"},
+    "γ = 0.001": {"kl_weight": 0.001},
+    "γ = 10": {"kl_weight": 10.0},
+    "an encoder for each client": {"encoder_per_client": True},
+    "float16": {"precision": "float16"},
+    "18 entries a row": {"top_entries": 18},
+    "both": {"precision": "float16", "top_entries": 18},
+}
 PARTS_ON = ("cora",)
 # Tables 1 and 2 of the paper: accuracy with 10, 15 and 20 clients.
 PAPER: dict[str, dict[str, tuple[float, float, float]]] = {
-    "FedAvg": {"cora": (73.6, 69.5, 62.4), "pubmed": (82.4, 81.5, 80.8), "photo": (87.2, 86.0, 84.4)},
-    "FedTAD": {"cora": (74.3, 72.2, 63.7), "pubmed": (82.7, 82.0, 81.2), "photo": (87.8, 86.6, 84.9)},
-    "FedATH": {"cora": (77.2, 73.7, 68.3), "pubmed": (83.8, 82.6, 83.0), "photo": (88.5, 86.4, 85.5)},
-    "FedGH + FedAvg": {"cora": (78.0, 75.8, 70.7), "pubmed": (85.2, 84.7, 84.0), "photo": (90.0, 88.1, 86.9)},
-    "FedGH + FedTAD": {"cora": (75.9, 72.8, 67.3), "pubmed": (84.5, 84.1, 83.7), "photo": (87.9, 86.9, 86.3)},
-}  # fmt: skip
-# Weighted F1 of FedGH + FedAvg, printed beside its accuracy.
+    "FedAvg": {
+        "cora": (73.6, 69.5, 62.4),
+        "pubmed": (82.4, 81.5, 80.8),
+        "photo": (87.2, 86.0, 84.4),
+    },
+    "FedTAD": {
+        "cora": (74.3, 72.2, 63.7),
+        "pubmed": (82.7, 82.0, 81.2),
+        "photo": (87.8, 86.6, 84.9),
+    },
+    "FedATH": {
+        "cora": (77.2, 73.7, 68.3),
+        "pubmed": (83.8, 82.6, 83.0),
+        "photo": (88.5, 86.4, 85.5),
+    },
+    "FedGH + FedAvg": {
+        "cora": (78.0, 75.8, 70.7),
+        "pubmed": (85.2, 84.7, 84.0),
+        "photo": (90.0, 88.1, 86.9),
+    },
+    "FedGH + FedTAD": {
+        "cora": (75.9, 72.8, 67.3),
+        "pubmed": (84.5, 84.1, 83.7),
+        "photo": (87.9, 86.9, 86.3),
+    },
+}
+# The paper's weighted F1 of FedGH + FedAvg.
 PAPER_F1 = {"cora": (74.9, 72.4, 66.0), "pubmed": (83.9, 82.9, 83.1), "photo": (88.2, 86.2, 84.5)}
 PSEUDO = Path("runs/pseudo")
 
 
 def remember_pseudo_graphs() -> None:
-    """Has clients take a pseudo-graph that was made before from the same graph, seed and settings: several runs need the same ones.
+    """Caches pseudo-graphs by graph, seed and settings, because several runs need the same ones.
 
-    The random streams that make it are used for nothing else, so a run gives the same bits with it.
+    Their random streams have no other use, so a run with a cached pseudo-graph is bit-identical.
     """
     make = FedGH.pseudo_graph
     names = [f.name for f in fields(FedGH)]
@@ -98,15 +135,18 @@ def remember_pseudo_graphs() -> None:
 
 
 def task(data: str, clients: int, method: dict[str, Any]) -> Tables:
-    """A run of the paper's protocol, with fewer rounds."""
+    """Returns the recipe of a run of the paper's protocol, with fewer rounds."""
     return {
-        "data": {"dataset": data, "split": "20/40/40"}, "partition": {"name": "louvain", "clients": clients},
-        "model": {"name": "gcn-2x64"}, "method": {"rounds": ROUNDS, **method}, "run": {"patience": PATIENCE},
-    }  # fmt: skip
+        "data": {"dataset": data, "split": "20/40/40"},
+        "partition": {"name": "louvain", "clients": clients},
+        "model": {"name": "gcn-2x64"},
+        "method": {"rounds": ROUNDS, **method},
+        "run": {"patience": PATIENCE},
+    }
 
 
 def cells() -> dict[str, Tables]:
-    """Everything that is run, the most wanted first."""
+    """Returns all recipes by label, the most important first."""
     found: dict[str, Tables] = {}
     for clients in CLIENTS:
         for data in DATASETS:
@@ -244,8 +284,16 @@ def _traffic(found: Found) -> str:
             phases, K = s["traffic"]["phases"], s["clients"]
             up, down, rounds = (phases[name] for name in ("send_pseudo_graph", "refine", "train"))
             a_round = rounds["scalars_up"] / K / s["rounds"]
-            rows.append([data, *(f"{n:,.0f}" for n in (up["scalars_up"] / K, down["scalars_down"] / K, a_round)),
-                         f"{up['scalars_up'] / K / a_round:.1f}"])  # fmt: skip
+            rows.append(
+                [
+                    data,
+                    *(
+                        f"{n:,.0f}"
+                        for n in (up["scalars_up"] / K, down["scalars_down"] / K, a_round)
+                    ),
+                    f"{up['scalars_up'] / K / a_round:.1f}",
+                ]
+            )
     head = [
         "10 clients",
         "numbers up, once",

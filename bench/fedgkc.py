@@ -1,6 +1,8 @@
-"""FedGKC and the methods for different models; then its homogeneous table. 3 seeds: writes their tables in docs/results.md.
+"""Runs FedGKC and the methods for different models, and its table for one model, with 3 seeds.
 
-python bench/fedgkc.py docs/results.md [--only "A 10"] [--write]      (runs/fedgkc keeps runs)
+It writes their tables in docs/results.md. runs/fedgkc caches finished runs.
+
+python bench/fedgkc.py docs/results.md [--only "A 10"] [--write]
 """
 
 from statistics import mean
@@ -11,34 +13,56 @@ from sweep import Found, Tables, average, counted, make_tables, markdown, scores
 from fedloom.experiments.report.significance import paired
 
 SEEDS, ROUNDS, EVERY = 3, 40, 2
-KEY = "accuracy_mean"  # the paper's: plain mean over clients
+KEY = "accuracy_mean"  # the paper's score: the unweighted mean over clients
 DATASETS = ("cora", "citeseer", "pubmed", "cs", "physics", "photo", "computers")
 CLIENTS = (10, 5, 20)
 DEALS = {
     "A": ("gcn-2x64", "gat-2x64", "sage-2x64", "gin-2x64", "sgc-2x64"),
     "B": ("sgc-2x64", "gcn-2x64", "gcn-4x64+jk", "gcn-6x64+jk", "gcn-8x64+jk"),
 }
-# Settings were chosen by validation, see docs/results.md; the rest is the methods' defaults.
+# The settings given here were chosen by validation, see docs/results.md. The others are defaults.
 OURS: dict[str, Any] = {"name": "fedgkc", "self_weight": 0.1, "warmup": 3}
 METHODS: dict[str, dict[str, Any]] = {
-    "Local": {"name": "local"}, "LG-FedAvg": {"name": "lg-fedavg"}, "FedProto": {"name": "fedproto"}, "FedTGP": {"name": "fedtgp"},
-    "FML": {"name": "fml"}, "FedKD": {"name": "fedkd"}, "FedGKC": OURS,
-}  # fmt: skip
+    "Local": {"name": "local"},
+    "LG-FedAvg": {"name": "lg-fedavg"},
+    "FedProto": {"name": "fedproto"},
+    "FedTGP": {"name": "fedtgp"},
+    "FML": {"name": "fml"},
+    "FedKD": {"name": "fedkd"},
+    "FedGKC": OURS,
+}
 ONE_MODEL: dict[str, dict[str, Any]] = {
-    "Local": {"name": "local"}, "FedAvg": {"name": "fedavg"}, "MOON": {"name": "moon"}, "FedDC": {"name": "feddc"},
-    "FED-PUB": {"name": "fed-pub"}, "FGSSL": {"name": "fgssl"}, "FedGTA": {"name": "fedgta"}, "AdaFGL": {"name": "adafgl"}, "FedGKC": OURS,
-}  # fmt: skip
+    "Local": {"name": "local"},
+    "FedAvg": {"name": "fedavg"},
+    "MOON": {"name": "moon"},
+    "FedDC": {"name": "feddc"},
+    "FED-PUB": {"name": "fed-pub"},
+    "FGSSL": {"name": "fgssl"},
+    "FedGTA": {"name": "fedgta"},
+    "AdaFGL": {"name": "adafgl"},
+    "FedGKC": OURS,
+}
 ONE_MODEL_ON = ("cs", "physics", "photo", "computers")
 NO_SMKD = {"beta": 0.0, "self_weight": 0.0}
 NO_KAMA = {"kappa": 0.0}
 PARTS: dict[str, dict[str, Any]] = {
-    "FedGKC": {}, "neither": {**NO_SMKD, **NO_KAMA}, "SMKD alone": NO_KAMA, "KAMA alone": NO_SMKD,
-    "no self-distillation": {"self_weight": 0.0}, "no mutual distillation": {"alpha": 1.0, "beta": 0.0},
-    "no strength": {"strength": False}, "no clarity": {"clarity": False}, "no smoothness": {"lam": 0.0},
-    **{f"copilot {name.upper()}": {"copilot": f"{name}-2x64"} for name in ("gat", "sage", "gin", "sgc")},
-}  # fmt: skip
+    "FedGKC": {},
+    "neither": {**NO_SMKD, **NO_KAMA},
+    "SMKD alone": NO_KAMA,
+    "KAMA alone": NO_SMKD,
+    "no self-distillation": {"self_weight": 0.0},
+    "no mutual distillation": {"alpha": 1.0, "beta": 0.0},
+    "no strength": {"strength": False},
+    "no clarity": {"clarity": False},
+    "no smoothness": {"lam": 0.0},
+    **{
+        f"copilot {name.upper()}": {"copilot": f"{name}-2x64"}
+        for name in ("gat", "sage", "gin", "sgc")
+    },
+}
 PARTS_ON = ("cora", "citeseer", "pubmed")
-# What the paper prints: Tables II and III by deal and clients, in the order of DATASETS; Table IV; Table V by clients.
+# The paper's numbers: Tables II and III by deal and clients, in the order of DATASETS; Table IV;
+# Table V by clients.
 PAPER = {
     ("A", 5): {
         "LG-FedAvg": (78.78, 65.64, 84.52, 89.07, 94.26, 90.41, 87.42),
@@ -88,12 +112,17 @@ PAPER = {
         "FedKD": (74.13, 60.30, 82.21, 85.88, 92.76, 86.01, 81.90),
         "FedGKC": (74.31, 61.75, 81.61, 86.50, 93.54, 89.06, 85.50),
     },
-}  # fmt: skip
+}
 PAPER_ONE_MODEL = {
-    "FedAvg": (81.06, 92.71, 78.02, 66.90), "MOON": (85.02, 94.37, 80.37, 69.50), "FedDC": (83.71, 93.04, 72.99, 63.35),
-    "FED-PUB": (88.58, 92.11, 89.17, 86.54), "FGSSL": (86.47, 92.66, 87.94, 85.50), "FedGTA": (87.37, 93.80, 87.74, 84.58),
-    "AdaFGL": (85.77, 93.88, 86.30, 83.29), "FedGKC": (88.73, 94.47, 90.30, 87.16),
-}  # fmt: skip
+    "FedAvg": (81.06, 92.71, 78.02, 66.90),
+    "MOON": (85.02, 94.37, 80.37, 69.50),
+    "FedDC": (83.71, 93.04, 72.99, 63.35),
+    "FED-PUB": (88.58, 92.11, 89.17, 86.54),
+    "FGSSL": (86.47, 92.66, 87.94, 85.50),
+    "FedGTA": (87.37, 93.80, 87.74, 84.58),
+    "AdaFGL": (85.77, 93.88, 86.30, 83.29),
+    "FedGKC": (88.73, 94.47, 90.30, 87.16),
+}
 PAPER_PARTS = {
     clients: {
         "FedGKC": PAPER["A", clients]["FedGKC"][:3],
@@ -110,16 +139,19 @@ PAPER_PARTS = {
 
 
 def task(data: str, clients: int, models: tuple[str, ...], method: dict[str, Any]) -> Tables:
-    """A run of the paper's protocol. LG-FedAvg shares heads, so its models all have linear ones."""
+    """Returns a recipe of the paper's protocol. LG-FedAvg shares heads: all of its are linear."""
     names = [f"{spec}+linear" if method["name"] == "lg-fedavg" else spec for spec in models]
     return {
-        "data": {"dataset": data, "split": "20/40/40"}, "partition": {"name": "louvain", "clients": clients},
-        "model": {"name": ",".join(names)}, "method": {"rounds": ROUNDS, **method}, "run": {"evaluate_every": EVERY},
-    }  # fmt: skip
+        "data": {"dataset": data, "split": "20/40/40"},
+        "partition": {"name": "louvain", "clients": clients},
+        "model": {"name": ",".join(names)},
+        "method": {"rounds": ROUNDS, **method},
+        "run": {"evaluate_every": EVERY},
+    }
 
 
 def cells() -> dict[str, Tables]:
-    """Everything that is run, the most wanted first."""
+    """Returns all recipes by label, the most important first."""
     found: dict[str, Tables] = {}
     for clients in CLIENTS:
         for deal, models in DEALS.items():
@@ -254,8 +286,12 @@ def _traffic(found: Found) -> str:
 
 
 SECTIONS = {
-    "fedgkc-deals": _deals, "fedgkc-paired": _paired, "fedgkc-one-model": _one_model, "fedgkc-parts": _parts, "fedgkc-traffic": _traffic,
-}  # fmt: skip
+    "fedgkc-deals": _deals,
+    "fedgkc-paired": _paired,
+    "fedgkc-one-model": _one_model,
+    "fedgkc-parts": _parts,
+    "fedgkc-traffic": _traffic,
+}
 
 if __name__ == "__main__":
     make_tables(str(__doc__), "fedgkc", cells(), SEEDS, SECTIONS)

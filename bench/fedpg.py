@@ -1,6 +1,9 @@
-"""FedPG and the prototype family, nodes and graphs, 3 seeds: writes their tables in docs/results.md.
+"""Runs FedPG and other methods with prototypes, on nodes and on graphs, with 3 seeds.
 
-python bench/fedpg.py docs/results.md [--only nodes] [--skip physics]      (75 minutes on two quiet cores; runs/fedpg keeps runs)
+It writes their tables in docs/results.md. runs/fedpg caches finished runs.
+
+python bench/fedpg.py docs/results.md [--only nodes] [--skip physics]
+                                                              (75 minutes on two quiet cores)
 """
 
 from statistics import mean
@@ -15,37 +18,69 @@ DATASETS = ("cora", "citeseer", "pubmed", "computers", "physics")
 FIVE = "gcn-2x64,gin-2x64,sage-2x64,sgc-2x64,gcnii-2x64"
 MODELS = {"GAMLP": "gamlp-3x64", "GCN": "gcn-2x64", "five": FIVE}
 ROUNDS, EVERY = 40, 2
-# Settings were chosen by validation, see docs/results.md; the rest is the methods' defaults.
+# The settings given here were chosen by validation, see docs/results.md. The others are defaults.
 METHODS: dict[str, dict[str, Any]] = {
-    "Local": {"name": "local"}, "FedAvg": {"name": "fedavg"}, "FedProto": {"name": "fedproto"}, "FedTGP": {"name": "fedtgp"},
-    "FedPG": {"name": "fedpg", "align": "item", "pull": 5.0, "alpha": 0.2, "annotate": "pseudo", "most": 8},
-}  # fmt: skip
-# Methods that average weights, and those for different models; each on the smaller graphs.
+    "Local": {"name": "local"},
+    "FedAvg": {"name": "fedavg"},
+    "FedProto": {"name": "fedproto"},
+    "FedTGP": {"name": "fedtgp"},
+    "FedPG": {
+        "name": "fedpg",
+        "align": "item",
+        "pull": 5.0,
+        "alpha": 0.2,
+        "annotate": "pseudo",
+        "most": 8,
+    },
+}
+# Methods that average weights and methods for different models, on the smaller graphs.
 AROUND: dict[str, dict[str, Any]] = {
-    "FPL": {"name": "fpl"}, "FedNH": {"name": "fednh"}, "FGGP": {"name": "fggp"},
-    "FedDistill": {"name": "feddistill"}, "FedGen, linear heads": {"name": "fedgen"},
-}  # fmt: skip
+    "FPL": {"name": "fpl"},
+    "FedNH": {"name": "fednh"},
+    "FGGP": {"name": "fggp"},
+    "FedDistill": {"name": "feddistill"},
+    "FedGen, linear heads": {"name": "fedgen"},
+}
 PARTS: dict[str, dict[str, Any]] = {
-    "FedPG": {}, "no RF context": {"sampling": 0.0}, "no margin": {"margin_cap": 0.0}, "not personal": {"alpha": 1.0}, "H = 0": {"hops": 0},
-    "no attention": {"attention": False}, "training labels only": {"annotate": "train"}, "any neighbours": {"neighbours": "any"},
-    "10 % noise": {"noise": 0.1}, "20 % noise": {"noise": 0.2}, "floor of 3": {"floor": 3},
+    "FedPG": {},
+    "no RF context": {"sampling": 0.0},
+    "no margin": {"margin_cap": 0.0},
+    "not personal": {"alpha": 1.0},
+    "H = 0": {"hops": 0},
+    "no attention": {"attention": False},
+    "training labels only": {"annotate": "train"},
+    "any neighbours": {"neighbours": "any"},
+    "10 % noise": {"noise": 0.1},
+    "20 % noise": {"noise": 0.2},
+    "floor of 3": {"floor": 3},
     "as the paper prints it": {"align": "prototype", "pull": 0.5, "alpha": 0.5},
-}  # fmt: skip
+}
 PARTS_ON, AROUND_ON = ("cora",), ("cora",)
 GRAPHS = ("PROTEINS", "NCI1", "IMDB-BINARY")
 SPREADS = {"iid": {"name": "uniform"}, "0.5": {"name": "dirichlet", "alpha": 0.5}}
 GRAPH_ROUNDS = 30
-# Sums over a graph's nodes are long vectors: at FedProto's λ = 1 their distances would drown the cross-entropy, so they are scaled.
+# Sums over the nodes of a graph are long vectors. With FedProto's λ = 1 their distances would
+# dominate the cross-entropy, so they are scaled.
 GRAPH_METHODS: dict[str, dict[str, Any]] = {
-    "Local": {"name": "local"}, "FedAvg": {"name": "fedavg"}, "FedProto": {"name": "fedproto", "unit": True}, "GCFL+": {"name": "gcfl+"},
-    "FedStar": {"name": "fedstar"}, "FedPG": {"name": "fedpg", "align": "item", "pull": 5.0, "alpha": 0.2},
-}  # fmt: skip
-# What the paper prints: Table V (GAMLP, Metis, 10 clients); graph tasks: accuracy at Dirichlet 0.5, iid; AUC, iid.
+    "Local": {"name": "local"},
+    "FedAvg": {"name": "fedavg"},
+    "FedProto": {"name": "fedproto", "unit": True},
+    "GCFL+": {"name": "gcfl+"},
+    "FedStar": {"name": "fedstar"},
+    "FedPG": {"name": "fedpg", "align": "item", "pull": 5.0, "alpha": 0.2},
+}
+# The paper's numbers: Table V (GAMLP, Metis, 10 clients). Graph tasks: accuracy at Dirichlet 0.5,
+# accuracy iid, AUC iid.
 PAPER = {
-    "FedAvg": (82.8, 70.4, 86.2, 80.6, 89.6), "FedProto": (76.7, 65.2, 81.7, 74.5, 83.2), "FedTGP": (76.5, 65.5, 81.9, 74.9, 82.6),
-    "FPL": (76.5, 65.7, 82.0, 74.8, 82.8), "FedNH": (77.2, 65.4, 81.4, 75.4, 83.0), "FGGP": (83.1, 70.8, 86.5, 80.4, 88.9),
-    "FedPG": (86.5, 73.6, 89.4, 83.9, 92.2), "FedPG, 10 % noise": (86.1, 73.3, 89.2, 83.6, 92.0),
-}  # fmt: skip
+    "FedAvg": (82.8, 70.4, 86.2, 80.6, 89.6),
+    "FedProto": (76.7, 65.2, 81.7, 74.5, 83.2),
+    "FedTGP": (76.5, 65.5, 81.9, 74.9, 82.6),
+    "FPL": (76.5, 65.7, 82.0, 74.8, 82.8),
+    "FedNH": (77.2, 65.4, 81.4, 75.4, 83.0),
+    "FGGP": (83.1, 70.8, 86.5, 80.4, 88.9),
+    "FedPG": (86.5, 73.6, 89.4, 83.9, 92.2),
+    "FedPG, 10 % noise": (86.1, 73.3, 89.2, 83.6, 92.0),
+}
 # Table X, in the order of PAPER_PARTS_ON; Table VII (Physics by Louvain, 10 clients).
 PAPER_PARTS_ON = ("cora", "computers")
 PAPER_PARTS = {
@@ -54,41 +89,70 @@ PAPER_PARTS = {
     "not personal": (84.2, 82.1),
 }
 PAPER_PHYSICS = 92.8
-# FedPG at Dirichlet 0.3 and 1; the rest is in PAPER_GRAPHS.
+# FedPG at Dirichlet 0.3 and 1. PAPER_GRAPHS has the other numbers.
 PAPER_DIRICHLET = {
     "PROTEINS": {"0.3": 76.5, "1": 78.6},
     "NCI1": {"0.3": 77.4, "1": 79.3},
     "IMDB-BINARY": {"0.3": 78.0, "1": 80.9},
 }
 PAPER_GRAPHS = {
-    "FedAvg": {"PROTEINS": (69.5, 73.4, 73.9), "NCI1": (70.6, 74.5, 73.8), "IMDB-BINARY": (74.8, 78.6, 78.9)},
-    "FedProto": {"PROTEINS": (68.6, 73.1, 72.8), "NCI1": (69.2, 73.8, 74.2), "IMDB-BINARY": (73.2, 76.3, 76.7)},
-    "FedTGP": {"PROTEINS": (68.3, 72.8, 73.0), "NCI1": (68.7, 73.5, 74.0), "IMDB-BINARY": (73.0, 76.6, 76.5)},
-    "GCFL+": {"PROTEINS": (73.2, 76.8, 76.5), "NCI1": (75.4, 77.3, 77.6), "IMDB-BINARY": (77.9, 80.4, 79.8)},
-    "FedStar": {"PROTEINS": (71.8, 77.5, 77.2), "NCI1": (74.2, 77.9, 78.2), "IMDB-BINARY": (77.2, 81.2, 80.9)},
-    "FedPG": {"PROTEINS": (77.4, 79.2, 79.4), "NCI1": (78.2, 79.8, 79.6), "IMDB-BINARY": (79.2, 81.5, 82.2)},
-}  # fmt: skip
+    "FedAvg": {
+        "PROTEINS": (69.5, 73.4, 73.9),
+        "NCI1": (70.6, 74.5, 73.8),
+        "IMDB-BINARY": (74.8, 78.6, 78.9),
+    },
+    "FedProto": {
+        "PROTEINS": (68.6, 73.1, 72.8),
+        "NCI1": (69.2, 73.8, 74.2),
+        "IMDB-BINARY": (73.2, 76.3, 76.7),
+    },
+    "FedTGP": {
+        "PROTEINS": (68.3, 72.8, 73.0),
+        "NCI1": (68.7, 73.5, 74.0),
+        "IMDB-BINARY": (73.0, 76.6, 76.5),
+    },
+    "GCFL+": {
+        "PROTEINS": (73.2, 76.8, 76.5),
+        "NCI1": (75.4, 77.3, 77.6),
+        "IMDB-BINARY": (77.9, 80.4, 79.8),
+    },
+    "FedStar": {
+        "PROTEINS": (71.8, 77.5, 77.2),
+        "NCI1": (74.2, 77.9, 78.2),
+        "IMDB-BINARY": (77.2, 81.2, 80.9),
+    },
+    "FedPG": {
+        "PROTEINS": (77.4, 79.2, 79.4),
+        "NCI1": (78.2, 79.8, 79.6),
+        "IMDB-BINARY": (79.2, 81.5, 82.2),
+    },
+}
 
 
 def nodes(data: str, model: str, method: dict[str, Any], partition: str = "metis") -> Tables:
-    """A node task of the paper's protocol."""
+    """Returns the recipe of a node task of the paper's protocol."""
     return {
-        "data": {"dataset": data, "split": "20/40/40"}, "partition": {"name": partition, "clients": 10}, "model": {"name": model},
-        "method": {"rounds": ROUNDS, **method}, "run": {"evaluate_every": EVERY},
-    }  # fmt: skip
+        "data": {"dataset": data, "split": "20/40/40"},
+        "partition": {"name": partition, "clients": 10},
+        "model": {"name": model},
+        "method": {"rounds": ROUNDS, **method},
+        "run": {"evaluate_every": EVERY},
+    }
 
 
 def graphs(data: str, how: dict[str, Any], method: dict[str, Any]) -> Tables:
-    """A graph task; of the paper's 90 % for training a ninth validates."""
+    """Returns the recipe of a graph task. A ninth of the paper's 90 % for training validates."""
     return {
-        "data": {"dataset": data.lower(), "split": "80/10/10"}, "partition": {**how, "clients": 10},
+        "data": {"dataset": data.lower(), "split": "80/10/10"},
+        "partition": {**how, "clients": 10},
         "model": {"name": "gin-2x64", "dropout": 0.0},
-        "method": {"rounds": GRAPH_ROUNDS, **method}, "run": {"evaluate_every": EVERY, "auc": True},
-    }  # fmt: skip
+        "method": {"rounds": GRAPH_ROUNDS, **method},
+        "run": {"evaluate_every": EVERY, "auc": True},
+    }
 
 
 def cells() -> dict[str, Tables]:
-    """Everything that is run, the most wanted first."""
+    """Returns all recipes by label, the most important first."""
     found: dict[str, Tables] = {}
     for kind, model in MODELS.items():
         for row, method in METHODS.items():
@@ -252,9 +316,13 @@ def _graphs(found: Found) -> str:
 
 
 SECTIONS = {
-    "fedpg-nodes": _nodes, "fedpg-paired": _paired, "fedpg-parts": _parts, "fedpg-around": _around, "fedpg-traffic": _traffic,
+    "fedpg-nodes": _nodes,
+    "fedpg-paired": _paired,
+    "fedpg-parts": _parts,
+    "fedpg-around": _around,
+    "fedpg-traffic": _traffic,
     "fedpg-graphs": _graphs,
-}  # fmt: skip
+}
 
 if __name__ == "__main__":
     make_tables(str(__doc__), "fedpg", cells(), SEEDS, SECTIONS)

@@ -1,6 +1,9 @@
-"""FedStruct, its variants and its baselines over the edges between clients, 5 or 3 seeds: writes their tables in docs/results.md.
+"""Runs FedStruct, its variants and its baselines on graphs with edges between clients.
 
-python bench/fedstruct.py docs/results.md [--only cora]      (about an hour on two quiet cores; runs/fedstruct keeps finished runs)
+There are 5 or 3 seeds. It writes their tables in docs/results.md, and the scores of all runs to
+bench/results/fedstruct.json. runs/fedstruct caches finished runs.
+
+python bench/fedstruct.py docs/results.md [--only cora]      (about an hour on two quiet cores)
 """
 
 import argparse
@@ -11,15 +14,25 @@ from typing import Any
 
 from sweep import put_between, spread, sweep
 
+RESULTS = Path(__file__).parent / "results" / "fedstruct.json"
 SEEDS, FEWER = 5, 3
 Tables = dict[str, dict[str, Any]]
 Column = tuple[str, str, int]  # dataset, partition, clients
 COLUMNS: list[Column] = [
-    ("cora", "random", 10), ("cora", "random", 20), ("citeseer", "random", 10), ("chameleon", "random", 10), ("photo", "random", 10),
-    ("cora", "louvain-cyclic", 10), ("cora", "kmeans", 10), ("chameleon", "louvain-cyclic", 10), ("chameleon", "kmeans", 10),
-]  # fmt: skip
-# FedStruct by dataset: the paper's depths, widths, dropout and weight decay; learning rates by validation, see docs/results.md (but
-# PubMed's, which are the paper's, and Minesweeper's, a guess). Chameleon's pages gather from those that they link to, as in the paper.
+    ("cora", "random", 10),
+    ("cora", "random", 20),
+    ("citeseer", "random", 10),
+    ("chameleon", "random", 10),
+    ("photo", "random", 10),
+    ("cora", "louvain-cyclic", 10),
+    ("cora", "kmeans", 10),
+    ("chameleon", "louvain-cyclic", 10),
+    ("chameleon", "kmeans", 10),
+]
+# FedStruct's settings by dataset. Depths, widths, dropout and weight decay are the paper's.
+# Learning rates were chosen by validation, see docs/results.md; PubMed's are the paper's, and
+# Minesweeper's are a guess. Chameleon's pages aggregate from the pages that they link to, as in the
+# paper.
 SETTINGS: dict[str, dict[str, Any]] = {
     "cora": {"rounds": 80, "lr": 0.002, "weight_decay": 5e-4, "hops": 10},
     "citeseer": {"rounds": 80, "lr": 0.005, "weight_decay": 5e-4, "hops": 20, "hidden": "128,64"},
@@ -29,11 +42,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "minesweeper": {"rounds": 100, "lr": 0.005, "weight_decay": 3e-4, "hops": 1},
 }
 BRANCH = {
-    "cora": ("dgcn-2x64", 0.7), "citeseer": ("dgcn-2x64", 0.7), "pubmed": ("dgcn-2x128", 0.5), "chameleon": ("dgcn-1x64", 0.7),
-    "photo": ("dgcn-1x256", 0.8), "minesweeper": ("dgcn-1x64", 0.5),
-}  # fmt: skip
+    "cora": ("dgcn-2x64", 0.7),
+    "citeseer": ("dgcn-2x64", 0.7),
+    "pubmed": ("dgcn-2x128", 0.5),
+    "chameleon": ("dgcn-1x64", 0.7),
+    "photo": ("dgcn-1x256", 0.8),
+    "minesweeper": ("dgcn-1x64", 0.5),
+}
 OWN_DATA = {"chameleon": {"flow": "reversed"}, "minesweeper": {"split": "public"}}
-# The paper's GraphSAGE. Learning rates and dropout of the baselines were chosen by validation, see docs/results.md; PubMed's were not.
+# The paper's GraphSAGE. The baselines' learning rates and dropout were chosen by validation, see
+# docs/results.md; those of PubMed were not.
 SAGE = {
     "cora": "2x128-64",
     "citeseer": "2x128-64",
@@ -58,7 +76,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "FedStruct, HOP2VEC, absorbed": {"absorbed": True, "prune": "global"},
 }
 ROWS = ["Local", "FedSGD", "FedSage+", "FedGCN, 1 hop", "FedGCN, 2 hops", *VARIANTS, "Central"]
-# Variants are compared on one column; on the rest the main rows alone.
+# All variants are compared on one column, the main rows on all columns.
 OURS = "FedStruct, HOP2VEC, by the protocol"
 MAIN = [
     "Local",
@@ -72,7 +90,8 @@ MAIN = [
     "Central",
 ]
 FULL: list[Column] = [("cora", "random", 10)]
-# What the paper prints for its own method (Tables 2 and 6): random with 5, 10 and 20 clients, then Louvain and k-means with 10.
+# The paper's numbers for its own method (Tables 2 and 6): random with 5, 10 and 20 clients, then
+# Louvain and k-means with 10.
 PRINTED_FOR: list[tuple[str, int]] = [
     ("random", 5),
     ("random", 10),
@@ -82,27 +101,35 @@ PRINTED_FOR: list[tuple[str, int]] = [
 ]
 PRINTED: dict[str, dict[str, tuple[float | None, ...]]] = {
     "FedStruct, DEG": {
-        "cora": (72.24, 69.89, 66.01, 82.18, 71.31), "citeseer": (65.35, 63.54, 62.34, 68.29, 65.84),
-        "pubmed": (84.03, 84.01, 83.64, 84.65, 84.65), "chameleon": (44.33, 41.82, 40.13, 49.66, 42.16),
+        "cora": (72.24, 69.89, 66.01, 82.18, 71.31),
+        "citeseer": (65.35, 63.54, 62.34, 68.29, 65.84),
+        "pubmed": (84.03, 84.01, 83.64, 84.65, 84.65),
+        "chameleon": (44.33, 41.82, 40.13, 49.66, 42.16),
         "photo": (90.73, 89.72, 89.42, 92.05, 90.17),
     },
     "FedStruct, FED*": {
-        "cora": (72.25, 69.61, 66.13, None, None), "citeseer": (65.54, 63.38, 61.97, None, None),
-        "pubmed": (83.98, 84.02, 83.69, None, None), "chameleon": (44.71, 41.89, 40.06, None, None),
+        "cora": (72.25, 69.61, 66.13, None, None),
+        "citeseer": (65.54, 63.38, 61.97, None, None),
+        "pubmed": (83.98, 84.02, 83.69, None, None),
+        "chameleon": (44.71, 41.89, 40.06, None, None),
         "photo": (90.75, 89.78, 89.14, None, None),
     },
     "FedStruct, HOP2VEC, pruned globally": {
-        "cora": (79.34, 79.27, 78.47, 81.30, 78.36), "citeseer": (66.20, 65.43, 64.33, 68.65, 66.44),
-        "pubmed": (84.67, 85.02, 85.24, 82.23, 84.81), "chameleon": (53.33, 52.60, 51.85, 55.74, 53.40),
+        "cora": (79.34, 79.27, 78.47, 81.30, 78.36),
+        "citeseer": (66.20, 65.43, 64.33, 68.65, 66.44),
+        "pubmed": (84.67, 85.02, 85.24, 82.23, 84.81),
+        "chameleon": (53.33, 52.60, 51.85, 55.74, 53.40),
         "photo": (91.14, 90.93, 91.25, 91.21, 91.42),
     },
     "FedStruct, HOP2VEC, not pruned (-F)": {
-        "cora": (79.99, 79.88, 78.80, 81.02, 78.79), "citeseer": (66.15, 65.93, 64.96, 68.35, 66.84),
-        "pubmed": (85.24, 85.79, 86.09, 83.03, 85.47), "chameleon": (53.20, 53.09, 51.89, 55.75, 52.95),
+        "cora": (79.99, 79.88, 78.80, 81.02, 78.79),
+        "citeseer": (66.15, 65.93, 64.96, 68.35, 66.84),
+        "pubmed": (85.24, 85.79, 86.09, 83.03, 85.47),
+        "chameleon": (53.20, 53.09, 51.89, 55.75, 52.95),
         "photo": (90.57, 90.74, 91.29, 90.40, 91.11),
     },
-}  # fmt: skip
-# And for the others, in the order of COLUMNS.
+}
+# The paper's numbers for all methods, in the order of COLUMNS.
 PAPER: dict[str, list[float | None]] = {
     "Local": [39.24, 31.02, 39.88, 29.60, 77.12, 75.36, 47.08, 46.71, 30.84],
     "FedSGD": [66.00, 64.47, 63.38, 36.80, 91.55, 81.22, 67.57, 47.95, 38.35],
@@ -118,7 +145,7 @@ PAPER: dict[str, list[float | None]] = {
 
 
 def method(row: str, data: str, structural: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """The model (None: FedStruct's own) and the method of a row."""
+    """Returns the model (None: FedStruct's own) and the method of a row."""
     if row in VARIANTS:
         return None, {**structural, **VARIANTS[row]}
     sage, rates = f"sage-{SAGE[data]}+norm+linear", RATES[data]
@@ -153,34 +180,35 @@ def method(row: str, data: str, structural: dict[str, Any]) -> tuple[str | None,
 
 
 def recipe(row: str, column: Column) -> Tables:
-    """A row's run on a column's federation."""
+    """Returns the recipe of a row on a column's federation."""
     data, partition, clients = column
     model, settings = method(row, data, {"name": "fedstruct", **SETTINGS[data]})
     spec, dropout = (model, DROPOUT[data]) if model else BRANCH[data]
     tables: Tables = {
         "data": {"dataset": data, "split": "global 10/10/80", **OWN_DATA.get(data, {})},
         "partition": {"name": partition, "clients": clients, "cross_edges": "known"},
-        "model": {"name": spec, "dropout": dropout}, "method": settings,
-    }  # fmt: skip
+        "model": {"name": spec, "dropout": dropout},
+        "method": settings,
+    }
     if settings["name"] in ("fedsage+", "fedgcn"):
         tables["run"] = {"evaluation": "global"}
     return tables
 
 
 def seeds_of(cell: str) -> int:
-    """How many seeds a cell is run with."""
+    """Returns the number of seeds of a cell."""
     return FEWER if _is_slow(cell) else SEEDS
 
 
 def main() -> None:
-    """Runs what has not been run yet, writes the Markdown."""
+    """Runs all cells that are not cached. Writes the Markdown and the scores of all runs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("target", type=Path)
     parser.add_argument(
         "--only",
-        help="run these columns' cells now, and write nothing: a text that their names contain",
+        help="run only columns whose names contain this text, and write nothing",
     )
     parser.add_argument(
         "--skip",
@@ -188,41 +216,42 @@ def main() -> None:
         default=[],
         help="leave out the cells whose names contain this text",
     )
-    asked = parser.parse_args()
+    options = parser.parse_args()
     recipes = {
         label(row, c): recipe(row, c)
         for c in COLUMNS
         for row in _rows(c)
-        if not asked.only or asked.only in _name(c)
+        if not options.only or options.only in _name(c)
     }
     recipes = {
         cell: tables
         for cell, tables in recipes.items()
-        if not any(text in cell for text in asked.skip)
+        if not any(text in cell for text in options.skip)
     }
-    tell = lambda cell, seed, s: print(
-        f"{cell}, seed {seed}: {s['seconds']['total']:.0f} s", flush=True
-    )  # noqa: E731
-    kept = Path("runs/fedstruct")
-    found = sweep(
-        {cell: tables for cell, tables in recipes.items() if not _is_slow(cell)}, SEEDS, tell, kept
-    )
-    found |= sweep(
-        {cell: tables for cell, tables in recipes.items() if _is_slow(cell)}, FEWER, tell, kept
-    )
-    if asked.only:
+
+    def report(cell: str, seed: int, s: dict[str, Any]) -> None:
+        print(f"{cell}, seed {seed}: {s['seconds']['total']:.0f} s", flush=True)
+
+    cache = Path("runs/fedstruct")
+    fast = {cell: tables for cell, tables in recipes.items() if not _is_slow(cell)}
+    slow = {cell: tables for cell, tables in recipes.items() if _is_slow(cell)}
+    found = sweep(fast, SEEDS, report, cache) | sweep(slow, FEWER, report, cache)
+    if options.only:
         return
     parts = [_table(found, COLUMNS[:5]), _table(found, COLUMNS[5:])]
     lines = [
         f"{json.dumps(cell)}: {json.dumps([_short(s) for s in runs])}"
         for cell, runs in found.items()
     ]
-    asked.target.with_name("results-fedstruct.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    put_between(asked.target, "fedstruct", "\n".join(parts))
+    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    put_between(options.target, "fedstruct", "\n".join(parts))
 
 
 def _is_slow(cell: str) -> bool:
-    """What is run over fewer seeds: FedSage+, whose generators take minutes, Photo, and the partitions other than random."""
+    """Returns whether a cell has fewer seeds: FedSage+, Photo, and partitions other than random.
+
+    FedSage+ is slow because training its generators takes minutes.
+    """
     return cell.endswith("FedSage+") or cell.startswith("photo") or "random" not in cell
 
 
@@ -231,7 +260,7 @@ def _rows(column: Column) -> list[str]:
 
 
 def label(row: str, column: Column) -> str:
-    """What a cell is called in results-fedstruct.json."""
+    """Returns the name of a cell in bench/results/fedstruct.json."""
     return f"{_name(column)}: {row}"
 
 

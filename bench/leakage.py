@@ -1,6 +1,8 @@
-"""What FedGH's pseudo-graphs give away, and whether its embeddings bring clients together: tables in docs/results.md and a picture.
+"""Measures what FedGH's pseudo-graphs disclose, and how its embeddings cluster by class.
 
-python bench/leakage.py docs/results.md      (20 minutes on a quiet core; runs/pseudo keeps pseudo-graphs)
+It writes tables in docs/results.md and a picture. runs/pseudo caches pseudo-graphs.
+
+python bench/leakage.py docs/results.md          (20 minutes on a quiet core)
 """
 
 import sys
@@ -45,14 +47,13 @@ EMBEDDED = {
     "FedGH": {},
     "without diffusion": {"diffused": False},
 }
-ONLY_ON = {
-    "w/o C": ("cora",)
-}  # where nothing but the condition ties rows to nodes, one dataset shows it
-AT_MOST = 1000  # nodes of a pair of clients whose silhouette is taken
+# Without the condition C nothing ties rows to nodes. One dataset is enough to show it.
+ONLY_ON = {"w/o C": ("cora",)}
+AT_MOST = 1000  # nodes of a pair of clients for the silhouette
 
 
 def federation(data: str, seed: int) -> Federation:
-    """Ten clients by Louvain."""
+    """Returns a federation of ten clients by Louvain."""
     return make_recipe(
         {
             "data": {"dataset": data, "split": "20/40/40"},
@@ -65,33 +66,31 @@ def federation(data: str, seed: int) -> Federation:
 def clients_of(
     parties: Federation, seed: int, **settings: Any
 ) -> tuple[Any, dict[str, Client], Server]:
-    """A FedGH, its clients, and a server that asks them, as in a run."""
+    """Returns FedGH, its clients and a server for them, as in a run."""
     method = make_method("fedgh", settings)
     facts = agree_on_facts(method, "fedgh", parties.roster, "gcn-2x64", 0.5, RunSettings(seed=seed))
     clients = {
         name: Client(name, graph, facts)
         for name, graph in zip(parties.names, parties.graphs, strict=True)
     }
-    return (
-        method,
-        clients,
-        Server(method, facts, Engine(method, clients.values()).call, RoundPolicy("local"), None),
-    )  # type: ignore[arg-type]
+    call = Engine(method, clients.values()).call
+    server = Server(method, facts, call, RoundPolicy("local"), None)  # type: ignore[arg-type]
+    return method, clients, server
 
 
 def spread(values: list[float]) -> str:
-    """Mean and deviation over seeds."""
+    """Returns the mean and the standard deviation over seeds, as text."""
     return f"{mean(values):.3f} ± {stdev(values):.3f}" if len(values) > 1 else f"{values[0]:.3f}"
 
 
 def leaks() -> str:
-    """Attacks on what clients send."""
+    """Attacks the pseudo-graphs that clients send. Returns a table."""
     rows = []
     for data in DATASETS:
         for row, settings in MADE.items():
             if data not in ONLY_ON.get(row, DATASETS):
                 continue
-            found, chance, edges, alone = [], [], [], []
+            found, chance, edges, guessed = [], [], [], []
             for seed in range(SEEDS):
                 method, clients, _ = clients_of(federation(data, seed), seed, **settings)
                 sent = {name: method.pseudo_graph(client) for name, client in clients.items()}
@@ -105,14 +104,15 @@ def leaks() -> str:
                         for c, (x, links) in sent.items()
                     )
                 )
-                # What anybody could guess from the real features without a pseudo-graph: how much is the data's own homophily
-                alone.append(
+                # Edges inferred from the real features without a pseudo-graph show how much of the
+                # AUC is due to the homophily of the data.
+                guessed.append(
                     mean(
                         edge_auc(graphs[c].edge_index, graphs[c].x, links[:, :0], rng)
                         for c, (_, links) in sent.items()
                     )
                 )
-            rows.append([data, row, *map(spread, (found, chance, edges, alone))])
+            rows.append([data, row, *map(spread, (found, chance, edges, guessed))])
             print(rows[-1], flush=True)
     head = [
         "data",
@@ -126,7 +126,10 @@ def leaks() -> str:
 
 
 def quality(z: torch.Tensor, y: torch.Tensor) -> tuple[float, float, float]:
-    """NMI, ARI and silhouette of k-means on the rows of two clients, with as many clusters as they have classes."""
+    """Returns NMI, ARI and silhouette of k-means on the rows of two clients.
+
+    There are as many clusters as the two clients have classes.
+    """
     rows, classes = z.numpy().astype(np.float64), len(y.unique())
     guessed = KMeans(classes, n_init=3, random_state=0).fit_predict(rows)
     some = np.random.default_rng(0).permutation(len(rows))[:AT_MOST]
@@ -137,15 +140,16 @@ def quality(z: torch.Tensor, y: torch.Tensor) -> tuple[float, float, float]:
 
 
 def clustering() -> str:
-    """How well the classes of two clients' nodes can be told by clustering their rows together."""
+    """Measures how well clustering finds the classes of the nodes of two clients."""
     rows = []
     for data in DATASETS:
         tables: dict[str, dict[str, torch.Tensor]] = {}
         parties = federation(data, 0)
         labels = dict(zip(parties.names, (g.y for g in parties.graphs), strict=True))
+        # Features are scaled as `refined` scales H̃.
         tables["features"] = dict(
             zip(parties.names, (directions(g.x) for g in parties.graphs), strict=True)
-        )  # as `refined` treats H̃
+        )
         for row, settings in EMBEDDED.items():
             method, clients, server = clients_of(parties, 0, **settings)
             method.prepare_clients(server)
@@ -166,7 +170,7 @@ def clustering() -> str:
 
 
 def picture(path: Path) -> None:
-    """The first client's graph beside its pseudo-graph: t-SNE of the features, coloured by class."""
+    """Draws the first client's graph and its pseudo-graph: t-SNE of the features, by class."""
     figure, axes = plt.subplots(len(DATASETS), 2, figsize=(8, 4 * len(DATASETS)))
     for data, row in zip(DATASETS, axes, strict=True):
         method, clients, _ = clients_of(federation(data, 0), 0)
@@ -174,7 +178,7 @@ def picture(path: Path) -> None:
         graph = client.full_graph
         x, links = method.pseudo_graph(client)
         drawn = {
-            "its own": (graph.x, pairs(graph.edge_index, graph.num_nodes)),
+            "original graph": (graph.x, pairs(graph.edge_index, graph.num_nodes)),
             "pseudo-graph": (x, links),
         }
         for axis, (title, (features, ends)) in zip(row, drawn.items(), strict=True):

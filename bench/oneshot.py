@@ -1,6 +1,9 @@
-"""One-shot methods on Louvain+ and Metis+ and O-pFGL's ablations, 3 seeds: writes their tables in docs/results.md.
+"""Runs one-shot methods on Louvain+ and Metis+, and O-pFGL's ablations, with 3 seeds.
 
-python bench/oneshot.py docs/results.md          (about an hour on two quiet cores; finished runs are kept in runs/oneshot)
+It writes their tables in docs/results.md, and the scores of all runs to bench/results/oneshot.json.
+runs/oneshot caches finished runs.
+
+python bench/oneshot.py docs/results.md          (about an hour on two quiet cores)
 """
 
 import json
@@ -17,9 +20,11 @@ DATASETS, PARTITIONS, CLIENTS, SEEDS = (
     (10, 20),
     3,
 )
-LOCAL = {"epochs": 20, "finetune": 100}  # 20 by validation, see docs/results.md
+RESULTS = Path(__file__).parent / "results" / "oneshot.json"
+LOCAL = {"epochs": 20, "finetune": 100}  # 20 was chosen by validation, see docs/results.md
 Tables = dict[str, dict[str, Any]]
-# The authors' settings, see docs/results.md; one partition and split for all seeds, as in the paper.
+# The authors' settings, see docs/results.md. All seeds have the same partition and split, as in the
+# paper.
 _COMMON = {"lr_local": 5e-5, "beta": 0.2, "spread_steps": 2, "spread": 0.9, "waits": 10}
 _PUBMED = {
     "gamma_min": 0.05,
@@ -58,7 +63,8 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("pubmed", "louvain+"): {**_PUBMED, "lr_local": 0.001, "beta": 1.0, "gamma_max": 0.1},
     ("pubmed", "metis+"): {**_PUBMED, "lr_local": 0.002, "beta": 5.0, "gamma_max": 0.2},
 }
-TEN = "ssgc-2x64,gcn-2x64,gcn-2x128,gcn-2x256,gcn-2x512,sgc-2,gcn-3x64,gcn-3x512,appnp-2x64,sgc-4"  # the paper's ten different models
+# The paper's ten different models.
+TEN = "ssgc-2x64,gcn-2x64,gcn-2x128,gcn-2x256,gcn-2x512,sgc-2,gcn-3x64,gcn-3x512,appnp-2x64,sgc-4"
 ABLATIONS = {
     "`nd_ft_dist`: no HRE": {"variant": "nd_ft_dist"},
     "`ft_dist`: one γ for all nodes": {"variant": "ft_dist"},
@@ -68,7 +74,7 @@ ABLATIONS = {
     "`global`: M_G alone": {"variant": "global"},
     "`start = 1`: X' from N(0, 1), as published": {"start": 1.0},
 }
-# What the paper prints, accuracy / macro-F1.
+# The paper's numbers: accuracy / macro-F1.
 PAPER = {
     "louvain+": {
         "Local": (
@@ -159,32 +165,34 @@ PAPER = {
 
 # O-pFGL with ten different models, 10 clients.
 PAPER_TEN = {
-    ("cora", "louvain+"): "75.04 / 57.26", ("citeseer", "louvain+"): "70.87 / 56.67",
-    ("cora", "metis+"): "79.64 / 44.86", ("citeseer", "metis+"): "71.82 / 47.57",
-}  # fmt: skip
+    ("cora", "louvain+"): "75.04 / 57.26",
+    ("citeseer", "louvain+"): "70.87 / 56.67",
+    ("cora", "metis+"): "79.64 / 44.86",
+    ("citeseer", "metis+"): "71.82 / 47.57",
+}
 
 
 def printed(text: str) -> tuple[float, float]:
-    """Accuracy and macro-F1 as the paper prints them, in percent."""
+    """Returns the accuracy and macro-F1 of an entry of the paper's tables, in percent."""
     accuracy, f1 = map(float, text.split(" / "))
     return accuracy, f1
 
 
 def setting_of(data: str, partition: str, clients: int, **method: Any) -> Tables:
-    """O-pFGL on a graph and a partition, with other settings, or another method there."""
-    settings = (
-        {"name": "opfgl", **SETTINGS[data, partition]}
-        if method.get("name", "opfgl") == "opfgl"
-        else {}
-    )
+    """Returns the recipe of O-pFGL, with changed settings, or of another method."""
+    settings: dict[str, Any] = {}
+    if method.get("name", "opfgl") == "opfgl":
+        settings = {"name": "opfgl", **SETTINGS[data, partition]}
     return {
-        "data": {"dataset": data, "split": "20/40/40"}, "partition": {"name": partition, "clients": clients, "seed": 42},
-        "model": {"name": "gcn-2x64", "dropout": 0}, "method": {**settings, **method},
-    }  # fmt: skip
+        "data": {"dataset": data, "split": "20/40/40"},
+        "partition": {"name": partition, "clients": clients, "seed": 42},
+        "model": {"name": "gcn-2x64", "dropout": 0},
+        "method": {**settings, **method},
+    }
 
 
 def methods(data: str, partition: str, clients: int) -> dict[str, Tables]:
-    """The rows of a table."""
+    """Returns the recipes of the rows of a table."""
     rows = {
         "Local": {"name": "local"},
         "FedAvg + ft": {"name": "fedavg", "rounds": 1, **LOCAL},
@@ -196,8 +204,8 @@ def methods(data: str, partition: str, clients: int) -> dict[str, Tables]:
 
 
 def main() -> None:
-    """Runs what has not been run yet, writes the Markdown."""
-    target, kept = Path(sys.argv[1]), Path("runs/oneshot")
+    """Runs everything that is not cached. Writes the Markdown and the scores of all runs."""
+    target, cache = Path(sys.argv[1]), Path("runs/oneshot")
     recipes: dict[str, Tables] = {}
     for clients in CLIENTS:
         for data in DATASETS:
@@ -215,7 +223,7 @@ def main() -> None:
         lambda label, seed, s: print(
             f"{label}, seed {seed}: {s['seconds']['total']:.0f} s", flush=True
         ),
-        kept,
+        cache,
     )
     parts = [_against_paper(found, partition) for partition in PARTITIONS]
     parts.append(_ablation(found))
@@ -223,7 +231,7 @@ def main() -> None:
         f"{json.dumps(label)}: {json.dumps([_short(s) for s in runs])}"
         for label, runs in found.items()
     ]
-    target.with_name("results-oneshot.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     put_between(target, "oneshot", "\n".join(parts))
 
 
@@ -253,12 +261,12 @@ def _against_paper(found: dict[str, list[dict[str, Any]]], partition: str) -> st
         )
     gains = []
     for data, clients in columns:
-        ours, alone = (
+        ours, local = (
             found[f"{data} {partition} {clients} {label}"] for label in ("O-pFGL", "Local")
         )
         gains.append(
             " / ".join(
-                f"{100 * (mean(s[m] for s in ours) - mean(s[m] for s in alone)):+.1f}"
+                f"{100 * (mean(s[m] for s in ours) - mean(s[m] for s in local)):+.1f}"
                 for m in ("accuracy", "f1_macro")
             )
         )

@@ -1,6 +1,8 @@
-"""Every method of the foundation on three graphs, 3 seeds: writes the tables of docs/results.md.
+"""Runs the basic methods on three graphs with 3 seeds, and writes their tables in docs/results.md.
 
 python bench/results.py docs/results.md          (about 25 minutes on two quiet cores)
+
+The scores of all runs go to bench/results/grid.json.
 """
 
 import datetime
@@ -11,10 +13,11 @@ from statistics import mean
 
 from sweep import put_between, spread, sweep
 
+RESULTS = Path(__file__).parent / "results" / "grid.json"
 DATASETS = ("cora", "citeseer", "pubmed")
 SEEDS = 3
 COMMON = {"partition": {"name": "louvain", "clients": 10}, "model": {"name": "gcn-2x64"}}
-# Settings are the methods' defaults except where said; the few that were chosen were chosen by validation accuracy.
+# Settings that are not given are the methods' defaults. Some were chosen by validation accuracy.
 METHODS = {
     "Local": {"method": {"name": "local"}},
     "Central": {"method": {"name": "central"}},
@@ -31,7 +34,7 @@ METHODS = {
 
 
 def main() -> None:
-    """Runs the grid, writes the Markdown and, beside it, the raw summaries."""
+    """Runs the grid. Writes the Markdown and the scores of all runs."""
     target = Path(sys.argv[1])
     recipes = {
         f"{data}/{label}": {"data": {"dataset": data}, **COMMON, **tables}
@@ -40,15 +43,15 @@ def main() -> None:
     }
     begun = datetime.datetime.now(datetime.UTC)
 
-    def tell(label: str, seed: int, s: dict) -> None:
+    def report(label: str, seed: int, s: dict) -> None:
         print(
             f"{label} seed {seed}: {100 * s['accuracy']:.1f} in {s['seconds']['total']:.0f} s",
             flush=True,
         )
 
-    found = sweep(recipes, SEEDS, tell)
+    found = sweep(recipes, SEEDS, report)
     took = (datetime.datetime.now(datetime.UTC) - begun).total_seconds() / 60
-    target.with_suffix(".json").write_text(
+    RESULTS.write_text(
         json.dumps({k: [_short(s) for s in v] for k, v in found.items()}, indent=1) + "\n"
     )
     parts = [
@@ -56,7 +59,10 @@ def main() -> None:
     ]
     some = found["cora/Local"][0]
     versions = ", ".join(f"{k} {v}" for k, v in some["versions"].items())
-    head = f"Made by `python bench/results.py {target}` on {begun:%Y-%m-%d}, {took:.0f} minutes on two cores. {versions}.\n"
+    head = (
+        f"Made by `python bench/results.py {target}` on {begun:%Y-%m-%d}, "
+        f"{took:.0f} minutes on two cores. {versions}.\n"
+    )
     put_between(target, "grid", head + "\n" + "\n".join(parts))
 
 
@@ -85,11 +91,12 @@ def _section(data: str, rows: dict[str, list[dict]]) -> str:
     lines = [
         f"### {data}",
         "",
-        "| method | scored | accuracy | over Local | F1 macro | F1 weighted | validation | last round | MB up + down a round and client |",
+        "| method | scored | accuracy | over Local | F1 macro | F1 weighted | validation "
+        "| last round | MB up + down a round and client |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for label, runs in rows.items():
-        gain = mean(100 * (s["accuracy"] - alone) for s, alone in zip(runs, local, strict=True))
+        gain = mean(100 * (s["accuracy"] - base) for s, base in zip(runs, local, strict=True))
         traffic, one = runs[0]["traffic"], runs[0]
         per_round = (
             (traffic["bytes_up"] + traffic["bytes_down"]) / one["rounds"] / one["clients"] / 1e6
@@ -99,8 +106,9 @@ def _section(data: str, rows: dict[str, list[dict]]) -> str:
             for k in ("accuracy", "f1_macro", "f1_weighted", "val_accuracy", "final_accuracy")
         ]
         moved = "" if label == "Local" else f"{gain:+.1f}"
+        others = " | ".join(cells[1:])
         lines.append(
-            f"| {label} | {one['evaluation']} | {cells[0]} | {moved} | {' | '.join(cells[1:])} | {per_round:.2f} |"
+            f"| {label} | {one['evaluation']} | {cells[0]} | {moved} | {others} | {per_round:.2f} |"
         )
     return "\n".join(lines) + "\n"
 

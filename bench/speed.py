@@ -1,14 +1,16 @@
-"""How fast, how large, how it grows: every number of docs/benchmarks.md.
+"""Measures speed, memory and growth: every number of docs/benchmarks.md.
 
-    python bench/speed.py                                  every part, one after another (an hour or two on a quiet machine)
-    python bench/speed.py cora10 startup                   these parts only; the others keep their last result
-    python bench/speed.py --write docs/benchmarks.md       afterwards (or alone, with "none"): makes the page of what is kept
-    python bench/speed.py --quick --keep kept.jsonl        everything on tiny graphs, to see that it runs
+    python bench/speed.py                            all parts (an hour or two on a quiet machine)
+    python bench/speed.py cora10 startup             only these parts; the others keep their results
+    python bench/speed.py --write docs/benchmarks.md all parts, then writes the page
+    python bench/speed.py none --write PAGE          writes the page from the stored results
+    python bench/speed.py --quick --keep FILE        all parts on tiny graphs, to test the script
 
-Results are kept as JSON lines, one for each part. Times are wall times on one thread; ways that are compared take turns, and a ratio is
-the median over the turns, so that a noisy neighbour disturbs all alike. The plain loop and the engines have a process each, and so has
-what is measured for its memory. There are no instruction counts: virtual machines rarely have the counters, and torch under valgrind
-takes longer to import than all parts here take to run.
+bench/results/benchmarks.jsonl stores the results, one JSON line for each part. Times are wall times
+on one thread. Ways that are compared take turns, and a ratio is the median over the turns, so that
+other load disturbs all ways alike. The plain loop and each engine have their own process. So has
+each measurement of memory. There are no instruction counts: virtual machines rarely have the
+counters, and importing torch under valgrind takes longer than all parts of this script.
 """
 
 import argparse
@@ -37,11 +39,11 @@ from fedloom.core.registry import method_class, method_names
 from fedloom.engines import engine_names
 
 HERE = Path(__file__).resolve().parent
-KEPT = HERE.parent / "docs" / "benchmarks.jsonl"
+KEPT = HERE / "results" / "benchmarks.jsonl"
 Row = dict[str, Any]
 Part = Callable[[bool], list[Row]]
 PARTS: dict[str, Part] = {}  # in the order of the page
-JOBS: dict[str, Callable[..., Row]] = {}  # what runs in a process of its own
+JOBS: dict[str, Callable[..., Row]] = {}  # functions that run in their own process
 ENGINES = [name for name in ("loop", "wire", "stacked") if name in engine_names()]
 FASTEST = ENGINES[-1] if "stacked" in ENGINES else "loop"
 MODEL = "gcn-2x64"
@@ -49,30 +51,33 @@ PLAIN = "plain"
 
 
 def part(function: Part) -> Part:
-    """Decorator: a part of the benchmarks, run by its name. It takes whether to be quick, and gives rows for the page."""
+    """Decorator that registers a part of the benchmarks under its name.
+
+    A part takes whether to be quick, and returns rows for the page.
+    """
     PARTS[function.__name__] = function
     return function
 
 
 def job(function: Callable[..., Row]) -> Callable[..., Row]:
-    """Decorator: makes calls run in a fresh process, whose peak of memory and whose imports are its own."""
+    """Decorator that runs calls in a new process, with its own imports and peak of memory."""
     JOBS[function.__name__] = function
 
     def call(**arguments: Any) -> Row:
-        asked = [
+        command = [
             sys.executable,
             str(HERE / "speed.py"),
             "--job",
             function.__name__,
             json.dumps(arguments),
         ]
-        done = subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         return {**arguments, **json.loads(done.stdout.splitlines()[-1])}
 
     return call
 
 
-# ---- what is measured with ----
+# ---- tools for measuring ----
 
 
 def each_round(
@@ -83,7 +88,16 @@ def each_round(
     epochs: int = 3,
     **settings: Any,
 ) -> None:
-    """FedAvg by the plain loop ("plain") or an engine (or what `settings` say); calls `ended` after every round."""
+    """Runs FedAvg, or the method in `settings`, and calls `ended` after every round.
+
+    Args:
+        way: "plain" for the plain loop, or the name of an engine.
+        federation: The federation.
+        rounds: The number of rounds.
+        ended: Is called after every round.
+        epochs: The epochs in a round.
+        settings: Further settings of `fedloom.run`.
+    """
     if way == PLAIN:
         import plain
 
@@ -103,7 +117,7 @@ def each_round(
 def seconds_a_round(
     way: str, federation: fedloom.Federation, rounds: int, epochs: int = 3, **settings: Any
 ) -> list[float]:
-    """The seconds of every round but the first. Set-up does not count."""
+    """Returns the seconds of every round except the first. Set-up does not count."""
     clock: list[float] = []
     each_round(
         way, federation, rounds, lambda: clock.append(time.perf_counter()), epochs, **settings
@@ -112,12 +126,16 @@ def seconds_a_round(
 
 
 def gaps(clock: Sequence[float]) -> list[float]:
-    """What lies between one reading of a clock and the next."""
+    """Returns the differences between successive readings of a clock."""
     return [after - before for before, after in pairwise(clock)]
 
 
 def in_turns(ways: dict[str, Callable[[], float]], turns: int, base: str) -> list[Row]:
-    """Calls every way in turns; gives its median in ms, and the median over turns of how many times as fast as `base` it was."""
+    """Calls all ways in turns.
+
+    Returns for each way its median in ms, and the median over turns of its speed relative to
+    `base`.
+    """
     took: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(turns):
         for name, way in ways.items():
@@ -133,7 +151,10 @@ def in_turns(ways: dict[str, Callable[[], float]], turns: int, base: str) -> lis
 
 
 def memory(field: str) -> float:
-    """MB of this process: "VmRSS", what it holds now, or "VmHWM", the most it held since `forget_peak`."""
+    """Returns the memory of this process in MB.
+
+    "VmRSS" is the current memory, "VmHWM" the peak since the last `forget_peak`.
+    """
     line = next(
         line
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -143,12 +164,12 @@ def memory(field: str) -> float:
 
 
 def forget_peak() -> None:
-    """The peak of memory starts anew."""
+    """Resets the peak of memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """The exponent k of y ~ x^k, by least squares of logarithms."""
+    """Returns the exponent k of y ~ x^k, by least squares of logarithms."""
     lx, ly = [math.log(v) for v in x], [math.log(v) for v in y]
     mx, my = sum(lx) / len(lx), sum(ly) / len(ly)
     return sum((a - mx) * (b - my) for a, b in zip(lx, ly, strict=True)) / sum(
@@ -160,9 +181,10 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 class Turns:
-    """A process that measures one way of doing a case's rounds, whenever it is told to.
+    """A process that measures the rounds of a case in one way, on request.
 
-    Each way has its own: what fedloom tells the C library's allocator must not help the plain loop.
+    Each way has its own process: fedloom's settings of the C allocator must not help the plain
+    loop.
     """
 
     def __init__(self, case: str, way: str, quick: bool):
@@ -179,29 +201,28 @@ class Turns:
         )
 
     def answer(self) -> Row:
-        """What it says next."""
+        """Returns the next line of the process."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(
-                f"{' '.join(self.process.args)} has ended with exit code {self.process.wait()}"
-            )  # type: ignore[arg-type]
+            command = " ".join(map(str, self.process.args))  # type: ignore[arg-type]
+            raise RuntimeError(f"{command} has ended with exit code {self.process.wait()}")
         return json.loads(line)
 
     def seconds(self) -> float:
-        """One more turn: the median of its rounds."""
+        """Runs one more turn. Returns the median of its rounds."""
         assert self.process.stdin is not None
         print("go", file=self.process.stdin, flush=True)
         return self.answer()["seconds"]
 
     def end(self) -> float:
-        """Ends it; gives the most MB it ever held."""
-        told, _ = self.process.communicate()  # nothing more comes from here: it says its last word
-        return json.loads(told)["peak_mb"]
+        """Ends the process. Returns its peak in MB."""
+        last, _ = self.process.communicate()  # closes its input, so it prints its last line
+        return json.loads(last)["peak_mb"]
 
 
 def take_turns(case: str, way: str, quick: bool) -> None:
-    """The other side of `Turns`."""
+    """Runs in the process of `Turns`: measures a turn for each line of its input."""
     federation, rounds, epochs = (
         CASES[case].make(quick),
         3 if quick else CASES[case].rounds,
@@ -218,19 +239,19 @@ def take_turns(case: str, way: str, quick: bool) -> None:
 
 
 class Case(NamedTuple):
-    """Rounds of FedAvg on a federation, the plain loop and every engine in turns."""
+    """Rounds of FedAvg on a federation, with the plain loop and every engine in turns."""
 
     about: str
-    make: Callable[[bool], fedloom.Federation]  # takes whether it is to be a tiny one
-    rounds: int  # in a turn
+    make: Callable[[bool], fedloom.Federation]  # takes whether the federation is a tiny one
+    rounds: int  # per turn
     turns: int
     epochs: int = 3
 
     def measure(self, name: str, quick: bool) -> list[Row]:
-        """A row for each way: its median in ms, how many times as fast as the plain loop it was, and its peak of memory."""
+        """Returns for each way its median in ms, its speed relative to the plain loop, its peak."""
         workers = {way: Turns(name, way, quick) for way in (PLAIN, *ENGINES)}
         for worker in workers.values():
-            worker.answer()  # it is warm
+            worker.answer()  # waits for its warm-up
         rows = in_turns(
             {way: worker.seconds for way, worker in workers.items()},
             1 if quick else self.turns,
@@ -240,7 +261,7 @@ class Case(NamedTuple):
 
 
 def cut(dataset: str, clients: int, partition: str, quick: bool) -> fedloom.Federation:
-    """A dataset over clients; a small synthetic graph instead, if it is to be quick."""
+    """Divides a dataset among clients; a small synthetic graph if `quick`."""
     return fedloom.divide(
         fedloom.load("synthetic:nodes=300" if quick else dataset),
         3 if quick else clients,
@@ -250,22 +271,40 @@ def cut(dataset: str, clients: int, partition: str, quick: bool) -> fedloom.Fede
 
 
 CASES = {
-    "cora10": Case("FedAvg, Cora over 10 clients by Louvain.", partial(cut, "cora", 10, "louvain"), 15, 7),
-    "citeseer10": Case("FedAvg, CiteSeer over 10 clients by Louvain.", partial(cut, "citeseer", 10, "louvain"), 10, 7),
-    "pubmed10": Case("FedAvg, PubMed over 10 clients by Louvain.", partial(cut, "pubmed", 10, "louvain"), 8, 5),
-    "cora100": Case("FedAvg, Cora over 100 clients at random.", partial(cut, "cora", 100, "random"), 5, 5),
+    "cora10": Case(
+        "FedAvg, Cora over 10 clients by Louvain.", partial(cut, "cora", 10, "louvain"), 15, 7
+    ),
+    "citeseer10": Case(
+        "FedAvg, CiteSeer over 10 clients by Louvain.",
+        partial(cut, "citeseer", 10, "louvain"),
+        10,
+        7,
+    ),
+    "pubmed10": Case(
+        "FedAvg, PubMed over 10 clients by Louvain.", partial(cut, "pubmed", 10, "louvain"), 8, 5
+    ),
+    "cora100": Case(
+        "FedAvg, Cora over 100 clients at random.", partial(cut, "cora", 100, "random"), 5, 5
+    ),
     "small1000": Case(
-        "FedAvg, 1,000 clients with synthetic graphs of 100 nodes.", lambda quick: fedloom.synthetic_clients(5 if quick else 1000), 3, 3
+        "FedAvg, 1,000 clients with synthetic graphs of 100 nodes.",
+        lambda quick: fedloom.synthetic_clients(5 if quick else 1000),
+        3,
+        3,
     ),
     "arxiv": Case(
-        "FedAvg on a graph of ogbn-arxiv's size over 10 clients by Louvain, full batch, one epoch a round.",
-        partial(cut, "synthetic-arxiv", 10, "louvain"), 4, 5, epochs=1,
+        "FedAvg on a graph of ogbn-arxiv's size over 10 clients by Louvain, full batch, "
+        "one epoch a round.",
+        partial(cut, "synthetic-arxiv", 10, "louvain"),
+        4,
+        5,
+        epochs=1,
     ),
-}  # fmt: skip
+}
 
 
 def measured(name: str) -> Part:
-    """A case as a part."""
+    """Returns a case as a part."""
 
     def run(quick: bool) -> list[Row]:
         return CASES[name].measure(name, quick)
@@ -275,13 +314,13 @@ def measured(name: str) -> Part:
 
 
 for name in CASES:
-    if name != "arxiv":  # which comes with the other large ones
+    if name != "arxiv":  # it follows with the other large graphs
         part(measured(name))
 
 
 # ---- every method, stacked against loop ----
 
-# What keeps set-up short, or what a method asks for; the rest are its defaults.
+# Settings that keep the set-up short or that a method needs. The others are defaults.
 OF_METHOD: dict[str, dict[str, Any]] = {
     "dense": {"epochs": 20, "finetune": 0, "batches": 5},
     "coboost": {"epochs": 20, "finetune": 0, "batches": 5},
@@ -296,7 +335,7 @@ OF_METHOD: dict[str, dict[str, Any]] = {
 
 
 def whole_or_round(way: str, federation: fedloom.Federation, name: str, rounds: int) -> float:
-    """Seconds of a round of a method, or of the whole run if it has but one."""
+    """Returns the seconds of a round of a method, or of the whole run of a one-shot method."""
     cls = method_class(name)
     one_shot = (
         next(f for f in cls.__dataclass_fields__.values() if f.name == "rounds").metadata["bounds"][
@@ -323,7 +362,10 @@ def whole_or_round(way: str, federation: fedloom.Federation, name: str, rounds: 
 
 @part
 def methods(quick: bool) -> list[Row]:
-    """A round of every method, the stacked engine against the loop (Cora, 10 clients by Louvain; graph tasks: synthetic graphs)."""
+    """A round of every method: the stacked engine compared with the loop engine.
+
+    Cora, 10 clients by Louvain. Graph tasks: synthetic graphs.
+    """
     if "stacked" not in ENGINES:
         return []
     kept: dict[str, fedloom.Federation] = {}
@@ -346,7 +388,7 @@ def methods(quick: bool) -> list[Row]:
             for way in ("loop", "stacked")
         }
         loop, stacked = in_turns(ways, 1 if quick else 3, "loop")
-        if stacked["ratio"] < 1.05 and not quick:  # too close to call
+        if stacked["ratio"] < 1.05 and not quick:  # too close: measured again with more turns
             loop, stacked = in_turns(ways, 9, "loop")
         rows.append(
             {
@@ -364,13 +406,19 @@ def methods(quick: bool) -> list[Row]:
 
 @part
 def kernels(quick: bool) -> list[Row]:
-    """The share of a round that is spent outside of tensor kernels, by torch's profiler (Cora, 10 clients by Louvain)."""
+    """The share of a round outside of tensor kernels, by torch's profiler.
+
+    Cora, 10 clients by Louvain.
+    """
     federation = cut("cora", 10, "louvain", quick)
     return [profiled(way, federation, 2 if quick else 10) for way in (PLAIN, *ENGINES)]
 
 
 def profiled(way: str, federation: fedloom.Federation, rounds: int) -> Row:
-    """Time of aten's operators themselves and wall time, a round; what the profiler adds counts as outside."""
+    """Measures the time in aten's operators and the wall time of a round.
+
+    The overhead of the profiler counts as outside of the operators.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     seconds_a_round(way, federation, 2)
@@ -378,7 +426,7 @@ def profiled(way: str, federation: fedloom.Federation, rounds: int) -> Row:
     trace = profile(activities=[ProfilerActivity.CPU])
     clock: list[float] = []
 
-    def ended() -> None:  # the first round goes by, the others are profiled
+    def ended() -> None:  # profiles all rounds except the first
         clock.append(time.perf_counter())
         if len(clock) == 1:
             trace.start()
@@ -408,7 +456,10 @@ def profiled(way: str, federation: fedloom.Federation, rounds: int) -> Row:
 
 @part
 def startup(quick: bool) -> list[Row]:
-    """Seconds until `fedloom --help` has answered and until `fedloom run` on Cora has done its first round; what imports take."""
+    """Seconds of `fedloom --help`, of `fedloom run` until its first round ends, and of imports.
+
+    The run is on Cora.
+    """
     data = ["--dataset", "synthetic:nodes=300", "--partition", "random"] if quick else []
     times = range(1 if quick else 7)
     helped = [_until("", "--help") for _ in times]
@@ -420,10 +471,10 @@ def startup(quick: bool) -> list[Row]:
     ]
     spent: dict[str, float] = defaultdict(float)
     with tempfile.TemporaryDirectory() as folder:
-        told = _fedloom(
+        printed = _fedloom(
             "run", "--rounds", "1", *data, "--out", folder, options=("-X", "importtime")
         ).communicate()[1]
-    for line in told.splitlines():
+    for line in printed.splitlines():
         if line.startswith("import time:") and "self [us]" not in line:
             own, _, module = line.removeprefix("import time:").split("|")
             spent[module.strip().split(".")[0]] += int(own) / 1e6
@@ -439,7 +490,7 @@ def _fedloom(*arguments: str, options: Sequence[str] = ()) -> subprocess.Popen:
 
 
 def _until(sign: str, *arguments: str) -> float:
-    """Seconds until the command has printed the sign; without one, until it has ended."""
+    """Returns the seconds until the command prints the sign, or until it ends if there is none."""
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
         process = _fedloom(*arguments, *(("--out", folder) if arguments[0] == "run" else ()))
@@ -461,7 +512,10 @@ part(measured("arxiv"))
 
 @part
 def products(quick: bool) -> list[Row]:
-    """A federation on a graph of ogbn-products' size with decoupled models, end to end: partition, propagation, 20 rounds of one epoch."""
+    """A complete run with decoupled models on a graph of the size of ogbn-products.
+
+    It includes the partition, the propagation and 20 rounds of one epoch.
+    """
     dataset = "synthetic-products:nodes=3000" if quick else "synthetic-products"
     cases = [("sgc-2x64", "louvain"), ("sgc-2x64", "random"), ("sign-2x64", "louvain")]
     return [
@@ -471,7 +525,7 @@ def products(quick: bool) -> list[Row]:
 
 @job
 def end_to_end(dataset: str, model: str, partition: str, rounds: int) -> Row:
-    """Seconds of each stage and the whole process's peak."""
+    """Measures the seconds of each stage and the peak of the process."""
     clock = [time.perf_counter()]
     graph = fedloom.load(dataset)
     clock.append(time.perf_counter())
@@ -480,30 +534,47 @@ def end_to_end(dataset: str, model: str, partition: str, rounds: int) -> Row:
     clock.append(time.perf_counter())
     made = memory("VmHWM")
     result = fedloom.run(
-        "fedavg", federation, model=model, rounds=rounds, epochs=1, engine=FASTEST,
+        "fedavg",
+        federation,
+        model=model,
+        rounds=rounds,
+        epochs=1,
+        engine=FASTEST,
         on_round=lambda entry, planned: clock.append(time.perf_counter()),
-    )  # fmt: skip
+    )
     made_in, divided_in, first, *others = gaps(clock)
     return {
-        "graph_s": made_in, "partition_s": divided_in, "first_round_s": first, "round_s": median(others), "total_s": clock[-1] - clock[0],
-        "peak_before_mb": made, "peak_mb": memory("VmHWM"), "accuracy": result.accuracy,
-    }  # fmt: skip
+        "graph_s": made_in,
+        "partition_s": divided_in,
+        "first_round_s": first,
+        "round_s": median(others),
+        "total_s": clock[-1] - clock[0],
+        "peak_before_mb": made,
+        "peak_mb": memory("VmHWM"),
+        "accuracy": result.accuracy,
+    }
 
 
 @part
 def prediction(quick: bool) -> list[Row]:
-    """Peak memory as a run foresees it, against what it held; FedAvg, 10 clients by Louvain, a process each."""
+    """Predicted and measured peak memory of runs of FedAvg with 10 clients by Louvain.
+
+    Each run has its own process.
+    """
     sets = ("synthetic:nodes=300",) if quick else ("cora", "pubmed", "photo", "synthetic-arxiv")
     return [
-        foreseen(dataset=dataset, model=model)
+        predicted(dataset=dataset, model=model)
         for dataset in sets
         for model in ("gcn-2x64", "sgc-2x64", "gat-2x64")
     ]
 
 
 @job
-def foreseen(dataset: str, model: str) -> Row:
-    """MB held before the run, at its peak, and at its peak as foreseen; the peak of what came before it does not count."""
+def predicted(dataset: str, model: str) -> Row:
+    """Measures the MB before the run and at its peak, and returns the predicted peak.
+
+    The peak before the run does not count.
+    """
     federation = fedloom.divide(fedloom.load(dataset), 10, "louvain", 0)
     forget_peak()
     before = memory("VmRSS")
@@ -520,7 +591,10 @@ def foreseen(dataset: str, model: str) -> Row:
 
 @part
 def growth(quick: bool) -> list[Row]:
-    """Time and memory of a round of FedAvg against nodes, edges and features, one after the other, each over two decades."""
+    """Time and memory of a round of FedAvg for growing nodes, edges and features.
+
+    One of them grows at a time, over two decades.
+    """
     steps = (1, 10) if quick else (1, 3.1623, 10, 31.623, 100)
     small = {"nodes": 2000 if quick else 10_000, "degree": 8.0, "features": 32}
     axes = {
@@ -543,7 +617,7 @@ def growth(quick: bool) -> list[Row]:
 
 @job
 def growing(nodes: int, degree: float, features: int) -> Row:
-    """A round's ms over 10 clients, and the MB of graphs and run together."""
+    """Measures a round in ms with 10 clients, and the MB of graphs and run in sum."""
     begun = memory("VmRSS")
     graph = fedloom.synthetic(nodes, 5, features, degree, degree_exponent=0, blocks=10)
     federation = fedloom.divide(graph, 10, "blocks", 0)
@@ -558,15 +632,15 @@ def clients(quick: bool) -> list[Row]:
     """A round of FedAvg and of FedProto with 100 to 10,000 clients of 100 nodes."""
     counts = (2, 20) if quick else (100, 316, 1000, 3162, 10_000)
     return [
-        {"amount": count, **crowded(count=count, method=method)}
+        {"amount": count, **many_clients(count=count, method=method)}
         for method in ("fedavg", "fedproto")
         for count in counts
     ]
 
 
 @job
-def crowded(count: int, method: str) -> Row:
-    """A round's ms, and the MB of graphs and run together."""
+def many_clients(count: int, method: str) -> Row:
+    """Measures a round in ms, and the MB of graphs and run in sum."""
     begun = memory("VmRSS")
     federation = fedloom.synthetic_clients(count)
     forget_peak()
@@ -574,11 +648,11 @@ def crowded(count: int, method: str) -> Row:
     return {"ms": 1000 * median(took), "mb": max(1.0, memory("VmHWM") - begun)}
 
 
-# ---- keeping and running ----
+# ---- storing results and running ----
 
 
 def machine() -> dict[str, str]:
-    """What the numbers were measured on, and with."""
+    """Returns the machine and the versions of the measurement."""
     cpu = next(
         (
             line.partition(":")[2].strip()
@@ -596,13 +670,13 @@ def machine() -> dict[str, str]:
 
 
 def read(kept: Path) -> dict[str, Row]:
-    """The last result of every part."""
+    """Returns the last result of every part."""
     lines = kept.read_text().splitlines() if kept.exists() else []
     return {result["part"]: result for result in map(json.loads, lines)}
 
 
 def keep(kept: Path, result: Row) -> None:
-    """Puts a part's result in the place of its last one."""
+    """Replaces the stored result of a part."""
     found = {**read(kept), result["part"]: result}
     fresh = kept.with_suffix(".new")
     fresh.write_text("".join(json.dumps(found[name]) + "\n" for name in PARTS if name in found))
@@ -610,7 +684,7 @@ def keep(kept: Path, result: Row) -> None:
 
 
 def main() -> None:
-    """Runs parts, keeps what they give, writes the page."""
+    """Runs parts, stores their results, writes the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -625,37 +699,35 @@ def main() -> None:
         "--write",
         type=Path,
         metavar="PAGE",
-        help="a Markdown file to make of what is kept, and a .png beside it",
+        help="the Markdown file to write from the stored results, with a .png of the same name",
     )
     parser.add_argument("--job", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--turns", nargs=2, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    if asked.job:
-        name, arguments = asked.job
-        each_round(
-            "loop", fedloom.synthetic_clients(2, nodes=50), 1, lambda: None
-        )  # the first optimiser loads half of torch
+    if options.job:
+        name, arguments = options.job
+        # The first optimizer loads half of torch. This run keeps that out of the measurement.
+        each_round("loop", fedloom.synthetic_clients(2, nodes=50), 1, lambda: None)
         print(json.dumps(JOBS[name](**json.loads(arguments))))
         return
-    if asked.turns:
-        take_turns(*asked.turns, asked.quick)
+    if options.turns:
+        take_turns(*options.turns, options.quick)
         return
-    if unknown := set(asked.parts) - {*PARTS, "none"}:
-        parser.error(
-            f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}, and none"
-        )
-    for name in asked.parts or PARTS:
+    if unknown := set(options.parts) - {*PARTS, "none"}:
+        names = ", ".join(sorted(unknown))
+        parser.error(f"unknown part {names}. Valid: {', '.join(PARTS)}, none")
+    for name in options.parts or PARTS:
         if name == "none":
             continue
         begun = time.perf_counter()
         load = os.getloadavg()[0]
-        rows = PARTS[name](asked.quick)
+        rows = PARTS[name](options.quick)
         took = time.perf_counter() - begun
         print(f"{name}: {took:.0f} s", *map(json.dumps, rows), sep="\n  ", flush=True)
         date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
         keep(
-            asked.keep,
+            options.keep,
             {
                 "part": name,
                 "made": date,
@@ -665,13 +737,13 @@ def main() -> None:
                 "rows": rows,
             },
         )
-    if asked.write:
+    if options.write:
         import speed_page
 
         speed_page.write(
-            asked.write,
-            read(asked.keep),
-            {name: function.__doc__ or "" for name, function in PARTS.items()},
+            options.write,
+            read(options.keep),
+            {name: " ".join((f.__doc__ or "").split()) for name, f in PARTS.items()},
             slope,
         )
 

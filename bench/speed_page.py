@@ -1,4 +1,4 @@
-"""Makes docs/benchmarks.md and its plot of what `bench/speed.py` has kept."""
+"""Writes docs/benchmarks.md and its plot from the results that `bench/speed.py` stores."""
 
 from collections.abc import Callable
 from itertools import groupby
@@ -12,14 +12,21 @@ NAMES = {
     "wire": "wire engine",
     "stacked": "stacked engine",
 }
-# Parts that measure a round against the plain loop, and how many times as fast the stacked engine was meant to be.
+# Parts that compare a round with the plain loop, and the goal for the speed of the stacked engine.
 ROUNDS = {"cora10": 10, "citeseer10": 12, "pubmed10": 6, "cora100": 30, "small1000": 80}
 
 
 def write(
     page: Path, kept: dict[str, Row], titles: dict[str, str], slope: Callable[..., float]
 ) -> None:
-    """Takes the kept results by part, what every part measures, and how to fit an exponent; writes the page and the plot beside it."""
+    """Writes the page and the plot.
+
+    Args:
+        page: The Markdown file. The plot has the same name with the suffix .png.
+        kept: The stored results by part.
+        titles: What each part measures.
+        slope: Fits the exponent of y ~ x^k.
+    """
     picture = page.with_suffix(".png")
     parts = {name: kept[name]["rows"] for name in titles if name in kept and kept[name]["rows"]}
     lines = [
@@ -44,14 +51,14 @@ def write(
 
 
 def table(head: list[str], body: list[list[str]]) -> list[str]:
-    """A Markdown table."""
+    """Returns the lines of a Markdown table."""
     return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *body)]
 
 
 def _origin(kept: dict[str, Row]) -> list[str]:
-    """Where and when each part was measured; parts that agree share a line."""
-    told = {name: (r["machine"], r["versions"], r["made"]) for name, r in kept.items()}
-    same = {key: [name for name in told if told[name] == key] for key in told.values()}
+    """Returns where and when each part was measured. Equal parts share a line."""
+    origin = {name: (r["machine"], r["versions"], r["made"]) for name, r in kept.items()}
+    same = {key: [name for name in origin if origin[name] == key] for key in origin.values()}
     busiest = max((r["load"] for r in kept.values()), default=0.0)
     lines = [
         f"- {', '.join(names)}: {made}, {machine}; {versions}"
@@ -80,8 +87,8 @@ def _rounds(parts: dict[str, list[Row]], titles: dict[str, str]) -> list[str]:
                 f"{ROUNDS[name]}x",
             ]
         )
-    told = "Where a goal is missed: what is in the way is in [decision 9](decisions/9-in-step.md)."
-    return ["## A round of FedAvg", "", *table(head, body), "", told]
+    note = "[Decision 9](decisions/9-in-step.md) explains the goals that are missed."
+    return ["## A round of FedAvg", "", *table(head, body), "", note]
 
 
 def _number(by: dict[str, Row], way: str, key: str, unit: str) -> str:
@@ -101,7 +108,7 @@ def _kernels(rows: list[Row], slope: Callable[..., float]) -> list[str]:
         [NAMES[r["way"]], f"{r['ms']:.1f}", f"{r['kernels_ms']:.1f}", f"{100 * r['outside']:.0f} %"]
         for r in rows
     ]
-    told = "The profiler slows a round down, and what it adds counts as outside."
+    note = "The profiler slows a round down. Its overhead counts as outside."
     return [
         *table(
             [
@@ -113,7 +120,7 @@ def _kernels(rows: list[Row], slope: Callable[..., float]) -> list[str]:
             body,
         ),
         "",
-        told,
+        note,
     ]
 
 
@@ -122,11 +129,11 @@ def _startup(rows: list[Row], slope: Callable[..., float]) -> list[str]:
         [f"`{r['what']}`", f"{r['seconds']:.2f}", f"{r['least']:.2f}"] for r in rows if "what" in r
     ]
     packages = [[f"`{r['package']}`", f"{r['seconds']:.2f}"] for r in rows if "package" in r]
-    told = "Of these seconds, imports by package (`python -X importtime`, which slows them down), the ten longest:"
+    note = "The ten packages whose imports take longest (`python -X importtime` slows them down):"
     return [
         *table(["", "seconds, median", "least"], commands),
         "",
-        told,
+        note,
         "",
         *table(["package", "seconds"], packages),
     ]
@@ -182,7 +189,7 @@ def _prediction(rows: list[Row], slope: Callable[..., float]) -> list[str]:
         for r in rows
     ]
     return table(
-        ["graph", "model", "before the run, MB", "foreseen, MB", "peak, MB", "foreseen / peak"],
+        ["graph", "model", "before the run, MB", "predicted, MB", "peak, MB", "predicted / peak"],
         body,
     )
 
@@ -223,13 +230,19 @@ def _grown(groups: dict[str, list[Row]], slope: Callable[..., float]) -> list[st
 
 
 TABLES: dict[str, Callable[[list[Row], Callable[..., float]], list[str]]] = {
-    "methods": _methods, "kernels": _kernels, "startup": _startup, "arxiv": _arxiv, "products": _products,
-    "prediction": _prediction, "growth": _growth, "clients": _clients,
-}  # fmt: skip
+    "methods": _methods,
+    "kernels": _kernels,
+    "startup": _startup,
+    "arxiv": _arxiv,
+    "products": _products,
+    "prediction": _prediction,
+    "growth": _growth,
+    "clients": _clients,
+}
 
 
 def _draw(picture: Path, parts: dict[str, list[Row]]) -> None:
-    """Left: times as fast as the plain loop. Right: a round's time as things grow."""
+    """Draws the speed relative to the plain loop (left) and the growth of a round (right)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")

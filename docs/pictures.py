@@ -1,7 +1,10 @@
-"""Makes docs/report.png and docs/watch.png, and both for phones: the report of nine methods on Cora, and the page that follows a run.
+"""Makes docs/report.png and docs/watch.png, and both in the size of a phone.
 
-python docs/pictures.py              runs the comparison first (3 minutes on two quiet cores; what is done is not done again)
-python docs/pictures.py FOLDER       of a comparison that is there already
+The first shows the report of nine methods on Cora, the second the page that follows a run.
+
+python docs/pictures.py            runs the comparison first (3 minutes on two quiet cores; finished
+                                   runs are cached)
+python docs/pictures.py FOLDER     uses an existing comparison
 """
 
 import subprocess
@@ -42,16 +45,16 @@ FOLLOWED = [
     "--out",
     "cora-fedgkc",
 ]
-AT = 60  # the round at which its picture is taken
+AT = 60  # the round at which the picture is taken
 
 
 def fedloom(*arguments: str | Path, cwd: Path = ROOT) -> None:
-    """The command, with this Python."""
+    """Runs a command of fedloom with this Python."""
     subprocess.run([sys.executable, "-m", "fedloom", *map(str, arguments)], check=True, cwd=cwd)
 
 
 def main() -> None:
-    """Runs, reports, takes the pictures, and makes them small."""
+    """Runs the comparison, writes the report and takes the pictures."""
     sys.path.insert(0, str(ROOT))
     from tests.chromium import browser
 
@@ -60,9 +63,8 @@ def main() -> None:
         fedloom("compare", "--methods", METHODS, *GRID, "--out", folder)
     with tempfile.TemporaryDirectory() as made, browser() as new_tab:
         place = Path(made)
-        (place / "compare").symlink_to(
-            folder.resolve()
-        )  # the page prints the command, which should be nobody's paths
+        # The page prints the command. The link keeps paths of this machine out of it.
+        (place / "compare").symlink_to(folder.resolve())
         fedloom("report", "compare/runs", "--out", "report.html", cwd=place)
         take(new_tab, "report", (place / "report.html").as_uri())
         with following(place) as url:
@@ -71,7 +73,7 @@ def main() -> None:
 
 @contextmanager
 def following(place: Path) -> Iterator[str]:
-    """A run that is under way, and the address of the page that follows it."""
+    """Starts a run and a server that follows it. Yields the address of the page."""
     from fedloom.experiments.report.watch import Watch
 
     run = subprocess.Popen(
@@ -81,7 +83,7 @@ def following(place: Path) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         while (server.data("", 0, 0) or {})["round"] < AT:
             if run.poll() is not None:
-                raise RuntimeError("the run that was to be followed has ended")
+                raise RuntimeError(f"the run ended before round {AT}, so there is no picture")
             time.sleep(0.1)
         yield server.url
         server.shutdown()
@@ -90,7 +92,7 @@ def following(place: Path) -> Iterator[str]:
 
 
 def take(new_tab: Callable[[], Any], name: str, url: str) -> None:
-    """A picture of a page in each size, made small."""
+    """Takes a picture of a page in each size, and compresses it."""
     for suffix, (width, height) in SIZES.items():
         tab, picture = new_tab(), ROOT / "docs" / f"{name}{suffix}.png"
         tab.size(width, height)

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its DevTools protocol with nothing but a web socket."""
+"""Controls a headless Chromium with its DevTools protocol, over a web socket."""
 
 import base64
 import json
@@ -22,11 +22,11 @@ class Link:
         self._socket, self._count, self.on_event = socket, 0, lambda kind, about: None
 
     def send(self, method, **params):
-        """Asks for something and gives what is answered."""
+        """Sends a command and returns its result."""
         self._count += 1
         self._socket.send(json.dumps({"id": self._count, "method": method, "params": params}))
         while True:
-            message = json.loads(self._socket.recv(timeout=60))
+            message = json.loads(self._socket.recv(timeout=120))
             if message.get("id") == self._count:
                 assert "error" not in message, message["error"]
                 return message["result"]
@@ -34,12 +34,12 @@ class Link:
 
 
 class Tab:
-    """One tab: what it requested, what its console said, and what a user does in it."""
+    """One tab: its requests, the messages of its console, and the actions of a user."""
 
     def __init__(self, link):
         self.send, link.on_event = link.send, self._note
         self.requests: list[str] = []
-        self.problems: list[str] = []  # errors and warnings of the console, exceptions
+        self.problems: list[str] = []  # the console's errors and warnings, and exceptions
         self.loaded = 0
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.send(f"{domain}.enable")
@@ -57,7 +57,7 @@ class Tab:
             self.loaded += 1
 
     def size(self, width, height=900, dark=False):
-        """Sets the window's width and whether the system is dark."""
+        """Sets the size of the window and whether the system is dark."""
         self.send(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -72,31 +72,32 @@ class Tab:
         )
 
     def open(self, url):
-        """Goes to an address and waits until it has loaded and drawn."""
+        """Opens an address and waits until the page is loaded and drawn."""
         before = self.loaded
         self.send("Page.navigate", url=url)
-        until = time.monotonic() + 60
+        until = time.monotonic() + 120
         while self.loaded == before:
             assert time.monotonic() < until, f"{url} does not load"
-            self.send("Runtime.evaluate", expression="1")  # events come with answers
+            self.send("Runtime.evaluate", expression="1")  # events arrive with answers
             time.sleep(0.02)
         self.settle()
 
     def settle(self):
-        """Waits for what is drawn in the next two frames."""
+        """Waits until the next two frames are drawn."""
         self.js(
-            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
+            "new Promise((done) => "
+            "requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
         )
 
     def js(self, expression):
-        """The value of an expression in the page."""
+        """Returns the value of an expression in the page."""
         answer = self.send(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait(self, expression, seconds=30):
+    def wait(self, expression, seconds=120):
         """Waits until an expression is true."""
         until = time.monotonic() + seconds
         while not self.js(expression):
@@ -104,14 +105,11 @@ class Tab:
             time.sleep(0.05)
 
     def box(self, selector):
-        """Where an element is in the window, once it has been scrolled to: left, top, width, height."""
-        self.js(
-            f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center', behavior: 'instant'}})"
-        )
+        """Scrolls to an element. Returns its left, top, width and height in the window."""
+        element = f"document.querySelector({json.dumps(selector)})"
+        self.js(f"{element}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
         self.settle()
-        rect = self.js(
-            f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()"
-        )
+        rect = self.js(f"{element}.getBoundingClientRect().toJSON()")
         return rect["left"], rect["top"], rect["width"], rect["height"]
 
     def move(self, x, y):
@@ -120,7 +118,7 @@ class Tab:
         self.settle()
 
     def click(self, selector):
-        """Clicks the middle of an element."""
+        """Clicks the centre of an element."""
         left, top, width, height = self.box(selector)
         for kind in ("mousePressed", "mouseReleased"):
             self.send(
@@ -134,7 +132,7 @@ class Tab:
         self.settle()
 
     def press(self, key):
-        """Presses a key where the focus is."""
+        """Presses a key. It goes to the focused element."""
         text = {"Enter": "\r", " ": " "}.get(key, "")
         codes = {"Enter": 13, " ": 32}
         for kind in ("keyDown", "keyUp"):
@@ -159,16 +157,22 @@ class Tab:
 
 @contextmanager
 def browser():
-    """A browser that ends with the block. Gives a function that opens a new tab."""
+    """Starts a browser that ends with the block. Yields a function that opens a new tab."""
     if PATH is None:
-        pytest.skip("no chromium here: make browser")
+        pytest.skip("chromium is not installed: run `make browser`")
     from websockets.sync.client import connect
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         options = [
-            "--headless=new", "--remote-debugging-port=0", f"--user-data-dir={folder}", "--no-first-run", "--disable-gpu",
-            "--disable-dev-shm-usage", "--disable-background-networking", "--hide-scrollbars",
-        ]  # fmt: skip
+            "--headless=new",
+            "--remote-debugging-port=0",
+            f"--user-data-dir={folder}",
+            "--no-first-run",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--disable-background-networking",
+            "--hide-scrollbars",
+        ]
         if os.geteuid() == 0:
             options.append("--no-sandbox")
         process = subprocess.Popen(
@@ -177,9 +181,11 @@ def browser():
         try:
             port, path = _address(Path(folder) / "DevToolsActivePort", process)
             with ExitStack() as stack:
-                link = lambda path: Link(
-                    stack.enter_context(connect(f"ws://127.0.0.1:{port}{path}", max_size=None))
-                )  # noqa: E731
+
+                def link(path: str) -> Link:
+                    address = f"ws://127.0.0.1:{port}{path}"
+                    return Link(stack.enter_context(connect(address, max_size=None)))
+
                 root = link(path)
 
                 def new_tab() -> Tab:
@@ -189,13 +195,13 @@ def browser():
                 yield new_tab
         finally:
             process.terminate()
-            process.wait(20)
+            process.wait(60)
 
 
 def _address(file, process):
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while not (file.exists() and len(lines := file.read_text().splitlines()) == 2):
-        assert process.poll() is None, "chromium ended at once"
+        assert process.poll() is None, "chromium ended during its start"
         assert time.monotonic() < until, "chromium does not start"
         time.sleep(0.05)
     return lines

@@ -1,4 +1,4 @@
-"""What the README and docs/ show: their pages, code blocks and lines to type."""
+"""Reads the README and docs/: their pages, code blocks and commands."""
 
 import re
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ PAGES = [
     "README.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 ]
-# Records of what was run once, with the commands and versions of then.
+# Pages that record past runs, with the commands and versions of their time.
 RECORDS = [
     page
     for page in PAGES
@@ -20,14 +20,14 @@ EXAMPLES = [page for page in PAGES if page not in RECORDS]
 
 
 class Block(NamedTuple):
-    """A code block: what follows the opening fence (of an indented block nothing does), and its lines."""
+    """A code block: the text after the opening fence (empty for indented blocks), and its lines."""
 
     info: str
     text: str
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """All code blocks of a page, fenced and indented, in order."""
+    """Yields all code blocks of a page, fenced and indented, in order."""
     info, lines, before = None, [], ""
     indented: list[str] = []
     for line in [*text.splitlines(), ""]:
@@ -52,13 +52,13 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def prose(text: str) -> str:
-    """A page without its code blocks."""
+    """Returns a page without its code blocks."""
     without = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
     return re.sub(r"(?<=\n\n)( {4}.*\n)+", "", without)
 
 
 def typed(block: Block) -> list[str]:
-    """The lines of a block that a reader would type, without prompt and remark."""
+    """Returns the commands of a block, without prompts and comments."""
     if block.info not in ("", "bash", "console"):
         return []
     lines = [line.removeprefix("$ ") for line in block.text.splitlines()]

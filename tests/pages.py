@@ -1,4 +1,4 @@
-"""Made-up report pages: one with a figure of every kind, and a large one."""
+"""Synthetic report pages: one with a figure of every kind, and a large one."""
 
 import base64
 import math
@@ -22,7 +22,7 @@ CLASSES = (
     "Neural",
     "Probabilistic",
     "Reinforcement",
-    "RoundPolicy",
+    "Rule learning",
     "Theory",
 )
 ROUND = {"label": "round", "log": False, "unit": "count"}
@@ -32,16 +32,21 @@ TIME = {"label": "time", "log": False, "unit": "seconds"}
 
 
 def page(figures, **more):
-    """A page around figures."""
+    """Returns a page with these figures."""
     return {
-        "title": "Ten methods on Cora, 10 clients by Louvain", "made": "2026-03-14T09:26:53+00:00", "version": "0.1.0",
-        "command": "fedloom report grid/runs/*/", "figures": figures, "left_out": [],
-        "facts": [["dataset", "cora"], ["clients", "10"], ["seeds", "0, 1, 2"], ["rounds", "30"]], **more,
-    }  # fmt: skip
+        "title": "Ten methods on Cora, 10 clients by Louvain",
+        "made": "2026-03-14T09:26:53+00:00",
+        "version": "0.1.0",
+        "command": "fedloom report grid/runs/*/",
+        "figures": figures,
+        "left_out": [],
+        "facts": [["dataset", "cora"], ["clients", "10"], ["seeds", "0, 1, 2"], ["rounds", "30"]],
+        **more,
+    }
 
 
 def curves(methods, rounds, rng):
-    """Accuracies that rise, with a spread."""
+    """Returns rising accuracies with a band."""
     series = []
     for k, name in enumerate(methods):
         top, pace, wide = 0.62 + 0.03 * ((k * 7) % 10), 3 + k, 0.012 + 0.002 * k
@@ -57,10 +62,15 @@ def convergence(methods=METHODS, rounds=30, rng=None):
         series[6] |= {"x": [1], "y": [0.71], "low": [0.70], "high": [0.72]}  # one-shot
         series[3]["y"][5] = series[3]["low"][5] = None
     return {
-        "id": "convergence", "title": "Accuracy by round", "section": "results", "kind": "lines",
-        "x": ROUND, "y": ACCURACY, "series": series,
-        "caption": "Mean over three seeds; the band goes from the lowest to the highest seed.",
-    }  # fmt: skip
+        "id": "convergence",
+        "title": "Accuracy by round",
+        "section": "results",
+        "kind": "lines",
+        "x": ROUND,
+        "y": ACCURACY,
+        "series": series,
+        "caption": "Mean over three seeds. The band is from the lowest to the highest seed.",
+    }
 
 
 def against_local(methods, clients, rng):
@@ -79,13 +89,19 @@ def against_local(methods, clients, rng):
                 }
             )
     return {
-        "id": "who-gains", "title": "Who gains from federating", "section": "clients", "kind": "points", "diagonal": True,
-        "caption": "Each mark is a client: its accuracy alone (across) and in the federation (up). Above the line it gains.",
-        "x": {**ACCURACY, "label": "accuracy alone"}, "y": {**ACCURACY, "label": "accuracy in the federation"}, "series": series,
-    }  # fmt: skip
+        "id": "who-gains",
+        "title": "Gains of clients",
+        "section": "clients",
+        "kind": "points",
+        "diagonal": True,
+        "caption": "Each mark is a client. Above the line it gains from the federation.",
+        "x": {**ACCURACY, "label": "local accuracy"},
+        "y": {**ACCURACY, "label": "accuracy in the federation"},
+        "series": series,
+    }
 
 
-def holdings(identity, title, clients, rng, share=False):
+def heat_map(identity, title, clients, rng, share=False):
     values = [
         [
             None
@@ -96,11 +112,21 @@ def holdings(identity, title, clients, rng, share=False):
         for _ in range(clients)
     ]
     return {
-        "id": identity, "title": title, "section": "data", "kind": "heat", "rows": [str(k) for k in range(clients)],
-        "columns": list(CLASSES), "row_label": "client", "column_label": "class", "values": values, "low": 0,
-        "high": 1 if share else max(v for row in values for v in row if v is not None), "format": "0.00" if share else "0", "unit": "",
-        "caption": "Strong colours are much; grey: the client holds none of the class.",
-    }  # fmt: skip
+        "id": identity,
+        "title": title,
+        "section": "data",
+        "kind": "heat",
+        "rows": [str(k) for k in range(clients)],
+        "columns": list(CLASSES),
+        "row_label": "client",
+        "column_label": "class",
+        "values": values,
+        "low": 0,
+        "high": 1 if share else max(v for row in values for v in row if v is not None),
+        "format": "0.00" if share else "0",
+        "unit": "",
+        "caption": "Dark colours are large values. Grey: the client has none of the class.",
+    }
 
 
 def result_table(methods, rng):
@@ -108,20 +134,37 @@ def result_table(methods, rng):
     rows = []
     for k, name in enumerate(methods):
         accuracy, sent = 0.7 + 0.01 * ((k * 3) % 10), 10 ** (4 + k % 5) * (1 + k)
-        rows.append([
-            name, {"text": f"{100 * accuracy:.1f} ± {rng.random():.1f}", "sort": accuracy, "mark": marks.get(k, "")},
-            {"text": f"{60 + k}.0", "sort": 60.0 + k, "mark": ""}, {"text": f"{sent / 1e6:.2f} MB", "sort": sent, "mark": ""},
-            {"text": "0.03" if k else "–", "sort": 0.03 if k else None, "mark": ""}, k * 3,
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                {
+                    "text": f"{100 * accuracy:.1f} ± {rng.random():.1f}",
+                    "sort": accuracy,
+                    "mark": marks.get(k, ""),
+                },
+                {"text": f"{60 + k}.0", "sort": 60.0 + k, "mark": ""},
+                {"text": f"{sent / 1e6:.2f} MB", "sort": sent, "mark": ""},
+                {"text": "0.03" if k else "–", "sort": 0.03 if k else None, "mark": ""},
+                k * 3,
+            ]
+        )
     columns = [
-        {"name": "method", "align": "left"}, {"name": "accuracy, %", "align": "right", "help": "mean ± standard deviation over seeds"},
-        {"name": "F1, %", "align": "right"}, {"name": "traffic", "align": "right"}, {"name": "p against the best", "align": "right"},
+        {"name": "method", "align": "left"},
+        {"name": "accuracy, %", "align": "right", "help": "mean ± standard deviation over seeds"},
+        {"name": "F1, %", "align": "right"},
+        {"name": "traffic", "align": "right"},
+        {"name": "p against the best", "align": "right"},
         {"name": "seconds", "align": "right"},
-    ]  # fmt: skip
+    ]
     return {
-        "id": "results-table", "title": "Results", "section": "results", "kind": "table", "columns": columns, "rows": rows,
-        "caption": "Mean ± standard deviation over seeds. Bold: the best; underlined: the second. p: a paired test over seeds and clients.",
-    }  # fmt: skip
+        "id": "results-table",
+        "title": "Results",
+        "section": "results",
+        "kind": "table",
+        "columns": columns,
+        "rows": rows,
+        "caption": "Mean ± standard deviation over seeds. Bold: the best. Underlined: the second.",
+    }
 
 
 def picture(n, blocks, rng):
@@ -135,10 +178,13 @@ def picture(n, blocks, rng):
 
 
 def plane(count, rng):
-    """Points in clouds by class, classes and clients."""
+    """Returns points in clusters by class, their classes and their clients."""
     centres = [(rng.uniform(0.15, 0.85), rng.uniform(0.15, 0.85)) for _ in CLASSES]
     classes = [rng.randrange(len(CLASSES)) for _ in range(count)]
-    clip = lambda v: min(1.0, max(0.0, v))  # noqa: E731
+
+    def clip(v):
+        return min(1.0, max(0.0, v))
+
     points = [
         [clip(rng.gauss(centres[c][0], 0.07)), clip(rng.gauss(centres[c][1], 0.07))]
         for c in classes
@@ -147,7 +193,7 @@ def plane(count, rng):
 
 
 def every_kind():
-    """A page with a figure of every kind, tables, and runs that were left out."""
+    """Returns a page with a figure of every kind, tables, and folders that were left out."""
     rng = random.Random(1)
     sent = [0.0, *(10 ** rng.uniform(5, 9) for _ in METHODS[1:])]
     best = [0.6 + 0.03 * ((k * 7) % 10) for k in range(len(METHODS))]
@@ -186,30 +232,93 @@ def every_kind():
     figures = [
         result_table(METHODS, rng),
         convergence(),
-        {"id": "accuracy-traffic", "title": "Accuracy against traffic", "section": "results", "kind": "points", "x": TRAFFIC, "y": ACCURACY,
-         "caption": "Up and to the left is better; along the dotted steps nobody is better at less traffic.",
-         "series": spots, "frontier": frontier, "levels": [{"name": "pooled", "color": 9, "y": 0.9}]},
-        {"id": "accuracy-time", "title": "Accuracy against time", "section": "results", "kind": "lines", "x": TIME, "y": ACCURACY,
-         "caption": "Seconds since the start of a run, on one machine.", "series": timed},
-        {"id": "phases", "title": "Traffic by phase", "section": "traffic", "kind": "bars", "rows": list(METHODS), "series": bars,
-         "caption": "Bytes of all clients and rounds, both directions.", "x": {**TRAFFIC, "label": "bytes", "log": False}},
+        {
+            "id": "accuracy-traffic",
+            "title": "Accuracy against traffic",
+            "section": "results",
+            "kind": "points",
+            "x": TRAFFIC,
+            "y": ACCURACY,
+            "caption": "Up and to the left is better. The dotted steps are the frontier.",
+            "series": spots,
+            "frontier": frontier,
+            "levels": [{"name": "central", "color": 9, "y": 0.9}],
+        },
+        {
+            "id": "accuracy-time",
+            "title": "Accuracy against time",
+            "section": "results",
+            "kind": "lines",
+            "x": TIME,
+            "y": ACCURACY,
+            "caption": "Seconds since the start of a run, on one machine.",
+            "series": timed,
+        },
+        {
+            "id": "phases",
+            "title": "Traffic by phase",
+            "section": "traffic",
+            "kind": "bars",
+            "rows": list(METHODS),
+            "series": bars,
+            "caption": "Bytes of all clients and rounds, both directions.",
+            "x": {**TRAFFIC, "label": "bytes", "log": False},
+        },
         against_local(METHODS, 10, rng),
-        {**holdings("gain", "Accuracy by client and method", 10, rng, share=True), "section": "clients", "columns": list(METHODS[:7]),
-         "unit": "percent", "column_label": "method"},
-        holdings("labels", "Labels", 10, rng),
-        holdings("homophily", "Homophily", 10, rng, share=True),
-        {"id": "adjacency", "title": "The combined adjacency", "section": "pictures", "kind": "image",
-         "row_label": "from", "column_label": "to", "caption": "Strong colours are dense; lines part the clients.",
-         "ticks": [0, 0.25, 0.5, 0.75],
-         "panels": [{"title": t, "size": 64, "values": picture(64, 4, rng)} for t in ("before pruning", "after pruning")]},
-        {"id": "graph", "title": "A client's graph", "section": "pictures", "kind": "graph", "class_names": list(CLASSES),
-         "caption": "Dashed edges were added by the method.",
-         "panels": [{"title": "before", "points": points, "edges": edges, "classes": classes},
-                    {"title": "after", "points": points, "edges": edges, "added": added, "classes": classes}]},
-        {"id": "embeddings", "title": "Embeddings", "section": "pictures", "kind": "scatter", "class_names": list(CLASSES),
-         "caption": "The test nodes of all clients in two dimensions.",
-         "panels": [{"title": t, "points": p, "classes": c, "clients": o} for t, (p, c, o) in zip(("fedavg", "fedpg"), many, strict=True)]},
-    ]  # fmt: skip
+        {
+            **heat_map("gain", "Accuracy by client and method", 10, rng, share=True),
+            "section": "clients",
+            "columns": list(METHODS[:7]),
+            "unit": "percent",
+            "column_label": "method",
+        },
+        heat_map("labels", "Labels", 10, rng),
+        heat_map("homophily", "Homophily", 10, rng, share=True),
+        {
+            "id": "adjacency",
+            "title": "The combined adjacency",
+            "section": "pictures",
+            "kind": "image",
+            "row_label": "from",
+            "column_label": "to",
+            "caption": "Dark colours are dense. Lines separate the clients.",
+            "ticks": [0, 0.25, 0.5, 0.75],
+            "panels": [
+                {"title": t, "size": 64, "values": picture(64, 4, rng)}
+                for t in ("before pruning", "after pruning")
+            ],
+        },
+        {
+            "id": "graph",
+            "title": "A client's graph",
+            "section": "pictures",
+            "kind": "graph",
+            "class_names": list(CLASSES),
+            "caption": "The method added the dashed edges.",
+            "panels": [
+                {"title": "before", "points": points, "edges": edges, "classes": classes},
+                {
+                    "title": "after",
+                    "points": points,
+                    "edges": edges,
+                    "added": added,
+                    "classes": classes,
+                },
+            ],
+        },
+        {
+            "id": "embeddings",
+            "title": "Embeddings",
+            "section": "pictures",
+            "kind": "scatter",
+            "class_names": list(CLASSES),
+            "caption": "The test nodes of all clients in two dimensions.",
+            "panels": [
+                {"title": t, "points": p, "classes": c, "clients": o}
+                for t, (p, c, o) in zip(("fedavg", "fedpg"), many, strict=True)
+            ],
+        },
+    ]
     left_out = [
         {"folder": "runs/fedavg-s3", "reason": "is unfinished: fedloom resume runs/fedavg-s3"},
         {"folder": "runs/<b>old</b>", "reason": "was made by another version: fedloom-run/0"},
@@ -218,12 +327,18 @@ def every_kind():
 
 
 def large(clients=1000, rounds=200):
-    """Ten methods, a thousand clients, two hundred rounds."""
+    """Returns a page of ten methods, a thousand clients and two hundred rounds."""
     rng = random.Random(5)
     rows = [
-        [name, str(k), {"text": f"{100 * (a := rng.random()):.1f}", "sort": a, "mark": ""}, {"text": "50.0", "sort": 0.5}]
-        for name in METHODS for k in range(clients)
-    ]  # fmt: skip
+        [
+            name,
+            str(k),
+            {"text": f"{100 * (a := rng.random()):.1f}", "sort": a, "mark": ""},
+            {"text": "50.0", "sort": 0.5},
+        ]
+        for name in METHODS
+        for k in range(clients)
+    ]
     columns = [
         {"name": "method", "align": "left"},
         {"name": "client", "align": "left"},
@@ -239,7 +354,11 @@ def large(clients=1000, rounds=200):
         "rows": rows,
     }
     figures = [
-        result_table(METHODS, rng), convergence(METHODS, rounds, rng), {**against_local(METHODS, clients, rng), "section": "results"},
-        table, holdings("labels", "Labels", clients, rng), holdings("homophily", "Homophily", clients, rng, share=True),
-    ]  # fmt: skip
+        result_table(METHODS, rng),
+        convergence(METHODS, rounds, rng),
+        {**against_local(METHODS, clients, rng), "section": "results"},
+        table,
+        heat_map("labels", "Labels", clients, rng),
+        heat_map("homophily", "Homophily", clients, rng, share=True),
+    ]
     return page(figures)

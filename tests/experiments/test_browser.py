@@ -1,4 +1,4 @@
-"""The pages in a real browser: nothing but themselves is loaded, nothing goes wrong, and everything in them can be used."""
+"""The pages in a real browser: they load only themselves, have no errors, and can be used."""
 
 import base64
 import json
@@ -11,6 +11,7 @@ from tests.experiments.test_watch import CONFIG, line, write
 from fedloom.experiments.report.html import write_page
 from fedloom.experiments.report.watch import Watch
 
+pytestmark = pytest.mark.slow
 SECTIONS = ("results", "traffic", "clients", "data", "pictures")
 
 
@@ -29,7 +30,10 @@ def report(tmp_path_factory):
 
 @pytest.fixture
 def tab(new_tab, report):
-    """A tab with the report, 1400 pixels wide, on a light system. In the end its console is empty and it has requested nothing else."""
+    """A tab with the report, 1400 pixels wide, on a light system.
+
+    After the test its console must be empty, and it must have requested only the report.
+    """
     tab = new_tab()
     tab.size(1400)
     tab.open(report)
@@ -41,14 +45,13 @@ def tab(new_tab, report):
 
 
 def column(tab, selector, number):
-    """The texts of a table's column, from top to bottom."""
-    return tab.js(
-        f"[...document.querySelectorAll('{selector} tbody tr')].map((row) => row.children[{number}].textContent)"
-    )
+    """Returns the texts of a table's column, from top to bottom."""
+    rows = f"[...document.querySelectorAll('{selector} tbody tr')]"
+    return tab.js(f"{rows}.map((row) => row.children[{number}].textContent)")
 
 
 def chosen(tab):
-    """The tab that is chosen, and the panels that are shown."""
+    """Returns the selected tab and the visible panels."""
     shown = (
         "[...document.querySelectorAll('[role=tabpanel]:not([hidden])')].map((panel) => panel.id)"
     )
@@ -58,9 +61,10 @@ def chosen(tab):
 
 
 def colours(tab, selector):
-    """How many different colours a canvas shows."""
+    """Returns the number of different colours on a canvas."""
     script = """(() => {
-      const canvas = document.querySelector(%s), pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+      const canvas = document.querySelector(%s), context = canvas.getContext("2d");
+      const pixels = context.getImageData(0, 0, canvas.width, canvas.height).data;
       return new Set(new Uint32Array(pixels.buffer)).size;
     })()"""
     return tab.js(script % json.dumps(selector))
@@ -78,15 +82,14 @@ def test_every_section_opens_and_fits(tab, report, width, dark, tmp_path):
         tab.open(f"{report}#{section}")
         assert chosen(tab) == (section.title(), [f"panel-{section}"])
         assert tab.js("document.documentElement.scrollWidth") <= width
-        drawn = tab.js(
-            "[...document.querySelectorAll('.panel:not([hidden]) .plot')].map((p) => p.querySelectorAll('svg *').length)"
-        )
+        plots = "[...document.querySelectorAll('.panel:not([hidden]) .plot')]"
+        drawn = tab.js(f"{plots}.map((p) => p.querySelectorAll('svg *').length)")
         assert all(count > 5 for count in drawn)
         tab.screenshot(tmp_path / "shot.png")
         assert (tmp_path / "shot.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_many_marks_are_on_a_canvas_and_few_are_not(tab):
+def test_only_figures_with_many_marks_use_a_canvas(tab):
     tab.click("#tab-pictures")
     assert colours(tab, "#embeddings canvas") > 20
     assert colours(tab, "#adjacency canvas") > 20
@@ -95,7 +98,7 @@ def test_many_marks_are_on_a_canvas_and_few_are_not(tab):
     assert tab.js("document.querySelector('#convergence canvas')") is None
 
 
-def test_figures_are_made_when_their_tab_is_opened(tab):
+def test_figures_are_drawn_when_their_tab_is_opened(tab):
     assert tab.js("document.querySelectorAll('#panel-traffic *').length") == 0
     tab.click("#tab-traffic")
     assert chosen(tab) == ("Traffic", ["panel-traffic"])
@@ -103,7 +106,7 @@ def test_figures_are_made_when_their_tab_is_opened(tab):
     assert tab.js("location.hash") == "#traffic"
 
 
-def test_tabs_go_by_arrow_keys(tab):
+def test_arrow_keys_change_the_tab(tab):
     tab.js("document.getElementById('tab-results').focus()")
     for key, title in (
         ("ArrowRight", "Traffic"),
@@ -115,12 +118,8 @@ def test_tabs_go_by_arrow_keys(tab):
         tab.press(key)
         assert chosen(tab) == (title, [f"panel-{title.lower()}"])
         assert tab.js("document.activeElement.textContent") == title
-    assert (
-        tab.js(
-            "[...document.querySelectorAll('[role=tab]')].filter((tab) => tab.tabIndex === 0).length"
-        )
-        == 1
-    )
+    tabs = "[...document.querySelectorAll('[role=tab]')]"
+    assert tab.js(f"{tabs}.filter((tab) => tab.tabIndex === 0).length") == 1
 
 
 def test_a_link_to_a_figure_opens_its_tab(tab, report):
@@ -129,13 +128,12 @@ def test_a_link_to_a_figure_opens_its_tab(tab, report):
     assert chosen(tab)[0] == "Data"
 
 
-def test_tables_sort_by_mouse_and_keyboard(tab):
+def test_tables_are_sorted_with_mouse_and_keyboard(tab):
     head = "#results-table th:nth-child(4)"
     tab.click(f"{head} button")
     first = [row[3]["sort"] for row in pages.every_kind()["figures"][0]["rows"]]
-    expected = [
-        f"{sent / 1e6:.2f} MB" for sent in sorted(first, reverse=True)
-    ]  # by numbers: 1000.00 MB is more than 90.00 MB
+    # The order is that of the numbers, not of the texts: 1000.00 MB is more than 90.00 MB.
+    expected = [f"{sent / 1e6:.2f} MB" for sent in sorted(first, reverse=True)]
     assert column(tab, "#results-table", 3) == expected
     assert tab.js(f"document.querySelector('{head}').ariaSort") == "descending"
     tab.js(f"document.querySelector('{head} button').focus()")
@@ -144,15 +142,11 @@ def test_tables_sort_by_mouse_and_keyboard(tab):
     assert tab.js(f"document.querySelector('{head}').ariaSort") == "ascending"
     for _ in range(2):
         tab.click("#results-table th:nth-child(5) button")
-        assert column(tab, "#results-table", 4)[-1] == "–"  # what is unknown is last, either way
+        assert column(tab, "#results-table", 4)[-1] == "–"  # unknown values are last in both orders
     tab.click("#results-table th:first-child button")
     assert column(tab, "#results-table", 0) == sorted(pages.METHODS)
-    assert (
-        tab.js(
-            "document.querySelectorAll('#results-table [aria-sort]:not([aria-sort=none])').length"
-        )
-        == 1
-    )
+    sorted_by = "#results-table [aria-sort]:not([aria-sort=none])"
+    assert tab.js(f"document.querySelectorAll('{sorted_by}').length") == 1
 
 
 def test_the_best_is_bold_and_the_second_underlined(tab):
@@ -160,7 +154,7 @@ def test_the_best_is_bold_and_the_second_underlined(tab):
     assert tab.js("document.querySelector('#results-table u').textContent").startswith("75.0")
 
 
-def test_dark_follows_the_system_and_a_button_overrides_it(tab, report):
+def test_the_theme_follows_the_system_and_a_button_overrides_it(tab, report):
     page = "getComputedStyle(document.body).backgroundColor"
     light = tab.js(page)
     tab.size(1400, dark=True)
@@ -176,7 +170,7 @@ def test_dark_follows_the_system_and_a_button_overrides_it(tab, report):
     assert tab.js("document.getElementById('theme').textContent") == "Light"
 
 
-def test_canvases_change_their_colours_too(tab):
+def test_canvases_follow_the_theme(tab):
     tab.click("#tab-pictures")
     before = tab.js("document.querySelector('#adjacency canvas').toDataURL()")
     tab.click("#theme")
@@ -187,12 +181,12 @@ def test_canvases_change_their_colours_too(tab):
     ("section", "figure", "at", "words"),
     [
         ("results", "convergence", (0.5, 0.5), ["round 1", "fedavg", "%"]),
-        ("traffic", "phases", (0.15, 0.17), ["fedavg", "together", "MB"]),
+        ("traffic", "phases", (0.15, 0.17), ["fedavg", "total", "MB"]),
         ("data", "labels", (0.5, 0.3), ["client", "class"]),
-        ("pictures", "adjacency", (0.1, 0.2), ["before pruning", "client 0", "of the fullest"]),
+        ("pictures", "adjacency", (0.1, 0.2), ["before pruning", "client 0", "of the maximum"]),
     ],
 )
-def test_a_pointer_gets_the_values(tab, section, figure, at, words):
+def test_the_pointer_shows_a_tooltip_with_values(tab, section, figure, at, words):
     tab.click(f"#tab-{section}")
     left, top, width, height = tab.box(f"#{figure} .plot")
     assert tab.js(f"document.querySelector('#{figure} .tip').hidden")
@@ -215,7 +209,7 @@ def test_a_pointer_gets_the_values(tab, section, figure, at, words):
         ("pictures", "embeddings"),
     ],
 )
-def test_arrow_keys_go_through_the_values(tab, section, figure):
+def test_arrow_keys_show_one_value_after_another(tab, section, figure):
     tab.click(f"#tab-{section}")
     tab.js(f"document.querySelector('#{figure} .plot').focus()")
     seen = []
@@ -243,11 +237,9 @@ def test_legend_entries_hide_and_show_a_series(tab):
     assert tab.js(drawn) == before
 
 
-def test_who_sends_nothing_is_in_the_picture(tab):
-    labels = tab.js(
-        "[...document.querySelectorAll('#accuracy-traffic .plot text')].map((text) => text.textContent)"
-    )
-    assert "0" in labels
+def test_methods_that_send_nothing_are_at_zero(tab):
+    texts = "[...document.querySelectorAll('#accuracy-traffic .plot text')]"
+    assert "0" in tab.js(f"{texts}.map((text) => text.textContent)")
     tab.js("document.querySelector('#accuracy-traffic .plot').focus()")
     tab.press("ArrowRight")
     assert "local" in tab.js("document.querySelector('#accuracy-traffic .tip').innerText")
@@ -255,7 +247,8 @@ def test_who_sends_nothing_is_in_the_picture(tab):
 
 def test_embeddings_can_be_coloured_by_client(tab):
     tab.click("#tab-pictures")
-    names = "[...document.querySelectorAll('#embeddings .legend [aria-pressed]')].map((button) => button.textContent)"
+    buttons = "[...document.querySelectorAll('#embeddings .legend [aria-pressed]')]"
+    names = f"{buttons}.map((button) => button.textContent)"
     assert tab.js(names) == list(pages.CLASSES)
     tab.click("#embeddings .switch")
     assert tab.js(names) == [f"client {k}" for k in range(4)]
@@ -270,7 +263,7 @@ def test_embeddings_can_be_coloured_by_client(tab):
         ("pictures", "graph", 50),
     ],
 )
-def test_the_numbers_are_there_when_asked_for(tab, section, figure, rows):
+def test_figures_show_their_numbers_as_a_table(tab, section, figure, rows):
     tab.click(f"#tab-{section}")
     assert tab.js(f"document.querySelector('#{figure} details .table')") is None
     tab.click(f"#{figure} details summary")
@@ -280,36 +273,36 @@ def test_the_numbers_are_there_when_asked_for(tab, section, figure, rows):
     assert total.startswith("1–")
 
 
-def test_what_was_left_out_is_named(tab):
+def test_folders_that_were_left_out_are_listed(tab):
     text = tab.js("document.getElementById('left-out').innerText")
     assert "2 run folders are not in this report" in text
-    assert "runs/<b>old</b> was made by another version" in text  # text, not an element
+    assert "runs/<b>old</b> was made by another version" in text  # as text, not as an element
     assert tab.js("document.querySelector('#left-out b')") is None
 
 
-def test_figures_are_drawn_again_when_the_window_changes(tab):
+def test_figures_are_redrawn_when_the_window_changes_its_size(tab):
     before = tab.js("document.querySelector('#convergence svg').getAttribute('width')")
     tab.size(700)
     tab.settle()
     assert tab.js("document.querySelector('#convergence svg').getAttribute('width')") != before
 
 
-def test_names_and_roles_are_there(tab):
-    assert tab.js(
-        "[...document.querySelectorAll('.plot')].every((plot) => plot.getAttribute('role') === 'img' && plot.ariaLabel.length > 20)"
-    )
-    assert tab.js(
-        "[...document.querySelectorAll('figure')].every((figure) => figure.querySelector('figcaption h3').textContent)"
-    )
-    assert tab.js(
-        "[...document.querySelectorAll('button')].every((button) => button.textContent || button.ariaLabel)"
-    )
+@pytest.mark.parametrize(
+    ("selector", "condition"),
+    [
+        (".plot", "one.getAttribute('role') === 'img' && one.ariaLabel.length > 20"),
+        ("figure", "one.querySelector('figcaption h3').textContent"),
+        ("button", "one.textContent || one.ariaLabel"),
+    ],
+)
+def test_elements_have_names_and_roles(tab, selector, condition):
+    assert tab.js(f"[...document.querySelectorAll('{selector}')].every((one) => {condition})")
 
 
-def test_on_paper_there_is_everything(tab):
+def test_a_printed_page_shows_all_sections(tab):
     pdf = base64.b64decode(tab.send("Page.printToPDF")["data"])
     assert pdf[:4] == b"%PDF"
-    assert chosen(tab) == ("Results", ["panel-results"])  # as before
+    assert chosen(tab) == ("Results", ["panel-results"])  # as before printing
     assert tab.js("document.querySelectorAll('#embeddings canvas').length") == 1
 
 
@@ -326,9 +319,6 @@ def test_a_large_report_opens(new_tab, tmp_path):
     tab = new_tab()
     tab.size(1400)
     tab.open((tmp_path / "report.html").as_uri())
-    assert (
-        tab.js("performance.now()") < 60_000
-    )  # generous: it is half a second where nothing else runs
     assert tab.js("document.querySelectorAll('#convergence svg path').length") > 20
     assert colours(tab, "#who-gains canvas") > 20
     tab.click("#tab-clients")
@@ -355,7 +345,7 @@ def test_a_large_report_opens(new_tab, tmp_path):
 
 @pytest.fixture
 def watched(tmp_path):
-    """A server that watches a folder which is not there yet."""
+    """A server that watches a folder that does not exist yet."""
     with Watch(tmp_path / "run") as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -383,14 +373,15 @@ def test_a_run_is_followed_while_it_grows(new_tab, watched):
     )
     tab.wait(words("round 3 of 4"))
     assert tab.js("document.querySelectorAll('#accuracy svg path').length") > 4
-    table = "[...document.querySelectorAll('#client-table tbody tr')].map((row) => [...row.children].map((cell) => cell.textContent))"
-    assert tab.js(table) == [
+    rows = "[...document.querySelectorAll('#client-table tbody tr')]"
+    texts = f"{rows}.map((row) => [...row.children].map((cell) => cell.textContent))"
+    assert tab.js(texts) == [
         ["ann", "30.0%", "0", "", ""],
         ["bob", "40.0%", "1", "2", "did <i>not</i> answer"],
     ]
     assert tab.js("document.documentElement.scrollWidth") <= 390
     sent = [address for address in tab.requests if "/data" in address]
-    assert any("from=1" in address for address in sent)  # what it has is not asked for again
+    assert any("from=1" in address for address in sent)  # only new entries are requested
     write(folder, line(4))
     (folder / "summary.json").write_text(
         json.dumps(
@@ -404,7 +395,7 @@ def test_a_run_is_followed_while_it_grows(new_tab, watched):
     assert all(address.startswith(home) for address in tab.requests)
 
 
-def test_a_watch_that_ends_is_noticed(new_tab, tmp_path):
+def test_the_page_says_that_the_watch_has_ended(new_tab, tmp_path):
     write(tmp_path / "run", line(1))
     tab = new_tab()
     with Watch(tmp_path / "run") as server:
@@ -419,7 +410,7 @@ def test_a_watch_that_ends_is_noticed(new_tab, tmp_path):
     )
 
 
-def test_several_runs_are_listed_and_opened(new_tab, watched):
+def test_several_runs_are_listed_and_can_be_opened(new_tab, watched):
     for name in ("a", "b & c"):
         write(watched.folder / "runs" / name, line(1))
     tab = new_tab()

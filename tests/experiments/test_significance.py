@@ -1,4 +1,4 @@
-"""Means, spreads and paired tests, against scipy and by hand."""
+"""Means, standard deviations and paired tests, compared with scipy and computed by hand."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_pairs_are_by_seed_and_client():
     assert paired(ours, theirs) == pytest.approx([25, -10, 20])
 
 
-def test_clients_in_another_order_are_still_themselves():
+def test_clients_are_paired_by_name_not_by_position():
     turned = {
         "seed": 0,
         "per_client": [{"id": "1", "accuracy": 0.7}, {"id": "0", "accuracy": 0.25}],
@@ -38,14 +38,14 @@ def test_clients_in_another_order_are_still_themselves():
     assert paired([summary(0, 0.5, 0.6)], [turned]) == pytest.approx([25, -10])
 
 
-def test_where_clients_are_not_known_or_others_pairs_are_by_seed():
-    pooled, secure = summary(0, 0.9, accuracy=0.9), summary(0, None, None, accuracy=0.8)
+def test_runs_with_unknown_or_other_clients_are_paired_by_seed():
+    central, secure = summary(0, 0.9, accuracy=0.9), summary(0, None, None, accuracy=0.8)
     ours = summary(0, 0.5, 0.6, accuracy=0.55)
-    assert paired([ours], [pooled]) == pytest.approx([-35])
+    assert paired([ours], [central]) == pytest.approx([-35])
     assert paired([ours], [secure]) == pytest.approx([-25])
 
 
-def test_seeds_that_do_not_fit_are_refused():
+def test_different_seeds_are_refused():
     with pytest.raises(ValueError, match="seed 0 cannot be paired with seed 1"):
         paired([summary(0, 0.5)], [summary(1, 0.5)])
 
@@ -54,7 +54,7 @@ def test_seeds_that_do_not_fit_are_refused():
 def test_the_paired_test_agrees_with_scipy(seed):
     rng = np.random.default_rng(seed)
     a, b = rng.normal(0.8, 0.05, (2, 3, 10))
-    b = np.where(rng.random(b.shape) < 0.1, a, b)  # some are equal
+    b = np.where(rng.random(b.shape) < 0.1, a, b)  # some pairs are equal
     ours, theirs = ([summary(k, *row) for k, row in enumerate(scores)] for scores in (a, b))
     found = verdict(paired(ours, theirs))
     expected = stats.wilcoxon(100 * a.ravel(), 100 * b.ravel())
@@ -64,12 +64,12 @@ def test_the_paired_test_agrees_with_scipy(seed):
     assert found.low <= found.mean <= found.high
 
 
-def test_no_difference_is_no_difference():
+def test_differences_of_zero_have_p_one():
     assert verdict([0.0, 0.0]).p == 1.0
     assert verdict([0.0, 0.0])[:5] == (0, 0, 0, 0, 0)
 
 
-def test_a_clear_difference_is_seen_and_the_interval_leaves_zero_out():
+def test_a_clear_difference_has_a_small_p_and_an_interval_without_zero():
     found = verdict([1.0, 2.0, 1.5, 0.5, 1.2, 1.1, 0.9, 2.2, 1.6, 0.7])
     assert found.p < 0.01
     assert found.low > 0
@@ -77,13 +77,12 @@ def test_a_clear_difference_is_seen_and_the_interval_leaves_zero_out():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_holm_rejects_what_the_step_down_procedure_rejects(seed):
+def test_holm_agrees_with_the_step_down_procedure(seed):
     values = np.random.default_rng(seed).beta(0.3, 1, 8)
     named = {str(k): float(v) for k, v in enumerate(values)}
     rejected, ranked = set(), sorted(named, key=named.__getitem__)
-    for rank, name in enumerate(
-        ranked
-    ):  # the smallest against α / 8, the next against α / 7, until one does not pass
+    # The smallest p is compared with α / 8, the next with α / 7, until one does not pass.
+    for rank, name in enumerate(ranked):
         if named[name] > 0.05 / (len(ranked) - rank):
             break
         rejected.add(name)
@@ -96,5 +95,5 @@ def test_holm_by_hand():
     )
 
 
-def test_differences_have_no_minus_before_nothing():
+def test_points_have_no_negative_zero():
     assert [points(v) for v in (1.25, -0.04, 0.04, -3.0)] == ["+1.2", "+0.0", "+0.0", "-3.0"]

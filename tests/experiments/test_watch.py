@@ -1,4 +1,4 @@
-"""The watch page's server: who may ask, what it tells, and that it reads what is new and nothing else."""
+"""The server of the watch page: access, data, and that it reads and sends new data only."""
 
 import http.client
 import json
@@ -27,7 +27,7 @@ CONFIG = {
 
 
 def line(number, **more):
-    """A history line of two clients."""
+    """Returns a history line of two clients."""
     scores = [
         {"id": name, "accuracy": 0.1 * number + k / 10} for k, name in enumerate(("ann", "bob"))
     ]
@@ -54,7 +54,7 @@ def line(number, **more):
 
 
 def write(folder, *lines, config=CONFIG):
-    """A run folder with these history lines added."""
+    """Adds history lines to a run folder. Creates the folder if necessary."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     with open(folder / "history.jsonl", "a") as file:
@@ -75,8 +75,8 @@ def serving(folder, host="127.0.0.1"):
 
 
 def ask(server, path="/", method="GET", token=True, **headers):
-    """Status, headers and body of an answer."""
-    link = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    """Sends a request. Returns the status, headers and body of the response."""
+    link = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     if token:
         path += f"{'&' if '?' in path else '?'}token={server.token}"
     link.request(method, path, headers=headers)
@@ -98,10 +98,10 @@ def run(tmp_path):
     return write(tmp_path / "run", line(1), line(2))
 
 
-# ---- who may ask ----
+# ---- access ----
 
 
-def test_nobody_sees_anything_without_the_token(run):
+def test_requests_without_the_token_are_refused(run):
     with serving(run) as server:
         for path in (
             "/",
@@ -119,7 +119,7 @@ def test_nobody_sees_anything_without_the_token(run):
         assert ask(server, "/")[0] == 200
 
 
-def test_the_first_visit_leaves_a_cookie_that_is_enough(run):
+def test_the_first_response_sets_a_cookie_that_grants_access(run):
     with serving(run) as server:
         _, headers, _ = ask(server, "/")
         assert (
@@ -132,13 +132,13 @@ def test_the_first_visit_leaves_a_cookie_that_is_enough(run):
         assert (status, json.loads(body)["round"]) == (200, 2)
 
 
-def test_tokens_are_new_each_time(run):
+def test_every_server_has_a_new_token(run):
     with Watch(run) as first, Watch(run) as second:
         assert first.token != second.token
         assert len(first.token) >= 32
 
 
-def test_a_name_that_was_made_to_point_here_is_refused(run):
+def test_other_host_names_are_refused(run):
     with serving(run) as server:
         for host in (
             "evil.example",
@@ -156,7 +156,7 @@ def test_a_name_that_was_made_to_point_here_is_refused(run):
             assert ask(server, "/", Host=host)[0] == 200
 
 
-def test_everybody_who_is_let_in_needs_the_token_too(run):
+def test_other_machines_need_the_token(run):
     with serving(run, "0.0.0.0") as server:
         assert not server.loopback
         assert ask(server, "/", Host="laboratory.example")[0] == 200
@@ -183,23 +183,19 @@ def test_only_get_is_answered(run, method):
         "/data?run=/",
     ],
 )
-def test_nothing_else_of_the_disk_can_be_had(run, path):
+def test_other_paths_are_not_found(run, path):
     with serving(run) as server:
         assert ask(server, path)[0] == 404
 
 
-def test_answers_are_for_this_page_only(run):
+def test_responses_have_strict_security_headers(run):
     with serving(run) as server:
         for path in ("/", "/data", "/nothing"):
             _, headers, _ = ask(server, path)
             assert "default-src 'none'" in headers["Content-Security-Policy"]
             assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
-            assert (
-                "unsafe-inline"
-                not in headers["Content-Security-Policy"]
-                .partition("script-src")[2]
-                .partition(";")[0]
-            )
+            scripts = headers["Content-Security-Policy"].partition("script-src")[2]
+            assert "unsafe-inline" not in scripts.partition(";")[0]
             assert (headers["X-Content-Type-Options"], headers["Referrer-Policy"]) == (
                 "nosniff",
                 "no-referrer",
@@ -208,14 +204,11 @@ def test_answers_are_for_this_page_only(run):
         assert ask(server, "/data?from=x")[0] == 400
 
 
-def test_addresses_that_cannot_be_listened_on_are_explained(run):
-    with (
-        Watch(run) as first,
-        pytest.raises(
-            ConfigError, match=f"host '127.0.0.1', port {first.port}: Address already in use"
-        ),
-    ):
-        Watch(run, port=first.port)
+def test_errors_name_addresses_that_cannot_be_used(run):
+    with Watch(run) as first:
+        message = f"host '127.0.0.1', port {first.port}: Address already in use"
+        with pytest.raises(ConfigError, match=message):
+            Watch(run, port=first.port)
     for host, port, why in (
         ("127.0.0.1", 70000, "between 0 and 65535"),
         ("", 0, "must be a name"),
@@ -225,10 +218,10 @@ def test_addresses_that_cannot_be_listened_on_are_explained(run):
             Watch(run, host, port)
 
 
-# ---- what is told ----
+# ---- data ----
 
 
-def test_only_what_is_new_is_sent(run):
+def test_only_new_entries_are_sent(run):
     with serving(run) as server:
         first = data(server)
         assert (first["from"], [entry[0] for entry in first["entries"]]) == (0, [1, 2])
@@ -247,7 +240,7 @@ def test_only_what_is_new_is_sent(run):
         assert (third["bytes_up"], third["bytes_down"], third["absences"]) == (30, 60, 1)
 
 
-def test_what_was_read_is_not_read_again(run, monkeypatch):
+def test_lines_are_parsed_once(run, monkeypatch):
     follower = Follower(run)
     follower.look()
     parsed = []
@@ -259,7 +252,7 @@ def test_what_was_read_is_not_read_again(run, monkeypatch):
     assert len(parsed) == 1
 
 
-def test_a_line_is_taken_when_it_is_whole(run):
+def test_incomplete_lines_are_read_when_they_are_complete(run):
     follower = Follower(run)
     whole = line(3)
     with open(run / "history.jsonl", "a") as file:
@@ -272,11 +265,12 @@ def test_a_line_is_taken_when_it_is_whole(run):
     assert (len(follower.entries), follower.about()["damaged_lines"], follower.version) == (3, 0, 0)
 
 
-def test_a_history_that_is_cut_and_goes_on_is_read_anew(run):
+def test_a_history_that_was_cut_and_continued_is_read_again(run):
     follower = Follower(run)
     write(run, line(3), line(4)[:40])
     follower.look()
-    # A resume cuts to the checkpoint and does the rounds again, in other times; the file is longer than before when we look again.
+    # A resumed run cuts the history at the checkpoint and repeats the rounds, with other times. The
+    # file is longer than before at the next look.
     (run / "history.jsonl").write_text(
         line(1) + line(2, seconds=7.0) + line(3, seconds=9.0) + line(4)
     )
@@ -299,7 +293,7 @@ def test_long_histories_are_read_in_pieces(run, monkeypatch):
     assert [entry[0] for entry in follower.entries] == list(range(1, 30))
 
 
-def test_lines_that_are_no_entries_are_counted_and_left_out(run):
+def test_damaged_lines_are_counted_and_left_out(run):
     write(
         run,
         "nonsense\n",
@@ -309,9 +303,9 @@ def test_lines_that_are_no_entries_are_counted_and_left_out(run):
         line(3, accuracy=float("nan")),
     )
     with serving(run) as server:
-        told = data(server)
-        assert (told["round"], told["damaged_lines"]) == (3, 4)
-        assert told["entries"][-1][FIELDS.index("accuracy")] is None
+        found = data(server)
+        assert (found["round"], found["damaged_lines"]) == (3, 4)
+        assert found["entries"][-1][FIELDS.index("accuracy")] is None
 
 
 # ---- states ----
@@ -323,14 +317,12 @@ def state(folder, now=None):
     return follower.about()
 
 
-def test_a_run_is_waited_for_runs_and_ends(tmp_path):
+def test_a_run_is_waiting_then_running_then_finished(tmp_path):
     folder = tmp_path / "run"
-    assert (state(folder)["state"], state(folder)["cause"]) == (
-        "waiting",
-        "the folder is not there yet",
-    )
+    waiting = state(folder)
+    assert (waiting["state"], waiting["cause"]) == ("waiting", "the folder does not exist")
     folder.mkdir()
-    assert state(folder)["cause"] == "the run has not begun"
+    assert state(folder)["cause"] == "the run has not started"
     write(folder, line(1), line(2))
     running = state(folder)
     assert (running["state"], running["round"], running["planned"]) == ("running", 2, 4)
@@ -353,36 +345,35 @@ def test_a_run_is_waited_for_runs_and_ends(tmp_path):
     assert state(folder)["state"] == "damaged"
 
 
-def test_a_folder_that_is_used_again_is_another_run(run):
+def test_a_reused_folder_is_another_run(run):
     follower = Follower(run)
     follower.look()
     assert follower.about()["planned"] == 4
     (run / "history.jsonl").unlink()
     write(run, line(1), config=CONFIG | {"method": {"name": "fedprox", "rounds": 30}})
     follower.look()
-    told = follower.about()
-    assert (told["planned"], told["round"], told["facts"][0]) == (30, 1, ["method", "fedprox"])
+    about = follower.about()
+    assert (about["planned"], about["round"], about["facts"][0]) == (30, 1, ["method", "fedprox"])
 
 
-def test_time_left_goes_by_the_last_rounds(run):
+def test_time_left_is_estimated_from_the_last_rounds(run):
     written = os.stat(run / "history.jsonl").st_mtime
-    told = state(run, written + 1)
-    assert told["left"] == pytest.approx(
-        2 * 2.0 - 1, abs=0.01
-    )  # two rounds of two seconds, one second ago
-    assert told["elapsed"] == pytest.approx(5, abs=0.01)
-    write(
-        run, line(3, seconds=0.5), line(4, seconds=1.0), config=CONFIG | {"method": {"rounds": 6}}
-    )  # resumed: its clock is new
+    about = state(run, written + 1)
+    # Two rounds of two seconds are left. One second of them has passed.
+    assert about["left"] == pytest.approx(2 * 2.0 - 1, abs=0.01)
+    assert about["elapsed"] == pytest.approx(5, abs=0.01)
+    # A resumed run has a new clock.
+    config = CONFIG | {"method": {"rounds": 6}}
+    write(run, line(3, seconds=0.5), line(4, seconds=1.0), config=config)
     written = os.stat(run / "history.jsonl").st_mtime
     assert state(run, written)["left"] == pytest.approx(2 * 0.5, abs=0.01)
 
 
-def test_a_run_that_writes_nothing_for_long_is_silent(run):
+def test_a_run_without_new_lines_is_silent_unless_its_rounds_are_long(run):
     written = os.stat(run / "config.json").st_mtime
-    told = state(run, written + 3600)
-    assert (told["state"], told["left"], "killed" in told["cause"]) == ("silent", None, True)
-    write(run, line(3, seconds=4000.0))  # its rounds take half an hour and more
+    about = state(run, written + 3600)
+    assert (about["state"], about["left"], "killed" in about["cause"]) == ("silent", None, True)
+    write(run, line(3, seconds=4000.0))  # rounds take more than half an hour
     assert state(run, os.stat(run / "history.jsonl").st_mtime + 3600)["state"] == "running"
 
 
@@ -393,8 +384,8 @@ def test_several_runs_are_listed_and_each_can_be_opened(tmp_path):
         json.dumps({"status": "completed", "config": CONFIG})
     )
     with serving(tmp_path / "grid") as server:
-        told = data(server)["runs"]
-        assert [(one["name"], one["state"], one["round"]) for one in told] == [
+        runs = data(server)["runs"]
+        assert [(one["name"], one["state"], one["round"]) for one in runs] == [
             ("a", "running", 1),
             ("b", "completed", 2),
         ]
@@ -412,46 +403,52 @@ def test_a_real_run_is_followed_to_its_end(tmp_path):
     folder, seen = tmp_path / "run", []
     with serving(folder) as server:
         assert data(server)["state"] == "waiting"
-        seen_round = lambda entry, planned: seen.append(data(server)["round"])  # noqa: E731
+
+        def on_round(entry, planned):
+            seen.append(data(server)["round"])
+
         result = fedloom.run(
-            "fedavg", fedloom.synthetic_clients(3), rounds=3, out=folder, on_round=seen_round
+            "fedavg", fedloom.synthetic_clients(3), rounds=3, out=folder, on_round=on_round
         )
-        told = data(server)
+        found = data(server)
     assert seen == [1, 2, 3]
-    assert (told["state"], told["planned"]) == ("completed", 3)
-    assert told["bytes_up"] == result.history[-1]["bytes_up"]
-    assert {client["id"]: client["accuracy"] for client in told["clients"]} == {
+    assert (found["state"], found["planned"]) == ("completed", 3)
+    assert found["bytes_up"] == result.history[-1]["bytes_up"]
+    assert {client["id"]: client["accuracy"] for client in found["clients"]} == {
         c["id"]: c["accuracy"] for c in result.history[-1]["clients"]
     }
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_address_and_ends_with_ctrl_c(run):
-    order = [sys.executable, "-m", "fedloom", "watch", str(run)]
+    command = [sys.executable, "-m", "fedloom", "watch", str(run)]
     with subprocess.Popen(
-        order, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         first = process.stderr.readline()
         assert first.startswith(f"watching {run}: http://127.0.0.1:")
         host, _, token = first.strip().rpartition("http://")[2].partition("/?token=")
-        link = http.client.HTTPConnection(host, timeout=20)
+        link = http.client.HTTPConnection(host, timeout=60)
         link.request("GET", f"/data?token={token}")
         assert json.loads(link.getresponse().read())["round"] == 2
         link.close()
         process.send_signal(signal.SIGINT)
-        _, rest = process.communicate(timeout=20)
-    assert (process.returncode, rest) == (0, "stopped watching; the run is not touched\n")
+        _, rest = process.communicate(timeout=60)
+    assert (process.returncode, rest) == (0, "stopped watching; the run is not affected\n")
 
 
-def test_other_hosts_come_with_a_warning(run):
-    order = [sys.executable, "-m", "fedloom", "watch", str(run), "--host", "0.0.0.0"]
-    with subprocess.Popen(order, stderr=subprocess.PIPE, text=True) as process:
+@pytest.mark.slow
+def test_other_hosts_cause_a_warning(run):
+    command = [sys.executable, "-m", "fedloom", "watch", str(run), "--host", "0.0.0.0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert "without encryption" in process.stderr.readline()
+        assert "watching" in process.stderr.readline()  # the server listens and Ctrl-C is handled
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
     assert process.returncode == 0
 
 
-def test_following_many_rounds_of_many_clients_sends_little(tmp_path):
+def test_responses_are_small_for_many_rounds_and_clients(tmp_path):
     clients = [{"id": str(k), "accuracy": 0.5} for k in range(300)]
     folder = write(tmp_path / "run", *(line(number, clients=clients) for number in range(1, 101)))
     with serving(folder) as server:

@@ -1,10 +1,11 @@
-"""Pictures of what clients had to show of themselves after a run (`Method.artifacts`), read from its folder alone, and without torch.
+"""Makes pictures from the artifacts that clients leave in a run folder. Does not import torch.
 
-A picture is a plain dict, as every figure of a report: `id`, `title`, `caption`, `section`, `kind` and what that kind is drawn from.
+`Method.artifacts` defines what a client leaves. A picture is a plain dict like every figure of a
+report: `id`, `title`, `caption`, `section`, `kind` and the data that the kind needs.
 
-    graph     FedGH: a client's graph, what stood for it, and what became of it, nodes in the same places
+    graph     FedGH: a client's graph, its pseudo-graph and its refined graph, in one layout
     image     FedStruct: the combined adjacency before and after pruning
-    scatter   embeddings in 2-D, if `fedloom.embeddings.embed` has left some
+    scatter   embeddings in 2-D, if `fedloom.experiments.embeddings.embed` has made some
 """
 
 from __future__ import annotations
@@ -23,35 +24,39 @@ from safetensors.numpy import load_file
 from scipy.sparse.csgraph import shortest_path
 
 from fedloom.errors import DataError
-from fedloom.methods._shared import cells as binned
+from fedloom.methods._shared import cells
 
 Figure: TypeAlias = dict[str, Any]
 Tensors: TypeAlias = Mapping[str, Any]
 EMBEDDINGS = "embeddings.json"
-SEED = 0  # of layouts: the same folder gives the same picture
-SHADES = 1e-4  # the faintest weight that has a shade of its own, in parts of the strongest
-OUTWARDS = 0.6  # power of the distance from the middle that nodes are shown at
-GAP = 0.6  # between parts of a graph that are not connected, in sides of the room that one node has
+SEED = 0  # of layouts, so that the same folder gives the same picture
+SHADES = 1e-4  # the weakest weight that has a shade of its own, relative to the strongest
+SPREADING = 0.6  # exponent of a node's distance from the centre; below 1 it spreads the centre
+GAP = 0.6  # between connected components, relative to the side of the square that one node gets
 
 
 def pictures(folder: str | Path, prefix: str = "") -> list[Figure]:
-    """The pictures that a run folder has, none if its method shows nothing. DataError if what it has is damaged.
+    """Returns the pictures of a run folder. Most methods have none.
 
-    prefix: what their ids begin with, to tell those of several runs apart.
+    Raises DataError if the artifacts are damaged.
+
+    Args:
+        folder: The run folder.
+        prefix: The first part of the pictures' ids. It distinguishes those of several runs.
     """
     folder = Path(folder)
-    shown = {
+    by_client = {
         path.stem: _read(path) for path in sorted((folder / "artifacts").glob("*.safetensors"))
     }
-    of_all = _read(path) if (path := folder / "artifacts.safetensors").exists() else {}
-    graphs = {client: tensors for client, tensors in shown.items() if "graphs/labels" in tensors}
-    rows = {client: tensors for client, tensors in shown.items() if "adjacency/weight" in tensors}
+    overall = _read(path) if (path := folder / "artifacts.safetensors").exists() else {}
+    graphs = {client: found for client, found in by_client.items() if "graphs/labels" in found}
+    rows = {client: found for client, found in by_client.items() if "adjacency/weight" in found}
     found = [
-        _made(folder, _graphs, k, client, tensors)
+        _checked(folder, _graphs, k, client, tensors)
         for k, (client, tensors) in enumerate(graphs.items())
     ]
     if rows:
-        found += _made(folder, _adjacency, rows, of_all)
+        found += _checked(folder, _adjacency, rows, overall)
     if (folder / EMBEDDINGS).exists():
         found.append(_embeddings(folder / EMBEDDINGS))
     return [{**figure, "id": prefix + figure["id"]} for figure in found]
@@ -64,10 +69,10 @@ def _read(path: Path) -> Tensors:
         raise DataError(f"run: {str(path)!r} is damaged ({error})") from error
 
 
-def _made(folder: Path, make: Callable[..., Any], *given: Any) -> Any:
-    """What `make` gives; tensors that are not there, or do not fit each other, are the folder's fault."""
+def _checked(folder: Path, make: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls `make`. Raises DataError if tensors are missing or do not fit each other."""
     try:
-        return make(*given)
+        return make(*arguments)
     except (LookupError, ValueError, TypeError) as error:
         raise DataError(
             f"run: {str(folder)!r} is damaged (artifacts: {type(error).__name__}: {error})"
@@ -87,7 +92,7 @@ def _figure(name: str, title: str, caption: str, kind: str, **content: Any) -> F
 
 # ---- FedGH: graphs ----
 def _graphs(number: int, client: str, tensors: Tensors) -> Figure:
-    """A client's graph, its pseudo-graph, and the refined one, as far as it has them."""
+    """Returns a client's graph and, if it has them, its pseudo-graph and its refined graph."""
     labels, whole = tensors["graphs/labels"], int(tensors["graphs/nodes"])
     links = {
         name: tensors[f"graphs/links/{name}"].T.tolist()
@@ -105,40 +110,31 @@ def _graphs(number: int, client: str, tensors: Tensors) -> Figure:
             **more,
         }
 
-    panels = [panel(f"its graph: {len(links['original']):,} edges", links["original"])]
+    panels = [panel(f"original graph: {len(links['original']):,} edges", links["original"])]
     if "pseudo" in links:
-        panels.append(panel(f"pseudo-graph: {len(links['pseudo']):,}", links["pseudo"]))
+        panels.append(panel(f"pseudo-graph: {len(links['pseudo']):,} edges", links["pseudo"]))
     if "added" in links:
-        panels.append(
-            panel(
-                f"refined: {len(links['added']):,} added", links["original"], added=links["added"]
-            )
-        )
-    part = (
-        ""
-        if len(labels) == whole
-        else f" Of its {whole:,} nodes, {len(labels)} that are close to each other are shown."
-    )
-    told = {
-        "pseudo": "what it sent in its place",
-        "added": "and its graph with the edges that it added",
-    }
-    beside = ", ".join(
-        [
-            "The graph that the client holds",
-            *(words for name, words in told.items() if name in links),
-        ]
-    )
-    caption = f"{beside}: each node is in the same place, its colour is its class.{part}"
+        title = f"refined graph: {len(links['added']):,} edges added"
+        panels.append(panel(title, links["original"], added=links["added"]))
+    names = {"pseudo": "the pseudo-graph that it sent", "added": "its graph with added edges"}
+    shown = ["The client's graph", *(words for name, words in names.items() if name in links)]
+    caption = f"{', '.join(shown)}. Nodes have the same place in all panels. Colours are classes."
+    if len(labels) < whole:
+        caption += f" The picture shows {len(labels)} neighbouring nodes of {whole:,}."
     return _figure(
         f"graphs-{number}", f"The graph of client {client}", caption, "graph", panels=panels
     )
 
 
 def layout(n: int, links: list[list[int]]) -> NDArray[np.float64]:
-    """Places [n, 2], from 0 to 1, for the nodes of a graph; links: pairs of them. The same for the same graph.
+    """Returns places [n, 2], from 0 to 1, for the nodes of a graph. It is deterministic.
 
-    Every connected part is laid out by itself and has room by its number of nodes. The parts are put in rows, the largest first.
+    Each connected component gets its own layout, and space by its number of nodes. The components
+    are placed in rows, the largest first.
+
+    Args:
+        n: The number of nodes.
+        links: The edges, as pairs of nodes.
     """
     graph = nx.Graph()
     graph.add_nodes_from(range(n))
@@ -158,7 +154,13 @@ def layout(n: int, links: list[list[int]]) -> NDArray[np.float64]:
 
 
 def _packed(sides: list[float]) -> tuple[list[NDArray[np.float64]], list[float]]:
-    """Corners of squares of these sides, the largest first, in rows that together are about as wide as high; and the sides."""
+    """Packs squares into rows. All rows form a shape about as wide as high.
+
+    Args:
+        sides: The sides of the squares, the largest first.
+
+    Returns the squares' corners, and the sides.
+    """
     width = max(max(sides, default=0), sum((side + GAP) ** 2 for side in sides) ** 0.5)
     corners, x, y, height = [], 0.0, 0.0, 0.0
     for side in sides:
@@ -171,7 +173,10 @@ def _packed(sides: list[float]) -> tuple[list[NDArray[np.float64]], list[float]]
 
 
 def _connected(graph: nx.Graph, part: list[int]) -> NDArray[np.float64]:
-    """Places [n, 2], from 0 to 1, for a connected graph: by distances along edges, then by springs, which part what lies on one spot."""
+    """Returns places [n, 2], from 0 to 1, for a connected graph.
+
+    It scales the distances along edges to the plane. Springs then separate nodes on the same spot.
+    """
     if len(part) < 3:
         return np.array([[0.5, 0.5]]) if len(part) == 1 else np.array([[0.2, 0.5], [0.8, 0.5]])
     inner = nx.convert_node_labels_to_integers(graph, ordering="sorted")
@@ -184,34 +189,40 @@ def _connected(graph: nx.Graph, part: list[int]) -> NDArray[np.float64]:
     points = np.array([placed[k] for k in range(len(part))])
     points -= np.median(points, 0)
     far = np.linalg.norm(points, axis=1, keepdims=True)
-    points *= (np.maximum(far, 1e-9) / max(float(far.max()), 1e-9)) ** (
-        OUTWARDS - 1
-    )  # springs crowd the middle
+    far = np.maximum(far, 1e-9) / max(float(far.max()), 1e-9)
+    points *= far ** (SPREADING - 1)  # springs crowd the centre
     low, high = points.min(0), points.max(0)
     return 0.5 + (points - (low + high) / 2) / max(float((high - low).max()), 1e-9)
 
 
 def _scaled(distances: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Places [n, 2] whose distances are near to the given ones [n, n]: classical scaling (Torgerson, 1952), a little shaken."""
+    """Returns places [n, 2] whose distances are close to the given ones [n, n].
+
+    This is classical scaling (Torgerson, 1952) with a little noise.
+    """
     squared = distances**2
     about = squared.mean(0) + squared.mean(1)[:, None] - squared.mean() - squared
     values, vectors = (found[..., -2:] for found in np.linalg.eigh(about / 2))
     sign = np.sign(
         vectors[abs(vectors).argmax(0), [0, 1]]
-    )  # an eigenvector may as well be turned round
+    )  # eigenvectors have no sign of their own
     points = vectors * sign * np.sqrt(np.maximum(values, 0))
-    points += np.random.default_rng(SEED).normal(
-        scale=0.05, size=points.shape
-    )  # twins lie on one spot
+    # Nodes with the same neighbours have the same place without the noise.
+    points += np.random.default_rng(SEED).normal(scale=0.05, size=points.shape)
     return points / max(float(abs(points).max()), 1e-9)
 
 
 # ---- FedStruct: the combined adjacency ----
-def _adjacency(rows: Mapping[str, Tensors], of_all: Tensors) -> list[Figure]:
-    """The exact Ā and what the protocol left of it: by weight, and by how many entries there are."""
-    of_any = next(iter(rows.values()))
-    n = int(of_any["adjacency/nodes"])
-    side = binned.count(n)
+def _adjacency(rows: Mapping[str, Tensors], overall: Tensors) -> list[Figure]:
+    """Returns pictures of the exact Ā and of the pruned one: by weight, and by number of entries.
+
+    Args:
+        rows: The artifacts of each client: its rows of the pruned matrix.
+        overall: The artifacts of the run: the exact matrix, if it is known.
+    """
+    first_client = next(iter(rows.values()))
+    n = int(first_client["adjacency/nodes"])
+    side = cells.count(n)
     after = {kind: np.zeros((side, side)) for kind in ("weight", "entries")}
     for tensors in rows.values():
         first = int(tensors["adjacency/first"])
@@ -219,26 +230,28 @@ def _adjacency(rows: Mapping[str, Tensors], of_all: Tensors) -> list[Figure]:
             part = tensors[f"adjacency/{kind}"]
             total[first : first + len(part)] += part
     before = {}
-    if "adjacency/weight" in of_all:
-        # If β is learned, it is the same for all.
-        before["weight"] = np.tensordot(of_any["adjacency/beta"], of_all["adjacency/weight"], 1)
-    if "adjacency/entries" in of_all:
-        before["entries"] = of_all["adjacency/entries"]
-    area = np.outer(*[np.diff(binned.begins(n))] * 2)
+    if "adjacency/weight" in overall:
+        # All clients have the same β, also if it is learned.
+        beta = first_client["adjacency/beta"]
+        before["weight"] = np.tensordot(beta, overall["adjacency/weight"], 1)
+    if "adjacency/entries" in overall:
+        before["entries"] = overall["adjacency/entries"]
+    area = np.outer(*[np.diff(cells.begins(n))] * 2)
     shared: Figure = {
         "row_label": "nodes, by client",
-        "column_label": "nodes they gather from, by client",
+        "column_label": "nodes they aggregate from, by client",
     }
-    if "adjacency/starts" in of_all:
-        shared["ticks"] = (of_all["adjacency/starts"][:-1] / n).round(6).tolist()
+    if "adjacency/starts" in overall:
+        shared["ticks"] = (overall["adjacency/starts"][:-1] / n).round(6).tolist()
     known = {"before": before, "after": after}
-    said = {
+    total_text = {
         "weight": lambda total: f"{total / n:.0%} of the weight",
-        "entries": lambda total: f"{total / n:,.0f} entries a node",
+        "entries": lambda total: f"{total / n:,.0f} entries per node",
     }
     captions = {
-        "weight": "How much nodes gather from nodes over all hops, on a logarithmic scale:",
-        "entries": "Which share of the entries is not 0:",
+        "weight": "The weight with which nodes aggregate from nodes over all hops, on a "
+        "logarithmic scale.",
+        "entries": "The share of entries that are not 0.",
     }
     figures = []
     for kind, shade in (("weight", _shades), ("entries", _share)):
@@ -246,27 +259,18 @@ def _adjacency(rows: Mapping[str, Tensors], of_all: Tensors) -> list[Figure]:
         top = max(float((abs(total) / area).max()) for total in sums.values())
         panels = [
             {
-                "title": f"{when} pruning: {said[kind](total.sum())}",
+                "title": f"{when} pruning: {total_text[kind](total.sum())}",
                 "size": side,
                 "values": _bytes(shade(abs(total) / area, top)),
             }
             for when, total in sums.items()
         ]
-        how = (
-            "exactly, and with what pruning has left."
-            if len(sums) == 2
-            else "what pruning has left; the exact one is not known here."
-        )
+        caption = captions[kind]
+        if len(sums) < 2:
+            caption += " Only the pruned matrix is shown: the exact one is not known."
         title = f"Combined adjacency by {kind}"
         figures.append(
-            _figure(
-                f"adjacency-{kind}",
-                title,
-                f"{captions[kind]} {how}",
-                "image",
-                panels=panels,
-                **shared,
-            )
+            _figure(f"adjacency-{kind}", title, caption, "image", panels=panels, **shared)
         )
     return figures
 
@@ -276,24 +280,24 @@ def _bytes(shades: NDArray[np.float64]) -> str:
 
 
 def _shades(values: NDArray[np.float64], top: float) -> NDArray[np.float64]:
-    """0 for 0, else 1 to 255 by the logarithm."""
+    """Returns 0 for 0, and 1 to 255 by the logarithm for other values."""
     with np.errstate(divide="ignore"):
         faint = np.log(values / (top or 1.0)) / np.log(SHADES)
     return np.where(values > 0, 1 + np.rint(254 * (1 - np.clip(faint, 0, 1))), 0)
 
 
 def _share(values: NDArray[np.float64], top: float) -> NDArray[np.float64]:
-    """0 to 255 in proportion; whatever is not 0 can be seen."""
+    """Returns 0 to 255 in proportion. Values other than 0 give at least 1."""
     return np.where(values > 0, np.maximum(1, np.rint(255 * values / (top or 1.0))), 0)
 
 
 # ---- embeddings ----
 def _embeddings(path: Path) -> Figure:
-    """The figure that `fedloom.embeddings.embed` has left."""
+    """Returns the figure that `fedloom.experiments.embeddings.embed` wrote."""
     try:
         figure = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise DataError(f"run: {str(path)!r} is damaged ({error})") from error
     if not isinstance(figure, dict) or figure.get("kind") != "scatter":
-        raise DataError(f"run: {str(path)!r} is damaged (it holds no embeddings)")
+        raise DataError(f"run: {str(path)!r} is damaged (it contains no embeddings)")
     return figure

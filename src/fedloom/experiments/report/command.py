@@ -1,4 +1,4 @@
-"""What the commands do that only read run folders. They do not wait for torch."""
+"""The `report` command. It only reads run folders and does not import torch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,16 @@ def report(
     formats: str,
     embeddings: bool,
 ) -> None:
-    """Writes the page of all runs in or below the folders, and each figure as a file if a folder for them is given.
+    """Writes the report of all runs in or below the folders.
 
-    embeddings: computes those of each method's first seed, unless a folder has them already.
+    Args:
+        folders: Run folders, or folders that contain some.
+        page: The HTML file to write.
+        metric: The score to compare; see `comparison.METRICS`.
+        figures: A folder to which each figure is also written as a file. None writes none.
+        formats: The formats of these files, separated by commas: png, svg, pdf.
+        embeddings: Whether to compute embeddings of each method's first seed. Folders that already
+            have embeddings keep theirs.
     """
     runs, left_out = gather(folders)
     found = compare(runs, left_out, metric)
@@ -41,8 +48,8 @@ def report(
 
 
 def _embed(found: Comparison) -> None:
-    """Leaves embeddings in the folder of each row's first run that can have them; says which cannot."""
-    from fedloom.experiments.embeddings import embed  # this does wait for torch
+    """Writes embeddings to the folder of each row's first run. Prints why a run has none."""
+    from fedloom.experiments.embeddings import embed  # imports torch
 
     for entry in found.entries.values():
         folder = entry.runs[0].folder

@@ -1,7 +1,7 @@
-"""A comparison: run folders sorted by task and method, over the same seeds; what is best, and whether that is more than chance.
+"""Compares run folders: groups them by task and method, ranks methods, tests differences.
 
-Reads folders only. A *task* is what the methods are compared on: data, split, partition, number of clients. A *row* is a method with its
-settings and its model.
+It only reads folders. A *task* is data, split, partition and number of clients. A *row* is a method
+with its settings and its model. All rows of a task are compared over the same seeds.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ METRICS = (
 )
 LOCAL = "local"
 LEVEL = 0.05
-# What runs of one row may differ in without being another row: none of it is part of what a method computes.
-_HOW = (
+# Settings of a run that do not change what a method computes. Runs of one row may differ in them.
+_OPERATIONAL = (
     "seed",
     "engine",
     "threads",
@@ -47,38 +47,55 @@ _HOW = (
 
 @dataclass
 class Entry:
-    """A row on a task: its runs by seed and what they say together."""
+    """A row on a task.
+
+    Attributes:
+        runs: Its runs, by seed.
+        score: Their mean score and its standard deviation.
+        gain: The difference to local training.
+        against_best: The difference to the best row.
+        p: The p-value of `against_best`, corrected for the number of rows (Holm).
+        mark: "best", "second" or "".
+    """
 
     runs: list[Run]
     score: Spread | None = None
-    gain: Verdict | None = None  # over local
+    gain: Verdict | None = None
     against_best: Verdict | None = None
-    p: float | None = None  # of that, corrected for the number of rows (Holm)
-    mark: str = ""  # "best" or "second"
+    p: float | None = None
+    mark: str = ""
 
     @property
     def like_best(self) -> bool:
-        """Whether chance may have put it behind the best."""
+        """Whether the difference to the best row may be due to chance."""
         return self.p is not None and self.p >= LEVEL
 
-    def mean(self, of: Callable[[dict[str, Any]], float]) -> float:
-        """The mean of a number of the summaries."""
-        return mean(of(run.summary) for run in self.runs)
+    def mean(self, value: Callable[[dict[str, Any]], float]) -> float:
+        """Returns the mean over the runs of a value of their summaries."""
+        return mean(value(run.summary) for run in self.runs)
 
     @property
     def bytes_sent(self) -> float:
-        """Bytes up and down that a run has sent, on the mean, without what only measures."""
+        """The mean number of bytes that a run sent up and down, without evaluation."""
         return self.mean(lambda s: s["traffic"]["bytes_up"] + s["traffic"]["bytes_down"])
 
     @property
     def seconds(self) -> float:
-        """Seconds that a run took, on the mean."""
+        """The mean number of seconds that a run took."""
         return self.mean(lambda s: s["seconds"]["total"])
 
 
 @dataclass
 class Comparison:
-    """tasks and rows: names in the order of their first run. entries: {(task, row): what its runs say}."""
+    """The result of `compare`.
+
+    Attributes:
+        metric: The score that is compared.
+        tasks: The names of the tasks, in the order of their first run.
+        rows: The names of the rows, local training first, then in the order of their first run.
+        entries: {(task, row): entry}.
+        left_out: Folders that could not be used, and why.
+    """
 
     metric: str
     tasks: list[str]
@@ -87,11 +104,11 @@ class Comparison:
     left_out: list[LeftOut] = field(default_factory=list)
 
     def on(self, task: str) -> dict[str, Entry]:
-        """A task's entries by row."""
+        """Returns a task's entries by row."""
         return {row: self.entries[task, row] for row in self.rows if (task, row) in self.entries}
 
     def overall(self, row: str) -> float | None:
-        """A row's mean over all tasks; None if it lacks one."""
+        """Returns a row's mean over all tasks; None if it has no score for one of them."""
         scores = [
             self.entries[task, row].score for task in self.tasks if (task, row) in self.entries
         ]
@@ -102,51 +119,49 @@ class Comparison:
 def compare(
     runs: Iterable[Run], left_out: Sequence[LeftOut] = (), metric: str = "accuracy"
 ) -> Comparison:
-    """Sorts runs and compares them. DataError if there is nothing to compare; what does not fit is left out, with the reason."""
+    """Groups runs by task and row, and compares them.
+
+    Runs that do not fit are listed in `left_out` with the reason. Raises DataError if there is
+    nothing to compare.
+
+    Args:
+        runs: Completed runs.
+        left_out: Folders that are already left out.
+        metric: The score to compare.
+    """
     if metric not in METRICS:
         raise unknown("metric", metric, METRICS)
     skipped = list(left_out)
     grouped = _grouped(list(runs), skipped)
     tasks = list(dict.fromkeys(task for task, _ in grouped))
     rows = list(dict.fromkeys(row for _, row in grouped))
-    rows.sort(
-        key=lambda row: row.split(" ")[0] != LOCAL
-    )  # first, as what all are measured by; the others stay in order
+    rows.sort(key=lambda row: row.split(" ")[0] != LOCAL)  # local first, the others in their order
     entries: dict[tuple[str, str], Entry] = {}
     for task in tasks:
         here = {row: grouped[task, row] for row in rows if (task, row) in grouped}
         wanted = set().union(*(by_seed.keys() for by_seed in here.values()))
         for row, by_seed in here.items():
-            if lacking := sorted(wanted - by_seed.keys()):
-                seeds = f"seed{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"
+            if missing := sorted(wanted - by_seed.keys()):
+                seeds = f"seed{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
                 skipped += [
                     LeftOut(str(run.folder), f"{row} on {task} has no run with {seeds}")
                     for run in by_seed.values()
                 ]
                 continue
-            summaries = [by_seed[seed] for seed in sorted(by_seed)]
-            entries[task, row] = Entry(
-                summaries, spread(run.summary.get(metric) for run in summaries)
-            )
+            ordered = [by_seed[seed] for seed in sorted(by_seed)]
+            entries[task, row] = Entry(ordered, spread(run.summary.get(metric) for run in ordered))
     if not entries:
-        raise DataError(
-            "there is no completed run to compare"
-            + "".join(f"; {each.folder}: {each.reason}" for each in skipped[:3])
-        )
-    found = Comparison(
-        metric,
-        tasks,
-        [row for row in rows if any((task, row) in entries for task in tasks)],
-        entries,
-        skipped,
-    )
+        reasons = "".join(f"; {each.folder}: {each.reason}" for each in skipped[:3])
+        raise DataError(f"there is no completed run to compare{reasons}")
+    shown = [row for row in rows if any((task, row) in entries for task in tasks)]
+    found = Comparison(metric, tasks, shown, entries, skipped)
     for task in tasks:
-        _judge(found.on(task), metric)
+        _test(found.on(task), metric)
     return found
 
 
 def _grouped(runs: list[Run], skipped: list[LeftOut]) -> dict[tuple[str, str], dict[int, Run]]:
-    """{(task, row): {seed: run}}; of two runs with equal settings and seed the first counts."""
+    """Returns {(task, row): {seed: run}}. Of equal settings and seed, the first run counts."""
     tasks = _named([_task(run) for run in runs])
     rows = _named([_row(run) for run in runs])
     found: dict[tuple[str, str], dict[int, Run]] = {}
@@ -159,9 +174,8 @@ def _grouped(runs: list[Run], skipped: list[LeftOut]) -> dict[tuple[str, str], d
     return found
 
 
-Described = tuple[
-    str, dict[str, Any]
-]  # a short name, and all that sets it apart from others of that name
+# A short name, and the settings that distinguish it from others of that name.
+Described = tuple[str, dict[str, Any]]
 
 
 def _task(run: Run) -> Described:
@@ -176,45 +190,42 @@ def _task(run: Run) -> Described:
         for key, value in config["data"].items()
         if key not in ("seed", "split_seed", "cross_edges", "edges_cut")
     }
-    division = f", {s['clients']} clients" + (f" by {s['partition']}" if s.get("partition") else "")
-    if (
-        config["method"]["name"] == "central"
-    ):  # it has everything in one place: the task is that of the others
-        division = f", {partition.get('clients', s['clients'])} clients" + (
-            f" by {partition['name']}" if partition else ""
-        )
+    clients, strategy = s["clients"], s.get("partition")
+    if config["method"]["name"] == "central":  # it has one client, but its task is the others' task
+        clients, strategy = partition.get("clients", clients), partition.get("name")
+    division = f", {clients} clients" + (f" by {strategy}" if strategy else "")
     return f"{Path(str(s['dataset'])).name}{division}", {"data": data, "partition": partition}
 
 
 def _row(run: Run) -> Described:
     config = run.config
     method = {key: value for key, value in config["method"].items() if key != "name"}
-    name = Path(run.summary["method"]).stem + (
-        f" + {Path(method.pop('base')).stem}" if "base" in method else ""
-    )
-    rules = {key: value for key, value in config["run"].items() if key not in _HOW}
-    return name, {"model": config["model"], "method": method, "run": rules}
+    name = Path(run.summary["method"]).stem
+    if "base" in method:
+        name += f" + {Path(method.pop('base')).stem}"
+    settings = {key: value for key, value in config["run"].items() if key not in _OPERATIONAL}
+    return name, {"model": config["model"], "method": method, "run": settings}
 
 
 def _named(described: list[Described]) -> list[str]:
-    """A name for each that equal ones share and others do not: where the short one does not do, with what differs."""
+    """Returns a name for each; equal ones share it. It adds the differing settings if needed."""
     variants: dict[str, list[dict[str, Any]]] = {}
     for name, about in described:
         known = variants.setdefault(name, [])
         if about not in known:
             known.append(about)
-    return [_told_apart(name, about, variants[name]) for name, about in described]
+    return [_distinct_name(name, about, variants[name]) for name, about in described]
 
 
-def _told_apart(name: str, about: Mapping[str, Any], variants: list[dict[str, Any]]) -> str:
+def _distinct_name(name: str, about: Mapping[str, Any], variants: list[dict[str, Any]]) -> str:
     flat = [_flat(each) for each in variants]
     keys = sorted(
         {key for each in flat for key in each if any(other.get(key) != each[key] for other in flat)}
     )
+    if not keys:
+        return name
     own = _flat(about)
-    return name + (
-        f" ({', '.join(f'{key}={own[key]}' for key in keys if key in own)})" if keys else ""
-    )
+    return f"{name} ({', '.join(f'{key}={own[key]}' for key in keys if key in own)})"
 
 
 def _flat(about: Mapping[str, Any]) -> dict[str, str]:
@@ -227,15 +238,14 @@ def _flat(about: Mapping[str, Any]) -> dict[str, str]:
     return flat
 
 
-def _judge(entries: Mapping[str, Entry], metric: str) -> None:
-    """Marks the best and the second, and tests everybody against the best and against local."""
-    ranked = sorted(
-        (row for row, e in entries.items() if e.score), key=lambda row: -entries[row].score.mean
-    )  # type: ignore[union-attr]
+def _test(entries: Mapping[str, Entry], metric: str) -> None:
+    """Marks the best and the second row. Tests all rows against the best and against local."""
+    scores = {row: e.score.mean for row, e in entries.items() if e.score}
+    ranked = sorted(scores, key=lambda row: -scores[row])
     for row, mark in zip(ranked, ("best", "second"), strict=False):
         entries[row].mark = mark
     for row, entry in entries.items():
-        if (local := local_beside(entry, entries)) and local is not entry:
+        if (local := matching_local(entry, entries)) and local is not entry:
             entry.gain = _difference(entry, local, metric)
         if ranked and row != ranked[0]:
             entry.against_best = _difference(entry, entries[ranked[0]], metric)
@@ -244,17 +254,19 @@ def _judge(entries: Mapping[str, Entry], metric: str) -> None:
         entries[row].p = p
 
 
-def local_beside(entry: Entry, entries: Mapping[str, Entry]) -> Entry | None:
-    """What the clients reach alone, with the same models and rules if there are several kinds; None if nobody has run that."""
+def matching_local(entry: Entry, entries: Mapping[str, Entry]) -> Entry | None:
+    """Returns the local training that a row is compared with; None if there is none.
+
+    If there are several, it prefers the same model, then the same settings of the run.
+    """
     ours = _row(entry.runs[0])[1]
 
-    def unlike(other: Entry) -> tuple[bool, bool]:
+    def differs(other: Entry) -> tuple[bool, bool]:
         theirs = _row(other.runs[0])[1]
         return theirs["model"] != ours["model"], theirs["run"] != ours["run"]
 
-    return min(
-        (other for other in entries.values() if _method(other) == LOCAL), key=unlike, default=None
-    )
+    candidates = (other for other in entries.values() if _method(other) == LOCAL)
+    return min(candidates, key=differs, default=None)
 
 
 def _method(entry: Entry) -> str:
@@ -267,12 +279,29 @@ def _difference(ours: Entry, theirs: Entry, metric: str) -> Verdict | None:
 
 
 # ---- as text ----
-HEADINGS = ("task", "method", "seeds", "mean", "deviation", "gain over local", "below the best", "p", "corrected p", "mark",
-            "bytes up", "bytes down", "seconds", "rounds")  # fmt: skip
+HEADINGS = (
+    "task",
+    "method",
+    "seeds",
+    "mean",
+    "deviation",
+    "gain over local",
+    "below the best",
+    "p",
+    "corrected p",
+    "mark",
+    "bytes up",
+    "bytes down",
+    "seconds",
+    "rounds",
+)
 
 
 def to_csv(c: Comparison) -> str:
-    """A line for each task and row, numbers as they are (scores from 0 to 1, differences in points)."""
+    """Returns a CSV table with a line for each task and row.
+
+    Numbers are not rounded. Scores are from 0 to 1, differences are in points.
+    """
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     writer.writerow(HEADINGS)
@@ -280,33 +309,28 @@ def to_csv(c: Comparison) -> str:
         for row, e in c.on(task).items():
             score = (e.score.mean, e.score.deviation) if e.score else (None, None)
             tested = (e.against_best.mean, e.against_best.p) if e.against_best else (None, None)
+            gain = e.gain.mean if e.gain else None
             sent = (
-                e.mean(lambda s, way=way: s["traffic"][f"bytes_{way}"]) for way in ("up", "down")
-            )  # type: ignore[misc]
-            numbers = [
-                len(e.runs),
-                *score,
-                e.gain.mean if e.gain else None,
-                *tested,
-                e.p,
-                e.mark,
-                *sent,
-                e.seconds,
-            ]
+                e.mean(lambda s: s["traffic"]["bytes_up"]),
+                e.mean(lambda s: s["traffic"]["bytes_down"]),
+            )
+            numbers = [len(e.runs), *score, gain, *tested, e.p, e.mark, *sent, e.seconds]
             writer.writerow([task, row, *numbers, e.mean(lambda s: s["rounds"])])
     return text.getvalue()
 
 
 def to_markdown(c: Comparison) -> str:
-    """Tasks across, best in bold, second in italics, ≈ where chance may have put it behind the best."""
+    """Returns a Markdown table with tasks as columns.
+
+    The best row is bold, the second is in italics. ≈ marks rows whose difference to the best may be
+    due to chance.
+    """
     marked = {"best": "**{}**", "second": "*{}*", "": "{}"}
 
     def text(e: Entry | None) -> str:
-        return (
-            "-"
-            if e is None or e.score is None
-            else marked[e.mark].format(e.score) + (" ≈" if e.like_best else "")
-        )
+        if e is None or e.score is None:
+            return "-"
+        return marked[e.mark].format(e.score) + (" ≈" if e.like_best else "")
 
     lines = [["method", *c.tasks], ["---"] * (len(c.tasks) + 1)]
     lines += [[row, *(text(c.entries.get((task, row))) for task in c.tasks)] for row in c.rows]
@@ -315,7 +339,7 @@ def to_markdown(c: Comparison) -> str:
 
 
 def to_latex(c: Comparison) -> str:
-    """The same for a paper, with booktabs; best in bold, second underlined."""
+    """Returns the table in LaTeX, for booktabs. The best row is bold, the second underlined."""
     marked = {"best": r"\textbf{{{}}}", "second": r"\underline{{{}}}", "": "{}"}
 
     def text(e: Entry | None) -> str:
@@ -340,14 +364,12 @@ def _escaped(text: str) -> str:
 
 
 def footnote(c: Comparison) -> str:
-    """What a table's numbers are, in a line."""
+    """Returns what the numbers of a table mean, in one line."""
     seeds = sorted({len(e.runs) for e in c.entries.values()})
-    over = (
-        f"{seeds[0]} seed{'s' * (seeds[0] > 1)}"
-        if len(seeds) == 1
-        else f"{seeds[0]} to {seeds[-1]} seeds"
-    )
-    few = "" if seeds[0] >= 3 else ", too few for a claim"
+    over = f"{seeds[0]} to {seeds[-1]} seeds"
+    if len(seeds) == 1:
+        over = f"{seeds[0]} seed{'s' * (seeds[0] > 1)}"
+    few = "" if seeds[0] >= 3 else " (too few for a claim)"
     knowing = [
         row
         for row in c.rows
@@ -355,19 +377,19 @@ def footnote(c: Comparison) -> str:
             c.entries[t, row].runs[0].knows_cross_edges for t in c.tasks if (t, row) in c.entries
         )
     ]
-    told = (
-        f" Of the edges that the division cut, {', '.join(knowing)} knew; the others did not."
-        if 0 < len(knowing) < len(c.rows)
-        else ""
-    )
+    cross = ""
+    if 0 < len(knowing) < len(c.rows):
+        names = ", ".join(knowing)
+        cross = f" The clients of {names} know the edges between them; those of the others do not."
     return (
-        f"Test {c.metric.replace('_', ' ')} at the best validation round, %, mean ± standard deviation over {over}{few}; "
-        f"≈: not distinguishable from the best (Wilcoxon's signed-rank test over seeds and clients, Holm-corrected p ≥ {LEVEL:g}).{told}"
+        f"Test {c.metric.replace('_', ' ')} at the best validation round in %: mean ± standard "
+        f"deviation over {over}{few}. ≈: not distinguishable from the best (Wilcoxon's signed-rank "
+        f"test over seeds and clients, Holm-corrected p ≥ {LEVEL:g}).{cross}"
     )
 
 
 def write_tables(c: Comparison, folder: Path) -> list[Path]:
-    """Writes table.csv, table.md and table.tex; gives the paths."""
+    """Writes table.csv, table.md and table.tex. Returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     made = {"csv": to_csv(c), "md": to_markdown(c), "tex": to_latex(c)}
     paths = [folder / f"table.{suffix}" for suffix in made]

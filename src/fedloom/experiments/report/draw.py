@@ -1,5 +1,8 @@
-"""Pictures on paper: a figure's description (see `fedloom.figures`) as PNG, SVG or PDF, by matplotlib. `page/charts.js` draws the same
-ones in a browser, in the same colours."""
+"""Draws figures with matplotlib, as PNG, SVG or PDF.
+
+`figures` describes them as plain dicts. `page/charts.js` draws the same figures in a browser, with
+the same colours.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,29 @@ import numpy.typing as npt
 from fedloom.errors import ConfigError, unknown
 
 SUFFIXES = (".png", ".svg", ".pdf")
-# Okabe and Ito's hues, a little darker; beyond eight, dashes and hollow markers differ.
+# The hues of Okabe and Ito, a little darker. Beyond eight series, dashes and hollow markers differ.
 HUES = ("#0072b2", "#d55e00", "#009e73", "#b5588e", "#d98f00", "#45a7dd", "#4a4a4a", "#8a7f00")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 3)), (0, (1, 2)), (0, (7, 3, 1, 3)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HATCHES = ("", "////", "....", "xxxx")
 ABSENT, SOFT, ADDED = "0.85", "0.4", "#c0392b"
-MANY = 2000  # marks from which on they become pixels inside an SVG or PDF: as shapes they would be megabytes
+MANY = 2000  # more marks than this become pixels in an SVG or PDF; shapes would take megabytes
 
 
 def draw(figure: dict[str, Any], path: Path) -> Path:
-    """Draws a figure of any kind but a table, as PNG, SVG or PDF by the path's suffix; gives the path. Needs the extra `plot`."""
+    """Draws a figure of any kind except a table. Returns the path. Needs the extra `plot`.
+
+    Args:
+        figure: The description of the figure.
+        path: The file to write. Its suffix chooses the format: .png, .svg or .pdf.
+    """
     if figure["kind"] not in _KINDS:
         raise unknown("kind of figure", figure["kind"], _KINDS)
     return save(path, lambda canvas: _KINDS[figure["kind"]](canvas, figure))
 
 
 def draw_maps(maps: list[dict[str, Any]], title: str, path: Path) -> Path:
-    """Draws heat maps beside each other under one title."""
+    """Draws heat maps in one row under one title. Returns the path."""
 
     def fill(canvas: Any) -> None:
         sizes = [_map_size(figure) for figure in maps]
@@ -47,7 +55,7 @@ def draw_maps(maps: list[dict[str, Any]], title: str, path: Path) -> Path:
 
 
 def save(path: Path, fill: Callable[[Any], None]) -> Path:
-    """Has `fill` draw on a fresh matplotlib Figure, and writes it."""
+    """Creates a matplotlib Figure, calls `fill` to draw on it, and writes it. Returns the path."""
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"path {str(path)!r}: must end in {', '.join(SUFFIXES)}")
     try:
@@ -55,8 +63,8 @@ def save(path: Path, fill: Callable[[Any], None]) -> Path:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("plots need matplotlib: pip install 'fedloom[plot]'") from None
-    # A Figure made by hand, not by pyplot, draws without a display and leaves no global state behind. Fixed names inside of an SVG and no
-    # date: the same runs give the same file.
+    # A Figure that pyplot does not create needs no display and leaves no global state behind. Names
+    # inside an SVG are fixed and dates are left out, so that the same runs give the same file.
     with matplotlib.rc_context({"svg.hashsalt": "fedloom"}):
         canvas = Figure(layout="constrained")
         fill(canvas)
@@ -67,15 +75,17 @@ def save(path: Path, fill: Callable[[Any], None]) -> Path:
     return path
 
 
-# ---- what the kinds share ----
+# ---- helpers for all kinds ----
 def _look(index: int) -> dict[str, Any]:
-    """How a series looks: colour, dash and marker. As in charts.js."""
-    again, hue = divmod(index, len(HUES))
-    face = "white" if again % 2 else HUES[hue]
+    """Returns the colour, dash and marker of a series, the same as in charts.js."""
+    cycle, hue = divmod(index, len(HUES))
     return {
-        "color": HUES[hue], "linestyle": DASHES[again % len(DASHES)], "marker": MARKERS[(index + again) % len(MARKERS)],
-        "markerfacecolor": face, "markeredgecolor": HUES[hue],
-    }  # fmt: skip
+        "color": HUES[hue],
+        "linestyle": DASHES[cycle % len(DASHES)],
+        "marker": MARKERS[(index + cycle) % len(MARKERS)],
+        "markerfacecolor": "white" if cycle % 2 else HUES[hue],
+        "markeredgecolor": HUES[hue],
+    }
 
 
 def _numbers(values: Iterable[float | None]) -> npt.NDArray[np.float64]:
@@ -94,7 +104,7 @@ def _bare(axes: Any) -> None:
 
 
 def _axis(axis: Any, about: dict[str, Any], values: npt.NDArray[np.float64]) -> None:
-    """An axis' label, scale and units. On a logarithmic one 0 keeps a place of its own, left of where the values begin."""
+    """Sets an axis' label, scale and units. A logarithmic axis keeps a separate place for 0."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     which = axis.axis_name
@@ -113,7 +123,7 @@ def _axis(axis: Any, about: dict[str, Any], values: npt.NDArray[np.float64]) -> 
 
 
 def _time_axis(axis: Any, longest: float) -> None:
-    """Round numbers of one unit: of minutes from two minutes on, of hours from two hours on."""
+    """Sets ticks at round numbers of one unit: minutes from 2 minutes, hours from 2 hours on."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
     factor, unit = next(
@@ -162,7 +172,7 @@ _UNITS: dict[str, Callable[[float], str]] = {
 
 
 def _legend(canvas: Any, axes: Any) -> None:
-    """Below the axes, in as many columns as fit."""
+    """Adds a legend below the axes, in as many columns as fit."""
     handles, names = axes.get_legend_handles_labels()
     if handles:
         longest = max(map(len, names))
@@ -227,8 +237,14 @@ def _points(canvas: Any, figure: dict[str, Any]) -> None:
         x, y = _numbers(one["x"]), _numbers(one["y"])
         look["linestyle"] = "none"
         axes.plot(
-            x, y, label=one["name"], markersize=3 if many else 6, alpha=0.55 if many else 0.95, rasterized=len(xs) > MANY, **look
-        )  # fmt: skip
+            x,
+            y,
+            label=one["name"],
+            markersize=3 if many else 6,
+            alpha=0.55 if many else 0.95,
+            rasterized=len(xs) > MANY,
+            **look,
+        )
         if one.get("low") is not None and one.get("high") is not None:
             spread = np.abs(np.stack([y - _numbers(one["low"]), _numbers(one["high"]) - y]))
             axes.errorbar(
@@ -274,23 +290,23 @@ def _bars(canvas: Any, figure: dict[str, Any]) -> None:
     so_far = np.zeros(len(rows))
     for one in figure["series"]:
         values = np.nan_to_num(_numbers(one["values"]))
-        again, hue = divmod(one["color"], len(HUES))
+        cycle, hue = divmod(one["color"], len(HUES))
         axes.barh(
             rows,
             values,
             left=so_far,
             height=0.62,
             color=HUES[hue],
-            hatch=HATCHES[again % 4],
+            hatch=HATCHES[cycle % 4],
             edgecolor="white",
             label=one["name"],
         )
         so_far += values
-    tell = _UNITS.get(figure["x"]["unit"], "{:.4g}".format)
+    text = _UNITS.get(figure["x"]["unit"], "{:.4g}".format)
     rounded = [float(f"{total:.3g}") for total in so_far]
     for row, (total, short) in enumerate(zip(so_far, rounded, strict=True)):
         axes.annotate(
-            tell(short),
+            text(short),
             (total, row),
             xytext=(4, 0),
             textcoords="offset points",
@@ -299,9 +315,7 @@ def _bars(canvas: Any, figure: dict[str, Any]) -> None:
             color=SOFT,
         )
     axes.margins(x=0.12)
-    _axis(
-        axes.xaxis, {**figure["x"], "log": False}, so_far
-    )  # lengths that are added up have no logarithm
+    _axis(axes.xaxis, {**figure["x"], "log": False}, so_far)  # stacked lengths need a linear axis
     axes.set_xlim(left=0)
     axes.invert_yaxis()
     _title(canvas, figure)
@@ -322,12 +336,11 @@ def _map_size(figure: dict[str, Any]) -> tuple[float, float]:
 
 
 def _heat_map(axes: Any, figure: dict[str, Any]) -> None:
-    """One map; cells without a value are grey, and numbers stand in them where there is room."""
+    """Draws one map. Cells without a value are grey. Cells show their numbers if there is room."""
     import matplotlib
 
-    palette = matplotlib.colormaps["YlGnBu"].with_extremes(
-        bad=ABSENT
-    )  # safe for colour-blind eyes, and has no grey of its own
+    # This palette is safe for colour-blind readers and contains no grey.
+    palette = matplotlib.colormaps["YlGnBu"].with_extremes(bad=ABSENT)
     values = np.array([_numbers(row) for row in figure["values"]]).reshape(
         len(figure["rows"]), len(figure["columns"])
     )
@@ -379,7 +392,7 @@ def _cell(figure: dict[str, Any], value: float) -> str:
 
 
 def _panels(canvas: Any, figure: dict[str, Any]) -> Iterable[tuple[Any, dict[str, Any]]]:
-    """Square axes for the panels of a figure, each with its title."""
+    """Yields square axes and the panel to draw on them, for each panel of a figure."""
     panels = figure["panels"]
     across = min(len(panels), 3)
     down = -(-len(panels) // across)
@@ -404,7 +417,7 @@ def _image(canvas: Any, figure: dict[str, Any]) -> None:
     for axes, panel in _panels(canvas, figure):
         n = panel["size"]
         cells = np.frombuffer(base64.b64decode(panel["values"]), dtype=np.uint8).reshape(n, n)
-        # Empty is white; the faintest that is there has to be seen beside it.
+        # Empty cells are white. The faintest of the others must differ visibly from white.
         axes.imshow(
             np.ma.masked_equal(cells, 0),
             cmap=palette,
@@ -422,7 +435,7 @@ def _image(canvas: Any, figure: dict[str, Any]) -> None:
 
 
 def _cloud(canvas: Any, figure: dict[str, Any]) -> None:
-    """Points in panels, coloured by class, with edges beneath if there are some: graphs and embeddings."""
+    """Draws graphs and embeddings: points in panels, coloured by class, and edges if there are."""
     from matplotlib.collections import LineCollection
 
     names: dict[int, Any] = {}
@@ -454,8 +467,8 @@ def _cloud(canvas: Any, figure: dict[str, Any]) -> None:
         axes.set_xlim(-0.04, 1.04)
         axes.set_ylim(-0.04, 1.04)
     if len(names) > 1:
-        told = figure.get("class_names") or {}
-        words = [told[k] if 0 <= k < len(told) else f"class {k}" for k in sorted(names)]
+        given = figure.get("class_names") or {}
+        words = [given[k] if 0 <= k < len(given) else f"class {k}" for k in sorted(names)]
         columns = min(len(words), int(canvas.get_figwidth() // 1.1))
         canvas.legend(
             [names[k] for k in sorted(names)],
@@ -468,5 +481,11 @@ def _cloud(canvas: Any, figure: dict[str, Any]) -> None:
 
 
 _KINDS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
-    "lines": _lines, "points": _points, "bars": _bars, "heat": _heat, "image": _image, "graph": _cloud, "scatter": _cloud,
-}  # fmt: skip
+    "lines": _lines,
+    "points": _points,
+    "bars": _bars,
+    "heat": _heat,
+    "image": _image,
+    "graph": _cloud,
+    "scatter": _cloud,
+}

@@ -1,7 +1,8 @@
-"""Figures and tables of a comparison, described as plain dicts. Two renderers know how things are drawn: `fedloom.draw`, `page/charts.js`.
+"""Describes the figures and tables of a comparison as plain dicts.
 
-Every figure has id, title, caption, section and kind; a row of the comparison has one colour, an index into the palette, in all of them.
-Values that are not known are None, never 0. Percentages are given from 0 to 1.
+Two modules draw them: `draw` and `page/charts.js`. Every figure has an id, title, caption, section
+and kind. A row of the comparison has the same colour in all figures, an index into the palette.
+Unknown values are None, never 0. Percentages are given from 0 to 1.
 """
 
 from __future__ import annotations
@@ -10,23 +11,44 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from statistics import mean, median, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
-from fedloom.experiments.report.comparison import LOCAL, Comparison, Entry, footnote, local_beside
+from fedloom.experiments.report.comparison import (
+    LOCAL,
+    Comparison,
+    Entry,
+    footnote,
+    matching_local,
+)
 from fedloom.experiments.report.significance import points
 from fedloom.experiments.run_folder import Run
 
 Figure = dict[str, Any]
-LEAST_GAIN = 0.05  # points between local and a method below which a client neither gains nor loses
+LEAST_GAIN = 0.05  # points; a client with a smaller difference to local neither gains nor loses
 
 
 def figures(c: Comparison) -> list[Figure]:
-    """All figures and tables, in the order of a page: results, traffic, clients, data, runs; of each task in turn."""
+    """Returns all figures and tables: for each task its results, traffic, clients and data.
+
+    An overview of several tasks comes first, and the list of all runs last.
+    """
     parts: list[Figure] = [_overview(c)] if len(c.tasks) > 1 else []
-    made: list[Callable[[Comparison, str], Figure | None]] = [
-        _scores, _convergence, _against_traffic, _against_time, _phases, _phase_table, _gains, _who_gains, _client_table, _labels, _by_class
-    ]  # fmt: skip
-    parts += [figure for task in c.tasks for make in made if (figure := make(c, task)) is not None]
+    makers: list[Callable[[Comparison, str], Figure | None]] = [
+        _scores,
+        _convergence,
+        _against_traffic,
+        _against_time,
+        _phases,
+        _phase_table,
+        _gains,
+        _gains_table,
+        _client_table,
+        _labels,
+        _by_class,
+    ]
+    parts += [
+        figure for task in c.tasks for make in makers if (figure := make(c, task)) is not None
+    ]
     return [*parts, _runs(c)]
 
 
@@ -53,7 +75,7 @@ def _figure(
 
 
 def slug(*words: str) -> str:
-    """Words as the id of a figure, which is also the name of its file."""
+    """Returns words as the id of a figure. It is also the name of the figure's file."""
     return re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
 
 
@@ -66,9 +88,8 @@ def _series(c: Comparison, row: str, **content: Any) -> dict[str, Any]:
 
 
 def _short(value: float | None) -> float | None:
-    return (
-        None if value is None else float(f"{value:.5g}")
-    )  # nobody sees more, and a page of 1,000 clients should stay small
+    """Rounds a value to 5 digits: more cannot be seen, and a page of 1,000 clients stays small."""
+    return None if value is None else float(f"{value:.5g}")
 
 
 def _metric(c: Comparison) -> str:
@@ -122,10 +143,11 @@ def _number(value: float | None, text: str) -> dict[str, Any]:
 
 def _scores(c: Comparison, task: str) -> Figure:
     help_ = {
-        "over local": "mean difference in points to what the same clients reach alone, over seeds and clients",
-        "below the best": "mean difference in points to the best method, over seeds and clients",
-        "p": "Wilcoxon's signed-rank test of that difference, corrected for the number of methods (Holm)",
-        "sent": "up and down, all clients and rounds, without what only measures; mean of the seeds",
+        "over local": "mean difference to local training in points, over seeds and clients",
+        "below the best": "mean difference to the best method in points, over seeds and clients",
+        "p": "Wilcoxon's signed-rank test of the difference to the best, corrected for the number "
+        "of methods (Holm)",
+        "sent": "bytes up and down of all clients and rounds, without evaluation; mean over seeds",
     }
     names = [
         "method",
@@ -149,20 +171,25 @@ def _scores(c: Comparison, task: str) -> Figure:
     ]
     rows = []
     for row, e in c.on(task).items():
-        of = {key: [run.summary.get(key) for run in e.runs] for key in ("f1_macro", "val_accuracy")}
-        means = {
-            key: mean(known) if (known := [v for v in values if v is not None]) else None
-            for key, values in of.items()
-        }
-        gain, below = (
-            e.gain.mean if e.gain else None,
-            e.against_best.mean if e.against_best else None,
+        means: list[float | None] = []
+        for key in ("f1_macro", "val_accuracy"):
+            known = [v for run in e.runs if (v := run.summary.get(key)) is not None]
+            means.append(mean(known) if known else None)
+        gain = e.gain.mean if e.gain else None
+        below = e.against_best.mean if e.against_best else None
+        rows.append(
+            [
+                row,
+                _score_cell(e),
+                _number(gain, points(gain or 0)),
+                _number(below, points(below or 0)),
+                _number(e.p, f"{e.p or 0:.2g}"),
+                *(_number(value, f"{100 * (value or 0):.1f}") for value in means),
+                _number(e.bytes_sent, _bytes(e.bytes_sent)),
+                _number(e.seconds, f"{e.seconds:.1f}"),
+                len(e.runs),
+            ]
         )
-        rows.append([
-            row, _score_cell(e), _number(gain, points(gain or 0)), _number(below, points(below or 0)), _number(e.p, f"{e.p or 0:.2g}"),
-            *(_number(means[key], f"{100 * (means[key] or 0):.1f}") for key in means),
-            _number(e.bytes_sent, _bytes(e.bytes_sent)), _number(e.seconds, f"{e.seconds:.1f}"), len(e.runs),
-        ])  # fmt: skip
     return _figure(
         c, "results", "table", "scores", task, "Methods", footnote(c), columns=columns, rows=rows
     )
@@ -177,19 +204,19 @@ def _bytes(count: float) -> str:
 
 
 def _points_of(run: Run, metric: str) -> dict[int, dict[str, Any]]:
-    """{round: entry} of the evaluations; where a round has several, the last."""
+    """Returns {round: entry} of the evaluations. Of several in a round, the last one counts."""
     return {entry["round"]: entry for entry in run.curve if entry.get(metric) is not None}
 
 
 def _by_round(e: Entry, metric: str) -> tuple[list[int], list[list[dict[str, Any]]]]:
-    """The rounds that all seeds have evaluated, and each seed's entries at them."""
+    """Returns the rounds that all seeds evaluated, and for each round the entries of the seeds."""
     curves = [_points_of(run, metric) for run in e.runs]
     rounds = sorted(set.intersection(*(set(curve) for curve in curves)))
     return rounds, [[curve[k] for curve in curves] for k in rounds]
 
 
 def _banded(entries: Sequence[Sequence[Mapping[str, Any]]], metric: str) -> dict[str, Any]:
-    """Mean over seeds, and one standard deviation to both sides if there are several."""
+    """Returns the means over seeds and, for several seeds, a band of one standard deviation."""
     means = [mean(e[metric] for e in at) for at in entries]
     if not entries or len(entries[0]) < 2:
         return {"y": [_short(m) for m in means]}
@@ -202,14 +229,18 @@ def _banded(entries: Sequence[Sequence[Mapping[str, Any]]], metric: str) -> dict
 
 
 def _cut(series: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], str]:
-    """Where an axis begins if the first rounds of some would press all that counts into a line; and what a caption says of it."""
+    """Returns where an axis starts, and a sentence about it for the caption.
+
+    Low scores of the first rounds would otherwise flatten the curves. Both are empty if the whole
+    range can be shown.
+    """
     ends = [one["y"][-1] for one in series if one["y"]]
     if not ends:
         return {}, ""
     floor = round(min(ends) - max(3 * (max(ends) - min(ends)), 0.12), 2)
     if min(value for one in series for value in one["y"]) > floor - 0.1:
         return {}, ""
-    return {"from": floor}, f" What is below {100 * floor:.0f} % is not shown."
+    return {"from": floor}, f" Scores below {100 * floor:.0f} % are not shown."
 
 
 def _convergence(c: Comparison, task: str) -> Figure:
@@ -217,7 +248,10 @@ def _convergence(c: Comparison, task: str) -> Figure:
     for row, e in c.on(task).items():
         rounds, entries = _by_round(e, c.metric)
         series.append(_series(c, row, x=rounds, **_banded(entries, c.metric)))
-    caption = "Mean over the seeds, band: one standard deviation. What counts is the score at the best validation round, not at the end."
+    caption = (
+        "Mean over the seeds. The band is one standard deviation. The tables show the score at the "
+        "best validation round, not at the last round."
+    )
     return _curves(c, task, "convergence", "round", caption, _axis("round", "count"), series)
 
 
@@ -227,7 +261,10 @@ def _against_time(c: Comparison, task: str) -> Figure:
         _, entries = _by_round(e, c.metric)
         seconds = [_short(mean(entry["seconds"] for entry in at)) for at in entries]
         series.append(_series(c, row, x=seconds, **_banded(entries, c.metric)))
-    caption = "Seconds of a run so far, set-up and evaluation too, on the machine that ran it; runs beside each other slow each other down."
+    caption = (
+        "Seconds since the start of a run, with set-up and evaluation, on the machine that ran it. "
+        "Runs that share a machine slow each other down."
+    )
     return _curves(c, task, "time", "time", caption, _axis("time", "seconds", log=True), series)
 
 
@@ -240,7 +277,7 @@ def _curves(
     x: dict[str, Any],
     series: list[dict[str, Any]],
 ) -> Figure:
-    begin, said = _cut(series)
+    begin, sentence = _cut(series)
     y = {**_axis(_metric(c), "percent"), **begin}
     return _figure(
         c,
@@ -249,7 +286,7 @@ def _curves(
         name,
         task,
         f"{_score(c)} by {by}",
-        caption + said,
+        caption + sentence,
         x=x,
         y=y,
         series=series,
@@ -262,7 +299,7 @@ def _score(c: Comparison) -> str:
 
 # ---- traffic ----
 def _against_traffic(c: Comparison, task: str) -> Figure:
-    """What had to travel until the round that counts, against what that gave."""
+    """Returns the figure of scores against the bytes sent until the best validation round."""
     series: list[dict[str, Any]] = []
     levels: list[dict[str, Any]] = []
     reached: list[tuple[float, float]] = []
@@ -270,7 +307,7 @@ def _against_traffic(c: Comparison, task: str) -> Figure:
         if e.score is None:
             continue
         sent = mean(_sent_until_best(run) for run in e.runs)
-        if sent == 0:  # nothing travels: a level, as there is no zero on a logarithmic axis
+        if sent == 0:  # drawn as a horizontal line: a logarithmic axis has no 0
             levels.append({"name": row, "color": c.rows.index(row), "y": _short(e.score.mean)})
             continue
         reached.append((sent, e.score.mean))
@@ -283,16 +320,31 @@ def _against_traffic(c: Comparison, task: str) -> Figure:
         series.append(
             _series(c, row, x=[_short(sent)], y=[_short(e.score.mean)], labels=[row], **spread)
         )
-    alone = max(
-        (level["y"] for level in levels if level["name"].split(" ")[0] == LOCAL), default=0.0
-    )  # for nothing at all
+    # The frontier leaves out methods that are worse than local training, which sends nothing.
+    local = (level["y"] for level in levels if level["name"].split(" ")[0] == LOCAL)
+    floor = max(local, default=0.0)
     frontier = [
         [_short(x), _short(y)]
-        for x, y in _frontier([point for point in reached if point[1] > alone])
+        for x, y in _frontier([point for point in reached if point[1] > floor])
     ]
-    caption = "Bytes of all clients until the best validation round. Along the steps nobody is better for less. Dashed: nothing travels."
-    return _figure(c, "traffic", "points", "traffic", task, f"{_score(c)} against traffic", caption, x=_axis("sent", "bytes", log=True),
-                   y=_axis(_metric(c), "percent"), series=series, frontier=frontier, levels=levels)  # fmt: skip
+    caption = (
+        "Bytes of all clients until the best validation round. The steps are the frontier: no "
+        "method is better with less traffic. Dashed lines: methods that send nothing."
+    )
+    return _figure(
+        c,
+        "traffic",
+        "points",
+        "traffic",
+        task,
+        f"{_score(c)} against traffic",
+        caption,
+        x=_axis("sent", "bytes", log=True),
+        y=_axis(_metric(c), "percent"),
+        series=series,
+        frontier=frontier,
+        levels=levels,
+    )
 
 
 def _sent_until_best(run: Run) -> float:
@@ -304,7 +356,7 @@ def _sent_until_best(run: Run) -> float:
 
 
 def _frontier(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of (cost, score) those that nobody beats at their cost or less."""
+    """Returns the (cost, score) points that no other point beats at the same cost or less."""
     ordered = sorted(points, key=lambda point: (point[0], -point[1]))
     best = accumulate((y for _, y in ordered), max)
     found: list[tuple[float, float]] = []
@@ -315,7 +367,7 @@ def _frontier(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _phase_rows(c: Comparison, task: str) -> dict[str, dict[str, dict[str, float]]]:
-    """{row: {phase: mean counts of the runs}}."""
+    """Returns {row: {phase: mean counts over the runs}}."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for row, e in c.on(task).items():
         phases = list(
@@ -326,8 +378,8 @@ def _phase_rows(c: Comparison, task: str) -> dict[str, dict[str, dict[str, float
         ]
         keys = ("messages", "bytes_up", "bytes_down")
         found[row] = {
-            name: {key: mean(each.get(key, 0) for each in of) for key in keys}
-            for name, of in zip(phases, counts, strict=True)
+            name: {key: mean(each.get(key, 0) for each in by_run) for key in keys}
+            for name, by_run in zip(phases, counts, strict=True)
         }
     return found
 
@@ -344,7 +396,10 @@ def _phases(c: Comparison, task: str) -> Figure:
             for phases in known.values()
         ]
         series.append({"name": name, "color": k, "values": values})
-    caption = "Up and down, all clients and rounds; what only measures (evaluate) need not be run by a federation."
+    caption = (
+        "Bytes up and down of all clients and rounds. The phase evaluate only measures; a "
+        "federation does not need it."
+    )
     return _figure(
         c,
         "traffic",
@@ -377,54 +432,83 @@ def _phase_table(c: Comparison, task: str) -> Figure:
         "phase-table",
         task,
         "Every phase",
-        "Mean of the seeds, all clients and rounds.",
+        "Mean over the seeds. All clients and rounds.",
         columns=columns,
         rows=rows,
     )
 
 
 # ---- clients ----
-def _pairs(e: Entry, local: Entry) -> list[tuple[int, str, float, float]]:
-    """(seed, client, alone, with the method) where both are known."""
-    found: list[tuple[int, str, float, float]] = []
+class _Pair(NamedTuple):
+    """A client's accuracies with local training and with a method, in the runs of one seed."""
+
+    seed: int
+    client: str
+    local: float
+    method: float
+
+
+def _pairs(e: Entry, local: Entry) -> list[_Pair]:
+    """Returns the clients' accuracies with a method and with local training, if both are known."""
+    found: list[_Pair] = []
     for ours, theirs in zip(e.runs, local.runs, strict=True):
-        alone = {row["id"]: row["accuracy"] for row in theirs.summary["per_client"]}
+        base = {row["id"]: row["accuracy"] for row in theirs.summary["per_client"]}
         known = [
             r
             for r in ours.summary["per_client"]
-            if r["accuracy"] is not None and alone.get(r["id"]) is not None
+            if r["accuracy"] is not None and base.get(r["id"]) is not None
         ]
-        found += [(ours.summary["seed"], r["id"], alone[r["id"]], r["accuracy"]) for r in known]
+        seed = ours.summary["seed"]
+        found += [_Pair(seed, r["id"], base[r["id"]], r["accuracy"]) for r in known]
     return found
 
 
-def _beside_local(c: Comparison, task: str) -> dict[str, list[tuple[int, str, float, float]]]:
+def _pairs_by_row(c: Comparison, task: str) -> dict[str, list[_Pair]]:
     entries = c.on(task)
     found = {}
     for row, e in entries.items():
-        local = local_beside(e, entries)
+        local = matching_local(e, entries)
         if local is not None and local is not e and (pairs := _pairs(e, local)):
             found[row] = pairs
     return found
 
 
 def _gains(c: Comparison, task: str) -> Figure | None:
-    known = _beside_local(c, task)
     series = [
-        _series(c, row, x=[_short(alone) for _, _, alone, _ in pairs], y=[_short(with_) for *_, with_ in pairs],
-                labels=[f"client {client}, seed {seed}" for seed, client, *_ in pairs]) for row, pairs in known.items()
-    ]  # fmt: skip
+        _series(
+            c,
+            row,
+            x=[_short(pair.local) for pair in pairs],
+            y=[_short(pair.method) for pair in pairs],
+            labels=[f"client {pair.client}, seed {pair.seed}" for pair in pairs],
+        )
+        for row, pairs in _pairs_by_row(c, task).items()
+    ]
     if not series:
         return None
-    caption = "Each point is a client of a seed: above the line it gains from federating, below it loses. Press a name to hide or show a method."
-    return _figure(c, "clients", "points", "gains", task, "Who gains and who loses", caption, x=_axis("test accuracy alone", "percent"),
-                   y=_axis("test accuracy with the method", "percent"), series=series, diagonal=True)  # fmt: skip
+    caption = (
+        "Each point is a client of a seed. Above the line the method is better than local "
+        "training, below the line it is worse. Click a name to hide or show a method."
+    )
+    return _figure(
+        c,
+        "clients",
+        "points",
+        "gains",
+        task,
+        "Gains and losses of clients",
+        caption,
+        x=_axis("test accuracy with local training", "percent"),
+        y=_axis("test accuracy with the method", "percent"),
+        series=series,
+        diagonal=True,
+    )
 
 
-def _who_gains(c: Comparison, task: str) -> Figure | None:
+def _gains_table(c: Comparison, task: str) -> Figure | None:
     rows = []
-    for row, pairs in _beside_local(c, task).items():
-        gains = [100 * (with_ - alone) for *_, alone, with_ in pairs]
+    for row, pairs in _pairs_by_row(c, task).items():
+        gains = [100 * (pair.method - pair.local) for pair in pairs]
         counts = [sum(g > LEAST_GAIN for g in gains), sum(g < -LEAST_GAIN for g in gains)]
         numbers = [_number(v, points(v)) for v in (median(gains), min(gains), max(gains))]
         rows.append([row, *counts, len(gains) - sum(counts), *numbers])
@@ -432,8 +516,17 @@ def _who_gains(c: Comparison, task: str) -> Figure | None:
         return None
     names = ("method", "gain", "lose", "the same", "median, points", "worst", "best")
     columns = [{"name": name, "align": "left" if name == "method" else "right"} for name in names]
-    return _figure(c, "clients", "table", "gains-table", task, "Gains over local", "Clients of all seeds, against the same client alone.",
-                   columns=columns, rows=rows)  # fmt: skip
+    return _figure(
+        c,
+        "clients",
+        "table",
+        "gains-table",
+        task,
+        "Gains over local",
+        "The clients of all seeds, compared with local training of the same client.",
+        columns=columns,
+        rows=rows,
+    )
 
 
 def _client_table(c: Comparison, task: str) -> Figure | None:
@@ -444,7 +537,7 @@ def _client_table(c: Comparison, task: str) -> Figure | None:
     }
     if not entries:
         return None
-    first = local_beside(next(iter(entries.values())), entries) or next(iter(entries.values()))
+    first = matching_local(next(iter(entries.values())), entries) or next(iter(entries.values()))
     scores = {
         row: {
             (run.summary["seed"], r["id"]): r["accuracy"]
@@ -453,9 +546,8 @@ def _client_table(c: Comparison, task: str) -> Figure | None:
         }
         for row, e in entries.items()
     }
-    shown = [
-        row for row in entries if scores[row].keys() == scores[_row_of(entries, first)].keys()
-    ]  # a pooled baseline has no such clients
+    # A centralized baseline does not have these clients.
+    shown = [row for row in entries if scores[row].keys() == scores[_row_of(entries, first)].keys()]
     columns = [
         {"name": name, "align": "right"}
         for name in ("seed", "client", "nodes", "train", "val", "test", *shown)
@@ -476,8 +568,17 @@ def _client_table(c: Comparison, task: str) -> Figure | None:
             rows.append(
                 [run.summary["seed"], r["id"], r["nodes"], r["train"], r["val"], r["test"], *cells]
             )
-    return _figure(c, "clients", "table", "clients", task, "Every client", "Test accuracy in %, at the method's best validation round.",
-                   columns=columns, rows=rows)  # fmt: skip
+    return _figure(
+        c,
+        "clients",
+        "table",
+        "clients",
+        task,
+        "Every client",
+        "Test accuracy in % at the best validation round of the method.",
+        columns=columns,
+        rows=rows,
+    )
 
 
 def _row_of(entries: Mapping[str, Entry], wanted: Entry) -> str:
@@ -485,9 +586,13 @@ def _row_of(entries: Mapping[str, Entry], wanted: Entry) -> str:
 
 
 # ---- data ----
-def _held(c: Comparison, task: str) -> Run | None:
-    """The run whose clients are shown: the first seed's that says who holds what."""
-    return next((run for e in c.on(task).values() for run in e.runs if run.sizes), None)
+def _with_statistics(c: Comparison, task: str) -> tuple[Run, dict[str, Any]] | None:
+    """Returns the first run that has partition statistics, and the statistics."""
+    for e in c.on(task).values():
+        for run in e.runs:
+            if run.partition:
+                return run, run.partition
+    return None
 
 
 def _heat(
@@ -501,33 +606,44 @@ def _heat(
     format: str,
     high: float | None,
 ) -> Figure | None:
-    run = _held(c, task)
-    if run is None or run.sizes is None or key not in run.sizes["clients"][0]:
+    found = _with_statistics(c, task)
+    if found is None or key not in found[1]["clients"][0]:
         return None
-    clients = run.sizes["clients"]
+    run, statistics = found
+    clients = statistics["clients"]
     values = [[_short(v) if v is not None else None for v in client[key]] for client in clients]
-    if key == "labels":
-        values = [
-            [v or None for v in row] for row in values
-        ]  # absent is grey, not the palest colour
+    if key == "labels":  # a class without items is grey, not of the palest colour
+        values = [[v or None for v in row] for row in values]
     top = max((v for row in values for v in row if v is not None), default=1)
-    names = [client["name"] for client in clients]
-    return _figure(c, "data", "heat", name, task, title, f"{caption} Seed {run.summary['seed']}.", rows=names,
-                   columns=[str(k) for k in range(len(values[0]))], row_label="client", column_label="class", values=values, low=0,
-                   high=high if high is not None else top, format=format, unit=unit)  # fmt: skip
-
-
-def _labels(c: Comparison, task: str) -> Figure | None:
-    caption = "Items of each class that a client holds; grey: none."
-    return _heat(
-        c, task, "labels", "Who holds which classes", caption, "labels", "count", "0", None
+    return _figure(
+        c,
+        "data",
+        "heat",
+        name,
+        task,
+        title,
+        f"{caption} Seed {run.summary['seed']}.",
+        rows=[client["name"] for client in clients],
+        columns=[str(k) for k in range(len(values[0]))],
+        row_label="client",
+        column_label="class",
+        values=values,
+        low=0,
+        high=high if high is not None else top,
+        format=format,
+        unit=unit,
     )
 
 
+def _labels(c: Comparison, task: str) -> Figure | None:
+    caption = "The number of items of each class that a client has. Grey: none."
+    return _heat(c, task, "labels", "Classes of each client", caption, "labels", "count", "0", None)
+
+
 def _by_class(c: Comparison, task: str) -> Figure | None:
-    run = _held(c, task)
-    if run is not None and run.sizes and run.sizes["task"] == "graph":
-        caption = "Mean number of nodes of a client's graphs of a class; grey: it has none."
+    found = _with_statistics(c, task)
+    if found is not None and found[1]["task"] == "graph":
+        caption = "The mean number of nodes of a client's graphs of a class. Grey: it has none."
         return _heat(
             c,
             task,
@@ -539,7 +655,10 @@ def _by_class(c: Comparison, task: str) -> Figure | None:
             "0",
             None,
         )
-    caption = "Of all edge ends at a client's nodes of a class, the share whose other end has the same label; grey: there are none."
+    caption = (
+        "The share of edge ends at a client's nodes of a class whose other end has the same label. "
+        "Grey: the class has no edges."
+    )
     return _heat(
         c,
         task,
@@ -599,5 +718,8 @@ def _runs(c: Comparison) -> Figure:
                         str(run.folder),
                     ]
                 )
-    caption = "Each number comes from these folders: fedloom show FOLDER prints one, and its config.json is the recipe that makes it again."
+    caption = (
+        "All numbers come from these folders. fedloom show FOLDER prints a run. Its config.json is "
+        "the recipe that reproduces it."
+    )
     return _figure(c, "runs", "table", "runs", "", "Every run", caption, columns=columns, rows=rows)

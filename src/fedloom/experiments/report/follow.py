@@ -1,4 +1,7 @@
-"""Follows run folders from their files alone, while somebody else writes them: whichever engine it is, here or across a network."""
+"""Follows run folders while another process writes them. It reads their files only.
+
+It works for all engines and for deployments.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-PIECE = 1 << 20  # bytes read at once
-TAIL = 4096  # bytes before the place reached: if they are others than before, with other times in them, it was cut and goes on
-QUIET = 60.0  # seconds without a new line from which on a run is called silent, unless its rounds take long
+PIECE = 1 << 20  # bytes per read
+TAIL = 4096  # last bytes read; if they changed (times differ), the history was cut and continued
+QUIET = 60.0  # seconds without a new line after which a run is silent, unless its rounds take long
 FIELDS = (
     "round",
     "stage",
@@ -26,10 +29,14 @@ FIELDS = (
 
 
 class Follower:
-    """What is known of one run folder so far. `look` reads what is new; nothing is read twice.
+    """The known state of one run folder. `look` reads new lines; no line is read twice.
 
-    entries: of each history entry the values of FIELDS. version: changes when the history was begun again, and entries are others.
-    clients: each one's last accuracy, and how often, when and why it was absent.
+    Attributes:
+        folder: The run folder.
+        entries: The values of FIELDS of each history entry.
+        version: Changes if the history was restarted and the entries are different ones.
+        clients: Each client's last accuracy, and how often, when and why it was absent.
+        behind: Whether there are lines that `look` had no time to read.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time):
@@ -45,11 +52,11 @@ class Follower:
         self._read, self._tail, self._rest, self._damaged = 0, b"", b"", 0
 
     def look(self, seconds: float = 0.5) -> None:
-        """Reads what was written since; no longer than so many seconds, after which `behind` says that there is more."""
+        """Reads new lines for at most this many seconds. Sets `behind` if there are more."""
         until, self.behind = time.monotonic() + seconds, False
         try:
             with open(self.folder / "history.jsonl", "rb") as file:
-                if not self._goes_on(file):
+                if not self._continues(file):
                     self.version += 1
                     self._begin()
                 file.seek(self._read)
@@ -63,10 +70,13 @@ class Follower:
                 self.version += 1
                 self._begin()
 
-    def _goes_on(self, file: Any) -> bool:
-        """Whether the file still begins with what was read of it: a run that is resumed cuts it, one that is begun again empties it."""
+    def _continues(self, file: BinaryIO) -> bool:
+        """Returns whether the file still starts with the bytes that were read.
+
+        A resumed run cuts the file, a restarted one empties it.
+        """
         file.seek(self._read - len(self._tail))
-        return bool(file.read(len(self._tail)) == self._tail)
+        return file.read(len(self._tail)) == self._tail
 
     def _take(self, piece: bytes) -> None:
         self._read += len(piece)
@@ -100,9 +110,12 @@ class Follower:
         fresh = {"accuracy": None, "absences": 0, "cause": "", "last_absent": None}
         return self.clients.setdefault(str(name), fresh)
 
-    # ---- what the page shows ----
+    # ---- data for the page ----
     def about(self) -> dict[str, Any]:
-        """The run's state: waiting, running, silent, completed, failed, stopped or damaged; its progress; and what it is."""
+        """Returns the run's state, progress, last scores, traffic and settings.
+
+        The state is waiting, running, silent, completed, failed, stopped or damaged.
+        """
         config = self._config.read() or {}
         last = dict(zip(FIELDS, self.entries[-1], strict=True)) if self.entries else {}
         planned = _number(_table(config, "method").get("rounds"))
@@ -116,28 +129,31 @@ class Follower:
         elapsed = last.get("seconds") or 0.0
         scored = [e for e in self.entries if e[3] is not None]
         return {
-            "state": state, "cause": cause, "round": done, "planned": planned, "left": left, "silent_for": since,
+            "state": state,
+            "cause": cause,
+            "round": done,
+            "planned": planned,
+            "left": left,
+            "silent_for": since,
             "elapsed": elapsed + since if state in ("running", "silent") else elapsed,
-            "accuracy": scored[-1][3] if scored else None, "val_accuracy": scored[-1][4] if scored else None,
-            "bytes_up": last.get("bytes_up"), "bytes_down": last.get("bytes_down"), "absences": sum(e[8] for e in self.entries),
-            "facts": self._facts(config), "damaged_lines": self._damaged,
-        }  # fmt: skip
+            "accuracy": scored[-1][3] if scored else None,
+            "val_accuracy": scored[-1][4] if scored else None,
+            "bytes_up": last.get("bytes_up"),
+            "bytes_down": last.get("bytes_down"),
+            "absences": sum(e[8] for e in self.entries),
+            "facts": self._facts(config),
+            "damaged_lines": self._damaged,
+        }
 
     def _state(self, config: dict[str, Any], since: float, pace: float | None) -> tuple[str, str]:
         if not config:
-            return (
-                "waiting",
-                "the run has not begun" if self.folder.is_dir() else "the folder is not there yet",
-            )
+            exists = self.folder.is_dir()
+            return "waiting", "the run has not started" if exists else "the folder does not exist"
         if (summary := self._summary.read()) is not None:
-            return str(summary.get("status", "damaged")), str(
-                summary.get("cause", "" if summary else "summary.json cannot be read")
-            )
+            unknown = "" if summary else "summary.json cannot be read"
+            return str(summary.get("status", "damaged")), str(summary.get("cause", unknown))
         if since > max(QUIET, 10 * (pace or 0.0)):
-            return (
-                "silent",
-                "nothing was written for long: it works on something large, waits for parties, or was killed",
-            )
+            return "silent", "the run computes for long, waits for parties, or was killed"
         return "running", ""
 
     def _since_last_change(self) -> float:
@@ -145,35 +161,39 @@ class Follower:
         for name in ("history.jsonl", "config.json"):
             try:
                 times.append((self.folder / name).stat().st_mtime)
-            except OSError:  # not there yet
+            except OSError:  # the file does not exist yet
                 continue
         return max(0.0, self._clock() - max(times)) if times else 0.0
 
     def _pace(self) -> float | None:
-        """Seconds a round takes: over the last twenty, of the process that writes now."""
+        """Returns the seconds per round over the last 20 rounds of the process that writes now."""
         ends: list[tuple[int, float]] = []
         for entry in reversed(self.entries):
             number, seconds = entry[0], entry[2]
             if seconds is None or (ends and (seconds > ends[-1][1] or ends[0][0] - number > 20)):
-                break  # before that the clock was another one
+                break  # earlier entries come from another process, with another clock
             ends.append((number, seconds))
         if ends and ends[0][0] > ends[-1][0]:
             return (ends[0][1] - ends[-1][1]) / (ends[0][0] - ends[-1][0])
         return None
 
     def _facts(self, config: dict[str, Any]) -> list[list[str]]:
+        partition, run = _table(config, "partition"), _table(config, "run")
+        parties = len(config.get("parties") or [])
         found = {
-            "method": _table(config, "method").get("name"), "dataset": _table(config, "data").get("dataset"),
-            "partition": _table(config, "partition").get("name"), "model": _table(config, "model").get("name"),
-            "clients": _table(config, "partition").get("clients") or len(config.get("parties") or []) or len(self.clients) or None,
-            "engine": "deployment" if "deployment" in config else _table(config, "run").get("engine"),
-            "seed": _table(config, "run").get("seed"),
-        }  # fmt: skip
+            "method": _table(config, "method").get("name"),
+            "dataset": _table(config, "data").get("dataset"),
+            "partition": partition.get("name"),
+            "model": _table(config, "model").get("name"),
+            "clients": partition.get("clients") or parties or len(self.clients) or None,
+            "engine": "deployment" if "deployment" in config else run.get("engine"),
+            "seed": run.get("seed"),
+        }
         return [[name, str(value)] for name, value in found.items() if value is not None]
 
 
 class _File:
-    """A file of JSON that somebody else puts in place, read again only when it is another one."""
+    """A JSON file that another process writes. It is read again only after it has changed."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -181,19 +201,19 @@ class _File:
         self._content: dict[str, Any] = {}
 
     def read(self) -> dict[str, Any] | None:
-        """What is in it; nothing if that is no object of JSON. None if there is no file."""
+        """Returns the content; {} if it is not a JSON object; None if there is no file."""
         try:
             found = self._path.stat()
             key = (found.st_ino, found.st_mtime_ns, found.st_size)
             if key != self._key:
                 self._content, self._key = _object(self._path.read_bytes()), key
-        except OSError:  # not there, or just taken away
+        except OSError:  # the file does not exist, or was just removed
             return None
         return self._content
 
 
 def run_folders(folder: Path) -> dict[str, Path] | None:
-    """The runs in a folder, by name; None if it is one run itself, or nothing that can be seen yet."""
+    """Returns the runs in a folder, by name; None if it is itself a run or contains none yet."""
     if (folder / "config.json").exists():
         return None
     places = (folder, folder / "runs")
@@ -219,9 +239,6 @@ def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | int | None:
-    """A finite number, or None: the page's JSON knows no others."""
-    return (
-        value
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        else None
-    )
+    """Returns the value if it is a finite number, else None: JSON has no other numbers."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The report's page: one HTML file that carries its data, its style and its scripts, and needs nothing else to be opened."""
+"""Fills the templates of HTML pages. A page contains its data, its style and its scripts."""
 
 from __future__ import annotations
 
@@ -14,29 +14,36 @@ SHARED_SCRIPTS = ("base.js", "table.js", "charts.js")
 
 
 def write_page(page: dict[str, Any], path: Path) -> None:
-    """Writes a page (title, made, version, command, figures, left_out, facts: see `fedloom.figures`) to one HTML file."""
-    # A page can hold any text: inside a script element nothing but "<" could end it.
+    """Writes a report to one HTML file.
+
+    Args:
+        page: Its title, made, version, command, figures, left_out and facts. `write.make_page`
+            makes it; `figures` describes the figures.
+        path: The file.
+    """
+    # The data may contain any text. Only "<" could end the script element around it.
     data = json.dumps(page, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace(
         "<", "\\u003c"
     )
     parts = {
-        "title": html.escape(str(page["title"])), "style": read_parts("base.css", "report.css"),
-        "script": read_parts(*SHARED_SCRIPTS, "report.js"), "data": data,
-    }  # fmt: skip
-    # Names of folders can hold bytes that are no text: they are shown as escapes.
-    write_atomic(
-        path, fill_template("report.html", parts).encode(errors="backslashreplace"), "page"
-    )
+        "title": html.escape(str(page["title"])),
+        "style": read_parts("base.css", "report.css"),
+        "script": read_parts(*SHARED_SCRIPTS, "report.js"),
+        "data": data,
+    }
+    # Names of folders may contain bytes that are not valid text. The page shows them escaped.
+    content = fill_template("report.html", parts).encode(errors="backslashreplace")
+    write_atomic(path, content, "page")
 
 
 def read_parts(*names: str) -> str:
-    """The files of the package's folder `page`, one after the other."""
+    """Returns files of this package's folder `page`, concatenated."""
     folder = files("fedloom.experiments.report") / "page"
     return "\n".join((folder / name).read_text("utf-8") for name in names)
 
 
 def fill_template(name: str, parts: dict[str, str]) -> str:
-    """A template with each {{name}} replaced. What is put in is not looked at again: it may hold braces of its own."""
+    """Returns a template with each {{name}} replaced. Parts may contain braces themselves."""
     pieces = read_parts(name).split("{{")
     filled = [pieces[0]]
     for piece in pieces[1:]:

@@ -1,4 +1,4 @@
-"""What can be said of several runs: means with their spread, and whether a difference between two methods is more than chance."""
+"""Statistics over several runs: means, standard deviations, and tests of differences."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Spread(NamedTuple):
     deviation: float | None
 
     def __str__(self) -> str:
-        """In percent: "81.2 ± 0.4"."""
-        return f"{100 * self.mean:.1f}" + (
-            f" ± {100 * self.deviation:.1f}" if self.deviation is not None else ""
-        )
+        """Returns both in percent: "81.2 ± 0.4"."""
+        if self.deviation is None:
+            return f"{100 * self.mean:.1f}"
+        return f"{100 * self.mean:.1f} ± {100 * self.deviation:.1f}"
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """The spread of the values that are known; None if none is."""
+    """Returns the mean and standard deviation of the known values; None if none is known."""
     known = [v for v in values if v is not None]
     if not known:
         return None
@@ -34,15 +34,24 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 
 
 def points(difference: float) -> str:
-    """A difference in points: "+1.2"; what rounds to nothing has no minus."""
+    """Returns a difference in points: "+1.2". A difference that rounds to 0 is "+0.0"."""
     return f"{round(difference, 1) + 0.0:+.1f}"
 
 
 class Verdict(NamedTuple):
-    """What differences amount to: their mean with a 95 % interval (bootstrap), how many are above and below 0, and Wilcoxon's p.
+    """The test of some differences.
 
-    The test is the two-sided signed-rank test; differences of 0 say nothing and are left out. Clients of one run share a partition and a
-    server, so they are not quite independent and p is a little too small.
+    The test is Wilcoxon's two-sided signed-rank test. It leaves out differences of 0. Clients of
+    one run share a partition and a server, so they are not fully independent and p is a little too
+    small.
+
+    Attributes:
+        mean: The mean difference.
+        low: The lower end of its 95 % interval (bootstrap).
+        high: The upper end.
+        up: How many differences are above 0.
+        down: How many are below 0.
+        p: The p-value.
     """
 
     mean: float
@@ -53,27 +62,33 @@ class Verdict(NamedTuple):
     p: float
 
     def __str__(self) -> str:
-        """In points, as tables print it."""
-        return f"{self.mean:+.2f} [{self.low:+.2f}, {self.high:+.2f}], {self.up} up {self.down} down, p = {self.p:.2g}"
+        """Returns the verdict in points, as tables print it."""
+        interval = f"{self.mean:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
+        return f"{interval}, {self.up} up {self.down} down, p = {self.p:.2g}"
 
 
 def paired(
     ours: Sequence[Summary], theirs: Sequence[Summary], metric: str = "accuracy"
 ) -> list[float]:
-    """Differences in points between two methods' summaries, by seed: one for each seed and client.
+    """Returns the differences between two methods in points, one for each seed and client.
 
-    Where clients' scores are not known (secure runs) or the clients are others (a pooled baseline), one for each seed.
+    It returns one for each seed if the scores of clients are not known (secure runs) or if the two
+    runs have different clients (a centralized baseline).
+
+    Args:
+        ours: The summaries of the first method, by seed.
+        theirs: The summaries of the second method, for the same seeds in the same order.
+        metric: The score to compare.
     """
     found: list[float] = []
     for a, b in zip(ours, theirs, strict=True):
         if a["seed"] != b["seed"]:
             raise ValueError(f"seed {a['seed']} cannot be paired with seed {b['seed']}")
         here, there = _by_client(a, metric), _by_client(b, metric)
-        pairs = (
-            [(here[c], there[c]) for c in here]
-            if here and here.keys() == there.keys()
-            else [(a.get(metric), b.get(metric))]
-        )
+        if here and here.keys() == there.keys():
+            pairs = [(here[c], there[c]) for c in here]
+        else:
+            pairs = [(a.get(metric), b.get(metric))]
         found += [100 * (x - y) for x, y in pairs if x is not None and y is not None]
     return found
 
@@ -84,23 +99,20 @@ def _by_client(summary: Summary, metric: str) -> dict[str, float | None]:
 
 
 def verdict(differences: Sequence[float]) -> Verdict:
-    """What to make of differences; at least one."""
+    """Tests differences. There must be at least one."""
     values = np.asarray(differences, dtype=float)
     drawn = np.random.default_rng(0).choice(values, (4000, len(values))).mean(1)
     low, high = np.quantile(drawn, [0.025, 0.975])
     p = float(stats.wilcoxon(values).pvalue) if values.any() else 1.0
-    return Verdict(
-        float(values.mean()),
-        float(low),
-        float(high),
-        int((values > 0).sum()),
-        int((values < 0).sum()),
-        p,
-    )
+    up, down = int((values > 0).sum()), int((values < 0).sum())
+    return Verdict(float(values.mean()), float(low), float(high), up, down, p)
 
 
 def holm(p: Mapping[str, float]) -> dict[str, float]:
-    """p-values corrected for how many there are (Holm): the chance that any of them is a false alarm stays below the level."""
+    """Returns p-values corrected for their number by Holm's method.
+
+    The correction keeps the chance of any false alarm among them below the level of the test.
+    """
     corrected, worst = {}, 0.0
     for rank, name in enumerate(sorted(p, key=lambda each: p[each])):
         worst = max(worst, min(1.0, (len(p) - rank) * p[name]))

@@ -1,4 +1,7 @@
-"""Results and listings as tables for a terminal. Everything here reads summaries, nothing computes."""
+"""Tables for the terminal: results and listings. They only show summaries and compute nothing.
+
+This module imports torch, because it describes methods.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def percent(value: float | None) -> str:
-    """0.8123 -> "81.2"; None -> "-"."""
+    """Returns a share in percent: 0.8123 gives "81.2", None gives "-"."""
     return "-" if value is None else f"{100 * value:.1f}"
 
 
 def size(count: float) -> str:
-    """Bytes in words."""
+    """Returns a number of bytes with its unit: 36900000 gives "36.9 MB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -36,14 +39,14 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words."""
+    """Returns a number of seconds with its unit: 600 gives "10 min"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def listing(rows: Mapping[str, str]) -> RenderableType:
-    """Names with one line each."""
+    """Returns a list of names, each with its text."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
@@ -53,7 +56,12 @@ def listing(rows: Mapping[str, str]) -> RenderableType:
 
 
 def datasets(entries: Mapping[str, Any], here: Sequence[str]) -> RenderableType:
-    """The catalogue, a line each; `here` are the names that need no download."""
+    """Returns the table of all datasets.
+
+    Args:
+        entries: The datasets by name.
+        here: The names of those that need no download.
+    """
     table = Table(box=None, pad_edge=False)
     for heading in (
         "name",
@@ -64,72 +72,65 @@ def datasets(entries: Mapping[str, Any], here: Sequence[str]) -> RenderableType:
         "features",
         "classes",
         "split",
-        "here",
-        "what it is",
+        "local",
+        "description",
     ):
-        table.add_column(
-            heading,
-            justify="right"
-            if heading in ("graphs", "nodes", "edges", "features", "classes")
-            else "left",
-        )
+        numeric = heading in ("graphs", "nodes", "edges", "features", "classes")
+        table.add_column(heading, justify="right" if numeric else "left")
     for name, e in entries.items():
         numbers = (f"{n:,}" for n in (e.graphs, e.nodes, e.edges, e.features, e.classes))
         table.add_row(name, e.task, *numbers, e.split, "yes" if name in here else "", e.description)
     return table
 
 
-def result(summary: Mapping[str, Any], beside: Sequence[Mapping[str, Any]] = ()) -> RenderableType:
-    """A run's result: scores (with other runs beside it, if given), each client's, traffic and time."""
+def result(
+    summary: Mapping[str, Any], baselines: Sequence[Mapping[str, Any]] = ()
+) -> RenderableType:
+    """Returns the result of a run: scores, clients, traffic and time.
+
+    Args:
+        summary: The summary of the run.
+        baselines: The summaries of other runs to show in the same tables.
+    """
     if summary["status"] == "unfinished":
         return Text(
-            f"unfinished, last round {summary['rounds']}; `fedloom resume` goes on from its checkpoint, if it has one"
+            f"unfinished, last round {summary['rounds']}; `fedloom resume` continues from its "
+            "checkpoint, if it has one"
         )
     parts: list[RenderableType] = [
         _headline(summary),
-        _scores([summary, *beside]),
-        _clients(summary, beside),
+        _scores([summary, *baselines]),
+        _clients(summary, baselines),
         _traffic(summary),
     ]
     if summary.get("without_training_items"):
         idle = ", ".join(summary["without_training_items"])
-        parts.insert(
-            1,
-            Text(
-                f"clients without a training item: {idle} (they take part, their loss is 0)",
-                style="yellow",
-            ),
-        )
+        line = f"clients without a training item: {idle} (they take part, their loss is 0)"
+        parts.insert(1, Text(line, style="yellow"))
     if summary.get("absences"):
         parts.insert(1, Text(_absences(summary), style="yellow"))
-    secure = summary.get("secure")
-    if secure:
-        parts.append(
-            Text(
-                f"secure: {secure['sums']} masked sums, each over {secure['fewest_clients']} clients or more"
-            )
-        )
-        if secure["cohorts_one_apart"]:
-            pairs = secure["cohorts_one_apart"]
-            parts.append(
-                Text(
-                    f"{pairs} pairs of cohorts differ in one client: subtracting their sums lays it open",
-                    style="yellow",
-                )
-            )
+    if secure := summary.get("secure"):
+        sums, fewest = secure["sums"], secure["fewest_clients"]
+        parts.append(Text(f"secure: {sums} masked sums, each over {fewest} clients or more"))
+        if pairs := secure["cohorts_one_apart"]:
+            line = f"{pairs} pairs of cohorts differ in one client"
+            line += ": the difference of their sums discloses its reply"
+            parts.append(Text(line, style="yellow"))
     return Group(*parts)
 
 
 def workers(summary: Mapping[str, Any]) -> str:
-    """How an engine with workers has dealt the clients to them; empty for one without."""
+    """Returns how an engine distributes clients over its workers; "" if it has no workers."""
     details = summary["engine_details"]
     if "workers" not in details:
         return ""
-    held = sorted(details["clients_per_worker"])
-    clients = (
-        _plural(held[0], "client") if held[0] == held[-1] else f"{held[0]} to {held[-1]} clients"
-    )
-    return f"engine {summary['engine']}: {_plural(len(held), 'worker')} with {clients} and {_plural(details['threads'], 'thread')} each"
+    counts = sorted(details["clients_per_worker"])
+    clients = f"{counts[0]} to {counts[-1]} clients"
+    if counts[0] == counts[-1]:
+        clients = _plural(counts[0], "client")
+    threads = _plural(details["threads"], "thread")
+    number = _plural(len(counts), "worker")
+    return f"engine {summary['engine']}: {number} with {clients} and {threads} each"
 
 
 def _plural(count: int, word: str) -> str:
@@ -142,17 +143,19 @@ def _absences(s: Mapping[str, Any]) -> str:
         f"{client} ({'once' if count == 1 else f'{count} times'})" for client, count in often[:10]
     )
     shown += f" and {len(often) - 10} more" if len(often) > 10 else ""
-    return f"absent from exchanges: {shown}; asked again: {s['retried']} (history.jsonl says when and why)"
+    when = "history.jsonl says when and why"
+    return f"absent from exchanges: {shown}; asked again: {s['retried']} ({when})"
 
 
 def _headline(s: Mapping[str, Any]) -> Text:
-    line = f"{s['method']} on {s['dataset']}, {s['clients']} clients by {s['partition']}, {s['model']}, seed {s['seed']}: {s['status']}"
+    task = f"{s['method']} on {s['dataset']}, {s['clients']} clients by {s['partition']}"
+    line = f"{task}, {s['model']}, seed {s['seed']}: {s['status']}"
     return Text(line + (f" ({s['cause']})" if s.get("cause") else ""), style="bold")
 
 
 def _scores(summaries: Sequence[Mapping[str, Any]]) -> Table:
-    one = summaries[0]
-    title = f"test scores at the best validation round, % ({one['evaluation']} models, clients weighted by size)"
+    how = f"{summaries[0]['evaluation']} models, clients weighted by size"
+    title = f"test scores at the best validation round, % ({how})"
     table = Table(title=title, title_justify="left")
     measures = (
         "accuracy",
@@ -168,21 +171,27 @@ def _scores(summaries: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(heading, justify="left" if heading == "method" else "right")
     for s in summaries:
         table.add_row(
-            s["method"], *(percent(s[k]) for k in ("accuracy", "accuracy_mean", "f1_macro", "f1_weighted", "auc", "val_accuracy")),
-            f"{s['best_round'] or '-'} of {s['rounds']}", percent(s["final_accuracy"]),
-            size(s["traffic"]["bytes_up"]), size(s["traffic"]["bytes_down"]), f"{s['seconds']['total']:.1f}",
-        )  # fmt: skip
+            s["method"],
+            percent(s["accuracy"]),
+            percent(s["accuracy_mean"]),
+            percent(s["f1_macro"]),
+            percent(s["f1_weighted"]),
+            percent(s["auc"]),
+            percent(s["val_accuracy"]),
+            f"{s['best_round'] or '-'} of {s['rounds']}",
+            percent(s["final_accuracy"]),
+            size(s["traffic"]["bytes_up"]),
+            size(s["traffic"]["bytes_down"]),
+            f"{s['seconds']['total']:.1f}",
+        )
     return table
 
 
-def _clients(s: Mapping[str, Any], beside: Sequence[Mapping[str, Any]]) -> Table:
+def _clients(s: Mapping[str, Any], baselines: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title="clients", title_justify="left")
-    # Who gains and who loses: what other methods reach for the same client (a pooled one has no such client).
-    others = [
-        o
-        for o in beside
-        if [c["id"] for c in o["per_client"]] == [c["id"] for c in s["per_client"]]
-    ]
+    # Shows the accuracies of the baselines that have the same clients (a centralized one has not).
+    ids = [c["id"] for c in s["per_client"]]
+    others = [o for o in baselines if [c["id"] for c in o["per_client"]] == ids]
     for heading in (
         "id",
         "nodes",
@@ -219,7 +228,10 @@ def _traffic(s: Mapping[str, Any]) -> Table:
 
 
 def comparison(c: Comparison) -> RenderableType:
-    """Methods beside each other: a table of all tasks if there are several, then one for each task; what the marks mean."""
+    """Returns the tables of a comparison: all tasks if there are several, then each task.
+
+    A footnote explains the numbers. Lines below it name the folders that were left out.
+    """
     parts: list[RenderableType] = []
     styles = {"best": "bold green", "second": "underline", "": ""}
     if len(c.tasks) > 1:
@@ -272,22 +284,34 @@ def comparison(c: Comparison) -> RenderableType:
 
 
 def comparison_as_json(c: Comparison) -> dict[str, Any]:
-    """What `fedloom compare --json` prints."""
+    """Returns the data that `fedloom compare --json` prints."""
     rows = [
-        {"task": task, "method": row, "seeds": len(e.runs), "mean": e.score.mean if e.score else None,
-         "deviation": e.score.deviation if e.score else None, "mark": e.mark, "like_best": e.like_best, "corrected_p": e.p,
-         "against_best": e.against_best._asdict() if e.against_best else None, "gain": e.gain._asdict() if e.gain else None,
-         "bytes": e.bytes_sent, "seconds": e.seconds, "folders": [str(run.folder) for run in e.runs]}
-        for task in c.tasks for row, e in c.on(task).items()
-    ]  # fmt: skip
+        {
+            "task": task,
+            "method": row,
+            "seeds": len(e.runs),
+            "mean": e.score.mean if e.score else None,
+            "deviation": e.score.deviation if e.score else None,
+            "mark": e.mark,
+            "like_best": e.like_best,
+            "corrected_p": e.p,
+            "against_best": e.against_best._asdict() if e.against_best else None,
+            "gain": e.gain._asdict() if e.gain else None,
+            "bytes": e.bytes_sent,
+            "seconds": e.seconds,
+            "folders": [str(run.folder) for run in e.runs],
+        }
+        for task in c.tasks
+        for row, e in c.on(task).items()
+    ]
     return {"metric": c.metric, "rows": rows, "left_out": [each._asdict() for each in c.left_out]}
 
 
 def method(name: str, cls: type[Method]) -> RenderableType:
-    """A method: what its file says (idea, paper, what travels, equations), its phases and its settings."""
+    """Returns the description of a method: its file's docstring, its settings and its phases."""
     module = getmodule(cls)
     settings = Table(title="settings", title_justify="left")
-    for heading in ("field", "default", "valid", "tuned over", "what it is"):
+    for heading in ("field", "default", "valid", "tuned over", "description"):
         settings.add_column(heading)
     for f in fields(cls):
         settings.add_row(
@@ -309,26 +333,22 @@ def method(name: str, cls: type[Method]) -> RenderableType:
             answers = f"peer messages for {phase.read_by}: {answers}"
         phases.add_row(key, ", ".join(phase.parameters) or "-", answers or "-")
     disclosed = cls.discloses_to_server or "nothing as large as the data"
-    facts = f"evaluation: {', '.join(cls.evaluations)} · tasks: {', '.join(cls.tasks)} · the server learns: {disclosed}"
+    facts = [f"evaluation: {', '.join(cls.evaluations)}", f"tasks: {', '.join(cls.tasks)}"]
+    facts.append(f"the server learns: {disclosed}")
     if cls.uses_cross_edges:
-        facts += " · works on the edges between clients (partition.cross_edges)"
+        facts.append("uses the edges between clients (partition.cross_edges)")
     if cls.discloses_to_peers:
-        facts += f" · other clients learn: {cls.discloses_to_peers}"
-    return Group(
-        Text(name, style="bold"), Text((getdoc(module) or "") + "\n"), settings, phases, Text(facts)
-    )
+        facts.append(f"other clients learn: {cls.discloses_to_peers}")
+    title, text = Text(name, style="bold"), Text((getdoc(module) or "") + "\n")
+    return Group(title, text, settings, phases, Text(" · ".join(facts)))
 
 
-def partition_statistics(h: Mapping[str, Any]) -> RenderableType:
-    """Who holds what, as `fedloom partition` prints it."""
-    by_class = (
-        "homophily_per_class"
-        if "homophily_per_class" in h["clients"][0]
-        else "graph_size_per_class"
-    )
-    table = Table(
-        title=f"who holds what ({by_class.replace('_', ' ')} on the right)", title_justify="left"
-    )
+def partition_statistics(statistics: Mapping[str, Any]) -> RenderableType:
+    """Returns the table of each client's data, as `fedloom partition` prints it."""
+    is_node_task = "homophily_per_class" in statistics["clients"][0]
+    by_class = "homophily_per_class" if is_node_task else "graph_size_per_class"
+    title = f"partition ({by_class.replace('_', ' ')} in the last column)"
+    table = Table(title=title, title_justify="left")
     for heading in (
         "client",
         "nodes",
@@ -340,14 +360,20 @@ def partition_statistics(h: Mapping[str, Any]) -> RenderableType:
         "per class",
     ):
         table.add_column(heading, justify="left" if heading in ("labels", "per class") else "right")
-    for c in h["clients"]:
-        scale = 100 if by_class.startswith("homophily") else 1
+    for c in statistics["clients"]:
+        scale = 100 if is_node_task else 1
         classwise = " ".join("-" if v is None else f"{scale * v:.0f}" for v in c[by_class])
         table.add_row(
-            c["name"], f"{c['nodes']:,}", f"{c['train']} / {c['val']} / {c['test']}", f"{c['edges_kept']:,}", _count(c["edges_cut"]),
-            percent(c.get("homophily")), " ".join(map(str, c["labels"])), classwise,
-        )  # fmt: skip
-    total = h["totals"]
+            c["name"],
+            f"{c['nodes']:,}",
+            f"{c['train']} / {c['val']} / {c['test']}",
+            f"{c['edges_kept']:,}",
+            _count(c["edges_cut"]),
+            percent(c.get("homophily")),
+            " ".join(map(str, c["labels"])),
+            classwise,
+        )
+    total = statistics["totals"]
     cut = f"{_count(total['edges_cut'])} cut ({percent(total['cut_share'])} %)"
     line = f"{total['nodes']:,} nodes; edges: {total['edges_kept']:,} kept, {cut}"
     return Group(table, Text(line))
@@ -358,7 +384,12 @@ def _count(value: int | None) -> str:
 
 
 def tuning(tuned: Tuned, rows: int = 10) -> RenderableType:
-    """A study's best trials, the recipe as it was given among them, and what to think of the best one's score."""
+    """Returns the best trials of a study, and how to read the score of the best one.
+
+    Args:
+        tuned: The study.
+        rows: The number of trials to show. The recipe as given is always shown.
+    """
     ranked = sorted(
         (t for t in tuned.trials if t.validation is not None),
         key=lambda t: (-(t.validation or 0), t.number),
@@ -375,20 +406,18 @@ def tuning(tuned: Tuned, rows: int = 10) -> RenderableType:
             *values,
         )
     failed = len(tuned.trials) - len(ranked)
-    lines = [
-        f"{_plural(len(tuned.trials), 'trial')}{f', {failed} of them failed' if failed else ''}: {tuned.ended}"
-    ]
+    failures = f", {failed} of them failed" if failed else ""
+    lines = [f"{_plural(len(tuned.trials), 'trial')}{failures}: {tuned.ended}"]
     if tuned.importance:
-        lines.append(
-            "what made the difference, roughly: "
-            + ", ".join(f"{key} {100 * share:.0f} %" for key, share in tuned.importance.items())
-        )
+        shares = (f"{key} {100 * share:.0f} %" for key, share in tuned.importance.items())
+        lines.append(f"approximate importance of the settings: {', '.join(shares)}")
     if tuned.given:
         gain = 100 * ((tuned.best.validation or 0) - (tuned.given.validation or 0))
         lines.append(
             f"the best has {gain:.1f} points of validation accuracy more than the recipe as given"
         )
     lines.append(
-        f"it is the best of {len(ranked)} on the same validation items, which flatters it: expect less elsewhere"
+        f"it is the best of {len(ranked)} on the same validation items: expect a lower score on "
+        "other items"
     )
     return Group(table, Text("\n".join(lines)))

@@ -1,4 +1,7 @@
-"""A small page on this machine that follows a run, or several: `fedloom watch RUN`. It reads the run's folder and nothing else."""
+"""Serves the page of `fedloom watch RUN`, which follows one run or several.
+
+It reads the runs' folders and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +29,32 @@ Answer = tuple[int, str, bytes]  # status, type, content
 
 
 def watch(folder: Path, host: str, port: int, browser: bool, say: Callable[[str], None]) -> None:
-    """Serves the page until Ctrl-C. The run need not have begun, and goes on when this ends. port 0: one that is free."""
+    """Serves the page until Ctrl-C. The run may start later, and continues when the watch ends.
+
+    Args:
+        folder: The run folder, or a folder that contains runs.
+        host: The name or address to listen on.
+        port: The port. 0 chooses a free one.
+        browser: Whether to open the page in a browser.
+        say: Prints a line.
+    """
     with Watch(folder, host, port) as server:
         try:
             if not server.loopback:
                 say(
-                    f"--host {host}: whoever reaches this machine and has the address can watch; it travels without encryption"
+                    f"--host {host}: other machines can open the page if they have its address; "
+                    "the connection is without encryption"
                 )
             say(f"watching {folder}: {server.url}")
             if browser:
                 webbrowser.open(server.url)
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
-            say("stopped watching; the run is not touched")
+            say("stopped watching; the run is not affected")
 
 
 class Watch(ThreadingTCPServer):
-    """The server. Who has its token sees the page and what the folder's files tell; all others see nothing."""
+    """The server. Requests with its token get the page and the data; all others are refused."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -62,87 +74,94 @@ class Watch(ThreadingTCPServer):
         self.folder, self.host, self.port = folder, host, self.server_address[1]
         self.token = secrets.token_urlsafe(24)
         bound = ip_address(str(self.server_address[0]))
-        self.loopback, self._name = (
-            bound.is_loopback,
-            socket.gethostname() if bound.is_unspecified else host,
-        )
+        self.loopback = bound.is_loopback
+        self._name = socket.gethostname() if bound.is_unspecified else host
         self._followers: dict[Path, Follower] = {}
-        self._lock = threading.Lock()  # two tabs must not read on in the same follower
+        self._lock = threading.Lock()  # two tabs must not use the same follower at once
 
     @property
     def url(self) -> str:
-        """Where the page is, with the token."""
+        """The address of the page, with the token."""
         return f"http://{_in_url(self._name)}:{self.port}/?token={self.token}"
 
     @property
     def cookie(self) -> str:
-        """Its name; browsers do not tell the ports of a machine apart."""
+        """The cookie's name. It contains the port: browsers share cookies between ports."""
         return f"fedloom-watch-{self.port}"
 
     @cached_property
     def hosts(self) -> set[str]:
-        """What a browser on this machine may call this server. A page from elsewhere whose name was made to point here is none of them."""
+        """The host names that a browser on this machine may use for this server.
+
+        They keep out pages of other sites whose name was made to point to this machine.
+        """
         return {
             f"{name}:{self.port}"
             for name in ("127.0.0.1", "localhost", "[::1]", _in_url(self.host).lower())
         }
 
     def data(self, run: str, version: int, have: int) -> dict[str, Any] | None:
-        """What a page that has the first `have` entries of a version does not know yet. None: there is no run of that name."""
+        """Returns the data that a page does not have yet; None if there is no run of that name.
+
+        Args:
+            run: The name of a run if the folder contains several, else "".
+            version: The version of the history that the page has.
+            have: The number of entries that the page has.
+        """
         with self._lock:
             runs = run_folders(self.folder)
             if run:
                 return self._one((runs or {})[run], version, have) if run in (runs or {}) else None
-            return (
-                self._one(self.folder, version, have) if runs is None else {"runs": self._all(runs)}
-            )
+            if runs is None:
+                return self._one(self.folder, version, have)
+            return {"runs": self._all(runs)}
 
     def _one(self, folder: Path, version: int, have: int) -> dict[str, Any]:
         follower = self._follower(folder)
         follower.look()
         known = have if version == follower.version and 0 <= have <= len(follower.entries) else 0
         fresh = follower.entries[known:]
-        told = {
+        found = {
             "name": folder.resolve().name,
             **follower.about(),
             "version": follower.version,
             "from": known,
             "entries": fresh,
+            "fields": FIELDS,
+            "behind": follower.behind,
         }
-        told |= {"fields": FIELDS, "behind": follower.behind}
-        return told | (
-            {"clients": [{"id": name, **about} for name, about in follower.clients.items()]}
-            if fresh or not known
-            else {}
-        )
+        if fresh or not known:
+            found["clients"] = [{"id": name, **about} for name, about in follower.clients.items()]
+        return found
 
     def _all(self, runs: dict[str, Path]) -> list[dict[str, Any]]:
-        """Where each run is. Those that have ended are read once: their files do not change."""
-        told = []
+        """Returns the state of each run. The files of finished runs are read once."""
+        found = []
         for name, folder in runs.items():
             follower = self._follower(folder)
             follower.look(0.05)
-            told.append({"name": name, **follower.about()})
-        return told
+            found.append({"name": name, **follower.about()})
+        return found
 
     def _follower(self, folder: Path) -> Follower:
         return self._followers.setdefault(folder, Follower(folder))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is no news; anything else is."""
+        """Reports errors, except those of a browser that closes the connection."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: Watch
-    timeout = 30  # a connection is for one question: what is open when the watch ends would be answered on
+    # A connection serves one request: an open one would still be answered after the watch ends.
+    timeout = 30
     refused: ClassVar[bytes] = (
-        b"This page opens with the address that fedloom watch has printed, token included.\n"
+        b"Open the complete address that fedloom watch printed, with its token.\n"
     )
 
     def do_GET(self) -> None:
-        """The page and its data, to who has the token."""
+        """Answers requests for the page and its data that have the token."""
         asked = urlsplit(self.path)
         query = {name: values[-1] for name, values in parse_qs(asked.query).items()}
         if not self._is_known_host() or not self._has_token(query):
@@ -157,11 +176,11 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             version, have = int(query.get("version", "0")), int(query.get("from", "0"))
         except ValueError:
-            return 400, "text/plain", b"version and from are whole numbers.\n"
-        told = self.server.data(query.get("run", ""), version, have)
-        if told is None:
+            return 400, "text/plain", b"version and from must be integers.\n"
+        found = self.server.data(query.get("run", ""), version, have)
+        if found is None:
             return 404, "text/plain", b"There is no run of that name.\n"
-        return 200, "application/json", json.dumps(told, separators=(",", ":")).encode()
+        return 200, "application/json", json.dumps(found, separators=(",", ":")).encode()
 
     def _page(self) -> None:
         nonce = secrets.token_urlsafe(16)
@@ -179,7 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
             {"Set-Cookie": cookie},
         )
 
-    # ---- who may ask ----
+    # ---- access ----
     def _is_known_host(self) -> bool:
         return not self.server.loopback or self.headers.get("Host", "").lower() in self.server.hosts
 
@@ -194,7 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
             for one in offered
         )
 
-    # ---- answering ----
+    # ---- responses ----
     def _answer(
         self,
         status: int,
@@ -203,17 +222,25 @@ class _Handler(BaseHTTPRequestHandler):
         nonce: str = "",
         more: dict[str, str] | None = None,
     ) -> None:
-        script = (
-            f"script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
-            if nonce
-            else ""
-        )
+        policy = ["default-src 'none'"]
+        if nonce:
+            policy += [
+                f"script-src 'nonce-{nonce}'",
+                "style-src 'unsafe-inline'",
+                "connect-src 'self'",
+                "img-src data:",
+            ]
+        policy += ["base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"]
         headers = {
-            "Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content)), "Cache-Control": "no-store",
-            "Content-Security-Policy": f"default-src 'none'; {script}base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-            "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin",
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Length": str(len(content)),
+            "Cache-Control": "no-store",
+            "Content-Security-Policy": "; ".join(policy),
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Resource-Policy": "same-origin",
             **(more or {}),
-        }  # fmt: skip
+        }
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -221,19 +248,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Everything but GET, and what is not HTTP: a line, and the connection is over."""
+        """Answers requests other than GET, and malformed ones, and closes the connection."""
         if self.request_version == "HTTP/0.9":
             return
-        self._answer(
-            405 if code == 501 else code, "text/plain", b"Only GET.\n" if code == 501 else b""
-        )
+        if code == 501:
+            self._answer(405, "text/plain", b"Only GET is allowed.\n")
+        else:
+            self._answer(code, "text/plain", b"")
 
     def version_string(self) -> str:
-        """Says no more of this machine than it has to."""
+        """Returns the Server header. It does not disclose the version of Python."""
         return "fedloom"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the address with the token is to stand in no log."""
+        """Logs nothing, because the address contains the token."""
 
 
 def _in_url(host: str) -> str:

@@ -1,4 +1,4 @@
-"""The report: one page for people who would rather look than read, made of run folders only, that needs no network to open."""
+"""Writes the report: one HTML page, made from run folders, that opens without a network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ FORMATS = ("png", "svg", "pdf")
 
 
 def pictures_of(c: Comparison) -> list[Figure]:
-    """Pictures that methods have left in their folders, of each row's first seed; what is damaged is added to what is left out."""
+    """Returns the pictures that methods wrote to their folders, for each row's first seed.
+
+    Adds folders with damaged pictures to `c.left_out`.
+    """
     found: list[Figure] = []
     for (task, row), entry in c.entries.items():
         folder = entry.runs[0].folder
@@ -28,16 +31,21 @@ def pictures_of(c: Comparison) -> list[Figure]:
         except DataError as error:
             c.left_out.append(LeftOut(str(folder), str(error)))
             continue
-        of = row if len(c.tasks) == 1 else f"{row} on {task}"
+        source = row if len(c.tasks) == 1 else f"{row} on {task}"
         found += [
-            {**figure, "title": f"{of}: {figure['title'][0].lower()}{figure['title'][1:]}"}
+            {**figure, "title": f"{source}: {figure['title'][0].lower()}{figure['title'][1:]}"}
             for figure in made
         ]
     return found
 
 
 def make_page(c: Comparison, command: str = "") -> dict[str, Any]:
-    """What the page shows, as plain data. command: what makes the page again."""
+    """Returns the content of the page as plain data.
+
+    Args:
+        c: The comparison to show.
+        command: The command that makes the page. The page prints it.
+    """
     shown = [*figures(c), *pictures_of(c)]
     runs = [run for e in c.entries.values() for run in e.runs]
     versions = sorted(
@@ -55,21 +63,26 @@ def make_page(c: Comparison, command: str = "") -> dict[str, Any]:
     ]
     title = c.tasks[0] if len(c.tasks) == 1 else f"{len(c.rows)} methods on {len(c.tasks)} tasks"
     return {
-        "title": title, "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "version": version("fedloom"),
-        "command": command, "figures": shown, "left_out": [each._asdict() for each in c.left_out], "facts": facts,
-    }  # fmt: skip
+        "title": title,
+        "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "version": version("fedloom"),
+        "command": command,
+        "figures": shown,
+        "left_out": [each._asdict() for each in c.left_out],
+        "facts": facts,
+    }
 
 
 def write_report(c: Comparison, path: Path, command: str = "") -> Path:
-    """Writes the page; gives its path."""
+    """Writes the page to a file. Returns the file's path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_page(make_page(c, command), path)
     return path
 
 
 def write_figures(c: Comparison, folder: Path, formats: Sequence[str]) -> list[Path]:
-    """Draws every figure in each of the formats; gives the files' paths. Needs the extra `plot`."""
-    from fedloom.experiments.report.draw import draw  # matplotlib takes a while
+    """Draws every figure in each of the formats. Needs the extra `plot`. Returns the files."""
+    from fedloom.experiments.report.draw import draw  # imports matplotlib, which is slow
 
     for suffix in formats:
         if suffix not in FORMATS:

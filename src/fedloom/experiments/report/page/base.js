@@ -1,17 +1,27 @@
-// What the scripts of a page share: making elements, writing numbers and times, light and dark. Text only ever becomes text nodes.
+// Shared by the scripts of all pages: creates elements, formats numbers and times, switches between
+// light and dark colours. Text becomes text nodes, never HTML.
 "use strict";
 
-/** An element with attributes (`on...`: listeners; null, undefined and false: left out) and children, which may be strings. */
+/**
+ * Returns an element with attributes and children.
+ *
+ * Attributes named `on...` are listeners. Attributes that are null, undefined or false are left
+ * out. Children may be strings.
+ */
 function el(tag, attributes = {}, ...children) {
-  return furnish(document.createElement(tag), attributes, children);
+  return fillElement(document.createElement(tag), attributes, children);
 }
 
-/** The same for SVG. */
+/** Returns an SVG element, like `el`. */
 function svg(tag, attributes = {}, ...children) {
-  return furnish(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+  return fillElement(
+    document.createElementNS("http://www.w3.org/2000/svg", tag),
+    attributes,
+    children,
+  );
 }
 
-function furnish(node, attributes, children) {
+function fillElement(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
@@ -39,17 +49,18 @@ const SECONDS = [
   [1e-3, "ms"],
 ];
 
-/** The factor and the name of the unit in which a value of some size reads well. */
+/** Returns the factor and the name of a readable unit for a value of this size. */
 function unitFor(kind, size) {
   if (kind === "percent") return [0.01, "%"];
   if (kind === "bytes") return BYTES.find(([factor]) => size >= factor) ?? BYTES.at(-1);
-  if (kind === "seconds") return SECONDS.find(([factor]) => size >= factor * (factor > 1 ? 2 : 1)) ?? SECONDS.at(-1);
+  if (kind === "seconds")
+    return SECONDS.find(([factor]) => size >= factor * (factor > 1 ? 2 : 1)) ?? SECONDS.at(-1);
   return [1, ""];
 }
 
 const withUnit = (text, unit) => (unit === "%" ? `${text}%` : unit ? `${text}\u202f${unit}` : text);
 
-/** A value as people write it: 81.2%, 36.9 MB, 12.5 s, 1,024. A dash where it is unknown. */
+/** Returns a value as text: 81.2%, 36.9 MB, 12.5 s, 1,024. Unknown values give a dash. */
 function written(value, kind = "") {
   if (!known(value)) return "–";
   if (kind === "percent") return `${(value * 100).toFixed(1)}%`;
@@ -58,7 +69,10 @@ function written(value, kind = "") {
   if (value === 0) return kind === "bytes" ? "0\u202fB" : "0\u202fs";
   const [factor, unit] = unitFor(kind, Math.abs(value));
   const scaled = value / factor;
-  return withUnit(scaled >= 100 ? whole.format(scaled) : scaled.toFixed(unit === "B" ? 0 : 1), unit);
+  return withUnit(
+    scaled >= 100 ? whole.format(scaled) : scaled.toFixed(unit === "B" ? 0 : 1),
+    unit,
+  );
 }
 
 // ---- light and dark ----
@@ -80,7 +94,7 @@ const theme = {
     try {
       localStorage.setItem("fedloom-theme", name);
     } catch {
-      return; // a browser that lets pages keep nothing: the choice lasts as long as the page
+      return; // the browser does not allow storage: the choice lasts as long as the page
     }
   },
   recall() {
@@ -91,7 +105,7 @@ const theme = {
       return; // as above
     }
   },
-  /** The button that changes it. */
+  /** Returns the button that changes the theme. */
   button() {
     const button = el("button", {
       type: "button",

@@ -1,26 +1,45 @@
-// Draws a figure's description (a plain object, see fedloom/figures.py) into an element. fedloom/draw.py draws the same ones on paper.
-// Axes and few marks are SVG, so that they follow the page's colours; many marks go onto a canvas beneath it.
+// Draws figures from their descriptions, which are plain objects (see figures.py). draw.py draws
+// the same figures as files. Axes and small numbers of marks are SVG, so that they follow the
+// page's colours. Large numbers of marks go onto a canvas beneath the SVG.
 "use strict";
 
 const charts = (() => {
-  const HUES = 8; // of the palette; beyond it dashes and hollow markers differ, not more hues
-  const MANY = 2000; // marks from which on a canvas is quicker
+  const HUES = 8; // in the palette; further series differ in dashes and hollow markers
+  const MANY = 2000; // a canvas is faster for more marks than this
   const DASHES = ["", "7 4", "2 4", "9 4 2 4"];
   const FONT = 12;
-  const SEQUENTIAL = ["#ffffd9", "#edf8b1", "#c7e9b4", "#7fcdbb", "#41b6c4", "#1d91c0", "#225ea8", "#253494", "#081d58"]; // YlGnBu
+  const SEQUENTIAL = [
+    "#ffffd9",
+    "#edf8b1",
+    "#c7e9b4",
+    "#7fcdbb",
+    "#41b6c4",
+    "#1d91c0",
+    "#225ea8",
+    "#253494",
+    "#081d58",
+  ]; // YlGnBu
   const STOPS = SEQUENTIAL.map((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)));
   const drawn = []; // every chart of the page
 
   // ---- how a series looks ----
-  const LEVEL = "6 4"; // the dash of a level: what needs no x at all
+  const LEVEL = "6 4"; // the dash of a level, a horizontal line that has no x
 
   function look(index) {
     const again = Math.floor(index / HUES);
-    return { color: `var(--s${index % HUES})`, dash: DASHES[again % DASHES.length], shape: (index + again) % 8, hollow: again % 2 === 1 };
+    return {
+      color: `var(--s${index % HUES})`,
+      dash: DASHES[again % DASHES.length],
+      shape: (index + again) % 8,
+      hollow: again % 2 === 1,
+    };
   }
 
   const turn = (points, angle) =>
-    points.map(([x, y]) => [x * Math.cos(angle) - y * Math.sin(angle), x * Math.sin(angle) + y * Math.cos(angle)]);
+    points.map(([x, y]) => [
+      x * Math.cos(angle) - y * Math.sin(angle),
+      x * Math.sin(angle) + y * Math.cos(angle),
+    ]);
   const PLUS = [
     [-0.35, -1],
     [0.35, -1],
@@ -72,7 +91,8 @@ const charts = (() => {
 
   function markerPath(shape, x, y, r) {
     const corners = SHAPES[shape];
-    if (!corners) return `M${short(x - r)} ${short(y)}a${r} ${r} 0 1 0 ${2 * r} 0a${r} ${r} 0 1 0 ${-2 * r} 0Z`;
+    if (!corners)
+      return `M${short(x - r)} ${short(y)}a${r} ${r} 0 1 0 ${2 * r} 0a${r} ${r} 0 1 0 ${-2 * r} 0Z`;
     return `M${corners.map(([a, b]) => `${short(x + a * r)} ${short(y + b * r)}`).join("L")}Z`;
   }
 
@@ -81,18 +101,29 @@ const charts = (() => {
       line = form === "lines" || form === "level";
     if (form === "bars") {
       parts.push(svg("path", { d: "M1 1h12v12h-12Z", style: `fill:${style.color}` }));
-      if (style.dash) parts.push(svg("path", { d: hatching(1, 1, 12, 12), style: "stroke:var(--page);stroke-width:1.6" }));
+      if (style.dash)
+        parts.push(
+          svg("path", { d: hatching(1, 1, 12, 12), style: "stroke:var(--page);stroke-width:1.6" }),
+        );
       return svg("svg", { width: 14, height: 14, "aria-hidden": "true" }, ...parts);
     }
     if (line)
-      parts.push(svg("path", { d: "M1 7H25", style: `stroke:${style.color};stroke-width:2;stroke-dasharray:${style.dash || "none"}` }));
-    if (form === "level") return svg("svg", { width: 26, height: 14, "aria-hidden": "true" }, ...parts);
-    const fill = style.hollow ? `fill:var(--page);stroke:${style.color};stroke-width:1.5` : `fill:${style.color}`;
+      parts.push(
+        svg("path", {
+          d: "M1 7H25",
+          style: `stroke:${style.color};stroke-width:2;stroke-dasharray:${style.dash || "none"}`,
+        }),
+      );
+    if (form === "level")
+      return svg("svg", { width: 26, height: 14, "aria-hidden": "true" }, ...parts);
+    const fill = style.hollow
+      ? `fill:var(--page);stroke:${style.color};stroke-width:1.5`
+      : `fill:${style.color}`;
     parts.push(svg("path", { d: markerPath(style.shape, line ? 13 : 7, 7, 4), style: fill }));
     return svg("svg", { width: line ? 26 : 14, height: 14, "aria-hidden": "true" }, ...parts);
   }
 
-  /** The colour of a share 0..1 of the way from little to much, as [r, g, b]; much is always what differs most from the page. */
+  /** Returns the colour [r, g, b] of a share from 0 to 1. Large shares contrast with the page. */
   function shade(share, dark) {
     const at = Math.max(0, Math.min(1, dark ? 1 - share : share)) * (STOPS.length - 1);
     const k = Math.min(Math.floor(at), STOPS.length - 2),
@@ -114,7 +145,7 @@ const charts = (() => {
     while (cut.length > 1 && textWidth(`${cut}…`, size) > room) cut = cut.slice(0, -1);
     return `${cut}…`;
   }
-  /** What a colour of the style sheet is now: a canvas does not know variables. */
+  /** Returns the current value of a colour of the style sheet: a canvas has no CSS variables. */
   function resolved(box, color) {
     const probe = el("i", { hidden: true });
     probe.style.color = color;
@@ -129,17 +160,23 @@ const charts = (() => {
     const f = log ? Math.log10 : (v) => v;
     const a = f(from),
       b = f(to);
-    const at = (value) => (b === a ? (left + right) / 2 : left + ((f(value) - a) / (b - a)) * (right - left));
-    return Object.assign(at, { from, to, log, holds: (value) => known(value) && (!log || value > 0) });
+    const at = (value) =>
+      b === a ? (left + right) / 2 : left + ((f(value) - a) / (b - a)) * (right - left);
+    return Object.assign(at, {
+      from,
+      to,
+      log,
+      holds: (value) => known(value) && (!log || value > 0),
+    });
   }
 
-  /** A logarithmic scale with a place for nothing at all, at `nought`: local training sends 0 bytes, and belongs into the picture. */
-  function withNought(scale, nought) {
-    const at = (value) => (value === 0 ? nought : scale(value));
+  /** Returns a logarithmic scale with a place for 0 at `zeroAt`: local training sends 0 bytes. */
+  function withZero(scale, zeroAt) {
+    const at = (value) => (value === 0 ? zeroAt : scale(value));
     return Object.assign(at, scale, { holds: (value) => value === 0 || scale.holds(value) });
   }
 
-  /** The smallest and largest of values, with a little room; whole if nothing is known. */
+  /** Returns the smallest and the largest value, with a margin. The default is [0, 1]. */
   function domain(values, axis, zero = false) {
     let low = Infinity,
       high = -Infinity;
@@ -148,12 +185,19 @@ const charts = (() => {
       if (value < low) low = value;
       if (value > high) high = value;
     }
-    if (axis.from !== undefined) low = Math.max(low, axis.from); // what is below is not shown
+    if (axis.from !== undefined) low = Math.max(low, axis.from); // lower values are not shown
     if (low > high) return axis.log ? [1, 10] : [0, 1];
     if (zero) return [Math.min(0, low), high > 0 ? high * 1.02 : 1];
-    if (axis.log) return low === high ? [low / 2, high * 2] : [low / (high / low) ** 0.04, high * (high / low) ** 0.04];
-    const room = low === high ? Math.abs(low) * 0.1 || (axis.unit === "percent" ? 0.05 : 1) : (high - low) * 0.05;
-    const least = axis.unit === "bytes" ? 0 : Math.max(0, low - room); // a little more traffic should look little
+    if (axis.log)
+      return low === high
+        ? [low / 2, high * 2]
+        : [low / (high / low) ** 0.04, high * (high / low) ** 0.04];
+    const room =
+      low === high
+        ? Math.abs(low) * 0.1 || (axis.unit === "percent" ? 0.05 : 1)
+        : (high - low) * 0.05;
+    // Bytes start at 0, so that small differences look small.
+    const least = axis.unit === "bytes" ? 0 : Math.max(0, low - room);
     const bottom = low >= 0 ? least : low - room;
     return [bottom, axis.unit === "percent" && high <= 1 ? Math.min(1, high + room) : high + room];
   }
@@ -168,9 +212,13 @@ const charts = (() => {
         const found = [];
         for (let e = first; e <= last; e += every) found.push(10 ** e);
         const fine = [];
-        if (found.length <= 3 && most >= 5) for (let e = first - 1; e <= last; e++) for (const m of [2, 5]) fine.push(m * 10 ** e);
+        if (found.length <= 3 && most >= 5)
+          for (let e = first - 1; e <= last; e++) for (const m of [2, 5]) fine.push(m * 10 ** e);
         const inside = fine.filter((v) => v > scale.from && v < scale.to);
-        const values = found.length + inside.length <= most + 1 ? [...found, ...inside].sort((a, b) => a - b) : found;
+        const values =
+          found.length + inside.length <= most + 1
+            ? [...found, ...inside].sort((a, b) => a - b)
+            : found;
         return values.map((value) => ({ value, text: tickText(value, axis) }));
       }
     }
@@ -186,7 +234,10 @@ const charts = (() => {
     for (let k = Math.ceil(from / step - 1e-9); k * step <= to + step * 1e-9; k++) {
       const number = k * step || 0; // never -0
       const text = decimals ? number.toFixed(decimals) : whole.format(number);
-      found.push({ value: number * factor, text: number === 0 && unit !== "%" ? "0" : withUnit(text, unit) });
+      found.push({
+        value: number * factor,
+        text: number === 0 && unit !== "%" ? "0" : withUnit(text, unit),
+      });
     }
     return found;
   }
@@ -194,14 +245,21 @@ const charts = (() => {
   function tickText(value, axis) {
     if (axis.unit === "percent") return `${plain.format(value * 100)}%`;
     if (axis.unit !== "bytes" && axis.unit !== "seconds")
-      return value >= 1e6 || value < 1e-3 ? value.toExponential(0).replace("e+", "e") : plain.format(value);
+      return value >= 1e6 || value < 1e-3
+        ? value.toExponential(0).replace("e+", "e")
+        : plain.format(value);
     const [factor, unit] = unitFor(axis.unit, value * 1.0000001);
     return withUnit(plain.format(value / factor), unit);
   }
 
-  // ---- marks: the same calls for SVG and canvas ----
+  // ---- marks: one interface for SVG and canvas ----
   function makeInk(chart, width, height, heavy) {
-    const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
+    const root = svg("svg", {
+      width,
+      height,
+      viewBox: `0 0 ${width} ${height}`,
+      "aria-hidden": "true",
+    });
     const back = svg("g"),
       marks = svg("g"),
       front = svg("g");
@@ -217,7 +275,8 @@ const charts = (() => {
       canvas.style.height = `${height}px`;
       context = canvas.getContext("2d");
       context.scale(fine, fine);
-      const under = svg("svg", { width, height, class: "under", "aria-hidden": "true" }, back); // the grid stays beneath the marks
+      // The grid stays beneath the marks.
+      const under = svg("svg", { width, height, class: "under", "aria-hidden": "true" }, back);
       chart.box.replaceChildren(under, canvas, root, chart.tip);
     } else chart.box.replaceChildren(root, chart.tip);
     const colors = new Map();
@@ -227,11 +286,23 @@ const charts = (() => {
     };
     ink.context = context;
     ink.color = color;
-    ink.path = (d, { fill = "none", stroke = "none", width: thick = 1, dash = "", opacity = 1 }) => {
+    ink.path = (
+      d,
+      { fill = "none", stroke = "none", width: thick = 1, dash = "", opacity = 1 },
+    ) => {
       if (!d) return;
       if (!context) {
-        const style = `fill:${fill};stroke:${stroke};stroke-width:${thick};stroke-dasharray:${dash || "none"};opacity:${opacity}`;
-        marks.append(svg("path", { d, style, "stroke-linejoin": "round", "stroke-linecap": dash ? "butt" : "round" }));
+        const dashes = dash || "none";
+        const line = `stroke:${stroke};stroke-width:${thick};stroke-dasharray:${dashes}`;
+        const style = `fill:${fill};${line};opacity:${opacity}`;
+        marks.append(
+          svg("path", {
+            d,
+            style,
+            "stroke-linejoin": "round",
+            "stroke-linecap": dash ? "butt" : "round",
+          }),
+        );
         return;
       }
       context.globalAlpha = opacity;
@@ -249,12 +320,16 @@ const charts = (() => {
       }
       context.globalAlpha = 1;
     };
-    /** Markers of one look. On a canvas each for itself, so that where there are many it is darker. */
+    /** Draws markers of one style. A canvas draws each separately: dense regions are darker. */
     ink.markers = (points, style, r, opacity = 1) => {
       const paint = style.hollow
         ? { fill: "var(--page)", stroke: style.color, width: 1.5 }
         : { fill: style.color, stroke: "var(--page)", width: 0.75 };
-      if (!context) ink.path(points.map(([x, y]) => markerPath(style.shape, x, y, r)).join(""), { ...paint, opacity });
+      if (!context)
+        ink.path(points.map(([x, y]) => markerPath(style.shape, x, y, r)).join(""), {
+          ...paint,
+          opacity,
+        });
       else {
         const shape = new Path2D(markerPath(style.shape, 0, 0, r));
         context.setLineDash([]);
@@ -278,7 +353,9 @@ const charts = (() => {
       return node;
     };
     ink.line = (x1, y1, x2, y2, name, group = back) =>
-      group.append(svg("path", { d: `M${short(x1)} ${short(y1)}L${short(x2)} ${short(y2)}`, class: name }));
+      group.append(
+        svg("path", { d: `M${short(x1)} ${short(y1)}L${short(x2)} ${short(y2)}`, class: name }),
+      );
     return ink;
   }
 
@@ -291,46 +368,65 @@ const charts = (() => {
     const top = y.label ? 26 : 12,
       bottom = tall - (x.label ? 44 : 26);
     const whole = makeScale(yDomain, [bottom, top], y.log);
-    const yScale = y.from === undefined ? whole : Object.assign(whole, { holds: (value) => known(value) && value >= y.from });
+    const yScale =
+      y.from === undefined
+        ? whole
+        : Object.assign(whole, { holds: (value) => known(value) && value >= y.from });
     const yTicks = ticks(yScale, y, Math.floor((bottom - top) / 38));
     const left = Math.ceil(Math.max(20, ...yTicks.map((t) => textWidth(t.text)))) + 10,
       right = width - 14;
-    const nought = x.log && xs.some((value) => value === 0),
-      begin = nought ? left + 44 : left;
+    const zeroAt = x.log && xs.some((value) => value === 0),
+      begin = zeroAt ? left + 44 : left;
     const positive = makeScale(domain(xs, x), [begin, right], x.log),
-      xScale = nought ? withNought(positive, left + 14) : positive;
-    const xTicks = ticks(xScale, x, Math.floor((right - begin) / (x.unit === "count" || x.unit === "percent" ? 56 : narrow ? 74 : 84)));
-    if (nought) xTicks.unshift({ value: 0, text: "0" });
+      xScale = zeroAt ? withZero(positive, left + 14) : positive;
+    const xTicks = ticks(
+      xScale,
+      x,
+      Math.floor(
+        (right - begin) / (x.unit === "count" || x.unit === "percent" ? 56 : narrow ? 74 : 84),
+      ),
+    );
+    if (zeroAt) xTicks.unshift({ value: 0, text: "0" });
     const ink = makeInk(chart, width, tall, heavy);
     for (const tick of yTicks) {
       ink.line(left, yScale(tick.value), right, yScale(tick.value), "grid");
       ink.label(tick.text, left - 8, yScale(tick.value) + 4, { "text-anchor": "end" });
     }
     ink.line(begin, bottom, right, bottom, "axis");
-    if (nought) ink.line(left, bottom, left + 28, bottom, "axis"); // apart: there is no distance from 0 on this axis
+    // 0 has a separate piece of the axis: a logarithmic axis has no 0.
+    if (zeroAt) ink.line(left, bottom, left + 28, bottom, "axis");
     let free = -Infinity;
     for (const tick of xTicks) {
       const at = xScale(tick.value),
         half = textWidth(tick.text) / 2;
       ink.line(at, bottom, at, bottom + 4, "axis");
-      if (at - half < free + 6) continue; // no room: the mark alone
+      if (at - half < free + 6) continue; // no room for the text
       const middle = Math.min(at, width - half);
       ink.label(tick.text, middle, bottom + 18, { "text-anchor": "middle" });
       free = middle + half;
     }
     if (y.label) ink.label(shortened(y.label, width), 0, 11, { class: "name", full: y.label });
     if (x.label)
-      ink.label(shortened(x.label, right - left), (left + right) / 2, tall - 5, { class: "name", "text-anchor": "middle", full: x.label });
+      ink.label(shortened(x.label, right - left), (left + right) / 2, tall - 5, {
+        class: "name",
+        "text-anchor": "middle",
+        full: x.label,
+      });
     return { ink, x: xScale, y: yScale, left, right, top, bottom };
   }
 
-  const placed = (f, series) => series.x.map((x, k) => (f.x.holds(x) && f.y.holds(series.y[k]) ? [f.x(x), f.y(series.y[k])] : null));
+  const placed = (f, series) =>
+    series.x.map((x, k) =>
+      f.x.holds(x) && f.y.holds(series.y[k]) ? [f.x(x), f.y(series.y[k])] : null,
+    );
 
   function polyline(points) {
     let d = "",
       pen = false;
     points.forEach((p, k) => {
-      if (p) d += `${pen ? "L" : "M"}${short(p[0])} ${short(p[1])}${!pen && !points[k + 1] ? "h0" : ""}`; // alone between gaps: a dot
+      // A point between two gaps becomes a dot.
+      if (p)
+        d += `${pen ? "L" : "M"}${short(p[0])} ${short(p[1])}${!pen && !points[k + 1] ? "h0" : ""}`;
       pen = Boolean(p);
     });
     return d;
@@ -342,7 +438,9 @@ const charts = (() => {
       upper = [],
       lower = [];
     const close = () => {
-      if (upper.length > 1) d += `M${[...upper, ...lower.reverse()].map((p) => `${short(p[0])} ${short(p[1])}`).join("L")}Z`;
+      const outline = [...upper, ...lower.reverse()];
+      if (upper.length > 1)
+        d += `M${outline.map((p) => `${short(p[0])} ${short(p[1])}`).join("L")}Z`;
       upper = [];
       lower = [];
     };
@@ -359,16 +457,20 @@ const charts = (() => {
 
   const pile = (series, ...keys) => keys.flatMap((key) => series.flatMap((one) => one[key] ?? []));
   const range = (low, high, unit) =>
-    known(low) && known(high) && low !== high ? ` (${written(low, unit)} to ${written(high, unit)})` : "";
+    known(low) && known(high) && low !== high
+      ? ` (${written(low, unit)} to ${written(high, unit)})`
+      : "";
 
-  // ---- the kinds: each draws, and gives what a pointer or the arrow keys find ----
+  // ---- the kinds: each draws, and returns the values for the pointer and the arrow keys ----
   const kinds = {
     lines(chart, width) {
       const { spec } = chart,
         series = chart.visible(spec.series);
       const f = frame(chart, width, pile(series, "x"), pile(series, "y", "low", "high"), false);
       const spots = series.map((one) => placed(f, one));
-      series.forEach((one) => f.ink.path(band(f, one), { fill: look(one.color).color, opacity: 0.16 }));
+      series.forEach((one) =>
+        f.ink.path(band(f, one), { fill: look(one.color).color, opacity: 0.16 }),
+      );
       series.forEach((one, s) => {
         const style = look(one.color);
         f.ink.path(polyline(spots[s]), { stroke: style.color, width: 2, dash: style.dash });
@@ -380,7 +482,9 @@ const charts = (() => {
           there.length === 1 ? 5 : 3.6,
         );
       });
-      const places = [...new Set(series.flatMap((one) => one.x.filter(f.x.holds)))].sort((a, b) => a - b);
+      const places = [...new Set(series.flatMap((one) => one.x.filter(f.x.holds)))].sort(
+        (a, b) => a - b,
+      );
       const at = (k) => {
         const x = places[k];
         if (x === undefined) return null;
@@ -394,7 +498,9 @@ const charts = (() => {
                 name: one.name,
                 sort: one.y[n],
                 y: f.y(one.y[n]),
-                text: written(one.y[n], spec.y.unit) + (one.low && one.high ? range(one.low[n], one.high[n], spec.y.unit) : ""),
+                text:
+                  written(one.y[n], spec.y.unit) +
+                  (one.low && one.high ? range(one.low[n], one.high[n], spec.y.unit) : ""),
               }
             );
           })
@@ -416,7 +522,11 @@ const charts = (() => {
         });
         return best;
       };
-      return { count: places.length, at, find: (px, py) => (px >= f.left - 12 && py <= f.bottom + 30 ? nearest(px) : -1) };
+      return {
+        count: places.length,
+        at,
+        find: (px, py) => (px >= f.left - 12 && py <= f.bottom + 30 ? nearest(px) : -1),
+      };
     },
 
     points(chart, width) {
@@ -427,14 +537,35 @@ const charts = (() => {
       const count = series.reduce((sum, one) => sum + one.x.length, 0),
         heavy = count > MANY;
       const xs = [...pile(series, "x"), ...frontier.map(([x]) => x)],
-        ys = [...pile(series, "y", "low", "high"), ...frontier.map(([, y]) => y), ...levels.map((one) => one.y)];
-      const f = frame(chart, width, xs, ys, heavy, spec.diagonal ? Math.round(Math.max(280, Math.min(width * 0.8, 480))) : 0);
+        ys = [
+          ...pile(series, "y", "low", "high"),
+          ...frontier.map(([, y]) => y),
+          ...levels.map((one) => one.y),
+        ];
+      const f = frame(
+        chart,
+        width,
+        xs,
+        ys,
+        heavy,
+        spec.diagonal ? Math.round(Math.max(280, Math.min(width * 0.8, 480))) : 0,
+      );
       if (spec.diagonal) {
         const from = Math.max(f.x.from, f.y.from),
           to = Math.min(f.x.to, f.y.to);
-        if (from < to) f.ink.line(f.x(from), f.y(from), f.x(to), f.y(to), "diagonal", heavy ? f.ink.front : f.ink.back);
+        if (from < to)
+          f.ink.line(
+            f.x(from),
+            f.y(from),
+            f.x(to),
+            f.y(to),
+            "diagonal",
+            heavy ? f.ink.front : f.ink.back,
+          );
       }
-      const steps = frontier.filter(([x, y]) => f.x.holds(x) && f.y.holds(y)).map(([x, y]) => [f.x(x), f.y(y)]);
+      const steps = frontier
+        .filter(([x, y]) => f.x.holds(x) && f.y.holds(y))
+        .map(([x, y]) => [f.x(x), f.y(y)]);
       if (steps.length)
         f.ink.back.append(
           svg("path", {
@@ -447,7 +578,11 @@ const charts = (() => {
         );
       for (const one of levels)
         if (f.y.holds(one.y))
-          f.ink.path(`M${short(f.left)} ${short(f.y(one.y))}H${short(f.right)}`, { stroke: look(one.color).color, width: 1.6, dash: LEVEL });
+          f.ink.path(`M${short(f.left)} ${short(f.y(one.y))}H${short(f.right)}`, {
+            stroke: look(one.color).color,
+            width: 1.6,
+            dash: LEVEL,
+          });
       const found = [];
       series.forEach((one) => {
         const style = look(one.color),
@@ -460,7 +595,9 @@ const charts = (() => {
             high = one.high?.[k];
           if (f.y.holds(low) && f.y.holds(high)) {
             const x = short(spot[0]);
-            whiskers += `M${x} ${short(f.y(low))}V${short(f.y(high))}M${x - 3} ${short(f.y(low))}h6M${x - 3} ${short(f.y(high))}h6`;
+            const from = short(f.y(low)),
+              to = short(f.y(high));
+            whiskers += `M${x} ${from}V${to}M${x - 3} ${from}h6M${x - 3} ${to}h6`;
           }
         });
         f.ink.path(whiskers, { stroke: style.color, width: 1.3 });
@@ -484,7 +621,9 @@ const charts = (() => {
             { name: spec.x.label || "x", text: written(one.x[k], spec.x.unit) },
             {
               name: spec.y.label || "y",
-              text: written(one.y[k], spec.y.unit) + (one.low && one.high ? range(one.low[k], one.high[k], spec.y.unit) : ""),
+              text:
+                written(one.y[k], spec.y.unit) +
+                (one.low && one.high ? range(one.low[k], one.high[k], spec.y.unit) : ""),
             },
           ],
         };
@@ -495,30 +634,46 @@ const charts = (() => {
     bars(chart, width) {
       const { spec } = chart,
         series = chart.visible(spec.series);
-      const totals = spec.rows.map((_, r) => series.reduce((sum, one) => sum + (known(one.values[r]) ? one.values[r] : 0), 0));
-      const above = width < 520; // the rows' names above their bars
+      const totals = spec.rows.map((_, r) =>
+        series.reduce((sum, one) => sum + (known(one.values[r]) ? one.values[r] : 0), 0),
+      );
+      const above = width < 520; // narrow: names of rows above their bars
       const words = totals.map((total) => written(total, spec.x.unit));
-      const left = above ? 0 : Math.ceil(Math.min(width * 0.34, Math.max(...spec.rows.map((name) => textWidth(name, 13)), 10))) + 12;
+      const left = above
+        ? 0
+        : Math.ceil(
+            Math.min(width * 0.34, Math.max(...spec.rows.map((name) => textWidth(name, 13)), 10)),
+          ) + 12;
       const right = width - Math.ceil(Math.max(...words.map((word) => textWidth(word)), 10)) - 12;
       const pitch = above ? 44 : 34,
         top = 4,
         bottom = top + pitch * spec.rows.length,
         tall = bottom + (spec.x.label ? 44 : 26);
-      const axis = { ...spec.x, log: false }; // lengths that are added up have no logarithm
+      const axis = { ...spec.x, log: false }; // stacked lengths need a linear axis
       const x = makeScale(domain(totals, axis, true), [left, right], false);
       const ink = makeInk(chart, width, tall, false);
       for (const tick of ticks(x, axis, Math.floor((right - left) / 84))) {
         ink.line(x(tick.value), top, x(tick.value), bottom, "grid");
-        ink.label(tick.text, x(tick.value), bottom + 18, { "text-anchor": tick.value === 0 && above ? "start" : "middle" });
+        ink.label(tick.text, x(tick.value), bottom + 18, {
+          "text-anchor": tick.value === 0 && above ? "start" : "middle",
+        });
       }
       if (spec.x.label)
-        ink.label(shortened(spec.x.label, right - left), (left + right) / 2, tall - 5, { class: "name", "text-anchor": "middle" });
+        ink.label(shortened(spec.x.label, right - left), (left + right) / 2, tall - 5, {
+          class: "name",
+          "text-anchor": "middle",
+        });
       const segments = [];
       spec.rows.forEach((name, r) => {
         const y = top + r * pitch + (above ? 19 : 7),
           thick = 20;
         if (above) ink.label(shortened(name, width, 13), 0, y - 6, { class: "row", full: name });
-        else ink.label(shortened(name, left - 12, 13), left - 12, y + 15, { class: "row", "text-anchor": "end", full: name });
+        else
+          ink.label(shortened(name, left - 12, 13), left - 12, y + 15, {
+            class: "row",
+            "text-anchor": "end",
+            full: name,
+          });
         let sum = 0;
         for (const one of series) {
           const value = one.values[r];
@@ -528,9 +683,21 @@ const charts = (() => {
             style = look(one.color);
           sum += value;
           const wide = Math.max(to - from - (to - from > 3 ? 1 : 0), 0.8);
-          ink.path(`M${short(from)} ${y}h${short(wide)}v${thick}h${short(-wide)}Z`, { fill: style.color });
-          if (style.dash) ink.path(hatching(from, y, wide, thick), { stroke: "var(--page)", width: 1.6 });
-          segments.push({ r, one, value, spot: [(from + to) / 2, y + thick / 2], from, to, y, thick });
+          ink.path(`M${short(from)} ${y}h${short(wide)}v${thick}h${short(-wide)}Z`, {
+            fill: style.color,
+          });
+          if (style.dash)
+            ink.path(hatching(from, y, wide, thick), { stroke: "var(--page)", width: 1.6 });
+          segments.push({
+            r,
+            one,
+            value,
+            spot: [(from + to) / 2, y + thick / 2],
+            from,
+            to,
+            y,
+            thick,
+          });
         }
         ink.label(words[r], x(sum) + 6, y + 14);
       });
@@ -545,15 +712,22 @@ const charts = (() => {
           dots: [hit.spot],
           title: spec.rows[hit.r],
           rows: [
-            { style: look(hit.one.color), name: hit.one.name, text: written(hit.value, spec.x.unit) + share },
-            { name: "together", text: words[hit.r] },
+            {
+              style: look(hit.one.color),
+              name: hit.one.name,
+              text: written(hit.value, spec.x.unit) + share,
+            },
+            { name: "total", text: words[hit.r] },
           ],
         };
       };
       return {
         count: segments.length,
         at,
-        find: (px, py) => segments.findIndex((s) => py >= s.y - 7 && py <= s.y + s.thick + 7 && px >= s.from - 2 && px <= s.to + 2),
+        find: (px, py) =>
+          segments.findIndex(
+            (s) => py >= s.y - 7 && py <= s.y + s.thick + 7 && px >= s.from - 2 && px <= s.to + 2,
+          ),
       };
     },
 
@@ -563,10 +737,16 @@ const charts = (() => {
         columns = spec.columns.length,
         dark = theme.isDark();
       const heavy = rows * columns > MANY;
-      const left = Math.ceil(Math.min(width * 0.3, Math.max(...spec.rows.map((name) => textWidth(name)), 8))) + 8,
+      const left =
+          Math.ceil(
+            Math.min(width * 0.3, Math.max(...spec.rows.map((name) => textWidth(name)), 8)),
+          ) + 8,
         right = width - 2;
       const cellW = (right - left) / Math.max(columns, 1);
-      const cellH = rows <= 30 ? Math.max(20, Math.min(26, 200 / rows)) : Math.max(0.9, Math.min(20, 900 / rows));
+      const cellH =
+        rows <= 30
+          ? Math.max(20, Math.min(26, 200 / rows))
+          : Math.max(0.9, Math.min(20, 900 / rows));
       const longest = Math.max(...spec.columns.map((name) => textWidth(name)), 8),
         slant = longest + 4 > cellW;
       const top = spec.row_label ? 20 : 4,
@@ -576,7 +756,13 @@ const charts = (() => {
         high = spec.high > spec.low ? spec.high : spec.low + 1;
       const ink = makeInk(chart, width, tall, heavy);
       const show = (value) =>
-        !known(value) ? "absent" : spec.unit ? written(value, spec.unit) : spec.format === "0.00" ? value.toFixed(2) : whole.format(value);
+        !known(value)
+          ? "absent"
+          : spec.unit
+            ? written(value, spec.unit)
+            : spec.format === "0.00"
+              ? value.toFixed(2)
+              : whole.format(value);
       const brief = (value) =>
         spec.unit === "percent"
           ? (value * 100).toFixed(0)
@@ -597,12 +783,19 @@ const charts = (() => {
           if (heavy) {
             ink.context.fillStyle = rgb ? css(rgb) : ink.color("var(--absent)");
             const y0 = Math.round(y * 2) / 2;
-            ink.context.fillRect(x, y0, cellW - gapX, Math.max(0.5, Math.round((y + cellH) * 2) / 2 - y0 - gapY));
+            ink.context.fillRect(
+              x,
+              y0,
+              cellW - gapX,
+              Math.max(0.5, Math.round((y + cellH) * 2) / 2 - y0 - gapY),
+            );
             continue;
           }
-          ink.path(`M${short(x)} ${short(y)}h${short(cellW - gapX)}v${short(cellH - gapY)}h${short(gapX - cellW)}Z`, {
-            fill: rgb ? css(rgb) : "var(--absent)",
-          });
+          ink.path(
+            `M${short(x)} ${short(y)}h${short(cellW - gapX)}v${short(cellH - gapY)}` +
+              `h${short(gapX - cellW)}Z`,
+            { fill: rgb ? css(rgb) : "var(--absent)" },
+          );
           if (fits && rgb && textWidth(brief(value), 11) < cellW - 4)
             ink.label(brief(value), x + cellW / 2, y + cellH / 2 + 4, {
               group: ink.front,
@@ -611,10 +804,14 @@ const charts = (() => {
               style: `fill:${bright(rgb) ? "#111" : "#fff"}`,
             });
         }
-      const everyRow = [1, 2, 5, 10, 20, 50, 100].find((step) => step * cellH >= 14) ?? Math.ceil(14 / cellH),
+      const everyRow =
+          [1, 2, 5, 10, 20, 50, 100].find((step) => step * cellH >= 14) ?? Math.ceil(14 / cellH),
         everyColumn = Math.max(1, Math.ceil((slant ? 16 : 1) / cellW));
       for (let r = 0; r < rows; r += everyRow)
-        ink.label(shortened(spec.rows[r], left - 8), left - 6, top + (r + 0.5) * cellH + 4, { "text-anchor": "end", full: spec.rows[r] });
+        ink.label(shortened(spec.rows[r], left - 8), left - 6, top + (r + 0.5) * cellH + 4, {
+          "text-anchor": "end",
+          full: spec.rows[r],
+        });
       for (let c = 0; c < columns; c += everyColumn) {
         const x = left + (c + 0.5) * cellW,
           y = bottom + 15;
@@ -627,15 +824,27 @@ const charts = (() => {
         else ink.label(spec.columns[c], x, y, { "text-anchor": "middle" });
       }
       if (spec.row_label) ink.label(spec.row_label, 0, 11, { class: "name" });
-      if (spec.column_label) ink.label(spec.column_label, (left + right) / 2, tall - 4, { class: "name", "text-anchor": "middle" });
+      if (spec.column_label)
+        ink.label(spec.column_label, (left + right) / 2, tall - 4, {
+          class: "name",
+          "text-anchor": "middle",
+        });
       const missing = spec.values.some((row) => row.some((value) => !known(value)));
       const ramp = [0, 0.25, 0.5, 0.75, 1].map((share) => css(shade(share, dark))).join(",");
       const percent = spec.unit === "percent" ? "%" : "";
       const strip = el("span", { class: "ramp" });
       strip.style.background = `linear-gradient(90deg,${ramp})`;
-      const scale = el("span", { class: "scale" }, brief(spec.low) + percent, strip, brief(high) + percent);
+      const scale = el(
+        "span",
+        { class: "scale" },
+        brief(spec.low) + percent,
+        strip,
+        brief(high) + percent,
+      );
       chart.legend.replaceChildren(
-        ...(missing ? [scale, el("span", { class: "scale" }, el("span", { class: "ramp absent" }), "absent")] : [scale]),
+        ...(missing
+          ? [scale, el("span", { class: "scale" }, el("span", { class: "ramp absent" }), "absent")]
+          : [scale]),
       );
       const at = (k) => {
         const r = Math.floor(k / columns),
@@ -643,11 +852,13 @@ const charts = (() => {
         if (k < 0 || r >= rows) return null;
         const x = left + c * cellW,
           y = top + r * cellH;
+        const row = `${spec.row_label || "row"} ${spec.rows[r]}`,
+          column = `${spec.column_label || "column"} ${spec.columns[c]}`;
         return {
           x: x + cellW / 2,
           y: y + cellH / 2,
           outline: [x, y, cellW - gapX, cellH - gapY],
-          title: `${spec.row_label || "row"} ${spec.rows[r]}, ${spec.column_label || "column"} ${spec.columns[c]}`,
+          title: `${row}, ${column}`,
           rows: [{ name: "", text: show(spec.values[r][c]) }],
         };
       };
@@ -658,23 +869,34 @@ const charts = (() => {
         find: (px, py) =>
           px < left || px >= right || py < top || py >= bottom
             ? -1
-            : Math.min(rows - 1, Math.floor((py - top) / cellH)) * columns + Math.min(columns - 1, Math.floor((px - left) / cellW)),
+            : Math.min(rows - 1, Math.floor((py - top) / cellH)) * columns +
+              Math.min(columns - 1, Math.floor((px - left) / cellW)),
       };
     },
 
     image(chart, width) {
       const { spec } = chart,
         dark = theme.isDark();
-      const grid = panelGrid(chart, width, 560, spec.row_label ? 18 : 0, spec.column_label ? 18 : 0),
+      const grid = panelGrid(
+          chart,
+          width,
+          560,
+          spec.row_label ? 18 : 0,
+          spec.column_label ? 18 : 0,
+        ),
         ink = makeInk(chart, width, grid.height, true);
-      const bytes = spec.panels.map((panel) => Uint8Array.from(atob(panel.values), (c) => c.charCodeAt(0)));
+      const bytes = spec.panels.map((panel) =>
+        Uint8Array.from(atob(panel.values), (c) => c.charCodeAt(0)),
+      );
       spec.panels.forEach((panel, p) => {
         const { x, y } = grid.place(p),
           n = panel.size,
           buffer = document.createElement("canvas");
         buffer.width = buffer.height = n;
         const pixels = new ImageData(n, n);
-        for (let k = 0; k < n * n; k++) if (bytes[p][k]) pixels.data.set([...shade(0.18 + (0.82 * bytes[p][k]) / 255, dark), 255], 4 * k);
+        for (let k = 0; k < n * n; k++)
+          if (bytes[p][k])
+            pixels.data.set([...shade(0.18 + (0.82 * bytes[p][k]) / 255, dark), 255], 4 * k);
         buffer.getContext("2d").putImageData(pixels, 0, 0);
         ink.context.imageSmoothingEnabled = n > grid.side * 2;
         ink.context.drawImage(buffer, x, y, grid.side, grid.side);
@@ -683,17 +905,28 @@ const charts = (() => {
             ink.line(x + tick * grid.side, y, x + tick * grid.side, y + grid.side, "division");
             ink.line(x, y + tick * grid.side, x + grid.side, y + tick * grid.side, "division");
           }
-        ink.front.append(svg("rect", { x, y, width: grid.side, height: grid.side, class: "border" }));
-        ink.label(shortened(panel.title, grid.side, 13), x, y - 8 - grid.above, { class: "row", full: panel.title });
+        ink.front.append(
+          svg("rect", { x, y, width: grid.side, height: grid.side, class: "border" }),
+        );
+        ink.label(shortened(panel.title, grid.side, 13), x, y - 8 - grid.above, {
+          class: "row",
+          full: panel.title,
+        });
         if (spec.row_label) ink.label(`${spec.row_label} ↓`, x, y - 7, { class: "name" });
         if (spec.column_label)
-          ink.label(`${spec.column_label} →`, x + grid.side, y + grid.side + 15, { class: "name", "text-anchor": "end" });
+          ink.label(`${spec.column_label} →`, x + grid.side, y + grid.side + 15, {
+            class: "name",
+            "text-anchor": "end",
+          });
       });
       const block = (share) =>
-        spec.ticks?.length ? spec.ticks.filter((tick) => tick <= share).length - (spec.ticks[0] > 0 ? 0 : 1) : null;
+        spec.ticks?.length
+          ? spec.ticks.filter((tick) => tick <= share).length - (spec.ticks[0] > 0 ? 0 : 1)
+          : null;
       const at = (k) => {
         let p = 0;
-        while (p < spec.panels.length && k >= spec.panels[p].size ** 2) k -= spec.panels[p++].size ** 2;
+        while (p < spec.panels.length && k >= spec.panels[p].size ** 2)
+          k -= spec.panels[p++].size ** 2;
         if (p >= spec.panels.length) return null;
         const n = spec.panels[p].size,
           r = Math.floor(k / n),
@@ -701,7 +934,9 @@ const charts = (() => {
           cell = grid.side / n,
           { x, y } = grid.place(p);
         const name = (label, number) =>
-          block((number + 0.5) / n) === null ? `${label} ${number + 1} of ${n}` : `${label}: client ${block((number + 0.5) / n)}`;
+          block((number + 0.5) / n) === null
+            ? `${label} ${number + 1} of ${n}`
+            : `${label}: client ${block((number + 0.5) / n)}`;
         return {
           x: x + (c + 0.5) * cell,
           y: y + (r + 0.5) * cell,
@@ -710,7 +945,7 @@ const charts = (() => {
           rows: [
             { name: name(spec.row_label || "row", r), text: "" },
             { name: name(spec.column_label || "column", c), text: "" },
-            { name: "of the fullest", text: written(bytes[p][k] / 255, "percent") },
+            { name: "of the maximum", text: written(bytes[p][k] / 255, "percent") },
           ],
         };
       };
@@ -726,16 +961,30 @@ const charts = (() => {
         }
         return -1;
       };
-      return { count: spec.panels.reduce((sum, panel) => sum + panel.size ** 2, 0), across: spec.panels[0]?.size, at, find };
+      return {
+        count: spec.panels.reduce((sum, panel) => sum + panel.size ** 2, 0),
+        across: spec.panels[0]?.size,
+        at,
+        find,
+      };
     },
 
     graph(chart, width) {
       return cloud(chart, width, (ink, panel, spot) => {
-        const join = (pairs) =>
-          pairs.map(([i, j]) => `M${short(spot(i)[0])} ${short(spot(i)[1])}L${short(spot(j)[0])} ${short(spot(j)[1])}`).join("");
-        ink.path(join(panel.edges), { stroke: "var(--edge)", width: 0.9, opacity: panel.edges.length > MANY ? 0.35 : 0.7 });
+        const place = (i) => spot(i).map(short).join(" ");
+        const join = (pairs) => pairs.map(([i, j]) => `M${place(i)}L${place(j)}`).join("");
+        ink.path(join(panel.edges), {
+          stroke: "var(--edge)",
+          width: 0.9,
+          opacity: panel.edges.length > MANY ? 0.35 : 0.7,
+        });
         if (panel.added)
-          ink.path(join(panel.added), { stroke: "var(--added)", width: 1.5, dash: "5 3", opacity: panel.added.length > MANY ? 0.35 : 0.9 });
+          ink.path(join(panel.added), {
+            stroke: "var(--added)",
+            width: 1.5,
+            dash: "5 3",
+            opacity: panel.added.length > MANY ? 0.35 : 0.9,
+          });
       });
     },
 
@@ -747,7 +996,8 @@ const charts = (() => {
     for (let at = 5; at < wide + thick; at += 7) {
       const from = Math.max(0, at - thick),
         to = Math.min(at, wide);
-      if (to > from) d += `M${short(x + from)} ${short(y + at - from)}L${short(x + to)} ${short(y + at - to)}`;
+      if (to > from)
+        d += `M${short(x + from)} ${short(y + at - from)}L${short(x + to)} ${short(y + at - to)}`;
     }
     return d;
   };
@@ -767,7 +1017,7 @@ const charts = (() => {
     };
   }
 
-  /** Where square panels go: beside each other while they stay large enough to see. */
+  /** Returns the places of square panels: in one row as long as they are large enough. */
   function panelGrid(chart, width, largest, above = 0, below = 0) {
     const count = chart.spec.panels.length,
       gap = 24,
@@ -780,16 +1030,20 @@ const charts = (() => {
       side,
       above,
       height: lines * (head + side + foot),
-      place: (p) => ({ x: (p % across) * (side + gap), y: head + Math.floor(p / across) * (head + side + foot) }),
+      place: (p) => ({
+        x: (p % across) * (side + gap),
+        y: head + Math.floor(p / across) * (head + side + foot),
+      }),
     };
   }
 
-  /** Points in panels, coloured by class or by client: graphs and embeddings. */
+  /** Draws graphs and embeddings: points in panels, coloured by class or by client. */
   function cloud(chart, width, under) {
     const { spec } = chart,
       grid = panelGrid(chart, width, 560);
     const marks = spec.panels.reduce(
-      (sum, panel) => sum + panel.points.length + (panel.edges?.length ?? 0) + (panel.added?.length ?? 0),
+      (sum, panel) =>
+        sum + panel.points.length + (panel.edges?.length ?? 0) + (panel.added?.length ?? 0),
       0,
     );
     const ink = makeInk(chart, width, grid.height, marks > MANY),
@@ -802,7 +1056,10 @@ const charts = (() => {
         y + edge + (1 - panel.points[k][1]) * (grid.side - 2 * edge),
       ];
       ink.front.append(svg("rect", { x, y, width: grid.side, height: grid.side, class: "border" }));
-      ink.label(shortened(panel.title, grid.side, 13), x, y - 8, { class: "row", full: panel.title });
+      ink.label(shortened(panel.title, grid.side, 13), x, y - 8, {
+        class: "row",
+        full: panel.title,
+      });
       under(ink, panel, spot);
       const groups = new Map();
       panel.points.forEach((_, k) => {
@@ -821,10 +1078,19 @@ const charts = (() => {
       if (!hit) return null;
       const { panel, k, spot } = hit,
         rows = [];
-      if (panel.classes) rows.push({ name: "class", text: spec.class_names?.[panel.classes[k]] ?? String(panel.classes[k]) });
+      if (panel.classes)
+        rows.push({
+          name: "class",
+          text: spec.class_names?.[panel.classes[k]] ?? String(panel.classes[k]),
+        });
       if (panel.clients) rows.push({ name: "client", text: String(panel.clients[k]) });
       if (panel.edges)
-        rows.push({ name: "edges", text: String([...panel.edges, ...(panel.added ?? [])].filter(([i, j]) => i === k || j === k).length) });
+        rows.push({
+          name: "edges",
+          text: String(
+            [...panel.edges, ...(panel.added ?? [])].filter(([i, j]) => i === k || j === k).length,
+          ),
+        });
       return { x: spot[0], y: spot[1], dots: [spot], title: `${panel.title}: ${k}`, rows };
     };
     return {
@@ -841,7 +1107,10 @@ const charts = (() => {
   function numbers(spec) {
     const left = (name) => ({ name, align: "left" }),
       right = (name) => ({ name, align: "right" });
-    const cell = (value, unit) => ({ text: written(value, unit), sort: known(value) ? value : null });
+    const cell = (value, unit) => ({
+      text: written(value, unit),
+      sort: known(value) ? value : null,
+    });
     if (spec.kind === "lines" || spec.kind === "points") {
       const spread = spec.series.some((one) => one.low && one.high),
         labels = spec.series.some((one) => one.labels);
@@ -862,18 +1131,31 @@ const charts = (() => {
         ]),
       );
       const unknown = spread ? [cell(null), cell(null)] : [];
-      for (const one of spec.levels ?? []) rows.push([one.name, ...(labels ? ["level"] : []), cell(null), cell(one.y, spec.y.unit), ...unknown]);
+      for (const one of spec.levels ?? [])
+        rows.push([
+          one.name,
+          ...(labels ? ["level"] : []),
+          cell(null),
+          cell(one.y, spec.y.unit),
+          ...unknown,
+        ]);
       return { columns, rows };
     }
     if (spec.kind === "bars")
       return {
         columns: [left(""), ...spec.series.map((one) => right(one.name))],
-        rows: spec.rows.map((name, r) => [name, ...spec.series.map((one) => cell(one.values[r], spec.x.unit))]),
+        rows: spec.rows.map((name, r) => [
+          name,
+          ...spec.series.map((one) => cell(one.values[r], spec.x.unit)),
+        ]),
       };
     if (spec.kind === "heat")
       return {
         columns: [left(spec.row_label || ""), ...spec.columns.map(right)],
-        rows: spec.rows.map((name, r) => [name, ...spec.values[r].map((value) => cell(value, spec.unit))]),
+        rows: spec.rows.map((name, r) => [
+          name,
+          ...spec.values[r].map((value) => cell(value, spec.unit)),
+        ]),
       };
     if (spec.kind === "image") {
       const rows = spec.panels.flatMap((panel) => {
@@ -881,10 +1163,19 @@ const charts = (() => {
           n = panel.size,
           found = [];
         for (let k = 0; k < n * n; k++)
-          if (bytes.charCodeAt(k)) found.push([panel.title, Math.floor(k / n) + 1, (k % n) + 1, bytes.charCodeAt(k)]);
+          if (bytes.charCodeAt(k))
+            found.push([panel.title, Math.floor(k / n) + 1, (k % n) + 1, bytes.charCodeAt(k)]);
         return found;
       });
-      return { columns: [left("panel"), right(spec.row_label || "row"), right(spec.column_label || "column"), right("of 255")], rows };
+      return {
+        columns: [
+          left("panel"),
+          right(spec.row_label || "row"),
+          right(spec.column_label || "column"),
+          right("of 255"),
+        ],
+        rows,
+      };
     }
     const rows = spec.panels.flatMap((panel) =>
       panel.points.map(([x, y], k) => [
@@ -896,11 +1187,25 @@ const charts = (() => {
         panel.clients ? panel.clients[k] : "",
       ]),
     );
-    return { columns: [left("panel"), right("point"), right("x"), right("y"), left("class"), right("client")], rows };
+    return {
+      columns: [
+        left("panel"),
+        right("point"),
+        right("x"),
+        right("y"),
+        left("class"),
+        right("client"),
+      ],
+      rows,
+    };
   }
 
   // ---- one figure ----
-  /** The element of a figure; `chart.update(spec)` shows another state of it, `chart.draw()` draws it if it can be seen. */
+  /**
+   * Returns the element of a figure.
+   *
+   * `chart.update(spec)` replaces its description. `chart.draw()` draws it if it is visible.
+   */
   function figure(spec) {
     const box = el("div", { class: "plot", tabindex: "0", role: "img" });
     const tip = el("div", { class: "tip", role: "status", hidden: true }),
@@ -914,14 +1219,28 @@ const charts = (() => {
       el("figcaption", {}, head, caption),
       el("div", { class: "body" }, box, legend, more),
     );
-    const chart = { spec, element, box, tip, legend, hidden: new Set(), by: "classes", width: 0, found: null, at: -1 };
+    const chart = {
+      spec,
+      element,
+      box,
+      tip,
+      legend,
+      hidden: new Set(),
+      by: "classes",
+      width: 0,
+      found: null,
+      at: -1,
+    };
     chart.visible = (series) => series.filter((one) => !chart.hidden.has(one.name));
     chart.groupOf = (panel, k) => (panel[chart.by] ?? panel.classes)?.[k] ?? 0;
-    chart.groupName = (group) => (chart.by === "clients" ? `client ${chart.spec.client_names?.[group] ?? group}` : (chart.spec.class_names?.[group] ?? `class ${group}`));
+    chart.groupName = (group) =>
+      chart.by === "clients"
+        ? `client ${chart.spec.client_names?.[group] ?? group}`
+        : (chart.spec.class_names?.[group] ?? `class ${group}`);
 
     chart.draw = () => {
       const width = Math.floor(box.clientWidth);
-      if (!width) return; // in a tab that is not shown: drawn when it is
+      if (!width) return; // in a hidden tab: drawn when the tab opens
       chart.width = width;
       hideTip();
       chart.found = kinds[chart.spec.kind](chart, width);
@@ -930,12 +1249,15 @@ const charts = (() => {
       chart.spec = fresh;
       head.textContent = fresh.title;
       caption.textContent = fresh.caption;
-      box.setAttribute("aria-label", `${fresh.title}. ${fresh.caption} Arrow keys go through the values; the numbers are also under Data.`);
+      box.setAttribute(
+        "aria-label",
+        `${fresh.title}. ${fresh.caption} Arrow keys select values. Data shows them as a table.`,
+      );
       makeLegend();
       if (more.open) fillData();
       const shown = chart.at;
       chart.draw();
-      if (shown >= 0) showTip(shown); // who is reading a value goes on reading
+      if (shown >= 0) showTip(shown); // an open tooltip stays open
     };
 
     function makeLegend() {
@@ -943,15 +1265,30 @@ const charts = (() => {
       if (kind === "heat" || kind === "image") return legend.replaceChildren();
       let entries;
       if (kind === "bars" && series.length === 1)
-        entries = []; // the axis says it
+        entries = []; // the axis names it
       else if (series)
         entries = [
           ...series.map((one) => ({ name: one.name, style: look(one.color), form: kind })),
-          ...(chart.spec.levels ?? []).map((one) => ({ name: one.name, style: { ...look(one.color), dash: LEVEL }, form: "level" })),
+          ...(chart.spec.levels ?? []).map((one) => ({
+            name: one.name,
+            style: { ...look(one.color), dash: LEVEL },
+            form: "level",
+          })),
         ];
       else {
-        const groups = [...new Set(panels.flatMap((panel) => panel.points.map((_, k) => chart.groupOf(panel, k))))].sort((a, b) => a - b);
-        entries = groups.length > 1 ? groups.map((group) => ({ name: chart.groupName(group), style: look(Math.max(group, 0)), form: kind })) : [];
+        const groups = [
+          ...new Set(
+            panels.flatMap((panel) => panel.points.map((_, k) => chart.groupOf(panel, k))),
+          ),
+        ].sort((a, b) => a - b);
+        entries =
+          groups.length > 1
+            ? groups.map((group) => ({
+                name: chart.groupName(group),
+                style: look(Math.max(group, 0)),
+                form: kind,
+              }))
+            : [];
       }
       const items = entries.map(({ name, style, form }) =>
         el(
@@ -975,7 +1312,11 @@ const charts = (() => {
           el(
             "span",
             { class: "key" },
-            svg("svg", { width: 26, height: 14, "aria-hidden": "true" }, svg("path", { class: "frontier", d: "M1 11H9V5H25" })),
+            svg(
+              "svg",
+              { width: 26, height: 14, "aria-hidden": "true" },
+              svg("path", { class: "frontier", d: "M1 11H9V5H25" }),
+            ),
             "frontier",
           ),
         );
@@ -984,7 +1325,11 @@ const charts = (() => {
           el(
             "span",
             { class: "key" },
-            svg("svg", { width: 26, height: 14, "aria-hidden": "true" }, svg("path", { class: "diagonal", d: "M5 13L21 1" })),
+            svg(
+              "svg",
+              { width: 26, height: 14, "aria-hidden": "true" },
+              svg("path", { class: "diagonal", d: "M5 13L21 1" }),
+            ),
             "equal",
           ),
         );
@@ -993,12 +1338,21 @@ const charts = (() => {
           el(
             "span",
             { class: "key" },
-            svg("svg", { width: 26, height: 14, "aria-hidden": "true" }, svg("path", { class: "added", d: "M1 7H25" })),
+            svg(
+              "svg",
+              { width: 26, height: 14, "aria-hidden": "true" },
+              svg("path", { class: "added", d: "M1 7H25" }),
+            ),
             "added edge",
           ),
         );
       const clients = new Set((panels ?? []).flatMap((panel) => panel.clients ?? []));
-      if (panels && clients.size > 1 && clients.size <= 24 && panels.some((panel) => panel.classes)) {
+      if (
+        panels &&
+        clients.size > 1 &&
+        clients.size <= 24 &&
+        panels.some((panel) => panel.classes)
+      ) {
         const other = chart.by === "classes" ? "clients" : "classes";
         items.unshift(
           el(
@@ -1040,11 +1394,17 @@ const charts = (() => {
       chart.at = k;
       box.querySelector(".hover")?.remove();
       const hover = svg("g", { class: "hover" });
-      if (hit.rule) hover.append(svg("path", { d: `M${short(hit.x)} ${hit.rule[0]}V${hit.rule[1]}` }));
+      if (hit.rule)
+        hover.append(svg("path", { d: `M${short(hit.x)} ${hit.rule[0]}V${hit.rule[1]}` }));
       for (const [x, y] of hit.dots ?? []) hover.append(svg("circle", { cx: x, cy: y, r: 6 }));
       if (hit.outline)
         hover.append(
-          svg("rect", { x: hit.outline[0], y: hit.outline[1], width: Math.max(hit.outline[2], 3), height: Math.max(hit.outline[3], 3) }),
+          svg("rect", {
+            x: hit.outline[0],
+            y: hit.outline[1],
+            width: Math.max(hit.outline[2], 3),
+            height: Math.max(hit.outline[3], 3),
+          }),
         );
       box.querySelector("svg:not(.under)").append(hover);
       const rows = hit.rows
@@ -1053,13 +1413,23 @@ const charts = (() => {
           el(
             "tr",
             {},
-            el("td", {}, row.style ? swatch(row.style, chart.spec.kind === "bars" ? "bars" : "") : ""),
+            el(
+              "td",
+              {},
+              row.style ? swatch(row.style, chart.spec.kind === "bars" ? "bars" : "") : "",
+            ),
             el("td", {}, row.name),
             el("td", { class: "right" }, row.text),
           ),
         );
-      if (hit.rows.length > 14) rows.push(el("tr", {}, el("td"), el("td", {}, `and ${hit.rows.length - 14} more`), el("td")));
-      tip.replaceChildren(el("strong", {}, hit.title), el("table", { role: "presentation" }, ...rows));
+      if (hit.rows.length > 14)
+        rows.push(
+          el("tr", {}, el("td"), el("td", {}, `and ${hit.rows.length - 14} more`), el("td")),
+        );
+      tip.replaceChildren(
+        el("strong", {}, hit.title),
+        el("table", { role: "presentation" }, ...rows),
+      );
       tip.hidden = false;
       const { offsetWidth: wide, offsetHeight: high } = tip;
       const left = hit.x + 14 + wide <= chart.width ? hit.x + 14 : Math.max(0, hit.x - 14 - wide);
@@ -1068,7 +1438,9 @@ const charts = (() => {
     }
     const follow = (event) => {
       const place = box.getBoundingClientRect();
-      showTip(chart.found ? chart.found.find(event.clientX - place.left, event.clientY - place.top) : -1);
+      showTip(
+        chart.found ? chart.found.find(event.clientX - place.left, event.clientY - place.top) : -1,
+      );
     };
     box.addEventListener("pointermove", follow);
     box.addEventListener("pointerdown", follow);
@@ -1077,13 +1449,28 @@ const charts = (() => {
     box.addEventListener("keydown", (event) => {
       const last = (chart.found?.count ?? 0) - 1,
         down = chart.found?.across ?? 1;
-      const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -down, ArrowDown: down, Home: -Infinity, End: Infinity }[event.key];
+      const step = {
+        ArrowLeft: -1,
+        ArrowRight: 1,
+        ArrowUp: -down,
+        ArrowDown: down,
+        Home: -Infinity,
+        End: Infinity,
+      }[event.key];
       if (event.key === "Escape") return hideTip();
       if (step === undefined || last < 0) return;
       event.preventDefault();
-      showTip(chart.at < 0 ? (step === Infinity ? last : 0) : Math.max(0, Math.min(last, chart.at + step)));
+      showTip(
+        chart.at < 0
+          ? step === Infinity
+            ? last
+            : 0
+          : Math.max(0, Math.min(last, chart.at + step)),
+      );
     });
-    new ResizeObserver(() => Math.floor(box.clientWidth) !== chart.width && chart.draw()).observe(box);
+    new ResizeObserver(() => Math.floor(box.clientWidth) !== chart.width && chart.draw()).observe(
+      box,
+    );
     drawn.push(chart);
     chart.update(spec);
     element.chart = chart;

@@ -1,4 +1,4 @@
-// A report: what is in the page's data, in tabs by section.
+// The report: shows the page's data in tabs, one for each section.
 "use strict";
 
 (() => {
@@ -6,30 +6,46 @@
   const ORDER = ["results", "traffic", "clients", "data", "pictures"];
   const LARGE = new Set(["bars", "image", "graph", "scatter", "table"]);
   const names = [...new Set(page.figures.map((figure) => figure.section))];
-  const sections = [...ORDER.filter((name) => names.includes(name)), ...names.filter((name) => !ORDER.includes(name))];
+  const sections = [
+    ...ORDER.filter((name) => names.includes(name)),
+    ...names.filter((name) => !ORDER.includes(name)),
+  ];
   const isWide = (spec) =>
-    (LARGE.has(spec.kind) && (!spec.panels || spec.panels.length > 1)) || (spec.kind === "heat" && spec.columns.length > 14);
+    (LARGE.has(spec.kind) && (!spec.panels || spec.panels.length > 1)) ||
+    (spec.kind === "heat" && spec.columns.length > 14);
 
   function header() {
-    const facts = page.facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value))));
+    const facts = page.facts.map(([name, value]) =>
+      el("div", {}, el("dt", {}, name), el("dd", {}, String(value))),
+    );
     const made = [new Date(page.made)].map((date) =>
-      Number.isNaN(date.getTime()) ? page.made : date.toLocaleString("en-GB", { dateStyle: "long", timeStyle: "short" }),
+      Number.isNaN(date.getTime())
+        ? page.made
+        : date.toLocaleString("en-GB", { dateStyle: "long", timeStyle: "short" }),
     )[0];
-    const again = page.command && el("p", { class: "again" }, "To get it again: ", el("code", {}, page.command));
+    const command =
+      page.command && el("p", { class: "again" }, "Made by: ", el("code", {}, page.command));
     return el(
       "header",
       {},
-      el("div", { class: "top" }, el("p", { class: "byline" }, `fedloom ${page.version} · ${made}`), theme.button()),
+      el(
+        "div",
+        { class: "top" },
+        el("p", { class: "byline" }, `fedloom ${page.version} · ${made}`),
+        theme.button(),
+      ),
       el("h1", {}, page.title),
       facts.length ? el("dl", { class: "facts" }, ...facts) : "",
-      again,
+      command,
     );
   }
 
   function leftOut() {
     if (!page.left_out.length) return "";
     const count = page.left_out.length;
-    const items = page.left_out.map(({ folder, reason }) => el("li", {}, el("code", {}, folder), ` ${reason}`));
+    const items = page.left_out.map(({ folder, reason }) =>
+      el("li", {}, el("code", {}, folder), ` ${reason}`),
+    );
     const title = `${count} run ${count === 1 ? "folder is" : "folders are"} not in this report`;
     return el(
       "aside",
@@ -39,11 +55,16 @@
   }
 
   function tableFigure(spec) {
-    const head = el("figcaption", {}, el("h3", {}, spec.title), spec.caption && el("p", {}, spec.caption));
+    const head = el(
+      "figcaption",
+      {},
+      el("h3", {}, spec.title),
+      spec.caption && el("p", {}, spec.caption),
+    );
     return el("figure", { id: spec.id, class: "table-figure" }, head, makeTable(spec));
   }
 
-  /** A section's figures. Small ones stand in pairs; one that has no partner takes the whole width. */
+  /** Adds a section's figures. Small figures form pairs; one without a partner is wide. */
   function fill(panel, section) {
     const specs = page.figures.filter((figure) => figure.section === section);
     let alone = null;
@@ -63,7 +84,13 @@
   const panels = new Map(
     sections.map((name) => [
       name,
-      el("section", { id: `panel-${name}`, class: "panel", role: "tabpanel", "aria-labelledby": `tab-${name}`, hidden: true }),
+      el("section", {
+        id: `panel-${name}`,
+        class: "panel",
+        role: "tabpanel",
+        "aria-labelledby": `tab-${name}`,
+        hidden: true,
+      }),
     ]),
   );
   const tabs = new Map(
@@ -94,7 +121,7 @@
       tab.tabIndex = other === name ? 0 : -1;
       panels.get(other).hidden = other !== name;
     }
-    if (!panels.get(name).dataset.filled) fill(panels.get(name), name); // what nobody looks at is never made
+    if (!panels.get(name).dataset.filled) fill(panels.get(name), name); // made when opened
   }
 
   function follow() {
@@ -113,7 +140,12 @@
       onkeydown: (event) => {
         const at = sections.findIndex((name) => tabs.get(name) === document.activeElement),
           last = sections.length - 1;
-        const to = { ArrowRight: at === last ? 0 : at + 1, ArrowLeft: at === 0 ? last : at - 1, Home: 0, End: last }[event.key];
+        const to = {
+          ArrowRight: at === last ? 0 : at + 1,
+          ArrowLeft: at === 0 ? last : at - 1,
+          Home: 0,
+          End: last,
+        }[event.key];
         if (to === undefined || at < 0) return;
         event.preventDefault();
         tabs.get(sections[to]).click();
@@ -128,12 +160,18 @@
   if (sections.length) {
     follow();
     window.addEventListener("hashchange", follow);
-  } else document.getElementById("report").append(el("p", {}, "There is nothing to show: no run folder could be used."));
+  } else
+    document
+      .getElementById("report")
+      .append(el("p", {}, "There is nothing to show: no run folder could be used."));
 
-  // On paper: everything, and in light colours.
+  // A printed report shows all sections, in light colours.
   let before = null;
   window.addEventListener("beforeprint", () => {
-    before = { theme: document.documentElement.dataset.theme, shown: sections.find((name) => !panels.get(name).hidden) };
+    before = {
+      theme: document.documentElement.dataset.theme,
+      shown: sections.find((name) => !panels.get(name).hidden),
+    };
     for (const [name, panel] of panels) {
       if (!panel.dataset.filled) fill(panel, name);
       panel.hidden = false;

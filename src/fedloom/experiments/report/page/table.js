@@ -1,18 +1,32 @@
-// Tables that sort by any column, by mouse and keyboard. Long ones get a search box and pages; rows become elements when they are shown.
+// Tables that sort by any column, with mouse or keyboard. Long tables have a search box and pages.
+// A row becomes an element when it is shown.
 "use strict";
 
-const LONG = 100; // rows from which on there are pages
+const LONG = 100; // tables with more rows have pages
 const PAGE = 50;
 const collator = new Intl.Collator("en", { numeric: true, sensitivity: "base" });
 
 const cellText = (cell) =>
-  cell === null || cell === undefined ? "" : typeof cell === "object" ? cell.text : typeof cell === "number" ? plain.format(cell) : cell;
-const cellSort = (cell) => (cell !== null && typeof cell === "object" ? (cell.sort === undefined ? cell.text : cell.sort) : cell);
+  cell === null || cell === undefined
+    ? ""
+    : typeof cell === "object"
+      ? cell.text
+      : typeof cell === "number"
+        ? plain.format(cell)
+        : cell;
+const cellSort = (cell) =>
+  cell !== null && typeof cell === "object"
+    ? cell.sort === undefined
+      ? cell.text
+      : cell.sort
+    : cell;
 
 function cellNode(cell) {
   const text = cellText(cell);
   const mark = cell !== null && typeof cell === "object" ? cell.mark : "";
-  if (typeof cell?.href === "string" && cell.href.startsWith("#")) return el("a", { href: cell.href }, text); // to a place in the page only
+  // Links lead to places in the page only.
+  if (typeof cell?.href === "string" && cell.href.startsWith("#"))
+    return el("a", { href: cell.href }, text);
   if (mark === "best") return el("strong", { title: "best" }, text);
   if (mark === "second") return el("u", { title: "second best" }, text);
   return text;
@@ -21,13 +35,17 @@ function cellNode(cell) {
 function compare(a, b) {
   const emptyA = a === null || a === undefined || a === "",
     emptyB = b === null || b === undefined || b === "";
-  if (emptyA || emptyB) return { fixed: emptyA - emptyB }; // what is unknown stands last, whichever way the rest goes
+  if (emptyA || emptyB) return { fixed: emptyA - emptyB }; // unknown values are last in both orders
   if (typeof a === "number" && typeof b === "number") return { by: a - b };
   if (typeof a === "number" || typeof b === "number") return { by: typeof a === "number" ? -1 : 1 };
   return { by: collator.compare(a, b) };
 }
 
-/** A table of {title?, columns: [{name, align, help?}], rows: [[cell]]} as an element; `fill(rows)` on it replaces the rows. */
+/**
+ * Returns the element of a table {title?, columns: [{name, align, help?}], rows: [[cell]]}.
+ *
+ * The element's method `fill(rows)` replaces the rows.
+ */
 function makeTable({ title, columns, rows }) {
   let all = rows,
     shown = rows,
@@ -40,7 +58,11 @@ function makeTable({ title, columns, rows }) {
       column.name,
       el("span", { class: "arrow", "aria-hidden": "true" }),
     );
-    return el("th", { scope: "col", class: column.align === "right" ? "right" : null, "aria-sort": "none" }, button);
+    return el(
+      "th",
+      { scope: "col", class: column.align === "right" ? "right" : null, "aria-sort": "none" },
+      button,
+    );
   });
   const body = el("tbody");
   const search = el("input", {
@@ -75,7 +97,12 @@ function makeTable({ title, columns, rows }) {
     },
     "Next",
   );
-  const tools = el("div", { class: "tools" }, search, el("span", { class: "pager" }, count, back, next));
+  const tools = el(
+    "div",
+    { class: "tools" },
+    search,
+    el("span", { class: "pager" }, count, back, next),
+  );
   const scroller = el(
     "div",
     { class: "scroll", tabindex: "0", role: "region", "aria-label": title ?? "table" },
@@ -84,10 +111,15 @@ function makeTable({ title, columns, rows }) {
   const element = el("div", { class: "table" }, tools, scroller);
 
   function sortBy(number) {
-    const first = columns[number].align === "right" ? -1 : 1; // of numbers the largest are looked for first
+    const first = columns[number].align === "right" ? -1 : 1; // numbers: the largest first
     order.sign = order.column === number ? -order.sign : first;
     order.column = number;
-    heads.forEach((head, k) => head.setAttribute("aria-sort", k !== number ? "none" : order.sign > 0 ? "ascending" : "descending"));
+    heads.forEach((head, k) =>
+      head.setAttribute(
+        "aria-sort",
+        k !== number ? "none" : order.sign > 0 ? "ascending" : "descending",
+      ),
+    );
     page = 0;
     arrange();
   }
@@ -117,14 +149,22 @@ function makeTable({ title, columns, rows }) {
     page = Math.max(0, Math.min(page, Math.ceil(shown.length / PAGE) - 1));
     const from = long ? page * PAGE : 0,
       to = long ? Math.min(from + PAGE, shown.length) : shown.length;
-    count.textContent = shown.length ? `${whole.format(from + 1)}–${whole.format(to)} of ${whole.format(shown.length)}` : "nothing found";
+    count.textContent = shown.length
+      ? `${whole.format(from + 1)}–${whole.format(to)} of ${whole.format(shown.length)}`
+      : "nothing found";
     back.disabled = from === 0;
     next.disabled = to >= shown.length;
     body.replaceChildren(
       ...shown
         .slice(from, to)
         .map((row) =>
-          el("tr", {}, ...row.map((cell, k) => el("td", { class: columns[k].align === "right" ? "right" : null }, cellNode(cell)))),
+          el(
+            "tr",
+            {},
+            ...row.map((cell, k) =>
+              el("td", { class: columns[k].align === "right" ? "right" : null }, cellNode(cell)),
+            ),
+          ),
         ),
     );
   }

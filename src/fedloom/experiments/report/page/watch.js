@@ -1,11 +1,13 @@
-// Follows a run: asks for what is new about once a second, and keeps what it has.
+// The watch page: requests new data about once a second, and keeps the data that it has.
 "use strict";
 
 (() => {
-  history.replaceState(null, "", location.pathname + location.hash); // the cookie has the token now; the address need not
+  // The cookie has the token now, so the address no longer needs it.
+  history.replaceState(null, "", location.pathname + location.hash);
+  // Milliseconds between requests. SELDOM applies to hidden pages and finished runs.
   const EVERY = 1000,
-    SELDOM = 5000; // milliseconds between questions; seldom when nobody looks, or nothing will come
-  const FEW = 40; // clients that get a bar each
+    SELDOM = 5000;
+  const FEW = 40; // up to this many clients have a bar each
   const COUNT = { log: false, unit: "count" },
     SHARE = { log: false, unit: "percent" };
   const place = document.getElementById("watch");
@@ -32,7 +34,12 @@
     const bar = el("progress", { "aria-label": "rounds", max: "1", value: "0" }),
       facts = el("dl", { class: "facts" }),
       grid = el("div", { class: "grid", hidden: true });
-    const top = el("div", { class: "top" }, el("p", { class: "byline" }, "fedloom watch"), theme.button());
+    const top = el(
+      "div",
+      { class: "top" },
+      el("p", { class: "byline" }, "fedloom watch"),
+      theme.button(),
+    );
     const back = chosen() ? el("p", { class: "back" }, el("a", { href: "#" }, "All runs")) : "";
     place.replaceChildren(notice, el("header", {}, top, back, head, state, bar, facts), grid);
     const kept = { version: 0, entries: [], clients: [] };
@@ -40,7 +47,8 @@
     let table = null;
 
     function figure(spec, wide = false) {
-      if (figures[spec.id] && figures[spec.id].spec.kind === spec.kind) return figures[spec.id].update(spec);
+      if (figures[spec.id] && figures[spec.id].spec.kind === spec.kind)
+        return figures[spec.id].update(spec);
       const node = charts.figure(spec);
       if (wide) node.classList.add("wide");
       if (figures[spec.id]) figures[spec.id].element.replaceWith(node);
@@ -64,7 +72,7 @@
         id: "accuracy",
         kind: "lines",
         title: "Accuracy",
-        caption: "Mean over clients by size, after each round.",
+        caption: "Mean over clients, weighted by size, after each round.",
         x: { label: "round", ...COUNT },
         y: { label: "accuracy", ...SHARE },
         series: [...series.values()],
@@ -88,7 +96,7 @@
         id: "traffic",
         kind: "lines",
         title: "Traffic of each round",
-        caption: "Bytes of all clients, without what only measures. The first round holds what came before it.",
+        caption: "Bytes of all clients, without evaluation. The first round includes the set-up.",
         x: { label: "round", ...COUNT },
         y: { label: "bytes", log: false, unit: "bytes" },
         series: [up, down],
@@ -96,20 +104,34 @@
     }
 
     function perClient() {
-      const scored = kept.clients.filter((client) => known(client.accuracy)).sort((a, b) => b.accuracy - a.accuracy);
-      const about = { id: "clients", title: "Accuracy of each client", caption: "As evaluated last, the best first." };
+      const scored = kept.clients
+        .filter((client) => known(client.accuracy))
+        .sort((a, b) => b.accuracy - a.accuracy);
+      const about = {
+        id: "clients",
+        title: "Accuracy of each client",
+        caption: "At the last evaluation, the best client first.",
+      };
       const values = scored.map((client) => client.accuracy),
         names = scored.map((client) => client.id);
       if (scored.length <= FEW)
         return scored.length
-          ? { ...about, kind: "bars", rows: names, x: { label: "accuracy", ...SHARE }, series: [{ name: "accuracy", color: 0, values }] }
+          ? {
+              ...about,
+              kind: "bars",
+              rows: names,
+              x: { label: "accuracy", ...SHARE },
+              series: [{ name: "accuracy", color: 0, values }],
+            }
           : null;
       return {
         ...about,
         kind: "points",
         x: { label: "rank", ...COUNT },
         y: { label: "accuracy", ...SHARE },
-        series: [{ name: "clients", color: 0, x: values.map((_, k) => k + 1), y: values, labels: names }],
+        series: [
+          { name: "clients", color: 0, x: values.map((_, k) => k + 1), y: values, labels: names },
+        ],
       };
     }
 
@@ -117,9 +139,9 @@
       const columns = [
         { name: "client", align: "left" },
         { name: "accuracy", align: "right" },
-        { name: "absent", align: "right", help: "exchanges that it has missed" },
-        { name: "last in round", align: "right" },
-        { name: "because", align: "left" },
+        { name: "absent", align: "right", help: "number of exchanges that the client missed" },
+        { name: "last absent in round", align: "right" },
+        { name: "cause", align: "left" },
       ];
       const rows = kept.clients.map((client) => [
         client.id,
@@ -134,7 +156,12 @@
         el(
           "figure",
           { class: "wide", id: "client-table" },
-          el("figcaption", {}, el("h3", {}, "Clients"), el("p", {}, "Who was absent, how often, and why last.")),
+          el(
+            "figcaption",
+            {},
+            el("h3", {}, "Clients"),
+            el("p", {}, "How often clients were absent, and the last cause."),
+          ),
           table,
         ),
       );
@@ -149,44 +176,64 @@
       stopped: "Stopped",
       damaged: "Damaged",
     };
-    function show(told) {
-      head.textContent = told.name;
-      state.dataset.state = told.state;
-      word.textContent = WORDS[told.state] ?? told.state;
+    function show(data) {
+      head.textContent = data.name;
+      state.dataset.state = data.state;
+      word.textContent = WORDS[data.state] ?? data.state;
       const parts =
-        told.state === "waiting"
+        data.state === "waiting"
           ? []
-          : [told.planned ? `round ${told.round} of ${told.planned}` : `round ${told.round}`, `${written(told.elapsed, "seconds")} so far`];
-      if (known(told.left)) parts.push(`about ${written(told.left, "seconds")} left`);
-      if (told.state === "silent") parts.push(`nothing new for ${written(told.silent_for, "seconds")}`);
+          : [
+              data.planned ? `round ${data.round} of ${data.planned}` : `round ${data.round}`,
+              `${written(data.elapsed, "seconds")} so far`,
+            ];
+      if (known(data.left)) parts.push(`about ${written(data.left, "seconds")} left`);
+      if (data.state === "silent")
+        parts.push(`nothing new for ${written(data.silent_for, "seconds")}`);
       progressText.textContent = parts.join(" · ");
-      cause.textContent = [told.cause, told.damaged_lines ? `${told.damaged_lines} lines of history.jsonl cannot be read` : ""]
+      cause.textContent = [
+        data.cause,
+        data.damaged_lines ? `${data.damaged_lines} lines of history.jsonl cannot be read` : "",
+      ]
         .filter(Boolean)
         .join("; ");
-      bar.value = told.planned ? Math.min(1, told.round / told.planned) : 0;
+      bar.value = data.planned ? Math.min(1, data.round / data.planned) : 0;
       document.title =
-        told.state === "running"
-          ? `${told.round}${told.planned ? `/${told.planned}` : ""} · ${told.name}`
-          : `${WORDS[told.state] ?? told.state} · ${told.name}`;
-      const shown = [...told.facts];
-      if (known(told.accuracy)) shown.push(["accuracy now", written(told.accuracy, "percent")]);
-      if (known(told.val_accuracy)) shown.push(["validation now", written(told.val_accuracy, "percent")]);
-      if (known(told.bytes_up))
-        shown.push(["to the server", written(told.bytes_up, "bytes")], ["to the clients", written(told.bytes_down, "bytes")]);
-      if (told.round) shown.push(["absences", whole.format(told.absences)]);
-      facts.replaceChildren(...shown.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+        data.state === "running"
+          ? `${data.round}${data.planned ? `/${data.planned}` : ""} · ${data.name}`
+          : `${WORDS[data.state] ?? data.state} · ${data.name}`;
+      const shown = [...data.facts];
+      if (known(data.accuracy)) shown.push(["accuracy now", written(data.accuracy, "percent")]);
+      if (known(data.val_accuracy))
+        shown.push(["validation now", written(data.val_accuracy, "percent")]);
+      if (known(data.bytes_up))
+        shown.push(
+          ["to the server", written(data.bytes_up, "bytes")],
+          ["to the clients", written(data.bytes_down, "bytes")],
+        );
+      if (data.round) shown.push(["absences", whole.format(data.absences)]);
+      facts.replaceChildren(
+        ...shown.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))),
+      );
     }
 
     return {
-      question: () => new URLSearchParams({ ...(chosen() ? { run: chosen() } : {}), version: kept.version, from: kept.entries.length }),
-      take(told) {
-        kept.version = told.version;
-        const fresh = told.entries.map((values) => Object.fromEntries(told.fields.map((name, k) => [name, values[k]])));
-        kept.entries = kept.entries.slice(0, told.from).concat(fresh);
-        if (told.clients) kept.clients = told.clients;
-        show(told);
+      query: () =>
+        new URLSearchParams({
+          ...(chosen() ? { run: chosen() } : {}),
+          version: kept.version,
+          from: kept.entries.length,
+        }),
+      take(data) {
+        kept.version = data.version;
+        const fresh = data.entries.map((values) =>
+          Object.fromEntries(data.fields.map((name, k) => [name, values[k]])),
+        );
+        kept.entries = kept.entries.slice(0, data.from).concat(fresh);
+        if (data.clients) kept.clients = data.clients;
+        show(data);
         grid.hidden = !kept.entries.length;
-        if (!told.clients || !kept.entries.length) return;
+        if (!data.clients || !kept.entries.length) return;
         figure(curves());
         figure(traffic());
         const each = perClient();
@@ -199,35 +246,45 @@
   // ---- several runs ----
   function listView() {
     const head = el("h1", {}, "Runs"),
-      told = el("p", { class: "state", role: "status" });
-    const top = el("div", { class: "top" }, el("p", { class: "byline" }, "fedloom watch"), theme.button());
+      status = el("p", { class: "state", role: "status" });
+    const top = el(
+      "div",
+      { class: "top" },
+      el("p", { class: "byline" }, "fedloom watch"),
+      theme.button(),
+    );
     const columns = [
       { name: "run", align: "left" },
       { name: "state", align: "left" },
       { name: "round", align: "right" },
-      { name: "left", align: "right" },
+      { name: "time left", align: "right" },
       { name: "accuracy", align: "right" },
       { name: "validation", align: "right" },
       { name: "absences", align: "right" },
-      { name: "because", align: "left" },
+      { name: "cause", align: "left" },
     ];
     const table = makeTable({ title: "Runs", columns, rows: [] }),
       bar = el("progress", { "aria-label": "runs that have ended", max: "1", value: "0" });
-    place.replaceChildren(notice, el("header", {}, top, head, told, bar), table);
+    place.replaceChildren(notice, el("header", {}, top, head, status, bar), table);
     let before = "";
     return {
-      question: () => new URLSearchParams(),
+      query: () => new URLSearchParams(),
       take({ runs }) {
         const counts = new Map();
         for (const run of runs) counts.set(run.state, (counts.get(run.state) ?? 0) + 1);
         const states = [...counts].map(([state, count]) => `${count} ${state}`).join(", ");
-        told.textContent = `${runs.length} ${runs.length === 1 ? "run" : "runs"}: ${states}`;
-        bar.value = runs.filter((run) => ["completed", "failed", "stopped"].includes(run.state)).length / Math.max(runs.length, 1);
-        document.title = told.textContent;
+        status.textContent = `${runs.length} ${runs.length === 1 ? "run" : "runs"}: ${states}`;
+        bar.value =
+          runs.filter((run) => ["completed", "failed", "stopped"].includes(run.state)).length /
+          Math.max(runs.length, 1);
+        document.title = status.textContent;
         const rows = runs.map((run) => [
           { text: run.name, sort: run.name, href: addressOf(run.name) },
           run.state,
-          { text: run.planned ? `${run.round} of ${run.planned}` : String(run.round), sort: run.round },
+          {
+            text: run.planned ? `${run.round} of ${run.planned}` : String(run.round),
+            sort: run.round,
+          },
           { text: known(run.left) ? written(run.left, "seconds") : "", sort: run.left },
           { text: written(run.accuracy, "percent"), sort: run.accuracy },
           { text: written(run.val_accuracy, "percent"), sort: run.val_accuracy },
@@ -235,36 +292,40 @@
           run.state === "running" ? "" : run.cause,
         ]);
         const now = JSON.stringify(rows);
-        if (now !== before) table.fill(rows); // else the row under the pointer, or in focus, would be made anew each second
+        // Unchanged rows stay, so that they keep the pointer and the focus.
+        if (now !== before) table.fill(rows);
         before = now;
       },
     };
   }
 
-  // ---- asking ----
+  // ---- requests ----
   async function ask(turn) {
     let pause = document.hidden ? SELDOM : EVERY;
     try {
-      const answer = await fetch(`data?${view.maker.question()}`, { cache: "no-store" });
+      const answer = await fetch(`data?${view.maker.query()}`, { cache: "no-store" });
       if (turn !== asked) return;
-      if (answer.status === 403) return say("This page belongs to a watch that has ended. Open the address that fedloom watch prints now.");
+      if (answer.status === 403)
+        return say("This page belongs to a watch that has ended. Open its new address.");
       if (answer.status === 404) {
         say("There is no run of that name.");
         pause = SELDOM;
       } else {
-        const told = await answer.json();
+        const data = await answer.json();
         if (turn !== asked) return;
-        const kind = told.runs ? "list" : "run";
+        const kind = data.runs ? "list" : "run";
         if (view.kind !== kind) view = { kind, maker: kind === "list" ? listView() : runView() };
-        view.maker.take(told);
+        view.maker.take(data);
         say("");
-        if (told.behind) pause = 0;
-        if (["completed", "failed", "stopped"].includes(told.state)) pause = SELDOM; // it may be resumed
+        if (data.behind) pause = 0;
+        // A finished run may be resumed.
+        if (["completed", "failed", "stopped"].includes(data.state)) pause = SELDOM;
       }
     } catch (error) {
       if (turn !== asked) return;
-      if (!(error instanceof TypeError)) throw error; // what fetch fails with when nobody answers
-      say("fedloom watch does not answer. Trying again.");
+      // fetch raises TypeError if the server does not answer.
+      if (!(error instanceof TypeError)) throw error;
+      say("fedloom watch does not answer. The page tries again every 5 seconds.");
       pause = SELDOM;
     }
     timer = setTimeout(ask, pause, turn);
