@@ -62,7 +62,7 @@ class FedSGD(Method):
         return {"gradient": gradient, "labelled": client.graph.train.sum()}
 
     def total_loss(self, client: Client, model: Model) -> Tensor:
-        """Returns the cross-entropy summed over the client's training items, its part of the loss."""
+        """Returns the client's part of the loss: cross-entropy summed over training items."""
         return client.loss(
             model(client.graph, client.rng("dropout")), client.graph, reduction="sum"
         )
