@@ -31,20 +31,20 @@ def test_hard_nodes_count_more_and_all_push_student_and_ensemble_apart():
     ensemble, student, graph = scene()
     method = CoBoost(hard=2.0, adversarial=0.3, temperature=4.0)
     with torch.no_grad():
-        taught, learnt = ensemble(graph), student(graph)
-        p = taught.softmax(1)[torch.arange(len(graph.y)), graph.y]
-        expected = ((1 - p) ** 2 * -p.log() - 0.3 * divergence(taught, learnt)).mean()
+        teacher, of_student = ensemble(graph), student(graph)
+        p = teacher.softmax(1)[torch.arange(len(graph.y)), graph.y]
+        expected = ((1 - p) ** 2 * -p.log() - 0.3 * divergence(teacher, of_student)).mean()
     assert torch.isclose(method.generator_loss(ensemble, student, graph), expected, atol=1e-5)
 
 
 def test_both_terms_reach_every_weight_of_the_generator_and_the_factor_is_a_constant():
     (ensemble, student, _), (generator, graph) = scene(), generated()
-    taught, learnt = ensemble(graph), student(graph)
-    certain, apart = CoBoost().emphasis(taught, learnt, graph.y)
-    assert not certain.requires_grad
-    assert (apart == 1).all()
-    assert reaches((certain * F.cross_entropy(taught, graph.y, reduction="none")).sum(), generator)
-    assert reaches((apart * divergence(taught, learnt)).sum(), generator)
+    teacher, of_student = ensemble(graph), student(graph)
+    of_ce, of_kl = CoBoost().emphasis(teacher, of_student, graph.y)
+    assert not of_ce.requires_grad
+    assert (of_kl == 1).all()
+    assert reaches((of_ce * F.cross_entropy(teacher, graph.y, reduction="none")).sum(), generator)
+    assert reaches((of_kl * divergence(teacher, of_student)).sum(), generator)
 
 
 def test_nodes_move_by_epsilon_of_their_length_along_the_gradient():

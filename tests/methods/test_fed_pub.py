@@ -70,54 +70,54 @@ def gap(one, other):
 # ---- at a client ----
 def test_the_objective_by_hand(node_federation):
     method, client, mixture = scene(node_federation, sparsity=0.2, proximal=0.3)
-    net, mask, graph = client.state["theta"], client.state["mask"], client.graph
+    model, mask, graph = client.state["theta"], client.state["mask"], client.graph
     assert set(mask) == {"layers.0.weight", "classifier.weight"}
     S, (W, b), (V, c) = (
         graph.adjacency("sym").dense(),
-        net.layers[0].parameters(),
-        net.classifier.parameters(),
+        model.layers[0].parameters(),
+        model.classifier.parameters(),
     )
     h = torch.relu(S @ (graph.x @ (W * mask["layers.0.weight"])) + b)
     logits = S @ (h @ (V * mask["classifier.weight"])) + c
     expected = torch.nn.functional.cross_entropy(logits[graph.train], graph.y[graph.train])
     expected = expected + 0.2 * sum(abs(x) for m in mask.values() for x in m.flatten().tolist())
     expected = expected + 0.3 * sum(
-        ((p - mixture[name]) ** 2).sum() for name, p in net.named_parameters()
+        ((p - mixture[name]) ** 2).sum() for name, p in model.named_parameters()
     )
-    assert torch.isclose(method.objective(client, graph, net, mixture), expected, rtol=1e-5)
+    assert torch.isclose(method.objective(client, graph, model, mixture), expected, rtol=1e-5)
 
 
 def test_both_penalties_have_the_gradients_that_they_should(node_federation):
     """In public code they have none."""
     method, client, mixture = scene(node_federation, sparsity=0.2, proximal=0.3)
     bare, graph = FedPub(sparsity=0.0, proximal=0.0), client.graph
-    net, mask = client.state["theta"], client.state["mask"]
-    parameters = dict(net.named_parameters()) | {f"mask of {name}": m for name, m in mask.items()}
+    model, mask = client.state["theta"], client.state["mask"]
+    parameters = dict(model.named_parameters()) | {f"mask of {name}": m for name, m in mask.items()}
     with_both, without = (
         dict(
             zip(
                 parameters,
                 torch.autograd.grad(
-                    m.objective(client, graph, net, mixture), list(parameters.values())
+                    m.objective(client, graph, model, mixture), list(parameters.values())
                 ),
                 strict=True,
             )
         )
         for m in (method, bare)
     )
-    for name, p in net.named_parameters():
+    for name, p in model.named_parameters():
         assert torch.allclose(
             with_both[name] - without[name], 0.3 * 2 * (p - mixture[name]), atol=1e-4
         )
-    effective = masked(dict(net.named_parameters()), mask)
-    loss = client.loss(torch.func.functional_call(net, effective, (graph,)), graph)
+    effective = masked(dict(model.named_parameters()), mask)
+    loss = client.loss(torch.func.functional_call(model, effective, (graph,)), graph)
     for name, m in mask.items():
         assert torch.allclose(
             with_both[f"mask of {name}"] - without[f"mask of {name}"], 0.2 * m.sign(), atol=1e-5
         )
         (slope,) = torch.autograd.grad(loss, effective[name], retain_graph=True)
         assert torch.allclose(
-            without[f"mask of {name}"], slope * dict(net.named_parameters())[name], atol=1e-5
+            without[f"mask of {name}"], slope * dict(model.named_parameters())[name], atol=1e-5
         )
         assert without[f"mask of {name}"].abs().sum() > 0
 

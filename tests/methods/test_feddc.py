@@ -38,8 +38,8 @@ def test_the_objective_is_eq_4(node_federation):
     )
     method = FedDC(alpha=0.3, epochs=2, lr=0.05)
     method.setup(client)
-    net = client.state["model"]
-    theta = {k: p.detach().clone() for k, p in net.named_parameters()}
+    model = client.state["model"]
+    theta = {k: p.detach().clone() for k, p in model.named_parameters()}
     globe, drift, last, mean = (
         {k: torch.randn_like(t) for k, t in theta.items()} for _ in range(4)
     )
@@ -47,8 +47,10 @@ def test_the_objective_is_eq_4(node_federation):
     client.state["direction"] = {k: last[k] - mean[k] for k in theta}
     penalty = sum((drift[k] + theta[k] - globe[k]).square().sum() for k in theta)
     inner = sum((theta[k] * (last[k] - mean[k])).sum() for k in theta)
-    expected = client.loss(net(client.graph), client.graph) + 0.3 / 2 * penalty + inner / (2 * 0.05)
-    assert torch.isclose(method.objective(client, client.graph, net, globe), expected, rtol=1e-5)
+    expected = (
+        client.loss(model(client.graph), client.graph) + 0.3 / 2 * penalty + inner / (2 * 0.05)
+    )
+    assert torch.isclose(method.objective(client, client.graph, model, globe), expected, rtol=1e-5)
 
 
 def test_traffic_is_two_models_each_way(node_federation):

@@ -66,10 +66,12 @@ def test_the_first_round_is_local(node_federation):
 
 
 def test_class_means_by_hand(federation):
-    client, net = lone_client(without_class(federation.graphs[0], 1))
-    reply, graph = FedDistill().class_means(client, net), client.graph
+    client, model = lone_client(without_class(federation.graphs[0], 1))
+    reply, graph = FedDistill().class_means(client, model), client.graph
     for c in range(graph.num_classes):
-        rows = [net(graph)[i] for i in range(graph.num_items) if graph.train[i] and graph.y[i] == c]
+        rows = [
+            model(graph)[i] for i in range(graph.num_items) if graph.train[i] and graph.y[i] == c
+        ]
         assert reply["present"][c] == bool(rows) == (c != 1)
         assert torch.allclose(
             reply["logits"][c],
@@ -96,13 +98,13 @@ def test_clients_that_have_the_class_count_alike(node_federation, monkeypatch):
 
 @pytest.mark.parametrize("term", ["ce", "mse"])
 def test_the_second_term_by_hand(term, node_federation):
-    client, net = lone_client(node_federation.graphs[0])
+    client, model = lone_client(node_federation.graphs[0])
     method, graph = FedDistill(weight=0.7, term=term), client.graph
     target = {
         "logits": torch.randn(3, 3, generator=torch.Generator().manual_seed(0)),
         "known": torch.tensor([1, 0, 1]),
     }
-    logits, gaps = net(graph), []
+    logits, gaps = model(graph), []
     for i in graph.train.nonzero().flatten().tolist():
         mean, own = target["logits"][graph.y[i]], logits[i]
         if graph.y[i] != 1:  # of which nobody has told
@@ -112,11 +114,11 @@ def test_the_second_term_by_hand(term, node_federation):
                 else (own - mean).square().mean()
             )
     expected = client.loss(logits, graph) + 0.7 * sum(gaps) / len(gaps)
-    assert torch.isclose(method.objective(client, graph, net, target), expected, atol=1e-6)
+    assert torch.isclose(method.objective(client, graph, model, target), expected, atol=1e-6)
     expected_without = F.cross_entropy(logits[graph.train], graph.y[graph.train])
     assert torch.isclose(
         method.objective(
-            client, graph, net, {**target, "known": torch.zeros(3, dtype=torch.int64)}
+            client, graph, model, {**target, "known": torch.zeros(3, dtype=torch.int64)}
         ),
         expected_without,
     )
@@ -124,12 +126,12 @@ def test_the_second_term_by_hand(term, node_federation):
 
 @pytest.mark.parametrize("term", ["ce", "mse"])
 def test_the_second_term_reaches_every_weight(term, node_federation):
-    client, net = lone_client(node_federation.graphs[0])
+    client, model = lone_client(node_federation.graphs[0])
     target = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))[
         client.graph.y[client.graph.train]
     ]
-    distance = FedDistill(term=term).distance(net(client.graph)[client.graph.train], target)
-    assert all(g.abs().sum() > 0 for g in torch.autograd.grad(distance, list(net.parameters())))
+    distance = FedDistill(term=term).distance(model(client.graph)[client.graph.train], target)
+    assert all(g.abs().sum() > 0 for g in torch.autograd.grad(distance, list(model.parameters())))
 
 
 def test_a_class_that_nobody_has_gets_no_target(node_federation, monkeypatch):

@@ -121,24 +121,26 @@ def test_the_clients_loss_by_hand_and_imagined_embeddings_reach_the_head_alone(n
         FedGen(alpha=0.7, noise=4, hidden=8),
     )
     method.setup(client)
-    net, generator = (
+    model, generator = (
         client.state["model"],
         method.make_generator(client.facts, client.rng("another")),
     )
     sent = {"generator": weights(generator), "prior": torch.tensor([0.5, 0.5, 0.0])}
     stream = client.rng("imagined").get_state()
-    loss = method.objective(client, client.graph, net, sent)
+    loss = method.objective(client, client.graph, model, sent)
     client.rng("imagined").set_state(stream)
     noise, y = method.draw(sent["prior"], client.rng("imagined"))
     assert y.max() < 2  # a class that exists nowhere is never imagined
-    imagined = F.cross_entropy(generator(noise, y) @ net.classifier.weight + net.classifier.bias, y)
-    assert torch.isclose(
-        loss, client.loss(net(client.graph), client.graph) + 0.7 * imagined, atol=1e-6
+    imagined = F.cross_entropy(
+        generator(noise, y) @ model.classifier.weight + model.classifier.bias, y
     )
-    gradients = torch.autograd.grad(imagined, list(net.parameters()), allow_unused=True)
+    assert torch.isclose(
+        loss, client.loss(model(client.graph), client.graph) + 0.7 * imagined, atol=1e-6
+    )
+    gradients = torch.autograd.grad(imagined, list(model.parameters()), allow_unused=True)
     reached = {
         name
-        for (name, _), g in zip(net.named_parameters(), gradients, strict=True)
+        for (name, _), g in zip(model.named_parameters(), gradients, strict=True)
         if g is not None and g.any()
     }
     assert reached == {"classifier.weight", "classifier.bias"}

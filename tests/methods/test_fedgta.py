@@ -17,7 +17,14 @@ from fedloom.core.phase import phase
 from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
 from fedloom.experiments.run import run
-from fedloom.methods.fedgta import FedGTA, confidence, known, moments, shares, spread
+from fedloom.methods.fedgta import (
+    FedGTA,
+    confidence,
+    moments,
+    propagate_labels,
+    shares,
+    with_training_labels,
+)
 from fedloom.methods.local import Local
 
 OTHER = {"threshold": 1.0}
@@ -40,18 +47,20 @@ def path():
 
 # ---- at a client ----
 def test_label_propagation_by_hand(path):
-    first = known(path, torch.tensor([[0.5, 0.5], [0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]))
+    first = with_training_labels(
+        path, torch.tensor([[0.5, 0.5], [0.9, 0.1], [0.8, 0.2], [0.3, 0.7]])
+    )
     assert torch.equal(first, torch.tensor([[0.0, 1.0], [0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]))
     # Degrees with loops: 2, 3, 2, 1.
     s, t = 1 / 2, 1 / 6**0.5
     S = torch.tensor([[s, t, 0, 0], [t, 1 / 3, t, 0], [0, t, s, 0], [0, 0, 0, 1]])
     once = 0.3 * S @ first + 0.7 * first
-    assert torch.allclose(spread(path, first, 1, 0.3), once)
-    assert torch.allclose(spread(path, first, 2, 0.3), 0.3 * S @ once + 0.7 * first)
+    assert torch.allclose(propagate_labels(path, first, 1, 0.3), once)
+    assert torch.allclose(propagate_labels(path, first, 2, 0.3), 0.3 * S @ once + 0.7 * first)
     assert torch.allclose(
-        spread(path, first, 5, 0.3)[3], first[3]
+        propagate_labels(path, first, 5, 0.3)[3], first[3]
     )  # who has no neighbour keeps its label
-    assert torch.equal(spread(path, first, 5, 0.0), first)
+    assert torch.equal(propagate_labels(path, first, 5, 0.0), first)
 
 
 def test_moments_by_hand():

@@ -11,7 +11,7 @@ from fedloom.core.facts import Facts
 from fedloom.core.message import flatten
 from fedloom.data.federation import Federation
 from fedloom.experiments.run import run
-from fedloom.methods.fednh import FedNH, embedded, moved, spread
+from fedloom.methods.fednh import FedNH, embed_with, maximally_separated, updated_prototypes
 from fedloom.nn.training import make_optimizer, step
 from fedloom.nn.weights import body, weights
 
@@ -31,7 +31,7 @@ def scene(federation, model="gcn-2x8", **settings):
     client, method, W = (
         Client("0", graph, facts),
         FedNH(**settings),
-        spread(graph.num_classes, 8, rng(1)),
+        maximally_separated(graph.num_classes, 8, rng(1)),
     )
     method.setup(client, prototypes=W)
     return method, client, W
@@ -40,7 +40,7 @@ def scene(federation, model="gcn-2x8", **settings):
 # ---- where the prototypes start ----
 @pytest.mark.parametrize(("classes", "width"), [(2, 8), (3, 2), (7, 64), (9, 8), (40, 64)])
 def test_the_prototypes_begin_as_a_simplex_wherever_that_fits(classes, width):
-    W = spread(classes, width, rng())
+    W = maximally_separated(classes, width, rng())
     assert torch.allclose(W.norm(dim=1), torch.ones(classes), atol=1e-6)
     assert (W @ W.T).fill_diagonal_(-1).max() == pytest.approx(-1 / (classes - 1), abs=1e-3)
 
@@ -50,24 +50,24 @@ def test_the_prototypes_begin_as_a_simplex_wherever_that_fits(classes, width):
 )
 def test_more_classes_than_that_are_spread_too(classes, width, best):
     """Octahedron, icosahedron, and half of a cross-polytope: the largest cosines that are known to be least."""
-    W = spread(classes, width, rng())
+    W = maximally_separated(classes, width, rng())
     assert (W @ W.T).fill_diagonal_(-1).max() < best + 0.02
 
 
 def test_the_start_follows_from_the_stream_alone():
-    assert torch.equal(spread(5, 8, rng(3)), spread(5, 8, rng(3)))
-    assert not torch.equal(spread(5, 8, rng(3)), spread(5, 8, rng(4)))
-    assert spread(1, 4, rng()).shape == (1, 4)  # a single class: any direction
+    assert torch.equal(maximally_separated(5, 8, rng(3)), maximally_separated(5, 8, rng(3)))
+    assert not torch.equal(maximally_separated(5, 8, rng(3)), maximally_separated(5, 8, rng(4)))
+    assert maximally_separated(1, 4, rng()).shape == (1, 4)  # a single class: any direction
 
 
 # ---- how they move ----
 def test_a_step_of_the_prototypes_by_hand():
     W, toward = torch.eye(3)[:2], torch.tensor([[0.0, 7.0, 0.0], [0.0, 0.0, 0.0]])
-    after = moved(W, toward, 0.8)
+    after = updated_prototypes(W, toward, 0.8)
     assert torch.allclose(after[0], F.normalize(torch.tensor([0.8, 0.2, 0.0]), dim=0))
     assert torch.equal(after[1], W[1])  # nobody has the class
-    assert torch.equal(moved(W, toward, 0.0)[1], W[1])
-    assert torch.allclose(moved(W, toward, 0.0)[0], torch.tensor([0.0, 1.0, 0.0]))
+    assert torch.equal(updated_prototypes(W, toward, 0.0)[1], W[1])
+    assert torch.allclose(updated_prototypes(W, toward, 0.0)[0], torch.tensor([0.0, 1.0, 0.0]))
 
 
 def test_rho_one_keeps_the_prototypes_and_less_moves_them(node_federation, trainings):
@@ -106,37 +106,37 @@ def test_a_round_of_the_server_by_hand(node_federation, monkeypatch, trainings):
 # ---- the head ----
 def test_logits_are_scaled_cosines_in_training_and_prediction(federation):
     method, client, _ = scene(federation, scale=7.0)
-    net, graph = client.state["model"], client.graph
+    model, graph = client.state["model"], client.graph
     W = client.state["prototypes"]
-    z = net.embed(graph)
+    z = model.embed(graph)
     by_hand = torch.stack([7.0 * torch.cosine_similarity(z, w.expand_as(z)) for w in W], 1)
     assert torch.allclose(method.predict(client, None), by_hand, atol=1e-5)
     assert torch.isclose(
-        method.objective(client, graph, net, None), client.loss(by_hand, graph), atol=1e-5
+        method.objective(client, graph, model, None), client.loss(by_hand, graph), atol=1e-5
     )
 
 
 def test_a_model_that_is_sent_is_what_predicts(federation):
     method, client, _ = scene(federation)
     other = client.build("other")
-    W = spread(federation.num_classes, 8, rng(9))
+    W = maximally_separated(federation.num_classes, 8, rng(9))
     expected = method.logits(other.embed(client.full_graph), W)
     assert torch.allclose(
         method.predict(client, body(weights(other)) | {"prototypes": W}), expected
     )
     assert torch.equal(
-        embedded(client.state["model"], weights(other), client.full_graph),
+        embed_with(client.state["model"], weights(other), client.full_graph),
         other.embed(client.full_graph),
     )
 
 
 def test_only_the_extractor_learns(node_federation):
     method, client, W = scene(node_federation, lr=0.1)
-    net = client.state["model"]
-    before, kept = {k: t.clone() for k, t in weights(net).items()}, W.clone()
-    reply = method.train(client, body(weights(net)), W)
+    model = client.state["model"]
+    before, kept = {k: t.clone() for k, t in weights(model).items()}, W.clone()
+    reply = method.train(client, body(weights(model)), W)
     assert torch.equal(W, kept)
-    for name, tensor in weights(net).items():
+    for name, tensor in weights(model).items():
         assert torch.equal(tensor, before[name]) == name.startswith("classifier.")
     assert not any(name.startswith("classifier.") for name in reply["model"])
 
@@ -145,12 +145,12 @@ def test_one_client_learns_as_a_plain_loop_does(node_federation):
     alone = Federation(node_federation.graphs[:1])
     result = run("fednh", alone, rho=1.0, scale=5.0, dropout=0.0, **SMALL)
     facts = Facts(12, 3, "node", ("0",), ("gcn-2x8",), dropout=0.0)
-    client, net = Client("0", alone.graphs[0], facts), facts.build("gcn-2x8", "server")
+    client, model = Client("0", alone.graphs[0], facts), facts.build("gcn-2x8", "server")
     W = result.models["server"]["prototypes"]
-    optimizer = make_optimizer("adam", net.layers.parameters(), 0.01, 5e-4)
+    optimizer = make_optimizer("adam", model.layers.parameters(), 0.01, 5e-4)
     for _ in range(9):
-        step(optimizer, client.loss(5 * F.normalize(net.embed(client.graph)) @ W.T, client.graph))
-    for name, tensor in body(weights(net)).items():
+        step(optimizer, client.loss(5 * F.normalize(model.embed(client.graph)) @ W.T, client.graph))
+    for name, tensor in body(weights(model)).items():
         assert torch.allclose(result.models["server"][name], tensor, atol=1e-5), name
 
 

@@ -53,17 +53,17 @@ def test_without_pull_and_in_the_first_round_it_is_local_training(federation):
 def test_the_objective_is_ce_plus_the_mean_squared_distance(node_federation):
     client, method = client_of(node_federation), FedProto(pull=0.7)
     method.setup(client)
-    graph, net = client.graph, client.state["model"]
+    graph, model = client.graph, client.state["model"]
     table, present = torch.randn(3, 8), torch.tensor([True, False, True])
-    z = net.embed(graph)
+    z = model.embed(graph)
     rows = [
         ((z[i] - table[graph.y[i]]) ** 2).mean()
         for i in graph.train.nonzero().flatten()
         if present[graph.y[i]]
     ]
-    expected = client.loss(net(graph), graph) + 0.7 * torch.stack(rows).mean()
+    expected = client.loss(model(graph), graph) + 0.7 * torch.stack(rows).mean()
     assert torch.isclose(
-        method.objective(client, graph, net, {"table": table, "present": present}), expected
+        method.objective(client, graph, model, {"table": table, "present": present}), expected
     )
 
 

@@ -50,7 +50,7 @@ def prepared(federation, model="gcn-2x8", dropout=0.0, **settings):
     return method, clients
 
 
-def letter_of(graph, rows=7, latent=5, seed=0):
+def message_of(graph, rows=7, latent=5, seed=0):
     """Weights of some fGen, and inputs for it."""
     rng = torch.Generator().manual_seed(seed)
     shapes = {
@@ -118,11 +118,11 @@ def test_rows_are_matched_with_the_closest_of_their_nodes_neighbours(
 
 # ---- gradients between clients ----
 def test_a_gradient_from_another_client_is_that_of_the_same_loss_in_one_place(node_federation):
-    graph, letter = node_federation.graphs[1], letter_of(node_federation.graphs[1])
-    gradient = FedSagePlus().answer(graph, {name: t.clone() for name, t in letter.items()})
-    fgen = {name: letter[name].clone().requires_grad_() for name in FGEN}
+    graph, message = node_federation.graphs[1], message_of(node_federation.graphs[1])
+    gradient = FedSagePlus().fgen_gradient(graph, {name: t.clone() for name, t in message.items()})
+    fgen = {name: message[name].clone().requires_grad_() for name in FGEN}
     made = (
-        F.relu(letter["noisy"] @ fgen["first"] + fgen["first_bias"]) @ fgen["second"]
+        F.relu(message["noisy"] @ fgen["first"] + fgen["first_bias"]) @ fgen["second"]
         + fgen["second_bias"]
     )
     torch.cdist(made, graph.x).square().min(1).values.sum().backward()
@@ -277,12 +277,12 @@ def rounds(method, clients, count):
         ):
             written = {name: write(client) for name, client in clients.items()}
             for name, client in clients.items():
-                letters = {
+                inbox = {
                     s: {k: t.clone() for k, t in sent[name].items()}
                     for s, sent in written.items()
                     if name in sent
                 }
-                read(client, **({"letters": letters} if letters else {}))
+                read(client, **({"inbox": inbox} if inbox else {}))
     for client in clients.values():
         method.mend_graphs(client)
 
@@ -384,18 +384,20 @@ def test_letters_hold_a_generator_noisy_embeddings_and_gradients_and_nothing_els
         lambda self, phase, m: sent.append((phase, r := original(self, phase, m))) or r,
     )
     run("fedsage+", node_federation, **SMALL)
-    letters = [
+    inbox = [
         (phase, reply)
         for phase, replies in sent
         if phase.startswith("write")
         for reply in replies.values()
     ]
-    assert {phase for phase, _ in letters} == {"write_generator", "write_gradients"}
-    for phase, reply in letters:
-        for letter in reply.values():
-            assert letter.keys() == set(FGEN) | ({"noisy"} if phase == "write_generator" else set())
-            assert all(t.is_floating_point() for t in letter.values())
-            assert phase == "write_gradients" or 0 < len(letter["noisy"]) <= SMALL["sample"]
+    assert {phase for phase, _ in inbox} == {"write_generator", "write_gradients"}
+    for phase, reply in inbox:
+        for message in reply.values():
+            assert message.keys() == set(FGEN) | (
+                {"noisy"} if phase == "write_generator" else set()
+            )
+            assert all(t.is_floating_point() for t in message.values())
+            assert phase == "write_gradients" or 0 < len(message["noisy"]) <= SMALL["sample"]
     before = [phase for phase, _ in sent].index("train")
     assert {phase for phase, _ in sent[before:]} <= {"train", "evaluate", "size"}
 
@@ -425,13 +427,13 @@ def test_labels_do_not_move_the_letters_without_the_classifier(node_federation, 
 
 def test_more_rows_than_agreed_are_refused(node_federation):
     method, clients = prepared(node_federation)
-    letter = method.write_generator(clients["0"])["1"]
-    letter["noisy"] = letter["noisy"].repeat(99, 1)
+    message = method.write_generator(clients["0"])["1"]
+    message["noisy"] = message["noisy"].repeat(99, 1)
     with pytest.raises(
         MessageError,
         match=r"client '0' in 'write_generator': tensor 'noisy' has \d+ rows, more than the 6 agreed on",
     ):
-        method.read_generators(clients["1"], {"0": letter})
+        method.read_generators(clients["1"], {"0": message})
 
 
 def test_a_gradient_that_nobody_asked_for_is_refused(node_federation):
@@ -444,7 +446,7 @@ def test_a_gradient_that_nobody_asked_for_is_refused(node_federation):
         MessageError,
         match="client '1' in 'write_gradients': tensor 'first' is a gradient that nobody asked for",
     ):
-        method.read_gradients(clients["0"], {"1": letter_of(bare, latent=4)})
+        method.read_gradients(clients["0"], {"1": message_of(bare, latent=4)})
 
 
 def test_settings_out_of_range_and_graph_tasks_are_refused(graph_federation):

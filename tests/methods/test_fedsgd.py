@@ -28,12 +28,12 @@ def test_equals_central_training_on_the_disjoint_union(federation):
         0.0,
     )
     pooled = Client(federation.names[0], disjoint_union(federation.graphs), facts)
-    net = facts.build("gcn-2x8", "server")
-    optimizer = make_optimizer("adam", net.parameters(), lr, 1e-3)
+    model = facts.build("gcn-2x8", "server")
+    optimizer = make_optimizer("adam", model.parameters(), lr, 1e-3)
     for _ in range(rounds):
-        step(optimizer, pooled.loss(net(pooled.graph), pooled.graph))
+        step(optimizer, pooled.loss(model(pooled.graph), pooled.graph))
     for name, tensor in flatten(result.models["server"]).items():
-        assert torch.allclose(tensor, dict(net.named_parameters())[name], atol=1e-5), name
+        assert torch.allclose(tensor, dict(model.named_parameters())[name], atol=1e-5), name
 
 
 def test_everybody_has_the_same_model(node_federation):

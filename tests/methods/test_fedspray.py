@@ -13,7 +13,7 @@ from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError
 from fedloom.experiments.run import run
-from fedloom.methods.fedspray import FeatureStructure, FedSpray, mixed, scaled, targets
+from fedloom.methods.fedspray import FeatureStructure, FedSpray, mean_of_sums, scaled, targets
 from fedloom.nn.weights import weights
 
 MODEL = "gcn-2x8"
@@ -92,27 +92,29 @@ def test_thresholds_at_both_ends():
 
 def test_both_losses_by_hand():
     method, client = scene(small_graph(), pull=0.7, match=0.3)
-    net, encoder, graph = client.state["model"], client.state["encoder"], client.graph
+    model, encoder, graph = client.state["model"], client.state["encoder"], client.graph
     r, p = by_hand(encoder, graph)
-    q = net(graph).softmax(1)
+    q = model(graph).softmax(1)
     told, own = targets(encoder, graph, 0.4), graph.train
     of_own = -(q[0, 0].log() + q[1, 2].log()) / 2 + 0.7 * kl(
         p[told["reliable"]], q[told["reliable"]]
     )
     of_encoder = -(r[0, 0].log() + r[1, 2].log()) / 2 + 0.3 * kl(q[own], p[own])
-    assert torch.isclose(method.objective(client, graph, net, told), of_own, atol=1e-6)
-    assert torch.isclose(method.encoder_objective(client, graph, net(graph)), of_encoder, atol=1e-6)
+    assert torch.isclose(method.objective(client, graph, model, told), of_own, atol=1e-6)
+    assert torch.isclose(
+        method.encoder_objective(client, graph, model(graph)), of_encoder, atol=1e-6
+    )
 
 
 def test_gradients_reach_the_student_alone():
     method, client = scene(small_graph())
-    net, encoder, graph = client.state["model"], client.state["encoder"], client.graph
-    method.objective(client, graph, net, targets(encoder, graph, 0.4)).backward()
-    assert net.layers[0].weight.grad.abs().sum() > 0
+    model, encoder, graph = client.state["model"], client.state["encoder"], client.graph
+    method.objective(client, graph, model, targets(encoder, graph, 0.4)).backward()
+    assert model.layers[0].weight.grad.abs().sum() > 0
     assert all(parameter.grad is None for parameter in encoder.parameters())
-    net.zero_grad()
-    method.encoder_objective(client, graph, net(graph)).backward()
-    assert all(parameter.grad is None for parameter in net.parameters())
+    model.zero_grad()
+    method.encoder_objective(client, graph, model(graph)).backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
     assert all(parameter.grad.abs().sum() > 0 for parameter in encoder.parameters())
     assert encoder.proxies.grad[1].eq(0).all()  # of a class that the client does not have
     assert (encoder.proxies.grad[[0, 2]] != 0).any(1).all()
@@ -122,13 +124,13 @@ def test_every_term_matters_by_itself():
     """λ_1 alone moves the own model away from CE's gradient; λ_2 alone reaches the proxies."""
     for term in ({"pull": 1.0, "match": 0.0}, {"pull": 0.0, "match": 1.0}):
         method, client = scene(small_graph(), **term)
-        net, encoder, graph = client.state["model"], client.state["encoder"], client.graph
-        extra = method.objective(client, graph, net, targets(encoder, graph, 0.4)) - client.loss(
-            net(graph), graph
+        model, encoder, graph = client.state["model"], client.state["encoder"], client.graph
+        extra = method.objective(client, graph, model, targets(encoder, graph, 0.4)) - client.loss(
+            model(graph), graph
         )
         extra.backward()
-        assert bool(net.layers[0].weight.grad.abs().sum() > 0) == (term["pull"] > 0)
-        method.encoder_objective(client, graph, net(graph)).backward()
+        assert bool(model.layers[0].weight.grad.abs().sum() > 0) == (term["pull"] > 0)
+        method.encoder_objective(client, graph, model(graph)).backward()
         assert bool(encoder.proxies.grad.abs().sum() > 0) == (term["match"] > 0)
 
 
@@ -170,7 +172,7 @@ def test_means_by_hand():
     )
     one, other = torch.tensor([3, 0, 0]), torch.tensor([1, 4, 0])
     a, b = scaled(first, one), scaled(second, other)
-    mean = mixed({name: a[name] + b[name] for name in a}, one + other, last)
+    mean = mean_of_sums({name: a[name] + b[name] for name in a}, one + other, last)
     assert torch.allclose(mean["w"], (3 * first["w"] + 5 * second["w"]) / 8)
     assert torch.allclose(mean["proxies"][0], (3 * first["proxies"][0] + second["proxies"][0]) / 4)
     assert torch.allclose(mean["proxies"][1], second["proxies"][1])
@@ -181,7 +183,7 @@ def test_nobody_has_labels_then_nothing_changes():
     rng = torch.Generator().manual_seed(0)
     last = {"proxies": torch.randn(3, 2, generator=rng), "w": torch.randn(4, generator=rng)}
     counts = torch.zeros(3, dtype=torch.int64)
-    kept = mixed(scaled(last, counts), counts, last)
+    kept = mean_of_sums(scaled(last, counts), counts, last)
     assert all(torch.equal(kept[name], last[name]) for name in last)
 
 

@@ -85,8 +85,8 @@ def test_structure_is_returns_and_degrees_and_kept():
 
 def test_the_model_by_hand():
     graph = union(6, 4)
-    net = FedStar(walk=3, degrees=2).build(Facts(5, 2, "graph", ("0",), ("gin-2x8",)), "x")
-    A, w = adjacency(graph), dict(net.named_parameters())
+    model = FedStar(walk=3, degrees=2).build(Facts(5, 2, "graph", ("0",), ("gin-2x8",)), "x")
+    A, w = adjacency(graph), dict(model.named_parameters())
     loops = A + torch.eye(10)
     S = loops / (loops.sum(1, keepdim=True) * loops.sum(0, keepdim=True)).sqrt()
 
@@ -102,10 +102,10 @@ def test_the_model_by_hand():
     joined = dense(torch.cat([h, s], 1), "join")
     pooled = torch.stack([joined[:6].sum(0), joined[6:].sum(0)])
     z = F.relu(dense(pooled, "post"))
-    assert torch.allclose(net.embed(graph), z, atol=1e-5)
-    assert torch.allclose(net(graph), dense(z, "classifier"), atol=1e-5)
+    assert torch.allclose(model.embed(graph), z, atol=1e-5)
+    assert torch.allclose(model(graph), dense(z, "classifier"), atol=1e-5)
     assert not torch.equal(
-        net(graph, torch.Generator().manual_seed(0)), net(graph)
+        model(graph, torch.Generator().manual_seed(0)), model(graph)
     )  # noise only with a generator
 
 
@@ -115,16 +115,16 @@ def test_the_loss_reaches_every_weight_of_both_channels(graph_federation):
         FedStar(),
     )
     method.setup(client)
-    net = client.state["model"]
-    method.objective(client, client.graph, net, None).backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in net.parameters())
+    model = client.state["model"]
+    method.objective(client, client.graph, model, None).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
 def test_features_do_not_enter_the_structure_channel():
     graph = union(8, 5)
     other = replace(graph, x=torch.rand_like(graph.x))
-    net = FedStar().build(Facts(5, 2, "graph", ("0",), ("gin-3x8",)), "x")
-    one, another = net.nodes(graph, None), net.nodes(other, None)
+    model = FedStar().build(Facts(5, 2, "graph", ("0",), ("gin-3x8",)), "x")
+    one, another = model.nodes(graph, None), model.nodes(other, None)
     assert torch.equal(one[:, 8:], another[:, 8:])
     assert not torch.equal(one[:, :8], another[:, :8])
 

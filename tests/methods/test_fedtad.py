@@ -16,9 +16,16 @@ from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic
 from fedloom.errors import ConfigError, MessageError
 from fedloom.experiments.run import run
-from fedloom.methods.dense import Ensemble, linked
+from fedloom.methods.dense import Ensemble, knn_graph
 from fedloom.methods.fedgen import diversity as pair_by_pair
-from fedloom.methods.fedtad import FedTAD, disagreement, diversity, reliability_of, shares, weigh
+from fedloom.methods.fedtad import (
+    FedTAD,
+    disagreement,
+    diversity,
+    reliability_of,
+    shares,
+    weighted_mean,
+)
 from fedloom.nn.build import build_model
 from fedloom.nn.weights import weights
 
@@ -47,7 +54,7 @@ def generated(method, nodes=20, features=6, classes=3):
     y, noise = torch.arange(nodes) % classes, torch.randn(nodes, method.noise, generator=rng)
     return (
         generator,
-        linked(generator(torch.cat([noise, F.one_hot(y, classes)], 1)), y, 3, classes),
+        knn_graph(generator(torch.cat([noise, F.one_hot(y, classes)], 1)), y, 3, classes),
         noise,
     )
 
@@ -177,8 +184,8 @@ def test_every_term_reaches_every_weight():
     taught, learnt = ensemble.each(graph), student(graph)
     wrong = torch.stack([F.cross_entropy(logits, graph.y, reduction="none") for logits in taught])
     for term in (
-        weigh(share, graph.y, wrong),
-        weigh(share, graph.y, disagreement(taught, learnt)),
+        weighted_mean(share, graph.y, wrong),
+        weighted_mean(share, graph.y, disagreement(taught, learnt)),
         diversity(noise, graph.x),
     ):
         assert reaches(term, generator)
@@ -194,7 +201,7 @@ def test_each_side_moves_itself_alone():
     assert all(p.grad.any() for p in generator.parameters())
     generator.zero_grad()
     method.student_loss(
-        ensemble, share, student, linked(graph.x.detach(), graph.y, 3, 3)
+        ensemble, share, student, knn_graph(graph.x.detach(), graph.y, 3, 3)
     ).backward()
     assert all(p.grad.any() for p in student.parameters())
     assert all(p.grad is None for p in generator.parameters())
@@ -244,7 +251,7 @@ def test_nobody_has_labels_then_it_is_fedavg(node_federation):
 
 
 def test_a_class_that_exists_nowhere_is_never_invented(node_federation, monkeypatch):
-    seen, original = [], FedTAD.imagine
+    seen, original = [], FedTAD.generate
     monkeypatch.setattr(
         FedTAD, "imagine", lambda self, *args: seen.append(args[-1]) or original(self, *args)
     )
@@ -282,8 +289,8 @@ def test_the_student_comes_closer_to_who_knows_than_the_average():
         "student_lr": 1e-3,
     }
     average, student = (run("fedtad", skewed, **settings, batches=batches) for batches in (0, 30))
-    net = build_model("gcn-2x8", 12, 3, dropout=0.0, seed=0)
-    ensemble = Ensemble(net, [average.models[c] for c in skewed.names])
+    model = build_model("gcn-2x8", 12, 3, dropout=0.0, seed=0)
+    ensemble = Ensemble(model, [average.models[c] for c in skewed.names])
     share = shares(
         {
             c: reliability_of(g.hide_labels(), 5, 3)
@@ -293,8 +300,10 @@ def test_the_student_comes_closer_to_who_knows_than_the_average():
     gap = {}
     for name, result in (("average", average), ("student", student)):
         with torch.no_grad():
-            learnt = torch.func.functional_call(net, result.models["server"], (graph,))
-            gap[name] = float(weigh(share, graph.y, disagreement(ensemble.each(graph), learnt)))
+            learnt = torch.func.functional_call(model, result.models["server"], (graph,))
+            gap[name] = float(
+                weighted_mean(share, graph.y, disagreement(ensemble.each(graph), learnt))
+            )
     assert gap["student"] < 0.97 * gap["average"], gap
 
 

@@ -18,10 +18,10 @@ from fedloom.experiments.run import run
 from fedloom.methods.fggp import (
     FGGP,
     alignment,
-    annotated,
     candidates,
     class_centres,
     pairs_of,
+    pseudo_labels,
     reconstruction,
     scores,
     vote,
@@ -158,7 +158,7 @@ def test_alpha_zero_keeps_every_candidate(node_federation):
 )
 def test_every_model_sees_in_the_view_what_was_drawn(node_federation, spec):
     method, client, suggested = scene(node_federation, spec)
-    net = client.state["model"]
+    model = client.state["model"]
     view = method.draw(
         suggested,
         scores(client.state["sampler"](suggested), pairs_of(suggested)),
@@ -166,9 +166,9 @@ def test_every_model_sees_in_the_view_what_was_drawn(node_federation, spec):
     )
     assert 0 < view.num_edges < suggested.num_edges
     plain = replace(client.graph, edge_index=view.edge_index, edge_weight=None)
-    assert torch.allclose(net(view), net(plain), atol=1e-5)
+    assert torch.allclose(model(view), model(plain), atol=1e-5)
     gives = (
-        sampler_gradient(client, net(view).square().sum()) if not spec.startswith("gat") else 1.0
+        sampler_gradient(client, model(view).square().sum()) if not spec.startswith("gat") else 1.0
     )  # GAT looks at no weights
     assert gives > 0
 
@@ -201,7 +201,7 @@ def test_training_nodes_are_sure_and_others_as_sure_as_the_model():
         2,
         train=torch.tensor([True, False, False]),
     )
-    label, sure = annotated(torch.tensor([[9.0, 0.0], [0.0, 0.0], [0.0, 2.0]]), graph)
+    label, sure = pseudo_labels(torch.tensor([[9.0, 0.0], [0.0, 0.0], [0.0, 2.0]]), graph)
     assert label.tolist() == [1, 0, 1]
     assert sure.tolist() == pytest.approx([1.0, 0.5, float(torch.sigmoid(torch.tensor(2.0)))])
     P, present = class_centres(torch.tensor([[1.0], [5.0], [3.0]]), label, sure, 3)
@@ -246,14 +246,14 @@ def test_every_term_reaches_what_it_should(node_federation):
     """The second view's terms and the reconstruction reach the sampler; all but the reconstruction reach the model."""
     for term in ("second", "links", "align"):
         method, client, suggested = scene(node_federation, **{**OFF, term: 1.0})
-        net, model = client.state["model"], {"candidates": suggested}
-        plain = FGGP(**OFF).objective(client, client.graph, net, model)
-        extra = method.objective(client, client.graph, net, model) - plain
+        local_model, model = client.state["model"], {"candidates": suggested}
+        plain = FGGP(**OFF).objective(client, client.graph, local_model, model)
+        extra = method.objective(client, client.graph, local_model, model) - plain
         assert sampler_gradient(client, extra) > 0, term
-        extra = method.objective(client, client.graph, net, model) - FGGP(**OFF).objective(
-            client, client.graph, net, model
+        extra = method.objective(client, client.graph, local_model, model) - FGGP(**OFF).objective(
+            client, client.graph, local_model, model
         )
-        (gradient,) = torch.autograd.grad(extra, net.layers[0].weight, allow_unused=True)
+        (gradient,) = torch.autograd.grad(extra, local_model.layers[0].weight, allow_unused=True)
         assert (float(gradient.abs().sum()) > 1e-6) == (term != "links"), term
 
 
@@ -282,11 +282,11 @@ def test_global_evaluation_votes_with_the_new_clusters(node_federation, training
     seen = trainings()
     result = run("fggp", node_federation, evaluation="global", **SMALL)
     told = cluster_means(list(seen[-1][1].values()))
-    net = build_model("gcn-2x8", 12, 3, dropout=0.0, seed=0)
-    load_weights(net, result.models["server"])
+    model = build_model("gcn-2x8", 12, 3, dropout=0.0, seed=0)
+    load_weights(model, result.models["server"])
     right = total = 0
     for graph in node_federation.graphs:
-        named = vote(net.embed(graph), told["clusters"], told["of_class"], 3, 0.1).argmax(1)
+        named = vote(model.embed(graph), told["clusters"], told["of_class"], 3, 0.1).argmax(1)
         right += graph.num_nodes * float((named == graph.y)[graph.test].float().mean())
         total += graph.num_nodes
     assert result.history[-1]["accuracy"] == pytest.approx(right / total)

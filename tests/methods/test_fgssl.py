@@ -17,7 +17,7 @@ from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError
 from fedloom.experiments.run import run
 from fedloom.methods import fgssl
-from fedloom.methods.fgssl import FGSSL, contrast, neighbour_odds, structure, unit
+from fedloom.methods.fgssl import FGSSL, contrast, log_neighbours, structure, unit
 
 SMALL = {"model": "gcn-2x8", "rounds": 3}
 WHOLE = {"weak_edges": 0.0, "weak_columns": 0.0, "strong_edges": 0.0, "strong_columns": 0.0}
@@ -52,9 +52,9 @@ def largest_gap(one, other):
     return max(float((one[k] - other[k]).abs().max()) for k in one)
 
 
-def gradient(loss, net):
+def gradient(loss, model):
     """Σ |∂ loss / ∂θ| of each parameter of a model; 0 where there is none."""
-    names, own = zip(*net.named_parameters(), strict=True)
+    names, own = zip(*model.named_parameters(), strict=True)
     found = torch.autograd.grad(loss, own, allow_unused=True)
     return {
         name: 0.0 if g is None else float(g.abs().sum())
@@ -167,7 +167,7 @@ def test_the_structure_by_a_double_loop_over_five_nodes():
 
 def test_odds_sum_to_one_for_every_node_with_neighbours():
     graph = five_nodes()
-    odds = neighbour_odds(torch.randn(5, 3), graph, 0.01).exp()
+    odds = log_neighbours(torch.randn(5, 3), graph, 0.01).exp()
     total = torch.zeros(5).index_add(0, graph.adjacency("sum").rows, odds)
     assert torch.allclose(total, torch.tensor([1.0, 1, 1, 1, 0]))
 
@@ -208,23 +208,23 @@ def test_the_objective_is_the_sum_of_three_terms(node_federation):
     method, client = scene(
         node_federation, semantic=0.7, structural=0.3, tau=0.4, omega=0.5, **WHOLE
     )
-    net, other, graph = client.state["model"], client.memory["global"], client.graph
-    z, z_global, known = net.embed(graph), other.embed(graph), graph.train
+    model, other, graph = client.state["model"], client.memory["global"], client.graph
+    z, z_global, known = model.embed(graph), other.embed(graph), graph.train
     expected = (
-        client.loss(net(graph), graph)
+        client.loss(model(graph), graph)
         + 0.7 * contrast(z[known], z_global[known], graph.y[known], 0.4)
-        + 0.3 * by_double_loop(net(graph).detach(), other(graph).detach(), graph, 0.5)
+        + 0.3 * by_double_loop(model(graph).detach(), other(graph).detach(), graph, 0.5)
     )
-    assert torch.isclose(method.objective(client, graph, net, None), expected, atol=1e-5)
+    assert torch.isclose(method.objective(client, graph, model, None), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("spec", ["gcn-2x8", "gat-2x8", "sgc-2x8", "sage-2x8+linear+norm"])
 def test_every_term_reaches_the_model_and_none_the_global_one(node_federation, spec):
     for settings in ({"semantic": 1.0, "structural": 0.0}, {"semantic": 0.0, "structural": 1.0}):
         method, client = scene(node_federation, spec, **settings)
-        net, graph = client.state["model"], client.graph
-        extra = method.objective(client, graph, net, None) - client.loss(net(graph), graph)
-        reached = gradient(extra, net)
+        model, graph = client.state["model"], client.graph
+        extra = method.objective(client, graph, model, None) - client.loss(model(graph), graph)
+        reached = gradient(extra, model)
         assert max(v for name, v in reached.items() if not name.startswith("classifier.")) > 1e-4
         head = max(v for name, v in reached.items() if name.startswith("classifier."))
         assert (head > 1e-4) == (
@@ -257,8 +257,8 @@ def test_without_its_terms_it_is_fedavg_bit_for_bit_and_with_either_it_is_not(no
 
 def test_views_are_drawn_anew_at_every_step_from_the_clients_own_stream(node_federation):
     method, client = scene(node_federation)
-    net, graph = client.state["model"], client.graph
-    first, second = (method.objective(client, graph, net, None) for _ in range(2))
+    model, graph = client.state["model"], client.graph
+    first, second = (method.objective(client, graph, model, None) for _ in range(2))
     assert first != second
     _, again = scene(node_federation)
     assert method.objective(again, again.graph, again.state["model"], None) == first

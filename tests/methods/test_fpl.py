@@ -51,8 +51,8 @@ def largest_gap(one, other):
 
 def test_both_terms_by_hand(node_federation):
     method, client, told_of = scene(node_federation, contrastive=0.7, unbiased=0.3, tau=0.4)
-    net, graph, Q = client.state["model"], client.graph, told_of["clusters"]
-    z, U = net.embed(graph), {0: (Q[0] + Q[1]) / 2, 1: Q[2]}
+    model, graph, Q = client.state["model"], client.graph, told_of["clusters"]
+    z, U = model.embed(graph), {0: (Q[0] + Q[1]) / 2, 1: Q[2]}
     ones, twos = [], []
     for i in graph.train.nonzero().flatten().tolist():
         y = int(graph.y[i])
@@ -62,22 +62,22 @@ def test_both_terms_by_hand(node_federation):
             twos.append((z[i] - U[y]).square().mean())
     assert 0 < len(ones) < int(graph.train.sum())
     expected = (
-        client.loss(net(graph), graph)
+        client.loss(model(graph), graph)
         + 0.7 * torch.stack(ones).mean()
         + 0.3 * torch.stack(twos).mean()
     )
-    assert torch.isclose(method.objective(client, graph, net, told_of), expected, atol=1e-5)
+    assert torch.isclose(method.objective(client, graph, model, told_of), expected, atol=1e-5)
 
 
 def test_every_term_reaches_the_extractor_and_not_what_was_told(node_federation):
     for settings in ({"contrastive": 1.0, "unbiased": 0.0}, {"contrastive": 0.0, "unbiased": 1.0}):
         method, client, told_of = scene(node_federation, **settings)
-        net, graph = client.state["model"], client.graph
-        extra = method.objective(client, graph, net, told_of) - method.objective(
-            client, graph, net, None
+        model, graph = client.state["model"], client.graph
+        extra = method.objective(client, graph, model, told_of) - method.objective(
+            client, graph, model, None
         )
         extra.backward()
-        assert net.layers[0].weight.grad.abs().sum() > 0
+        assert model.layers[0].weight.grad.abs().sum() > 0
     assert told_of["clusters"].grad is None
 
 

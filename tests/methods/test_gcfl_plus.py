@@ -10,12 +10,12 @@ from fedloom.core.facts import Facts
 from fedloom.core.message import flatten
 from fedloom.core.replies import Replies
 from fedloom.data.federation import Federation
-from fedloom.data.partition import divide
+from fedloom.data.partition import split
 from fedloom.data.synthetic import synthetic_graphs
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError
 from fedloom.experiments.run import run
-from fedloom.methods.gcfl_plus import GCFLPlus, cut, dtw
+from fedloom.methods.gcfl_plus import GCFLPlus, dtw, minimum_cut
 from fedloom.methods.local import Local
 from fedloom.nn.weights import body, load_weights, weights
 
@@ -28,9 +28,7 @@ SMALL = {"model": "gin-2x8", "rounds": 4, **QUICK}
 @pytest.fixture(scope="module")
 def planted():
     """Six clients, of which the first three have no features: their models have less to learn, their updates are shorter."""
-    even = divide(
-        synthetic_graphs(graphs=120, classes=2, seed=2), 6, "uniform", 0, split="50/20/30"
-    )
+    even = split(synthetic_graphs(graphs=120, classes=2, seed=2), 6, "uniform", 0, split="50/20/30")
     graphs = tuple(
         replace(g, x=torch.zeros_like(g.x)) if k < 3 else g for k, g in enumerate(even.graphs)
     )
@@ -79,24 +77,24 @@ def test_the_cut_parts_sequences_that_differ():
     sequences = {
         name: (near if name in "ace" else far) + 0.01 * k for k, name in enumerate("abcdef")
     }
-    assert cut(sequences) == ({"a", "c", "e"}, {"b", "d", "f"})
-    assert cut(dict(reversed(sequences.items()))) == cut(sequences)
+    assert minimum_cut(sequences) == ({"a", "c", "e"}, {"b", "d", "f"})
+    assert minimum_cut(dict(reversed(sequences.items()))) == minimum_cut(sequences)
 
 
 def test_a_cluster_is_torn_if_it_stands_still_while_a_member_does_not():
     method = GCFLPlus(eps1=0.1, eps2=0.5)
     ahead = torch.tensor([1.0, 0.0])
-    assert method.torn([ahead, -ahead])
-    assert not method.torn([ahead, ahead])  # all go the same way
-    assert not method.torn([0.1 * ahead, -0.1 * ahead])  # nobody goes far
-    assert not method.torn([ahead, -0.7 * ahead])  # the mean is 0.15 long
+    assert method.diverges([ahead, -ahead])
+    assert not method.diverges([ahead, ahead])  # all go the same way
+    assert not method.diverges([0.1 * ahead, -0.1 * ahead])  # nobody goes far
+    assert not method.diverges([ahead, -0.7 * ahead])  # the mean is 0.15 long
 
 
 def test_standardised_sequences_have_deviation_one():
     sequence = torch.tensor([1.0, 3.0])
-    assert GCFLPlus().standard(sequence).tolist() == [1.0, 3.0]
-    assert GCFLPlus(standardise=True).standard(7 * sequence).tolist() == [1.0, 3.0]
-    assert GCFLPlus(standardise=True).standard(torch.tensor([2.0, 2.0])).tolist() == [2.0, 2.0]
+    assert GCFLPlus().standardised(sequence).tolist() == [1.0, 3.0]
+    assert GCFLPlus(standardise=True).standardised(7 * sequence).tolist() == [1.0, 3.0]
+    assert GCFLPlus(standardise=True).standardised(torch.tensor([2.0, 2.0])).tolist() == [2.0, 2.0]
 
 
 def test_without_a_cut_it_is_fedavg_of_the_extractor_with_private_heads(graph_federation):
@@ -117,8 +115,8 @@ def test_without_a_cut_it_is_fedavg_of_the_extractor_with_private_heads(graph_fe
         local.setup(client)
     for _ in range(4):
         for client in clients.values():
-            net = client.state["model"]
-            load_weights(net, weights(net) | shared)
+            model = client.state["model"]
+            load_weights(model, weights(model) | shared)
             local.train(client)
         shared = Replies({n: body(weights(c.state["model"])) for n, c in clients.items()}).mean(
             size
