@@ -1,4 +1,4 @@
-"""AdaFGL: the redrawn graph against one written out, every branch by hand, the confidence, the two stages, and what is never made."""
+"""AdaFGL: the rewired graph, both branches and the confidence by hand, the two stages, memory."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def client_of(graph, spec="gcn-2x8", dropout=0.0, inductive=False):
 
 
 def scene(graph, dropout=0.0, inductive=False, **settings):
-    """A method, and a client that is ready for its personal stage."""
+    """Returns a method, and a client that is ready for its personal stage."""
     client, method = client_of(graph, dropout=dropout, inductive=inductive), AdaFGL(**settings)
     method.setup(client)
     method.prepare(client, weights(client.build("federated")))
@@ -69,9 +69,9 @@ def stages(result):
     return [entry["stage"] for entry in result.history]
 
 
-# ---- the redrawn graph ----
+# ---- the rewired graph ----
 def written_out(graph, logits, alpha):
-    """S as the docstring has it, n x n."""
+    """Returns S as in the docstring, n x n."""
     P = logits.softmax(1)
     n, M = len(P), torch.zeros(len(P), len(P))
     weight = torch.ones(graph.num_edges) if graph.edge_weight is None else graph.edge_weight
@@ -88,7 +88,7 @@ def written_out(graph, logits, alpha):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_products_with_s_are_those_of_the_matrix_written_out(alpha):
+def test_products_with_s_equal_those_of_the_dense_matrix(alpha):
     rng = torch.Generator().manual_seed(0)
     ends = torch.tensor(
         [[0, 1, 1, 2, 3, 3], [1, 0, 2, 1, 3, 0]]
@@ -106,14 +106,14 @@ def test_products_with_s_are_those_of_the_matrix_written_out(alpha):
     assert torch.allclose(view.propagate(h), written_out(graph, logits, alpha) @ h, atol=1e-5)
 
 
-def test_the_edges_alone_are_the_usual_adjacency():
+def test_alpha_one_gives_the_usual_adjacency():
     graph = synthetic(nodes=40, classes=3, features=5, seed=0)
     view = rewire(graph, client_of(graph).build(), 1.0)
     h = torch.randn(40, 4)
     assert torch.allclose(view.propagate(h), graph.propagate(h, "sym"), atol=1e-6)
 
 
-def test_a_products_gradient_is_that_of_the_matrix_written_out():
+def test_the_gradient_of_a_product_equals_that_of_the_dense_matrix():
     graph = synthetic(nodes=20, classes=3, features=5, degree=3.0, seed=0)
     view = rewire(graph, client_of(graph).build(), 0.4)
     h, into = torch.randn(20, 2, requires_grad=True), torch.randn(20, 2)
@@ -121,7 +121,7 @@ def test_a_products_gradient_is_that_of_the_matrix_written_out():
     assert torch.allclose(found, written_out(graph, view.logits, 0.4).T @ into, atol=1e-5)
 
 
-def test_sure_predictions_link_nodes_of_a_class_and_no_others():
+def test_confident_predictions_link_only_nodes_of_one_class():
     graph = graph_of([], [0, 0, 1, 1], [1, 0, 1, 0])
     logits = torch.tensor([[50.0, 0.0], [50.0, 0.0], [0.0, 50.0], [0.0, 50.0]])
     view = Rewired(graph.x, graph.edge_index, graph.y, 2, logits=logits, alpha=0.0)
@@ -129,8 +129,8 @@ def test_sure_predictions_link_nodes_of_a_class_and_no_others():
     assert torch.allclose(view.propagate(torch.eye(4)), torch.block_diag(half, half), atol=1e-6)
 
 
-def test_a_redrawn_graph_keeps_nothing_on_the_graph_itself():
-    """Federations outlive runs: what depends on a model must not be found there by the next one."""
+def test_a_rewired_graph_caches_nothing_on_the_original_graph():
+    """A federation is used by several runs: a run must not leave model-dependent caches on it."""
     graph = synthetic(nodes=20, classes=3, features=5, degree=3.0, seed=0)
     models = [client_of(graph).build(purpose) for purpose in ("one", "other")]
     one, other = (rewire(graph, model, 0.5) for model in models)
@@ -139,7 +139,7 @@ def test_a_redrawn_graph_keeps_nothing_on_the_graph_itself():
 
 
 # ---- the branches ----
-def test_push_and_pull_written_out():
+def test_push_and_pull_by_hand():
     rng = torch.Generator().manual_seed(0)
     Z, U = 2 * torch.randn(6, 3, generator=rng), unit_rows(torch.rand(6, 3, generator=rng))
     V = Z.softmax(1) / Z.softmax(1).norm(dim=1, keepdim=True)
@@ -153,7 +153,7 @@ def test_push_and_pull_written_out():
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.floats(0, 1), st.floats(0, 300))
-def test_push_and_pull_is_finite_for_sure_equal_and_single_nodes(nodes, classes, beta, scale):
+def test_push_and_pull_is_finite_for_confident_equal_and_single_nodes(nodes, classes, beta, scale):
     rng = torch.Generator().manual_seed(nodes)
     Z = (scale * torch.randn(nodes, classes, generator=rng)).requires_grad_()
     for logits in (Z, Z[:1].expand(nodes, classes)):
@@ -166,7 +166,7 @@ def test_push_and_pull_is_finite_for_sure_equal_and_single_nodes(nodes, classes,
         assert g.isfinite().all()
 
 
-def test_the_four_networks_see_what_they_should(node_federation):
+def test_the_four_networks_get_the_right_inputs(node_federation):
     _, client = scene(node_federation.graphs[0], hops=2, alpha=0.3, beta=0.4)
     model, rewired = client.state["model"], client.memory["rewired"]
     S, X = written_out(client.graph, rewired.logits, 0.3), client.graph.x
@@ -180,9 +180,11 @@ def test_the_four_networks_see_what_they_should(node_federation):
     alone = model.features
     hidden = F.relu(X @ alone.layers[0].weight + alone.layers[0].bias)
     expected = (
-        smoothed(model.homophilous), hidden @ alone.classifier.weight + alone.classifier.bias,
-        smoothed(model.smooth), push_and_pull(smoothed(model.learnt), U, 0.4),
-    )  # fmt: skip
+        smoothed(model.homophilous),
+        hidden @ alone.classifier.weight + alone.classifier.bias,
+        smoothed(model.smooth),
+        push_and_pull(smoothed(model.learnt), U, 0.4),
+    )
     for found, by_hand in zip(model.views(rewired), expected, strict=True):
         assert torch.allclose(found, by_hand, atol=1e-5)
 
@@ -230,7 +232,7 @@ def test_gradients_reach_all_four_networks_and_neither_the_federated_model_nor_t
     assert moved == {name for name in before if not name.startswith(("federated.", "confidence"))}
 
 
-def test_preserving_pulls_the_homophilous_branch_to_the_federated_predictions_and_no_other(
+def test_preserving_pulls_only_the_homophilous_branch_to_the_federated_predictions(
     node_federation,
 ):
     def gradients(preserve):
@@ -262,38 +264,39 @@ def share(graph, seeds=40, **how):
     ]
 
 
-def test_all_labels_come_back_where_neighbours_are_alike_and_none_where_they_differ():
+def test_propagation_recovers_all_labels_under_homophily_and_none_under_heterophily():
     assert sum(share(two_cliques())) / 40 > 0.9
     pairs = graph_of([(2 * i, 2 * i + 1) for i in range(10)], [0, 1] * 10, [True] * 20)
     assert set(share(pairs)) == {0.0}
 
 
-def test_a_step_of_spreading_by_hand():
-    """A path 0 - 1 - 2, all labelled: whichever is hidden, what arrives there is its neighbours' labels."""
+def test_a_step_of_propagation_by_hand():
+    """A path 0 - 1 - 2, all labelled: a hidden node gets its neighbours' labels."""
     path = graph_of([(0, 1), (1, 2)], [0, 1, 1], [True] * 3)
     found = set()
     for seed in range(20):
         hidden = int(torch.randperm(3, generator=torch.Generator().manual_seed(seed))[0])
         h = confidence(path, 0.34, 1, 0.5, torch.Generator().manual_seed(seed))
-        # 0 hears from 1 (class 1, wrong); 1 hears 1/√6 from 0 and from 2 alike: a tie, which the first class wins (wrong); 2 hears 1.
+        # 0 gets 1's label (class 1, wrong). 1 gets 1/√6 from 0 and from 2: a tie, which the first
+        # class wins (wrong). 2 gets 1's label.
         assert h == (1.0 if hidden == 2 else 0.0)
         found.add(hidden)
     assert found == {0, 1, 2}
 
 
-def test_a_label_that_nothing_reaches_does_not_come_back():
+def test_a_label_that_propagation_does_not_reach_is_not_recovered():
     isolated = graph_of([], [0] * 6, [True] * 6)
     assert set(share(isolated)) == {0.0}
 
 
-def test_one_class_comes_back_and_too_few_labels_say_nothing():
+def test_one_class_is_recovered_and_too_few_labels_give_one_half():
     edges = [(i, i + 1) for i in range(5)]
     assert set(share(graph_of(edges, [0] * 6, [True] * 6), steps=6)) == {1.0}
     assert share(graph_of(edges, [0] * 6, [True] + [False] * 5), seeds=1) == [0.5]
     assert share(graph_of(edges, [0] * 6, [False] * 6), seeds=1) == [0.5]
 
 
-def test_only_training_labels_are_spread(node_federation):
+def test_only_training_labels_are_propagated(node_federation):
     graph = node_federation.graphs[0]
     other = replace(graph, y=torch.where(graph.train, graph.y, (graph.y + 1) % 3))
     one, another = (
@@ -304,7 +307,7 @@ def test_only_training_labels_are_spread(node_federation):
 
 
 # ---- the stages ----
-def test_the_federated_stage_is_fedavg_and_its_last_model_is_what_the_personal_one_begins_with(
+def test_the_personal_stage_starts_from_the_last_model_of_fedavg(
     node_federation,
 ):
     ada, avg = (
@@ -358,10 +361,10 @@ def test_finetune_comes_between_the_two_stages(node_federation):
 
 
 class Killed(BaseException):
-    """Stands for whatever ends a process."""
+    """Stands for anything that ends a process."""
 
 
-def test_killed_in_its_personal_stage_and_resumed_equals_unbroken(node_federation, tmp_path):
+def test_a_run_killed_in_its_personal_stage_resumes_identically(node_federation, tmp_path):
     settings = {**SMALL, "checkpoint_every": 1, "participation": 0.7}
     unbroken = run("adafgl", node_federation, out=tmp_path / "unbroken", **settings)
     rewired = []
@@ -399,7 +402,7 @@ def test_an_inductive_client_is_scored_on_nodes_it_has_not_trained_on(node_feder
     assert transductive.memory["rewired"] is transductive.memory["rewired full graph"]
 
 
-# ---- what is never made ----
+# ---- memory ----
 def test_no_tensor_of_nodes_by_nodes():
     n = 2000
     graph = divide(synthetic(nodes=n, classes=3, features=12, seed=0), 1, "random", 0).graphs[0]
@@ -410,8 +413,8 @@ def test_no_tensor_of_nodes_by_nodes():
     assert rewired.numel < n * 64
 
 
-def test_a_graph_whose_square_would_not_fit():
-    n = 60_000  # 14 GB for one matrix of n x n
+def test_a_graph_whose_dense_matrix_would_not_fit_in_memory():
+    n = 60_000  # an n x n matrix would take 14 GB
     rng = torch.Generator().manual_seed(0)
     y, x = torch.randint(3, (n,), generator=rng), torch.rand(n, 4, generator=rng)
     train = torch.rand(n, generator=rng) < 0.2
@@ -446,7 +449,7 @@ def test_a_client_without_labels_keeps_the_federated_model(node_federation):
         assert len({row["accuracy"] for row in rows}) == 1
 
 
-def test_one_class_one_label_no_edges_one_client_and_nobody_with_labels(node_federation):
+def test_one_class_one_label_no_edges_one_client_and_no_labels_at_all(node_federation):
     graphs = node_federation.graphs
     of_one = replace(graphs[0], train=graphs[0].train & (graphs[0].y == 0))
     first = torch.zeros_like(graphs[1].train)
@@ -466,7 +469,7 @@ def test_one_class_one_label_no_edges_one_client_and_nobody_with_labels(node_fed
             assert all(t.isfinite().all() for t in flatten(result.models).values())
 
 
-def test_a_node_all_by_itself():
+def test_a_graph_of_one_node():
     graph = Graph(
         torch.ones(1, 3),
         torch.zeros(2, 0, dtype=torch.int64),

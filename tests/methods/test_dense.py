@@ -1,4 +1,4 @@
-"""DENSE: the server's two losses, its limits, and that it sees nothing but weights and sizes."""
+"""DENSE: the server's two losses, its limits, and what travels: only weights and sizes."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ SMALL = {"model": "gcn-2x8", **QUICK, "finetune": 2}
 
 
 def scene(clients=3, nodes=20, seed=0):
-    """An ensemble, a student and a graph of invented nodes."""
+    """Returns an ensemble, a student and a graph of generated nodes."""
     models = [build_model("gcn-2x8", 6, 3, dropout=0.0, seed=seed + k) for k in range(clients + 1)]
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(nodes, 6, generator=rng, requires_grad=True)
@@ -82,7 +82,7 @@ def test_both_losses_by_hand():
 
 
 def generated(nodes=20):
-    """A generator, and a graph of what it makes of noise."""
+    """Returns a generator, and a graph that it generates from noise."""
     generator, rng = (
         build_model("mlp-3x8", 5, 6, dropout=0.0, seed=9),
         torch.Generator().manual_seed(0),
@@ -113,7 +113,7 @@ def test_every_term_reaches_every_weight():
     assert reaches(method.student_loss(ensemble, student, graph), student)
 
 
-def test_generating_moves_neither_student_nor_clients():
+def test_generating_changes_neither_student_nor_clients():
     ensemble, student, graph = scene()
     Dense().generator_loss(ensemble, student, graph).backward()
     assert all(p.grad is None for p in student.parameters())
@@ -135,8 +135,8 @@ def test_without_batches_it_is_one_round_of_fedavg(node_federation):
     assert not same(dense, run("dense", node_federation, **SMALL))
 
 
-def test_the_student_comes_closer_to_the_ensemble_than_the_average():
-    """On real nodes, which the server never saw, of clients that know different classes."""
+def test_the_student_is_closer_to_the_ensemble_than_the_average_is():
+    """On real nodes, which the server never saw, of clients that have different classes."""
     graph = synthetic(nodes=211, classes=3, features=12, degree=6.0, homophily=0.8, seed=1)
     skewed = divide(graph, 4, "dirichlet", 0, split="40/30/30", options={"alpha": 0.1})
     settings = {"model": "gcn-2x8", "dropout": 0.0, "epochs": 60, "finetune": 0}
@@ -144,7 +144,7 @@ def test_the_student_comes_closer_to_the_ensemble_than_the_average():
     model = build_model("gcn-2x8", 12, 3, dropout=0.0, seed=0)
     ensemble = Ensemble(
         model, [average.models[c] for c in skewed.names]
-    )  # not fine-tuned: still what they uploaded
+    )  # not fine-tuned: equal to the uploads
     gap = {}
     for name, result in (("average", average), ("student", student)):
         with torch.no_grad():

@@ -18,11 +18,11 @@ from fedloom.nn.training import step
 from fedloom.nn.weights import weights
 
 SMALL = {"model": "gcn-2x8", "rounds": 3}
-PLAIN = {"masks": False, "proximal": 0.0}  # what is left is how models are mixed
+PLAIN = {"masks": False, "proximal": 0.0}  # only the mixing is left
 
 
 class EvenFedAvg(FedAvg):
-    """FedAvg whose clients count alike."""
+    """FedAvg whose clients have equal weight."""
 
     def run(self, server):
         server.ask(self.setup)
@@ -48,7 +48,10 @@ def facts_of(federation, model="gcn-2x8", dropout=0.0, seed=0):
 
 
 def scene(federation, **settings):
-    """A method, a client whose mask is no longer all ones, and a mixture that is not where the client is."""
+    """Returns a method, a client whose mask is not all ones, and a mixture.
+
+    The mixture differs from the client's weights.
+    """
     client, method = Client("0", federation.graphs[0], facts_of(federation)), FedPub(**settings)
     method.setup(client)
     rng = torch.Generator().manual_seed(0)
@@ -87,7 +90,7 @@ def test_the_objective_by_hand(node_federation):
     assert torch.isclose(method.objective(client, graph, model, mixture), expected, rtol=1e-5)
 
 
-def test_both_penalties_have_the_gradients_that_they_should(node_federation):
+def test_both_penalties_have_the_right_gradients(node_federation):
     """In public code they have none."""
     method, client, mixture = scene(node_federation, sparsity=0.2, proximal=0.3)
     bare, graph = FedPub(sparsity=0.0, proximal=0.0), client.graph
@@ -122,7 +125,7 @@ def test_both_penalties_have_the_gradients_that_they_should(node_federation):
         assert without[f"mask of {name}"].abs().sum() > 0
 
 
-def test_what_is_small_in_a_mask_counts_as_zero_where_it_predicts_and_only_there(node_federation):
+def test_small_mask_entries_count_as_zero_only_in_predictions(node_federation):
     theta, mask = (
         {"w": torch.tensor([[2.0, 3.0, 4.0]]), "b": torch.ones(3)},
         {"w": torch.tensor([[0.05, -0.05, -0.5]])},
@@ -140,7 +143,7 @@ def test_what_is_small_in_a_mask_counts_as_zero_where_it_predicts_and_only_there
     assert torch.allclose(reply["outlook"], state["model"](random_graph(client.facts)).mean(0))
 
 
-def test_masks_begin_with_ones_and_the_l1_norm_makes_them_sparse(node_federation):
+def test_masks_start_at_one_and_the_l1_norm_makes_them_sparse(node_federation):
     client, method = (
         Client("0", node_federation.graphs[0], facts_of(node_federation)),
         FedPub(sparsity=0.05),
@@ -209,7 +212,7 @@ def test_similarities_and_mixtures_by_hand():
         assert torch.allclose(mixed[client]["b"], torch.tensor([10 * w]))
 
 
-def test_clients_get_the_mixture_that_the_outlooks_say(node_federation, trainings):
+def test_clients_get_the_mixture_of_their_outlooks(node_federation, trainings):
     seen = trainings()
     run("fed-pub", node_federation, scale=5.0, **SMALL)
     for (_, replies), (sent, _) in pairwise(seen):
@@ -239,7 +242,7 @@ def test_the_mask_never_travels(federation, trainings):
 
 
 def test_traffic(node_federation):
-    """2|θ| + C a client and round."""
+    """2|θ| + C per client and round."""
     traffic = run("fed-pub", node_federation, **SMALL).traffic
     theta, K, R = 12 * 8 + 8 + 8 * 3 + 3, 4, 3
     assert traffic["scalars_down"] == K * R * theta
@@ -247,7 +250,7 @@ def test_traffic(node_federation):
 
 
 # ---- limits ----
-def test_scale_zero_without_masks_and_penalty_is_fedavg_of_clients_that_count_alike(federation):
+def test_scale_zero_without_masks_and_penalty_is_fedavg_with_equal_weights(federation):
     plain = run(EvenFedAvg(rounds=3), federation, model="gcn-2x8")
     assert gap(run("fed-pub", federation, scale=0.0, **PLAIN, **SMALL).models, plain.models) < 1e-6
     for settings in (
@@ -278,7 +281,7 @@ def test_one_client_trains_alone(node_federation, trainings):
     )
 
 
-def test_newcomers_get_the_plain_mean_and_others_their_last_mixture(node_federation, trainings):
+def test_new_clients_get_the_plain_mean_and_others_their_last_mixture(node_federation, trainings):
     seen = trainings()
     run("fed-pub", node_federation, model="gcn-2x8", rounds=8, participation=0.5, scale=3.0)
     mixture, mean, newcomers, returned = {}, None, 0, 0
@@ -302,7 +305,7 @@ def test_newcomers_get_the_plain_mean_and_others_their_last_mixture(node_federat
 
 
 # ---- bad input ----
-def test_a_client_without_labels_passes_its_mixture_on(node_federation, trainings):
+def test_a_client_without_labels_returns_its_mixture(node_federation, trainings):
     graphs = node_federation.graphs
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
     for inductive in (False, True):

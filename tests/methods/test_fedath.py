@@ -1,4 +1,4 @@
-"""FedATH: the weighted graph and its gradient, the evaluator, the dependence and both losses by hand; who learns from what; its limits."""
+"""FedATH: the weighted graph, the evaluator, the dependence and both losses by hand; its limits."""
 
 from dataclasses import replace
 
@@ -37,17 +37,23 @@ SEEING = [
 
 
 def small_graph(**changes):
-    """Six nodes; edges both ways, one way, weighted, one a self-loop; 5 has none. Nodes 0, 1, 2 have labels."""
+    """Returns six nodes with edges both ways, one way, weighted, and a self-loop.
+
+    Node 5 has no edge. Nodes 0, 1, 2 have labels.
+    """
     graph = Graph(
         torch.randn(6, 4, generator=torch.Generator().manual_seed(0)),
-        torch.tensor([[0, 1, 1, 2, 3, 3, 4], [1, 0, 2, 1, 3, 0, 3]]), torch.tensor([0, 1, 2, 0, 1, 2]), 3,
-        train=torch.tensor([True, True, True, False, False, False]), edge_weight=torch.tensor([1.0, 1.0, 2.0, 2.0, 5.0, 0.5, 1.5]),
-    )  # fmt: skip
+        torch.tensor([[0, 1, 1, 2, 3, 3, 4], [1, 0, 2, 1, 3, 0, 3]]),
+        torch.tensor([0, 1, 2, 0, 1, 2]),
+        3,
+        train=torch.tensor([True, True, True, False, False, False]),
+        edge_weight=torch.tensor([1.0, 1.0, 2.0, 2.0, 5.0, 0.5, 1.5]),
+    )
     return replace(graph, **changes)
 
 
 def scene(graph, spec="gcn-2x8", **settings):
-    """A method and a client that is set up."""
+    """Returns a method and a client after setup."""
     facts = Facts(graph.num_features, graph.num_classes, "node", ("0",), (spec,), dropout=0.0)
     client, method = Client("0", graph, facts), FedATH(**settings)
     method.setup(client)
@@ -55,7 +61,7 @@ def scene(graph, spec="gcn-2x8", **settings):
 
 
 def ends_of(graph):
-    """Targets and sources of the edges, in the order that scores have."""
+    """Returns targets and sources of the edges, in the order of the scores."""
     bare = graph.adjacency("sum")
     return bare.rows, bare.indices.long()
 
@@ -67,7 +73,7 @@ def gap(one, other):
 
 
 def own_model(result, owner):
-    """The part of a client's model that travels."""
+    """Returns the part of a client's model that travels."""
     return {
         name.removeprefix("sees."): t
         for name, t in result.models[owner].items()
@@ -76,7 +82,7 @@ def own_model(result, owner):
 
 
 def show_all_edges(monkeypatch):
-    """Every edge gets a score of which σ is exactly 1."""
+    """Gives every edge a score whose σ is exactly 1."""
     monkeypatch.setattr(
         Evaluator,
         "forward",
@@ -105,7 +111,7 @@ def test_products_and_gradients_are_those_of_a_dense_matrix(kind):
 
 
 @pytest.mark.parametrize("spec", SEEING)
-def test_with_all_weights_one_every_model_sees_the_graph_itself(spec):
+def test_with_all_weights_one_every_model_predicts_as_on_the_graph_itself(spec):
     graph = small_graph()
     model = build_model(spec, 4, 3, seed=0)
     count = graph.adjacency("sum").nnz
@@ -118,7 +124,7 @@ def test_with_all_weights_one_every_model_sees_the_graph_itself(spec):
     assert score.grad.abs().sum() > 0
 
 
-def test_looking_at_a_weighted_graph_leaves_the_graph_as_it_is():
+def test_a_weighted_graph_leaves_the_original_unchanged():
     graph = small_graph()
     model = build_model("sgc-2x8", 4, 3, seed=0)
     before = model(replace(graph))
@@ -127,7 +133,7 @@ def test_looking_at_a_weighted_graph_leaves_the_graph_as_it_is():
 
 
 @pytest.mark.parametrize("spec", ["gat-2x8", "mlp-2x8"])
-def test_models_that_look_at_no_edge_weights_are_refused(node_federation, spec, tmp_path):
+def test_models_that_ignore_edge_weights_are_refused(node_federation, spec, tmp_path):
     with pytest.raises(
         ConfigError, match=rf"model '{spec}': fedath learns edge weights.*valid: .*gcn"
     ):
@@ -137,7 +143,7 @@ def test_models_that_look_at_no_edge_weights_are_refused(node_federation, spec, 
 
 # ---- the evaluator ----
 def test_scores_by_hand():
-    """The MLP of both ends' rows side by side, with PyTorch's own batch normalisation."""
+    """The MLP of both endpoints' concatenated rows, with PyTorch's own batch normalisation."""
     _, client = scene(small_graph())
     model, graph = client.state["model"].evaluator, client.graph
     with torch.no_grad():
@@ -203,7 +209,7 @@ def test_hsic_is_the_trace_of_centred_kernels(nodes, classes, seed):
     assert torch.isclose(hsic(one + 3, other - 1), dense)
 
 
-def test_what_is_constant_depends_on_nothing():
+def test_hsic_of_a_constant_is_zero():
     one = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     assert hsic(one, torch.ones(5, 3)) < 1e-12
     assert hsic(one, one) > 0.01
@@ -243,7 +249,7 @@ def test_both_losses_by_hand(compare, per):
 
 
 @pytest.mark.parametrize("compare", ["probabilities", "logits"])
-def test_gradients_reach_whom_they_should(compare):
+def test_gradients_reach_the_right_networks(compare):
     graph = synthetic(nodes=60, classes=4, features=12, degree=4.0, seed=0)
     method, client = scene(replace(graph, train=torch.arange(60) < 30), compare=compare)
     model, biased = client.state["model"], client.state["biased"]
@@ -251,7 +257,7 @@ def test_gradients_reach_whom_they_should(compare):
     of_causal.backward()
     learnt = {
         name: p for name, p in model.named_parameters() if name != "evaluator.gcn.classifier.bias"
-    }  # edges' scores are normed
+    }  # scores are normalised over edges
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in learnt.values())
     assert all(p.grad is None for p in biased.parameters())
     model.zero_grad()
@@ -260,8 +266,8 @@ def test_gradients_reach_whom_they_should(compare):
     assert all(p.grad.abs().sum() > 0 for p in biased.parameters())
 
 
-def test_the_dependence_alone_teaches_all_three():
-    """Without labels CE is 0, and what is left still reaches causal model, evaluator and biased model."""
+def test_the_dependence_alone_trains_all_three_networks():
+    """Without labels CE is 0. The dependence still reaches all three networks."""
     graph = synthetic(nodes=60, classes=4, features=12, degree=4.0, seed=0)
     method, client = scene(replace(graph, train=torch.zeros(60, dtype=torch.bool)))
     of_causal, of_biased = method.losses(client, client.graph)
@@ -274,7 +280,7 @@ def test_the_dependence_alone_teaches_all_three():
         assert sum(float(p.grad.abs().sum()) for p in model.parameters() if p.grad is not None) > 0
 
 
-def test_training_drives_the_dependence_down_and_the_biased_entropy_up():
+def test_training_lowers_the_dependence_and_raises_the_biased_entropy():
     graph = synthetic(nodes=120, classes=3, features=12, degree=6.0, homophily=0.8, seed=1)
     method, client = scene(replace(graph, train=torch.arange(120) < 60), epochs=60)
     model, graph = client.state["model"], client.graph
@@ -296,7 +302,7 @@ def test_training_drives_the_dependence_down_and_the_biased_entropy_up():
 
 
 # ---- rounds ----
-def test_with_every_edge_and_no_dependence_it_is_fedavg(node_federation, monkeypatch):
+def test_with_all_edges_and_no_dependence_it_is_fedavg(node_federation, monkeypatch):
     plain = run("fedavg", node_federation, **SMALL)
     other = run("fedath", node_federation, independence=0.0, **SMALL)
     show_all_edges(monkeypatch)
@@ -339,7 +345,7 @@ def test_prediction_is_on_the_causal_graph_also_with_the_global_weights():
     assert torch.allclose(method.predict(client, dict(other.named_parameters())), other(causal))
 
 
-def test_finetuning_starts_from_the_global_weights_and_is_on_ce_alone():
+def test_finetuning_starts_from_the_global_weights_and_minimises_ce_alone():
     method, client = scene(small_graph(), epochs=1)
     model, other = client.state["model"], build_model("gcn-2x8", 4, 3, seed=5)
     biased, evaluator = (
@@ -385,7 +391,7 @@ def test_a_client_without_edges_takes_part(node_federation):
     assert all(t.isfinite().all() for t in flatten(result.models).values())
 
 
-def test_values_that_make_no_sense_are_refused_by_name():
+def test_invalid_settings_are_refused_by_name():
     for field, value in (("independence", -1.0), ("compare", "ranks"), ("per", "edges")):
         with pytest.raises(ConfigError, match=rf"method\.{field}"):
             FedATH(**{field: value})
@@ -401,5 +407,5 @@ def test_nothing_is_nodes_by_nodes_or_edges_by_width():
     method, client = scene(replace(graph, train=torch.arange(3000) < 300), spec="gcn-2x64")
     with Largest() as seen:
         method.descend(client, client.state["model"])
-    assert seen.numel == 3000 * 64  # what one convolution gives; edges have C columns, and fewer
+    assert seen.numel == 3000 * 64  # the output of one convolution; edges have at most C columns
     assert graph.num_edges * 3 < seen.numel < graph.num_edges * 64

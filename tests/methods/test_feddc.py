@@ -10,7 +10,7 @@ from fedloom.experiments.run import run
 from fedloom.methods.feddc import FedDC
 
 
-def test_drift_is_the_sum_of_updates_and_travels_added(node_federation, monkeypatch):
+def test_drift_is_the_sum_of_updates_and_is_added_to_the_upload(node_federation, monkeypatch):
     seen, original = [], Engine.call
     monkeypatch.setattr(
         Engine,

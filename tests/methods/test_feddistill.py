@@ -32,7 +32,7 @@ def lone_client(graph, dropout=0.0):
 
 
 def heard(monkeypatch):
-    """Every exchange of a run in `train`: (what was sent, what came back)."""
+    """Returns every exchange of a run in `train`: (what was sent, what came back)."""
     seen, original = [], Loop.call
 
     def call(self, phase, sent):
@@ -46,7 +46,7 @@ def heard(monkeypatch):
 
 
 def without_class(graph, c):
-    """The graph with no training item of class c."""
+    """Returns the graph without training items of class c."""
     gone = graph.train & (graph.y == c)
     return replace(graph, train=graph.train & ~gone, test=graph.test | gone)
 
@@ -80,8 +80,8 @@ def test_class_means_by_hand(federation):
         )
 
 
-def test_clients_that_have_the_class_count_alike(node_federation, monkeypatch):
-    """Whatever their sizes; and those without it do not count."""
+def test_clients_that_have_a_class_have_equal_weight(node_federation, monkeypatch):
+    """Whatever their sizes. Clients without the class have no weight."""
     first, *rest = node_federation.graphs
     seen = heard(monkeypatch)
     run(
@@ -107,7 +107,7 @@ def test_the_second_term_by_hand(term, node_federation):
     logits, gaps = model(graph), []
     for i in graph.train.nonzero().flatten().tolist():
         mean, own = target["logits"][graph.y[i]], logits[i]
-        if graph.y[i] != 1:  # of which nobody has told
+        if graph.y[i] != 1:  # that no client has sent
             gaps.append(
                 -(mean.softmax(0) * own.log_softmax(0)).sum()
                 if term == "ce"
@@ -134,7 +134,7 @@ def test_the_second_term_reaches_every_weight(term, node_federation):
     assert all(g.abs().sum() > 0 for g in torch.autograd.grad(distance, list(model.parameters())))
 
 
-def test_a_class_that_nobody_has_gets_no_target(node_federation, monkeypatch):
+def test_a_class_that_no_client_has_gets_no_target(node_federation, monkeypatch):
     seen = heard(monkeypatch)
     result = run(
         "feddistill",
@@ -145,9 +145,7 @@ def test_a_class_that_nobody_has_gets_no_target(node_federation, monkeypatch):
     assert all(sent["known"].tolist() == [1, 0, 1] for sent, _ in seen[1:])
 
 
-def test_a_class_keeps_its_last_mean_while_nobody_who_has_it_takes_part(
-    node_federation, monkeypatch
-):
+def test_a_class_keeps_its_last_mean_while_no_participant_has_it(node_federation, monkeypatch):
     first, *rest = node_federation.graphs
     alone = replace(
         node_federation, graphs=(first, *(without_class(g, 1) for g in rest)), whole=None
@@ -156,14 +154,14 @@ def test_a_class_keeps_its_last_mean_while_nobody_who_has_it_takes_part(
     run("feddistill", alone, participation=0.5, seed=1, **{**SMALL, "rounds": 6})
     there = [owner in replies for _, replies in seen]
     last = there.index(True)
-    assert False in there[last + 1 : -1]  # then the next round shows it
+    assert False in there[last + 1 : -1]  # the next round shows it
     told = seen[last][1][owner]["logits"][1]
     for k in range(last + 1, len(seen)):
         assert torch.allclose(seen[k][0]["logits"][1], told, atol=1e-6)
         told = seen[k][1][owner]["logits"][1] if there[k] else told
 
 
-def test_a_client_without_labels_only_listens(node_federation, monkeypatch):
+def test_a_client_without_labels_changes_no_mean(node_federation, monkeypatch):
     first, *rest = node_federation.graphs
     bare, seen = replace(first, train=torch.zeros_like(first.train)), heard(monkeypatch)
     run("feddistill", replace(node_federation, graphs=(bare, *rest)), **SMALL)
@@ -173,7 +171,9 @@ def test_a_client_without_labels_only_listens(node_federation, monkeypatch):
     )
 
 
-def test_one_client_is_taught_by_itself_and_nobody_by_nothing(node_federation, monkeypatch):
+def test_one_client_gets_its_own_means_and_without_labels_there_are_none(
+    node_federation, monkeypatch
+):
     graph, seen = node_federation.graphs[0], heard(monkeypatch)
     run("feddistill", Federation((graph,)), **SMALL)
     assert torch.equal(seen[1][0]["logits"], seen[0][1]["0"]["logits"])

@@ -1,4 +1,4 @@
-"""FedGCN: the clients' GCN is the central one, from sums alone, and letters that do not fit are refused."""
+"""FedGCN: the clients' GCN equals the central one, and invalid peer messages are refused."""
 
 from dataclasses import replace
 
@@ -22,7 +22,11 @@ SETTINGS = {"model": "gcn-2x8", "rounds": 2}
 
 
 def cut(clients, kept=1.0, loops=0, seed=0):
-    """A federation with known cross edges; kept < 1: a directed graph. loops: nodes with a self-loop in the data."""
+    """Returns a federation with known cross edges.
+
+    kept: share of the edges that are kept; below 1 the graph is directed. loops: number of nodes
+    with a self-loop in the data.
+    """
     graph = synthetic(nodes=90, classes=3, features=12, degree=5.0, homophily=0.8, seed=seed)
     chosen = torch.rand(graph.num_edges, generator=torch.Generator().manual_seed(seed)) < kept
     edges = torch.cat([graph.edge_index[:, chosen], torch.arange(loops).repeat(2, 1)], 1)
@@ -37,7 +41,7 @@ def cut(clients, kept=1.0, loops=0, seed=0):
 
 
 def meet(federation, method, absent=()):
-    """The federation's clients after the exchange; who is absent writes no letters."""
+    """Returns the federation's clients after the exchange. An absent client does not write."""
     facts = Facts(
         federation.num_features,
         federation.num_classes,
@@ -62,7 +66,7 @@ def meet(federation, method, absent=()):
 
 
 def central(federation, seed=3):
-    """A GCN with any weights on the whole graph: the net, its logits, and its S X."""
+    """Returns a GCN with any weights on the whole graph: the model, its logits, and its S X."""
     model = build_model(
         "gcn-2x8", federation.num_features, federation.num_classes, dropout=0.0, seed=seed
     )
@@ -101,7 +105,10 @@ def test_one_hop_is_exact_in_the_first_layer_and_uses_own_edges_in_the_second(cl
 
 
 def test_a_round_of_one_sgd_epoch_is_a_central_step():
-    """Each client's gradient is that of the central GCN's mean loss over its training nodes; FedAvg weighs them by size."""
+    """Each client's gradient is that of the central GCN's mean loss over its training nodes.
+
+    FedAvg weights them by size.
+    """
     federation = cut(4, 0.8)
     settings = {
         "rounds": 1,
@@ -136,7 +143,7 @@ def test_a_round_of_one_sgd_epoch_is_a_central_step():
         assert torch.allclose(result.models["server"][name], p - 0.3 * gradient, atol=1e-6)
 
 
-def test_alone_it_is_fedavg():
+def test_with_one_client_it_is_fedavg():
     federation = cut(1, 0.8)
     gcn, avg = (run(name, federation, **SETTINGS, finetune=2) for name in ("fedgcn", "fedavg"))
     for owner in gcn.models:
@@ -145,7 +152,7 @@ def test_alone_it_is_fedavg():
     assert [e["accuracy"] for e in gcn.history] == [e["accuracy"] for e in avg.history]
 
 
-def test_letters_hold_sums_over_neighbours_and_nothing_else(monkeypatch):
+def test_peer_messages_hold_only_sums_over_neighbours(monkeypatch):
     federation, sent, original = cut(3, 0.8), [], Loop.call
     monkeypatch.setattr(
         Loop,
@@ -183,7 +190,7 @@ def test_letters_hold_sums_over_neighbours_and_nothing_else(monkeypatch):
     assert "write_features" not in only_once
 
 
-def test_who_does_not_write_is_missing_and_nothing_else():
+def test_only_the_absent_writers_nodes_are_missing():
     federation = cut(4, 0.8)
     _, _, smooth = central(federation)
     everybody, without = meet(federation, FedGCN()), meet(federation, FedGCN(), absent=("2",))
@@ -203,7 +210,7 @@ def test_who_does_not_write_is_missing_and_nothing_else():
 
 
 def spoil(monkeypatch, phase, change):
-    """Lets `change` edit client 0's message to client 1 in a phase."""
+    """Lets `change` edit client 0's peer message to client 1 in a phase."""
     original = Loop.call
 
     def call(self, name, messages):
@@ -244,7 +251,7 @@ BAD_LETTERS = [
 
 
 @pytest.mark.parametrize(("phase", "change", "complaint"), BAD_LETTERS)
-def test_a_letter_that_does_not_fit_is_refused(phase, change, complaint, monkeypatch):
+def test_an_invalid_peer_message_is_refused(phase, change, complaint, monkeypatch):
     spoil(monkeypatch, phase, change)
     with pytest.raises(MessageError, match=rf"client '0' in '{phase}': tensor {complaint}"):
         run("fedgcn", cut(3), **SETTINGS)

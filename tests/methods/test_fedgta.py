@@ -33,7 +33,10 @@ SMALL = {"model": "gcn-2x8", "rounds": 3}
 
 @pytest.fixture
 def path():
-    """0 - 1 - 2 and, apart, 3; node 0 is known to be of class 1, the others' labels are hidden."""
+    """Returns the path 0 - 1 - 2 and a separate node 3.
+
+    Node 0 has class 1; the others' labels are hidden.
+    """
     edges = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
     train = torch.tensor([True, False, False, False])
     return Graph(
@@ -59,7 +62,7 @@ def test_label_propagation_by_hand(path):
     assert torch.allclose(propagate_labels(path, first, 2, 0.3), 0.3 * S @ once + 0.7 * first)
     assert torch.allclose(
         propagate_labels(path, first, 5, 0.3)[3], first[3]
-    )  # who has no neighbour keeps its label
+    )  # a node without neighbours keeps its label
     assert torch.equal(propagate_labels(path, first, 5, 0.0), first)
 
 
@@ -117,7 +120,7 @@ def test_a_description_by_hand(path):
     assert torch.isclose(told["confidence"], confidence(path, Q))
 
 
-def test_what_is_told_is_of_the_trained_model_without_noise(node_federation):
+def test_the_description_uses_the_trained_model_without_dropout(node_federation):
     graph = node_federation.graphs[0]
     facts = Facts(graph.num_features, graph.num_classes, "node", ("0",), ("gcn-2x8",), dropout=0.5)
     client, method = Client("0", graph, facts), FedGTA()
@@ -149,7 +152,7 @@ def test_shares_by_hand():
 
 
 @given(st.integers(1, 6), st.integers(0, 99), st.floats(-1, 1))
-def test_shares_are_shares(clients, seed, threshold):
+def test_shares_are_not_negative_and_sum_to_one(clients, seed, threshold):
     rng = torch.Generator().manual_seed(seed)
     M, H = torch.randn(clients, 2, 3, generator=rng), torch.rand(clients, generator=rng)
     share = shares(M, H, threshold)
@@ -159,7 +162,7 @@ def test_shares_are_shares(clients, seed, threshold):
     assert torch.allclose(shares(7 * M, 3 * H, threshold), share, atol=1e-6)
 
 
-def test_who_tells_nothing_keeps_its_own_model_and_is_in_nobody_elses():
+def test_a_client_that_sends_zeros_keeps_its_own_model_and_is_in_no_other_mean():
     M, H = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 0.1]]), torch.tensor([1.0, 0.0, 3.0])
     assert torch.allclose(
         shares(M, H, 0.5), torch.tensor([[0.25, 0, 0.75], [0, 1, 0], [0.25, 0, 0.75]])
@@ -168,7 +171,7 @@ def test_who_tells_nothing_keeps_its_own_model_and_is_in_nobody_elses():
     assert torch.equal(shares(torch.zeros(2, 3), torch.zeros(2), -1.0), torch.eye(2))
 
 
-def test_clients_get_the_mean_that_moments_and_confidences_say(node_federation, trainings):
+def test_clients_get_the_mean_of_moments_and_confidences(node_federation, trainings):
     seen = trainings()
     run("fedgta", node_federation, threshold=0.995, **SMALL)
     sizes = set()
@@ -188,11 +191,11 @@ def test_clients_get_the_mean_that_moments_and_confidences_say(node_federation, 
                 h * replies[c]["model"]["classifier.weight"] for c, h in near.items()
             ) / sum(near.values())
             assert torch.allclose(sent[k]["model"]["classifier.weight"], by_hand, atol=1e-6)
-    assert len(sizes) > 1  # the threshold parts them
+    assert len(sizes) > 1  # the threshold separates them
 
 
 def test_traffic(node_federation):
-    """2|θ| + 2 · order · C + 1 a client and round."""
+    """2|θ| + 2 · order · C + 1 per client and round."""
     traffic = run("fedgta", node_federation, order=7, **SMALL).traffic
     theta, K, R, C = 12 * 8 + 8 + 8 * 3 + 3, 4, 3, 3
     assert traffic["scalars_down"] == K * R * theta
@@ -200,7 +203,7 @@ def test_traffic(node_federation):
 
 
 # ---- limits ----
-def test_everybody_in_with_equal_confidences_is_fedavg_of_clients_that_count_alike(
+def test_all_clients_with_equal_confidences_is_fedavg_with_equal_weights(
     node_federation, monkeypatch
 ):
     plain = run(EvenFedAvg(rounds=3), node_federation, model="gcn-2x8")
@@ -209,7 +212,7 @@ def test_everybody_in_with_equal_confidences_is_fedavg_of_clients_that_count_ali
     assert gap(run("fedgta", node_federation, threshold=-1.0, **SMALL).models, plain.models) < 1e-6
 
 
-def test_threshold_one_is_local_training_from_one_first_model(node_federation):
+def test_threshold_one_is_local_training_from_one_initial_model(node_federation):
     class FromOneModel(Local):
         @phase()
         def setup(self, client):
@@ -245,7 +248,7 @@ def test_one_client_trains_alone(node_federation, trainings):
     )
 
 
-def test_a_client_without_labels_describes_its_predictions_and_inductively_has_nothing_to_tell(
+def test_a_client_without_labels_describes_its_predictions_and_sends_zeros_if_inductive(
     node_federation, trainings
 ):
     graphs = node_federation.graphs

@@ -1,4 +1,4 @@
-"""FedSpray: targets and both losses by hand, who learns from whom, what is added up, and its limits."""
+"""FedSpray: targets and both losses by hand, where gradients go, the sums, and its limits."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -22,16 +22,19 @@ QUICK = {"width": 5, "sure": 0.4}
 
 
 def small_graph():
-    """Five nodes, of which 0 and 1 have labels, the classes 0 and 2 of three, and 4 has no edge."""
+    """Returns five nodes. Nodes 0 and 1 have labels, of classes 0 and 2 of three; 4 has no edge."""
     rng = torch.Generator().manual_seed(0)
     return Graph(
-        torch.randn(5, 4, generator=rng), torch.tensor([[0, 1, 1, 2, 2, 3], [1, 0, 2, 1, 3, 2]]), torch.tensor([0, 2, 1, 1, 0]), 3,
+        torch.randn(5, 4, generator=rng),
+        torch.tensor([[0, 1, 1, 2, 2, 3], [1, 0, 2, 1, 3, 2]]),
+        torch.tensor([0, 2, 1, 1, 0]),
+        3,
         train=torch.tensor([True, True, False, False, False]),
-    )  # fmt: skip
+    )
 
 
 def scene(graph, models=(MODEL,), **settings):
-    """A method and a client that is set up, with an encoder whose proxies are not 0."""
+    """Returns a method and a client after setup, with an encoder whose proxies are not 0."""
     facts = Facts(graph.num_features, graph.num_classes, "node", ("0",), models, dropout=0.0)
     client, method = Client("0", graph, facts), FedSpray(width=5, **settings)
     method.setup(client)
@@ -51,7 +54,7 @@ def gap(one, other, owners):
 
 
 def by_hand(encoder, graph):
-    """e, r and p of every node, one at a time."""
+    """Returns e, r and p of every node, computed one at a time."""
     w = weights(encoder)
     rows = []
     for i in range(graph.num_nodes):
@@ -77,7 +80,7 @@ def test_targets_by_hand():
     r, p = by_hand(encoder, graph)
     t = (
         float(r.amax(1)[2:].sort().values[1]) - 1e-4
-    )  # one of the three unlabelled nodes is less sure
+    )  # one of the three unlabelled nodes is less certain
     got = targets(encoder, graph, t)
     assert torch.allclose(got["logits"].softmax(1), p, atol=1e-6)
     assert got["reliable"].tolist() == (graph.train | (r.amax(1) > t)).tolist()
@@ -106,7 +109,7 @@ def test_both_losses_by_hand():
     )
 
 
-def test_gradients_reach_the_student_alone():
+def test_gradients_reach_only_the_student():
     method, client = scene(small_graph())
     model, encoder, graph = client.state["model"], client.state["encoder"], client.graph
     method.objective(client, graph, model, targets(encoder, graph, 0.4)).backward()
@@ -120,8 +123,8 @@ def test_gradients_reach_the_student_alone():
     assert (encoder.proxies.grad[[0, 2]] != 0).any(1).all()
 
 
-def test_every_term_matters_by_itself():
-    """λ_1 alone moves the own model away from CE's gradient; λ_2 alone reaches the proxies."""
+def test_each_term_has_an_effect_alone():
+    """λ_1 alone changes the own model's gradient; λ_2 alone reaches the proxies."""
     for term in ({"pull": 1.0, "match": 0.0}, {"pull": 0.0, "match": 1.0}):
         method, client = scene(small_graph(), **term)
         model, encoder, graph = client.state["model"], client.state["encoder"], client.graph
@@ -134,7 +137,7 @@ def test_every_term_matters_by_itself():
         assert bool(encoder.proxies.grad.abs().sum() > 0) == (term["match"] > 0)
 
 
-def test_a_label_that_is_hidden_is_not_looked_at():
+def test_hidden_labels_are_not_used():
     _, client = scene(small_graph())
     graph = client.graph
     assert (graph.y[2:] == -1).all()
@@ -149,7 +152,7 @@ def test_a_label_that_is_hidden_is_not_looked_at():
     assert torch.equal(one["logits"], other["logits"])
 
 
-def test_the_proxy_of_a_class_that_is_not_there_does_not_move_and_others_do():
+def test_only_proxies_of_present_classes_change():
     method, client = scene(small_graph())
     sent = weights(FeatureStructure(client.facts, 5))
     sent["proxies"] = torch.arange(15.0).view(3, 5)
@@ -176,10 +179,10 @@ def test_means_by_hand():
     assert torch.allclose(mean["w"], (3 * first["w"] + 5 * second["w"]) / 8)
     assert torch.allclose(mean["proxies"][0], (3 * first["proxies"][0] + second["proxies"][0]) / 4)
     assert torch.allclose(mean["proxies"][1], second["proxies"][1])
-    assert torch.equal(mean["proxies"][2], last["proxies"][2])  # nobody has the class
+    assert torch.equal(mean["proxies"][2], last["proxies"][2])  # no client has the class
 
 
-def test_nobody_has_labels_then_nothing_changes():
+def test_means_without_any_labels_keep_the_last_model():
     rng = torch.Generator().manual_seed(0)
     last = {"proxies": torch.randn(3, 2, generator=rng), "w": torch.randn(4, generator=rng)}
     counts = torch.zeros(3, dtype=torch.int64)
@@ -187,7 +190,7 @@ def test_nobody_has_labels_then_nothing_changes():
     assert all(torch.equal(kept[name], last[name]) for name in last)
 
 
-def test_what_is_sent_is_the_mean_of_what_came_back(node_federation, trainings):
+def test_the_download_is_the_mean_of_the_uploads(node_federation, trainings):
     seen = trainings()
     run("fedspray", node_federation, **SMALL)
     assert len(seen) == 3
@@ -215,7 +218,7 @@ def test_without_the_pull_it_is_local_training(node_federation):
     assert gap(run("fedspray", node_federation, pull=1.0, **SMALL), plain, names) > 1e-4
 
 
-def test_own_models_may_be_of_any_kind_and_width(node_federation, trainings):
+def test_own_models_may_have_any_architecture_and_width(node_federation, trainings):
     seen = trainings()
     result = run(
         "fedspray", node_federation, **{**SMALL, "model": "gcn-2x8,gat-2x16,sage-2x24,gin-2x8"}
@@ -225,7 +228,7 @@ def test_own_models_may_be_of_any_kind_and_width(node_federation, trainings):
 
 
 # ---- bad input ----
-def test_a_client_of_one_class_moves_that_class_alone(node_federation, trainings):
+def test_a_client_of_one_class_changes_only_that_proxy(node_federation, trainings):
     first, *rest = node_federation.graphs
     one = replace(
         first, train=first.train & (first.y == 0), test=first.test | (first.train & (first.y != 0))
@@ -252,7 +255,7 @@ def test_a_client_without_labels_adds_nothing(node_federation, inductive, traini
     )
 
 
-def test_no_labels_anywhere_is_no_trouble(node_federation, trainings):
+def test_a_federation_without_labels_runs(node_federation, trainings):
     bare = Federation(
         tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs)
     )
@@ -262,7 +265,7 @@ def test_no_labels_anywhere_is_no_trouble(node_federation, trainings):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_isolated_nodes_have_targets_like_any_other(node_federation):
+def test_isolated_nodes_have_targets_too(node_federation):
     alone = replace(node_federation.graphs[0], edge_index=torch.zeros(2, 0, dtype=torch.int64))
     result = run("fedspray", Federation((alone, *node_federation.graphs[1:])), **SMALL)
     assert all(t.isfinite().all() for t in flatten(result.models).values())
@@ -272,7 +275,7 @@ def test_isolated_nodes_have_targets_like_any_other(node_federation):
     ("field", "value"),
     [("sure", 1.5), ("width", 0), ("proxy_lr", 0.0), ("pull", -1.0), ("match", -0.1)],
 )
-def test_values_that_make_no_sense_are_refused_by_name(field, value):
+def test_invalid_settings_are_refused_by_name(field, value):
     with pytest.raises(ConfigError, match=rf"method\.{field}"):
         FedSpray(**{field: value})
 

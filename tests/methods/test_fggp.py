@@ -1,4 +1,4 @@
-"""FGGP: candidate links and the draw, whose gradient reaches the sampler; the terms by hand; the vote; and its limits."""
+"""FGGP: candidate links, the draw and its gradient, the terms by hand, the vote, its limits."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ OTHER = {"tau_vote": 5.0}
 
 
 def scene(federation, spec="gcn-2x8", **settings):
-    """A method, a client that is set up, and its candidate links."""
+    """Returns a method, a client after setup, and its candidate links."""
     graph = federation.graphs[0]
     facts = Facts(graph.num_features, graph.num_classes, "node", ("0",), (spec,), dropout=0.0)
     client, method = Client("0", graph, facts), FGGP(**settings)
@@ -60,7 +60,7 @@ def largest_gap(one, other, owners):
 
 
 def sampler_gradient(client, loss):
-    """Σ |∂ loss / ∂ψ|."""
+    """Returns Σ |∂ loss / ∂ψ|."""
     own = list(client.state["sampler"].parameters())
     return sum(
         float(g.abs().sum())
@@ -97,7 +97,10 @@ def test_a_single_node_has_no_candidates():
 
 
 def test_reconstruction_is_the_balanced_loss_over_all_pairs():
-    """The authors' dense form, norm · BCE with pos_weight, on pairs i < j: the mean over many draws of other pairs comes to it."""
+    """The mean over many draws of other pairs equals the authors' dense form.
+
+    That is norm · BCE with pos_weight, on pairs i < j.
+    """
     rng = torch.Generator().manual_seed(0)
     h, n = torch.randn(12, 4, generator=rng), 12
     graph = Graph(
@@ -120,7 +123,7 @@ def test_reconstruction_is_the_balanced_loss_over_all_pairs():
 
 
 # ---- the draw ----
-def test_links_are_drawn_as_often_as_they_are_likely(node_federation):
+def test_links_are_drawn_with_their_probability(node_federation):
     method, _, suggested = scene(node_federation, alpha=0.8)
     score = torch.linspace(-3, 3, pairs_of(suggested).shape[1])
     rng, often = torch.Generator().manual_seed(0), torch.zeros(len(score))
@@ -156,7 +159,7 @@ def test_alpha_zero_keeps_every_candidate(node_federation):
         "dgcn-3x8",
     ],
 )
-def test_every_model_sees_in_the_view_what_was_drawn(node_federation, spec):
+def test_every_model_uses_only_the_drawn_links_of_a_view(node_federation, spec):
     method, client, suggested = scene(node_federation, spec)
     model = client.state["model"]
     view = method.draw(
@@ -169,11 +172,11 @@ def test_every_model_sees_in_the_view_what_was_drawn(node_federation, spec):
     assert torch.allclose(model(view), model(plain), atol=1e-5)
     gives = (
         sampler_gradient(client, model(view).square().sum()) if not spec.startswith("gat") else 1.0
-    )  # GAT looks at no weights
+    )  # GAT ignores edge weights
     assert gives > 0
 
 
-def test_the_gradient_of_a_product_is_that_of_the_normalised_adjacency():
+def test_the_gradient_of_a_product_equals_that_of_the_dense_adjacency():
     """A dense matrix of link weights, normalised and multiplied by hand."""
     graph = Graph(
         torch.ones(4, 2), torch.tensor([[0, 1, 2], [1, 2, 3]]), torch.zeros(4, dtype=torch.int64), 2
@@ -193,7 +196,7 @@ def test_the_gradient_of_a_product_is_that_of_the_normalised_adjacency():
 
 
 # ---- prototypes ----
-def test_training_nodes_are_sure_and_others_as_sure_as_the_model():
+def test_pseudo_labels_by_hand():
     graph = Graph(
         torch.ones(3, 2),
         torch.zeros(2, 0, dtype=torch.int64),
@@ -238,12 +241,15 @@ def test_the_vote_by_hand():
         rtol=1e-4,
     )
     assert votes.argmax(1).tolist() == [0, 2]
-    assert (votes[:, 1] == -torch.inf).all()  # a class without prototypes is never named
+    assert (votes[:, 1] == -torch.inf).all()  # a class without prototypes is never predicted
 
 
 # ---- the objective ----
-def test_every_term_reaches_what_it_should(node_federation):
-    """The second view's terms and the reconstruction reach the sampler; all but the reconstruction reach the model."""
+def test_every_term_reaches_the_right_networks(node_federation):
+    """The second view's terms and the reconstruction reach the sampler.
+
+    All but the reconstruction reach the model.
+    """
     for term in ("second", "links", "align"):
         method, client, suggested = scene(node_federation, **{**OFF, term: 1.0})
         local_model, model = client.state["model"], {"candidates": suggested}
@@ -264,7 +270,7 @@ def test_a_step_moves_the_sampler(node_federation):
     assert all(not torch.equal(reply["sampler"][k], before[k]) for k in before)
 
 
-def test_without_its_terms_it_is_fedavg_with_another_way_to_predict(node_federation):
+def test_without_its_terms_it_trains_as_fedavg(node_federation):
     plain = run("fedavg", node_federation, **SMALL)
     owners = ("server", *node_federation.names)
     off = run("fggp", node_federation, **OFF, **SMALL)
@@ -307,7 +313,7 @@ def test_what_travels(node_federation, trainings):
     assert torch.equal(seen[1][0]["2"]["of_class"], told["of_class"])
 
 
-def test_a_client_without_labels_tells_nothing(node_federation, trainings):
+def test_a_client_without_labels_sends_no_prototypes(node_federation, trainings):
     graphs = node_federation.graphs
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
     for inductive in (False, True):
@@ -321,7 +327,7 @@ def test_a_client_without_labels_tells_nothing(node_federation, trainings):
         assert not any(replies["0"]["present"].any() for _, replies in seen)
 
 
-def test_nobody_has_labels_then_the_head_predicts_and_nothing_is_told(node_federation, trainings):
+def test_without_any_labels_the_head_predicts(node_federation, trainings):
     bare = Federation(
         tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs)
     )
@@ -333,7 +339,7 @@ def test_nobody_has_labels_then_the_head_predicts_and_nothing_is_told(node_feder
     ]
 
 
-def test_a_class_that_exists_nowhere_and_one_client(node_federation):
+def test_an_absent_class_and_a_single_client(node_federation):
     federation = Federation(tuple(replace(g, num_classes=4) for g in node_federation.graphs[:1]))
     result = run("fggp", federation, **SMALL, auc=True)
     assert result.summary["status"] == "completed"

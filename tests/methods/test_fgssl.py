@@ -1,4 +1,4 @@
-"""FGSSL: both terms by hand, what their gradients reach, what is held in memory, and its limits."""
+"""FGSSL: both terms by hand, where their gradients go, memory, and its limits."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ WHOLE = {"weak_edges": 0.0, "weak_columns": 0.0, "strong_edges": 0.0, "strong_co
 
 
 def scene(federation, spec="gcn-2x8", **settings):
-    """A method and a client that is set up, whose global model is another than its own."""
+    """Returns a method and a client after setup, whose global model differs from its own."""
     graph = federation.graphs[0]
     facts = Facts(graph.num_features, graph.num_classes, "node", ("0",), (spec,), dropout=0.0)
     client, method = Client("0", graph, facts), FGSSL(**settings)
@@ -34,7 +34,7 @@ def scene(federation, spec="gcn-2x8", **settings):
 
 
 def five_nodes():
-    """A triangle 0-1-2 with a tail 2-3, a loop at 3, and a node without neighbours."""
+    """Returns a triangle 0-1-2 with a tail 2-3, a loop at 3, and a node without neighbours."""
     edges = torch.tensor([[0, 1], [1, 2], [0, 2], [2, 3]]).T
     ends = torch.cat([edges, edges.flip(0), torch.tensor([[3], [3]])], 1)
     return Graph(
@@ -53,7 +53,7 @@ def largest_gap(one, other):
 
 
 def gradient(loss, model):
-    """Σ |∂ loss / ∂θ| of each parameter of a model; 0 where there is none."""
+    """Returns Σ |∂ loss / ∂θ| of each parameter of a model; 0 where there is none."""
     names, own = zip(*model.named_parameters(), strict=True)
     found = torch.autograd.grad(loss, own, allow_unused=True)
     return {
@@ -83,7 +83,7 @@ def test_the_contrast_by_a_double_loop():
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 99))
-def test_blocks_of_rows_change_nothing(nodes, rows, seed):
+def test_blocks_of_rows_give_the_same_result(nodes, rows, seed):
     rng = torch.Generator().manual_seed(seed)
     z, anchors = (
         torch.randn(nodes, 3, generator=rng, requires_grad=True),
@@ -99,7 +99,7 @@ def test_blocks_of_rows_change_nothing(nodes, rows, seed):
         assert torch.allclose(torch.autograd.grad(parts, z)[0], expected, atol=1e-5)
 
 
-def test_no_more_than_a_block_of_rows_is_held_forwards_and_backwards(monkeypatch):
+def test_only_one_block_of_rows_is_in_memory_in_both_passes(monkeypatch):
     monkeypatch.setattr(fgssl, "ROWS", 16)
     z, anchors = torch.rand(400, 8, requires_grad=True), torch.rand(400, 8)
     with Largest() as seen:
@@ -107,7 +107,7 @@ def test_no_more_than_a_block_of_rows_is_held_forwards_and_backwards(monkeypatch
     assert seen.numel == 16 * 400
 
 
-def test_a_node_alone_in_its_class_has_itself_and_one_class_has_a_contrast_near_that_of_chance():
+def test_the_contrast_of_single_nodes_and_of_one_class():
     z = torch.eye(3)
     alone = contrast(z, z, torch.tensor([0, 1, 2]), 0.1)
     assert alone.item() == pytest.approx(math.log(1 + 2 * math.exp(-10)), abs=1e-6)
@@ -117,7 +117,7 @@ def test_a_node_alone_in_its_class_has_itself_and_one_class_has_a_contrast_near_
     )
 
 
-def test_no_labels_no_contrast_and_a_small_temperature_is_no_reason_to_overflow():
+def test_the_contrast_is_zero_without_labels_and_finite_at_a_small_temperature():
     z = torch.randn(3, 4, requires_grad=True)
     nothing = contrast(z[:0], z[:0].detach(), torch.zeros(0, dtype=torch.int64), 0.1)
     assert nothing == 0
@@ -128,7 +128,7 @@ def test_no_labels_no_contrast_and_a_small_temperature_is_no_reason_to_overflow(
     assert z.grad.isfinite().all()
 
 
-def test_rows_of_zeros_have_a_gradient_that_is_of_use():
+def test_rows_of_zeros_have_a_bounded_gradient():
     z = torch.tensor([[0.0, 0.0], [3.0, 4.0]], requires_grad=True)
     assert torch.equal(unit(z).detach(), torch.tensor([[0.0, 0.0], [0.6, 0.8]]))
     contrast(z, torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1]), 0.1).backward()
@@ -165,25 +165,25 @@ def test_the_structure_by_a_double_loop_over_five_nodes():
     )
 
 
-def test_odds_sum_to_one_for_every_node_with_neighbours():
+def test_probabilities_sum_to_one_for_every_node_with_neighbours():
     graph = five_nodes()
     odds = log_neighbours(torch.randn(5, 3), graph, 0.01).exp()
     total = torch.zeros(5).index_add(0, graph.adjacency("sum").rows, odds)
     assert torch.allclose(total, torch.tensor([1.0, 1, 1, 1, 0]))
 
 
-def test_equal_models_have_no_distance_and_others_are_moved():
+def test_the_structure_term_of_equal_models_is_zero():
     f = torch.randn(5, 3, requires_grad=True)
     same = structure(f, f.detach(), five_nodes(), 0.1)
     assert same.item() == pytest.approx(0, abs=1e-6)
     (g,) = torch.autograd.grad(same, f)
     assert g.abs().max() < 1e-4
-    other = structure(f, f.detach().roll(1, 0), five_nodes(), 1e-4)  # as sharp as can be
+    other = structure(f, f.detach().roll(1, 0), five_nodes(), 1e-4)  # the sharpest distribution
     assert other.isfinite()
     assert torch.autograd.grad(other, f)[0].isfinite().all()
 
 
-def test_no_edges_no_structure():
+def test_without_edges_the_structure_term_is_zero():
     bare = Graph(torch.eye(3), torch.zeros(2, 0, dtype=torch.int64), torch.tensor([0, 1, -1]), 2)
     f = torch.randn(3, 2, requires_grad=True)
     nothing = structure(f, f.detach(), bare, 0.1)
@@ -215,15 +215,15 @@ def test_the_objective_is_the_sum_of_three_terms(node_federation):
         + 0.7 * contrast(z[known], z_global[known], graph.y[known], 0.4)
         + 0.3 * by_double_loop(model(graph).detach(), other(graph).detach(), graph, 0.5)
     )
-    assert torch.isclose(method.objective(client, graph, model, None), expected, atol=1e-5)
+    assert torch.isclose(method.objective(client, graph, model, {}), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("spec", ["gcn-2x8", "gat-2x8", "sgc-2x8", "sage-2x8+linear+norm"])
-def test_every_term_reaches_the_model_and_none_the_global_one(node_federation, spec):
+def test_every_term_reaches_only_the_trained_model(node_federation, spec):
     for settings in ({"semantic": 1.0, "structural": 0.0}, {"semantic": 0.0, "structural": 1.0}):
         method, client = scene(node_federation, spec, **settings)
         model, graph = client.state["model"], client.graph
-        extra = method.objective(client, graph, model, None) - client.loss(model(graph), graph)
+        extra = method.objective(client, graph, model, {}) - client.loss(model(graph), graph)
         reached = gradient(extra, model)
         assert max(v for name, v in reached.items() if not name.startswith("classifier.")) > 1e-4
         head = max(v for name, v in reached.items() if name.startswith("classifier."))
@@ -233,7 +233,7 @@ def test_every_term_reaches_the_model_and_none_the_global_one(node_federation, s
         assert all(p.grad is None for p in client.memory["global"].parameters())
 
 
-def test_the_global_model_is_what_was_downloaded(node_federation):
+def test_the_global_model_holds_the_download(node_federation):
     method, client = scene(node_federation)
     download = {name: t.clone() for name, t in client.build("a third").state_dict().items()}
     method.train(client, download)
@@ -245,7 +245,7 @@ def test_the_global_model_is_what_was_downloaded(node_federation):
     )
 
 
-def test_without_its_terms_it_is_fedavg_bit_for_bit_and_with_either_it_is_not(node_federation):
+def test_only_without_both_terms_it_is_bit_identical_to_fedavg(node_federation):
     plain = run("fedavg", node_federation, **SMALL)
     assert (
         largest_gap(run("fgssl", node_federation, semantic=0.0, structural=0.0, **SMALL), plain)
@@ -255,13 +255,13 @@ def test_without_its_terms_it_is_fedavg_bit_for_bit_and_with_either_it_is_not(no
         assert largest_gap(run("fgssl", node_federation, **{off: 0.0}, **SMALL), plain) > 1e-4
 
 
-def test_views_are_drawn_anew_at_every_step_from_the_clients_own_stream(node_federation):
+def test_every_step_draws_new_views_from_the_clients_own_stream(node_federation):
     method, client = scene(node_federation)
     model, graph = client.state["model"], client.graph
-    first, second = (method.objective(client, graph, model, None) for _ in range(2))
+    first, second = (method.objective(client, graph, model, {}) for _ in range(2))
     assert first != second
     _, again = scene(node_federation)
-    assert method.objective(again, again.graph, again.state["model"], None) == first
+    assert method.objective(again, again.graph, again.state["model"], {}) == first
 
 
 # ---- bad input ----

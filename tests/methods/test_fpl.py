@@ -21,7 +21,10 @@ SMALL = {"model": "gcn-2x8", "rounds": 3}
 
 
 def scene(federation, **settings):
-    """A method, a client that is set up, and cluster prototypes: two of class 0, one of class 1, none of class 2."""
+    """Returns a method, a client after setup, and cluster prototypes.
+
+    There are two prototypes of class 0, one of class 1, none of class 2.
+    """
     graph = federation.graphs[0]
     facts = Facts(
         graph.num_features, graph.num_classes, federation.task, ("0",), ("gcn-2x8",), dropout=0.0
@@ -33,7 +36,7 @@ def scene(federation, **settings):
 
 
 def spied(monkeypatch):
-    """What clients are sent, and what they answer, by phase."""
+    """Records what clients are sent and what they answer, by phase."""
     seen, original = [], Loop.call
     monkeypatch.setattr(
         Loop,
@@ -69,7 +72,7 @@ def test_both_terms_by_hand(node_federation):
     assert torch.isclose(method.objective(client, graph, model, told_of), expected, atol=1e-5)
 
 
-def test_every_term_reaches_the_extractor_and_not_what_was_told(node_federation):
+def test_every_term_reaches_the_extractor_but_not_the_prototypes(node_federation):
     for settings in ({"contrastive": 1.0, "unbiased": 0.0}, {"contrastive": 0.0, "unbiased": 1.0}):
         method, client, told_of = scene(node_federation, **settings)
         model, graph = client.state["model"], client.graph
@@ -89,7 +92,7 @@ def test_without_its_terms_and_in_its_first_round_it_is_fedavg(federation):
     assert largest_gap(run("fpl", federation, **once), run("fedavg", federation, **once)) == 0
 
 
-def test_a_small_temperature_is_no_reason_to_overflow():
+def test_a_small_temperature_does_not_overflow():
     z = torch.tensor([[3.0, 0.0], [0.0, 2.0]], requires_grad=True)
     far = contrast(
         z,
@@ -114,7 +117,7 @@ def test_a_small_temperature_is_no_reason_to_overflow():
 
 
 # ---- the server's side ----
-def test_each_class_is_clustered_by_itself():
+def test_each_class_is_clustered_separately():
     left, right = torch.tensor([[1.0, 0.0], [1.0, 0.1]]), torch.tensor([[0.0, 1.0], [0.1, 1.0]])
     replies = [
         told(torch.stack([point, -point]), torch.tensor([True, k == 3]))
@@ -126,7 +129,7 @@ def test_each_class_is_clustered_by_itself():
 
 
 @given(st.integers(2, 7), st.integers(0, 99))
-def test_the_order_of_clients_does_not_matter_to_the_clusters(clients, seed):
+def test_clusters_do_not_depend_on_the_order_of_clients(clients, seed):
     rng = torch.Generator().manual_seed(seed)
     replies = [
         told(torch.randn(3, 4, generator=rng), torch.rand(3, generator=rng) < 0.7)
@@ -148,12 +151,12 @@ def test_the_order_of_clients_does_not_matter_to_the_clusters(clients, seed):
         assert mine == pytest.approx(theirs, abs=2e-3)
 
 
-def test_nobody_with_prototypes_gives_no_clusters():
+def test_without_prototypes_there_are_no_clusters():
     assert cluster_means([told(torch.ones(2, 4), torch.zeros(2, dtype=torch.bool))] * 3) == {}
 
 
 def test_what_travels(node_federation, monkeypatch):
-    """Present classes only, no zero prototype, and clusters that are those of the round before."""
+    """Only present classes, no zero prototype, and the clusters of the round before."""
     graphs = node_federation.graphs
     kept = graphs[0].train & (graphs[0].y != 2)
     lacking = replace(graphs[0], train=kept, test=graphs[0].test | (graphs[0].train & ~kept))
@@ -175,9 +178,7 @@ def test_what_travels(node_federation, monkeypatch):
 
 
 # ---- bad input ----
-def test_a_client_without_labels_tells_nothing_and_inductively_has_nothing(
-    node_federation, monkeypatch
-):
+def test_a_client_without_labels_sends_no_prototypes(node_federation, monkeypatch):
     graphs = node_federation.graphs
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
     seen = spied(monkeypatch)
@@ -191,7 +192,7 @@ def test_a_client_without_labels_tells_nothing_and_inductively_has_nothing(
     assert not any(replies["0"]["present"].any() for phase, _, replies in seen if phase == "train")
 
 
-def test_a_class_that_exists_nowhere_has_no_clusters(node_federation, monkeypatch):
+def test_an_absent_class_has_no_clusters(node_federation, monkeypatch):
     seen = spied(monkeypatch)
     run(
         "fpl", Federation(tuple(replace(g, num_classes=4) for g in node_federation.graphs)), **SMALL
@@ -203,13 +204,13 @@ def test_a_class_that_exists_nowhere_has_no_clusters(node_federation, monkeypatc
     )
 
 
-def test_nobody_has_labels_then_it_is_fedavg(node_federation):
+def test_without_any_labels_it_is_fedavg(node_federation):
     bare = Federation(
         tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs)
     )
     assert largest_gap(run("fpl", bare, **SMALL), run("fedavg", bare, **SMALL)) == 0
 
 
-def test_one_client_is_pulled_towards_its_own_prototypes(node_federation):
+def test_one_client_aligns_to_its_own_prototypes(node_federation):
     alone = Federation(node_federation.graphs[:1])
     assert largest_gap(run("fpl", alone, **SMALL), run("fedavg", alone, **SMALL)) > 1e-4

@@ -23,7 +23,10 @@ def spy(monkeypatch):
 def test_with_full_participation_the_server_control_is_the_mean_of_the_clients(
     node_federation, monkeypatch
 ):
-    """c = mean c_k after every round; and with SGD c_k is the mean gradient of the local steps (option II)."""
+    """c = mean c_k after every round. With SGD c_k is the mean gradient of the local steps.
+
+    This is option II.
+    """
     seen = spy(monkeypatch)
     run("scaffold", node_federation, model="gcn-2x8", rounds=4, lr=0.1)
     rounds = [(sent, replies) for phase, sent, replies in seen if phase == "train"]
@@ -36,7 +39,7 @@ def test_with_full_participation_the_server_control_is_the_mean_of_the_clients(
 
 
 def test_a_client_that_takes_no_step_has_no_control(node_federation, monkeypatch):
-    """Option II would give it −c, which the server would then add to everybody's."""
+    """Option II would give it −c, which the server would then add to the common control."""
     seen = spy(monkeypatch)
     first, *others = node_federation.graphs
     idle = replace(first, train=torch.zeros_like(first.train))
@@ -86,7 +89,7 @@ def test_the_first_round_is_fedavg_with_sgd(node_federation):
     )
 
 
-def test_twice_the_traffic_of_fedavg(node_federation):
+def test_traffic_is_twice_that_of_fedavg(node_federation):
     one, other = (
         run(m, node_federation, model="gcn-2x8", rounds=2).traffic["phases"]["train"]
         for m in ("scaffold", "fedavg")
