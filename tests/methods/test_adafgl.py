@@ -90,9 +90,8 @@ def written_out(graph, logits, alpha):
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_products_with_s_equal_those_of_the_dense_matrix(alpha):
     rng = torch.Generator().manual_seed(0)
-    ends = torch.tensor(
-        [[0, 1, 1, 2, 3, 3], [1, 0, 2, 1, 3, 0]]
-    )  # one edge goes one way only, one is a loop, node 4 has none
+    # One edge goes one way only, one is a loop, node 4 has none.
+    ends = torch.tensor([[0, 1, 1, 2, 3, 3], [1, 0, 2, 1, 3, 0]])
     weight = torch.tensor([1.0, 1.0, 2.0, 2.0, 1.0, 0.5])
     graph = Graph(
         torch.rand(5, 3, generator=rng),
@@ -159,9 +158,8 @@ def test_push_and_pull_is_finite_for_confident_equal_and_single_nodes(nodes, cla
     for logits in (Z, Z[:1].expand(nodes, classes)):
         out = push_and_pull(logits, unit_rows(logits.detach().softmax(1)), beta)
         assert out.isfinite().all()
-        assert (out - logits / 2).abs().max() <= 0.5 + 1e-5 * (
-            1 + scale
-        )  # pull and push are probabilities, halved
+        # Pull and push are probabilities, halved.
+        assert (out - logits / 2).abs().max() <= 0.5 + 1e-5 * (1 + scale)
         (g,) = torch.autograd.grad(out.square().sum(), Z)
         assert g.isfinite().all()
 
@@ -404,7 +402,7 @@ def test_an_inductive_client_is_scored_on_nodes_it_has_not_trained_on(node_feder
 
 # ---- memory ----
 def test_no_tensor_of_nodes_by_nodes():
-    n = 2000
+    n = 800
     graph = divide(synthetic(nodes=n, classes=3, features=12, seed=0), 1, "random", 0).graphs[0]
     with Largest() as rewired:
         method, client = scene(graph, dropout=0.5)

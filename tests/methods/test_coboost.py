@@ -64,9 +64,8 @@ def test_nodes_move_by_epsilon_of_their_length_along_the_gradient():
 def test_weights_take_signed_steps_towards_clients_that_know_the_labels():
     ensemble, _, graph = scene(clients=3)
     logits = 4.0 * F.one_hot(graph.y, 3)
-    graph._cache["clients"] = torch.stack(
-        [logits, -0.5 * logits, -logits]
-    )  # right, wrong, and more wrong
+    # Right, wrong, and more wrong.
+    graph._cache["clients"] = torch.stack([logits, -0.5 * logits, -logits])
     CoBoost(mu=0.01).reweigh(ensemble, [graph])
     raw = 1 / 3 + torch.tensor([0.01, -0.01, -0.01])
     assert torch.allclose(ensemble.share, raw / raw.sum(), atol=1e-6)

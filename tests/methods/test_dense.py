@@ -142,9 +142,8 @@ def test_the_student_is_closer_to_the_ensemble_than_the_average_is():
     settings = {"model": "gcn-2x8", "dropout": 0.0, "epochs": 60, "finetune": 0}
     average, student = (run("dense", skewed, **settings, batches=batches) for batches in (0, 10))
     model = build_model("gcn-2x8", 12, 3, dropout=0.0, seed=0)
-    ensemble = Ensemble(
-        model, [average.models[c] for c in skewed.names]
-    )  # not fine-tuned: equal to the uploads
+    # Not fine-tuned: equal to the uploads.
+    ensemble = Ensemble(model, [average.models[c] for c in skewed.names])
     gap = {}
     for name, result in (("average", average), ("student", student)):
         with torch.no_grad():

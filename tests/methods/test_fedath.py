@@ -308,9 +308,8 @@ def test_with_all_edges_and_no_dependence_it_is_fedavg(node_federation, monkeypa
     show_all_edges(monkeypatch)
     same = run("fedath", node_federation, independence=0.0, **SMALL)
     for owner in ("server", *node_federation.names):
-        assert (
-            gap(own_model(same, owner), plain.models[owner]) < 1e-6
-        )  # (S X) W there, S (X W) here
+        # (S X) W there, S (X W) here.
+        assert gap(own_model(same, owner), plain.models[owner]) < 1e-6
         assert gap(own_model(other, owner), plain.models[owner]) > 1e-4
 
 
@@ -353,9 +352,8 @@ def test_finetuning_starts_from_the_global_weights_and_minimises_ce_alone():
         for m in (client.state["biased"], model.evaluator)
     )
     method.tune(client, {name: p.detach() for name, p in other.named_parameters()})
-    assert (
-        gap(dict(model.sees.named_parameters()), dict(other.named_parameters())) < 0.011
-    )  # one step of Adam
+    # One step of Adam.
+    assert gap(dict(model.sees.named_parameters()), dict(other.named_parameters())) < 0.011
     assert gap(dict(client.state["biased"].named_parameters()), biased) == 0
     assert gap(dict(model.evaluator.named_parameters()), evaluator) > 0
 

@@ -60,9 +60,8 @@ def test_label_propagation_by_hand(path):
     once = 0.3 * S @ first + 0.7 * first
     assert torch.allclose(propagate_labels(path, first, 1, 0.3), once)
     assert torch.allclose(propagate_labels(path, first, 2, 0.3), 0.3 * S @ once + 0.7 * first)
-    assert torch.allclose(
-        propagate_labels(path, first, 5, 0.3)[3], first[3]
-    )  # a node without neighbours keeps its label
+    # A node without neighbours keeps its label.
+    assert torch.allclose(propagate_labels(path, first, 5, 0.3)[3], first[3])
     assert torch.equal(propagate_labels(path, first, 5, 0.0), first)
 
 
@@ -135,9 +134,8 @@ def test_the_description_uses_the_trained_model_without_dropout(node_federation)
 
 # ---- at the server ----
 def test_shares_by_hand():
-    M = torch.tensor(
-        [[1.0, 0.0], [3.0, 4.0], [0.0, 2.0]]
-    )  # cosines: 0.6 of 0 and 1, 0.8 of 1 and 2, 0 of 0 and 2
+    # Cosines: 0.6 of 0 and 1, 0.8 of 1 and 2, 0 of 0 and 2.
+    M = torch.tensor([[1.0, 0.0], [3.0, 4.0], [0.0, 2.0]])
     H = torch.tensor([1.0, 2.0, 6.0])
     assert torch.allclose(
         shares(M, H, 0.5),

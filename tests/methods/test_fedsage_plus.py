@@ -441,9 +441,8 @@ def test_more_rows_than_agreed_are_refused(node_federation):
 def test_an_unrequested_gradient_is_refused(node_federation):
     bare = replace(node_federation.graphs[0], edge_index=torch.zeros(2, 0, dtype=torch.int64))
     method, clients = prepared(replace(node_federation, graphs=(bare, *node_federation.graphs[1:])))
-    assert (
-        method.write_generator(clients["0"]) == {}
-    )  # no node was hidden, so there is nothing to ask
+    # No node was hidden, so there is nothing to ask.
+    assert method.write_generator(clients["0"]) == {}
     with pytest.raises(
         MessageError,
         match="client '1' in 'write_gradients': tensor 'first' is a gradient that this client did",

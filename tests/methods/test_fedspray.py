@@ -78,9 +78,8 @@ def test_targets_by_hand():
     _, client = scene(small_graph())
     encoder, graph = client.state["encoder"], client.graph
     r, p = by_hand(encoder, graph)
-    t = (
-        float(r.amax(1)[2:].sort().values[1]) - 1e-4
-    )  # one of the three unlabelled nodes is less certain
+    # One of the three unlabelled nodes is less certain.
+    t = float(r.amax(1)[2:].sort().values[1]) - 1e-4
     got = targets(encoder, graph, t)
     assert torch.allclose(got["logits"].softmax(1), p, atol=1e-6)
     assert got["reliable"].tolist() == (graph.train | (r.amax(1) > t)).tolist()

@@ -78,9 +78,8 @@ def test_structure_is_returns_and_degrees_and_is_cached():
         ]
     assert structure_of(graph, 5, 3) is s
     looped = torch.cat([graph.edge_index, torch.zeros(2, 1, dtype=torch.int64)], 1)
-    assert torch.equal(
-        structure_of(replace(graph, edge_index=looped), 5, 3), s
-    )  # a self-loop is not a step
+    # A self-loop is not a step.
+    assert torch.equal(structure_of(replace(graph, edge_index=looped), 5, 3), s)
 
 
 def test_the_model_by_hand():
@@ -104,9 +103,8 @@ def test_the_model_by_hand():
     z = F.relu(dense(pooled, "post"))
     assert torch.allclose(model.embed(graph), z, atol=1e-5)
     assert torch.allclose(model(graph), dense(z, "classifier"), atol=1e-5)
-    assert not torch.equal(
-        model(graph, torch.Generator().manual_seed(0)), model(graph)
-    )  # dropout only with a generator
+    # Dropout only with a generator.
+    assert not torch.equal(model(graph, torch.Generator().manual_seed(0)), model(graph))
 
 
 def test_the_loss_reaches_every_weight_of_both_channels(graph_federation):

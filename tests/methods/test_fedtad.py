@@ -99,9 +99,8 @@ def test_heavier_edges_count_more_in_the_mean_over_neighbours():
         reliability_of(graph_of(x, edges, [0, 1, 1], [True, False, False], 2, w), 1, 2)[0]
         for w in ([9.0, 1.0], [1.0, 9.0])
     )
-    assert torch.allclose(
-        torch.stack([near, far]), torch.tensor([10 / 11, 2 / 11])
-    )  # one step never returns: only features count
+    # One step never returns: only features count.
+    assert torch.allclose(torch.stack([near, far]), torch.tensor([10 / 11, 2 / 11]))
 
 
 def test_reliability_is_never_negative_nor_nan():
@@ -153,9 +152,8 @@ def test_diversity_equals_that_of_fedgen_with_less_memory():
         value = diversity(noise, x)
     assert torch.isclose(value, pair_by_pair(noise, x), atol=1e-6)
     assert seen.numel <= 30 * 500
-    by_hand = torch.exp(
-        -torch.tensor(2 * (3.0 / 2) * 4.0 / 4)
-    )  # two nodes: x differ by 1 and 2, z by 2; half of the pairs are (i, i)
+    # Two nodes: x differ by 1 and 2, z by 2; half of the pairs are (i, i).
+    by_hand = torch.exp(-torch.tensor(2 * (3.0 / 2) * 4.0 / 4))
     assert torch.isclose(
         diversity(torch.tensor([[0.0], [2.0]]), torch.tensor([[0.0, 0.0], [1.0, 2.0]])), by_hand
     )
@@ -319,9 +317,8 @@ def test_traffic_is_that_of_fedavg_and_one_vector(node_federation):
         == plain["scalars_up"] + node_federation.num_clients * node_federation.num_classes
     )
     assert traffic["scalars_down"] == plain["scalars_down"]
-    assert (
-        traffic["phases"]["reliability"]["messages"] == node_federation.num_clients
-    )  # once, not every round
+    # Once, not every round.
+    assert traffic["phases"]["reliability"]["messages"] == node_federation.num_clients
 
 
 def test_both_evaluations(node_federation):

@@ -279,9 +279,8 @@ def test_without_its_terms_it_trains_as_fedavg(node_federation):
     by_head = run("fggp", node_federation, classifier="head", **OFF, **SMALL)
     assert [e["accuracy"] for e in by_head.history] == [e["accuracy"] for e in plain.history]
     assert [e["accuracy"] for e in off.history] != [e["accuracy"] for e in plain.history]
-    assert (
-        off.history[0]["accuracy"] == plain.history[0]["accuracy"]
-    )  # no prototypes yet: the head predicts
+    # No prototypes yet: the head predicts.
+    assert off.history[0]["accuracy"] == plain.history[0]["accuracy"]
 
 
 def test_global_evaluation_votes_with_the_new_clusters(node_federation, trainings):

@@ -227,9 +227,8 @@ def test_every_term_reaches_only_the_trained_model(node_federation, spec):
         reached = gradient(extra, model)
         assert max(v for name, v in reached.items() if not name.startswith("classifier.")) > 1e-4
         head = max(v for name, v in reached.items() if name.startswith("classifier."))
-        assert (head > 1e-4) == (
-            settings["structural"] > 0
-        )  # the contrast is of embeddings, the structure of logits
+        # The contrast is of embeddings, the structure of logits.
+        assert (head > 1e-4) == (settings["structural"] > 0)
         assert all(p.grad is None for p in client.memory["global"].parameters())
 
 

@@ -55,9 +55,8 @@ def sent_extractors(monkeypatch):
 def test_time_warping_by_hand():
     t = torch.tensor
     assert dtw(t([1.0, 2.0, 3.0]), t([1.0, 2.0, 3.0])) == 0
-    assert (
-        dtw(t([1.0, 2.0, 3.0]), t([1.0, 1.0, 2.0, 3.0, 3.0])) == 0
-    )  # the same sequence at another pace
+    # The same sequence at another pace.
+    assert dtw(t([1.0, 2.0, 3.0]), t([1.0, 1.0, 2.0, 3.0, 3.0])) == 0
     assert dtw(t([0.0, 0.0]), t([3.0, 4.0])) == 5
     # 0-1, 0-1, 3-2: three gaps of 1.
     assert dtw(t([0.0, 0.0, 3.0]), t([1.0, 2.0])) == pytest.approx(3**0.5)

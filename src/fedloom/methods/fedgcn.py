@@ -83,31 +83,31 @@ def cross_edges(client: Client, other: str, direction: int) -> tuple[Tensor, Ten
     return own[chosen], remote[chosen]
 
 
-def require_nodes(message: Message, known: Tensor, who: str) -> None:
+def require_nodes(message: Message, known: Tensor, writer: str) -> None:
     """Raises a MessageError unless a peer message has exactly one row for each expected node.
 
     Args:
         message: The peer message.
         known: The nodes [m] that the reader's cross edges name.
-        who: The writer, for the error.
+        writer: The client that wrote it, for the error.
     """
     nodes = message["nodes"]
     for name, tensor in message.items():
         if len(tensor) != len(nodes):
             raise MessageError(
-                f"{who}: tensor {name!r} has {len(tensor)} rows for {len(nodes)} nodes"
+                f"{writer}: tensor {name!r} has {len(tensor)} rows for {len(nodes)} nodes"
             )
     if unknown := nodes[~torch.isin(nodes, known)].tolist():
         raise MessageError(
-            f"{who}: tensor 'nodes' names {unknown[0]}, but the reader knows no such cross edge"
+            f"{writer}: tensor 'nodes' names {unknown[0]}, but the reader knows no such cross edge"
         )
     if absent := known[~torch.isin(known, nodes)].tolist():
         raise MessageError(
-            f"{who}: tensor 'nodes' lacks {absent[0]}: the writer does not know a cross edge "
+            f"{writer}: tensor 'nodes' lacks {absent[0]}: the writer does not know a cross edge "
             "that the reader knows"
         )
     if not torch.equal(nodes, known):
-        raise MessageError(f"{who}: tensor 'nodes' must be ascending, each node once")
+        raise MessageError(f"{writer}: tensor 'nodes' must be ascending, each node once")
 
 
 def known_features(graph: Graph, features: Tensor) -> Graph:
@@ -188,16 +188,16 @@ class FedGCN(FedAvg, FedSGD):
         )
         features = client.memory["S"] @ graph.x
         for sender, message in (inbox or {}).items():
-            who = f"client {sender!r} in 'write_sums'"
+            writer = f"client {sender!r} in 'write_sums'"
             own, _ = cross_edges(client, sender, IN)
             nodes, row, edges = graph.node_id[own].unique(return_inverse=True, return_counts=True)
-            require_nodes(message, nodes, who)
+            require_nodes(message, nodes, writer)
             for node, counted, known in zip(
                 nodes.tolist(), message["edges"].tolist(), edges.tolist(), strict=True
             ):
                 if counted != known:
                     raise MessageError(
-                        f"{who}: tensor 'edges' counts {counted} cross edges to {node}, "
+                        f"{writer}: tensor 'edges' counts {counted} cross edges to {node}, "
                         f"the reader knows {known}"
                     )
             target = torch.empty_like(nodes).scatter_(0, row, own)
@@ -232,13 +232,15 @@ class FedGCN(FedAvg, FedSGD):
         features, n = [client.memory["known"].x], client.graph.num_nodes
         source, target, values = [S.indices.long()], [S.rows], [S.values]
         for sender, message in (inbox or {}).items():
-            who = f"client {sender!r} in 'write_features'"
+            writer = f"client {sender!r} in 'write_features'"
             own, remote = cross_edges(client, sender, IN)
             nodes, row = remote.unique(return_inverse=True)
-            require_nodes(message, nodes, who)
+            require_nodes(message, nodes, writer)
             if (message["degree"] < 1).any():
                 smallest = int(message["degree"].min())
-                raise MessageError(f"{who}: tensor 'degree' holds {smallest}, must be at least 1")
+                raise MessageError(
+                    f"{writer}: tensor 'degree' holds {smallest}, must be at least 1"
+                )
             source.append(n + row)
             target.append(own)
             values.append(scaled[own] * scale(message["degree"])[row])

@@ -59,14 +59,14 @@ def told(table: Tensor, present: Tensor, floor: int = 1, behind: Tensor | None =
     return {"prototypes": table[allowed], "present": allowed}
 
 
-def table_of(prototypes: Tensor, present: Tensor, who: str = "message") -> Tensor:
+def table_of(prototypes: Tensor, present: Tensor, sender: str = "message") -> Tensor:
     """Returns the table [..., p] of a message from `told`, with zeros where an entry is absent.
 
-    who: the message's name in errors.
+    sender: the writer of the message, for errors.
     """
     if len(prototypes) != int(present.sum()):
         raise MessageError(
-            f"{who}: tensor 'prototypes' has {len(prototypes)} rows, "
+            f"{sender}: tensor 'prototypes' has {len(prototypes)} rows, "
             f"'present' counts {int(present.sum())}"
         )
     table = prototypes.new_zeros(*present.shape, prototypes.shape[1])
