@@ -404,11 +404,11 @@ def test_an_inductive_client_is_scored_on_nodes_it_has_not_trained_on(node_feder
 def test_no_tensor_of_nodes_by_nodes():
     n = 800
     graph = divide(synthetic(nodes=n, classes=3, features=12, seed=0), 1, "random", 0).graphs[0]
-    with Largest() as rewired:
+    with Largest() as largest:
         method, client = scene(graph, dropout=0.5)
         method.personalise(client)
         method.predict(client, None)
-    assert rewired.numel < n * 64
+    assert largest.numel < n * 64
 
 
 def test_a_graph_whose_dense_matrix_would_not_fit_in_memory():

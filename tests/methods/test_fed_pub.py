@@ -213,9 +213,9 @@ def test_similarities_and_mixtures_by_hand():
 
 
 def test_clients_get_the_mixture_of_their_outlooks(node_federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     run("fed-pub", node_federation, scale=5.0, **SMALL)
-    for (_, replies), (sent, _) in pairwise(seen):
+    for (_, replies), (sent, _) in pairwise(exchanges):
         h = [replies[c]["outlook"] for c in node_federation.names]
         for k, client in enumerate(node_federation.names):
             e = torch.stack(
@@ -226,14 +226,14 @@ def test_clients_get_the_mixture_of_their_outlooks(node_federation, trainings):
                 for w, c in zip(e / e.sum(), node_federation.names, strict=True)
             )
             assert torch.allclose(sent[client]["model"]["layers.0.weight"], by_hand, atol=1e-6)
-    assert gap(seen[1][0]["0"], seen[1][0]["1"]) > 1e-4
+    assert gap(exchanges[1][0]["0"], exchanges[1][0]["1"]) > 1e-4
 
 
 def test_the_mask_never_travels(federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     result = run("fed-pub", federation, **SMALL)
     shapes = {f"model/{name}": t.shape for name, t in result.models["0"].items()}
-    for sent, replies in seen:
+    for sent, replies in exchanges:
         for client, reply in replies.items():
             assert {name: t.shape for name, t in flatten(sent[client]).items()} == shapes
             assert {name: t.shape for name, t in flatten(reply).items()} == shapes | {
@@ -263,29 +263,29 @@ def test_scale_zero_without_masks_and_penalty_is_fedavg_with_equal_weights(feder
 
 def test_identical_clients_get_identical_models(node_federation, trainings):
     one, two, *_ = node_federation.graphs
-    seen = trainings()
+    exchanges = trainings()
     result = run("fed-pub", Federation((one, two, one)), dropout=0.0, **SMALL)
-    for sent, replies in seen:
+    for sent, replies in exchanges:
         assert gap(sent["0"], sent["2"]) < 1e-6
         assert gap(replies["0"], replies["2"]) < 1e-5
-    assert gap(seen[-1][0]["0"], seen[-1][0]["1"]) > 1e-3
+    assert gap(exchanges[-1][0]["0"], exchanges[-1][0]["1"]) > 1e-3
     assert gap(result.models["0"], result.models["2"]) < 1e-5
 
 
 def test_one_client_trains_alone(node_federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     run("fed-pub", Federation(node_federation.graphs[:1]), **SMALL)
     assert all(
         gap(replies["0"]["model"], sent["0"]["model"]) == 0
-        for (_, replies), (sent, _) in pairwise(seen)
+        for (_, replies), (sent, _) in pairwise(exchanges)
     )
 
 
 def test_new_clients_get_the_plain_mean_and_others_their_last_mixture(node_federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     run("fed-pub", node_federation, model="gcn-2x8", rounds=8, participation=0.5, scale=3.0)
     mixture, mean, newcomers, returned = {}, None, 0, 0
-    for sent, replies in seen:
+    for sent, replies in exchanges:
         for client, message in sent.items():
             if client in mixture:
                 assert gap(message["model"], mixture[client]) < 1e-6
@@ -309,14 +309,16 @@ def test_a_client_without_labels_returns_its_mixture(node_federation, trainings)
     graphs = node_federation.graphs
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
     for inductive in (False, True):
-        seen = trainings()
+        exchanges = trainings()
         result = run(
             "fed-pub",
             replace(node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=inductive),
             **SMALL,
         )
         assert result.summary["status"] == "completed"
-        assert all(gap(sent["0"]["model"], replies["0"]["model"]) == 0 for sent, replies in seen)
+        assert all(
+            gap(sent["0"]["model"], replies["0"]["model"]) == 0 for sent, replies in exchanges
+        )
 
 
 def test_a_client_of_one_class_and_isolated_nodes(node_federation):

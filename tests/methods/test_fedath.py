@@ -255,10 +255,10 @@ def test_gradients_reach_the_right_networks(compare):
     model, biased = client.state["model"], client.state["biased"]
     of_causal, of_biased = method.losses(client, client.graph)
     of_causal.backward()
-    learnt = {
+    trained = {
         name: p for name, p in model.named_parameters() if name != "evaluator.gcn.classifier.bias"
     }  # scores are normalised over edges
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in learnt.values())
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in trained.values())
     assert all(p.grad is None for p in biased.parameters())
     model.zero_grad()
     of_biased.backward()
@@ -314,10 +314,10 @@ def test_with_all_edges_and_no_dependence_it_is_fedavg(node_federation, monkeypa
 
 
 def test_only_the_causal_model_travels(node_federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     result = run("fedath", node_federation, **SMALL)
     size = 12 * 8 + 8 + 8 * 3 + 3
-    for sent, replies in seen:
+    for sent, replies in exchanges:
         assert all(
             sum(t.numel() for t in flatten(m).values()) == size
             for messages in (sent, replies)
@@ -403,7 +403,7 @@ def test_graph_tasks_are_refused(graph_federation):
 def test_nothing_is_nodes_by_nodes_or_edges_by_width():
     graph = synthetic(nodes=3000, classes=3, features=12, degree=6.0, seed=0)
     method, client = scene(replace(graph, train=torch.arange(3000) < 300), spec="gcn-2x64")
-    with Largest() as seen:
+    with Largest() as largest:
         method.descend(client, client.state["model"])
-    assert seen.numel == 3000 * 64  # the output of one convolution; edges have at most C columns
-    assert graph.num_edges * 3 < seen.numel < graph.num_edges * 64
+    assert largest.numel == 3000 * 64  # the output of one convolution; edges have at most C columns
+    assert graph.num_edges * 3 < largest.numel < graph.num_edges * 64

@@ -11,15 +11,17 @@ from fedloom.methods.feddc import FedDC
 
 
 def test_drift_is_the_sum_of_updates_and_is_added_to_the_upload(node_federation, monkeypatch):
-    seen, original = [], Engine.call
+    exchanges, original = [], Engine.call
     monkeypatch.setattr(
         Engine,
         "call",
-        lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r,
+        lambda self, phase, sent: (
+            exchanges.append((phase, sent, r := original(self, phase, sent))) or r
+        ),
     )
     run("feddc", node_federation, model="gcn-2x8", rounds=3)
     drift = {}
-    for _, sent, replies in (s for s in seen if s[0] == "train"):
+    for _, sent, replies in (s for s in exchanges if s[0] == "train"):
         for client, reply in replies.items():
             for name, update in reply["update"].items():
                 drift[client, name] = drift.get((client, name), 0) + update

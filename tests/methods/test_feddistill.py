@@ -31,18 +31,18 @@ def lone_client(graph, dropout=0.0):
     return client, client.state["model"]
 
 
-def heard(monkeypatch):
+def record_exchanges(monkeypatch):
     """Returns every exchange of a run in `train`: (what was sent, what came back)."""
-    seen, original = [], Loop.call
+    exchanges, original = [], Loop.call
 
     def call(self, phase, sent):
         replies = original(self, phase, sent)
         if phase == "train":
-            seen.append((next(iter(sent.values())), dict(replies)))
+            exchanges.append((next(iter(sent.values())), dict(replies)))
         return replies
 
     monkeypatch.setattr(Loop, "call", call)
-    return seen
+    return exchanges
 
 
 def without_class(graph, c):
@@ -83,13 +83,13 @@ def test_class_means_by_hand(federation):
 def test_clients_that_have_a_class_have_equal_weight(node_federation, monkeypatch):
     """Whatever their sizes. Clients without the class have no weight."""
     first, *rest = node_federation.graphs
-    seen = heard(monkeypatch)
+    exchanges = record_exchanges(monkeypatch)
     run(
         "feddistill",
         replace(node_federation, graphs=(without_class(first, 2), *rest)),
         **{**SMALL, "rounds": 2},
     )
-    (sent_first, replies), (sent, _) = seen
+    (sent_first, replies), (sent, _) = exchanges
     assert sent_first == {}
     for c, holders in ((0, node_federation.names), (2, node_federation.names[1:])):
         by_hand = sum(replies[k]["logits"][c] for k in holders) / len(holders)
@@ -135,14 +135,14 @@ def test_the_second_term_reaches_every_weight(term, node_federation):
 
 
 def test_a_class_that_no_client_has_gets_no_target(node_federation, monkeypatch):
-    seen = heard(monkeypatch)
+    exchanges = record_exchanges(monkeypatch)
     result = run(
         "feddistill",
         replace(node_federation, graphs=tuple(without_class(g, 1) for g in node_federation.graphs)),
         **SMALL,
     )
     assert result.summary["status"] == "completed"
-    assert all(sent["known"].tolist() == [1, 0, 1] for sent, _ in seen[1:])
+    assert all(sent["known"].tolist() == [1, 0, 1] for sent, _ in exchanges[1:])
 
 
 def test_a_class_keeps_its_last_mean_while_no_participant_has_it(node_federation, monkeypatch):
@@ -150,33 +150,36 @@ def test_a_class_keeps_its_last_mean_while_no_participant_has_it(node_federation
     alone = replace(
         node_federation, graphs=(first, *(without_class(g, 1) for g in rest)), whole=None
     )
-    owner, seen = node_federation.names[0], heard(monkeypatch)
+    owner, exchanges = node_federation.names[0], record_exchanges(monkeypatch)
     run("feddistill", alone, participation=0.5, seed=1, **{**SMALL, "rounds": 6})
-    there = [owner in replies for _, replies in seen]
+    there = [owner in replies for _, replies in exchanges]
     last = there.index(True)
     assert False in there[last + 1 : -1]  # the next round shows it
-    told = seen[last][1][owner]["logits"][1]
-    for k in range(last + 1, len(seen)):
-        assert torch.allclose(seen[k][0]["logits"][1], told, atol=1e-6)
-        told = seen[k][1][owner]["logits"][1] if there[k] else told
+    last_mean = exchanges[last][1][owner]["logits"][1]
+    for k in range(last + 1, len(exchanges)):
+        assert torch.allclose(exchanges[k][0]["logits"][1], last_mean, atol=1e-6)
+        last_mean = exchanges[k][1][owner]["logits"][1] if there[k] else last_mean
 
 
 def test_a_client_without_labels_changes_no_mean(node_federation, monkeypatch):
     first, *rest = node_federation.graphs
-    bare, seen = replace(first, train=torch.zeros_like(first.train)), heard(monkeypatch)
+    bare, exchanges = (
+        replace(first, train=torch.zeros_like(first.train)),
+        record_exchanges(monkeypatch),
+    )
     run("feddistill", replace(node_federation, graphs=(bare, *rest)), **SMALL)
     assert all(
         not replies["0"]["present"].any() and not replies["0"]["logits"].any()
-        for _, replies in seen
+        for _, replies in exchanges
     )
 
 
 def test_one_client_gets_its_own_means_and_without_labels_there_are_none(
     node_federation, monkeypatch
 ):
-    graph, seen = node_federation.graphs[0], heard(monkeypatch)
+    graph, exchanges = node_federation.graphs[0], record_exchanges(monkeypatch)
     run("feddistill", Federation((graph,)), **SMALL)
-    assert torch.equal(seen[1][0]["logits"], seen[0][1]["0"]["logits"])
+    assert torch.equal(exchanges[1][0]["logits"], exchanges[0][1]["0"]["logits"])
     bare = Federation((replace(graph, train=torch.zeros_like(graph.train)),))
     assert run("feddistill", bare, **SMALL).summary["status"] == "completed"
 

@@ -40,7 +40,7 @@ def cut(clients, kept=1.0, loops=0, seed=0):
     )
 
 
-def meet(federation, method, absent=()):
+def exchanged(federation, method, absent=()):
     """Returns the federation's clients after the exchange. An absent client does not write."""
     facts = Facts(
         federation.num_features,
@@ -83,7 +83,7 @@ SCENES = [(2, 1.0, 0), (4, 1.0, 0), (4, 0.7, 0), (7, 0.5, 30), (1, 0.7, 10)]
 def test_two_hops_are_the_central_gcn_for_any_weights(clients, kept, loops):
     federation = cut(clients, kept, loops)
     model, expected, _ = central(federation)
-    for client in meet(federation, FedGCN()):
+    for client in exchanged(federation, FedGCN()):
         assert torch.allclose(
             FedGCN().logits(client, weights(model)), expected[client.graph.node_id], atol=1e-5
         )
@@ -97,7 +97,7 @@ def test_one_hop_is_exact_in_the_first_layer_and_uses_own_edges_in_the_second(cl
     dense = torch.zeros(S.shape).index_put_((S.rows, S.indices.long()), S.values)
     p = weights(model)
     hidden = torch.relu(smooth @ p["layers.0.weight"] + p["layers.0.bias"])
-    for client in meet(federation, FedGCN(hops=1)):
+    for client in exchanged(federation, FedGCN(hops=1)):
         own = client.graph.node_id
         assert torch.allclose(client.memory["known"].x, smooth[own], atol=1e-6)
         expected = dense[own][:, own] @ hidden[own] @ p["classifier.weight"] + p["classifier.bias"]
@@ -193,8 +193,11 @@ def test_peer_messages_hold_only_sums_over_neighbours(monkeypatch):
 def test_only_the_absent_writers_nodes_are_missing():
     federation = cut(4, 0.8)
     _, _, smooth = central(federation)
-    everybody, without = meet(federation, FedGCN()), meet(federation, FedGCN(), absent=("2",))
-    for full, part in zip(everybody, without, strict=True):
+    complete, without = (
+        exchanged(federation, FedGCN()),
+        exchanged(federation, FedGCN(), absent=("2",)),
+    )
+    for full, part in zip(complete, without, strict=True):
         from_it = (
             ((part.graph.cross_edges[2] == 2) & (part.graph.cross_edges[3] == 1))
             .nonzero()

@@ -131,13 +131,13 @@ def test_the_clients_loss_by_hand_and_generated_embeddings_reach_only_the_head(n
     client.rng("imagined").set_state(stream)
     noise, y = method.draw(sent["prior"], client.rng("imagined"))
     assert y.max() < 2  # a class that no client has is never generated
-    imagined = F.cross_entropy(
+    on_generated = F.cross_entropy(
         generator(noise, y) @ model.classifier.weight + model.classifier.bias, y
     )
     assert torch.isclose(
-        loss, client.loss(model(client.graph), client.graph) + 0.7 * imagined, atol=1e-6
+        loss, client.loss(model(client.graph), client.graph) + 0.7 * on_generated, atol=1e-6
     )
-    gradients = torch.autograd.grad(imagined, list(model.parameters()), allow_unused=True)
+    gradients = torch.autograd.grad(on_generated, list(model.parameters()), allow_unused=True)
     reached = {
         name
         for (name, _), g in zip(model.named_parameters(), gradients, strict=True)
@@ -178,14 +178,16 @@ def test_alpha_zero_is_lg_fedavg(federation):
 
 
 def test_messages_hold_only_heads_a_generator_and_label_counts(node_federation, monkeypatch):
-    seen, original = [], Loop.call
+    exchanges, original = [], Loop.call
     monkeypatch.setattr(
         Loop,
         "call",
-        lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r,
+        lambda self, phase, sent: (
+            exchanges.append((phase, sent, r := original(self, phase, sent))) or r
+        ),
     )
     run("fedgen", node_federation, **{**SMALL, "model": CONTRACT_MODELS})
-    asked = [(sent["0"], replies["0"]) for phase, sent, replies in seen if phase == "train"]
+    asked = [(sent["0"], replies["0"]) for phase, sent, replies in exchanges if phase == "train"]
     assert [set(sent) for sent, _ in asked] == [{"weight", "bias"}] + [
         {"weight", "bias", "generator", "prior"}
     ] * 2
@@ -236,8 +238,10 @@ def test_absent_classes_are_never_generated(node_federation, monkeypatch):
     assert priors
     assert all(prior[1] == 0 and torch.isclose(prior.sum(), torch.tensor(1.0)) for prior in priors)
     priors.clear()
-    nobody = replace(node_federation, graphs=tuple(labelled(g, lambda y: y < 0) for g in graphs))
-    assert run("fedgen", nobody, **SMALL).summary["status"] == "completed"
+    unlabelled = replace(
+        node_federation, graphs=tuple(labelled(g, lambda y: y < 0) for g in graphs)
+    )
+    assert run("fedgen", unlabelled, **SMALL).summary["status"] == "completed"
     assert not priors
 
 

@@ -108,15 +108,15 @@ def test_confidence_is_positive_whatever_the_labels(classes, seed):
 
 def test_a_description_by_hand(path):
     logits = torch.tensor([[5.0, 0.0], [1.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
-    told = FedGTA(steps=2, alpha=0.4, order=3, temperature=7.0).describe(path, logits)
+    description = FedGTA(steps=2, alpha=0.4, order=3, temperature=7.0).describe(path, logits)
     first = logits.softmax(1)
     first[0] = torch.tensor([0.0, 1.0])
     S = path.adjacency("sym").dense()
     Y = 0.4 * S @ (0.4 * S @ first + 0.6 * first) + 0.6 * first
     P, Q = Y.softmax(1), (Y / 7).softmax(1)
     P[0] = Q[0] = first[0]
-    assert torch.allclose(told["moments"], moments(P, 3), atol=1e-6)
-    assert torch.isclose(told["confidence"], confidence(path, Q))
+    assert torch.allclose(description["moments"], moments(P, 3), atol=1e-6)
+    assert torch.isclose(description["confidence"], confidence(path, Q))
 
 
 def test_the_description_uses_the_trained_model_without_dropout(node_federation):
@@ -127,9 +127,9 @@ def test_the_description_uses_the_trained_model_without_dropout(node_federation)
     reply = method.train(
         client, {name: p.detach().clone() for name, p in client.state["model"].named_parameters()}
     )
-    told = method.describe(client.graph, client.state["model"](client.graph))
-    assert torch.equal(reply["moments"], told["moments"])
-    assert torch.equal(reply["confidence"], told["confidence"])
+    description = method.describe(client.graph, client.state["model"](client.graph))
+    assert torch.equal(reply["moments"], description["moments"])
+    assert torch.equal(reply["confidence"], description["confidence"])
 
 
 # ---- at the server ----
@@ -170,10 +170,10 @@ def test_a_client_that_sends_zeros_keeps_its_own_model_and_is_in_no_other_mean()
 
 
 def test_clients_get_the_mean_of_moments_and_confidences(node_federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     run("fedgta", node_federation, threshold=0.995, **SMALL)
     sizes = set()
-    for (_, replies), (sent, _) in pairwise(seen):
+    for (_, replies), (sent, _) in pairwise(exchanges):
         for k in node_federation.names:
             near = {
                 c: r["confidence"]
@@ -229,20 +229,20 @@ def test_threshold_one_is_local_training_from_one_initial_model(node_federation)
 
 def test_identical_clients_get_identical_models(node_federation, trainings):
     one, two, *_ = node_federation.graphs
-    seen = trainings()
+    exchanges = trainings()
     run("fedgta", Federation((one, two, one)), dropout=0.0, threshold=0.99, **SMALL)
-    for sent, replies in seen:
+    for sent, replies in exchanges:
         assert gap(sent["0"], sent["2"]) < 1e-6
         assert gap(replies["0"]["model"], replies["2"]["model"]) < 1e-5
 
 
 # ---- bad input ----
 def test_one_client_trains_alone(node_federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     run("fedgta", Federation(node_federation.graphs[:1]), **SMALL)
     assert all(
         gap(replies["0"]["model"], sent["0"]["model"]) == 0
-        for (_, replies), (sent, _) in pairwise(seen)
+        for (_, replies), (sent, _) in pairwise(exchanges)
     )
 
 
@@ -252,20 +252,20 @@ def test_a_client_without_labels_describes_its_predictions_and_sends_zeros_if_in
     graphs = node_federation.graphs
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
     for inductive in (False, True):
-        seen = trainings()
+        exchanges = trainings()
         result = run(
             "fedgta",
             replace(node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=inductive),
             **SMALL,
         )
         assert result.summary["status"] == "completed"
-        for _, replies in seen:
+        for _, replies in exchanges:
             assert replies["0"]["moments"].any() == (not inductive)
             assert (replies["0"]["confidence"] > 0) == (not inductive)
         if inductive:  # its own model comes back
             assert all(
                 gap(replies["0"]["model"], sent["0"]["model"]) == 0
-                for (_, replies), (sent, _) in pairwise(seen)
+                for (_, replies), (sent, _) in pairwise(exchanges)
             )
 
 
@@ -278,7 +278,7 @@ def test_a_client_of_one_class_and_isolated_nodes(node_federation, trainings):
         test=first.test | (first.train & ~kept),
         edge_index=first.edge_index[:, :0],
     )
-    seen = trainings()
+    exchanges = trainings()
     result = run("fedgta", replace(node_federation, graphs=(single, *rest), whole=None), **SMALL)
     assert all(t.isfinite().all() for t in flatten(result.models).values())
-    assert all(replies["0"]["confidence"] > 0 for _, replies in seen)
+    assert all(replies["0"]["confidence"] > 0 for _, replies in exchanges)

@@ -72,16 +72,16 @@ def test_a_step_of_the_prototypes_by_hand():
 
 def test_rho_one_keeps_the_prototypes_and_a_smaller_one_moves_them(node_federation, trainings):
     for rho, same in ((1.0, True), (0.9, False)):
-        seen = trainings()
+        exchanges = trainings()
         run("fednh", node_federation, rho=rho, **SMALL)
-        first, last = (seen[k][0]["0"]["prototypes"] for k in (0, -1))
+        first, last = (exchanges[k][0]["0"]["prototypes"] for k in (0, -1))
         assert torch.allclose(first, last, atol=1e-6) == same
         assert torch.allclose(last.norm(dim=1), torch.ones(3), atol=1e-6)
 
 
 def test_a_round_of_the_server_by_hand(node_federation, monkeypatch, trainings):
     """Σ_k n_k^c μ_k[c], from the clients' own models and training items."""
-    seen, clients, original = trainings(), {}, FedNH.train
+    exchanges, clients, original = trainings(), {}, FedNH.train
 
     def train(self, client, model, prototypes):
         reply = original.function(self, client, model, prototypes)
@@ -93,7 +93,7 @@ def test_a_round_of_the_server_by_hand(node_federation, monkeypatch, trainings):
 
     monkeypatch.setattr(FedNH, "train", replace(original, function=train))
     run("fednh", node_federation, rho=0.6, **{**SMALL, "rounds": 2})
-    W, after = (seen[k][0]["0"]["prototypes"] for k in (0, 1))
+    W, after = (exchanges[k][0]["0"]["prototypes"] for k in (0, 1))
     for c in range(3):
         weighted = sum(len(own[c]) * F.normalize(own[c].mean(0), dim=0) for own in clients.values())
         assert torch.allclose(
@@ -167,11 +167,11 @@ def test_the_head_is_never_sent_and_absent_classes_send_zeros(node_federation, t
     graphs = node_federation.graphs
     kept = graphs[0].train & (graphs[0].y != 2)
     lacking = replace(graphs[0], train=kept, test=graphs[0].test | (graphs[0].train & ~kept))
-    seen = trainings()
+    exchanges = trainings()
     result = run(
         "fednh", replace(node_federation, graphs=(lacking, *graphs[1:]), whole=None), **SMALL
     )
-    for _, replies in seen:
+    for _, replies in exchanges:
         assert (replies["0"]["directions"] != 0).any(1).tolist() == [True, True, False]
     extractor, W = 12 * 8 + 8, 3 * 8
     assert result.traffic["scalars_up"] == 4 * (1 + 3 * (extractor + W))
@@ -190,9 +190,9 @@ def test_a_secure_run_moves_the_prototypes_equally(node_federation):
 def test_a_class_that_exists_nowhere_keeps_its_prototype(node_federation, trainings):
     federation = Federation(tuple(replace(g, num_classes=4) for g in node_federation.graphs))
     for secure in (False, True):
-        seen = trainings()
+        exchanges = trainings()
         run("fednh", federation, secure=secure, **SMALL)
-        first, last = (seen[k][0]["0"]["prototypes"] for k in (0, -1))
+        first, last = (exchanges[k][0]["0"]["prototypes"] for k in (0, -1))
         assert torch.equal(first[3], last[3])
         assert not torch.equal(first[:3], last[:3])
 
@@ -201,10 +201,10 @@ def test_without_any_labels_nothing_changes(node_federation, trainings):
     bare = Federation(
         tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs)
     )
-    seen = trainings()
+    exchanges = trainings()
     result = run("fednh", bare, **SMALL)
-    assert torch.equal(seen[0][0]["0"]["prototypes"], result.models["server"]["prototypes"])
-    for name, tensor in seen[0][0]["0"]["model"].items():
+    assert torch.equal(exchanges[0][0]["0"]["prototypes"], result.models["server"]["prototypes"])
+    for name, tensor in exchanges[0][0]["0"]["model"].items():
         assert torch.allclose(result.models["server"][name], tensor, atol=1e-6)
 
 

@@ -105,15 +105,15 @@ def test_rows_are_matched_with_the_closest_neighbour_of_their_node(
     monkeypatch.setattr("fedloom.methods.fedsage_plus.ENTRIES", entries)  # in one block, or in many
     graph = node_federation.graphs[0]
     impaired = impair(graph, 0.4, 3, torch.Generator().manual_seed(1))
-    made = torch.randn(
+    generated = torch.randn(
         len(impaired.rows), graph.num_features, generator=torch.Generator().manual_seed(2)
     )
-    found = closest(made, graph.x, impaired.pair_row, impaired.pair_node)
-    for row, x in enumerate(made):
+    found = closest(generated, graph.x, impaired.pair_row, impaired.pair_node)
+    for row, x in enumerate(generated):
         candidates = impaired.pair_node[impaired.pair_row == row]
         assert found[row] == candidates[(graph.x[candidates] - x).square().sum(1).argmin()]
-    everybody = nearest(made, graph)
-    assert torch.equal(everybody, torch.cdist(made, graph.x).argmin(1))
+    nearest_node = nearest(generated, graph)
+    assert torch.equal(nearest_node, torch.cdist(generated, graph.x).argmin(1))
 
 
 # ---- gradients between clients ----
@@ -121,11 +121,11 @@ def test_a_gradient_from_another_client_equals_the_central_one(node_federation):
     graph, message = node_federation.graphs[1], message_of(node_federation.graphs[1])
     gradient = FedSagePlus().fgen_gradient(graph, {name: t.clone() for name, t in message.items()})
     fgen = {name: message[name].clone().requires_grad_() for name in FGEN}
-    made = (
+    generated = (
         F.relu(message["noisy"] @ fgen["first"] + fgen["first_bias"]) @ fgen["second"]
         + fgen["second_bias"]
     )
-    torch.cdist(made, graph.x).square().min(1).values.sum().backward()
+    torch.cdist(generated, graph.x).square().min(1).values.sum().backward()
     for name, parameter in fgen.items():
         assert torch.allclose(gradient[name], parameter.grad, rtol=1e-3, atol=1e-2)
         assert parameter.grad.abs().sum() > 0
@@ -230,8 +230,8 @@ def test_the_terms_by_hand(node_federation):
     gap = (degree - impaired.missing).abs()
     assert torch.isclose(terms["degree"], 0.5 * torch.where(gap < 1, gap**2 / 2, gap - 0.5).mean())
     assert torch.equal(inputs, noisy(z, impaired.rows, rng))
-    made, total = generate(memory["fgen"], inputs), 0.0
-    for row, x in enumerate(made):
+    generated, total = generate(memory["fgen"], inputs), 0.0
+    for row, x in enumerate(generated):
         total += (
             (client.graph.x[impaired.pair_node[impaired.pair_row == row]] - x).square().sum(1).min()
         )
@@ -304,10 +304,10 @@ def test_a_mended_graph_has_its_new_nodes_linked_both_ways(node_federation):
         edge_weight=torch.full((node_federation.graphs[0].num_edges,), 2.0),
     )
     n, rows = graph.num_nodes, torch.tensor([0, 0, 3])
-    made = torch.randn(3, graph.num_features)
-    after = mend(graph, made, rows).check()
+    generated = torch.randn(3, graph.num_features)
+    after = mend(graph, generated, rows).check()
     assert (after.num_nodes, after.num_edges) == (n + 3, graph.num_edges + 6)
-    assert torch.equal(after.x, torch.cat([graph.x, made]))
+    assert torch.equal(after.x, torch.cat([graph.x, generated]))
     assert torch.equal(after.edge_index[:, : graph.num_edges], graph.edge_index)
     new = {tuple(pair) for pair in after.edge_index[:, graph.num_edges :].T.tolist()}
     assert new == {(0, n), (0, n + 1), (3, n + 2), (n, 0), (n + 1, 0), (n + 2, 3)}
@@ -318,7 +318,7 @@ def test_a_mended_graph_has_its_new_nodes_linked_both_ways(node_federation):
         assert torch.equal(getattr(after, mask)[:n], getattr(graph, mask))
     weight = torch.randn(graph.num_features, 4)
     assert torch.allclose(after.project(weight), after.x @ weight, atol=1e-5)
-    assert mend(graph, made[:0], rows[:0]) is graph
+    assert mend(graph, generated[:0], rows[:0]) is graph
 
 
 def test_training_and_evaluation_use_the_same_new_nodes_and_only_real_ones_count(node_federation):

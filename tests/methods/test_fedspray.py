@@ -97,12 +97,12 @@ def test_both_losses_by_hand():
     model, encoder, graph = client.state["model"], client.state["encoder"], client.graph
     r, p = by_hand(encoder, graph)
     q = model(graph).softmax(1)
-    told, own = targets(encoder, graph, 0.4), graph.train
+    received, own = targets(encoder, graph, 0.4), graph.train
     of_own = -(q[0, 0].log() + q[1, 2].log()) / 2 + 0.7 * kl(
-        p[told["reliable"]], q[told["reliable"]]
+        p[received["reliable"]], q[received["reliable"]]
     )
     of_encoder = -(r[0, 0].log() + r[1, 2].log()) / 2 + 0.3 * kl(q[own], p[own])
-    assert torch.isclose(method.objective(client, graph, model, told), of_own, atol=1e-6)
+    assert torch.isclose(method.objective(client, graph, model, received), of_own, atol=1e-6)
     assert torch.isclose(
         method.encoder_objective(client, graph, model(graph)), of_encoder, atol=1e-6
     )
@@ -190,11 +190,11 @@ def test_means_without_any_labels_keep_the_last_model():
 
 
 def test_the_download_is_the_mean_of_the_uploads(node_federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     run("fedspray", node_federation, **SMALL)
-    assert len(seen) == 3
+    assert len(exchanges) == 3
     size = 12 * 5 + 5 + 2 * (5 * 3 + 3) + 3 * 5
-    for (sent, replies), (later, _) in pairwise(seen):
+    for (sent, replies), (later, _) in pairwise(exchanges):
         assert all(sum(t.numel() for t in flatten(m).values()) == size for m in sent.values())
         counts = sum(reply["counts"] for reply in replies.values())
         assert (
@@ -205,8 +205,8 @@ def test_the_download_is_the_mean_of_the_uploads(node_federation, trainings):
         )
         proxies = sum(reply["model"]["proxies"] for reply in replies.values()) / counts.unsqueeze(1)
         assert torch.allclose(later["0"]["model"]["proxies"], proxies, atol=1e-6)
-    assert (seen[0][0]["0"]["model"]["proxies"] == 0).all()
-    assert (seen[2][0]["0"]["model"]["proxies"] != 0).any(1).all()
+    assert (exchanges[0][0]["0"]["model"]["proxies"] == 0).all()
+    assert (exchanges[2][0]["0"]["model"]["proxies"] != 0).any(1).all()
 
 
 # ---- limits ----
@@ -218,12 +218,15 @@ def test_without_the_pull_it_is_local_training(node_federation):
 
 
 def test_own_models_may_have_any_architecture_and_width(node_federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     result = run(
         "fedspray", node_federation, **{**SMALL, "model": "gcn-2x8,gat-2x16,sage-2x24,gin-2x8"}
     )
     assert result.summary["status"] == "completed"
-    assert len({tuple(m["model"]["proxies"].shape) for sent, _ in seen for m in sent.values()}) == 1
+    assert (
+        len({tuple(m["model"]["proxies"].shape) for sent, _ in exchanges for m in sent.values()})
+        == 1
+    )
 
 
 # ---- bad input ----
@@ -232,9 +235,9 @@ def test_a_client_of_one_class_changes_only_that_proxy(node_federation, training
     one = replace(
         first, train=first.train & (first.y == 0), test=first.test | (first.train & (first.y != 0))
     )
-    seen = trainings()
+    exchanges = trainings()
     run("fedspray", replace(node_federation, graphs=(one, *rest), whole=None), **SMALL)
-    for _, replies in seen:
+    for _, replies in exchanges:
         assert (replies["0"]["counts"] > 0).tolist() == [True, False, False]
         assert (replies["0"]["model"]["proxies"][1:] == 0).all()
 
@@ -243,14 +246,14 @@ def test_a_client_of_one_class_changes_only_that_proxy(node_federation, training
 def test_a_client_without_labels_adds_nothing(node_federation, inductive, trainings):
     first, *rest = node_federation.graphs
     bare = replace(first, train=torch.zeros_like(first.train))
-    seen = trainings()
+    exchanges = trainings()
     run(
         "fedspray",
         replace(node_federation, graphs=(bare, *rest), whole=None, inductive=inductive),
         **SMALL,
     )
     assert all(
-        (tensor == 0).all() for _, replies in seen for tensor in flatten(replies["0"]).values()
+        (tensor == 0).all() for _, replies in exchanges for tensor in flatten(replies["0"]).values()
     )
 
 
@@ -258,9 +261,9 @@ def test_a_federation_without_labels_runs(node_federation, trainings):
     bare = Federation(
         tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs)
     )
-    seen = trainings()
+    exchanges = trainings()
     run("fedspray", bare, **SMALL)
-    one, other = (flatten(sent["0"]) for sent in (seen[0][0], seen[-1][0]))
+    one, other = (flatten(sent["0"]) for sent in (exchanges[0][0], exchanges[-1][0]))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 

@@ -128,11 +128,11 @@ def test_features_do_not_enter_the_structure_channel():
 
 
 def test_it_is_fedavg_of_only_the_structure_channel(graph_federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     result = run("fedstar", graph_federation, **SMALL)
     names = {
         name
-        for sent, replies in seen
+        for sent, replies in exchanges
         for message in (*sent.values(), *replies.values())
         for name in flatten(message)
     }

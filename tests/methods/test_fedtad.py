@@ -108,16 +108,16 @@ def test_reliability_is_never_negative_nor_nan():
     assert reliability_of(unlike, 1, 2).tolist() == [0.0, 0.0]
     blank = graph_of([[0.0], [0.0]], [], [0, 1], [True, True], 2)
     assert reliability_of(blank, 3, 2).tolist() == [0.0, 0.0]  # both nodes have zero features
-    nobody = replace(unlike, train=torch.zeros(3, dtype=torch.bool)).training_view(inductive=True)
-    assert nobody.num_nodes == 0
-    assert reliability_of(nobody, 3, 2).tolist() == [0.0, 0.0]
+    empty = replace(unlike, train=torch.zeros(3, dtype=torch.bool)).training_view(inductive=True)
+    assert empty.num_nodes == 0
+    assert reliability_of(empty, 3, 2).tolist() == [0.0, 0.0]
 
 
 def test_reliability_takes_no_memory_for_pairs_of_nodes():
     graph = synthetic(nodes=700, classes=3, features=8, degree=6.0, seed=0)
-    with Largest() as seen:
+    with Largest() as largest:
         reliability_of(replace(graph, train=torch.ones(700, dtype=torch.bool)), 5, 3)
-    assert seen.numel < 100 * 700
+    assert largest.numel < 100 * 700
 
 
 def test_reliability_uses_the_features_at_the_time_of_the_request(node_federation):
@@ -148,10 +148,10 @@ def test_shares_sum_to_one_over_clients_for_known_classes():
 def test_diversity_equals_that_of_fedgen_with_less_memory():
     rng = torch.Generator().manual_seed(0)
     noise, x = torch.randn(30, 4, generator=rng), torch.randn(30, 500, generator=rng)
-    with Largest() as seen:
+    with Largest() as largest:
         value = diversity(noise, x)
     assert torch.isclose(value, pair_by_pair(noise, x), atol=1e-6)
-    assert seen.numel <= 30 * 500
+    assert largest.numel <= 30 * 500
     # Two nodes: x differ by 1 and 2, z by 2; half of the pairs are (i, i).
     by_hand = torch.exp(-torch.tensor(2 * (3.0 / 2) * 4.0 / 4))
     assert torch.isclose(
@@ -166,12 +166,14 @@ def test_both_losses_by_hand():
     _, graph, noise = generated(method)
     wrong = apart = 0.0
     with torch.no_grad():
-        learnt = student(graph)
+        of_student = student(graph)
         for k, upload in enumerate(ensemble.uploads):
-            taught = torch.func.functional_call(student, upload, (graph,))
+            of_clients = torch.func.functional_call(student, upload, (graph,))
             for i, y in enumerate(graph.y.tolist()):
-                wrong += share[k, y] * -taught[i].log_softmax(0)[y] / graph.num_nodes
-                apart += share[k, y] * (taught[i] - learnt[i]).abs().sum() / 3 / graph.num_nodes
+                wrong += share[k, y] * -of_clients[i].log_softmax(0)[y] / graph.num_nodes
+                apart += (
+                    share[k, y] * (of_clients[i] - of_student[i]).abs().sum() / 3 / graph.num_nodes
+                )
         expected = 0.7 * wrong - apart + 0.3 * diversity(noise, graph.x)
     assert apart > 0
     assert torch.isclose(
@@ -183,11 +185,13 @@ def test_both_losses_by_hand():
 def test_every_term_reaches_every_weight():
     (ensemble, student, _), method, share = scene(), FedTAD(noise=4), some_shares()
     generator, graph, noise = generated(method)
-    taught, learnt = ensemble.each(graph), student(graph)
-    wrong = torch.stack([F.cross_entropy(logits, graph.y, reduction="none") for logits in taught])
+    of_clients, of_student = ensemble.each(graph), student(graph)
+    wrong = torch.stack(
+        [F.cross_entropy(logits, graph.y, reduction="none") for logits in of_clients]
+    )
     for term in (
         weighted_mean(share, graph.y, wrong),
-        weighted_mean(share, graph.y, disagreement(taught, learnt)),
+        weighted_mean(share, graph.y, disagreement(of_clients, of_student)),
         diversity(noise, graph.x),
     ):
         assert reaches(term, generator)
@@ -225,10 +229,13 @@ def test_a_client_with_reliability_zero_does_not_teach_the_class():
 
 def test_the_clients_logits_are_constants_in_the_disagreement():
     """Otherwise the generator could raise it by longer features, which would grow without bound."""
-    taught, learnt = torch.rand(2, 4, 3, requires_grad=True), torch.rand(4, 3, requires_grad=True)
-    disagreement(taught, learnt).sum().backward()
-    assert taught.grad is None
-    assert learnt.grad.any()
+    of_clients, of_student = (
+        torch.rand(2, 4, 3, requires_grad=True),
+        torch.rand(4, 3, requires_grad=True),
+    )
+    disagreement(of_clients, of_student).sum().backward()
+    assert of_clients.grad is None
+    assert of_student.grad.any()
 
 
 # ---- the whole ----
@@ -253,9 +260,9 @@ def test_without_any_labels_it_is_fedavg(node_federation):
 
 
 def test_an_absent_class_is_never_generated(node_federation, monkeypatch):
-    seen, original = [], FedTAD.generate
+    recorded, original = [], FedTAD.generate
     monkeypatch.setattr(
-        FedTAD, "generate", lambda self, *args: seen.append(args[-1]) or original(self, *args)
+        FedTAD, "generate", lambda self, *args: recorded.append(args[-1]) or original(self, *args)
     )
     result = run(
         "fedtad",
@@ -263,19 +270,19 @@ def test_an_absent_class_is_never_generated(node_federation, monkeypatch):
         **SMALL,
     )
     assert all(t.isfinite().all() for t in result.models["server"].values())
-    assert len(seen) == SMALL["rounds"] * SMALL["batches"]
-    assert all(torch.bincount(y, minlength=5).tolist() == [7, 7, 6, 0, 0] for y in seen)
+    assert len(recorded) == SMALL["rounds"] * SMALL["batches"]
+    assert all(torch.bincount(y, minlength=5).tolist() == [7, 7, 6, 0, 0] for y in recorded)
 
 
 def test_reliability_of_absent_classes_is_zero(node_federation, monkeypatch):
-    seen, original = {}, FedTAD.distil
+    recorded, original = {}, FedTAD.distil
     monkeypatch.setattr(
-        FedTAD, "distil", lambda self, *args: seen.update(args[-1]) or original(self, *args)
+        FedTAD, "distil", lambda self, *args: recorded.update(args[-1]) or original(self, *args)
     )
     first, *others = node_federation.graphs
     run("fedtad", Federation((without_labels(first, first.y != 2), *others)), **SMALL)
-    assert (seen["0"] > 0).tolist() == [True, True, False]
-    assert all((seen[c] > 0).all() for c in ("1", "2", "3"))
+    assert (recorded["0"] > 0).tolist() == [True, True, False]
+    assert all((recorded[c] > 0).all() for c in ("1", "2", "3"))
 
 
 def test_the_student_is_closer_to_reliable_clients_than_the_average_is():
@@ -302,9 +309,9 @@ def test_the_student_is_closer_to_reliable_clients_than_the_average_is():
     gap = {}
     for name, result in (("average", average), ("student", student)):
         with torch.no_grad():
-            learnt = torch.func.functional_call(model, result.models["server"], (graph,))
+            of_student = torch.func.functional_call(model, result.models["server"], (graph,))
             gap[name] = float(
-                weighted_mean(share, graph.y, disagreement(ensemble.each(graph), learnt))
+                weighted_mean(share, graph.y, disagreement(ensemble.each(graph), of_student))
             )
     assert gap["student"] < 0.97 * gap["average"], gap
 
@@ -347,13 +354,13 @@ def test_a_bad_setting_is_refused_by_name(bad, node_federation):
 
 
 def test_the_generator_persists_over_rounds(node_federation, monkeypatch):
-    seen, original = [], FedTAD.distil
+    recorded, original = [], FedTAD.distil
 
     def distil(self, server, *args):
         before = torch.cat(
             [p.flatten() for p in weights(server.state["generator"]).values()]
         ).clone()
-        seen.append(
+        recorded.append(
             (
                 before,
                 original(self, server, *args),
@@ -364,7 +371,7 @@ def test_the_generator_persists_over_rounds(node_federation, monkeypatch):
 
     monkeypatch.setattr(FedTAD, "distil", distil)
     run("fedtad", node_federation, **SMALL)
-    (first, _), (second, _), (third, _) = seen
+    (first, _), (second, _), (third, _) = recorded
     assert not torch.equal(first, second)
     assert not torch.equal(second, third)
-    assert [steps for _, steps in seen] == [4, 8, 12]
+    assert [steps for _, steps in recorded] == [4, 8, 12]

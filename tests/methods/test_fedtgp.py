@@ -61,9 +61,9 @@ def test_training_moves_the_anchors_towards_their_own_class(node_federation):
 
 
 def test_only_prototypes_of_own_classes_travel(node_federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     run("fedtgp", node_federation, model=MODEL, rounds=2)
-    replies = [reply for _, replies in seen for reply in replies.values()]
+    replies = [reply for _, replies in exchanges for reply in replies.values()]
     assert len(replies) == 8
     for reply in replies:
         assert set(reply) == {"prototypes", "present"}

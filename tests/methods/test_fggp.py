@@ -284,14 +284,16 @@ def test_without_its_terms_it_trains_as_fedavg(node_federation):
 
 
 def test_global_evaluation_votes_with_the_new_clusters(node_federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     result = run("fggp", node_federation, evaluation="global", **SMALL)
-    told = cluster_means(list(seen[-1][1].values()))
+    expected = cluster_means(list(exchanges[-1][1].values()))
     model = build_model("gcn-2x8", 12, 3, dropout=0.0, seed=0)
     load_weights(model, result.models["server"])
     right = total = 0
     for graph in node_federation.graphs:
-        named = vote(model.embed(graph), told["clusters"], told["of_class"], 3, 0.1).argmax(1)
+        named = vote(model.embed(graph), expected["clusters"], expected["of_class"], 3, 0.1).argmax(
+            1
+        )
         right += graph.num_nodes * float((named == graph.y)[graph.test].float().mean())
         total += graph.num_nodes
     assert result.history[-1]["accuracy"] == pytest.approx(right / total)
@@ -299,40 +301,40 @@ def test_global_evaluation_votes_with_the_new_clusters(node_federation, training
 
 # ---- what travels, and bad input ----
 def test_what_travels(node_federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     run("fggp", node_federation, **SMALL)
-    for _, replies in seen:
+    for _, replies in exchanges:
         for reply in replies.values():
             assert len(reply["prototypes"]) == reply["present"].sum()
             assert (reply["prototypes"] != 0).any(1).all()
             assert {*reply} == {"model", "sampler", "prototypes", "present"}
-    assert "clusters" not in seen[0][0]["0"]
-    told = cluster_means(list(seen[0][1].values()))
-    assert torch.equal(seen[1][0]["2"]["clusters"], told["clusters"])
-    assert torch.equal(seen[1][0]["2"]["of_class"], told["of_class"])
+    assert "clusters" not in exchanges[0][0]["0"]
+    expected = cluster_means(list(exchanges[0][1].values()))
+    assert torch.equal(exchanges[1][0]["2"]["clusters"], expected["clusters"])
+    assert torch.equal(exchanges[1][0]["2"]["of_class"], expected["of_class"])
 
 
 def test_a_client_without_labels_sends_no_prototypes(node_federation, trainings):
     graphs = node_federation.graphs
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
     for inductive in (False, True):
-        seen = trainings()
+        exchanges = trainings()
         result = run(
             "fggp",
             replace(node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=inductive),
             **SMALL,
         )
         assert result.summary["status"] == "completed"
-        assert not any(replies["0"]["present"].any() for _, replies in seen)
+        assert not any(replies["0"]["present"].any() for _, replies in exchanges)
 
 
 def test_without_any_labels_the_head_predicts(node_federation, trainings):
     bare = Federation(
         tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs)
     )
-    seen = trainings()
+    exchanges = trainings()
     result = run("fggp", bare, **SMALL)
-    assert not any("clusters" in sent["0"] for sent, _ in seen)
+    assert not any("clusters" in sent["0"] for sent, _ in exchanges)
     assert [e["accuracy"] for e in result.history] == [
         e["accuracy"] for e in run("fedavg", bare, **SMALL).history
     ]

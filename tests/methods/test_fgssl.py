@@ -77,8 +77,8 @@ def test_the_contrast_by_a_double_loop():
     total = 0.0
     for i in range(6):
         e = [math.exp(cosine(z[i], anchors[j]) / 0.3) for j in range(6)]
-        alike = [j for j in range(6) if y[j] == y[i]]
-        total += -sum(math.log(e[j] / sum(e)) for j in alike) / len(alike)
+        same_class = [j for j in range(6) if y[j] == y[i]]
+        total += -sum(math.log(e[j] / sum(e)) for j in same_class) / len(same_class)
     assert contrast(z, anchors, y, 0.3).item() == pytest.approx(total / 6, rel=1e-5)
 
 
@@ -102,9 +102,9 @@ def test_blocks_of_rows_give_the_same_result(nodes, rows, seed):
 def test_only_one_block_of_rows_is_in_memory_in_both_passes(monkeypatch):
     monkeypatch.setattr(fgssl, "ROWS", 16)
     z, anchors = torch.rand(400, 8, requires_grad=True), torch.rand(400, 8)
-    with Largest() as seen:
+    with Largest() as largest:
         contrast(z, anchors, torch.arange(400) % 3, 0.1).backward()
-    assert seen.numel == 16 * 400
+    assert largest.numel == 16 * 400
 
 
 def test_the_contrast_of_single_nodes_and_of_one_class():
@@ -198,9 +198,9 @@ def test_no_tensor_of_nodes_by_nodes():
         torch.ones(n, 2), torch.randint(n, (2, 4 * n)), torch.zeros(n, dtype=torch.int64), 2
     )
     f = torch.randn(n, 3, requires_grad=True)
-    with Largest() as seen:
+    with Largest() as largest:
         structure(f, f.detach().roll(1, 0), graph, 0.1).backward()
-    assert seen.numel <= 4 * n * 3  # edges x classes
+    assert largest.numel <= 4 * n * 3  # edges x classes
 
 
 # ---- the objective ----

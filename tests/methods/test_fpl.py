@@ -35,15 +35,17 @@ def scene(federation, **settings):
     return method, client, {"clusters": Q, "of_class": torch.tensor([0, 0, 1])}
 
 
-def spied(monkeypatch):
+def record_exchanges(monkeypatch):
     """Records what clients are sent and what they answer, by phase."""
-    seen, original = [], Loop.call
+    exchanges, original = [], Loop.call
     monkeypatch.setattr(
         Loop,
         "call",
-        lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r,
+        lambda self, phase, sent: (
+            exchanges.append((phase, sent, r := original(self, phase, sent))) or r
+        ),
     )
-    return seen
+    return exchanges
 
 
 def largest_gap(one, other):
@@ -53,8 +55,8 @@ def largest_gap(one, other):
 
 
 def test_both_terms_by_hand(node_federation):
-    method, client, told_of = scene(node_federation, contrastive=0.7, unbiased=0.3, tau=0.4)
-    model, graph, Q = client.state["model"], client.graph, told_of["clusters"]
+    method, client, received = scene(node_federation, contrastive=0.7, unbiased=0.3, tau=0.4)
+    model, graph, Q = client.state["model"], client.graph, received["clusters"]
     z, U = model.embed(graph), {0: (Q[0] + Q[1]) / 2, 1: Q[2]}
     ones, twos = [], []
     for i in graph.train.nonzero().flatten().tolist():
@@ -69,19 +71,19 @@ def test_both_terms_by_hand(node_federation):
         + 0.7 * torch.stack(ones).mean()
         + 0.3 * torch.stack(twos).mean()
     )
-    assert torch.isclose(method.objective(client, graph, model, told_of), expected, atol=1e-5)
+    assert torch.isclose(method.objective(client, graph, model, received), expected, atol=1e-5)
 
 
 def test_every_term_reaches_the_extractor_but_not_the_prototypes(node_federation):
     for settings in ({"contrastive": 1.0, "unbiased": 0.0}, {"contrastive": 0.0, "unbiased": 1.0}):
-        method, client, told_of = scene(node_federation, **settings)
+        method, client, received = scene(node_federation, **settings)
         model, graph = client.state["model"], client.graph
-        extra = method.objective(client, graph, model, told_of) - method.objective(
+        extra = method.objective(client, graph, model, received) - method.objective(
             client, graph, model, None
         )
         extra.backward()
         assert model.layers[0].weight.grad.abs().sum() > 0
-    assert told_of["clusters"].grad is None
+    assert received["clusters"].grad is None
 
 
 def test_without_its_terms_and_in_its_first_round_it_is_fedavg(federation):
@@ -160,9 +162,9 @@ def test_what_travels(node_federation, monkeypatch):
     graphs = node_federation.graphs
     kept = graphs[0].train & (graphs[0].y != 2)
     lacking = replace(graphs[0], train=kept, test=graphs[0].test | (graphs[0].train & ~kept))
-    seen = spied(monkeypatch)
+    exchanges = record_exchanges(monkeypatch)
     run("fpl", replace(node_federation, graphs=(lacking, *graphs[1:]), whole=None), **SMALL)
-    rounds = [(sent, replies) for phase, sent, replies in seen if phase == "train"]
+    rounds = [(sent, replies) for phase, sent, replies in exchanges if phase == "train"]
     assert len(rounds) == 3
     for _, replies in rounds:
         assert replies["0"]["present"].tolist() == [True, True, False]
@@ -171,17 +173,17 @@ def test_what_travels(node_federation, monkeypatch):
             assert (reply["prototypes"] != 0).any(1).all()
     assert "clusters" not in rounds[0][0]["0"]
     for (_, replies), (sent, _) in pairwise(rounds):
-        told_of = cluster_means(list(replies.values()))
-        assert torch.equal(sent["1"]["clusters"], told_of["clusters"])
+        received = cluster_means(list(replies.values()))
+        assert torch.equal(sent["1"]["clusters"], received["clusters"])
         of_two = clusters(torch.stack([replies[c]["prototypes"][2] for c in ("1", "2", "3")]))
-        assert int((told_of["of_class"] == 2).sum()) == len(of_two.unique())
+        assert int((received["of_class"] == 2).sum()) == len(of_two.unique())
 
 
 # ---- bad input ----
 def test_a_client_without_labels_sends_no_prototypes(node_federation, monkeypatch):
     graphs = node_federation.graphs
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
-    seen = spied(monkeypatch)
+    exchanges = record_exchanges(monkeypatch)
     for inductive in (False, True):
         result = run(
             "fpl",
@@ -189,17 +191,19 @@ def test_a_client_without_labels_sends_no_prototypes(node_federation, monkeypatc
             **SMALL,
         )
         assert result.summary["status"] == "completed"
-    assert not any(replies["0"]["present"].any() for phase, _, replies in seen if phase == "train")
+    assert not any(
+        replies["0"]["present"].any() for phase, _, replies in exchanges if phase == "train"
+    )
 
 
 def test_an_absent_class_has_no_clusters(node_federation, monkeypatch):
-    seen = spied(monkeypatch)
+    exchanges = record_exchanges(monkeypatch)
     run(
         "fpl", Federation(tuple(replace(g, num_classes=4) for g in node_federation.graphs)), **SMALL
     )
     assert all(
         3 not in sent["0"]["of_class"]
-        for phase, sent, _ in seen
+        for phase, sent, _ in exchanges
         if phase == "train" and "of_class" in sent["0"]
     )
 

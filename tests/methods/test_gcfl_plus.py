@@ -39,17 +39,17 @@ def planted():
 
 def sent_extractors(monkeypatch):
     """Returns the extractors that were sent, by round, as {client: sums of its tensors}."""
-    seen, original = [], Loop.call
+    exchanges, original = [], Loop.call
 
     def call(self, phase, sent):
         if phase == "train":
-            seen.append(
+            exchanges.append(
                 {c: tuple(t.sum().item() for t in flatten(m).values()) for c, m in sent.items()}
             )
         return original(self, phase, sent)
 
     monkeypatch.setattr(Loop, "call", call)
-    return seen
+    return exchanges
 
 
 def test_time_warping_by_hand():
@@ -133,12 +133,19 @@ def test_without_a_split_it_is_fedavg_of_the_extractor_with_private_heads(graph_
 
 @pytest.mark.parametrize("model", ["gin-2x8", "gcn-2x8"])
 def test_planted_groups_are_separated(model, planted, monkeypatch):
-    seen = sent_extractors(monkeypatch)
+    exchanges = sent_extractors(monkeypatch)
     settings = {**SMALL, "model": model, "sequence": 3, "lr": 1e-3, "weight_decay": 0.0}
     result = run("gcfl+", planted, dropout=0.0, **settings)
     assert result.summary["notes"] == {"clusters": 2}
-    assert [len(set(sent.values())) for sent in seen] == [1, 1, 1, 2]  # three norms, then the split
-    assert [seen[-1][c] == seen[-1]["0"] for c in planted.names] == [True] * 3 + [False] * 3
+    assert [len(set(sent.values())) for sent in exchanges] == [
+        1,
+        1,
+        1,
+        2,
+    ]  # three norms, then the split
+    assert [exchanges[-1][c] == exchanges[-1]["0"] for c in planted.names] == [True] * 3 + [
+        False
+    ] * 3
 
 
 def test_only_clusters_of_three_or_more_are_split_again(planted):
@@ -170,11 +177,11 @@ def test_a_run_killed_after_a_split_resumes_with_the_same_clusters(planted, tmp_
 
 
 def test_the_head_never_travels_and_heads_differ(graph_federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     result = run("gcfl+", graph_federation, **SMALL)
     names = {
         name
-        for sent, replies in seen
+        for sent, replies in exchanges
         for message in (*sent.values(), *replies.values())
         for name in flatten(message)
     }

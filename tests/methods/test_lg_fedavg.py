@@ -80,14 +80,16 @@ def test_one_client_trains_as_in_local_except_for_its_initial_head(node_federati
 
 
 def test_only_heads_travel_and_extractors_stay_different(federation, monkeypatch):
-    seen, original = [], Loop.call
+    exchanges, original = [], Loop.call
     monkeypatch.setattr(
         Loop,
         "call",
-        lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r,
+        lambda self, phase, sent: (
+            exchanges.append((phase, sent, r := original(self, phase, sent))) or r
+        ),
     )
     result = run("lg-fedavg", federation, model=CONTRACT_MODELS, rounds=3)
-    for phase, sent, replies in seen:
+    for phase, sent, replies in exchanges:
         names = {
             name for message in (*sent.values(), *replies.values()) for name in flatten(message)
         }
@@ -152,19 +154,21 @@ def test_heads_are_linear_in_a_graph_task(graph_federation):
 
 
 def test_a_client_without_labels_returns_the_head_unchanged(node_federation, monkeypatch):
-    graphs, seen, original = node_federation.graphs, [], Loop.call
+    graphs, exchanges, original = node_federation.graphs, [], Loop.call
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
     monkeypatch.setattr(
         Loop,
         "call",
-        lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r,
+        lambda self, phase, sent: (
+            exchanges.append((phase, sent, r := original(self, phase, sent))) or r
+        ),
     )
     result = run(
         "lg-fedavg", replace(node_federation, graphs=(bare, *graphs[1:]), whole=None), **SMALL
     )
     untrained = weights(facts_of(node_federation, "gcn-2x8").build("gcn-2x8", "0", "init"))
     assert gap(body(result.models["0"]), body(untrained)) == 0
-    rounds = [(sent["0"], replies["0"]) for phase, sent, replies in seen if phase == "train"]
+    rounds = [(sent["0"], replies["0"]) for phase, sent, replies in exchanges if phase == "train"]
     assert all(gap(sent, reply) == 0 for sent, reply in rounds)
 
 

@@ -26,8 +26,8 @@ losses of a step use the models as they are before it, and neither reaches the o
 without labelled nodes trains nothing. Models that ignore edge weights (gat, mlp) are refused:
 nothing would train the evaluator.
 
-Departures. This file follows the paper's abstract and the authors' code, whose λ is used. The code
-compares logits (`compare`) and divides by n, not n² (`per`; its biased model's loss is n times
+Departures. Only the paper's abstract and the authors' code were available; λ is the code's. The
+code compares logits (`compare`) and divides by n, not n² (`per`; its biased model's loss is n times
 ours, which Adam hardly notices, but its CE stands next to n times our HSIC). So the code depends on
 how large features and graphs are: on Photo, 10 clients, 30 rounds, it ends with one class for all
 nodes (best validation accuracy 0.59, here 0.91, FedAvg 0.90). On Cora all three have 0.84 (one seed

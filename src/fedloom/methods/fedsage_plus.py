@@ -332,9 +332,9 @@ class FedSagePlus(FedAvg, FedSGD):
         """Stores the other clients' requests."""
         for sender, request in (inbox or {}).items():
             if (rows := len(request["noisy"])) > self.sample:
-                writer = f"client {sender!r} in 'write_generator'"
                 raise MessageError(
-                    f"{writer}: tensor 'noisy' has {rows} rows, more than the {self.sample} agreed on"
+                    f"client {sender!r} in 'write_generator': tensor 'noisy' has {rows} rows, "
+                    f"more than the {self.sample} agreed on"
                 )
         client.memory["requests"] = inbox or {}
         return {}

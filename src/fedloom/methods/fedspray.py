@@ -27,14 +27,14 @@ own model never travels, may have any architecture, and is evaluated. The server
 class that no client of the round has keeps its proxy. If no client has a label, ω stays too. A
 client without labelled nodes trains nothing.
 
-Departures. This file follows the paper's abstract and the authors' code. There every training node
-has a proxy of its own that it keeps. Unlabelled nodes use the clients' class means of these,
-weighted by each class's share of a client's labels. Here proxies belong to classes, as the paper
-calls them, all nodes use the downloaded ones, and counts are the weights. The code loads the map of
-r with that of p; here they are separate. Proxies start at 0 (there: 0.01 c, and 0.1). The run's
-dropout is on the input of both maps (there is none in the code). Adam's weight decay is on ω, none
-on S. λ_2 and t, 1 and 0.7 there, are settings. The learning rate there is 3e-3, with 5 epochs and
-500 rounds.
+Departures. Only the paper's abstract and the authors' code were available. In the code, every
+training node has a proxy of its own that it keeps. Unlabelled nodes use the clients' class means of
+these, weighted by each class's share of a client's labels. Here proxies belong to classes, as the
+paper calls them, all nodes use the downloaded ones, and counts are the weights. The code loads the
+map of r with that of p; here they are separate. Proxies start at 0 (there: 0.01 c, and 0.1). The
+run's dropout is on the input of both maps (there is none in the code). Adam's weight decay is on ω,
+none on S. λ_2 and t, 1 and 0.7 there, are settings. The learning rate there is 3e-3, with 5 epochs
+and 500 rounds.
 """
 
 from dataclasses import dataclass

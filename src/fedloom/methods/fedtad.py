@@ -15,11 +15,12 @@ What travels, per client:
     s_k[c] = φ_k[c] / Σ_k φ_k[c]                                                    `shares`
     x̂ = G(z, y)                                                                     `make_generator`
         linked by kNN on cosines                                                    `knn_graph`
-    L_sem = mean_i Σ_k s_k[y_i] CE(f_k(x̂)_i, y_i)                                   `generator_loss`
+    L_sem = mean_i Σ_k s_k[y_i] CE(f_k(x̂)_i, y_i)                                   `weighted_mean`
     L_dis = mean_i Σ_k s_k[y_i] ‖f_S(x̂)_i − f_k(x̂)_i‖₁ / C                          `disagreement`
     L_div = exp(−mean_ij ‖x̂_i − x̂_j‖₁ / d · ‖z_i − z_j‖² / |z|)                     `diversity`
     θ_S = Σ_k (n_k / Σ n) θ_k                                                       `distil`
-    T times: new z, T_G steps of G on λ_1 L_sem − L_dis + λ_2 L_div                 `generate`
+    T times: new z, T_G steps of G                                                  `generate`
+             on λ_1 L_sem − L_dis + λ_2 L_div                                       `generator_loss`
              then T_S steps of θ_S on L_dis                                         `distil`
     θ ← θ_S                                                                         `run`
 
