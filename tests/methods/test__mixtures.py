@@ -1,4 +1,4 @@
-"""What FED-PUB and FedGTA share, by itself; what each makes of it is in its own tests."""
+"""Mixtures, which FED-PUB and FedGTA share. Their own tests cover how they weight them."""
 
 import torch
 
@@ -22,7 +22,7 @@ def test_a_mixture_is_the_sum_of_all_models_by_their_shares():
         assert torch.allclose(mixed[name]["b"], 10 * expected.expand(4))
 
 
-def test_own_shares_give_everybody_its_own_and_equal_ones_everybody_the_mean():
+def test_identity_shares_keep_models_and_equal_shares_average_them():
     alone = mixtures(models(), torch.eye(3))
     assert all(torch.equal(alone[name]["b"], own["b"]) for name, own in models().items())
     together = mixtures(models(), torch.full((3, 3), 1 / 3))

@@ -1,4 +1,4 @@
-"""Prototypes: class means, what travels of a table, clusters of nearest neighbours."""
+"""Prototypes: class means, tables as they travel, clusters of nearest neighbours."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from fedloom.errors import MessageError
 from fedloom.methods._shared.prototypes import class_means, class_sums, clusters, table_of, told
 
 
-def test_means_and_sums_are_of_the_items_in_the_mask():
+def test_means_and_sums_use_the_items_in_the_mask():
     z = torch.tensor([[1.0, 0], [3, 2], [5, 5], [7, 7]])
     y, mask = torch.tensor([1, 1, -1, 0]), torch.tensor([True, True, False, False])
     means, counts = class_means(z, y, mask, 3)
@@ -19,7 +19,7 @@ def test_means_and_sums_are_of_the_items_in_the_mask():
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.randoms())
-def test_a_table_comes_back_and_absent_entries_never_travel(classes, depth, width, random):
+def test_a_table_is_restored_and_absent_entries_never_travel(classes, depth, width, random):
     present = torch.tensor([[random.random() < 0.6 for _ in range(depth)] for _ in range(classes)])
     table = torch.randn(classes, depth, width).masked_fill(~present.unsqueeze(-1), 0.0)
     sent = told(table, present)
@@ -28,7 +28,7 @@ def test_a_table_comes_back_and_absent_entries_never_travel(classes, depth, widt
     assert torch.equal(table_of(**sent), table)
 
 
-def test_entries_with_few_items_behind_them_and_dead_ones_stay_at_home():
+def test_entries_of_few_items_and_zero_entries_are_not_sent():
     table, present = torch.eye(3), torch.tensor([True, True, True])
     assert told(table, present, 3, torch.tensor([2, 3, 4]))["present"].tolist() == [
         False,

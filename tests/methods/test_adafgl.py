@@ -1,4 +1,4 @@
-"""AdaFGL: the redrawn graph against one written out, every branch by hand, the confidence, the two stages, and what is never made."""
+"""AdaFGL: the rewired graph, both branches and the confidence by hand, the two stages, memory."""
 
 from dataclasses import replace
 
@@ -21,11 +21,11 @@ from fedloom.experiments.run import run
 from fedloom.methods.adafgl import (
     AdaFGL,
     Personal,
-    Redrawn,
+    Rewired,
     confidence,
-    directions,
     push_and_pull,
-    redrawn,
+    rewire,
+    unit_rows,
 )
 from fedloom.nn.weights import weights
 
@@ -40,7 +40,7 @@ def client_of(graph, spec="gcn-2x8", dropout=0.0, inductive=False):
 
 
 def scene(graph, dropout=0.0, inductive=False, **settings):
-    """A method, and a client that is ready for its personal stage."""
+    """Returns a method, and a client that is ready for its personal stage."""
     client, method = client_of(graph, dropout=dropout, inductive=inductive), AdaFGL(**settings)
     method.setup(client)
     method.prepare(client, weights(client.build("federated")))
@@ -69,9 +69,9 @@ def stages(result):
     return [entry["stage"] for entry in result.history]
 
 
-# ---- the redrawn graph ----
+# ---- the rewired graph ----
 def written_out(graph, logits, alpha):
-    """S as the docstring has it, n x n."""
+    """Returns S as in the docstring, n x n."""
     P = logits.softmax(1)
     n, M = len(P), torch.zeros(len(P), len(P))
     weight = torch.ones(graph.num_edges) if graph.edge_weight is None else graph.edge_weight
@@ -88,11 +88,10 @@ def written_out(graph, logits, alpha):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_products_with_s_are_those_of_the_matrix_written_out(alpha):
+def test_products_with_s_equal_those_of_the_dense_matrix(alpha):
     rng = torch.Generator().manual_seed(0)
-    ends = torch.tensor(
-        [[0, 1, 1, 2, 3, 3], [1, 0, 2, 1, 3, 0]]
-    )  # one edge goes one way only, one is a loop, node 4 has none
+    # One edge goes one way only, one is a loop, node 4 has none.
+    ends = torch.tensor([[0, 1, 1, 2, 3, 3], [1, 0, 2, 1, 3, 0]])
     weight = torch.tensor([1.0, 1.0, 2.0, 2.0, 1.0, 0.5])
     graph = Graph(
         torch.rand(5, 3, generator=rng),
@@ -102,46 +101,46 @@ def test_products_with_s_are_those_of_the_matrix_written_out(alpha):
         edge_weight=weight,
     )
     logits, h = 3 * torch.randn(5, 2, generator=rng), torch.randn(5, 4, generator=rng)
-    view = Redrawn(graph.x, ends, graph.y, 2, edge_weight=weight, logits=logits, alpha=alpha)
+    view = Rewired(graph.x, ends, graph.y, 2, edge_weight=weight, logits=logits, alpha=alpha)
     assert torch.allclose(view.propagate(h), written_out(graph, logits, alpha) @ h, atol=1e-5)
 
 
-def test_the_edges_alone_are_the_usual_adjacency():
+def test_alpha_one_gives_the_usual_adjacency():
     graph = synthetic(nodes=40, classes=3, features=5, seed=0)
-    view = redrawn(graph, client_of(graph).build(), 1.0)
+    view = rewire(graph, client_of(graph).build(), 1.0)
     h = torch.randn(40, 4)
     assert torch.allclose(view.propagate(h), graph.propagate(h, "sym"), atol=1e-6)
 
 
-def test_a_products_gradient_is_that_of_the_matrix_written_out():
+def test_the_gradient_of_a_product_equals_that_of_the_dense_matrix():
     graph = synthetic(nodes=20, classes=3, features=5, degree=3.0, seed=0)
-    view = redrawn(graph, client_of(graph).build(), 0.4)
+    view = rewire(graph, client_of(graph).build(), 0.4)
     h, into = torch.randn(20, 2, requires_grad=True), torch.randn(20, 2)
     (found,) = torch.autograd.grad((view.propagate(h) * into).sum(), h)
     assert torch.allclose(found, written_out(graph, view.logits, 0.4).T @ into, atol=1e-5)
 
 
-def test_sure_predictions_link_nodes_of_a_class_and_no_others():
+def test_confident_predictions_link_only_nodes_of_one_class():
     graph = graph_of([], [0, 0, 1, 1], [1, 0, 1, 0])
     logits = torch.tensor([[50.0, 0.0], [50.0, 0.0], [0.0, 50.0], [0.0, 50.0]])
-    view = Redrawn(graph.x, graph.edge_index, graph.y, 2, logits=logits, alpha=0.0)
+    view = Rewired(graph.x, graph.edge_index, graph.y, 2, logits=logits, alpha=0.0)
     half = torch.full((2, 2), 0.5)
     assert torch.allclose(view.propagate(torch.eye(4)), torch.block_diag(half, half), atol=1e-6)
 
 
-def test_a_redrawn_graph_keeps_nothing_on_the_graph_itself():
-    """Federations outlive runs: what depends on a model must not be found there by the next one."""
+def test_a_rewired_graph_caches_nothing_on_the_original_graph():
+    """A federation is used by several runs: a run must not leave model-dependent caches on it."""
     graph = synthetic(nodes=20, classes=3, features=5, degree=3.0, seed=0)
-    nets = [client_of(graph).build(purpose) for purpose in ("one", "other")]
-    one, other = (redrawn(graph, net, 0.5) for net in nets)
-    assert not torch.allclose(one.alike, other.alike)
+    models = [client_of(graph).build(purpose) for purpose in ("one", "other")]
+    one, other = (rewire(graph, model, 0.5) for model in models)
+    assert not torch.allclose(one.unit_predictions, other.unit_predictions)
     assert one.sparse_x is graph.sparse_x
 
 
 # ---- the branches ----
-def test_push_and_pull_written_out():
+def test_push_and_pull_by_hand():
     rng = torch.Generator().manual_seed(0)
-    Z, U = 2 * torch.randn(6, 3, generator=rng), directions(torch.rand(6, 3, generator=rng))
+    Z, U = 2 * torch.randn(6, 3, generator=rng), unit_rows(torch.rand(6, 3, generator=rng))
     V = Z.softmax(1) / Z.softmax(1).norm(dim=1, keepdim=True)
     L = 0.3 * U @ U.T + 0.7 * V @ V.T
     assert torch.allclose(L.diagonal(), torch.ones(6))
@@ -153,82 +152,85 @@ def test_push_and_pull_written_out():
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.floats(0, 1), st.floats(0, 300))
-def test_push_and_pull_is_finite_for_sure_equal_and_single_nodes(nodes, classes, beta, scale):
+def test_push_and_pull_is_finite_for_confident_equal_and_single_nodes(nodes, classes, beta, scale):
     rng = torch.Generator().manual_seed(nodes)
     Z = (scale * torch.randn(nodes, classes, generator=rng)).requires_grad_()
     for logits in (Z, Z[:1].expand(nodes, classes)):
-        out = push_and_pull(logits, directions(logits.detach().softmax(1)), beta)
+        out = push_and_pull(logits, unit_rows(logits.detach().softmax(1)), beta)
         assert out.isfinite().all()
-        assert (out - logits / 2).abs().max() <= 0.5 + 1e-5 * (
-            1 + scale
-        )  # pull and push are probabilities, halved
+        # Pull and push are probabilities, halved.
+        assert (out - logits / 2).abs().max() <= 0.5 + 1e-5 * (1 + scale)
         (g,) = torch.autograd.grad(out.square().sum(), Z)
         assert g.isfinite().all()
 
 
-def test_the_four_networks_see_what_they_should(node_federation):
+def test_the_four_networks_get_the_right_inputs(node_federation):
     _, client = scene(node_federation.graphs[0], hops=2, alpha=0.3, beta=0.4)
-    net, seen = client.state["model"], client.memory["seen"]
-    S, X = written_out(client.graph, seen.logits, 0.3), client.graph.x
-    U = directions(seen.logits.softmax(1))
+    model, rewired = client.state["model"], client.memory["rewired"]
+    S, X = written_out(client.graph, rewired.logits, 0.3), client.graph.x
+    U = unit_rows(rewired.logits.softmax(1))
 
     def smoothed(part):
         hops = torch.cat([X, S @ X, S @ S @ X], 1)
         hidden = F.relu(hops @ part.layers[0].weight + part.layers[0].bias)
         return hidden @ part.classifier.weight + part.classifier.bias
 
-    alone = net.features
+    alone = model.features
     hidden = F.relu(X @ alone.layers[0].weight + alone.layers[0].bias)
     expected = (
-        smoothed(net.homophilous), hidden @ alone.classifier.weight + alone.classifier.bias,
-        smoothed(net.smooth), push_and_pull(smoothed(net.learnt), U, 0.4),
-    )  # fmt: skip
-    for found, by_hand in zip(net.views(seen), expected, strict=True):
+        smoothed(model.homophilous),
+        hidden @ alone.classifier.weight + alone.classifier.bias,
+        smoothed(model.smooth),
+        push_and_pull(smoothed(model.learnt), U, 0.4),
+    )
+    for found, by_hand in zip(model.views(rewired), expected, strict=True):
         assert torch.allclose(found, by_hand, atol=1e-5)
 
 
 def test_the_objective_and_the_mixture_by_hand(node_federation):
     method, client = scene(node_federation.graphs[0], preserve=0.7)
-    net, seen, graph = client.state["model"], client.memory["seen"], client.graph
-    views = net.views(seen)
-    P = net.federated(graph).softmax(1)
+    model, rewired, graph = client.state["model"], client.memory["rewired"], client.graph
+    views = model.views(rewired)
+    P = model.federated(graph).softmax(1)
     own = sum(F.cross_entropy(v[graph.train], graph.y[graph.train]) for v in views)
     expected = own + 0.7 * (views[0].softmax(1) - P).square().mean()
     assert torch.isclose(method.personal_objective(client), expected, atol=1e-5)
     H, *others = (v.softmax(1) for v in views)
-    h = float(net.confidence)
+    h = float(model.confidence)
     assert 0 < h < 1
     mixture = h * (H + P) / 2 + (1 - h) * sum(others) / 3
-    assert torch.allclose(net.probabilities(seen), mixture, atol=1e-6)
+    assert torch.allclose(model.probabilities(rewired), mixture, atol=1e-6)
     assert torch.allclose(method.predict(client, None).softmax(1), mixture, atol=1e-6)
 
 
 def test_all_confidence_in_one_branch_is_that_branch(node_federation):
     _, client = scene(node_federation.graphs[0])
-    net, seen = client.state["model"], client.memory["seen"]
-    H, *others = (v.softmax(1) for v in net.views(seen))
-    net.confidence.fill_(1.0)
-    assert torch.allclose(net.probabilities(seen), (H + seen.logits.softmax(1)) / 2, atol=1e-6)
-    net.confidence.fill_(0.0)
-    assert torch.allclose(net.probabilities(seen), torch.stack(others).mean(0), atol=1e-6)
+    model, rewired = client.state["model"], client.memory["rewired"]
+    H, *others = (v.softmax(1) for v in model.views(rewired))
+    model.confidence.fill_(1.0)
+    assert torch.allclose(
+        model.probabilities(rewired), (H + rewired.logits.softmax(1)) / 2, atol=1e-6
+    )
+    model.confidence.fill_(0.0)
+    assert torch.allclose(model.probabilities(rewired), torch.stack(others).mean(0), atol=1e-6)
 
 
 def test_gradients_reach_all_four_networks_and_neither_the_federated_model_nor_the_confidence(
     node_federation,
 ):
     method, client = scene(node_federation.graphs[0])
-    net = client.state["model"]
+    model = client.state["model"]
     method.personal_objective(client).backward()
-    for part in (net.homophilous, net.features, net.smooth, net.learnt):
+    for part in (model.homophilous, model.features, model.smooth, model.learnt):
         assert all(p.grad.abs().sum() > 0 for p in part.parameters())
-    assert all(p.grad is None for p in (*net.federated.parameters(), net.confidence))
-    before = {name: t.clone() for name, t in weights(net).items()}
+    assert all(p.grad is None for p in (*model.federated.parameters(), model.confidence))
+    before = {name: t.clone() for name, t in weights(model).items()}
     method.personalise(client)
-    moved = {name for name, t in weights(net).items() if not torch.equal(t, before[name])}
+    moved = {name for name, t in weights(model).items() if not torch.equal(t, before[name])}
     assert moved == {name for name in before if not name.startswith(("federated.", "confidence"))}
 
 
-def test_preserving_pulls_the_homophilous_branch_to_the_federated_predictions_and_no_other(
+def test_preserving_pulls_only_the_homophilous_branch_to_the_federated_predictions(
     node_federation,
 ):
     def gradients(preserve):
@@ -260,38 +262,39 @@ def share(graph, seeds=40, **how):
     ]
 
 
-def test_all_labels_come_back_where_neighbours_are_alike_and_none_where_they_differ():
+def test_propagation_recovers_all_labels_under_homophily_and_none_under_heterophily():
     assert sum(share(two_cliques())) / 40 > 0.9
     pairs = graph_of([(2 * i, 2 * i + 1) for i in range(10)], [0, 1] * 10, [True] * 20)
     assert set(share(pairs)) == {0.0}
 
 
-def test_a_step_of_spreading_by_hand():
-    """A path 0 - 1 - 2, all labelled: whichever is hidden, what arrives there is its neighbours' labels."""
+def test_a_step_of_propagation_by_hand():
+    """A path 0 - 1 - 2, all labelled: a hidden node gets its neighbours' labels."""
     path = graph_of([(0, 1), (1, 2)], [0, 1, 1], [True] * 3)
     found = set()
     for seed in range(20):
         hidden = int(torch.randperm(3, generator=torch.Generator().manual_seed(seed))[0])
         h = confidence(path, 0.34, 1, 0.5, torch.Generator().manual_seed(seed))
-        # 0 hears from 1 (class 1, wrong); 1 hears 1/√6 from 0 and from 2 alike: a tie, which the first class wins (wrong); 2 hears 1.
+        # 0 gets 1's label (class 1, wrong). 1 gets 1/√6 from 0 and from 2: a tie, which the first
+        # class wins (wrong). 2 gets 1's label.
         assert h == (1.0 if hidden == 2 else 0.0)
         found.add(hidden)
     assert found == {0, 1, 2}
 
 
-def test_a_label_that_nothing_reaches_does_not_come_back():
+def test_a_label_that_propagation_does_not_reach_is_not_recovered():
     isolated = graph_of([], [0] * 6, [True] * 6)
     assert set(share(isolated)) == {0.0}
 
 
-def test_one_class_comes_back_and_too_few_labels_say_nothing():
+def test_one_class_is_recovered_and_too_few_labels_give_one_half():
     edges = [(i, i + 1) for i in range(5)]
     assert set(share(graph_of(edges, [0] * 6, [True] * 6), steps=6)) == {1.0}
     assert share(graph_of(edges, [0] * 6, [True] + [False] * 5), seeds=1) == [0.5]
     assert share(graph_of(edges, [0] * 6, [False] * 6), seeds=1) == [0.5]
 
 
-def test_only_training_labels_are_spread(node_federation):
+def test_only_training_labels_are_propagated(node_federation):
     graph = node_federation.graphs[0]
     other = replace(graph, y=torch.where(graph.train, graph.y, (graph.y + 1) % 3))
     one, another = (
@@ -302,7 +305,7 @@ def test_only_training_labels_are_spread(node_federation):
 
 
 # ---- the stages ----
-def test_the_federated_stage_is_fedavg_and_its_last_model_is_what_the_personal_one_begins_with(
+def test_the_personal_stage_starts_from_the_last_model_of_fedavg(
     node_federation,
 ):
     ada, avg = (
@@ -356,17 +359,17 @@ def test_finetune_comes_between_the_two_stages(node_federation):
 
 
 class Killed(BaseException):
-    """Stands for whatever ends a process."""
+    """Stands for anything that ends a process."""
 
 
-def test_killed_in_its_personal_stage_and_resumed_equals_unbroken(node_federation, tmp_path):
+def test_a_run_killed_in_its_personal_stage_resumes_identically(node_federation, tmp_path):
     settings = {**SMALL, "checkpoint_every": 1, "participation": 0.7}
     unbroken = run("adafgl", node_federation, out=tmp_path / "unbroken", **settings)
-    seen = []
+    rewired = []
 
     def die(entry, planned):
-        seen.append(entry["stage"])
-        if seen.count("personal") == 2:
+        rewired.append(entry["stage"])
+        if rewired.count("personal") == 2:
             raise Killed
 
     with pytest.raises(Killed):
@@ -389,27 +392,27 @@ def test_more_epochs_fit_the_training_labels(node_federation):
 
 def test_an_inductive_client_is_scored_on_nodes_it_has_not_trained_on(node_federation):
     method, client = scene(node_federation.graphs[0], inductive=True)
-    seen, everything = client.memory["seen"], client.memory["all"]
-    assert seen.num_nodes == int(node_federation.graphs[0].train.sum()) < everything.num_nodes
+    rewired, everything = client.memory["rewired"], client.memory["rewired full graph"]
+    assert rewired.num_nodes == int(node_federation.graphs[0].train.sum()) < everything.num_nodes
     method.personalise(client)
     assert method.predict(client, None).shape == (everything.num_nodes, 3)
     _, transductive = scene(node_federation.graphs[0])
-    assert transductive.memory["seen"] is transductive.memory["all"]
+    assert transductive.memory["rewired"] is transductive.memory["rewired full graph"]
 
 
-# ---- what is never made ----
+# ---- memory ----
 def test_no_tensor_of_nodes_by_nodes():
-    n = 2000
+    n = 800
     graph = divide(synthetic(nodes=n, classes=3, features=12, seed=0), 1, "random", 0).graphs[0]
-    with Largest() as seen:
+    with Largest() as largest:
         method, client = scene(graph, dropout=0.5)
         method.personalise(client)
         method.predict(client, None)
-    assert seen.numel < n * 64
+    assert largest.numel < n * 64
 
 
-def test_a_graph_whose_square_would_not_fit():
-    n = 60_000  # 14 GB for one matrix of n x n
+def test_a_graph_whose_dense_matrix_would_not_fit_in_memory():
+    n = 60_000  # an n x n matrix would take 14 GB
     rng = torch.Generator().manual_seed(0)
     y, x = torch.randint(3, (n,), generator=rng), torch.rand(n, 4, generator=rng)
     train = torch.rand(n, generator=rng) < 0.2
@@ -444,7 +447,7 @@ def test_a_client_without_labels_keeps_the_federated_model(node_federation):
         assert len({row["accuracy"] for row in rows}) == 1
 
 
-def test_one_class_one_label_no_edges_one_client_and_nobody_with_labels(node_federation):
+def test_one_class_one_label_no_edges_one_client_and_no_labels_at_all(node_federation):
     graphs = node_federation.graphs
     of_one = replace(graphs[0], train=graphs[0].train & (graphs[0].y == 0))
     first = torch.zeros_like(graphs[1].train)
@@ -464,7 +467,7 @@ def test_one_class_one_label_no_edges_one_client_and_nobody_with_labels(node_fed
             assert all(t.isfinite().all() for t in flatten(result.models).values())
 
 
-def test_a_node_all_by_itself():
+def test_a_graph_of_one_node():
     graph = Graph(
         torch.ones(1, 3),
         torch.zeros(2, 0, dtype=torch.int64),

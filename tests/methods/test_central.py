@@ -1,4 +1,4 @@
-"""Central: sees the uncut graph and the same items as the clients."""
+"""Central: it uses the uncut graph and the same items as the clients."""
 
 from fedloom.experiments.run import run
 

@@ -1,4 +1,4 @@
-"""Co-Boost: what it adds to DENSE, term by term, and that without it DENSE is left."""
+"""Co-Boost: each term that it adds to DENSE, and DENSE without them."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ SMALL = {"model": "gcn-2x8", **QUICK, "finetune": 2}
 OFF = {"hard": 0.0, "epsilon": 0.0, "mu": 0.0}
 
 
-def test_switched_off_it_is_dense(node_federation):
+def test_with_all_terms_off_it_is_dense(node_federation):
     shared = {**SMALL, "adversarial": 0.0, "temperature": 2.0}
     dense = run("dense", node_federation, **{k: v for k, v in shared.items() if k != "epsilon"})
     assert same(dense, run("coboost", node_federation, **{**shared, **OFF}))
@@ -27,24 +27,24 @@ def test_switched_off_it_is_dense(node_federation):
         )
 
 
-def test_hard_nodes_count_more_and_all_push_student_and_ensemble_apart():
+def test_the_generator_loss_by_hand():
     ensemble, student, graph = scene()
     method = CoBoost(hard=2.0, adversarial=0.3, temperature=4.0)
     with torch.no_grad():
-        taught, learnt = ensemble(graph), student(graph)
-        p = taught.softmax(1)[torch.arange(len(graph.y)), graph.y]
-        expected = ((1 - p) ** 2 * -p.log() - 0.3 * divergence(taught, learnt)).mean()
+        teacher, of_student = ensemble(graph), student(graph)
+        p = teacher.softmax(1)[torch.arange(len(graph.y)), graph.y]
+        expected = ((1 - p) ** 2 * -p.log() - 0.3 * divergence(teacher, of_student)).mean()
     assert torch.isclose(method.generator_loss(ensemble, student, graph), expected, atol=1e-5)
 
 
 def test_both_terms_reach_every_weight_of_the_generator_and_the_factor_is_a_constant():
     (ensemble, student, _), (generator, graph) = scene(), generated()
-    taught, learnt = ensemble(graph), student(graph)
-    certain, apart = CoBoost().emphasis(taught, learnt, graph.y)
-    assert not certain.requires_grad
-    assert (apart == 1).all()
-    assert reaches((certain * F.cross_entropy(taught, graph.y, reduction="none")).sum(), generator)
-    assert reaches((apart * divergence(taught, learnt)).sum(), generator)
+    teacher, of_student = ensemble(graph), student(graph)
+    of_ce, of_kl = CoBoost().emphasis(teacher, of_student, graph.y)
+    assert not of_ce.requires_grad
+    assert (of_kl == 1).all()
+    assert reaches((of_ce * F.cross_entropy(teacher, graph.y, reduction="none")).sum(), generator)
+    assert reaches((of_kl * divergence(teacher, of_student)).sum(), generator)
 
 
 def test_nodes_move_by_epsilon_of_their_length_along_the_gradient():
@@ -64,9 +64,8 @@ def test_nodes_move_by_epsilon_of_their_length_along_the_gradient():
 def test_weights_take_signed_steps_towards_clients_that_know_the_labels():
     ensemble, _, graph = scene(clients=3)
     logits = 4.0 * F.one_hot(graph.y, 3)
-    graph._cache["clients"] = torch.stack(
-        [logits, -0.5 * logits, -logits]
-    )  # right, wrong, and more so
+    # Right, wrong, and more wrong.
+    graph._cache["clients"] = torch.stack([logits, -0.5 * logits, -logits])
     CoBoost(mu=0.01).reweigh(ensemble, [graph])
     raw = 1 / 3 + torch.tensor([0.01, -0.01, -0.01])
     assert torch.allclose(ensemble.share, raw / raw.sum(), atol=1e-6)
@@ -80,7 +79,7 @@ def test_weights_take_signed_steps_towards_clients_that_know_the_labels():
 
 
 @pytest.mark.parametrize("mu", [0.01, 5.0])
-def test_clients_that_are_all_alike_stay_an_ensemble(mu):
+def test_identical_clients_keep_positive_weights(mu):
     ensemble, _, graph = scene(clients=2)
     ensemble.uploads[1] = ensemble.uploads[0]
     before = ensemble(graph)

@@ -1,4 +1,4 @@
-"""DENSE: the server's two losses, its limits, and that it sees nothing but weights and sizes."""
+"""DENSE: the server's two losses, its limits, and what travels: only weights and sizes."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic
 from fedloom.errors import ConfigError
 from fedloom.experiments.run import run
-from fedloom.methods.dense import Dense, Ensemble, divergence, linked
+from fedloom.methods.dense import Dense, Ensemble, divergence, knn_graph
 from fedloom.nn.build import build_model
 from fedloom.nn.weights import weights
 
@@ -28,12 +28,16 @@ SMALL = {"model": "gcn-2x8", **QUICK, "finetune": 2}
 
 
 def scene(clients=3, nodes=20, seed=0):
-    """An ensemble, a student and a graph of invented nodes."""
-    nets = [build_model("gcn-2x8", 6, 3, dropout=0.0, seed=seed + k) for k in range(clients + 1)]
+    """Returns an ensemble, a student and a graph of generated nodes."""
+    models = [build_model("gcn-2x8", 6, 3, dropout=0.0, seed=seed + k) for k in range(clients + 1)]
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(nodes, 6, generator=rng, requires_grad=True)
     y = torch.randint(3, (nodes,), generator=rng)
-    return Ensemble(nets[0], [weights(net) for net in nets[1:]]), nets[0], linked(x, y, 3, 3)
+    return (
+        Ensemble(models[0], [weights(model) for model in models[1:]]),
+        models[0],
+        knn_graph(x, y, 3, 3),
+    )
 
 
 def same(one, other):
@@ -42,28 +46,28 @@ def same(one, other):
 
 
 def test_the_ensemble_is_the_mean_of_the_clients_logits():
-    ensemble, net, graph = scene()
+    ensemble, model, graph = scene()
     by_hand = (
-        sum(torch.func.functional_call(net, upload, (graph,)) for upload in ensemble.uploads) / 3
+        sum(torch.func.functional_call(model, upload, (graph,)) for upload in ensemble.uploads) / 3
     )
     assert torch.allclose(ensemble(graph), by_hand, atol=1e-6)
 
 
 def test_nodes_are_linked_to_their_nearest_by_cosine_both_ways():
     x = torch.tensor([[1.0, 0.0], [5.0, 0.5], [0.0, 1.0], [0.5, 3.0], [-1.0, -1.0]])
-    graph = linked(x, torch.zeros(5, dtype=torch.int64), 1, 2)
+    graph = knn_graph(x, torch.zeros(5, dtype=torch.int64), 1, 2)
     pairs = {tuple(pair) for pair in graph.edge_index.T.tolist()}
     assert {(0, 1), (1, 0), (2, 3), (3, 2)} <= pairs
     assert all((b, a) in pairs and a != b for a, b in pairs)
-    assert linked(x, graph.y, 99, 2).num_edges == 5 * 4  # no more than there are others
+    assert knn_graph(x, graph.y, 99, 2).num_edges == 5 * 4  # no more than there are others
 
 
 def test_both_losses_by_hand():
     ensemble, student, graph = scene()
     method, generator, distilled, apart = Dense(adversarial=0.7, temperature=3.0), 0.0, 0.0, 0
     with torch.no_grad():
-        taught, learnt = ensemble(graph), student(graph)
-    for t, s, y in zip(taught, learnt, graph.y, strict=True):
+        teacher, of_student = ensemble(graph), student(graph)
+    for t, s, y in zip(teacher, of_student, graph.y, strict=True):
         differ = int(t.argmax() != s.argmax())
         kl, soft_kl = (
             (p * (p / q).log()).sum()
@@ -78,7 +82,7 @@ def test_both_losses_by_hand():
 
 
 def generated(nodes=20):
-    """A generator, and a graph of what it makes of noise."""
+    """Returns a generator, and a graph that it generates from noise."""
     generator, rng = (
         build_model("mlp-3x8", 5, 6, dropout=0.0, seed=9),
         torch.Generator().manual_seed(0),
@@ -90,26 +94,26 @@ def generated(nodes=20):
         y=y,
         num_classes=3,
     )
-    return generator, linked(generator(source), y, 3, 3)
+    return generator, knn_graph(generator(source), y, 3, 3)
 
 
-def reaches(term, net):
+def reaches(term, model):
     return all(
         gradient.abs().sum() > 0
-        for gradient in torch.autograd.grad(term, list(net.parameters()), retain_graph=True)
+        for gradient in torch.autograd.grad(term, list(model.parameters()), retain_graph=True)
     )
 
 
 def test_every_term_reaches_every_weight():
     (ensemble, student, _), (generator, graph), method = scene(), generated(), Dense()
-    taught, learnt = ensemble(graph), student(graph)
-    certain, apart = method.emphasis(taught, learnt, graph.y)
-    assert reaches((certain * F.cross_entropy(taught, graph.y, reduction="none")).sum(), generator)
-    assert reaches((apart * divergence(taught, learnt)).sum(), generator)
+    teacher, of_student = ensemble(graph), student(graph)
+    of_ce, of_kl = method.emphasis(teacher, of_student, graph.y)
+    assert reaches((of_ce * F.cross_entropy(teacher, graph.y, reduction="none")).sum(), generator)
+    assert reaches((of_kl * divergence(teacher, of_student)).sum(), generator)
     assert reaches(method.student_loss(ensemble, student, graph), student)
 
 
-def test_generating_moves_neither_student_nor_clients():
+def test_generating_changes_neither_student_nor_clients():
     ensemble, student, graph = scene()
     Dense().generator_loss(ensemble, student, graph).backward()
     assert all(p.grad is None for p in student.parameters())
@@ -131,21 +135,21 @@ def test_without_batches_it_is_one_round_of_fedavg(node_federation):
     assert not same(dense, run("dense", node_federation, **SMALL))
 
 
-def test_the_student_comes_closer_to_the_ensemble_than_the_average():
-    """On real nodes, which the server never saw, of clients that know different classes."""
+def test_the_student_is_closer_to_the_ensemble_than_the_average_is():
+    """On real nodes, which the server never saw, of clients that have different classes."""
     graph = synthetic(nodes=211, classes=3, features=12, degree=6.0, homophily=0.8, seed=1)
     skewed = divide(graph, 4, "dirichlet", 0, split="40/30/30", options={"alpha": 0.1})
     settings = {"model": "gcn-2x8", "dropout": 0.0, "epochs": 60, "finetune": 0}
     average, student = (run("dense", skewed, **settings, batches=batches) for batches in (0, 10))
-    net = build_model("gcn-2x8", 12, 3, dropout=0.0, seed=0)
-    ensemble = Ensemble(
-        net, [average.models[c] for c in skewed.names]
-    )  # not fine-tuned: still what they uploaded
+    model = build_model("gcn-2x8", 12, 3, dropout=0.0, seed=0)
+    # Not fine-tuned: equal to the uploads.
+    ensemble = Ensemble(model, [average.models[c] for c in skewed.names])
     gap = {}
     for name, result in (("average", average), ("student", student)):
         with torch.no_grad():
             gap[name] = divergence(
-                ensemble(graph), torch.func.functional_call(net, result.models["server"], (graph,))
+                ensemble(graph),
+                torch.func.functional_call(model, result.models["server"], (graph,)),
             ).mean()
     assert gap["student"] < 0.7 * gap["average"], gap
 

@@ -18,11 +18,11 @@ from fedloom.nn.training import step
 from fedloom.nn.weights import weights
 
 SMALL = {"model": "gcn-2x8", "rounds": 3}
-PLAIN = {"masks": False, "proximal": 0.0}  # what is left is how models are mixed
+PLAIN = {"masks": False, "proximal": 0.0}  # only the mixing is left
 
 
 class EvenFedAvg(FedAvg):
-    """FedAvg whose clients count alike."""
+    """FedAvg whose clients have equal weight."""
 
     def run(self, server):
         server.ask(self.setup)
@@ -48,7 +48,10 @@ def facts_of(federation, model="gcn-2x8", dropout=0.0, seed=0):
 
 
 def scene(federation, **settings):
-    """A method, a client whose mask is no longer all ones, and a mixture that is not where the client is."""
+    """Returns a method, a client whose mask is not all ones, and a mixture.
+
+    The mixture differs from the client's weights.
+    """
     client, method = Client("0", federation.graphs[0], facts_of(federation)), FedPub(**settings)
     method.setup(client)
     rng = torch.Generator().manual_seed(0)
@@ -70,59 +73,59 @@ def gap(one, other):
 # ---- at a client ----
 def test_the_objective_by_hand(node_federation):
     method, client, mixture = scene(node_federation, sparsity=0.2, proximal=0.3)
-    net, mask, graph = client.state["theta"], client.state["mask"], client.graph
+    model, mask, graph = client.state["theta"], client.state["mask"], client.graph
     assert set(mask) == {"layers.0.weight", "classifier.weight"}
     S, (W, b), (V, c) = (
         graph.adjacency("sym").dense(),
-        net.layers[0].parameters(),
-        net.classifier.parameters(),
+        model.layers[0].parameters(),
+        model.classifier.parameters(),
     )
     h = torch.relu(S @ (graph.x @ (W * mask["layers.0.weight"])) + b)
     logits = S @ (h @ (V * mask["classifier.weight"])) + c
     expected = torch.nn.functional.cross_entropy(logits[graph.train], graph.y[graph.train])
     expected = expected + 0.2 * sum(abs(x) for m in mask.values() for x in m.flatten().tolist())
     expected = expected + 0.3 * sum(
-        ((p - mixture[name]) ** 2).sum() for name, p in net.named_parameters()
+        ((p - mixture[name]) ** 2).sum() for name, p in model.named_parameters()
     )
-    assert torch.isclose(method.objective(client, graph, net, mixture), expected, rtol=1e-5)
+    assert torch.isclose(method.objective(client, graph, model, mixture), expected, rtol=1e-5)
 
 
-def test_both_penalties_have_the_gradients_that_they_should(node_federation):
+def test_both_penalties_have_the_right_gradients(node_federation):
     """In public code they have none."""
     method, client, mixture = scene(node_federation, sparsity=0.2, proximal=0.3)
     bare, graph = FedPub(sparsity=0.0, proximal=0.0), client.graph
-    net, mask = client.state["theta"], client.state["mask"]
-    parameters = dict(net.named_parameters()) | {f"mask of {name}": m for name, m in mask.items()}
+    model, mask = client.state["theta"], client.state["mask"]
+    parameters = dict(model.named_parameters()) | {f"mask of {name}": m for name, m in mask.items()}
     with_both, without = (
         dict(
             zip(
                 parameters,
                 torch.autograd.grad(
-                    m.objective(client, graph, net, mixture), list(parameters.values())
+                    m.objective(client, graph, model, mixture), list(parameters.values())
                 ),
                 strict=True,
             )
         )
         for m in (method, bare)
     )
-    for name, p in net.named_parameters():
+    for name, p in model.named_parameters():
         assert torch.allclose(
             with_both[name] - without[name], 0.3 * 2 * (p - mixture[name]), atol=1e-4
         )
-    effective = masked(dict(net.named_parameters()), mask)
-    loss = client.loss(torch.func.functional_call(net, effective, (graph,)), graph)
+    effective = masked(dict(model.named_parameters()), mask)
+    loss = client.loss(torch.func.functional_call(model, effective, (graph,)), graph)
     for name, m in mask.items():
         assert torch.allclose(
             with_both[f"mask of {name}"] - without[f"mask of {name}"], 0.2 * m.sign(), atol=1e-5
         )
         (slope,) = torch.autograd.grad(loss, effective[name], retain_graph=True)
         assert torch.allclose(
-            without[f"mask of {name}"], slope * dict(net.named_parameters())[name], atol=1e-5
+            without[f"mask of {name}"], slope * dict(model.named_parameters())[name], atol=1e-5
         )
         assert without[f"mask of {name}"].abs().sum() > 0
 
 
-def test_what_is_small_in_a_mask_counts_as_zero_where_it_predicts_and_only_there(node_federation):
+def test_small_mask_entries_count_as_zero_only_in_predictions(node_federation):
     theta, mask = (
         {"w": torch.tensor([[2.0, 3.0, 4.0]]), "b": torch.ones(3)},
         {"w": torch.tensor([[0.05, -0.05, -0.5]])},
@@ -140,7 +143,7 @@ def test_what_is_small_in_a_mask_counts_as_zero_where_it_predicts_and_only_there
     assert torch.allclose(reply["outlook"], state["model"](random_graph(client.facts)).mean(0))
 
 
-def test_masks_begin_with_ones_and_the_l1_norm_makes_them_sparse(node_federation):
+def test_masks_start_at_one_and_the_l1_norm_makes_them_sparse(node_federation):
     client, method = (
         Client("0", node_federation.graphs[0], facts_of(node_federation)),
         FedPub(sparsity=0.05),
@@ -209,10 +212,10 @@ def test_similarities_and_mixtures_by_hand():
         assert torch.allclose(mixed[client]["b"], torch.tensor([10 * w]))
 
 
-def test_clients_get_the_mixture_that_the_outlooks_say(node_federation, trainings):
-    seen = trainings()
+def test_clients_get_the_mixture_of_their_outlooks(node_federation, trainings):
+    exchanges = trainings()
     run("fed-pub", node_federation, scale=5.0, **SMALL)
-    for (_, replies), (sent, _) in pairwise(seen):
+    for (_, replies), (sent, _) in pairwise(exchanges):
         h = [replies[c]["outlook"] for c in node_federation.names]
         for k, client in enumerate(node_federation.names):
             e = torch.stack(
@@ -223,14 +226,14 @@ def test_clients_get_the_mixture_that_the_outlooks_say(node_federation, training
                 for w, c in zip(e / e.sum(), node_federation.names, strict=True)
             )
             assert torch.allclose(sent[client]["model"]["layers.0.weight"], by_hand, atol=1e-6)
-    assert gap(seen[1][0]["0"], seen[1][0]["1"]) > 1e-4
+    assert gap(exchanges[1][0]["0"], exchanges[1][0]["1"]) > 1e-4
 
 
 def test_the_mask_never_travels(federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     result = run("fed-pub", federation, **SMALL)
     shapes = {f"model/{name}": t.shape for name, t in result.models["0"].items()}
-    for sent, replies in seen:
+    for sent, replies in exchanges:
         for client, reply in replies.items():
             assert {name: t.shape for name, t in flatten(sent[client]).items()} == shapes
             assert {name: t.shape for name, t in flatten(reply).items()} == shapes | {
@@ -239,7 +242,7 @@ def test_the_mask_never_travels(federation, trainings):
 
 
 def test_traffic(node_federation):
-    """2|θ| + C a client and round."""
+    """2|θ| + C per client and round."""
     traffic = run("fed-pub", node_federation, **SMALL).traffic
     theta, K, R = 12 * 8 + 8 + 8 * 3 + 3, 4, 3
     assert traffic["scalars_down"] == K * R * theta
@@ -247,7 +250,7 @@ def test_traffic(node_federation):
 
 
 # ---- limits ----
-def test_scale_zero_without_masks_and_penalty_is_fedavg_of_clients_that_count_alike(federation):
+def test_scale_zero_without_masks_and_penalty_is_fedavg_with_equal_weights(federation):
     plain = run(EvenFedAvg(rounds=3), federation, model="gcn-2x8")
     assert gap(run("fed-pub", federation, scale=0.0, **PLAIN, **SMALL).models, plain.models) < 1e-6
     for settings in (
@@ -260,29 +263,29 @@ def test_scale_zero_without_masks_and_penalty_is_fedavg_of_clients_that_count_al
 
 def test_identical_clients_get_identical_models(node_federation, trainings):
     one, two, *_ = node_federation.graphs
-    seen = trainings()
+    exchanges = trainings()
     result = run("fed-pub", Federation((one, two, one)), dropout=0.0, **SMALL)
-    for sent, replies in seen:
+    for sent, replies in exchanges:
         assert gap(sent["0"], sent["2"]) < 1e-6
         assert gap(replies["0"], replies["2"]) < 1e-5
-    assert gap(seen[-1][0]["0"], seen[-1][0]["1"]) > 1e-3
+    assert gap(exchanges[-1][0]["0"], exchanges[-1][0]["1"]) > 1e-3
     assert gap(result.models["0"], result.models["2"]) < 1e-5
 
 
 def test_one_client_trains_alone(node_federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     run("fed-pub", Federation(node_federation.graphs[:1]), **SMALL)
     assert all(
         gap(replies["0"]["model"], sent["0"]["model"]) == 0
-        for (_, replies), (sent, _) in pairwise(seen)
+        for (_, replies), (sent, _) in pairwise(exchanges)
     )
 
 
-def test_newcomers_get_the_plain_mean_and_others_their_last_mixture(node_federation, trainings):
-    seen = trainings()
+def test_new_clients_get_the_plain_mean_and_others_their_last_mixture(node_federation, trainings):
+    exchanges = trainings()
     run("fed-pub", node_federation, model="gcn-2x8", rounds=8, participation=0.5, scale=3.0)
     mixture, mean, newcomers, returned = {}, None, 0, 0
-    for sent, replies in seen:
+    for sent, replies in exchanges:
         for client, message in sent.items():
             if client in mixture:
                 assert gap(message["model"], mixture[client]) < 1e-6
@@ -302,18 +305,20 @@ def test_newcomers_get_the_plain_mean_and_others_their_last_mixture(node_federat
 
 
 # ---- bad input ----
-def test_a_client_without_labels_passes_its_mixture_on(node_federation, trainings):
+def test_a_client_without_labels_returns_its_mixture(node_federation, trainings):
     graphs = node_federation.graphs
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
     for inductive in (False, True):
-        seen = trainings()
+        exchanges = trainings()
         result = run(
             "fed-pub",
             replace(node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=inductive),
             **SMALL,
         )
         assert result.summary["status"] == "completed"
-        assert all(gap(sent["0"]["model"], replies["0"]["model"]) == 0 for sent, replies in seen)
+        assert all(
+            gap(sent["0"]["model"], replies["0"]["model"]) == 0 for sent, replies in exchanges
+        )
 
 
 def test_a_client_of_one_class_and_isolated_nodes(node_federation):

@@ -1,4 +1,4 @@
-"""FedATH: the weighted graph and its gradient, the evaluator, the dependence and both losses by hand; who learns from what; its limits."""
+"""FedATH: the weighted graph, the evaluator, the dependence and both losses by hand; its limits."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from fedloom.data.graph import Graph
 from fedloom.data.synthetic import synthetic
 from fedloom.errors import ConfigError
 from fedloom.experiments.run import run
-from fedloom.methods.fedath import Evaluator, FedATH, entropy, hsic, weighed
+from fedloom.methods.fedath import Evaluator, FedATH, entropy, hsic, with_edge_weights
 from fedloom.nn.build import build_model
 
 SMALL = {"model": "gcn-2x8", "rounds": 3}
@@ -37,17 +37,23 @@ SEEING = [
 
 
 def small_graph(**changes):
-    """Six nodes; edges both ways, one way, weighted, one a self-loop; 5 has none. Nodes 0, 1, 2 have labels."""
+    """Returns six nodes with edges both ways, one way, weighted, and a self-loop.
+
+    Node 5 has no edge. Nodes 0, 1, 2 have labels.
+    """
     graph = Graph(
         torch.randn(6, 4, generator=torch.Generator().manual_seed(0)),
-        torch.tensor([[0, 1, 1, 2, 3, 3, 4], [1, 0, 2, 1, 3, 0, 3]]), torch.tensor([0, 1, 2, 0, 1, 2]), 3,
-        train=torch.tensor([True, True, True, False, False, False]), edge_weight=torch.tensor([1.0, 1.0, 2.0, 2.0, 5.0, 0.5, 1.5]),
-    )  # fmt: skip
+        torch.tensor([[0, 1, 1, 2, 3, 3, 4], [1, 0, 2, 1, 3, 0, 3]]),
+        torch.tensor([0, 1, 2, 0, 1, 2]),
+        3,
+        train=torch.tensor([True, True, True, False, False, False]),
+        edge_weight=torch.tensor([1.0, 1.0, 2.0, 2.0, 5.0, 0.5, 1.5]),
+    )
     return replace(graph, **changes)
 
 
 def scene(graph, spec="gcn-2x8", **settings):
-    """A method and a client that is set up."""
+    """Returns a method and a client after setup."""
     facts = Facts(graph.num_features, graph.num_classes, "node", ("0",), (spec,), dropout=0.0)
     client, method = Client("0", graph, facts), FedATH(**settings)
     method.setup(client)
@@ -55,7 +61,7 @@ def scene(graph, spec="gcn-2x8", **settings):
 
 
 def ends_of(graph):
-    """Targets and sources of the edges, in the order that scores have."""
+    """Returns targets and sources of the edges, in the order of the scores."""
     bare = graph.adjacency("sum")
     return bare.rows, bare.indices.long()
 
@@ -67,7 +73,7 @@ def gap(one, other):
 
 
 def own_model(result, owner):
-    """The part of a client's model that travels."""
+    """Returns the part of a client's model that travels."""
     return {
         name.removeprefix("sees."): t
         for name, t in result.models[owner].items()
@@ -76,7 +82,7 @@ def own_model(result, owner):
 
 
 def show_all_edges(monkeypatch):
-    """Every edge gets a score of which σ is exactly 1."""
+    """Gives every edge a score whose σ is exactly 1."""
     monkeypatch.setattr(
         Evaluator,
         "forward",
@@ -98,34 +104,36 @@ def test_products_and_gradients_are_those_of_a_dense_matrix(kind):
     S = {"sum": A, "row": inverse[:, None] * A, "mean": inverse[:, None] * A}.get(
         kind, inverse.sqrt()[:, None] * A * inverse.sqrt()
     )
-    got = weighed(graph, score).propagate(h, kind)
+    got = with_edge_weights(graph, score).propagate(h, kind)
     assert torch.allclose(got, S @ h, atol=1e-6)
     expected, arrived = (torch.autograd.grad((out * onto).sum(), score)[0] for out in (S @ h, got))
     assert torch.allclose(arrived, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("spec", SEEING)
-def test_with_all_weights_one_every_model_sees_the_graph_itself(spec):
+def test_with_all_weights_one_every_model_predicts_as_on_the_graph_itself(spec):
     graph = small_graph()
-    net = build_model(spec, 4, 3, seed=0)
+    model = build_model(spec, 4, 3, seed=0)
     count = graph.adjacency("sum").nnz
-    assert torch.allclose(net(weighed(graph, torch.ones(count))), net(graph), atol=1e-5)
+    assert torch.allclose(
+        model(with_edge_weights(graph, torch.ones(count))), model(graph), atol=1e-5
+    )
     score = torch.linspace(0.1, 0.9, count).requires_grad_()
-    assert not torch.allclose(net(weighed(graph, score)), net(graph), atol=1e-4)
-    net(weighed(graph, score)).square().sum().backward()
+    assert not torch.allclose(model(with_edge_weights(graph, score)), model(graph), atol=1e-4)
+    model(with_edge_weights(graph, score)).square().sum().backward()
     assert score.grad.abs().sum() > 0
 
 
-def test_looking_at_a_weighted_graph_leaves_the_graph_as_it_is():
+def test_a_weighted_graph_leaves_the_original_unchanged():
     graph = small_graph()
-    net = build_model("sgc-2x8", 4, 3, seed=0)
-    before = net(replace(graph))
-    net(weighed(graph, torch.full((6,), 0.1)))
-    assert torch.equal(net(graph), before)
+    model = build_model("sgc-2x8", 4, 3, seed=0)
+    before = model(replace(graph))
+    model(with_edge_weights(graph, torch.full((6,), 0.1)))
+    assert torch.equal(model(graph), before)
 
 
 @pytest.mark.parametrize("spec", ["gat-2x8", "mlp-2x8"])
-def test_models_that_look_at_no_edge_weights_are_refused(node_federation, spec, tmp_path):
+def test_models_that_ignore_edge_weights_are_refused(node_federation, spec, tmp_path):
     with pytest.raises(
         ConfigError, match=rf"model '{spec}': fedath learns edge weights.*valid: .*gcn"
     ):
@@ -135,33 +143,33 @@ def test_models_that_look_at_no_edge_weights_are_refused(node_federation, spec, 
 
 # ---- the evaluator ----
 def test_scores_by_hand():
-    """The MLP of both ends' rows side by side, with PyTorch's own batch normalisation."""
+    """The MLP of both endpoints' concatenated rows, with PyTorch's own batch normalisation."""
     _, client = scene(small_graph())
-    net, graph = client.state["model"].evaluator, client.graph
+    model, graph = client.state["model"].evaluator, client.graph
     with torch.no_grad():
-        for parameter in net.norms.parameters():
+        for parameter in model.norms.parameters():
             parameter.add_(
                 torch.randn(
                     parameter.shape, generator=torch.Generator().manual_seed(len(parameter))
                 )
             )
     target, source = ends_of(graph)
-    h = net.gcn(graph)
+    h = model.gcn(graph)
     pair = torch.cat([h[source], h[target]], 1)
-    first = pair @ torch.cat([net.source.weight, net.target.weight], 1).T
+    first = pair @ torch.cat([model.source.weight, model.target.weight], 1).T
     hidden = F.relu(
-        F.batch_norm(first, None, None, net.norms[0].weight, net.norms[0].bias, training=True)
+        F.batch_norm(first, None, None, model.norms[0].weight, model.norms[0].bias, training=True)
     )
     hidden = F.batch_norm(
-        hidden @ net.hidden[0].weight.T,
+        hidden @ model.hidden[0].weight.T,
         None,
         None,
-        net.norms[1].weight,
-        net.norms[1].bias,
+        model.norms[1].weight,
+        model.norms[1].bias,
         training=True,
     )
-    expected = (F.relu(hidden) @ net.out.weight.T + net.out.bias).squeeze(1)
-    assert torch.allclose(net(graph), expected, atol=1e-5)
+    expected = (F.relu(hidden) @ model.out.weight.T + model.out.bias).squeeze(1)
+    assert torch.allclose(model(graph), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("classes", [1, 2, 3, 7])
@@ -182,7 +190,9 @@ def test_no_edge_a_self_loop_and_a_single_edge(edges):
     assert of_biased.isfinite()
     method.descend(client, client.state["model"])
     assert all(
-        p.isfinite().all() for net in ("model", "biased") for p in client.state[net].parameters()
+        p.isfinite().all()
+        for model in ("model", "biased")
+        for p in client.state[model].parameters()
     )
 
 
@@ -199,7 +209,7 @@ def test_hsic_is_the_trace_of_centred_kernels(nodes, classes, seed):
     assert torch.isclose(hsic(one + 3, other - 1), dense)
 
 
-def test_what_is_constant_depends_on_nothing():
+def test_hsic_of_a_constant_is_zero():
     one = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     assert hsic(one, torch.ones(5, 3)) < 1e-12
     assert hsic(one, one) > 0.01
@@ -216,8 +226,8 @@ def test_entropy_by_hand():
 @pytest.mark.parametrize(("compare", "per"), [("probabilities", "pairs"), ("logits", "nodes")])
 def test_both_losses_by_hand(compare, per):
     method, client = scene(small_graph(), independence=0.3, compare=compare, per=per)
-    net, graph = client.state["model"], client.graph
-    s = net.evaluator(graph).sigmoid()
+    local_model, graph = client.state["model"], client.graph
+    s = local_model.evaluator(graph).sigmoid()
     target, source = ends_of(graph)
 
     def logits(model, share):
@@ -229,7 +239,7 @@ def test_both_losses_by_hand(compare, per):
         h = torch.relu(S @ graph.x @ model.layers[0].weight + model.layers[0].bias)
         return S @ h @ model.classifier.weight + model.classifier.bias
 
-    causal, biased = logits(net.sees, s), logits(client.state["biased"], 1 - s)
+    causal, biased = logits(local_model.sees, s), logits(client.state["biased"], 1 - s)
     p, q = causal.softmax(1), biased.softmax(1)
     ce = -torch.stack([p[i, graph.y[i]].log() for i in range(3)]).mean()
     dependence = hsic(p, q) if compare == "probabilities" else hsic(causal, biased)
@@ -239,73 +249,75 @@ def test_both_losses_by_hand(compare, per):
 
 
 @pytest.mark.parametrize("compare", ["probabilities", "logits"])
-def test_gradients_reach_whom_they_should(compare):
+def test_gradients_reach_the_right_networks(compare):
     graph = synthetic(nodes=60, classes=4, features=12, degree=4.0, seed=0)
     method, client = scene(replace(graph, train=torch.arange(60) < 30), compare=compare)
-    net, biased = client.state["model"], client.state["biased"]
+    model, biased = client.state["model"], client.state["biased"]
     of_causal, of_biased = method.losses(client, client.graph)
     of_causal.backward()
-    learnt = {
-        name: p for name, p in net.named_parameters() if name != "evaluator.gcn.classifier.bias"
-    }  # edges' scores are normed
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in learnt.values())
+    trained = {
+        name: p for name, p in model.named_parameters() if name != "evaluator.gcn.classifier.bias"
+    }  # scores are normalised over edges
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in trained.values())
     assert all(p.grad is None for p in biased.parameters())
-    net.zero_grad()
+    model.zero_grad()
     of_biased.backward()
-    assert all(p.grad is None for p in net.parameters())
+    assert all(p.grad is None for p in model.parameters())
     assert all(p.grad.abs().sum() > 0 for p in biased.parameters())
 
 
-def test_the_dependence_alone_teaches_all_three():
-    """Without labels CE is 0, and what is left still reaches causal model, evaluator and biased model."""
+def test_the_dependence_alone_trains_all_three_networks():
+    """Without labels CE is 0. The dependence still reaches all three networks."""
     graph = synthetic(nodes=60, classes=4, features=12, degree=4.0, seed=0)
     method, client = scene(replace(graph, train=torch.zeros(60, dtype=torch.bool)))
     of_causal, of_biased = method.losses(client, client.graph)
     (of_causal + of_biased + entropy(torch.zeros(1, 4))).backward()
-    for net in (
+    for model in (
         client.state["model"].sees,
         client.state["model"].evaluator,
         client.state["biased"],
     ):
-        assert sum(float(p.grad.abs().sum()) for p in net.parameters() if p.grad is not None) > 0
+        assert sum(float(p.grad.abs().sum()) for p in model.parameters() if p.grad is not None) > 0
 
 
-def test_training_drives_the_dependence_down_and_the_biased_entropy_up():
+def test_training_lowers_the_dependence_and_raises_the_biased_entropy():
     graph = synthetic(nodes=120, classes=3, features=12, degree=6.0, homophily=0.8, seed=1)
     method, client = scene(replace(graph, train=torch.arange(120) < 60), epochs=60)
-    net, graph = client.state["model"], client.graph
+    model, graph = client.state["model"], client.graph
 
     def measured():
         with torch.no_grad():
-            score = net.evaluator(graph)
-            causal, biased = net(graph), client.state["biased"](weighed(graph, (-score).sigmoid()))
+            score = model.evaluator(graph)
+            causal, biased = (
+                model(graph),
+                client.state["biased"](with_edge_weights(graph, (-score).sigmoid())),
+            )
         return client.loss(causal, graph), entropy(biased)
 
     before = measured()
-    method.descend(client, net)
+    method.descend(client, model)
     after = measured()
     assert after[0] < before[0]
     assert after[1] > before[1]
 
 
 # ---- rounds ----
-def test_with_every_edge_and_no_dependence_it_is_fedavg(node_federation, monkeypatch):
+def test_with_all_edges_and_no_dependence_it_is_fedavg(node_federation, monkeypatch):
     plain = run("fedavg", node_federation, **SMALL)
     other = run("fedath", node_federation, independence=0.0, **SMALL)
     show_all_edges(monkeypatch)
     same = run("fedath", node_federation, independence=0.0, **SMALL)
     for owner in ("server", *node_federation.names):
-        assert (
-            gap(own_model(same, owner), plain.models[owner]) < 1e-6
-        )  # (S X) W there, S (X W) here
+        # (S X) W there, S (X W) here.
+        assert gap(own_model(same, owner), plain.models[owner]) < 1e-6
         assert gap(own_model(other, owner), plain.models[owner]) > 1e-4
 
 
 def test_only_the_causal_model_travels(node_federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     result = run("fedath", node_federation, **SMALL)
     size = 12 * 8 + 8 + 8 * 3 + 3
-    for sent, replies in seen:
+    for sent, replies in exchanges:
         assert all(
             sum(t.numel() for t in flatten(m).values()) == size
             for messages in (sent, replies)
@@ -325,26 +337,25 @@ def test_without_dependence_the_biased_model_does_not_matter(node_federation):
 
 def test_prediction_is_on_the_causal_graph_also_with_the_global_weights():
     method, client = scene(small_graph())
-    net = client.state["model"]
+    model = client.state["model"]
     other = build_model("gcn-2x8", 4, 3, seed=5)
-    causal = weighed(client.full_graph, net.evaluator(client.full_graph).sigmoid())
-    assert torch.equal(method.predict(client, None), net.sees(causal))
+    causal = with_edge_weights(client.full_graph, model.evaluator(client.full_graph).sigmoid())
+    assert torch.equal(method.predict(client, None), model.sees(causal))
     assert torch.allclose(method.predict(client, dict(other.named_parameters())), other(causal))
 
 
-def test_finetuning_starts_from_the_global_weights_and_is_on_ce_alone():
+def test_finetuning_starts_from_the_global_weights_and_minimises_ce_alone():
     method, client = scene(small_graph(), epochs=1)
-    net, other = client.state["model"], build_model("gcn-2x8", 4, 3, seed=5)
+    model, other = client.state["model"], build_model("gcn-2x8", 4, 3, seed=5)
     biased, evaluator = (
         {k: v.detach().clone() for k, v in m.named_parameters()}
-        for m in (client.state["biased"], net.evaluator)
+        for m in (client.state["biased"], model.evaluator)
     )
     method.tune(client, {name: p.detach() for name, p in other.named_parameters()})
-    assert (
-        gap(dict(net.sees.named_parameters()), dict(other.named_parameters())) < 0.011
-    )  # one step of Adam
+    # One step of Adam.
+    assert gap(dict(model.sees.named_parameters()), dict(other.named_parameters())) < 0.011
     assert gap(dict(client.state["biased"].named_parameters()), biased) == 0
-    assert gap(dict(net.evaluator.named_parameters()), evaluator) > 0
+    assert gap(dict(model.evaluator.named_parameters()), evaluator) > 0
 
 
 @pytest.mark.parametrize("evaluation", ["local", "global"])
@@ -378,7 +389,7 @@ def test_a_client_without_edges_takes_part(node_federation):
     assert all(t.isfinite().all() for t in flatten(result.models).values())
 
 
-def test_values_that_make_no_sense_are_refused_by_name():
+def test_invalid_settings_are_refused_by_name():
     for field, value in (("independence", -1.0), ("compare", "ranks"), ("per", "edges")):
         with pytest.raises(ConfigError, match=rf"method\.{field}"):
             FedATH(**{field: value})
@@ -392,7 +403,7 @@ def test_graph_tasks_are_refused(graph_federation):
 def test_nothing_is_nodes_by_nodes_or_edges_by_width():
     graph = synthetic(nodes=3000, classes=3, features=12, degree=6.0, seed=0)
     method, client = scene(replace(graph, train=torch.arange(3000) < 300), spec="gcn-2x64")
-    with Largest() as seen:
+    with Largest() as largest:
         method.descend(client, client.state["model"])
-    assert seen.numel == 3000 * 64  # what one convolution gives; edges have C columns, and fewer
-    assert graph.num_edges * 3 < seen.numel < graph.num_edges * 64
+    assert largest.numel == 3000 * 64  # the output of one convolution; edges have at most C columns
+    assert graph.num_edges * 3 < largest.numel < graph.num_edges * 64

@@ -22,7 +22,7 @@ def test_the_server_takes_the_weighted_mean_of_the_weights(node_federation):
         assert torch.allclose(tensor, expected, atol=1e-6)
 
 
-def test_one_client_federated_is_that_client_alone(node_federation):
+def test_one_client_trains_as_in_local(node_federation):
     alone = Federation((node_federation.graphs[0],))
     settings = {"model": "gcn-2x8", "rounds": 4, "epochs": 2, "dropout": 0.0}
     federated = run("fedavg", alone, **settings)
@@ -35,7 +35,7 @@ def test_one_client_federated_is_that_client_alone(node_federation):
     )
 
 
-def test_traffic_is_the_model_each_way_a_round_and_one_size(node_federation):
+def test_traffic_is_one_model_each_way_per_round_and_one_size(node_federation):
     rounds, clients = 3, node_federation.num_clients
     traffic = run("fedavg", node_federation, model="gcn-2x64", rounds=rounds).traffic
     d, c = node_federation.num_features, node_federation.num_classes
@@ -95,7 +95,7 @@ def test_global_evaluation_scores_the_average_not_the_clients(node_federation):
         {"a": float("inf"), "b": 1.0},
     ],
 )
-def test_nonsense_weights_are_refused(weights):
+def test_invalid_weights_are_refused(weights):
     replies = Replies({"a": {"w": torch.ones(1)}, "b": {"w": torch.ones(1)}})
     with pytest.raises(ValueError, match="weight"):
         replies.mean({k: torch.tensor(v) for k, v in weights.items()})

@@ -1,4 +1,4 @@
-"""FedGCN: the clients' GCN is the central one, from sums alone, and letters that do not fit are refused."""
+"""FedGCN: the clients' GCN equals the central one, and invalid peer messages are refused."""
 
 from dataclasses import replace
 
@@ -22,7 +22,11 @@ SETTINGS = {"model": "gcn-2x8", "rounds": 2}
 
 
 def cut(clients, kept=1.0, loops=0, seed=0):
-    """A federation with known cross edges; kept < 1: a directed graph. loops: nodes with a self-loop in the data."""
+    """Returns a federation with known cross edges.
+
+    kept: share of the edges that are kept; below 1 the graph is directed. loops: number of nodes
+    with a self-loop in the data.
+    """
     graph = synthetic(nodes=90, classes=3, features=12, degree=5.0, homophily=0.8, seed=seed)
     chosen = torch.rand(graph.num_edges, generator=torch.Generator().manual_seed(seed)) < kept
     edges = torch.cat([graph.edge_index[:, chosen], torch.arange(loops).repeat(2, 1)], 1)
@@ -36,8 +40,8 @@ def cut(clients, kept=1.0, loops=0, seed=0):
     )
 
 
-def meet(federation, method, absent=()):
-    """The federation's clients after the exchange; who is absent writes no letters."""
+def exchanged(federation, method, absent=()):
+    """Returns the federation's clients after the exchange. An absent client does not write."""
     facts = Facts(
         federation.num_features,
         federation.num_classes,
@@ -56,20 +60,20 @@ def meet(federation, method, absent=()):
     )[: method.hops]:
         written = {name: write(client) for name, client in clients.items() if name not in absent}
         for name, client in clients.items():
-            letters = {sender: sent[name] for sender, sent in written.items() if name in sent}
-            read(client, **({"letters": letters} if letters else {}))
+            inbox = {sender: sent[name] for sender, sent in written.items() if name in sent}
+            read(client, **({"inbox": inbox} if inbox else {}))
     return clients.values()
 
 
 def central(federation, seed=3):
-    """A GCN with any weights on the whole graph: the net, its logits, and its S X."""
-    net = build_model(
+    """Returns a GCN with any weights on the whole graph: the model, its logits, and its S X."""
+    model = build_model(
         "gcn-2x8", federation.num_features, federation.num_classes, dropout=0.0, seed=seed
     )
     with torch.no_grad():
-        for p in net.parameters():  # biases too
+        for p in model.parameters():  # biases too
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
-        return net, net(federation.whole), federation.whole.propagate(federation.whole.x)
+        return model, model(federation.whole), federation.whole.propagate(federation.whole.x)
 
 
 SCENES = [(2, 1.0, 0), (4, 1.0, 0), (4, 0.7, 0), (7, 0.5, 30), (1, 0.7, 10)]
@@ -78,22 +82,22 @@ SCENES = [(2, 1.0, 0), (4, 1.0, 0), (4, 0.7, 0), (7, 0.5, 30), (1, 0.7, 10)]
 @pytest.mark.parametrize(("clients", "kept", "loops"), SCENES)
 def test_two_hops_are_the_central_gcn_for_any_weights(clients, kept, loops):
     federation = cut(clients, kept, loops)
-    net, expected, _ = central(federation)
-    for client in meet(federation, FedGCN()):
+    model, expected, _ = central(federation)
+    for client in exchanged(federation, FedGCN()):
         assert torch.allclose(
-            FedGCN().logits(client, weights(net)), expected[client.graph.node_id], atol=1e-5
+            FedGCN().logits(client, weights(model)), expected[client.graph.node_id], atol=1e-5
         )
 
 
 @pytest.mark.parametrize(("clients", "kept", "loops"), SCENES)
 def test_one_hop_is_exact_in_the_first_layer_and_uses_own_edges_in_the_second(clients, kept, loops):
     federation = cut(clients, kept, loops)
-    net, _, smooth = central(federation)
+    model, _, smooth = central(federation)
     S = federation.whole.adjacency()
     dense = torch.zeros(S.shape).index_put_((S.rows, S.indices.long()), S.values)
-    p = weights(net)
+    p = weights(model)
     hidden = torch.relu(smooth @ p["layers.0.weight"] + p["layers.0.bias"])
-    for client in meet(federation, FedGCN(hops=1)):
+    for client in exchanged(federation, FedGCN(hops=1)):
         own = client.graph.node_id
         assert torch.allclose(client.memory["known"].x, smooth[own], atol=1e-6)
         expected = dense[own][:, own] @ hidden[own] @ p["classifier.weight"] + p["classifier.bias"]
@@ -101,7 +105,10 @@ def test_one_hop_is_exact_in_the_first_layer_and_uses_own_edges_in_the_second(cl
 
 
 def test_a_round_of_one_sgd_epoch_is_a_central_step():
-    """Each client's gradient is that of the central GCN's mean loss over its training nodes; FedAvg weighs them by size."""
+    """Each client's gradient is that of the central GCN's mean loss over its training nodes.
+
+    FedAvg weights them by size.
+    """
     federation = cut(4, 0.8)
     settings = {
         "rounds": 1,
@@ -120,23 +127,23 @@ def test_a_round_of_one_sgd_epoch_is_a_central_step():
         ("gcn-2x8",) * 4,
         dropout=0.0,
     )
-    net, whole = facts.build("gcn-2x8", "server"), federation.whole
+    model, whole = facts.build("gcn-2x8", "server"), federation.whole
     loss = 0.0
     for graph in federation.graphs:
         own = graph.node_id[graph.train]
         loss += (
             graph.num_nodes
             / whole.num_nodes
-            * torch.nn.functional.cross_entropy(net(whole)[own], whole.y[own])
+            * torch.nn.functional.cross_entropy(model(whole)[own], whole.y[own])
         )
-    names, parameters = zip(*net.named_parameters(), strict=True)
+    names, parameters = zip(*model.named_parameters(), strict=True)
     for name, p, gradient in zip(
         names, parameters, torch.autograd.grad(loss, parameters), strict=True
     ):
         assert torch.allclose(result.models["server"][name], p - 0.3 * gradient, atol=1e-6)
 
 
-def test_alone_it_is_fedavg():
+def test_with_one_client_it_is_fedavg():
     federation = cut(1, 0.8)
     gcn, avg = (run(name, federation, **SETTINGS, finetune=2) for name in ("fedgcn", "fedavg"))
     for owner in gcn.models:
@@ -145,7 +152,7 @@ def test_alone_it_is_fedavg():
     assert [e["accuracy"] for e in gcn.history] == [e["accuracy"] for e in avg.history]
 
 
-def test_letters_hold_sums_over_neighbours_and_nothing_else(monkeypatch):
+def test_peer_messages_hold_only_sums_over_neighbours(monkeypatch):
     federation, sent, original = cut(3, 0.8), [], Loop.call
     monkeypatch.setattr(
         Loop,
@@ -153,19 +160,17 @@ def test_letters_hold_sums_over_neighbours_and_nothing_else(monkeypatch):
         lambda self, phase, m: sent.append((phase, r := original(self, phase, m))) or r,
     )
     run("fedgcn", federation, **SETTINGS)
-    letters = {
-        phase: replies for phase, replies in sent if phase in ("write_sums", "write_features")
-    }
+    inbox = {phase: replies for phase, replies in sent if phase in ("write_sums", "write_features")}
     whole, (source, target) = federation.whole, federation.whole.edge_index
     degree = 1 + torch.bincount(target, minlength=whole.num_nodes)
     owner = torch.empty(whole.num_nodes, dtype=torch.int64)
     for k, graph in enumerate(federation.graphs):
         owner[graph.node_id] = k
-    for sender, written in letters["write_sums"].items():
-        for receiver, letter in written.items():
-            assert letter.keys() == {"nodes", "edges", "sums"}
+    for sender, written in inbox["write_sums"].items():
+        for receiver, message in written.items():
+            assert message.keys() == {"nodes", "edges", "sums"}
             for node, edges, total in zip(
-                letter["nodes"], letter["edges"], letter["sums"], strict=True
+                message["nodes"], message["edges"], message["sums"], strict=True
             ):
                 there = source[(target == node) & (owner[source] == int(sender))]
                 assert owner[node] == int(receiver)
@@ -174,22 +179,25 @@ def test_letters_hold_sums_over_neighbours_and_nothing_else(monkeypatch):
                     total, (whole.x[there] / degree[there, None].sqrt()).sum(0), atol=1e-6
                 )
     smooth = whole.propagate(whole.x)
-    for written in letters["write_features"].values():
-        for receiver, letter in written.items():
-            assert letter.keys() == {"nodes", "degree", "features"}
+    for written in inbox["write_features"].values():
+        for receiver, message in written.items():
+            assert message.keys() == {"nodes", "degree", "features"}
             reached = source[owner[target] == int(receiver)]
-            assert torch.isin(letter["nodes"], reached).all()
-            assert torch.equal(letter["degree"], degree[letter["nodes"]])
-            assert torch.allclose(letter["features"], smooth[letter["nodes"]], atol=1e-6)
+            assert torch.isin(message["nodes"], reached).all()
+            assert torch.equal(message["degree"], degree[message["nodes"]])
+            assert torch.allclose(message["features"], smooth[message["nodes"]], atol=1e-6)
     only_once = run("fedgcn", federation, **SETTINGS, hops=1).traffic["phases"]
     assert "write_features" not in only_once
 
 
-def test_who_does_not_write_is_missing_and_nothing_else():
+def test_only_the_absent_writers_nodes_are_missing():
     federation = cut(4, 0.8)
     _, _, smooth = central(federation)
-    everybody, without = meet(federation, FedGCN()), meet(federation, FedGCN(), absent=("2",))
-    for full, part in zip(everybody, without, strict=True):
+    complete, without = (
+        exchanged(federation, FedGCN()),
+        exchanged(federation, FedGCN(), absent=("2",)),
+    )
+    for full, part in zip(complete, without, strict=True):
         from_it = (
             ((part.graph.cross_edges[2] == 2) & (part.graph.cross_edges[3] == 1))
             .nonzero()
@@ -205,7 +213,7 @@ def test_who_does_not_write_is_missing_and_nothing_else():
 
 
 def spoil(monkeypatch, phase, change):
-    """Lets `change` edit client 0's letter to client 1 in a phase."""
+    """Lets `change` edit client 0's peer message to client 1 in a phase."""
     original = Loop.call
 
     def call(self, name, messages):
@@ -246,7 +254,7 @@ BAD_LETTERS = [
 
 
 @pytest.mark.parametrize(("phase", "change", "complaint"), BAD_LETTERS)
-def test_a_letter_that_does_not_fit_is_refused(phase, change, complaint, monkeypatch):
+def test_an_invalid_peer_message_is_refused(phase, change, complaint, monkeypatch):
     spoil(monkeypatch, phase, change)
     with pytest.raises(MessageError, match=rf"client '0' in '{phase}': tensor {complaint}"):
         run("fedgcn", cut(3), **SETTINGS)

@@ -19,7 +19,7 @@ from fedloom.methods.local import Local
 from fedloom.nn.training import make_optimizer, step
 from fedloom.nn.weights import load_weights, weights
 
-CONTRACT_MODEL = "gcn-2x8+linear"  # what the contract is to run it with
+CONTRACT_MODEL = "gcn-2x8+linear"  # the model of the contract tests
 CONTRACT_MODELS = "gcn-2x8+linear,gat-2x8+linear,sage-2x8+linear"
 QUICK = {"generator_steps": 3, "hidden": 8, "noise": 4, "imagined": 8}
 SMALL = {"model": CONTRACT_MODEL, "rounds": 3, **QUICK}
@@ -43,7 +43,7 @@ def facts_of(federation, model=CONTRACT_MODEL, dropout=0.5):
 
 
 def scene(clients=3, p=8, classes=3, m=20):
-    """Heads of some clients, their label counts, a generator and a batch."""
+    """Returns heads of some clients, their label counts, a generator and a batch."""
     rng = torch.Generator().manual_seed(0)
     heads = [
         {
@@ -60,7 +60,7 @@ def scene(clients=3, p=8, classes=3, m=20):
     return method, heads, counts, generator, *method.draw(torch.ones(classes) / classes, rng)
 
 
-def test_the_ensemble_weighs_heads_by_label_counts():
+def test_the_ensemble_weights_heads_by_label_counts():
     _, heads, counts, generator, noise, y = scene()
     z = generator(noise, y)
     for i in range(len(y)):
@@ -81,7 +81,7 @@ def test_the_generators_loss_by_hand():
         / m**2
     )
     assert torch.isclose(diversity(noise, z), torch.exp(-pairs), atol=1e-6)
-    assert diversity(noise, torch.ones_like(z)) == 1  # the worst: all embeddings alike
+    assert diversity(noise, torch.ones_like(z)) == 1  # the worst case: equal embeddings
     expected = F.cross_entropy(Ensemble(heads, counts)(z, y), y) + torch.exp(-pairs)
     assert torch.isclose(
         method.generator_loss(generator, Ensemble(heads, counts), noise, y), expected, atol=1e-5
@@ -115,38 +115,40 @@ def test_the_generator_learns_what_the_heads_know():
     assert diversity(noise, z) < 0.5
 
 
-def test_the_clients_loss_by_hand_and_imagined_embeddings_reach_the_head_alone(node_federation):
+def test_the_clients_loss_by_hand_and_generated_embeddings_reach_only_the_head(node_federation):
     client, method = (
         Client("0", node_federation.graphs[0], facts_of(node_federation, dropout=0.0)),
         FedGen(alpha=0.7, noise=4, hidden=8),
     )
     method.setup(client)
-    net, generator = (
+    model, generator = (
         client.state["model"],
         method.make_generator(client.facts, client.rng("another")),
     )
     sent = {"generator": weights(generator), "prior": torch.tensor([0.5, 0.5, 0.0])}
     stream = client.rng("imagined").get_state()
-    loss = method.objective(client, client.graph, net, sent)
+    loss = method.objective(client, client.graph, model, sent)
     client.rng("imagined").set_state(stream)
     noise, y = method.draw(sent["prior"], client.rng("imagined"))
-    assert y.max() < 2  # a class that exists nowhere is never imagined
-    imagined = F.cross_entropy(generator(noise, y) @ net.classifier.weight + net.classifier.bias, y)
-    assert torch.isclose(
-        loss, client.loss(net(client.graph), client.graph) + 0.7 * imagined, atol=1e-6
+    assert y.max() < 2  # a class that no client has is never generated
+    on_generated = F.cross_entropy(
+        generator(noise, y) @ model.classifier.weight + model.classifier.bias, y
     )
-    gradients = torch.autograd.grad(imagined, list(net.parameters()), allow_unused=True)
+    assert torch.isclose(
+        loss, client.loss(model(client.graph), client.graph) + 0.7 * on_generated, atol=1e-6
+    )
+    gradients = torch.autograd.grad(on_generated, list(model.parameters()), allow_unused=True)
     reached = {
         name
-        for (name, _), g in zip(net.named_parameters(), gradients, strict=True)
+        for (name, _), g in zip(model.named_parameters(), gradients, strict=True)
         if g is not None and g.any()
     }
     assert reached == {"classifier.weight", "classifier.bias"}
     assert not any(p.requires_grad for p in flatten(sent).values())
 
 
-def test_alpha_zero_is_a_mean_head_on_private_extractors(federation):
-    """And the generator then changes nothing."""
+def test_alpha_zero_is_lg_fedavg(federation):
+    """A mean head on private extractors. The generator then has no effect."""
     settings = {**SMALL, "alpha": 0.0}
     result = run("fedgen", federation, **settings)
     assert same(
@@ -175,15 +177,17 @@ def test_alpha_zero_is_a_mean_head_on_private_extractors(federation):
         )
 
 
-def test_messages_hold_heads_a_generator_and_label_counts_alone(node_federation, monkeypatch):
-    seen, original = [], Loop.call
+def test_messages_hold_only_heads_a_generator_and_label_counts(node_federation, monkeypatch):
+    exchanges, original = [], Loop.call
     monkeypatch.setattr(
         Loop,
         "call",
-        lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r,
+        lambda self, phase, sent: (
+            exchanges.append((phase, sent, r := original(self, phase, sent))) or r
+        ),
     )
     run("fedgen", node_federation, **{**SMALL, "model": CONTRACT_MODELS})
-    asked = [(sent["0"], replies["0"]) for phase, sent, replies in seen if phase == "train"]
+    asked = [(sent["0"], replies["0"]) for phase, sent, replies in exchanges if phase == "train"]
     assert [set(sent) for sent, _ in asked] == [{"weight", "bias"}] + [
         {"weight", "bias", "generator", "prior"}
     ] * 2
@@ -210,9 +214,7 @@ def test_heads_that_need_a_graph_are_refused_by_name(node_federation, graph_fede
     )
 
 
-def test_a_class_that_exists_nowhere_is_not_imagined_and_without_labels_nothing_is(
-    node_federation, monkeypatch
-):
+def test_absent_classes_are_never_generated(node_federation, monkeypatch):
     priors, original = [], Loop.call
 
     def call(self, phase, sent):
@@ -236,8 +238,10 @@ def test_a_class_that_exists_nowhere_is_not_imagined_and_without_labels_nothing_
     assert priors
     assert all(prior[1] == 0 and torch.isclose(prior.sum(), torch.tensor(1.0)) for prior in priors)
     priors.clear()
-    nobody = replace(node_federation, graphs=tuple(labelled(g, lambda y: y < 0) for g in graphs))
-    assert run("fedgen", nobody, **SMALL).summary["status"] == "completed"
+    unlabelled = replace(
+        node_federation, graphs=tuple(labelled(g, lambda y: y < 0) for g in graphs)
+    )
+    assert run("fedgen", unlabelled, **SMALL).summary["status"] == "completed"
     assert not priors
 
 

@@ -17,7 +17,14 @@ from fedloom.core.phase import phase
 from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
 from fedloom.experiments.run import run
-from fedloom.methods.fedgta import FedGTA, confidence, known, moments, shares, spread
+from fedloom.methods.fedgta import (
+    FedGTA,
+    confidence,
+    moments,
+    propagate_labels,
+    shares,
+    with_training_labels,
+)
 from fedloom.methods.local import Local
 
 OTHER = {"threshold": 1.0}
@@ -26,7 +33,10 @@ SMALL = {"model": "gcn-2x8", "rounds": 3}
 
 @pytest.fixture
 def path():
-    """0 - 1 - 2 and, apart, 3; node 0 is known to be of class 1, the others' labels are hidden."""
+    """Returns the path 0 - 1 - 2 and a separate node 3.
+
+    Node 0 has class 1; the others' labels are hidden.
+    """
     edges = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
     train = torch.tensor([True, False, False, False])
     return Graph(
@@ -40,18 +50,19 @@ def path():
 
 # ---- at a client ----
 def test_label_propagation_by_hand(path):
-    first = known(path, torch.tensor([[0.5, 0.5], [0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]))
+    first = with_training_labels(
+        path, torch.tensor([[0.5, 0.5], [0.9, 0.1], [0.8, 0.2], [0.3, 0.7]])
+    )
     assert torch.equal(first, torch.tensor([[0.0, 1.0], [0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]))
     # Degrees with loops: 2, 3, 2, 1.
     s, t = 1 / 2, 1 / 6**0.5
     S = torch.tensor([[s, t, 0, 0], [t, 1 / 3, t, 0], [0, t, s, 0], [0, 0, 0, 1]])
     once = 0.3 * S @ first + 0.7 * first
-    assert torch.allclose(spread(path, first, 1, 0.3), once)
-    assert torch.allclose(spread(path, first, 2, 0.3), 0.3 * S @ once + 0.7 * first)
-    assert torch.allclose(
-        spread(path, first, 5, 0.3)[3], first[3]
-    )  # who has no neighbour keeps its label
-    assert torch.equal(spread(path, first, 5, 0.0), first)
+    assert torch.allclose(propagate_labels(path, first, 1, 0.3), once)
+    assert torch.allclose(propagate_labels(path, first, 2, 0.3), 0.3 * S @ once + 0.7 * first)
+    # A node without neighbours keeps its label.
+    assert torch.allclose(propagate_labels(path, first, 5, 0.3)[3], first[3])
+    assert torch.equal(propagate_labels(path, first, 5, 0.0), first)
 
 
 def test_moments_by_hand():
@@ -97,18 +108,18 @@ def test_confidence_is_positive_whatever_the_labels(classes, seed):
 
 def test_a_description_by_hand(path):
     logits = torch.tensor([[5.0, 0.0], [1.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
-    told = FedGTA(steps=2, alpha=0.4, order=3, temperature=7.0).describe(path, logits)
+    description = FedGTA(steps=2, alpha=0.4, order=3, temperature=7.0).describe(path, logits)
     first = logits.softmax(1)
     first[0] = torch.tensor([0.0, 1.0])
     S = path.adjacency("sym").dense()
     Y = 0.4 * S @ (0.4 * S @ first + 0.6 * first) + 0.6 * first
     P, Q = Y.softmax(1), (Y / 7).softmax(1)
     P[0] = Q[0] = first[0]
-    assert torch.allclose(told["moments"], moments(P, 3), atol=1e-6)
-    assert torch.isclose(told["confidence"], confidence(path, Q))
+    assert torch.allclose(description["moments"], moments(P, 3), atol=1e-6)
+    assert torch.isclose(description["confidence"], confidence(path, Q))
 
 
-def test_what_is_told_is_of_the_trained_model_without_noise(node_federation):
+def test_the_description_uses_the_trained_model_without_dropout(node_federation):
     graph = node_federation.graphs[0]
     facts = Facts(graph.num_features, graph.num_classes, "node", ("0",), ("gcn-2x8",), dropout=0.5)
     client, method = Client("0", graph, facts), FedGTA()
@@ -116,16 +127,15 @@ def test_what_is_told_is_of_the_trained_model_without_noise(node_federation):
     reply = method.train(
         client, {name: p.detach().clone() for name, p in client.state["model"].named_parameters()}
     )
-    told = method.describe(client.graph, client.state["model"](client.graph))
-    assert torch.equal(reply["moments"], told["moments"])
-    assert torch.equal(reply["confidence"], told["confidence"])
+    description = method.describe(client.graph, client.state["model"](client.graph))
+    assert torch.equal(reply["moments"], description["moments"])
+    assert torch.equal(reply["confidence"], description["confidence"])
 
 
 # ---- at the server ----
 def test_shares_by_hand():
-    M = torch.tensor(
-        [[1.0, 0.0], [3.0, 4.0], [0.0, 2.0]]
-    )  # cosines: 0.6 of 0 and 1, 0.8 of 1 and 2, 0 of 0 and 2
+    # Cosines: 0.6 of 0 and 1, 0.8 of 1 and 2, 0 of 0 and 2.
+    M = torch.tensor([[1.0, 0.0], [3.0, 4.0], [0.0, 2.0]])
     H = torch.tensor([1.0, 2.0, 6.0])
     assert torch.allclose(
         shares(M, H, 0.5),
@@ -140,7 +150,7 @@ def test_shares_by_hand():
 
 
 @given(st.integers(1, 6), st.integers(0, 99), st.floats(-1, 1))
-def test_shares_are_shares(clients, seed, threshold):
+def test_shares_are_not_negative_and_sum_to_one(clients, seed, threshold):
     rng = torch.Generator().manual_seed(seed)
     M, H = torch.randn(clients, 2, 3, generator=rng), torch.rand(clients, generator=rng)
     share = shares(M, H, threshold)
@@ -150,7 +160,7 @@ def test_shares_are_shares(clients, seed, threshold):
     assert torch.allclose(shares(7 * M, 3 * H, threshold), share, atol=1e-6)
 
 
-def test_who_tells_nothing_keeps_its_own_model_and_is_in_nobody_elses():
+def test_a_client_that_sends_zeros_keeps_its_own_model_and_is_in_no_other_mean():
     M, H = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 0.1]]), torch.tensor([1.0, 0.0, 3.0])
     assert torch.allclose(
         shares(M, H, 0.5), torch.tensor([[0.25, 0, 0.75], [0, 1, 0], [0.25, 0, 0.75]])
@@ -159,11 +169,11 @@ def test_who_tells_nothing_keeps_its_own_model_and_is_in_nobody_elses():
     assert torch.equal(shares(torch.zeros(2, 3), torch.zeros(2), -1.0), torch.eye(2))
 
 
-def test_clients_get_the_mean_that_moments_and_confidences_say(node_federation, trainings):
-    seen = trainings()
+def test_clients_get_the_mean_of_moments_and_confidences(node_federation, trainings):
+    exchanges = trainings()
     run("fedgta", node_federation, threshold=0.995, **SMALL)
     sizes = set()
-    for (_, replies), (sent, _) in pairwise(seen):
+    for (_, replies), (sent, _) in pairwise(exchanges):
         for k in node_federation.names:
             near = {
                 c: r["confidence"]
@@ -179,11 +189,11 @@ def test_clients_get_the_mean_that_moments_and_confidences_say(node_federation, 
                 h * replies[c]["model"]["classifier.weight"] for c, h in near.items()
             ) / sum(near.values())
             assert torch.allclose(sent[k]["model"]["classifier.weight"], by_hand, atol=1e-6)
-    assert len(sizes) > 1  # the threshold parts them
+    assert len(sizes) > 1  # the threshold separates them
 
 
 def test_traffic(node_federation):
-    """2|θ| + 2 · order · C + 1 a client and round."""
+    """2|θ| + 2 · order · C + 1 per client and round."""
     traffic = run("fedgta", node_federation, order=7, **SMALL).traffic
     theta, K, R, C = 12 * 8 + 8 + 8 * 3 + 3, 4, 3, 3
     assert traffic["scalars_down"] == K * R * theta
@@ -191,7 +201,7 @@ def test_traffic(node_federation):
 
 
 # ---- limits ----
-def test_everybody_in_with_equal_confidences_is_fedavg_of_clients_that_count_alike(
+def test_all_clients_with_equal_confidences_is_fedavg_with_equal_weights(
     node_federation, monkeypatch
 ):
     plain = run(EvenFedAvg(rounds=3), node_federation, model="gcn-2x8")
@@ -200,7 +210,7 @@ def test_everybody_in_with_equal_confidences_is_fedavg_of_clients_that_count_ali
     assert gap(run("fedgta", node_federation, threshold=-1.0, **SMALL).models, plain.models) < 1e-6
 
 
-def test_threshold_one_is_local_training_from_one_first_model(node_federation):
+def test_threshold_one_is_local_training_from_one_initial_model(node_federation):
     class FromOneModel(Local):
         @phase()
         def setup(self, client):
@@ -219,43 +229,43 @@ def test_threshold_one_is_local_training_from_one_first_model(node_federation):
 
 def test_identical_clients_get_identical_models(node_federation, trainings):
     one, two, *_ = node_federation.graphs
-    seen = trainings()
+    exchanges = trainings()
     run("fedgta", Federation((one, two, one)), dropout=0.0, threshold=0.99, **SMALL)
-    for sent, replies in seen:
+    for sent, replies in exchanges:
         assert gap(sent["0"], sent["2"]) < 1e-6
         assert gap(replies["0"]["model"], replies["2"]["model"]) < 1e-5
 
 
 # ---- bad input ----
 def test_one_client_trains_alone(node_federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     run("fedgta", Federation(node_federation.graphs[:1]), **SMALL)
     assert all(
         gap(replies["0"]["model"], sent["0"]["model"]) == 0
-        for (_, replies), (sent, _) in pairwise(seen)
+        for (_, replies), (sent, _) in pairwise(exchanges)
     )
 
 
-def test_a_client_without_labels_describes_its_predictions_and_inductively_has_nothing_to_tell(
+def test_a_client_without_labels_describes_its_predictions_and_sends_zeros_if_inductive(
     node_federation, trainings
 ):
     graphs = node_federation.graphs
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
     for inductive in (False, True):
-        seen = trainings()
+        exchanges = trainings()
         result = run(
             "fedgta",
             replace(node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=inductive),
             **SMALL,
         )
         assert result.summary["status"] == "completed"
-        for _, replies in seen:
+        for _, replies in exchanges:
             assert replies["0"]["moments"].any() == (not inductive)
             assert (replies["0"]["confidence"] > 0) == (not inductive)
         if inductive:  # its own model comes back
             assert all(
                 gap(replies["0"]["model"], sent["0"]["model"]) == 0
-                for (_, replies), (sent, _) in pairwise(seen)
+                for (_, replies), (sent, _) in pairwise(exchanges)
             )
 
 
@@ -268,7 +278,7 @@ def test_a_client_of_one_class_and_isolated_nodes(node_federation, trainings):
         test=first.test | (first.train & ~kept),
         edge_index=first.edge_index[:, :0],
     )
-    seen = trainings()
+    exchanges = trainings()
     result = run("fedgta", replace(node_federation, graphs=(single, *rest), whole=None), **SMALL)
     assert all(t.isfinite().all() for t in flatten(result.models).values())
-    assert all(replies["0"]["confidence"] > 0 for _, replies in seen)
+    assert all(replies["0"]["confidence"] > 0 for _, replies in exchanges)

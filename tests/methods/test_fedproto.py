@@ -1,4 +1,4 @@
-"""FedProto: class means, what they pull, and its limits."""
+"""FedProto: class means, the alignment to them, and its limits."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from fedloom.experiments.run import run
 from fedloom.methods.fedproto import FedProto
 
 MODEL = "gcn-2x8"
-OTHER = {"floor": 12}  # more than some client has of some class
+OTHER = {"floor": 12}  # some clients have fewer items of a class
 
 
 def client_of(federation, number=0, **facts):
@@ -53,17 +53,17 @@ def test_without_pull_and_in_the_first_round_it_is_local_training(federation):
 def test_the_objective_is_ce_plus_the_mean_squared_distance(node_federation):
     client, method = client_of(node_federation), FedProto(pull=0.7)
     method.setup(client)
-    graph, net = client.graph, client.state["model"]
+    graph, model = client.graph, client.state["model"]
     table, present = torch.randn(3, 8), torch.tensor([True, False, True])
-    z = net.embed(graph)
+    z = model.embed(graph)
     rows = [
         ((z[i] - table[graph.y[i]]) ** 2).mean()
         for i in graph.train.nonzero().flatten()
         if present[graph.y[i]]
     ]
-    expected = client.loss(net(graph), graph) + 0.7 * torch.stack(rows).mean()
+    expected = client.loss(model(graph), graph) + 0.7 * torch.stack(rows).mean()
     assert torch.isclose(
-        method.objective(client, graph, net, {"table": table, "present": present}), expected
+        method.objective(client, graph, model, {"table": table, "present": present}), expected
     )
 
 
@@ -81,7 +81,7 @@ def test_the_server_takes_the_mean_over_all_training_items_of_a_class(node_feder
         assert torch.allclose(sums[c] / counts[c], z[y == c].mean(0), atol=1e-6)
 
 
-def test_classes_with_fewer_items_than_the_floor_stay_at_home(node_federation):
+def test_classes_with_fewer_items_than_the_floor_are_not_sent(node_federation):
     client, method = client_of(node_federation), FedProto(floor=9)
     method.setup(client)
     reply = method.train(client)
@@ -91,7 +91,7 @@ def test_classes_with_fewer_items_than_the_floor_stay_at_home(node_federation):
     assert not reply["sums"][held < 9].any()
 
 
-def test_a_class_that_exists_nowhere_and_a_single_client_are_no_trouble(node_federation):
+def test_a_class_without_items_and_a_single_client(node_federation):
     graphs = tuple(replace(g, num_classes=5) for g in node_federation.graphs[:1])
     result = run(
         "fedproto",

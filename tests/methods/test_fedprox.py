@@ -33,9 +33,9 @@ def test_a_large_mu_keeps_clients_at_the_global_weights(node_federation):
 
 
 def test_the_distance_has_its_square_and_its_gradient():
-    net = build_model("gcn-2x4", 3, 2, seed=0)
-    anchor = tree_map(lambda t: t - 2.0, weights(net))
-    distance = squared_distance(net, anchor)
-    assert torch.isclose(distance, torch.tensor(4.0 * sum(p.numel() for p in net.parameters())))
+    model = build_model("gcn-2x4", 3, 2, seed=0)
+    anchor = tree_map(lambda t: t - 2.0, weights(model))
+    distance = squared_distance(model, anchor)
+    assert torch.isclose(distance, torch.tensor(4.0 * sum(p.numel() for p in model.parameters())))
     distance.backward()
-    assert all(torch.allclose(p.grad, torch.full_like(p, 4.0)) for p in net.parameters())
+    assert all(torch.allclose(p.grad, torch.full_like(p, 4.0)) for p in model.parameters())

@@ -1,4 +1,4 @@
-"""FedSage+: what the generator learns from, the gradients between clients, mended graphs, and what travels."""
+"""FedSage+: the generator's loss, gradients between clients, mended graphs, and what travels."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ SMALL = {"model": "sage-2x8", "rounds": 2, **QUICK}
 
 
 def prepared(federation, model="gcn-2x8", dropout=0.0, **settings):
-    """A method and its clients, ready for the first generator round."""
+    """Returns a method and its clients, ready for the first generator round."""
     method = FedSagePlus(**{**QUICK, **settings})
     models = (model,) * federation.num_clients
     facts = Facts(
@@ -50,8 +50,8 @@ def prepared(federation, model="gcn-2x8", dropout=0.0, **settings):
     return method, clients
 
 
-def letter_of(graph, rows=7, latent=5, seed=0):
-    """Weights of some fGen, and inputs for it."""
+def message_of(graph, rows=7, latent=5, seed=0):
+    """Returns a request: weights of an fGen, and inputs for it."""
     rng = torch.Generator().manual_seed(seed)
     shapes = {
         "first": (latent, latent),
@@ -84,7 +84,7 @@ def test_hidden_neighbours_are_counted_and_paired(node_federation):
         assert sorted(impaired.pair_node[impaired.pair_row == row].tolist()) == lost
 
 
-def test_nobody_is_missed_in_a_graph_without_edges():
+def test_a_graph_without_edges_has_no_missing_neighbours():
     graph = Graph(
         x=torch.ones(5, 2),
         edge_index=torch.zeros(2, 0, dtype=torch.int64),
@@ -99,40 +99,40 @@ def test_nobody_is_missed_in_a_graph_without_edges():
 
 # ---- matching ----
 @pytest.mark.parametrize("entries", [2**23, 40])
-def test_rows_are_matched_with_the_closest_of_their_nodes_neighbours(
+def test_rows_are_matched_with_the_closest_neighbour_of_their_node(
     node_federation, entries, monkeypatch
 ):
     monkeypatch.setattr("fedloom.methods.fedsage_plus.ENTRIES", entries)  # in one block, or in many
     graph = node_federation.graphs[0]
     impaired = impair(graph, 0.4, 3, torch.Generator().manual_seed(1))
-    made = torch.randn(
+    generated = torch.randn(
         len(impaired.rows), graph.num_features, generator=torch.Generator().manual_seed(2)
     )
-    found = closest(made, graph.x, impaired.pair_row, impaired.pair_node)
-    for row, x in enumerate(made):
+    found = closest(generated, graph.x, impaired.pair_row, impaired.pair_node)
+    for row, x in enumerate(generated):
         candidates = impaired.pair_node[impaired.pair_row == row]
         assert found[row] == candidates[(graph.x[candidates] - x).square().sum(1).argmin()]
-    everybody = nearest(made, graph)
-    assert torch.equal(everybody, torch.cdist(made, graph.x).argmin(1))
+    nearest_node = nearest(generated, graph)
+    assert torch.equal(nearest_node, torch.cdist(generated, graph.x).argmin(1))
 
 
 # ---- gradients between clients ----
-def test_a_gradient_from_another_client_is_that_of_the_same_loss_in_one_place(node_federation):
-    graph, letter = node_federation.graphs[1], letter_of(node_federation.graphs[1])
-    gradient = FedSagePlus().answer(graph, {name: t.clone() for name, t in letter.items()})
-    fgen = {name: letter[name].clone().requires_grad_() for name in FGEN}
-    made = (
-        F.relu(letter["noisy"] @ fgen["first"] + fgen["first_bias"]) @ fgen["second"]
+def test_a_gradient_from_another_client_equals_the_central_one(node_federation):
+    graph, message = node_federation.graphs[1], message_of(node_federation.graphs[1])
+    gradient = FedSagePlus().fgen_gradient(graph, {name: t.clone() for name, t in message.items()})
+    fgen = {name: message[name].clone().requires_grad_() for name in FGEN}
+    generated = (
+        F.relu(message["noisy"] @ fgen["first"] + fgen["first_bias"]) @ fgen["second"]
         + fgen["second_bias"]
     )
-    torch.cdist(made, graph.x).square().min(1).values.sum().backward()
+    torch.cdist(generated, graph.x).square().min(1).values.sum().backward()
     for name, parameter in fgen.items():
         assert torch.allclose(gradient[name], parameter.grad, rtol=1e-3, atol=1e-2)
         assert parameter.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("sample", [1000, 3])
-def test_a_step_follows_the_own_nodes_and_the_mean_of_all_others(node_federation, sample):
+def test_a_step_follows_the_own_gradient_and_the_mean_of_the_others(node_federation, sample):
     method, clients = prepared(node_federation, others=0.7, feature_weight=0.3, sample=sample)
     written = {name: method.write_generator(client) for name, client in clients.items()}
     first, graph = clients["0"], clients["0"].memory["impaired"].graph
@@ -161,7 +161,7 @@ def test_a_step_follows_the_own_nodes_and_the_mean_of_all_others(node_federation
         assert torch.allclose(parameter.grad, own[name] + weights[name].grad, rtol=1e-3, atol=1e-4)
 
 
-def test_who_gets_no_answer_learns_alone(node_federation):
+def test_a_client_without_answers_learns_alone(node_federation):
     method, clients = prepared(node_federation)
     client = clients["0"]
     method.write_generator(client)
@@ -174,7 +174,7 @@ def test_who_gets_no_answer_learns_alone(node_federation):
 
 # ---- the generator's loss ----
 def parts(client):
-    """Its parameters by what they are for."""
+    """Returns the client's parameters by their network."""
     memory = client.memory
     encoder = dict(memory["encoder"].named_parameters())
     dgen = [p for name, p in encoder.items() if name.startswith("classifier.")]
@@ -194,8 +194,8 @@ REACHED = {
 
 
 @pytest.mark.parametrize("model", ["gcn-2x8", "sage-2x8+norm", "sgc-2x8", "gat-2x8"])
-def test_every_term_reaches_what_it_is_to_teach(node_federation, model):
-    """In sparse features too, which would be constants: a tenth of the entries is left."""
+def test_every_term_reaches_the_right_weights(node_federation, model):
+    """Also with sparse features, which would be constants: a tenth of the entries is kept."""
     x = node_federation.graphs[0].x
     sparse = replace(
         node_federation.graphs[0],
@@ -230,8 +230,8 @@ def test_the_terms_by_hand(node_federation):
     gap = (degree - impaired.missing).abs()
     assert torch.isclose(terms["degree"], 0.5 * torch.where(gap < 1, gap**2 / 2, gap - 0.5).mean())
     assert torch.equal(inputs, noisy(z, impaired.rows, rng))
-    made, total = generate(memory["fgen"], inputs), 0.0
-    for row, x in enumerate(made):
+    generated, total = generate(memory["fgen"], inputs), 0.0
+    for row, x in enumerate(generated):
         total += (
             (client.graph.x[impaired.pair_node[impaired.pair_row == row]] - x).square().sum(1).min()
         )
@@ -254,7 +254,7 @@ def test_a_weight_of_zero_removes_its_term(node_federation, weight):
 
 
 def test_without_weight_the_other_clients_change_nothing(node_federation):
-    """Each client's generator is then its own affair: what the others are does not matter to it."""
+    """A client's generator then does not depend on the other clients."""
     strangers = tuple(replace(g, x=-3 * g.x) for g in node_federation.graphs[1:])
     mended = []
     for graphs in (node_federation.graphs, (node_federation.graphs[0], *strangers)):
@@ -269,7 +269,7 @@ def test_without_weight_the_other_clients_change_nothing(node_federation):
 
 
 def rounds(method, clients, count):
-    """Some generator rounds, and the mending."""
+    """Runs some generator rounds, then mends the graphs."""
     for _ in range(count):
         for write, read in (
             (method.write_generator, method.read_generators),
@@ -277,12 +277,12 @@ def rounds(method, clients, count):
         ):
             written = {name: write(client) for name, client in clients.items()}
             for name, client in clients.items():
-                letters = {
+                inbox = {
                     s: {k: t.clone() for k, t in sent[name].items()}
                     for s, sent in written.items()
                     if name in sent
                 }
-                read(client, **({"letters": letters} if letters else {}))
+                read(client, **({"inbox": inbox} if inbox else {}))
     for client in clients.values():
         method.mend_graphs(client)
 
@@ -304,10 +304,10 @@ def test_a_mended_graph_has_its_new_nodes_linked_both_ways(node_federation):
         edge_weight=torch.full((node_federation.graphs[0].num_edges,), 2.0),
     )
     n, rows = graph.num_nodes, torch.tensor([0, 0, 3])
-    made = torch.randn(3, graph.num_features)
-    after = mend(graph, made, rows).check()
+    generated = torch.randn(3, graph.num_features)
+    after = mend(graph, generated, rows).check()
     assert (after.num_nodes, after.num_edges) == (n + 3, graph.num_edges + 6)
-    assert torch.equal(after.x, torch.cat([graph.x, made]))
+    assert torch.equal(after.x, torch.cat([graph.x, generated]))
     assert torch.equal(after.edge_index[:, : graph.num_edges], graph.edge_index)
     new = {tuple(pair) for pair in after.edge_index[:, graph.num_edges :].T.tolist()}
     assert new == {(0, n), (0, n + 1), (3, n + 2), (n, 0), (n + 1, 0), (n + 2, 3)}
@@ -318,10 +318,10 @@ def test_a_mended_graph_has_its_new_nodes_linked_both_ways(node_federation):
         assert torch.equal(getattr(after, mask)[:n], getattr(graph, mask))
     weight = torch.randn(graph.num_features, 4)
     assert torch.allclose(after.project(weight), after.x @ weight, atol=1e-5)
-    assert mend(graph, made[:0], rows[:0]) is graph
+    assert mend(graph, generated[:0], rows[:0]) is graph
 
 
-def test_training_and_evaluation_see_the_same_new_nodes_and_only_real_ones_count(node_federation):
+def test_training_and_evaluation_use_the_same_new_nodes_and_only_real_ones_count(node_federation):
     method, clients = prepared(node_federation)
     rounds(method, clients, 2)
     client = clients["0"]
@@ -352,7 +352,7 @@ def test_an_inductive_client_has_its_whole_graph_mended_for_evaluation(node_fede
     assert torch.equal(client.graph.node_id[client.graph.node_id >= 0], graph.node_id[graph.train])
 
 
-def test_a_client_with_nothing_to_train_on_takes_part_in_an_inductive_run(node_federation):
+def test_an_inductive_client_without_training_nodes_takes_part(node_federation):
     first, *rest = node_federation.graphs
     bare = replace(first, test=first.test | first.train, train=torch.zeros_like(first.train))
     result = run(
@@ -363,8 +363,8 @@ def test_a_client_with_nothing_to_train_on_takes_part_in_an_inductive_run(node_f
     assert result.summary["status"] == "completed"
 
 
-def test_where_nothing_is_generated_it_is_fedavg(node_federation):
-    """Without edges nothing is ever hidden, dGen learns that, and what follows is FedAvg to the bit."""
+def test_without_generated_nodes_it_is_fedavg(node_federation):
+    """Without edges no neighbour is hidden, dGen learns that, and the run equals FedAvg."""
     bare = [replace(g, edge_index=g.edge_index[:, :0]) for g in node_federation.graphs]
     federation = replace(node_federation, graphs=tuple(bare), whole=None)
     plain = run("fedavg", federation, model="sage-2x8", rounds=2)
@@ -374,7 +374,7 @@ def test_where_nothing_is_generated_it_is_fedavg(node_federation):
 
 
 # ---- what travels ----
-def test_letters_hold_a_generator_noisy_embeddings_and_gradients_and_nothing_else(
+def test_peer_messages_hold_only_generators_noisy_embeddings_and_gradients(
     node_federation, monkeypatch
 ):
     sent, original = [], Loop.call
@@ -384,23 +384,27 @@ def test_letters_hold_a_generator_noisy_embeddings_and_gradients_and_nothing_els
         lambda self, phase, m: sent.append((phase, r := original(self, phase, m))) or r,
     )
     run("fedsage+", node_federation, **SMALL)
-    letters = [
+    inbox = [
         (phase, reply)
         for phase, replies in sent
         if phase.startswith("write")
         for reply in replies.values()
     ]
-    assert {phase for phase, _ in letters} == {"write_generator", "write_gradients"}
-    for phase, reply in letters:
-        for letter in reply.values():
-            assert letter.keys() == set(FGEN) | ({"noisy"} if phase == "write_generator" else set())
-            assert all(t.is_floating_point() for t in letter.values())
-            assert phase == "write_gradients" or 0 < len(letter["noisy"]) <= SMALL["sample"]
+    assert {phase for phase, _ in inbox} == {"write_generator", "write_gradients"}
+    for phase, reply in inbox:
+        for message in reply.values():
+            assert message.keys() == set(FGEN) | (
+                {"noisy"} if phase == "write_generator" else set()
+            )
+            assert all(t.is_floating_point() for t in message.values())
+            assert phase == "write_gradients" or 0 < len(message["noisy"]) <= SMALL["sample"]
     before = [phase for phase, _ in sent].index("train")
     assert {phase for phase, _ in sent[before:]} <= {"train", "evaluate", "size"}
 
 
-def test_labels_do_not_move_the_letters_without_the_classifier(node_federation, monkeypatch):
+def test_labels_do_not_change_the_peer_messages_without_the_classifier(
+    node_federation, monkeypatch
+):
     written, original = [], Loop.call
 
     def call(self, phase, messages):
@@ -425,26 +429,25 @@ def test_labels_do_not_move_the_letters_without_the_classifier(node_federation, 
 
 def test_more_rows_than_agreed_are_refused(node_federation):
     method, clients = prepared(node_federation)
-    letter = method.write_generator(clients["0"])["1"]
-    letter["noisy"] = letter["noisy"].repeat(99, 1)
+    message = method.write_generator(clients["0"])["1"]
+    message["noisy"] = message["noisy"].repeat(99, 1)
     with pytest.raises(
         MessageError,
-        match=r"client '0' in 'write_generator': tensor 'noisy' has \d+ rows, more than the 6 agreed on",
+        match=r"client '0' in 'write_generator': tensor 'noisy' has \d+ rows, more than the 6 ",
     ):
-        method.read_generators(clients["1"], {"0": letter})
+        method.read_generators(clients["1"], {"0": message})
 
 
-def test_a_gradient_that_nobody_asked_for_is_refused(node_federation):
+def test_an_unrequested_gradient_is_refused(node_federation):
     bare = replace(node_federation.graphs[0], edge_index=torch.zeros(2, 0, dtype=torch.int64))
     method, clients = prepared(replace(node_federation, graphs=(bare, *node_federation.graphs[1:])))
-    assert (
-        method.write_generator(clients["0"]) == {}
-    )  # nothing was hidden from anybody, so there is nothing to ask
+    # No node was hidden, so there is nothing to ask.
+    assert method.write_generator(clients["0"]) == {}
     with pytest.raises(
         MessageError,
-        match="client '1' in 'write_gradients': tensor 'first' is a gradient that nobody asked for",
+        match="client '1' in 'write_gradients': tensor 'first' is a gradient that this client did",
     ):
-        method.read_gradients(clients["0"], {"1": letter_of(bare, latent=4)})
+        method.read_gradients(clients["0"], {"1": message_of(bare, latent=4)})
 
 
 def test_settings_out_of_range_and_graph_tasks_are_refused(graph_federation):

@@ -1,4 +1,4 @@
-"""FedSGD: the federated step is the step on everything at once."""
+"""FedSGD: the federated step equals the central step."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from fedloom.nn.training import make_optimizer, step
 
 
 def test_equals_central_training_on_the_disjoint_union(federation):
-    """Gradients of the summed loss, divided by all training items: exactly the pooled mean loss."""
+    """Gradients of the summed loss, divided by all training items, equal the centralized ones."""
     rounds, lr = 5, 0.05
     result = run(
         "fedsgd", federation, model="gcn-2x8", dropout=0.0, rounds=rounds, lr=lr, weight_decay=1e-3
@@ -28,15 +28,15 @@ def test_equals_central_training_on_the_disjoint_union(federation):
         0.0,
     )
     pooled = Client(federation.names[0], disjoint_union(federation.graphs), facts)
-    net = facts.build("gcn-2x8", "server")
-    optimizer = make_optimizer("adam", net.parameters(), lr, 1e-3)
+    model = facts.build("gcn-2x8", "server")
+    optimizer = make_optimizer("adam", model.parameters(), lr, 1e-3)
     for _ in range(rounds):
-        step(optimizer, pooled.loss(net(pooled.graph), pooled.graph))
+        step(optimizer, pooled.loss(model(pooled.graph), pooled.graph))
     for name, tensor in flatten(result.models["server"]).items():
-        assert torch.allclose(tensor, dict(net.named_parameters())[name], atol=1e-5), name
+        assert torch.allclose(tensor, dict(model.named_parameters())[name], atol=1e-5), name
 
 
-def test_everybody_has_the_same_model(node_federation):
+def test_all_clients_have_the_same_model(node_federation):
     result = run("fedsgd", node_federation, model="gcn-2x8", rounds=2)
     assert result.summary["evaluation"] == "common"
     with pytest.raises(ValueError, match="common"):

@@ -1,4 +1,4 @@
-"""FedStar: structure features, the two channels, and what is shared of them."""
+"""FedStar: structure features, the two channels, and which of them is shared."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ SMALL = {"model": "gin-2x8", "rounds": 3, **QUICK}
 
 
 def union(*sizes, seed=0):
-    """Random graphs of these sizes side by side, some nodes without neighbours."""
+    """Returns a union of random graphs of these sizes, with some nodes without neighbours."""
     rng, edges, start = torch.Generator().manual_seed(seed), [], 0
     for n in sizes:
         upper = torch.triu(torch.rand(n, n, generator=rng) < min(1.0, 2 / n), 1)
@@ -58,17 +58,17 @@ def test_return_probabilities_are_diagonals_of_powers():
     graph = union(7, 1, WALKERS + 9, 3, 2 * WALKERS + 1, WALKERS)
     A = adjacency(graph)
     degree = A.sum(1, keepdim=True)
-    assert (degree == 0).any()  # from which no walk comes back
+    assert (degree == 0).any()  # no walk returns from there
     step, power = A / degree.clamp(min=1), torch.eye(graph.num_nodes)
     out = return_probabilities(graph, 6)
     for k in range(6):
         power = power @ step
         assert torch.allclose(out[:, k], power.diagonal(), atol=1e-6)
-    assert not out[:, 0].any()  # a step leads away
+    assert not out[:, 0].any()  # a step never stays
     assert (out[:, 1] > 0).any()
 
 
-def test_structure_is_returns_and_degrees_and_kept():
+def test_structure_is_returns_and_degrees_and_is_cached():
     graph = union(9, 30)
     s, degree = structure_of(graph, 5, 3), adjacency(graph).sum(1)
     assert torch.equal(s[:, :5], return_probabilities(graph, 5))
@@ -78,15 +78,14 @@ def test_structure_is_returns_and_degrees_and_kept():
         ]
     assert structure_of(graph, 5, 3) is s
     looped = torch.cat([graph.edge_index, torch.zeros(2, 1, dtype=torch.int64)], 1)
-    assert torch.equal(
-        structure_of(replace(graph, edge_index=looped), 5, 3), s
-    )  # a self-loop is no step
+    # A self-loop is not a step.
+    assert torch.equal(structure_of(replace(graph, edge_index=looped), 5, 3), s)
 
 
 def test_the_model_by_hand():
     graph = union(6, 4)
-    net = FedStar(walk=3, degrees=2).build(Facts(5, 2, "graph", ("0",), ("gin-2x8",)), "x")
-    A, w = adjacency(graph), dict(net.named_parameters())
+    model = FedStar(walk=3, degrees=2).build(Facts(5, 2, "graph", ("0",), ("gin-2x8",)), "x")
+    A, w = adjacency(graph), dict(model.named_parameters())
     loops = A + torch.eye(10)
     S = loops / (loops.sum(1, keepdim=True) * loops.sum(0, keepdim=True)).sqrt()
 
@@ -102,11 +101,10 @@ def test_the_model_by_hand():
     joined = dense(torch.cat([h, s], 1), "join")
     pooled = torch.stack([joined[:6].sum(0), joined[6:].sum(0)])
     z = F.relu(dense(pooled, "post"))
-    assert torch.allclose(net.embed(graph), z, atol=1e-5)
-    assert torch.allclose(net(graph), dense(z, "classifier"), atol=1e-5)
-    assert not torch.equal(
-        net(graph, torch.Generator().manual_seed(0)), net(graph)
-    )  # noise only with a generator
+    assert torch.allclose(model.embed(graph), z, atol=1e-5)
+    assert torch.allclose(model(graph), dense(z, "classifier"), atol=1e-5)
+    # Dropout only with a generator.
+    assert not torch.equal(model(graph, torch.Generator().manual_seed(0)), model(graph))
 
 
 def test_the_loss_reaches_every_weight_of_both_channels(graph_federation):
@@ -115,28 +113,26 @@ def test_the_loss_reaches_every_weight_of_both_channels(graph_federation):
         FedStar(),
     )
     method.setup(client)
-    net = client.state["model"]
-    method.objective(client, client.graph, net, None).backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in net.parameters())
+    model = client.state["model"]
+    method.objective(client, client.graph, model, {}).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
 def test_features_do_not_enter_the_structure_channel():
     graph = union(8, 5)
     other = replace(graph, x=torch.rand_like(graph.x))
-    net = FedStar().build(Facts(5, 2, "graph", ("0",), ("gin-3x8",)), "x")
-    one, another = net.nodes(graph, None), net.nodes(other, None)
+    model = FedStar().build(Facts(5, 2, "graph", ("0",), ("gin-3x8",)), "x")
+    one, another = model.nodes(graph, None), model.nodes(other, None)
     assert torch.equal(one[:, 8:], another[:, 8:])
     assert not torch.equal(one[:, :8], another[:, :8])
 
 
-def test_it_is_fedavg_of_the_structure_channel_and_nothing_else_travels(
-    graph_federation, trainings
-):
-    seen = trainings()
+def test_it_is_fedavg_of_only_the_structure_channel(graph_federation, trainings):
+    exchanges = trainings()
     result = run("fedstar", graph_federation, **SMALL)
     names = {
         name
-        for sent, replies in seen
+        for sent, replies in exchanges
         for message in (*sent.values(), *replies.values())
         for name in flatten(message)
     }
@@ -200,7 +196,7 @@ def test_a_client_without_labels_takes_part(graph_federation):
     assert all(torch.isfinite(t).all() for t in flatten(result.models).values())
 
 
-def test_what_does_not_fit_is_refused_by_name(node_federation, graph_federation):
+def test_unsupported_models_and_settings_are_refused_by_name(node_federation, graph_federation):
     with pytest.raises(ConfigError, match="does graph tasks"):
         run("fedstar", node_federation, **SMALL)
     for model in ("gin-2x8+jk", "gin-2x16-8", "gin-2x8+norm"):

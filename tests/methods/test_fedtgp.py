@@ -44,7 +44,7 @@ def test_a_margin_makes_the_contrast_harder():
     assert losses[0] < losses[2]
 
 
-def test_training_the_anchors_brings_them_nearer_to_their_own_class(node_federation):
+def test_training_moves_the_anchors_towards_their_own_class(node_federation):
     with torch.random.fork_rng():
         torch.manual_seed(1)
         anchors = Anchors(3, 4)
@@ -61,16 +61,16 @@ def test_training_the_anchors_brings_them_nearer_to_their_own_class(node_federat
 
 
 def test_only_prototypes_of_own_classes_travel(node_federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     run("fedtgp", node_federation, model=MODEL, rounds=2)
-    replies = [reply for _, replies in seen for reply in replies.values()]
+    replies = [reply for _, replies in exchanges for reply in replies.values()]
     assert len(replies) == 8
     for reply in replies:
         assert set(reply) == {"prototypes", "present"}
         assert (reply["prototypes"] != 0).any(1).all()
 
 
-def test_the_first_round_is_local_and_without_pull_all_are(node_federation):
+def test_the_first_round_and_all_rounds_without_pull_are_local(node_federation):
     settings = {"model": MODEL, "rounds": 1}
     assert same(
         run("fedtgp", node_federation, **settings), run("local", node_federation, **settings)

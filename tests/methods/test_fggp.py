@@ -1,4 +1,4 @@
-"""FGGP: candidate links and the draw, whose gradient reaches the sampler; the terms by hand; the vote; and its limits."""
+"""FGGP: candidate links, the draw and its gradient, the terms by hand, the vote, its limits."""
 
 from dataclasses import replace
 
@@ -18,10 +18,10 @@ from fedloom.experiments.run import run
 from fedloom.methods.fggp import (
     FGGP,
     alignment,
-    annotated,
     candidates,
     class_centres,
     pairs_of,
+    pseudo_labels,
     reconstruction,
     scores,
     vote,
@@ -37,7 +37,7 @@ OTHER = {"tau_vote": 5.0}
 
 
 def scene(federation, spec="gcn-2x8", **settings):
-    """A method, a client that is set up, and its candidate links."""
+    """Returns a method, a client after setup, and its candidate links."""
     graph = federation.graphs[0]
     facts = Facts(graph.num_features, graph.num_classes, "node", ("0",), (spec,), dropout=0.0)
     client, method = Client("0", graph, facts), FGGP(**settings)
@@ -60,7 +60,7 @@ def largest_gap(one, other, owners):
 
 
 def sampler_gradient(client, loss):
-    """Σ |∂ loss / ∂ψ|."""
+    """Returns Σ |∂ loss / ∂ψ|."""
     own = list(client.state["sampler"].parameters())
     return sum(
         float(g.abs().sum())
@@ -97,7 +97,10 @@ def test_a_single_node_has_no_candidates():
 
 
 def test_reconstruction_is_the_balanced_loss_over_all_pairs():
-    """The authors' dense form, norm · BCE with pos_weight, on pairs i < j: the mean over many draws of other pairs comes to it."""
+    """The mean over many draws of other pairs equals the authors' dense form.
+
+    That is norm · BCE with pos_weight, on pairs i < j.
+    """
     rng = torch.Generator().manual_seed(0)
     h, n = torch.randn(12, 4, generator=rng), 12
     graph = Graph(
@@ -120,7 +123,7 @@ def test_reconstruction_is_the_balanced_loss_over_all_pairs():
 
 
 # ---- the draw ----
-def test_links_are_drawn_as_often_as_they_are_likely(node_federation):
+def test_links_are_drawn_with_their_probability(node_federation):
     method, _, suggested = scene(node_federation, alpha=0.8)
     score = torch.linspace(-3, 3, pairs_of(suggested).shape[1])
     rng, often = torch.Generator().manual_seed(0), torch.zeros(len(score))
@@ -156,9 +159,9 @@ def test_alpha_zero_keeps_every_candidate(node_federation):
         "dgcn-3x8",
     ],
 )
-def test_every_model_sees_in_the_view_what_was_drawn(node_federation, spec):
+def test_every_model_uses_only_the_drawn_links_of_a_view(node_federation, spec):
     method, client, suggested = scene(node_federation, spec)
-    net = client.state["model"]
+    model = client.state["model"]
     view = method.draw(
         suggested,
         scores(client.state["sampler"](suggested), pairs_of(suggested)),
@@ -166,14 +169,14 @@ def test_every_model_sees_in_the_view_what_was_drawn(node_federation, spec):
     )
     assert 0 < view.num_edges < suggested.num_edges
     plain = replace(client.graph, edge_index=view.edge_index, edge_weight=None)
-    assert torch.allclose(net(view), net(plain), atol=1e-5)
+    assert torch.allclose(model(view), model(plain), atol=1e-5)
     gives = (
-        sampler_gradient(client, net(view).square().sum()) if not spec.startswith("gat") else 1.0
-    )  # GAT looks at no weights
+        sampler_gradient(client, model(view).square().sum()) if not spec.startswith("gat") else 1.0
+    )  # GAT ignores edge weights
     assert gives > 0
 
 
-def test_the_gradient_of_a_product_is_that_of_the_normalised_adjacency():
+def test_the_gradient_of_a_product_equals_that_of_the_dense_adjacency():
     """A dense matrix of link weights, normalised and multiplied by hand."""
     graph = Graph(
         torch.ones(4, 2), torch.tensor([[0, 1, 2], [1, 2, 3]]), torch.zeros(4, dtype=torch.int64), 2
@@ -193,7 +196,7 @@ def test_the_gradient_of_a_product_is_that_of_the_normalised_adjacency():
 
 
 # ---- prototypes ----
-def test_training_nodes_are_sure_and_others_as_sure_as_the_model():
+def test_pseudo_labels_by_hand():
     graph = Graph(
         torch.ones(3, 2),
         torch.zeros(2, 0, dtype=torch.int64),
@@ -201,7 +204,7 @@ def test_training_nodes_are_sure_and_others_as_sure_as_the_model():
         2,
         train=torch.tensor([True, False, False]),
     )
-    label, sure = annotated(torch.tensor([[9.0, 0.0], [0.0, 0.0], [0.0, 2.0]]), graph)
+    label, sure = pseudo_labels(torch.tensor([[9.0, 0.0], [0.0, 0.0], [0.0, 2.0]]), graph)
     assert label.tolist() == [1, 0, 1]
     assert sure.tolist() == pytest.approx([1.0, 0.5, float(torch.sigmoid(torch.tensor(2.0)))])
     P, present = class_centres(torch.tensor([[1.0], [5.0], [3.0]]), label, sure, 3)
@@ -238,22 +241,25 @@ def test_the_vote_by_hand():
         rtol=1e-4,
     )
     assert votes.argmax(1).tolist() == [0, 2]
-    assert (votes[:, 1] == -torch.inf).all()  # a class without prototypes is never named
+    assert (votes[:, 1] == -torch.inf).all()  # a class without prototypes is never predicted
 
 
 # ---- the objective ----
-def test_every_term_reaches_what_it_should(node_federation):
-    """The second view's terms and the reconstruction reach the sampler; all but the reconstruction reach the model."""
+def test_every_term_reaches_the_right_networks(node_federation):
+    """The second view's terms and the reconstruction reach the sampler.
+
+    All but the reconstruction reach the model.
+    """
     for term in ("second", "links", "align"):
         method, client, suggested = scene(node_federation, **{**OFF, term: 1.0})
-        net, model = client.state["model"], {"candidates": suggested}
-        plain = FGGP(**OFF).objective(client, client.graph, net, model)
-        extra = method.objective(client, client.graph, net, model) - plain
+        local_model, model = client.state["model"], {"candidates": suggested}
+        plain = FGGP(**OFF).objective(client, client.graph, local_model, model)
+        extra = method.objective(client, client.graph, local_model, model) - plain
         assert sampler_gradient(client, extra) > 0, term
-        extra = method.objective(client, client.graph, net, model) - FGGP(**OFF).objective(
-            client, client.graph, net, model
+        extra = method.objective(client, client.graph, local_model, model) - FGGP(**OFF).objective(
+            client, client.graph, local_model, model
         )
-        (gradient,) = torch.autograd.grad(extra, net.layers[0].weight, allow_unused=True)
+        (gradient,) = torch.autograd.grad(extra, local_model.layers[0].weight, allow_unused=True)
         assert (float(gradient.abs().sum()) > 1e-6) == (term != "links"), term
 
 
@@ -264,7 +270,7 @@ def test_a_step_moves_the_sampler(node_federation):
     assert all(not torch.equal(reply["sampler"][k], before[k]) for k in before)
 
 
-def test_without_its_terms_it_is_fedavg_with_another_way_to_predict(node_federation):
+def test_without_its_terms_it_trains_as_fedavg(node_federation):
     plain = run("fedavg", node_federation, **SMALL)
     owners = ("server", *node_federation.names)
     off = run("fggp", node_federation, **OFF, **SMALL)
@@ -273,20 +279,21 @@ def test_without_its_terms_it_is_fedavg_with_another_way_to_predict(node_federat
     by_head = run("fggp", node_federation, classifier="head", **OFF, **SMALL)
     assert [e["accuracy"] for e in by_head.history] == [e["accuracy"] for e in plain.history]
     assert [e["accuracy"] for e in off.history] != [e["accuracy"] for e in plain.history]
-    assert (
-        off.history[0]["accuracy"] == plain.history[0]["accuracy"]
-    )  # no prototypes yet: the head predicts
+    # No prototypes yet: the head predicts.
+    assert off.history[0]["accuracy"] == plain.history[0]["accuracy"]
 
 
 def test_global_evaluation_votes_with_the_new_clusters(node_federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     result = run("fggp", node_federation, evaluation="global", **SMALL)
-    told = cluster_means(list(seen[-1][1].values()))
-    net = build_model("gcn-2x8", 12, 3, dropout=0.0, seed=0)
-    load_weights(net, result.models["server"])
+    expected = cluster_means(list(exchanges[-1][1].values()))
+    model = build_model("gcn-2x8", 12, 3, dropout=0.0, seed=0)
+    load_weights(model, result.models["server"])
     right = total = 0
     for graph in node_federation.graphs:
-        named = vote(net.embed(graph), told["clusters"], told["of_class"], 3, 0.1).argmax(1)
+        named = vote(model.embed(graph), expected["clusters"], expected["of_class"], 3, 0.1).argmax(
+            1
+        )
         right += graph.num_nodes * float((named == graph.y)[graph.test].float().mean())
         total += graph.num_nodes
     assert result.history[-1]["accuracy"] == pytest.approx(right / total)
@@ -294,46 +301,46 @@ def test_global_evaluation_votes_with_the_new_clusters(node_federation, training
 
 # ---- what travels, and bad input ----
 def test_what_travels(node_federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     run("fggp", node_federation, **SMALL)
-    for _, replies in seen:
+    for _, replies in exchanges:
         for reply in replies.values():
             assert len(reply["prototypes"]) == reply["present"].sum()
             assert (reply["prototypes"] != 0).any(1).all()
             assert {*reply} == {"model", "sampler", "prototypes", "present"}
-    assert "clusters" not in seen[0][0]["0"]
-    told = cluster_means(list(seen[0][1].values()))
-    assert torch.equal(seen[1][0]["2"]["clusters"], told["clusters"])
-    assert torch.equal(seen[1][0]["2"]["of_class"], told["of_class"])
+    assert "clusters" not in exchanges[0][0]["0"]
+    expected = cluster_means(list(exchanges[0][1].values()))
+    assert torch.equal(exchanges[1][0]["2"]["clusters"], expected["clusters"])
+    assert torch.equal(exchanges[1][0]["2"]["of_class"], expected["of_class"])
 
 
-def test_a_client_without_labels_tells_nothing(node_federation, trainings):
+def test_a_client_without_labels_sends_no_prototypes(node_federation, trainings):
     graphs = node_federation.graphs
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
     for inductive in (False, True):
-        seen = trainings()
+        exchanges = trainings()
         result = run(
             "fggp",
             replace(node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=inductive),
             **SMALL,
         )
         assert result.summary["status"] == "completed"
-        assert not any(replies["0"]["present"].any() for _, replies in seen)
+        assert not any(replies["0"]["present"].any() for _, replies in exchanges)
 
 
-def test_nobody_has_labels_then_the_head_predicts_and_nothing_is_told(node_federation, trainings):
+def test_without_any_labels_the_head_predicts(node_federation, trainings):
     bare = Federation(
         tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs)
     )
-    seen = trainings()
+    exchanges = trainings()
     result = run("fggp", bare, **SMALL)
-    assert not any("clusters" in sent["0"] for sent, _ in seen)
+    assert not any("clusters" in sent["0"] for sent, _ in exchanges)
     assert [e["accuracy"] for e in result.history] == [
         e["accuracy"] for e in run("fedavg", bare, **SMALL).history
     ]
 
 
-def test_a_class_that_exists_nowhere_and_one_client(node_federation):
+def test_an_absent_class_and_a_single_client(node_federation):
     federation = Federation(tuple(replace(g, num_classes=4) for g in node_federation.graphs[:1]))
     result = run("fggp", federation, **SMALL, auc=True)
     assert result.summary["status"] == "completed"

@@ -1,4 +1,4 @@
-"""FGSSL: both terms by hand, what their gradients reach, what is held in memory, and its limits."""
+"""FGSSL: both terms by hand, where their gradients go, memory, and its limits."""
 
 import math
 from dataclasses import replace
@@ -17,14 +17,14 @@ from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError
 from fedloom.experiments.run import run
 from fedloom.methods import fgssl
-from fedloom.methods.fgssl import FGSSL, contrast, neighbour_odds, structure, unit
+from fedloom.methods.fgssl import FGSSL, contrast, log_neighbours, structure, unit
 
 SMALL = {"model": "gcn-2x8", "rounds": 3}
 WHOLE = {"weak_edges": 0.0, "weak_columns": 0.0, "strong_edges": 0.0, "strong_columns": 0.0}
 
 
 def scene(federation, spec="gcn-2x8", **settings):
-    """A method and a client that is set up, whose global model is another than its own."""
+    """Returns a method and a client after setup, whose global model differs from its own."""
     graph = federation.graphs[0]
     facts = Facts(graph.num_features, graph.num_classes, "node", ("0",), (spec,), dropout=0.0)
     client, method = Client("0", graph, facts), FGSSL(**settings)
@@ -34,7 +34,7 @@ def scene(federation, spec="gcn-2x8", **settings):
 
 
 def five_nodes():
-    """A triangle 0-1-2 with a tail 2-3, a loop at 3, and a node without neighbours."""
+    """Returns a triangle 0-1-2 with a tail 2-3, a loop at 3, and a node without neighbours."""
     edges = torch.tensor([[0, 1], [1, 2], [0, 2], [2, 3]]).T
     ends = torch.cat([edges, edges.flip(0), torch.tensor([[3], [3]])], 1)
     return Graph(
@@ -52,9 +52,9 @@ def largest_gap(one, other):
     return max(float((one[k] - other[k]).abs().max()) for k in one)
 
 
-def gradient(loss, net):
-    """Σ |∂ loss / ∂θ| of each parameter of a model; 0 where there is none."""
-    names, own = zip(*net.named_parameters(), strict=True)
+def gradient(loss, model):
+    """Returns Σ |∂ loss / ∂θ| of each parameter of a model; 0 where there is none."""
+    names, own = zip(*model.named_parameters(), strict=True)
     found = torch.autograd.grad(loss, own, allow_unused=True)
     return {
         name: 0.0 if g is None else float(g.abs().sum())
@@ -77,13 +77,13 @@ def test_the_contrast_by_a_double_loop():
     total = 0.0
     for i in range(6):
         e = [math.exp(cosine(z[i], anchors[j]) / 0.3) for j in range(6)]
-        alike = [j for j in range(6) if y[j] == y[i]]
-        total += -sum(math.log(e[j] / sum(e)) for j in alike) / len(alike)
+        same_class = [j for j in range(6) if y[j] == y[i]]
+        total += -sum(math.log(e[j] / sum(e)) for j in same_class) / len(same_class)
     assert contrast(z, anchors, y, 0.3).item() == pytest.approx(total / 6, rel=1e-5)
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 99))
-def test_blocks_of_rows_change_nothing(nodes, rows, seed):
+def test_blocks_of_rows_give_the_same_result(nodes, rows, seed):
     rng = torch.Generator().manual_seed(seed)
     z, anchors = (
         torch.randn(nodes, 3, generator=rng, requires_grad=True),
@@ -99,15 +99,15 @@ def test_blocks_of_rows_change_nothing(nodes, rows, seed):
         assert torch.allclose(torch.autograd.grad(parts, z)[0], expected, atol=1e-5)
 
 
-def test_no_more_than_a_block_of_rows_is_held_forwards_and_backwards(monkeypatch):
+def test_only_one_block_of_rows_is_in_memory_in_both_passes(monkeypatch):
     monkeypatch.setattr(fgssl, "ROWS", 16)
     z, anchors = torch.rand(400, 8, requires_grad=True), torch.rand(400, 8)
-    with Largest() as seen:
+    with Largest() as largest:
         contrast(z, anchors, torch.arange(400) % 3, 0.1).backward()
-    assert seen.numel == 16 * 400
+    assert largest.numel == 16 * 400
 
 
-def test_a_node_alone_in_its_class_has_itself_and_one_class_has_a_contrast_near_that_of_chance():
+def test_the_contrast_of_single_nodes_and_of_one_class():
     z = torch.eye(3)
     alone = contrast(z, z, torch.tensor([0, 1, 2]), 0.1)
     assert alone.item() == pytest.approx(math.log(1 + 2 * math.exp(-10)), abs=1e-6)
@@ -117,7 +117,7 @@ def test_a_node_alone_in_its_class_has_itself_and_one_class_has_a_contrast_near_
     )
 
 
-def test_no_labels_no_contrast_and_a_small_temperature_is_no_reason_to_overflow():
+def test_the_contrast_is_zero_without_labels_and_finite_at_a_small_temperature():
     z = torch.randn(3, 4, requires_grad=True)
     nothing = contrast(z[:0], z[:0].detach(), torch.zeros(0, dtype=torch.int64), 0.1)
     assert nothing == 0
@@ -128,7 +128,7 @@ def test_no_labels_no_contrast_and_a_small_temperature_is_no_reason_to_overflow(
     assert z.grad.isfinite().all()
 
 
-def test_rows_of_zeros_have_a_gradient_that_is_of_use():
+def test_rows_of_zeros_have_a_bounded_gradient():
     z = torch.tensor([[0.0, 0.0], [3.0, 4.0]], requires_grad=True)
     assert torch.equal(unit(z).detach(), torch.tensor([[0.0, 0.0], [0.6, 0.8]]))
     contrast(z, torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1]), 0.1).backward()
@@ -165,25 +165,25 @@ def test_the_structure_by_a_double_loop_over_five_nodes():
     )
 
 
-def test_odds_sum_to_one_for_every_node_with_neighbours():
+def test_probabilities_sum_to_one_for_every_node_with_neighbours():
     graph = five_nodes()
-    odds = neighbour_odds(torch.randn(5, 3), graph, 0.01).exp()
+    odds = log_neighbours(torch.randn(5, 3), graph, 0.01).exp()
     total = torch.zeros(5).index_add(0, graph.adjacency("sum").rows, odds)
     assert torch.allclose(total, torch.tensor([1.0, 1, 1, 1, 0]))
 
 
-def test_equal_models_have_no_distance_and_others_are_moved():
+def test_the_structure_term_of_equal_models_is_zero():
     f = torch.randn(5, 3, requires_grad=True)
     same = structure(f, f.detach(), five_nodes(), 0.1)
     assert same.item() == pytest.approx(0, abs=1e-6)
     (g,) = torch.autograd.grad(same, f)
     assert g.abs().max() < 1e-4
-    other = structure(f, f.detach().roll(1, 0), five_nodes(), 1e-4)  # as sharp as can be
+    other = structure(f, f.detach().roll(1, 0), five_nodes(), 1e-4)  # the sharpest distribution
     assert other.isfinite()
     assert torch.autograd.grad(other, f)[0].isfinite().all()
 
 
-def test_no_edges_no_structure():
+def test_without_edges_the_structure_term_is_zero():
     bare = Graph(torch.eye(3), torch.zeros(2, 0, dtype=torch.int64), torch.tensor([0, 1, -1]), 2)
     f = torch.randn(3, 2, requires_grad=True)
     nothing = structure(f, f.detach(), bare, 0.1)
@@ -198,9 +198,9 @@ def test_no_tensor_of_nodes_by_nodes():
         torch.ones(n, 2), torch.randint(n, (2, 4 * n)), torch.zeros(n, dtype=torch.int64), 2
     )
     f = torch.randn(n, 3, requires_grad=True)
-    with Largest() as seen:
+    with Largest() as largest:
         structure(f, f.detach().roll(1, 0), graph, 0.1).backward()
-    assert seen.numel <= 4 * n * 3  # edges x classes
+    assert largest.numel <= 4 * n * 3  # edges x classes
 
 
 # ---- the objective ----
@@ -208,32 +208,31 @@ def test_the_objective_is_the_sum_of_three_terms(node_federation):
     method, client = scene(
         node_federation, semantic=0.7, structural=0.3, tau=0.4, omega=0.5, **WHOLE
     )
-    net, other, graph = client.state["model"], client.memory["global"], client.graph
-    z, z_global, known = net.embed(graph), other.embed(graph), graph.train
+    model, other, graph = client.state["model"], client.memory["global"], client.graph
+    z, z_global, known = model.embed(graph), other.embed(graph), graph.train
     expected = (
-        client.loss(net(graph), graph)
+        client.loss(model(graph), graph)
         + 0.7 * contrast(z[known], z_global[known], graph.y[known], 0.4)
-        + 0.3 * by_double_loop(net(graph).detach(), other(graph).detach(), graph, 0.5)
+        + 0.3 * by_double_loop(model(graph).detach(), other(graph).detach(), graph, 0.5)
     )
-    assert torch.isclose(method.objective(client, graph, net, None), expected, atol=1e-5)
+    assert torch.isclose(method.objective(client, graph, model, {}), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("spec", ["gcn-2x8", "gat-2x8", "sgc-2x8", "sage-2x8+linear+norm"])
-def test_every_term_reaches_the_model_and_none_the_global_one(node_federation, spec):
+def test_every_term_reaches_only_the_trained_model(node_federation, spec):
     for settings in ({"semantic": 1.0, "structural": 0.0}, {"semantic": 0.0, "structural": 1.0}):
         method, client = scene(node_federation, spec, **settings)
-        net, graph = client.state["model"], client.graph
-        extra = method.objective(client, graph, net, None) - client.loss(net(graph), graph)
-        reached = gradient(extra, net)
+        model, graph = client.state["model"], client.graph
+        extra = method.objective(client, graph, model, {}) - client.loss(model(graph), graph)
+        reached = gradient(extra, model)
         assert max(v for name, v in reached.items() if not name.startswith("classifier.")) > 1e-4
         head = max(v for name, v in reached.items() if name.startswith("classifier."))
-        assert (head > 1e-4) == (
-            settings["structural"] > 0
-        )  # the contrast is of embeddings, the structure of logits
+        # The contrast is of embeddings, the structure of logits.
+        assert (head > 1e-4) == (settings["structural"] > 0)
         assert all(p.grad is None for p in client.memory["global"].parameters())
 
 
-def test_the_global_model_is_what_was_downloaded(node_federation):
+def test_the_global_model_holds_the_download(node_federation):
     method, client = scene(node_federation)
     download = {name: t.clone() for name, t in client.build("a third").state_dict().items()}
     method.train(client, download)
@@ -245,7 +244,7 @@ def test_the_global_model_is_what_was_downloaded(node_federation):
     )
 
 
-def test_without_its_terms_it_is_fedavg_bit_for_bit_and_with_either_it_is_not(node_federation):
+def test_only_without_both_terms_it_is_bit_identical_to_fedavg(node_federation):
     plain = run("fedavg", node_federation, **SMALL)
     assert (
         largest_gap(run("fgssl", node_federation, semantic=0.0, structural=0.0, **SMALL), plain)
@@ -255,13 +254,13 @@ def test_without_its_terms_it_is_fedavg_bit_for_bit_and_with_either_it_is_not(no
         assert largest_gap(run("fgssl", node_federation, **{off: 0.0}, **SMALL), plain) > 1e-4
 
 
-def test_views_are_drawn_anew_at_every_step_from_the_clients_own_stream(node_federation):
+def test_every_step_draws_new_views_from_the_clients_own_stream(node_federation):
     method, client = scene(node_federation)
-    net, graph = client.state["model"], client.graph
-    first, second = (method.objective(client, graph, net, None) for _ in range(2))
+    model, graph = client.state["model"], client.graph
+    first, second = (method.objective(client, graph, model, {}) for _ in range(2))
     assert first != second
     _, again = scene(node_federation)
-    assert method.objective(again, again.graph, again.state["model"], None) == first
+    assert method.objective(again, again.graph, again.state["model"], {}) == first
 
 
 # ---- bad input ----

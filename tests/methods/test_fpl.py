@@ -21,7 +21,10 @@ SMALL = {"model": "gcn-2x8", "rounds": 3}
 
 
 def scene(federation, **settings):
-    """A method, a client that is set up, and cluster prototypes: two of class 0, one of class 1, none of class 2."""
+    """Returns a method, a client after setup, and cluster prototypes.
+
+    There are two prototypes of class 0, one of class 1, none of class 2.
+    """
     graph = federation.graphs[0]
     facts = Facts(
         graph.num_features, graph.num_classes, federation.task, ("0",), ("gcn-2x8",), dropout=0.0
@@ -32,15 +35,17 @@ def scene(federation, **settings):
     return method, client, {"clusters": Q, "of_class": torch.tensor([0, 0, 1])}
 
 
-def spied(monkeypatch):
-    """What clients are sent, and what they answer, by phase."""
-    seen, original = [], Loop.call
+def record_exchanges(monkeypatch):
+    """Records what clients are sent and what they answer, by phase."""
+    exchanges, original = [], Loop.call
     monkeypatch.setattr(
         Loop,
         "call",
-        lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r,
+        lambda self, phase, sent: (
+            exchanges.append((phase, sent, r := original(self, phase, sent))) or r
+        ),
     )
-    return seen
+    return exchanges
 
 
 def largest_gap(one, other):
@@ -50,9 +55,9 @@ def largest_gap(one, other):
 
 
 def test_both_terms_by_hand(node_federation):
-    method, client, told_of = scene(node_federation, contrastive=0.7, unbiased=0.3, tau=0.4)
-    net, graph, Q = client.state["model"], client.graph, told_of["clusters"]
-    z, U = net.embed(graph), {0: (Q[0] + Q[1]) / 2, 1: Q[2]}
+    method, client, received = scene(node_federation, contrastive=0.7, unbiased=0.3, tau=0.4)
+    model, graph, Q = client.state["model"], client.graph, received["clusters"]
+    z, U = model.embed(graph), {0: (Q[0] + Q[1]) / 2, 1: Q[2]}
     ones, twos = [], []
     for i in graph.train.nonzero().flatten().tolist():
         y = int(graph.y[i])
@@ -62,23 +67,23 @@ def test_both_terms_by_hand(node_federation):
             twos.append((z[i] - U[y]).square().mean())
     assert 0 < len(ones) < int(graph.train.sum())
     expected = (
-        client.loss(net(graph), graph)
+        client.loss(model(graph), graph)
         + 0.7 * torch.stack(ones).mean()
         + 0.3 * torch.stack(twos).mean()
     )
-    assert torch.isclose(method.objective(client, graph, net, told_of), expected, atol=1e-5)
+    assert torch.isclose(method.objective(client, graph, model, received), expected, atol=1e-5)
 
 
-def test_every_term_reaches_the_extractor_and_not_what_was_told(node_federation):
+def test_every_term_reaches_the_extractor_but_not_the_prototypes(node_federation):
     for settings in ({"contrastive": 1.0, "unbiased": 0.0}, {"contrastive": 0.0, "unbiased": 1.0}):
-        method, client, told_of = scene(node_federation, **settings)
-        net, graph = client.state["model"], client.graph
-        extra = method.objective(client, graph, net, told_of) - method.objective(
-            client, graph, net, None
+        method, client, received = scene(node_federation, **settings)
+        model, graph = client.state["model"], client.graph
+        extra = method.objective(client, graph, model, received) - method.objective(
+            client, graph, model, None
         )
         extra.backward()
-        assert net.layers[0].weight.grad.abs().sum() > 0
-    assert told_of["clusters"].grad is None
+        assert model.layers[0].weight.grad.abs().sum() > 0
+    assert received["clusters"].grad is None
 
 
 def test_without_its_terms_and_in_its_first_round_it_is_fedavg(federation):
@@ -89,7 +94,7 @@ def test_without_its_terms_and_in_its_first_round_it_is_fedavg(federation):
     assert largest_gap(run("fpl", federation, **once), run("fedavg", federation, **once)) == 0
 
 
-def test_a_small_temperature_is_no_reason_to_overflow():
+def test_a_small_temperature_does_not_overflow():
     z = torch.tensor([[3.0, 0.0], [0.0, 2.0]], requires_grad=True)
     far = contrast(
         z,
@@ -114,7 +119,7 @@ def test_a_small_temperature_is_no_reason_to_overflow():
 
 
 # ---- the server's side ----
-def test_each_class_is_clustered_by_itself():
+def test_each_class_is_clustered_separately():
     left, right = torch.tensor([[1.0, 0.0], [1.0, 0.1]]), torch.tensor([[0.0, 1.0], [0.1, 1.0]])
     replies = [
         told(torch.stack([point, -point]), torch.tensor([True, k == 3]))
@@ -126,7 +131,7 @@ def test_each_class_is_clustered_by_itself():
 
 
 @given(st.integers(2, 7), st.integers(0, 99))
-def test_the_order_of_clients_does_not_matter_to_the_clusters(clients, seed):
+def test_clusters_do_not_depend_on_the_order_of_clients(clients, seed):
     rng = torch.Generator().manual_seed(seed)
     replies = [
         told(torch.randn(3, 4, generator=rng), torch.rand(3, generator=rng) < 0.7)
@@ -148,18 +153,18 @@ def test_the_order_of_clients_does_not_matter_to_the_clusters(clients, seed):
         assert mine == pytest.approx(theirs, abs=2e-3)
 
 
-def test_nobody_with_prototypes_gives_no_clusters():
+def test_without_prototypes_there_are_no_clusters():
     assert cluster_means([told(torch.ones(2, 4), torch.zeros(2, dtype=torch.bool))] * 3) == {}
 
 
 def test_what_travels(node_federation, monkeypatch):
-    """Present classes only, no zero prototype, and clusters that are those of the round before."""
+    """Only present classes, no zero prototype, and the clusters of the round before."""
     graphs = node_federation.graphs
     kept = graphs[0].train & (graphs[0].y != 2)
     lacking = replace(graphs[0], train=kept, test=graphs[0].test | (graphs[0].train & ~kept))
-    seen = spied(monkeypatch)
+    exchanges = record_exchanges(monkeypatch)
     run("fpl", replace(node_federation, graphs=(lacking, *graphs[1:]), whole=None), **SMALL)
-    rounds = [(sent, replies) for phase, sent, replies in seen if phase == "train"]
+    rounds = [(sent, replies) for phase, sent, replies in exchanges if phase == "train"]
     assert len(rounds) == 3
     for _, replies in rounds:
         assert replies["0"]["present"].tolist() == [True, True, False]
@@ -168,19 +173,17 @@ def test_what_travels(node_federation, monkeypatch):
             assert (reply["prototypes"] != 0).any(1).all()
     assert "clusters" not in rounds[0][0]["0"]
     for (_, replies), (sent, _) in pairwise(rounds):
-        told_of = cluster_means(list(replies.values()))
-        assert torch.equal(sent["1"]["clusters"], told_of["clusters"])
+        received = cluster_means(list(replies.values()))
+        assert torch.equal(sent["1"]["clusters"], received["clusters"])
         of_two = clusters(torch.stack([replies[c]["prototypes"][2] for c in ("1", "2", "3")]))
-        assert int((told_of["of_class"] == 2).sum()) == len(of_two.unique())
+        assert int((received["of_class"] == 2).sum()) == len(of_two.unique())
 
 
 # ---- bad input ----
-def test_a_client_without_labels_tells_nothing_and_inductively_has_nothing(
-    node_federation, monkeypatch
-):
+def test_a_client_without_labels_sends_no_prototypes(node_federation, monkeypatch):
     graphs = node_federation.graphs
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
-    seen = spied(monkeypatch)
+    exchanges = record_exchanges(monkeypatch)
     for inductive in (False, True):
         result = run(
             "fpl",
@@ -188,28 +191,30 @@ def test_a_client_without_labels_tells_nothing_and_inductively_has_nothing(
             **SMALL,
         )
         assert result.summary["status"] == "completed"
-    assert not any(replies["0"]["present"].any() for phase, _, replies in seen if phase == "train")
+    assert not any(
+        replies["0"]["present"].any() for phase, _, replies in exchanges if phase == "train"
+    )
 
 
-def test_a_class_that_exists_nowhere_has_no_clusters(node_federation, monkeypatch):
-    seen = spied(monkeypatch)
+def test_an_absent_class_has_no_clusters(node_federation, monkeypatch):
+    exchanges = record_exchanges(monkeypatch)
     run(
         "fpl", Federation(tuple(replace(g, num_classes=4) for g in node_federation.graphs)), **SMALL
     )
     assert all(
         3 not in sent["0"]["of_class"]
-        for phase, sent, _ in seen
+        for phase, sent, _ in exchanges
         if phase == "train" and "of_class" in sent["0"]
     )
 
 
-def test_nobody_has_labels_then_it_is_fedavg(node_federation):
+def test_without_any_labels_it_is_fedavg(node_federation):
     bare = Federation(
         tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs)
     )
     assert largest_gap(run("fpl", bare, **SMALL), run("fedavg", bare, **SMALL)) == 0
 
 
-def test_one_client_is_pulled_towards_its_own_prototypes(node_federation):
+def test_one_client_aligns_to_its_own_prototypes(node_federation):
     alone = Federation(node_federation.graphs[:1])
     assert largest_gap(run("fpl", alone, **SMALL), run("fedavg", alone, **SMALL)) > 1e-4

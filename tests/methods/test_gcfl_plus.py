@@ -1,4 +1,4 @@
-"""GCFL+: time warping, when and where a cluster is cut, and the limits."""
+"""GCFL+: time warping, when and how a cluster is split, and the limits."""
 
 from dataclasses import replace
 
@@ -15,19 +15,19 @@ from fedloom.data.synthetic import synthetic_graphs
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError
 from fedloom.experiments.run import run
-from fedloom.methods.gcfl_plus import GCFLPlus, cut, dtw
+from fedloom.methods.gcfl_plus import GCFLPlus, dtw, minimum_cut
 from fedloom.methods.local import Local
 from fedloom.nn.weights import body, load_weights, weights
 
-QUICK = {"after": 1, "sequence": 2, "eps1": 1e9, "eps2": 0.0}  # a cut in the second round
+QUICK = {"after": 1, "sequence": 2, "eps1": 1e9, "eps2": 0.0}  # a split in the second round
 OTHER = {"eps1": 0.0, "eps2": 1e9}
-NEEDS = {"standardise": {"seed": 3}}  # where trends part three clients otherwise than lengths do
+NEEDS = {"standardise": {"seed": 3}}  # here trends and lengths give different splits
 SMALL = {"model": "gin-2x8", "rounds": 4, **QUICK}
 
 
 @pytest.fixture(scope="module")
 def planted():
-    """Six clients, of which the first three have no features: their models have less to learn, their updates are shorter."""
+    """Returns six clients. The first three have no features, so their updates are shorter."""
     even = divide(
         synthetic_graphs(graphs=120, classes=2, seed=2), 6, "uniform", 0, split="50/20/30"
     )
@@ -38,24 +38,25 @@ def planted():
 
 
 def sent_extractors(monkeypatch):
-    """The extractors that went out, round by round, as {client: sums of its tensors}."""
-    seen, original = [], Loop.call
+    """Returns the extractors that were sent, by round, as {client: sums of its tensors}."""
+    exchanges, original = [], Loop.call
 
     def call(self, phase, sent):
         if phase == "train":
-            seen.append(
+            exchanges.append(
                 {c: tuple(t.sum().item() for t in flatten(m).values()) for c, m in sent.items()}
             )
         return original(self, phase, sent)
 
     monkeypatch.setattr(Loop, "call", call)
-    return seen
+    return exchanges
 
 
 def test_time_warping_by_hand():
     t = torch.tensor
     assert dtw(t([1.0, 2.0, 3.0]), t([1.0, 2.0, 3.0])) == 0
-    assert dtw(t([1.0, 2.0, 3.0]), t([1.0, 1.0, 2.0, 3.0, 3.0])) == 0  # the same at another pace
+    # The same sequence at another pace.
+    assert dtw(t([1.0, 2.0, 3.0]), t([1.0, 1.0, 2.0, 3.0, 3.0])) == 0
     assert dtw(t([0.0, 0.0]), t([3.0, 4.0])) == 5
     # 0-1, 0-1, 3-2: three gaps of 1.
     assert dtw(t([0.0, 0.0, 3.0]), t([1.0, 2.0])) == pytest.approx(3**0.5)
@@ -74,32 +75,32 @@ def test_time_warping_is_the_best_of_all_alignments():
         assert dtw(a, b) == pytest.approx(dtw(b, a))
 
 
-def test_the_cut_parts_sequences_that_differ():
+def test_the_minimum_cut_separates_different_sequences():
     near, far = torch.tensor([1.0, 0.9, 0.8]), torch.tensor([3.0, 3.1, 2.9])
     sequences = {
         name: (near if name in "ace" else far) + 0.01 * k for k, name in enumerate("abcdef")
     }
-    assert cut(sequences) == ({"a", "c", "e"}, {"b", "d", "f"})
-    assert cut(dict(reversed(sequences.items()))) == cut(sequences)
+    assert minimum_cut(sequences) == ({"a", "c", "e"}, {"b", "d", "f"})
+    assert minimum_cut(dict(reversed(sequences.items()))) == minimum_cut(sequences)
 
 
-def test_a_cluster_is_torn_if_it_stands_still_while_a_member_does_not():
+def test_a_cluster_diverges_if_its_mean_is_small_and_a_member_is_not():
     method = GCFLPlus(eps1=0.1, eps2=0.5)
     ahead = torch.tensor([1.0, 0.0])
-    assert method.torn([ahead, -ahead])
-    assert not method.torn([ahead, ahead])  # all go the same way
-    assert not method.torn([0.1 * ahead, -0.1 * ahead])  # nobody goes far
-    assert not method.torn([ahead, -0.7 * ahead])  # the mean is 0.15 long
+    assert method.diverges([ahead, -ahead])
+    assert not method.diverges([ahead, ahead])  # all updates point the same way
+    assert not method.diverges([0.1 * ahead, -0.1 * ahead])  # all updates are short
+    assert not method.diverges([ahead, -0.7 * ahead])  # the mean is 0.15 long
 
 
 def test_standardised_sequences_have_deviation_one():
     sequence = torch.tensor([1.0, 3.0])
-    assert GCFLPlus().standard(sequence).tolist() == [1.0, 3.0]
-    assert GCFLPlus(standardise=True).standard(7 * sequence).tolist() == [1.0, 3.0]
-    assert GCFLPlus(standardise=True).standard(torch.tensor([2.0, 2.0])).tolist() == [2.0, 2.0]
+    assert GCFLPlus().standardised(sequence).tolist() == [1.0, 3.0]
+    assert GCFLPlus(standardise=True).standardised(7 * sequence).tolist() == [1.0, 3.0]
+    assert GCFLPlus(standardise=True).standardised(torch.tensor([2.0, 2.0])).tolist() == [2.0, 2.0]
 
 
-def test_without_a_cut_it_is_fedavg_of_the_extractor_with_private_heads(graph_federation):
+def test_without_a_split_it_is_fedavg_of_the_extractor_with_private_heads(graph_federation):
     result = run("gcfl+", graph_federation, **{**SMALL, "eps1": 0.0})
     assert result.summary["notes"] == {"clusters": 1}
     models = ("gin-2x8",) * graph_federation.num_clients
@@ -117,8 +118,8 @@ def test_without_a_cut_it_is_fedavg_of_the_extractor_with_private_heads(graph_fe
         local.setup(client)
     for _ in range(4):
         for client in clients.values():
-            net = client.state["model"]
-            load_weights(net, weights(net) | shared)
+            model = client.state["model"]
+            load_weights(model, weights(model) | shared)
             local.train(client)
         shared = Replies({n: body(weights(c.state["model"])) for n, c in clients.items()}).mean(
             size
@@ -131,16 +132,23 @@ def test_without_a_cut_it_is_fedavg_of_the_extractor_with_private_heads(graph_fe
 
 
 @pytest.mark.parametrize("model", ["gin-2x8", "gcn-2x8"])
-def test_planted_groups_come_apart(model, planted, monkeypatch):
-    seen = sent_extractors(monkeypatch)
+def test_planted_groups_are_separated(model, planted, monkeypatch):
+    exchanges = sent_extractors(monkeypatch)
     settings = {**SMALL, "model": model, "sequence": 3, "lr": 1e-3, "weight_decay": 0.0}
     result = run("gcfl+", planted, dropout=0.0, **settings)
     assert result.summary["notes"] == {"clusters": 2}
-    assert [len(set(sent.values())) for sent in seen] == [1, 1, 1, 2]  # three norms, then the cut
-    assert [seen[-1][c] == seen[-1]["0"] for c in planted.names] == [True] * 3 + [False] * 3
+    assert [len(set(sent.values())) for sent in exchanges] == [
+        1,
+        1,
+        1,
+        2,
+    ]  # three norms, then the split
+    assert [exchanges[-1][c] == exchanges[-1]["0"] for c in planted.names] == [True] * 3 + [
+        False
+    ] * 3
 
 
-def test_clusters_of_one_or_two_stay_and_larger_ones_are_cut_again(planted):
+def test_only_clusters_of_three_or_more_are_split_again(planted):
     cut_often = {**SMALL, "rounds": 12, "after": 0, "sequence": 1}
     assert 3 <= run("gcfl+", planted, **cut_often).summary["notes"]["clusters"] <= 5
     pair = replace(planted, graphs=planted.graphs[2:4], names=planted.names[2:4])
@@ -150,7 +158,7 @@ def test_clusters_of_one_or_two_stay_and_larger_ones_are_cut_again(planted):
     }
 
 
-def test_a_run_that_was_killed_after_a_cut_goes_on_with_the_same_clusters(planted, tmp_path):
+def test_a_run_killed_after_a_split_resumes_with_the_same_clusters(planted, tmp_path):
     class Killed(BaseException):
         pass
 
@@ -169,11 +177,11 @@ def test_a_run_that_was_killed_after_a_cut_goes_on_with_the_same_clusters(plante
 
 
 def test_the_head_never_travels_and_heads_differ(graph_federation, trainings):
-    seen = trainings()
+    exchanges = trainings()
     result = run("gcfl+", graph_federation, **SMALL)
     names = {
         name
-        for sent, replies in seen
+        for sent, replies in exchanges
         for message in (*sent.values(), *replies.values())
         for name in flatten(message)
     }

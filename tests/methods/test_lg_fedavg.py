@@ -1,4 +1,4 @@
-"""LG-FedAvg: whose part travels, its mean by hand, and its limits."""
+"""LG-FedAvg: which part travels, its mean by hand, and its limits."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def facts_of(federation, *models):
 
 
 def by_hand(federation, head, *models, rounds=3):
-    """The clients' models when each trains locally from the mean head, weighted by items."""
+    """Returns the clients' models after local training from the mean head, weighted by items."""
     facts, local = facts_of(federation, *models), Local()
     clients = [
         Client(name, graph, facts)
@@ -64,13 +64,13 @@ def test_a_mean_head_on_private_extractors_by_hand(federation, models):
     assert gap(result.models, by_hand(federation, head, *specs)) < 1e-6
 
 
-def test_fedgen_that_imagines_nothing_is_the_same(federation):
+def test_fedgen_with_alpha_zero_is_the_same(federation):
     settings = {"model": "gcn-2x8+linear", "rounds": 3}
     silent = run("fedgen", federation, alpha=0.0, generator_steps=1, hidden=4, **settings)
     assert gap(run("lg-fedavg", federation, **settings).models, silent.models) < 1e-6
 
 
-def test_one_client_trains_as_in_local_but_for_its_first_head(node_federation, monkeypatch):
+def test_one_client_trains_as_in_local_except_for_its_initial_head(node_federation, monkeypatch):
     alone = Federation(node_federation.graphs[:1])
     plain = run("local", alone, **SMALL)
     assert gap(run("lg-fedavg", alone, **SMALL).models, plain.models) > 1e-3
@@ -79,15 +79,17 @@ def test_one_client_trains_as_in_local_but_for_its_first_head(node_federation, m
     assert gap(run("lg-fedavg", alone, **SMALL).models, plain.models) == 0
 
 
-def test_nothing_but_heads_travels_and_extractors_stay_different(federation, monkeypatch):
-    seen, original = [], Loop.call
+def test_only_heads_travel_and_extractors_stay_different(federation, monkeypatch):
+    exchanges, original = [], Loop.call
     monkeypatch.setattr(
         Loop,
         "call",
-        lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r,
+        lambda self, phase, sent: (
+            exchanges.append((phase, sent, r := original(self, phase, sent))) or r
+        ),
     )
     result = run("lg-fedavg", federation, model=CONTRACT_MODELS, rounds=3)
-    for phase, sent, replies in seen:
+    for phase, sent, replies in exchanges:
         names = {
             name for message in (*sent.values(), *replies.values()) for name in flatten(message)
         }
@@ -107,7 +109,7 @@ def test_nothing_but_heads_travels_and_extractors_stay_different(federation, mon
 
 
 def test_traffic_is_the_heads(node_federation):
-    """2(pC + C) a client and round, and n_k once."""
+    """2(pC + C) per client and round, and n_k once."""
     traffic = run("lg-fedavg", node_federation, model=CONTRACT_MODELS, rounds=3).traffic
     p, C, K, R = 8, 3, 4, 3
     assert (
@@ -119,7 +121,7 @@ def test_traffic_is_the_heads(node_federation):
     assert traffic["scalars_up"] + traffic["scalars_down"] == K * R * 2 * (p * C + C) + K
 
 
-def test_secure_sums_give_the_same_with_different_models(node_federation):
+def test_secure_runs_with_different_models_give_the_same_weights(node_federation):
     secure, plain = (
         run("lg-fedavg", node_federation, model=CONTRACT_MODELS, rounds=2, secure=secure)
         for secure in (True, False)
@@ -151,22 +153,22 @@ def test_heads_are_linear_in_a_graph_task(graph_federation):
     )
 
 
-def test_a_client_without_labels_keeps_its_extractor_and_passes_the_head_on(
-    node_federation, monkeypatch
-):
-    graphs, seen, original = node_federation.graphs, [], Loop.call
+def test_a_client_without_labels_returns_the_head_unchanged(node_federation, monkeypatch):
+    graphs, exchanges, original = node_federation.graphs, [], Loop.call
     bare = replace(graphs[0], train=torch.zeros_like(graphs[0].train))
     monkeypatch.setattr(
         Loop,
         "call",
-        lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r,
+        lambda self, phase, sent: (
+            exchanges.append((phase, sent, r := original(self, phase, sent))) or r
+        ),
     )
     result = run(
         "lg-fedavg", replace(node_federation, graphs=(bare, *graphs[1:]), whole=None), **SMALL
     )
     untrained = weights(facts_of(node_federation, "gcn-2x8").build("gcn-2x8", "0", "init"))
     assert gap(body(result.models["0"]), body(untrained)) == 0
-    rounds = [(sent["0"], replies["0"]) for phase, sent, replies in seen if phase == "train"]
+    rounds = [(sent["0"], replies["0"]) for phase, sent, replies in exchanges if phase == "train"]
     assert all(gap(sent, reply) == 0 for sent, reply in rounds)
 
 

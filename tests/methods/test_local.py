@@ -1,4 +1,4 @@
-"""Local: nobody talks to anybody."""
+"""Local: clients do not communicate."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from fedloom.core.message import flatten
 from fedloom.experiments.run import run
 
 
-def test_nothing_travels_but_scores(federation):
+def test_only_scores_travel(federation):
     traffic = run("local", federation, model="gcn-2x8", rounds=2).traffic
     assert (
         traffic["scalars_up"]

@@ -40,14 +40,15 @@ def test_the_term_is_eq_3(node_federation):
     facts = Facts(graph.num_features, graph.num_classes, "node", ("0",), ("gcn-2x8",), dropout=0.0)
     client, method = Client("0", graph, facts), Moon(mu=0.7, tau=0.3)
     method.setup(client)
-    net = client.state["model"]
+    model = client.state["model"]
     client.state |= {"global": client.build("one"), "previous": client.build("other")}
-    z = net.embed(client.graph)
+    z = model.embed(client.graph)
     near, far = (
         torch.exp(F.cosine_similarity(z, client.state[k].embed(client.graph)) / 0.3)
         for k in ("global", "previous")
     )
     expected = (
-        client.loss(net(client.graph), client.graph) + 0.7 * -torch.log(near / (near + far)).mean()
+        client.loss(model(client.graph), client.graph)
+        + 0.7 * -torch.log(near / (near + far)).mean()
     )
-    assert torch.isclose(method.objective(client, client.graph, net, {}), expected, atol=1e-6)
+    assert torch.isclose(method.objective(client, client.graph, model, {}), expected, atol=1e-6)

@@ -10,23 +10,28 @@ from fedloom.engines.loop import Engine
 from fedloom.experiments.run import run
 
 
-def spy(monkeypatch):
-    seen, original = [], Engine.call
+def record_exchanges(monkeypatch):
+    exchanges, original = [], Engine.call
     monkeypatch.setattr(
         Engine,
         "call",
-        lambda self, phase, sent: seen.append((phase, sent, r := original(self, phase, sent))) or r,
+        lambda self, phase, sent: (
+            exchanges.append((phase, sent, r := original(self, phase, sent))) or r
+        ),
     )
-    return seen
+    return exchanges
 
 
 def test_with_full_participation_the_server_control_is_the_mean_of_the_clients(
     node_federation, monkeypatch
 ):
-    """c = mean c_k after every round; and with SGD c_k is the mean gradient of the local steps (option II)."""
-    seen = spy(monkeypatch)
+    """c = mean c_k after every round. With SGD c_k is the mean gradient of the local steps.
+
+    This is option II.
+    """
+    exchanges = record_exchanges(monkeypatch)
     run("scaffold", node_federation, model="gcn-2x8", rounds=4, lr=0.1)
-    rounds = [(sent, replies) for phase, sent, replies in seen if phase == "train"]
+    rounds = [(sent, replies) for phase, sent, replies in exchanges if phase == "train"]
     own = {c: tree_map(torch.zeros_like, r["model"]) for c, r in rounds[0][1].items()}
     for (_, replies), (next_sent, _) in pairwise(rounds):
         own = {c: tree_map(torch.add, own[c], r["change"]) for c, r in replies.items()}
@@ -36,8 +41,8 @@ def test_with_full_participation_the_server_control_is_the_mean_of_the_clients(
 
 
 def test_a_client_that_takes_no_step_has_no_control(node_federation, monkeypatch):
-    """Option II would give it −c, which the server would then add to everybody's."""
-    seen = spy(monkeypatch)
+    """Option II would give it −c, which the server would then add to the common control."""
+    exchanges = record_exchanges(monkeypatch)
     first, *others = node_federation.graphs
     idle = replace(first, train=torch.zeros_like(first.train))
     run(
@@ -49,7 +54,7 @@ def test_a_client_that_takes_no_step_has_no_control(node_federation, monkeypatch
     )
     changes = [
         replies[node_federation.names[0]]["change"]
-        for phase, _, replies in seen
+        for phase, _, replies in exchanges
         if phase == "train"
     ]
     assert len(changes) == 3
@@ -57,9 +62,9 @@ def test_a_client_that_takes_no_step_has_no_control(node_federation, monkeypatch
 
 
 def test_option_two(node_federation, monkeypatch):
-    seen = spy(monkeypatch)
+    exchanges = record_exchanges(monkeypatch)
     run("scaffold", node_federation, model="gcn-2x8", rounds=1, lr=0.1, epochs=2)
-    _, sent, replies = next(s for s in seen if s[0] == "train")
+    _, sent, replies = next(s for s in exchanges if s[0] == "train")
     for client, reply in replies.items():
         for name, change in reply["change"].items():
             expected = (sent[client]["model"][name] - reply["model"][name]) / (2 * 0.1) - sent[
@@ -86,7 +91,7 @@ def test_the_first_round_is_fedavg_with_sgd(node_federation):
     )
 
 
-def test_twice_the_traffic_of_fedavg(node_federation):
+def test_traffic_is_twice_that_of_fedavg(node_federation):
     one, other = (
         run(m, node_federation, model="gcn-2x8", rounds=2).traffic["phases"]["train"]
         for m in ("scaffold", "fedavg")

@@ -1,7 +1,8 @@
-"""Central: one model on the whole, uncut graph, as if nothing had to stay private. What federating hopes to come near.
+"""Central: one model trained on the whole, uncut graph, an upper reference without any privacy.
 
-Training on the union of the clients' training items, with the edges that the partition cut put back. Scores are over the union of
-their test items. With parties that never had a common graph it is their disjoint union.
+It trains on the union of the clients' training items, with the edges that the partition cut put
+back. Scores are over the union of the clients' test items. If the parties never had a common graph,
+it trains on the disjoint union of their graphs.
 
 What travels: nothing (there is a single party).
 """
@@ -14,7 +15,7 @@ from fedloom.methods.local import Local
 
 @dataclass(frozen=True)
 class Central(Local):
-    """Local training of the one party that holds everything."""
+    """Local training of the one party that holds all graphs."""
 
     evaluations: ClassVar[tuple[str, ...]] = ("common",)
     centralized: ClassVar[bool] = True

@@ -1,25 +1,31 @@
-"""DENSE: the server invents nodes that the clients' models can label, and distils the models' mean into one with them.
+"""DENSE: the server generates nodes, and distils the clients' models into one model on them.
 
-Zhang, Chen, Li, Lyu, Wu, Ding, Shen, Wu: "DENSE: Data-Free One-Shot Federated Learning", NeurIPS 2022, Algorithm 1. One round.
+Zhang, Chen, Li, Lyu, Wu, Ding, Shen, Wu: "DENSE: Data-Free One-Shot Federated Learning",
+NeurIPS 2022, Algorithm 1. One round.
 
 What travels, per client:
     once  up    size      number of local items n_k
-          up    model     θ_k, the weights after E local epochs from an initial θ that all draw from the public seed
+          up    model     θ_k, the weights after E local epochs; all clients draw the same initial θ
+                          from the public seed
           down  model     θ_S, the student, if there is fine-tuning
 
-    D(x) = Σ_k w_k f_k(x),  w_k = 1/K                                          `Ensemble`
-    x̂ = G(z, y),  linked by kNN on cosines                                     `imagine`, `linked`
-    L_gen = CE(D(x̂), y) − λ · ω KL(D(x̂) ‖ f_S(x̂))                             `generator_loss`
-    ω = 1 where D and f_S name different classes, else 0                       `emphasis`
-    L_dis = τ² KL(D(x̂) / τ ‖ f_S(x̂) / τ)                                      `student_loss`, `divergence`
-    T times: z, y anew, T_G steps down L_gen; then a step down L_dis on every batch made so far      `distil`
+    D(x) = Σ_k w_k f_k(x),  w_k = 1/K                             `Ensemble`
+    x̂ = G(z, y),  linked by kNN on cosines                        `generate`, `knn_graph`
+    L_gen = CE(D(x̂), y) − λ · ω KL(D(x̂) ‖ f_S(x̂))                 `generator_loss`
+    ω = 1 where D and f_S predict different classes, else 0       `emphasis`
+    L_dis = τ² KL(D(x̂) / τ ‖ f_S(x̂) / τ)                          `student_loss`, `divergence`
+    T times: new z and y, T_G steps on L_gen,                     `distil`
+        then a step on L_dis for every batch generated so far
 
-Departures. Images become nodes: the generator's rows are features, linked to their nearest neighbours as in FedTAD; no gradient passes
-through the choice of links. G is an MLP that is told the class. Its output is linear: the server does not know the scale of the data,
-and CE finds the one at which the clients' models are sure. There is no BatchNorm (decision 2), so no term that fits its statistics. The
-student starts from Σ_k (n_k / Σ n) θ_k, not from noise, and learns with Adam; T = 0 leaves FedAvg's one round. One generator is trained
-throughout (public code starts it anew for every batch, optimises z with it and keeps the best of the steps). Fine-tuning as in FedAvg,
-on by default: it is how O-pFGL runs one-shot baselines, and with `evaluation = "local"` only a fine-tuned client has seen the student.
+Departures. Images become nodes: the generator's rows are features, linked to their nearest
+neighbours as in FedTAD. No gradient passes through the choice of links. G is an MLP that takes the
+class as input. Its output is linear: the server does not know the scale of the data, and CE finds
+the scale at which the clients' models are confident. There is no BatchNorm (decision 2), so there
+is no term that fits its statistics. The student starts from Σ_k (n_k / Σ n) θ_k, not from noise,
+and learns with Adam; T = 0 leaves FedAvg's one round. One generator is trained throughout (public
+code starts it anew for every batch, optimises z with it and keeps the best of the steps).
+Fine-tuning is as in FedAvg and on by default: O-pFGL runs one-shot baselines like this, and with
+`evaluation = "local"` only a fine-tuned client has seen the student.
 """
 
 from collections.abc import Iterable
@@ -46,14 +52,14 @@ from fedloom.nn.weights import load_weights, weights
 
 
 class Ensemble:
-    """The clients' models, read-only, and how much each counts."""
+    """The clients' models, read-only, and the weight of each."""
 
     def __init__(self, model: Model, uploads: Iterable[Message]):
         self.model, self.uploads = model, list(uploads)
         self.share = torch.full((len(self.uploads),), 1 / len(self.uploads))  # w
 
     def each(self, graph: Graph) -> Tensor:
-        """Every client's logits, [K, nodes, C], kept on the graph."""
+        """Returns every client's logits, [K, nodes, C], cached on the graph."""
         return graph.cached(
             "clients",
             lambda: torch.stack(
@@ -62,37 +68,39 @@ class Ensemble:
         )
 
     def __call__(self, graph: Graph) -> Tensor:
-        """D: [nodes, C]."""
+        """Returns D, [nodes, C]."""
         return torch.einsum("k,knc->nc", self.share, self.each(graph))
 
 
-def linked(x: Tensor, y: Tensor, neighbours: int, num_classes: int) -> Graph:
-    """A graph of nodes with features x, each linked to its nearest others by cosine, both ways."""
+def knn_graph(x: Tensor, y: Tensor, neighbours: int, num_classes: int) -> Graph:
+    """Returns a graph of nodes with features x, linked both ways to their nearest by cosine."""
     unit = F.normalize(x.detach())
     near = (unit @ unit.T).fill_diagonal_(-torch.inf).topk(min(neighbours, len(x) - 1)).indices
     edges = torch.zeros(len(x), len(x), dtype=torch.bool).scatter_(1, near, True)
     return Graph(x=x, edge_index=(edges | edges.T).nonzero().T, y=y, num_classes=num_classes)
 
 
-def divergence(taught: Tensor, learnt: Tensor, tau: float = 1.0) -> Tensor:
-    """τ² KL(softmax(taught / τ) ‖ softmax(learnt / τ)) of every node's logits."""
-    p, q = (F.log_softmax(logits / tau, 1) for logits in (taught, learnt))
+def divergence(teacher: Tensor, student: Tensor, tau: float = 1.0) -> Tensor:
+    """Returns τ² KL(softmax(teacher / τ) ‖ softmax(student / τ)) of every node's logits."""
+    p, q = (F.log_softmax(logits / tau, 1) for logits in (teacher, student))
     return tau**2 * F.kl_div(q, p, reduction="none", log_target=True).sum(1)
 
 
 @dataclass(frozen=True)
 class Dense(FedAvg):
-    """One round; the average is distilled further on invented nodes."""
+    """One round; the average is then distilled on generated nodes."""
 
     rounds: int = setting(1, "communication rounds: one-shot", at_least=1, at_most=1)
     epochs: int = setting(100, "local epochs E before the upload", at_least=1, tune="20..200")
     finetune: int = setting(100, "local epochs after the download", at_least=0, tune="0..200")
-    batches: int = setting(50, "T, batches of invented nodes; 0 = the average as it is", at_least=0)
-    nodes: int = setting(100, "invented nodes a batch", at_least=2)
+    batches: int = setting(50, "T, batches of generated nodes; 0 = the plain average", at_least=0)
+    nodes: int = setting(100, "generated nodes per batch", at_least=2)
     noise: int = setting(32, "width of the noise z", at_least=1)
-    neighbours: int = setting(5, "links a node asks for", at_least=1)
+    neighbours: int = setting(
+        5, "nearest neighbours that a generated node is linked to", at_least=1
+    )
     width: int = setting(128, "width of the generator's two hidden layers", at_least=1)
-    generator_steps: int = setting(30, "T_G, steps of the generator a batch", at_least=1)
+    generator_steps: int = setting(30, "T_G, steps of the generator per batch", at_least=1)
     generator_lr: float = setting(
         1e-3, "η_G, the generator's learning rate", above=0, tune="1e-4..0.01"
     )
@@ -113,37 +121,40 @@ class Dense(FedAvg):
 
     @phase(model="weights")
     def train(self, client: Client) -> Message:
-        """E local epochs from the weights that everybody starts with."""
-        return super().train(
-            client, weights(client.facts.build(client.facts.model_of[client.name], "server"))
-        )
+        """Trains for E local epochs from the initial weights that all clients share."""
+        initial = client.facts.build(client.facts.model_of[client.name], "server")
+        return super().train(client, weights(initial))
 
     # ---- at the server ----
-    def emphasis(self, taught: Tensor, learnt: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """What each node counts in the two terms of L_gen: 1, and ω."""
-        return torch.ones(len(y)), (taught.argmax(1) != learnt.argmax(1)).float()
+    def emphasis(self, teacher: Tensor, student: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the weight of each node in the two terms of L_gen: 1 and ω.
+
+        Args:
+            teacher: The ensemble's logits.
+            student: The student's logits.
+            y: The classes that the nodes were generated for.
+        """
+        return torch.ones(len(y)), (teacher.argmax(1) != student.argmax(1)).float()
 
     def generator_loss(self, ensemble: Ensemble, student: Model, graph: Graph) -> Tensor:
-        """L_gen."""
-        taught, learnt = ensemble(graph), functional_call(student, weights(student), (graph,))
-        certain, apart = self.emphasis(taught, learnt, graph.y)
-        cross_entropy = F.cross_entropy(taught, graph.y, reduction="none")
-        return (
-            certain * cross_entropy - self.adversarial * apart * divergence(taught, learnt)
-        ).mean()
+        """Returns L_gen."""
+        D, f_S = ensemble(graph), functional_call(student, weights(student), (graph,))
+        of_cross_entropy, of_divergence = self.emphasis(D, f_S, graph.y)
+        cross_entropy = of_cross_entropy * F.cross_entropy(D, graph.y, reduction="none")
+        return (cross_entropy - self.adversarial * of_divergence * divergence(D, f_S)).mean()
 
     def student_loss(self, ensemble: Ensemble, student: Model, graph: Graph) -> Tensor:
-        """L_dis."""
+        """Returns L_dis."""
         return divergence(ensemble(graph), student(graph), self.temperature).mean()
 
-    def reweigh(self, ensemble: Ensemble, made: list[Graph]) -> None:
-        """Sets w, given all batches made so far: here all clients count alike, always."""
+    def reweigh(self, ensemble: Ensemble, graphs: list[Graph]) -> None:
+        """Sets w, given all batches so far. Here all clients always have the same weight."""
 
     def view(self, server: Server, ensemble: Ensemble, graph: Graph) -> Graph:
-        """What the student sees of a batch: here the batch as it is."""
+        """Returns the version of a batch that the student trains on: here the batch itself."""
         return graph
 
-    def imagine(
+    def generate(
         self,
         server: Server,
         generator: Model,
@@ -151,22 +162,18 @@ class Dense(FedAvg):
         student: Model,
         optimizer: torch.optim.Optimizer,
     ) -> Graph:
-        """A batch with labels drawn evenly, after T_G steps of the generator on it."""
+        """Returns a batch with labels drawn evenly, after T_G steps of the generator on it."""
         C, rng = server.facts.num_classes, server.rng("generator")
         y = torch.randint(C, (self.nodes,), generator=rng)
         z = torch.cat([torch.randn(self.nodes, self.noise, generator=rng), F.one_hot(y, C)], 1)
         source = Graph(x=z, edge_index=torch.zeros(2, 0, dtype=torch.int64), y=y, num_classes=C)
         for _ in range(self.generator_steps):
-            step(
-                optimizer,
-                self.generator_loss(
-                    ensemble, student, linked(generator(source), y, self.neighbours, C)
-                ),
-            )
-        return linked(generator(source).detach(), y, self.neighbours, C)
+            graph = knn_graph(generator(source), y, self.neighbours, C)
+            step(optimizer, self.generator_loss(ensemble, student, graph))
+        return knn_graph(generator(source).detach(), y, self.neighbours, C)
 
     def distil(self, server: Server, model: Message, uploads: Iterable[Message]) -> Message:
-        """Algorithm 1, the server's part: from the average θ and all θ_k to θ_S."""
+        """The server's part of Algorithm 1: returns θ_S, given the average θ and all θ_k."""
         facts = server.facts
         student = facts.build(facts.models[0], "server")
         load_weights(student, model)
@@ -177,15 +184,13 @@ class Dense(FedAvg):
         )
         of_generator = make_optimizer("adam", generator.parameters(), self.generator_lr, 0.0)
         of_student = make_optimizer("adam", student.parameters(), self.student_lr, 0.0)
-        made: list[Graph] = []
+        graphs: list[Graph] = []
         for _ in range(self.batches):
-            made.append(self.imagine(server, generator, ensemble, student, of_generator))
-            self.reweigh(ensemble, made)
-            for k in torch.randperm(len(made), generator=server.rng("order")):
-                step(
-                    of_student,
-                    self.student_loss(ensemble, student, self.view(server, ensemble, made[k])),
-                )
+            graphs.append(self.generate(server, generator, ensemble, student, of_generator))
+            self.reweigh(ensemble, graphs)
+            for k in torch.randperm(len(graphs), generator=server.rng("order")):
+                graph = self.view(server, ensemble, graphs[k])
+                step(of_student, self.student_loss(ensemble, student, graph))
         return weights(student)
 
     def run(self, server: Server) -> None:

@@ -1,28 +1,36 @@
-"""FED-PUB: every client gets its own mixture of the models that do the same on a random graph, and masks what it has no use for.
+"""FED-PUB: each client gets its own mixture of functionally similar models, and masks its weights.
 
-Baek, Jeong, Jin, Yoon, Hwang: "Personalized Subgraph Federated Learning", ICML 2023.
+Baek, Jeong, Jin, Yoon, Hwang: "Personalized Subgraph Federated Learning", ICML 2023. Models are
+similar if they predict the same on a random graph.
 
 What travels, per client and round (C classes):
     down  model      θ̄_k, the client's mixture
     up    model      θ_k, the weights after E local epochs; the mask μ_k never travels
           outlook    h_k, C numbers
 
-    G̃: 5 blocks of 100 nodes, an edge within a block with probability 0.1, none between; features N(0, 1)      `random_graph`
-    h_k = mean over G̃'s items of the logits that client k predicts,   S_kl = cos(h_k, h_l)                     `train`, `similarity`
-    θ̄_k = Σ_l e^{τ S_kl} / Σ_m e^{τ S_km} · θ_l                                                                `shares`, `mixtures`
-    min CE(θ_k ∘ μ_k) + λ_1 ‖μ_k‖_1 + λ_2 ‖θ_k − θ̄_k‖²,   θ_k from θ̄_k, μ_k from 1s and then its last          `objective`
-    a client predicts with θ_k ∘ μ_k, where |μ| < λ_1 counts as 0                                              `masked`, `pruned`
+    G̃: 5 blocks of 100 nodes, features N(0, 1)                           `random_graph`
+       an edge within a block has probability 0.1; none between blocks
+    h_k = mean over G̃'s items of the logits that client k predicts       `train`
+    S_kl = cos(h_k, h_l)                                                  `similarity`
+    θ̄_k = Σ_l e^{τ S_kl} / Σ_m e^{τ S_km} · θ_l                           `shares`, `mixtures`
+    min CE(θ_k ∘ μ_k) + λ_1 ‖μ_k‖_1 + λ_2 ‖θ_k − θ̄_k‖²                    `objective`
+       θ_k starts from θ̄_k; μ_k starts from 1s, then from its last value
+    a client predicts with θ_k ∘ μ_k, where |μ| < λ_1 counts as 0         `masked`, `pruned`
 
-Matrices have masks, vectors (biases, norms) have none. G̃ is drawn from the public seed, so it need not travel; in a graph task its blocks
-are five items. A client that takes part for the first time gets the plain mean of the last round's models, one that was away its last
-mixture. A model that gives zeros on G̃ is equally far from all. A single client trains alone.
+Matrices have masks; vectors (biases, norms) have none. G̃ is drawn from the public seed, so it need
+not travel. In a graph task its blocks are five items. A client that takes part for the first time
+gets the plain mean of the last round's models. A client that was away gets its last mixture. A
+model that predicts zeros on G̃ has similarity 0 with all. A single client trains alone.
 
-Departures. h_k is of the last layer, logits; the authors' code takes the last convolution's output before its activation, which for a GCN
-whose head is a convolution is the same thing. Embeddings after a ReLU all point the same way (on Cora their cosines are 0.98 on average),
-which makes every mixture the plain mean. In their code, and in a benchmark's, neither penalty has a gradient, since it is taken from
-detached weights, and the second is a sum of norms, not squared, that spares the first round; here both are as the paper has them. Their
-masks are sent along, to be dropped. Masks have no weight decay here. Newcomers get a mean by size there. λ_1 is 1e-3 there, but without
-effect; where it has one, 1e-4 gives 2.3 points more validation accuracy on Photo, the same on Cora, and 0.4 less on CiteSeer.
+Departures. h_k is of the last layer, the logits. The authors' code takes the last convolution's
+output before its activation, which is the same for a GCN whose head is a convolution. Embeddings
+after a ReLU all point the same way (on Cora their cosines are 0.98 on average), which makes every
+mixture the plain mean. In the authors' code, and in a benchmark's, neither penalty has a gradient,
+because it is computed from detached weights. The second penalty is a sum of norms there, not
+squared, and is left out in the first round. Here both are as in the paper. The authors' masks are
+sent and then ignored. Masks have no weight decay here. New clients get a mean by size there. λ_1 is
+1e-3 there, but without effect. Where it has an effect, 1e-4 gives 2.3 points more validation
+accuracy on Photo, the same on Cora, and 0.4 less on CiteSeer.
 """
 
 from dataclasses import dataclass
@@ -47,7 +55,8 @@ from fedloom.nn.model import Model
 from fedloom.nn.training import make_optimizer
 from fedloom.nn.weights import load_weights, squared_distance, weights
 
-BLOCKS, BLOCK, CHANCE = 5, 100, 0.1  # of the random graph
+# The random graph: number of blocks, nodes in each, probability of an edge within a block.
+BLOCKS, BLOCK, CHANCE = 5, 100, 0.1
 
 
 @dataclass(frozen=True)
@@ -55,12 +64,12 @@ class FedPub(Mixing):
     """Local training from a mixture of similar models, under a mask."""
 
     scale: float = setting(
-        10.0, "τ, factor of the similarities; 0 mixes all models alike", at_least=0, tune="1..20"
+        10.0, "τ, factor of the similarities; 0 mixes all models equally", at_least=0, tune="1..20"
     )
     masks: bool = setting(True, "clients mask their weights")
     sparsity: float = setting(
         1e-4,
-        "λ_1, weight of the masks' L1 norm; in a model that predicts, masks below it count as 0",
+        "λ_1, weight of the masks' L1 norm; smaller masks count as 0 in predictions",
         at_least=0,
         tune="1e-5..0.01",
     )
@@ -70,7 +79,10 @@ class FedPub(Mixing):
 
     @phase()
     def setup(self, client: Client) -> Message:
-        """The weights that learn, their masks, one optimiser for both; and the model that predicts, their product."""
+        """Builds the trained weights, their masks, one optimiser for both, and their product.
+
+        `theta` holds the weights. `model` holds their product with the masks, which predicts.
+        """
         state = client.state
         state["model"], state["theta"] = client.build(), client.build()
         named = state["theta"].named_parameters()
@@ -88,7 +100,10 @@ class FedPub(Mixing):
 
     @phase(model="~model", outlook="float32[C]")
     def train(self, client: Client, model: Message) -> Message:
-        """E local epochs from the client's mixture and its own mask; then what the result makes of the random graph."""
+        """Trains for E local epochs from the client's mixture and its own mask.
+
+        Then it predicts on the random graph.
+        """
         state = client.state
         load_weights(state["theta"], model)
         self.descend(client, state["theta"], model)
@@ -100,10 +115,10 @@ class FedPub(Mixing):
         return {"model": weights(state["theta"]), "outlook": h}
 
     def objective(
-        self, client: Client, batch: Graph, model: Model, global_weights: Message | None
+        self, client: Client, batch: Graph, model: Model, global_weights: Message
     ) -> Tensor:
-        """CE under the mask, and both penalties; `model` is the mixture."""
-        assert global_weights is not None
+        """Returns CE under the mask plus both penalties. `global_weights` are the mixture."""
+
         mask = client.state["mask"]
         logits = functional_call(
             model, masked(dict(model.named_parameters()), mask), (batch, client.rng("dropout"))
@@ -116,23 +131,23 @@ class FedPub(Mixing):
         )
 
     def shares(self, replies: Replies) -> Tensor:
-        """Each row a softmax of a client's similarities."""
+        """Returns the weights of each mixture: a softmax of a client's similarities, row by row."""
         return (self.scale * similarity(replies.stack("outlook"))).softmax(1)
 
 
 def masked(theta: Message, mask: Message) -> Message:
-    """θ ∘ μ; θ itself where there is no mask."""
+    """Returns θ ∘ μ; θ itself where there is no mask."""
     return {name: t * mask[name] if name in mask else t for name, t in theta.items()}
 
 
 def pruned(mask: Message, least: float) -> Message:
-    """μ with what is smaller than `least` taken as 0."""
+    """Returns μ, with entries smaller than `least` set to 0."""
     return {name: torch.where(m.abs() < least, 0.0, m) for name, m in mask.items()}
 
 
-@lru_cache(maxsize=1)  # all clients of a process look at the same
+@lru_cache(maxsize=1)  # all clients of a process use the same graph
 def random_graph(facts: Facts) -> Graph:
-    """G̃; in a graph task each block is an item."""
+    """Returns G̃. In a graph task each block is an item."""
     rng = Generator().manual_seed(stream_seed(facts.seed, "random graph"))
     pairs = torch.cat(
         [torch.combinations(torch.arange(BLOCK)) + BLOCK * b for b in range(BLOCKS)]
@@ -141,13 +156,16 @@ def random_graph(facts: Facts) -> Graph:
     block = torch.arange(BLOCKS).repeat_interleave(BLOCK)
     batch, items = (block, BLOCKS) if facts.task == "graph" else (None, len(block))
     return Graph(
-        x=torch.randn(len(block), facts.num_features, generator=rng), edge_index=torch.cat([pairs, pairs.flip(0)], 1),
-        y=torch.full((items,), -1), num_classes=facts.num_classes, batch=batch,
-    )  # fmt: skip
+        x=torch.randn(len(block), facts.num_features, generator=rng),
+        edge_index=torch.cat([pairs, pairs.flip(0)], 1),
+        y=torch.full((items,), -1),
+        num_classes=facts.num_classes,
+        batch=batch,
+    )
 
 
 # ---- at the server ----
 def similarity(h: Tensor) -> Tensor:
-    """S [clients, clients] from h [clients, C]; 0 where an h is 0."""
+    """Returns S [clients, clients] from h [clients, C]; 0 where an h is 0."""
     unit = F.normalize(h)
     return unit @ unit.T

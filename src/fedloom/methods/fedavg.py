@@ -1,19 +1,21 @@
-"""FedAvg: clients train the same model on their own graphs, the server averages the weights.
+"""FedAvg: clients train the same model on their own graphs, and the server averages the weights.
 
-McMahan, Moore, Ramage, Hampson, Agüera y Arcas: "Communication-Efficient Learning of Deep Networks from Decentralized Data",
-AISTATS 2017, Algorithm 1.
+McMahan, Moore, Ramage, Hampson, Agüera y Arcas: "Communication-Efficient Learning of Deep Networks
+from Decentralized Data", AISTATS 2017, Algorithm 1.
 
 What travels, per client:
     once     up    size      number of local items n_k
     a round  down  model     θ, the global weights
              up    model     θ_k, the weights after E local epochs
 
-    θ_k ← E steps down the gradient of CE on the client's training items, from θ       `train`, Local's `objective`
-    θ   ← Σ_k (n_k / Σ n) θ_k                                                          `run`
+    θ_k ← E gradient steps from θ on CE over the client's training items   `train`,
+                                                                           `LocalTraining.objective`
+    θ   ← Σ_k (n_k / Σ n) θ_k                                              `run`
 
-Departures: full-batch steps in node tasks (one step is one epoch), and Adam whose moments a client keeps over rounds, as the
-federated graph learning benchmarks do. n_k counts all items of the client's training graph, labelled or not. `finetune` trains the
-last downloaded model locally for some more epochs ("FedAvg + ft"), scored after each.
+Departures. In node tasks a step uses the full graph (one step is one epoch). The optimiser is Adam,
+and a client keeps its moments over rounds. Both follow the federated graph learning benchmarks. n_k
+counts all items of the client's training graph, labelled or not. `finetune` trains the last
+downloaded model locally for some more epochs ("FedAvg + ft"), with an evaluation after each.
 """
 
 from dataclasses import dataclass
@@ -41,7 +43,7 @@ class FedAvg(LocalTraining):
     @averaged(by="size")
     @phase(model="~model")
     def train(self, client: Client, model: Message) -> Message:
-        """E local epochs from the global weights."""
+        """Trains for E local epochs from the global weights."""
         local_model = client.state["model"]
         load_weights(local_model, model)
         self.descend(client, local_model, model)
@@ -49,15 +51,16 @@ class FedAvg(LocalTraining):
 
     @phase()
     def tune(self, client: Client, model: Message | None = None) -> Message:
-        """One plain local epoch, the first from the last download; the result stays with the client."""
+        """Trains for one plain local epoch. The result stays with the client.
+
+        model: the last global weights, which the first epoch starts from.
+        """
         local_model = client.state["model"]
         if model is not None:
             load_weights(local_model, model)
         for batch in client.shuffled(self.batch_size):
-            step(
-                client.state["optimizer"],
-                LocalTraining.objective(self, client, batch, local_model, model),
-            )
+            loss = LocalTraining.objective(self, client, batch, local_model, {})
+            step(client.state["optimizer"], loss)
         return {}
 
     def run(self, server: Server) -> None:
@@ -71,7 +74,10 @@ class FedAvg(LocalTraining):
         self.finish(server)
 
     def finish(self, server: Server) -> None:
-        """Fine-tuning, if asked for: the clients' models part, and what the run reports is the best epoch of that stage."""
+        """Fine-tunes, if asked for. The clients' models then differ.
+
+        The run reports the best epoch of this stage.
+        """
         for epoch in range(self.finetune):
             server.ask(self.tune, **({"model": server.state["model"]} if epoch == 0 else {}))
             server.evaluate(stage="finetune")

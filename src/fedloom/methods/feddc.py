@@ -1,19 +1,22 @@
-"""FedDC: each client keeps track of how far it has drifted from the global weights, and hands the server drift-corrected ones.
+"""FedDC: each client tracks its drift from the global weights, and uploads drift-corrected weights.
 
-Gao, Fu, Li, Chen, Xu, Xu: "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and Correction", CVPR 2022,
-Eq. 4-6 and Algorithm 1.
+Gao, Fu, Li, Chen, Xu, Xu: "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling
+and Correction", CVPR 2022, Eq. 4-6 and Algorithm 1.
 
 What travels, per client:
     once     up    size       number of local items n_k
-    a round  down  model      θ       update  Δ̄, mean of the clients' last updates
+    a round  down  model      θ               update  Δ̄, mean of the clients' last updates
              up    corrected  θ_k + h_k       update  Δ_k = θ_k − θ
 
-    CE + (α/2) ‖h_k + θ_k − θ‖² + (1/(Eη)) ⟨θ_k, Δ_k' − Δ̄⟩      Δ_k': the client's update of its last round; `objective`
-    h_k ← h_k + Δ_k                                            `train`
-    θ ← Σ w_k (θ_k + h_k),   Δ̄ ← Σ w_k Δ_k                      `run`
+    min CE + (α/2) ‖h_k + θ_k − θ‖² + (1/(Eη)) ⟨θ_k, Δ_k' − Δ̄⟩      `objective`
+    h_k ← h_k + Δ_k                                                 `train`
+    θ ← Σ w_k (θ_k + h_k),   Δ̄ ← Σ w_k Δ_k                          `run`
 
-Public code differs from the paper in two places; here the inner product is with the difference Δ_k' − Δ̄, and the drift takes this
-round's update. As in SCAFFOLD the correction is scaled for SGD, the default here; under Adam it swamps the gradient and training fails.
+Δ_k' is the client's update of its last round.
+
+Departures. Public code differs from the paper in two places. Here the inner product is with the
+difference Δ_k' − Δ̄, and the drift takes this round's update. As in SCAFFOLD, the correction is
+scaled for SGD, the default here. Under Adam it swamps the gradient and training fails.
 """
 
 from dataclasses import dataclass
@@ -44,7 +47,7 @@ class FedDC(FedAvg):
     @averaged(by="size")
     @phase(corrected="~model", update="=model")
     def train(self, client: Client, model: Message, update: Message) -> Message:
-        """E local epochs, then the client's new update and drift."""
+        """Trains for E local epochs, then computes the client's new update and drift."""
         local_model, state = client.state["model"], client.state
         zero = tree_map(torch.zeros_like, model)
         drift, last = state.get("drift", zero), state.get("update", zero)
@@ -60,7 +63,7 @@ class FedDC(FedAvg):
         }
 
     def objective(
-        self, client: Client, batch: Graph, model: Model, global_weights: Message | None
+        self, client: Client, batch: Graph, model: Model, global_weights: Message
     ) -> Tensor:
         """Eq. 4: ‖h_k + θ_k − θ‖² is the distance to the anchor θ − h_k."""
         penalty = self.alpha / 2 * squared_distance(model, client.state["anchor"])

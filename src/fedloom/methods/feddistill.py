@@ -1,25 +1,30 @@
-"""FedDistill: clients tell each other what their models say of each class, on average, and learn to say the same. No weights travel.
+"""FedDistill: clients share their models' mean logits of each class and learn to match them.
 
-Jeong, Oh, Kim, Park, Bennis, Kim: "Communication-Efficient On-Device Machine Learning: Federated Distillation and Augmentation under
-Non-IID Private Data", NeurIPS workshop on Machine Learning on the Phone, 2018, Algorithm 1 (federated distillation).
+Jeong, Oh, Kim, Park, Bennis, Kim: "Communication-Efficient On-Device Machine Learning: Federated
+Distillation and Augmentation under Non-IID Private Data", NeurIPS workshop on Machine Learning on
+the Phone, 2018, Algorithm 1 (federated distillation). No weights travel.
 
 What travels, per client:
-    a round  up    logits    F_k[c], mean logits over the training items of class c                     C × C numbers
-                   present   1 for each class the client has a training item of, else 0                 C numbers
-             down  logits    F[c], from the second round on                                             C × C numbers
-                   known     1 for each class that has an F[c], else 0                                  C numbers
+    a round  up    logits    F_k[c], mean logits over the training items of class c   C × C numbers
+                   present   1 for each class of the client's training items, else 0  C numbers
+             down  logits    F[c], from the second round on                           C × C numbers
+                   known     1 for each class that has an F[c], else 0                C numbers
 
-    F_k[c] = mean of f_k(i) over the client's training items i of class c, noise off, after E epochs     `class_means`
-    F[c]   = Σ_k F_k[c] / Σ_k present_k[c]: every client that has the class counts alike                 `run`
-    min  CE + λ · mean_i d(f_k(i), F[y_i])                                                               `objective`
-    d(f, F) = CE(f, softmax F), or the mean square of f − F                                              `distance`
+    F_k[c] = mean of f_k(i) over the client's training items i of class c     `class_means`
+        without dropout, after E epochs
+    F[c]   = Σ_k F_k[c] / Σ_k present_k[c]                                    `run`
+        every client that has the class has the same weight
+    min  CE + λ · mean_i d(f_k(i), F[y_i])                                    `objective`
+    d(f, F) = CE(f, softmax F), or the mean square of f − F                   `distance`
 
-The first round is plain training: there is no F yet. A class of which nobody who takes part has an item keeps its last F; one that nobody
-ever had has none, and an item without F has no share in the second term. Only sums are needed, so a secure run gives the server these
-alone; the F of a class that a single client has is that client's own, there too.
+The first round is plain training: there is no F yet. A class that no participant has an item of
+keeps its last F. A class that no client ever had has no F, and its items have no part in the second
+term. The server needs only sums, so a secure run reveals nothing else to it. The F of a class that
+a single client has is that client's own, in a secure run too.
 
-Departures. A device of the paper leaves its own F_k out of its target; here everybody gets the mean of all, one message for all clients.
-F_k is taken from the trained model in one pass, not gathered along the local steps.
+Departures. In the paper a device leaves its own F_k out of its target; here all clients get the
+mean of all, one message for all of them. F_k is computed from the trained model in one pass, not
+collected during the local steps.
 """
 
 from dataclasses import dataclass
@@ -41,7 +46,7 @@ from fedloom.nn.model import Model
 
 @dataclass(frozen=True)
 class FedDistill(LocalTraining):
-    """Local training that follows the clients' mean logits of each class."""
+    """Local training towards the clients' mean logits of each class."""
 
     weight: float = setting(1.0, "λ, weight of the distillation term", at_least=0, tune="0.1..10")
     term: str = setting(
@@ -51,7 +56,7 @@ class FedDistill(LocalTraining):
     )
 
     discloses_to_peers: ClassVar[str] = (
-        "mean logits of each class over all clients: of one alone, if no other has the class"
+        "mean logits of each class over all clients; of a single client if no other has the class"
     )
 
     @summed
@@ -59,39 +64,39 @@ class FedDistill(LocalTraining):
     def train(
         self, client: Client, logits: Tensor | None = None, known: Tensor | None = None
     ) -> Message:
-        """E local epochs, then the client's class means."""
+        """Trains for E local epochs, then returns the client's class means."""
         model = client.state["model"]
-        self.descend(client, model, None if logits is None else {"logits": logits, "known": known})
+        received = None if logits is None else {"logits": logits, "known": known}
+        self.descend(client, model, received)
         return self.class_means(client, model)
 
     @torch.no_grad()
     def class_means(self, client: Client, model: Model) -> Message:
-        """F_k and which of its rows are there; the others are 0."""
+        """Returns F_k and which of its rows exist; the others are 0."""
         graph, classes = client.graph, client.facts.num_classes
         y = graph.y[graph.train]
         count = torch.bincount(y, minlength=classes)
         total = torch.zeros(classes, classes).index_add_(0, y, model(graph)[graph.train])
         return {"logits": total / count.clamp(min=1).unsqueeze(1), "present": (count > 0).long()}
 
-    def objective(
-        self, client: Client, batch: Graph, model: Model, received: Message | None
-    ) -> Tensor:
-        """CE, and from the second round on the distance to F; `model` is F and which of its rows are there."""
+    def objective(self, client: Client, batch: Graph, model: Model, received: Message) -> Tensor:
+        """Returns CE, plus the distance to F from the second round on.
+
+        received: F under `logits`, and which of its rows exist under `known`.
+        """
         logits = model(batch, client.rng("dropout"))
         loss = client.loss(logits, batch)
-        if received is None:
+        if not received:
             return loss
-        taught = (
-            batch.train & (received["known"] > 0)[batch.y.clamp(min=0)]
-        )  # hidden labels are -1, and none of them trains
-        if not taught.any():
+        # Hidden labels are -1. Their items are not in `train`.
+        has_target = batch.train & (received["known"] > 0)[batch.y.clamp(min=0)]
+        if not has_target.any():
             return loss
-        return loss + self.weight * self.distance(
-            logits[taught], received["logits"][batch.y[taught]]
-        )
+        target = received["logits"][batch.y[has_target]]
+        return loss + self.weight * self.distance(logits[has_target], target)
 
     def distance(self, logits: Tensor, target: Tensor) -> Tensor:
-        """d, averaged over the items."""
+        """Returns d, averaged over the items."""
         if self.term == "mse":
             return F.mse_loss(logits, target)
         return F.cross_entropy(logits, target.softmax(1))

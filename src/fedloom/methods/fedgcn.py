@@ -1,26 +1,33 @@
-"""FedGCN: before training, clients exchange sums over the neighbours that the partition cut off; then FedAvg, as if nothing were cut.
+"""FedGCN: clients first exchange sums over the neighbours that the partition cut off, then FedAvg.
 
-Yao, Jin, Ravi, Joe-Wong: "FedGCN: Convergence-Communication Tradeoffs in Federated Training of Graph Convolutional Networks",
-NeurIPS 2023, Algorithm 1.
+Yao, Jin, Ravi, Joe-Wong: "FedGCN: Convergence-Communication Tradeoffs in Federated Training of
+Graph Convolutional Networks", NeurIPS 2023, Algorithm 1.
 
 What travels, per client:
-    once, to every client, as letters
-          nodes, edges, sums        Σ_u x_u / √d̃_u over its nodes u with an edge to that client's node v, for every such v
+    once, to every client, as peer messages
+          nodes, edges, sums        Σ_u x_u / √d̃_u over its nodes u with an edge to that client's
+                                    node v, for every such v
           nodes, degree, features   with two hops: (S X)_u and d̃_u of every such u
     once, and every round           as in FedAvg
 
-    S = D̃^-1/2 (A+I) D̃^-1/2 of the whole graph; d̃_v = 1 + edges into v, cross edges among them     `degree`
-    (S X)_v = d̃_v^-1/2 Σ_{u → v, u = v} x_u d̃_u^-1/2, the sum over other clients' u by letter      `write_sums`, `read_sums`
-    H = ReLU(S X W_1 + b_1) at the client's own nodes and, with two hops, at the sources of its
-        incoming cross edges                                                                       `write_features`, `read_features`
-    logits = S H W_2 + b_2 at its own nodes, over the nodes where H is known                        `logits`
+    S = D̃^-1/2 (A+I) D̃^-1/2 of the whole graph
+    d̃_v = 1 + edges into v, cross edges among them                        `degree`
+    (S X)_v = d̃_v^-1/2 Σ_{u → v, u = v} x_u d̃_u^-1/2                      `write_sums`, `read_sums`
+        the sums over other clients' u are peer messages
+    H = ReLU(S X W_1 + b_1) at the client's own nodes and, with two       `write_features`,
+        hops, at the sources of its incoming cross edges                  `read_features`
+    logits = S H W_2 + b_2 at its own nodes, over the nodes where H is    `logits`
+        known
 
-With two hops that is the central GCN, exactly, for any weights; with one the first layer is, and the second lacks the cross edges.
+With two hops this is exactly the central GCN, for any weights. With one hop the first layer is
+exact, and the second lacks the cross edges.
 
-Departures. S is the paper's A with the GCN's normalisation written out: a sender scales by its nodes' degrees, the receiver by its own.
-A client gets a sum from every client rather than the server's total over all of them, and no homomorphic encryption but sealed letters
-(`--secure`): the server learns nothing of the sums, the receiver a little more. The paper's server also adds up the second hop; here the
-node's owner does, who has all of its terms. `aggregate = "gradients"` trains as FedSGD does, which is how FedStruct's authors run it.
+Departures. S is the paper's A with the GCN's normalisation written out: a sender scales by its
+nodes' degrees, the receiver by its own. A client gets a sum from every client, not the server's
+total over all of them, and encrypted peer messages (`--secure`) replace homomorphic encryption. So
+the server learns nothing about the sums, and the receiver learns a little more. The paper's server
+also adds up the second hop. Here the node's owner does, which has all of its terms.
+`aggregate = "gradients"` trains as FedSGD does; FedStruct's authors run it like this.
 """
 
 from collections.abc import Mapping
@@ -51,48 +58,63 @@ OUT, IN = 0, 1  # directions of cross edges
 
 
 def degree(graph: Graph) -> Tensor:
-    """d̃ [nodes]: edges into each node over the whole graph, and its self-loop, which replaces those of the data."""
+    """Returns d̃ [nodes]: the edges into each node over the whole graph, plus its self-loop.
+
+    This loop replaces the self-loops of the data.
+    """
     source, target = graph.edge_index
     own, _, _, direction = graph.cross_edges
-    return 1 + torch.bincount(
-        torch.cat([target[source != target], own[direction == IN]]), minlength=graph.num_nodes
-    )
+    targets = torch.cat([target[source != target], own[direction == IN]])
+    return 1 + torch.bincount(targets, minlength=graph.num_nodes)
 
 
 def scale(degree: Tensor) -> Tensor:
-    """d̃^-1/2."""
+    """Returns d̃^-1/2."""
     return degree.float().rsqrt()
 
 
 def cross_edges(client: Client, other: str, direction: int) -> tuple[Tensor, Tensor]:
-    """The cross edges between two clients in one direction: own ends (local numbers), the other's ends (node_id)."""
+    """Returns the cross edges between two clients in one direction.
+
+    These are the own endpoints (local numbers) and the other client's endpoints (node_id).
+    """
     own, remote, owner, of_edge = client.graph.cross_edges
     chosen = (owner == client.facts.clients.index(other)) & (of_edge == direction)
     return own[chosen], remote[chosen]
 
 
-def require_nodes(letter: Message, known: Tensor, who: str) -> None:
-    """Raises MessageError unless a letter has a row for each of the nodes [m] that the reader's cross edges name, and for no other."""
-    nodes = letter["nodes"]
-    for name, tensor in letter.items():
+def require_nodes(message: Message, known: Tensor, writer: str) -> None:
+    """Raises a MessageError unless a peer message has exactly one row for each expected node.
+
+    Args:
+        message: The peer message.
+        known: The nodes [m] that the reader's cross edges name.
+        writer: The client that wrote it, for the error.
+    """
+    nodes = message["nodes"]
+    for name, tensor in message.items():
         if len(tensor) != len(nodes):
             raise MessageError(
-                f"{who}: tensor {name!r} has {len(tensor)} rows for {len(nodes)} nodes"
+                f"{writer}: tensor {name!r} has {len(tensor)} rows for {len(nodes)} nodes"
             )
-    if strange := nodes[~torch.isin(nodes, known)].tolist():
+    if unknown := nodes[~torch.isin(nodes, known)].tolist():
         raise MessageError(
-            f"{who}: tensor 'nodes' names {strange[0]}, but the reader knows no such cross edge"
+            f"{writer}: tensor 'nodes' names {unknown[0]}, but the reader knows no such cross edge"
         )
     if absent := known[~torch.isin(known, nodes)].tolist():
         raise MessageError(
-            f"{who}: tensor 'nodes' lacks {absent[0]}: the writer does not know a cross edge that the reader knows"
+            f"{writer}: tensor 'nodes' lacks {absent[0]}: the writer does not know a cross edge "
+            "that the reader knows"
         )
     if not torch.equal(nodes, known):
-        raise MessageError(f"{who}: tensor 'nodes' must be ascending, each node once")
+        raise MessageError(f"{writer}: tensor 'nodes' must be ascending, each node once")
 
 
 def known_features(graph: Graph, features: Tensor) -> Graph:
-    """S X [nodes, d] where it is known, as a graph without edges: for its `project`, which is quick with sparse features."""
+    """Returns S X [nodes, d], where it is known, as the features of a graph without edges.
+
+    The graph's `project` is fast with sparse features.
+    """
     return Graph(
         x=features,
         edge_index=torch.zeros(2, 0, dtype=torch.int64),
@@ -103,7 +125,7 @@ def known_features(graph: Graph, features: Tensor) -> Graph:
 
 @dataclass(frozen=True)
 class FedGCN(FedAvg, FedSGD):
-    """FedAvg of GCNs that see across the cut."""
+    """FedAvg of GCNs that use the cross edges."""
 
     aggregate: str = setting(
         "weights",
@@ -118,26 +140,29 @@ class FedGCN(FedAvg, FedSGD):
     transductive: ClassVar[bool] = True
     tasks: ClassVar[tuple[str, ...]] = ("node",)
     discloses_to_server: ClassVar[str] = (
-        "which nodes have cross edges and, unless the run is secure, all that clients tell each other"
+        "which nodes have cross edges and, unless the run is secure, all peer messages"
     )
     discloses_to_peers: ClassVar[str] = (
-        "to the owner of a cross edge's target: the scaled sum of the features of the target's neighbours at the source's owner (of a "
-        "single neighbour: its features, up to a factor); with two hops also the source's degree and the scaled sum of its and all its "
-        "neighbours' features"
+        "to the owner of a cross edge's target: the scaled sum of the features of the target's "
+        "neighbours at the source's owner (of a single neighbour: its features, up to a factor); "
+        "with two hops also the source's degree and the scaled sum of its and all its neighbours' "
+        "features"
     )
 
     # ---- before training ----
     @peer_messages(read_by="read_sums")
     @phase(nodes="int64[n]", edges="int64[n]", sums="float32[n,d]")
     def write_sums(self, client: Client) -> Message:
-        """To every client, for each of its nodes with edges from here: Σ_u x_u d̃_u^-1/2, and over how many edges.
+        """Writes to every client, for each of its nodes with edges from here, Σ_u x_u d̃_u^-1/2.
 
-        To one without such nodes, too: else it could not tell who is not there from who does not know of an edge.
+        It also writes the number of these edges. A client without such nodes gets an empty message.
+        Otherwise it could not distinguish an absent client from one that does not know of an edge.
         """
         graph = client.graph
         if graph.edge_weight is not None:
             raise DataError(
-                f"graph {graph.name!r}: edge_weight: cross edges have no weights, so fedgcn can take none"
+                f"graph {graph.name!r}: edge_weight: cross edges have no weights, "
+                "so fedgcn can take none"
             )
         scaled, written = scale(degree(graph)), {}
         for receiver in client.facts.clients:
@@ -150,7 +175,10 @@ class FedGCN(FedAvg, FedSGD):
 
     @phase()
     def read_sums(self, client: Client, inbox: Message | None = None) -> Message:
-        """S X at the client's own nodes. Who did not write is missing from the sums, not from the degrees."""
+        """Computes S X at the client's own nodes.
+
+        If a client did not write, the sums lack its nodes; the degrees still count them.
+        """
         graph, n, scaled = client.graph, client.graph.num_nodes, scale(degree(client.graph))
         source, target = graph.edge_index[:, graph.edge_index[0] != graph.edge_index[1]]
         loop = torch.arange(n)
@@ -159,27 +187,28 @@ class FedGCN(FedAvg, FedSGD):
             target, source, scaled[target] * scaled[source], (n, n)
         )
         features = client.memory["S"] @ graph.x
-        for sender, letter in (inbox or {}).items():
-            who = f"client {sender!r} in 'write_sums'"
+        for sender, message in (inbox or {}).items():
+            writer = f"client {sender!r} in 'write_sums'"
             own, _ = cross_edges(client, sender, IN)
             nodes, row, edges = graph.node_id[own].unique(return_inverse=True, return_counts=True)
-            require_nodes(letter, nodes, who)
+            require_nodes(message, nodes, writer)
             for node, counted, known in zip(
-                nodes.tolist(), letter["edges"].tolist(), edges.tolist(), strict=True
+                nodes.tolist(), message["edges"].tolist(), edges.tolist(), strict=True
             ):
                 if counted != known:
                     raise MessageError(
-                        f"{who}: tensor 'edges' counts {counted} cross edges to {node}, the reader knows {known}"
+                        f"{writer}: tensor 'edges' counts {counted} cross edges to {node}, "
+                        f"the reader knows {known}"
                     )
             target = torch.empty_like(nodes).scatter_(0, row, own)
-            features.index_add_(0, target, scaled[target, None] * letter["sums"])
+            features.index_add_(0, target, scaled[target, None] * message["sums"])
         client.memory["known"] = known_features(graph, features)
         return {}
 
     @peer_messages(read_by="read_features")
     @phase(nodes="int64[n]", degree="int64[n]", features="float32[n,d]")
     def write_features(self, client: Client) -> Message:
-        """To every client: (S X)_u and d̃_u of the nodes u with edges to it."""
+        """Writes to every client (S X)_u and d̃_u of the nodes u with edges to it."""
         graph, written = client.graph, {}
         for receiver in client.facts.clients:
             own, _ = cross_edges(client, receiver, OUT)
@@ -195,26 +224,27 @@ class FedGCN(FedAvg, FedSGD):
 
     @phase()
     def read_features(self, client: Client, inbox: Message | None = None) -> Message:
-        """S X at the sources of incoming cross edges too, and the columns of S for them. Who did not write has none."""
-        S, scaled, features = (
-            client.memory["S"],
-            scale(degree(client.graph)),
-            [client.memory["known"].x],
-        )
-        source, target, values, n = [S.indices.long()], [S.rows], [S.values], client.graph.num_nodes
-        for sender, letter in (inbox or {}).items():
-            who = f"client {sender!r} in 'write_features'"
+        """Adds S X at the sources of incoming cross edges, and the columns of S for them.
+
+        There are no columns for a client that did not write.
+        """
+        S, scaled = client.memory["S"], scale(degree(client.graph))
+        features, n = [client.memory["known"].x], client.graph.num_nodes
+        source, target, values = [S.indices.long()], [S.rows], [S.values]
+        for sender, message in (inbox or {}).items():
+            writer = f"client {sender!r} in 'write_features'"
             own, remote = cross_edges(client, sender, IN)
             nodes, row = remote.unique(return_inverse=True)
-            require_nodes(letter, nodes, who)
-            if (letter["degree"] < 1).any():
+            require_nodes(message, nodes, writer)
+            if (message["degree"] < 1).any():
+                smallest = int(message["degree"].min())
                 raise MessageError(
-                    f"{who}: tensor 'degree' holds {int(letter['degree'].min())}, must be at least 1"
+                    f"{writer}: tensor 'degree' holds {smallest}, must be at least 1"
                 )
             source.append(n + row)
             target.append(own)
-            values.append(scaled[own] * scale(letter["degree"])[row])
-            features.append(letter["features"])
+            values.append(scaled[own] * scale(message["degree"])[row])
+            features.append(message["features"])
             n += len(nodes)
         client.memory["S"] = Sparse.from_edges(
             torch.cat(target), torch.cat(source), torch.cat(values), (S.shape[0], n)
@@ -226,7 +256,10 @@ class FedGCN(FedAvg, FedSGD):
     def logits(
         self, client: Client, model: Mapping[str, Tensor], rng: Generator | None = None
     ) -> Tensor:
-        """The two layers, [own nodes, C]; `model` are a GCN's weights by name."""
+        """Returns the output of the two layers, [own nodes, C].
+
+        model: the weights of a GCN, by name.
+        """
         H = F.relu(
             client.memory["known"].project(model["layers.0.weight"]) + model["layers.0.bias"]
         )
@@ -234,39 +267,39 @@ class FedGCN(FedAvg, FedSGD):
         return client.memory["S"] @ (H @ model["classifier.weight"]) + model["classifier.bias"]
 
     def objective(
-        self, client: Client, batch: Graph, model: Model, global_weights: Message | None
+        self, client: Client, batch: Graph, model: Model, global_weights: Message
     ) -> Tensor:
-        """CE over the client's training nodes."""
-        return client.loss(
-            self.logits(client, dict(model.named_parameters()), client.rng("dropout")), batch
-        )
+        """Returns CE over the client's training nodes."""
+        logits = self.logits(client, dict(model.named_parameters()), client.rng("dropout"))
+        return client.loss(logits, batch)
 
     def total_loss(self, client: Client, model: Model) -> Tensor:
-        """The same, summed."""
+        """Returns the cross-entropy summed over the client's training nodes."""
         logits = self.logits(client, dict(model.named_parameters()), client.rng("dropout"))
         return client.loss(logits, client.graph, reduction="sum")
 
     @phase()
     def tune(self, client: Client, model: Message | None = None) -> Message:
-        """As in FedAvg, by the logits above."""
+        """As in FedAvg, with the logits above."""
         local_model = client.state["model"]
         if model is not None:
             load_weights(local_model, model)
         for batch in client.batches(self.batch_size):
-            step(client.state["optimizer"], self.objective(client, batch, local_model, model))
+            step(client.state["optimizer"], self.objective(client, batch, local_model, {}))
         return {}
 
     def predict(self, client: Client, model: Message | None) -> Tensor:
-        """Logits of the client's nodes, noise off."""
+        """Returns logits of the client's nodes, without dropout."""
         return self.logits(client, weights(client.state["model"]) if model is None else model)
 
     def run(self, server: Server) -> None:
-        """Algorithm 1: one exchange a hop, then FedAvg."""
+        """Algorithm 1: one exchange per hop, then FedAvg."""
         for spec in server.facts.models:
             parts = parse_spec(spec)
             if (parts.name, parts.layers, parts.options) != ("gcn", 2, frozenset()):
                 raise ConfigError(
-                    f"model {spec!r}: fedgcn works with two-layer GCNs, 'gcn-2xWIDTH' without options, e.g. 'gcn-2x64'"
+                    f"model {spec!r}: fedgcn works with two-layer GCNs, 'gcn-2xWIDTH' without "
+                    "options, e.g. 'gcn-2x64'"
                 )
         server.relay(self.write_sums)
         if self.hops == 2:

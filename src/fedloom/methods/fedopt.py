@@ -1,13 +1,14 @@
-"""FedOpt (FedAdam): the server treats the clients' average change as a gradient and applies Adam to it.
+"""FedOpt (FedAdam): the server applies Adam to the clients' average change, as if to a gradient.
 
-Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan: "Adaptive Federated Optimization", ICLR 2021, Algorithm 2.
+Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan: "Adaptive Federated Optimization",
+ICLR 2021, Algorithm 2.
 
 What travels: as in FedAvg.
 
-    Δ = Σ w_k θ_k − θ
-    m ← β₁ m + (1 − β₁) Δ,   v ← β₂ v + (1 − β₂) Δ²,   θ ← θ + η_s m / (√v + τ)          `run`
+    Δ = Σ w_k θ_k − θ                                                          `run`
+    m ← β₁ m + (1 − β₁) Δ,   v ← β₂ v + (1 − β₂) Δ²,   θ ← θ + η_s m / (√v + τ)
 
-As in the paper there is no bias correction, and v starts at τ².
+As in the paper, there is no bias correction, and v starts at τ².
 """
 
 from dataclasses import dataclass

@@ -1,22 +1,28 @@
-"""FedProto: clients share the mean embedding of each class instead of weights; any architecture at each client.
+"""FedProto: clients share the mean embedding of each class, not weights, and may differ in model.
 
-Tan, Long, Liu, Zhou, Lu, Jiang, Zhang: "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI 2022, Algorithm 1.
+Tan, Long, Liu, Zhou, Lu, Jiang, Zhang: "FedProto: Federated Prototype Learning across Heterogeneous
+Clients", AAAI 2022, Algorithm 1.
 
 What travels, per client and round (C classes, p the embedding's width):
-    down  prototypes, present   P, of the classes that somebody has (nothing in the first round)
-    up    sums, counts          Σ of the embeddings of each class's training items, and how many: n_k^c P_k[c] and n_k^c
+    down  prototypes, present   P, of the classes that some client has (nothing in the first round)
+    up    sums                  n_k^c P_k[c], the sum of the embeddings of each class's training
+                                items
+          counts                n_k^c, the number of these items
 
-    P_k[c] = mean of z_i over the client's training items of class c                   `train`
-    P[c]   = Σ_k n_k^c P_k[c] / Σ_k n_k^c                                              `run`
-    min CE + λ · mean_i ‖z_i − P[y_i]‖² / p                                            `objective`, `alignment`
+    P_k[c] = mean of z_i over the client's training items of class c     `train`
+    P[c]   = Σ_k n_k^c P_k[c] / Σ_k n_k^c                                `run`
+    min CE + λ · mean_i ‖z_i − P[y_i]‖² / p                              `objective`, `alignment`
 
-z is the embedding that the model's head reads. The server needs sums alone, so with `--secure` it does not see who has which classes; but
-the P[c] of a class that a single client has is that client's own (of one item: the item's embedding), and all clients get it. `floor`
-keeps at home what fewer items are behind; a class that nobody tells has no prototype and pulls at nobody.
+z is the embedding that the model's head reads. The server needs only sums. With `--secure` it does
+not see which client has which classes. But if a single client has class c, then P[c] is that
+client's own mean (of a single item: the item's embedding), and all clients receive it. `floor`
+keeps prototypes that are computed from fewer items at the client. A class that no client sends has
+no prototype and adds nothing to the objective.
 
-Departures: the classifier predicts, as in the graph benchmarks (the paper takes the nearest prototype); the distance is the mean of squares
-(the authors' code; the paper writes a norm). Benchmarks send zero vectors for absent classes and weigh by all nodes: here a class weighs
-by its own training items.
+Departures. The classifier predicts, as in the graph benchmarks (the paper takes the nearest
+prototype). The distance is the mean of squares, as in the authors' code (the paper writes a norm).
+Benchmarks send zero vectors for absent classes and weight by all nodes; here a class is weighted by
+its own training items.
 """
 
 from dataclasses import dataclass
@@ -45,12 +51,14 @@ class FedProto(LocalTraining):
         1.0, "λ, weight of the distance to the prototypes", at_least=0, tune="0.1..10"
     )
     unit: bool = setting(
-        False, "embeddings are scaled to length 1 before anything else is done with them"
+        False, "scale embeddings to length 1 before anything else is done with them"
     )
-    floor: int = setting(1, "items behind a prototype below which it stays at home", at_least=1)
+    floor: int = setting(
+        1, "fewest items that a prototype is computed from; others are not sent", at_least=1
+    )
 
     discloses_to_peers: ClassVar[str] = (
-        "class means over all clients: of one alone, if no other has the class"
+        "class means over all clients; of a single client if no other has the class"
     )
 
     @summed
@@ -58,17 +66,17 @@ class FedProto(LocalTraining):
     def train(
         self, client: Client, prototypes: Tensor | None = None, present: Tensor | None = None
     ) -> Message:
-        """E local epochs; then what the client has of each class."""
+        """Trains for E local epochs, then sums the client's embeddings by class."""
         self.follow(client, prototypes, present)
         graph = client.graph
         sums, counts = class_sums(
             self.embeddings(client), graph.y, graph.train, client.facts.num_classes
         )
-        told_of = counts >= self.floor
-        return {"sums": sums * told_of.unsqueeze(1), "counts": counts * told_of}
+        sent = counts >= self.floor
+        return {"sums": sums * sent.unsqueeze(1), "counts": counts * sent}
 
     def follow(self, client: Client, prototypes: Tensor | None, present: Tensor | None) -> None:
-        """E local epochs on the objective, pulled towards what came."""
+        """Trains for E local epochs, towards the downloaded prototypes if there are any."""
         received = None
         if prototypes is not None and present is not None:
             received = {
@@ -79,30 +87,29 @@ class FedProto(LocalTraining):
 
     @torch.no_grad()
     def embeddings(self, client: Client) -> Tensor:
-        """z of all items that training may see, noise off."""
+        """Returns z of all items of the training graph, without dropout."""
         return self.scaled(client.state["model"].embed(client.graph))
 
     def scaled(self, z: Tensor) -> Tensor:
-        """z, each row of length 1 if `unit`."""
+        """Returns z, with rows of length 1 if `unit` is set."""
         return F.normalize(z) if self.unit else z
 
-    def objective(
-        self, client: Client, batch: Graph, model: Model, received: Message | None
-    ) -> Tensor:
-        """CE plus the alignment; one forward pass serves both."""
+    def objective(self, client: Client, batch: Graph, model: Model, received: Message) -> Tensor:
+        """Returns CE plus the alignment. One forward pass serves both."""
         rng = client.rng("dropout")
         z = model.embed(batch, rng)
         loss = client.loss(model.head(z, batch, rng), batch)
-        return (
-            loss
-            if received is None
-            else loss + self.pull * self.alignment(client, batch, self.scaled(z), **received)
-        )
+        if not received:
+            return loss
+        return loss + self.pull * self.alignment(client, batch, self.scaled(z), **received)
 
     def alignment(
         self, client: Client, batch: Graph, z: Tensor, table: Tensor, present: Tensor
     ) -> Tensor:
-        """Mean squared distance of the batch's training items to their classes' prototypes; 0 if there are none of both."""
+        """Returns the mean squared distance of the training items to their class prototypes.
+
+        It is 0 if no training item has a prototype.
+        """
         y = batch.y[batch.train]
         return nearness(z[batch.train], y, table, present)
 
@@ -113,13 +120,17 @@ class FedProto(LocalTraining):
         state["known"] = {}
         for _ in server.rounds(self.rounds):
             total = server.sum(self.train, **state["known"])
-            state["known"] = told(
-                total["sums"] / total["counts"].clamp(min=1).unsqueeze(1), total["counts"] > 0
-            )
+            means = total["sums"] / total["counts"].clamp(min=1).unsqueeze(1)
+            state["known"] = told(means, total["counts"] > 0)
             server.evaluate()
 
 
 def nearness(v: Tensor, y: Tensor, table: Tensor, present: Tensor) -> Tensor:
-    """Mean square of v_i − table[y_i], over the rows whose class is present, and coordinates; 0 without any."""
-    pulled = present[y]
-    return F.mse_loss(v[pulled], table[y[pulled]]) if pulled.any() else v.sum() * 0.0
+    """Returns the mean square of v_i − table[y_i] over the rows whose class is present.
+
+    The mean is over rows and coordinates. It is 0 without any such row.
+    """
+    has_target = present[y]
+    if not has_target.any():
+        return v.sum() * 0.0
+    return F.mse_loss(v[has_target], table[y[has_target]])

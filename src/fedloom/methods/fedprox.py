@@ -1,12 +1,13 @@
-"""FedProx: FedAvg whose clients are held near the global weights.
+"""FedProx: FedAvg with a penalty that keeps clients near the global weights.
 
-Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: "Federated Optimization in Heterogeneous Networks", MLSys 2020, Eq. 2.
+Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: "Federated Optimization in Heterogeneous Networks",
+MLSys 2020, Eq. 2.
 
 What travels: as in FedAvg.
 
     min  CE + (μ/2) ‖θ_k − θ‖²          `objective`
 
-μ = 0 is FedAvg, bit for bit.
+μ = 0 is bit-identical to FedAvg.
 """
 
 from dataclasses import dataclass
@@ -32,6 +33,5 @@ class FedProx(FedAvg):
         self, client: Client, batch: Graph, model: Model, global_weights: Message
     ) -> Tensor:
         """Eq. 2."""
-        return super().objective(
-            client, batch, model, global_weights
-        ) + self.mu / 2 * squared_distance(model, global_weights)
+        loss = super().objective(client, batch, model, global_weights)
+        return loss + self.mu / 2 * squared_distance(model, global_weights)

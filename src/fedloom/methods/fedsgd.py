@@ -1,17 +1,19 @@
-"""FedSGD: every step all clients send one gradient; the server sums them and takes the step for everybody.
+"""FedSGD: in every step each client sends one gradient, and the server steps along their sum.
 
-McMahan et al., AISTATS 2017 (FedAvg with E = 1 and the full batch), with the shared Adam of FedStruct's experiments
-(Aliakbari, Östman, Graell i Amat, "Decoupled Subgraph Federated Learning", ICLR 2025, Eq. 4, 5).
+McMahan et al., AISTATS 2017 (FedAvg with E = 1 and the full batch), with the shared Adam of
+FedStruct's experiments (Aliakbari, Östman, Graell i Amat, "Decoupled Subgraph Federated Learning",
+ICLR 2025, Eq. 4, 5).
 
 What travels, per client and round:
     down  model      θ
     up    gradient   ∇_k, of the loss summed over the client's training items
           labelled   number of its training items
 
-    ∇ = Σ_k ∇_k / Σ_k |training items of k|          the gradient of the mean loss over all training items
-    θ ← Adam(θ, ∇)
+    ∇ = Σ_k ∇_k / Σ_k |training items of k|          `gradient`, `follow`
+    θ ← Adam(θ, ∇)                                   `follow`
 
-The server needs nothing but the two sums. One round is one step; there is one common model and no local training.
+∇ is the gradient of the mean loss over all clients' training items. The server needs only the two
+sums. One round is one step. There is one common model and no local training.
 """
 
 from dataclasses import dataclass
@@ -33,7 +35,7 @@ from fedloom.nn.weights import load_weights
 
 @dataclass(frozen=True)
 class FedSGD(Method):
-    """Summed gradients, one optimiser at the server."""
+    """Summed gradients, and one optimiser at the server."""
 
     lr: float = setting(0.01, "the server's learning rate λ", above=0, tune="0.001..0.1")
     weight_decay: float = setting(5e-4, "L2 penalty", at_least=0, tune="1e-6..0.01")
@@ -44,14 +46,14 @@ class FedSGD(Method):
 
     @phase()
     def setup(self, client: Client) -> Message:
-        """A model to compute gradients with."""
+        """Builds a model to compute gradients with."""
         client.state["model"] = client.build()
         return {}
 
     @summed
     @phase(gradient="=model", labelled="int64[]")
     def gradient(self, client: Client, model: Message) -> Message:
-        """∇ of the summed loss at the common weights."""
+        """Returns the gradient of the summed loss at the common weights."""
         local_model = client.state["model"]
         load_weights(local_model, model)
         local_model.zero_grad()
@@ -60,13 +62,13 @@ class FedSGD(Method):
         return {"gradient": gradient, "labelled": client.graph.train.sum()}
 
     def total_loss(self, client: Client, model: Model) -> Tensor:
-        """What all clients' steps minimise, this client's part: cross-entropy summed over its training items."""
+        """Returns the client's part of the loss: cross-entropy summed over training items."""
         return client.loss(
             model(client.graph, client.rng("dropout")), client.graph, reduction="sum"
         )
 
     def run(self, server: Server) -> None:
-        """One shared step a round."""
+        """One shared step per round."""
         server.ask(self.setup)
         model = self.begin(server, server.model())
         for _ in server.rounds(self.rounds):
@@ -74,7 +76,10 @@ class FedSGD(Method):
             server.evaluate(model=model)
 
     def begin(self, server: Server, model: Message) -> Message:
-        """Puts the initial weights and an optimiser for them into the server's state; gives the weights."""
+        """Puts the initial weights and an optimiser for them into the server's state.
+
+        Returns the weights, which `follow` updates in place.
+        """
         server.state["model"] = model = tree_map(torch.clone, model)
         server.state["optimizer"] = make_optimizer(
             self.optimizer, flatten(model).values(), self.lr, self.weight_decay
@@ -82,7 +87,10 @@ class FedSGD(Method):
         return model
 
     def follow(self, server: Server, total: Message) -> None:
-        """One step along the mean gradient: `total` is what the clients answered to `gradient`, summed."""
+        """Takes one step along the mean gradient.
+
+        total: the sum of the clients' replies to `gradient`.
+        """
         gradient = flatten(total["gradient"])
         for name, parameter in flatten(server.state["model"]).items():
             parameter.grad = gradient[name] / total["labelled"].clamp(min=1)

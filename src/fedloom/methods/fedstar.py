@@ -1,24 +1,29 @@
-"""FedStar: two channels read every graph; the one that sees structure alone is averaged, the one that sees features stays private.
+"""FedStar: a structure channel is averaged over clients; a feature channel stays private.
 
-Tan, Liu, Long, Jiang, Lu, Zhang: "Federated Learning on Non-IID Graphs via Structural Knowledge Sharing", AAAI 2023.
+Tan, Liu, Long, Jiang, Lu, Zhang: "Federated Learning on Non-IID Graphs via Structural Knowledge
+Sharing", AAAI 2023.
 
 What travels, per client:
     once     up    size      number of local items n_k
     a round  down  model     θ^s, the structure channel's weights
-             up    model     θ_k^s, after E local epochs; the feature channel and the head never travel
+             up    model     θ_k^s, after E local epochs
+The feature channel and the head never travel.
 
-    s_v = [P(back at v after 1, ..., 16 steps of a random walk) ‖ one-hot degree of v, 16 wide]    `structure_of`, `return_probabilities`
-    s⁰ = s W_s + b,   s^l = tanh(GCN(s^{l-1}))                                                     `TwoChannels.nodes`
-    h⁰ = x W_x + b,   h^l = ReLU(GIN([h^{l-1} ‖ s^{l-1}]))                                         `TwoChannels.nodes`
-    z  = ReLU(Σ_v [h^L ‖ s^L] W_j W_p),   logits = z W_c                                           `TwoChannels.embed`, `head`
-    min  CE over the client's training graphs                                                      Local's `objective`
-    θ^s ← Σ_k (n_k / Σ n) θ_k^s                                                                    `run`
+    s_v = [P(back at v after 1, ..., 16 steps of a random walk)           `return_probabilities`,
+           ‖ one-hot degree of v, 16 wide]                                `structure_of`
+    s⁰ = s W_s + b,   s^l = tanh(GCN(s^{l-1}))                            `TwoChannels.nodes`
+    h⁰ = x W_x + b,   h^l = ReLU(GIN([h^{l-1} ‖ s^{l-1}]))                `TwoChannels.nodes`
+    z  = ReLU(Σ_v [h^L ‖ s^L] W_j W_p)                                    `TwoChannels.embed`
+    logits = z W_c                                                        `TwoChannels.head`
+    min  CE over the client's training graphs                             `LocalTraining.objective`
+    θ^s ← Σ_k (n_k / Σ n) θ_k^s                                           `run`
 
-The model is the method's own: of "gin-3x64" it takes the number of layers and the width. Degrees 0 and 1 share the first column, and all
-from 16 on the last, as in the authors' code. A walk from a node without neighbours never comes back.
+The model is the method's own: from "gin-3x64" it takes the number of layers and the width. Degrees
+0 and 1 share the first column, and all degrees from 16 on the last, as in the authors' code. A walk
+from a node without neighbours never returns.
 
-Departures: a LayerNorm inside GIN's MLP, as everywhere in this package. Edges are taken in the direction messages flow, self-loops are
-no steps.
+Departures: a LayerNorm inside GIN's MLP, as everywhere in this package. Edges are followed in the
+direction of messages, and self-loops are not steps.
 """
 
 from dataclasses import dataclass
@@ -45,14 +50,15 @@ from fedloom.nn.model import Spec
 from fedloom.nn.training import make_optimizer
 from fedloom.nn.weights import load_weights, weights
 
-WALKERS = 64  # columns of a product: starting nodes of each graph that are walked from at once
+WALKERS = 64  # columns of a product: walks that start at once in each graph
 
 
 def return_probabilities(graph: Graph, steps: int) -> Tensor:
-    """diag((D^-1 A)^k) for k = 1 ... steps, [nodes, steps], for a union of small graphs.
+    """Returns diag((D^-1 A)^k) for k = 1 ... steps, [nodes, steps], for a union of small graphs.
 
-    Walks stay in their graph, so column p of a product can start from the p-th node of every graph at once. The union of graphs with n
-    nodes each takes n columns, and graphs that are done drop out.
+    Walks stay in their graph, so column p of a product can start from the p-th node of every graph
+    at once. The union of graphs with n nodes each takes n columns. Graphs that are finished are
+    left out.
     """
     batch = graph.batch
     assert batch is not None, "return probabilities are for graph tasks"
@@ -75,23 +81,21 @@ def return_probabilities(graph: Graph, steps: int) -> Tensor:
 
 
 def structure_of(graph: Graph, steps: int, degrees: int) -> Tensor:
-    """s [nodes, steps + degrees], kept on the graph."""
+    """Returns s [nodes, steps + degrees], cached on the graph."""
 
     def make() -> Tensor:
         degree = graph.adjacency("sum").offsets.diff()
-        return torch.cat(
-            [
-                return_probabilities(graph, steps),
-                degree_features((degree - 1).clamp(min=0), degrees),
-            ],
-            1,
-        )
+        one_hot = degree_features((degree - 1).clamp(min=0), degrees)
+        return torch.cat([return_probabilities(graph, steps), one_hot], 1)
 
     return graph.cached(("structure", steps, degrees), make)
 
 
 class TwoChannels(nn.Module):
-    """The model: `structure` is the shared channel, all else is private. As with other models, noise is drawn iff `rng` is given."""
+    """The model. `structure` is the shared channel; everything else is private.
+
+    As with other models, dropout is applied only if `rng` is given.
+    """
 
     def __init__(self, spec: Spec, facts: Facts, steps: int, degrees: int, seed: int):
         super().__init__()
@@ -102,18 +106,15 @@ class TwoChannels(nn.Module):
         self.features = nn.ModuleList(
             [Dense(facts.num_features, p), *(SumNeighbour(2 * p, p) for _ in range(spec.layers))]
         )
-        self.join, self.post, self.classifier = (
-            Dense(2 * p, p),
-            Dense(p, p),
-            Dense(p, facts.num_classes),
-        )
+        self.join, self.post = Dense(2 * p, p), Dense(p, p)
+        self.classifier = Dense(p, facts.num_classes)
         rng = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.xavier_uniform_(parameter, generator=rng)
 
     def nodes(self, graph: Graph, rng: torch.Generator | None) -> Tensor:
-        """Both channels side by side, [nodes, 2p]."""
+        """Returns both channels, concatenated, [nodes, 2p]."""
         s = self.structure[0](structure_of(graph, self.steps, self.degrees).matmul, graph)
         h = self.features[0](graph.project, graph)
         for of_structure, of_features in zip(self.structure[1:], self.features[1:], strict=True):
@@ -122,39 +123,41 @@ class TwoChannels(nn.Module):
         return torch.cat([h, s], 1)
 
     def embed(self, graph: Graph, rng: torch.Generator | None = None) -> Tensor:
-        """Takes a graph, gives its items' embeddings [items, p]: nodes are added up."""
+        """Returns embeddings [items, p] of a graph's items: sums over their nodes."""
         joined = self.join(self.nodes(graph, rng).matmul, graph)
-        pooled = joined.new_zeros(graph.num_items, joined.shape[1]).index_add(
-            0, graph.batch, joined
-        )
-        return F.relu(self.post(pooled.matmul, graph))
+        sums = joined.new_zeros(graph.num_items, joined.shape[1]).index_add(0, graph.batch, joined)
+        return F.relu(self.post(sums.matmul, graph))
 
     def head(self, z: Tensor, graph: Graph, rng: torch.Generator | None = None) -> Tensor:
-        """Takes embeddings [items, p], gives logits [items, classes]."""
+        """Returns logits [items, classes] from embeddings [items, p]."""
         return self.classifier(dropout(z, self.dropout, rng).matmul, graph)
 
     def forward(self, graph: Graph, rng: torch.Generator | None = None) -> Tensor:
-        """Takes a graph, gives its items' logits [items, classes]."""
+        """Returns logits [items, classes] of a graph's items."""
         return self.head(self.embed(graph, rng), graph, rng)
 
 
 @dataclass(frozen=True)
 class FedStar(LocalTraining):
-    """FedAvg of a structure channel beside a private feature channel."""
+    """FedAvg of a structure channel, with a private feature channel."""
 
-    walk: int = setting(16, "steps of the random walk whose return is looked at", at_least=1)
+    walk: int = setting(16, "steps of the random walk whose return is measured", at_least=1)
     degrees: int = setting(16, "columns of the one-hot degree", at_least=1)
 
     tasks: ClassVar[tuple[str, ...]] = ("graph",)
     one_model: ClassVar[bool] = True
 
     def build(self, facts: Facts, *stream: object) -> TwoChannels:
-        """A fresh model with the depth and width of the run's spec, from a random stream of its own."""
+        """Returns a fresh model with the depth and width of the run's spec.
+
+        stream: the names of the random stream of its weights.
+        """
         (text,) = set(facts.models)
         spec = parse_spec(text)
         if spec.options - {"linear"} or len(spec.widths) > 1:
             raise ConfigError(
-                f"model {text!r}: fedstar's model takes layers and one width, e.g. 'gin-{spec.layers}x{spec.width}'"
+                f"model {text!r}: fedstar's model takes layers and one width, "
+                f"e.g. 'gin-{spec.layers}x{spec.width}'"
             )
         return TwoChannels(
             spec, facts, self.walk, self.degrees, stream_seed(facts.seed, "model", *stream)
@@ -162,7 +165,7 @@ class FedStar(LocalTraining):
 
     @phase()
     def setup(self, client: Client) -> Message:
-        """A model of the client's own, and its optimiser."""
+        """Builds the client's own model and its optimiser."""
         client.state["model"] = model = self.build(client.facts, client.name, "init")
         client.state["optimizer"] = make_optimizer(
             self.optimizer, model.parameters(), self.lr, self.weight_decay
@@ -172,7 +175,7 @@ class FedStar(LocalTraining):
     @averaged(by="size")
     @phase(model="~model")
     def train(self, client: Client, model: Message) -> Message:
-        """E local epochs of both channels, from the mean structure channel."""
+        """Trains both channels for E local epochs from the mean structure channel."""
         local_model = client.state["model"]
         load_weights(local_model.structure, model)
         self.descend(client, local_model, model)

@@ -1,20 +1,22 @@
-"""FedTGP: the server trains the prototypes that clients are pulled to, so that classes stay apart.
+"""FedTGP: the server trains the prototypes that clients align to, so that classes stay separated.
 
-Zhang, Liu, Hua, Cao: "FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced Contrastive Learning for Data and Model
-Heterogeneity in Federated Learning", AAAI 2024, Eq. 5 to 8.
+Zhang, Liu, Hua, Cao: "FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced Contrastive
+Learning for Data and Model Heterogeneity in Federated Learning", AAAI 2024, Eq. 5 to 8.
 
 What travels, per client and round (C classes, p the embedding's width):
-    down  prototypes, present   P̂, of the classes that somebody told of (nothing in the first round)
-    up    prototypes, present   P_k, of the client's own classes; no zero vector stands for a class that is not there
+    down  prototypes, present   P̂, of the classes that some client sent (nothing in the first round)
+    up    prototypes, present   P_k, of the client's own classes; no zero vectors for absent classes
 
-    P̂[c] = MLP(u_c), u_c and the MLP trained                                                    `Anchors`
-    δ    = min(max_{c≠c'} ‖Q_c − Q_c'‖, τ), Q_c the mean of this round's P_k[c]                   `margin`
-    min  mean over P_k[c] of −log e^{−(‖P_k[c] − P̂[c]‖ + δ)} / (that + Σ_{c'≠c} e^{−‖P_k[c] − P̂[c']‖})     `contrast`
+    P̂[c] = MLP(u_c), where u_c and the MLP are trained                              `Anchors`
+    δ    = min(max_{c≠c'} ‖Q_c − Q_c'‖, τ), Q_c the mean of this round's P_k[c]      `margin`
+    d    = ‖P_k[c] − P̂[c]‖,   d' = ‖P_k[c] − P̂[c']‖
+    min  mean over P_k[c] of −log e^{−(d + δ)} / (e^{−(d + δ)} + Σ_{c'≠c} e^{−d'})   `contrast`
 
 Clients train as in FedProto, towards P̂. Anchors and their optimiser persist over rounds.
 
-Departures: Adam at the server, with weight decay, all uploads in one step, 10 steps a round (graph benchmarks; the authors' code: SGD,
-batches, 100 epochs). δ is the paper's largest distance; the authors' code takes the largest over classes of the smallest.
+Departures. The server uses Adam with weight decay, all uploads in one step and 10 steps per round,
+as in graph benchmarks (the authors' code: SGD, batches, 100 epochs). δ is the paper's largest
+distance; the authors' code takes the largest over classes of the smallest.
 """
 
 from dataclasses import dataclass
@@ -36,7 +38,7 @@ from fedloom.nn.training import make_optimizer, seeded, step
 
 
 class Anchors(nn.Module):
-    """One trained vector for each entry, through an MLP that they share."""
+    """One trained vector per entry, passed through a shared MLP."""
 
     def __init__(self, entries: int, width: int):
         super().__init__()
@@ -44,27 +46,27 @@ class Anchors(nn.Module):
         self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self) -> Tensor:
-        """All anchors, [entries, width]."""
+        """Returns all anchors, [entries, width]."""
         return self.outer(torch.relu(self.inner(self.table)))
 
 
 @dataclass(frozen=True)
 class FedTGP(FedProto):
-    """FedProto towards anchors that are trained to be told apart."""
+    """FedProto towards anchors that are trained to be separable."""
 
-    server_steps: int = setting(10, "steps a round on the anchors", at_least=1, tune="1..100")
+    server_steps: int = setting(10, "steps per round on the anchors", at_least=1, tune="1..100")
     server_lr: float = setting(0.01, "learning rate of the anchors", above=0, tune="0.001..0.1")
     margin_cap: float = setting(100.0, "τ, the largest margin δ", at_least=0, tune="1..100")
 
     discloses_to_peers: ClassVar[str] = (
-        "anchors, trained on class means: on those of one client alone, if no other has the class"
+        "anchors trained on class means; on those of a single client if no other has the class"
     )
 
     @phase(prototypes="float32[*present,p]", present="bool[C]")
     def train(
         self, client: Client, prototypes: Tensor | None = None, present: Tensor | None = None
     ) -> Message:
-        """E local epochs; then the class means of what the client has."""
+        """Trains for E local epochs, then returns the means of the client's classes."""
         self.follow(client, prototypes, present)
         means, counts = class_means(
             self.embeddings(client), client.graph.y, client.graph.train, client.facts.num_classes
@@ -73,7 +75,7 @@ class FedTGP(FedProto):
 
     # ---- the server's side ----
     def begin(self, server: Server, entries: int) -> None:
-        """Fresh anchors and their optimiser."""
+        """Creates the anchors and their optimiser in the server's state."""
         with seeded(server.rng("anchors")):
             server.state["anchors"] = anchors = Anchors(entries, server.facts.width)
         server.state["optimizer"] = make_optimizer(
@@ -81,20 +83,30 @@ class FedTGP(FedProto):
         )
 
     def margin(self, q: Tensor) -> Tensor:
-        """δ of class means q [classes, p]: their largest distance, up to the cap; 0 with fewer than two classes."""
+        """Returns δ of class means q [classes, p]: their largest distance, up to the cap.
+
+        It is 0 with fewer than two classes.
+        """
         return self.far(q, q).max().clamp(max=self.margin_cap) if len(q) > 1 else torch.zeros(())
 
     def contrast(self, anchors: Tensor, uploads: Tensor, label: Tensor, margin: Tensor) -> Tensor:
-        """The loss of anchors [classes, p] under uploads [many, p] of known classes."""
+        """Returns the loss of anchors [classes, p].
+
+        Args:
+            anchors: P̂ [classes, p].
+            uploads: P_k of all clients [uploads, p].
+            label: The class of each upload.
+            margin: δ.
+        """
         far = self.far(uploads, anchors)
         return F.cross_entropy(-(far + margin * F.one_hot(label, len(anchors))), label)
 
     def far(self, a: Tensor, b: Tensor) -> Tensor:
-        """Euclidean distances of the rows of a and b, [rows of a, rows of b]."""
+        """Returns Euclidean distances of the rows of a and b, [rows of a, rows of b]."""
         return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
 
     def learn(self, server: Server, uploads: Tensor, label: Tensor) -> Message:
-        """Steps on the anchors; then those of the classes that were told of, as they travel."""
+        """Trains the anchors. Returns those of the classes that clients sent, as they travel."""
         state, classes = server.state, server.facts.num_classes
         means, counts = class_means(uploads, label, label >= 0, classes)
         margin = self.margin(means[counts > 0])
@@ -116,6 +128,6 @@ class FedTGP(FedProto):
 
 
 def _gathered(replies: Replies) -> tuple[Tensor, Tensor]:
-    """All prototypes that came, [many, p], and their classes."""
+    """Returns all prototypes that arrived, [uploads, p], and their classes."""
     uploads = torch.cat([reply["prototypes"] for reply in replies.values()])
     return uploads, torch.cat([reply["present"].nonzero().flatten() for reply in replies.values()])

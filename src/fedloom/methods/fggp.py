@@ -1,37 +1,50 @@
-"""FGGP: clients also train on a second view of their graph, drawn from links that the global model suggests; cluster prototypes classify.
+"""FGGP: clients also train on a second view with suggested links, and cluster prototypes classify.
 
-Wan, Huang, Ye: "Federated Graph Learning under Domain Shift with Generalizable Prototypes", AAAI 2024.
+Wan, Huang, Ye: "Federated Graph Learning under Domain Shift with Generalizable Prototypes",
+AAAI 2024. The second view is drawn from links that the global model suggests.
 
 What travels, per client (C classes, p the embedding's width):
     once     up    size                    number of local items n_k
     a round  down  model, sampler          θ, and ψ, the weights of the network that scores links
-                   clusters, of_class      cluster prototypes, and of which class each is (nothing in the first round)
+                   clusters, of_class      cluster prototypes, and the class of each (nothing in the
+                                           first round)
              up    model, sampler          θ_k, ψ_k
-                   prototypes, present     P_k[c] of the classes that occur at the client, and which these are
+                   prototypes, present     P_k[c] of the classes that occur at the client, and which
+                                           these are
 
-    candidates = own edges ∪ each node's k nearest by cosine under the downloaded θ           `candidates`
-    g_ij = h_i · h_j, h = sampler(candidates);  link ij is drawn with α σ(g_ij) + 1 − α       `scores`, `draw`
-    P[c] = Σ a_i z_i / Σ a_i over the nodes with ŷ_i = c                                      `class_centres`
-    ŷ_i = y_i, a_i = 1 in the training set; else the class that θ_k names and how sure it is  `annotated`
-    L_links = ½ (mean over candidates of −log σ(g) + mean over other pairs of −log σ(−g))     `reconstruction`
-    L_align = InfoNCE of the second view's P[c] with the first's; rest: all other classes     `alignment`
-    min CE + λ_1 CE(second view) + λ_2 L_links + λ_3 L_align                                  `objective`
-    P_k → means of FINCH's clusters, class by class;   θ, ψ ← Σ_k (n_k / Σ n) θ_k, ψ_k        FPL's `cluster_means`, `run`
-    class of a node = argmax_c Σ_{clusters Q of c} e^{cos(z, Q) / τ_v}                        `vote`
+    candidates = own edges ∪ each node's k nearest by cosine              `candidates`
+                 under the downloaded θ
+    g_ij = h_i · h_j, h = sampler(candidates)                             `scores`
+    link ij is drawn with probability α σ(g_ij) + 1 − α                   `draw`
+    P[c] = Σ a_i z_i / Σ a_i over the nodes with ŷ_i = c                  `class_centres`
+    ŷ_i = y_i, a_i = 1 in the training set; else the class that θ_k       `pseudo_labels`
+          predicts and its probability
+    L_links = ½ (mean over candidates of −log σ(g)                        `reconstruction`
+                 + mean over other pairs of −log σ(−g))
+    L_align = InfoNCE of the second view's P[c] with the first's;         `alignment`
+              negatives: all other classes
+    min CE + λ_1 CE(second view) + λ_2 L_links + λ_3 L_align              `objective`
+    P_k → means of FINCH's clusters, class by class                       `fpl.cluster_means`
+    θ, ψ ← Σ_k (n_k / Σ n) θ_k, ψ_k                                       `run`
+    class of a node = argmax_c Σ_{clusters Q of c} e^{cos(z, Q) / τ_v}    `vote`
 
-The links are drawn by relaxed Bernoulli with a straight-through gradient, which comes through every product with the second view's
-adjacency (a model that looks at no edge weights, GAT, gives none; then L_links alone teaches the sampler). `classifier` says who predicts:
-the prototypes, as in the paper, or the model's head. Local evaluation votes with the clusters of the client's last download, global
-with the new ones; before there are any the head predicts. A client without labelled nodes trains nothing and tells no prototypes.
+The links are drawn by relaxed Bernoulli with a straight-through gradient. The gradient passes
+through every product with the second view's adjacency. (A model that ignores edge weights, GAT,
+gives none; then only L_links trains the sampler.) `classifier` says what predicts: the prototypes,
+as in the paper, or the model's head. Local evaluation votes with the clusters of the client's last
+download, global evaluation with the new ones. Before there are any, the head predicts. A client
+without labelled nodes trains nothing and sends no prototypes.
 
-Departures. Links are drawn among candidates only, and L_links takes as many other pairs, at random, as there are candidates: the authors'
-code scores all n² pairs, weighted so that both kinds count a half, which is L_links. σ(g) for g / max g. The second view is undirected and
-unweighted. Nearest neighbours are looked up every round (there: every 10 to 50). ŷ and a carry no gradient. All clusters of the last round
-vote; the authors' code keeps those of several rounds in a queue and asks the nearest 20 to 100. Two faults of public code are not kept: it
-numbers a client's prototypes in the order of the classes present, and a benchmark makes the clusters only to drop them.
+Departures. Links are drawn among candidates only, and L_links takes as many random other pairs as
+there are candidates. The authors' code scores all n² pairs, weighted so that both kinds have weight
+½, which is L_links. σ(g) replaces g / max g. The second view is undirected and unweighted. Nearest
+neighbours are computed every round (there: every 10 to 50). ŷ and a carry no gradient. All clusters
+of the last round vote; the authors' code keeps those of several rounds in a queue and uses the
+nearest 20 to 100. Two faults of public code are not kept: it numbers a client's prototypes in the
+order of the classes present, and a benchmark computes the clusters but does not use them.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import ClassVar
 
@@ -51,7 +64,7 @@ from fedloom.data.seeds import stream_seed
 from fedloom.data.sparse import weighted
 from fedloom.methods._shared.prototypes import told
 from fedloom.methods.fedavg import FedAvg
-from fedloom.methods.fednh import embedded
+from fedloom.methods.fednh import embed_with
 from fedloom.methods.fpl import cluster_means
 from fedloom.nn.build import build_model
 from fedloom.nn.model import Model
@@ -62,12 +75,15 @@ from fedloom.nn.weights import load_weights, weights
 
 @dataclass(frozen=True, eq=False)
 class View(Graph):
-    """A graph of drawn links. Products with its adjacency carry a gradient to the draw, which those of `Sparse` do not."""
+    """A graph of drawn links, whose adjacency products carry a gradient to the draw.
 
-    links: Graph = None  # type: ignore[assignment]  # all candidates: weight 1 if drawn, else 0
+    Products of `Sparse` do not.
+    """
+
+    links: Graph = field(kw_only=True)  # all candidates, with weight 1 if drawn, else 0
 
     def propagate(self, h: Tensor, kind: str = "sym") -> Tensor:
-        """adjacency(kind) @ h, differentiable in both."""
+        """Returns adjacency(kind) @ h, differentiable in both."""
         S = self.links.adjacency(kind)
         return weighted(S, S.values, h)
 
@@ -81,7 +97,7 @@ class FGGP(FedAvg):
     )
     alpha: float = setting(
         0.5,
-        "α, the sampler's say in a link's probability; the rest is for keeping it",
+        "α, weight of the sampler in a link's probability; the rest keeps the link",
         at_least=0,
         at_most=1,
         tune="0..1",
@@ -100,16 +116,16 @@ class FGGP(FedAvg):
     tau_vote: float = setting(
         0.1, "τ_v, temperature of the prototypes' vote", above=0, tune="0.05..1"
     )
-    classifier: str = setting("prototypes", "who predicts", choices=("prototypes", "head"))
+    classifier: str = setting("prototypes", "what predicts", choices=("prototypes", "head"))
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
     discloses_to_peers: ClassVar[str] = (
-        "cluster prototypes, means over few clients: of one alone, if no other has the class"
+        "cluster prototypes, means over few clients; of a single client if no other has the class"
     )
 
     @phase()
     def setup(self, client: Client) -> Message:
-        """A model, a sampler, and an optimiser of both that keeps its moments over rounds."""
+        """Builds a model, a sampler, and one optimiser of both that keeps its moments."""
         client.state |= {"model": client.build(), "sampler": sampler(client.facts)}
         parameters = chain(client.state["model"].parameters(), client.state["sampler"].parameters())
         client.state["optimizer"] = make_optimizer(
@@ -126,7 +142,10 @@ class FGGP(FedAvg):
         clusters: Tensor | None = None,
         of_class: Tensor | None = None,
     ) -> Message:
-        """E local epochs from the global weights on both views; then the classes' prototypes."""
+        """Trains for E local epochs from the global weights on both views.
+
+        Then it computes the prototypes of the classes.
+        """
         state, graph = client.state, client.graph
         local_model, C = state["model"], client.facts.num_classes
         load_weights(local_model, model)
@@ -140,18 +159,19 @@ class FGGP(FedAvg):
             self.descend(client, local_model, {"candidates": suggested})
             with torch.no_grad():
                 z = local_model.embed(graph)
-                table, present = class_centres(z, *annotated(local_model.head(z, graph), graph), C)
+                label, sure = pseudo_labels(local_model.head(z, graph), graph)
+                table, present = class_centres(z, label, sure, C)
         return {
             "model": weights(local_model),
             "sampler": weights(state["sampler"]),
             **told(table, present),
         }
 
-    def objective(
-        self, client: Client, batch: Graph, model: Model, received: Message | None
-    ) -> Tensor:
-        """CE + λ_1 CE(second view) + λ_2 L_links + λ_3 L_align; `model` holds the candidate links."""
-        assert received is not None
+    def objective(self, client: Client, batch: Graph, model: Model, received: Message) -> Tensor:
+        """Returns CE + λ_1 CE(second view) + λ_2 L_links + λ_3 L_align.
+
+        received: the graph of candidate links under `candidates`.
+        """
         suggested, C = received["candidates"], client.facts.num_classes
         h = client.state["sampler"](suggested)
         view = self.draw(suggested, scores(h, pairs_of(suggested)), client.rng("links"))
@@ -159,7 +179,7 @@ class FGGP(FedAvg):
             outputs(model, g, client.rng(noise))
             for g, noise in ((batch, "dropout"), (view, "second"))
         )
-        label, sure = annotated(logits.detach(), batch)
+        label, sure = pseudo_labels(logits.detach(), batch)
         (P, present), (P_second, _) = (
             class_centres(each, label, sure, C) for each in (z, z_second)
         )
@@ -171,22 +191,28 @@ class FGGP(FedAvg):
         )
 
     def draw(self, suggested: Graph, score: Tensor, rng: Generator) -> View:
-        """The second view: each candidate is there or not, for both directions."""
-        likely = self.alpha * torch.sigmoid(score) + 1 - self.alpha
+        """Returns the second view: each candidate is drawn or not, for both directions."""
+        probability = self.alpha * torch.sigmoid(score) + 1 - self.alpha
         noise = torch.logit(torch.rand(len(score), generator=rng), eps=1e-6)
-        soft = torch.sigmoid((torch.logit(likely, eps=1e-6) + noise) / self.softness)
+        soft = torch.sigmoid((torch.logit(probability, eps=1e-6) + noise) / self.softness)
         drawn = soft.detach() > 0.5
         weight = drawn.float() + (soft - soft.detach())  # 0 or 1, with the gradient of `soft`
-        there = drawn.repeat(2)
         view = View(
-            x=suggested.x, edge_index=suggested.edge_index[:, there], y=suggested.y, num_classes=suggested.num_classes,
-            train=suggested.train, links=replace(suggested, edge_weight=weight.repeat(2)),
-        )  # fmt: skip
+            x=suggested.x,
+            edge_index=suggested.edge_index[:, drawn.repeat(2)],
+            y=suggested.y,
+            num_classes=suggested.num_classes,
+            train=suggested.train,
+            links=replace(suggested, edge_weight=weight.repeat(2)),
+        )
         view.cached("features", lambda: suggested.sparse_x)
         return view
 
     def predict(self, client: Client, model: Message | None) -> Tensor:
-        """The vote, or the head's logits; `model` is θ and the clusters."""
+        """Returns the vote, or the head's logits.
+
+        model: θ and the clusters. None: the client's own.
+        """
         local_model, graph = client.state["model"], client.full_graph
         known = client.state if model is None else model
         theta = (
@@ -196,25 +222,22 @@ class FGGP(FedAvg):
         )
         if self.classifier == "head" or "clusters" not in known:
             return super().predict(client, theta)
-        z = local_model.embed(graph) if theta is None else embedded(local_model, theta, graph)
+        z = local_model.embed(graph) if theta is None else embed_with(local_model, theta, graph)
         return vote(
             z, known["clusters"], known["of_class"], client.facts.num_classes, self.tau_vote
         )
 
     def run(self, server: Server) -> None:
-        """The rounds: clients train on both views, the server averages, and clusters the prototypes."""
+        """Clients train on both views; the server averages, and clusters the prototypes."""
         server.ask(self.setup)
         state = server.state
         state |= {"model": server.model(), "sampler": weights(sampler(server.facts)), "told": {}}
         for _ in server.rounds(self.rounds):
-            size, sent = (
-                server.weights("size", server.participants),
-                {"model": state["model"], "sampler": state["sampler"]},
-            )
+            size = server.weights("size", server.participants)
+            sent = {"model": state["model"], "sampler": state["sampler"]}
             replies = server.ask(self.train, clients=list(size), **sent, **state["told"])
-            state |= Replies(
-                {c: {name: reply[name] for name in sent} for c, reply in replies.items()}
-            ).mean(size)
+            trained = {c: {name: reply[name] for name in sent} for c, reply in replies.items()}
+            state |= Replies(trained).mean(size)
             state["told"] = cluster_means(list(replies.values()))
             server.evaluate(model=state["model"] | state["told"])
         self.finish(server)
@@ -222,7 +245,10 @@ class FGGP(FedAvg):
 
 # ---- links ----
 def sampler(facts: Facts) -> Model:
-    """The network that scores links, two convolutions wide as the embedding; initialised from the public seed, alike for all."""
+    """Returns the network that scores links: two convolutions, as wide as the embedding.
+
+    It is initialised from the public seed, equally for all clients.
+    """
     seed = stream_seed(facts.seed, "model", "sampler")
     return build_model(
         f"gcn-2x{facts.width}", facts.num_features, facts.width, dropout=0.0, seed=seed
@@ -230,39 +256,41 @@ def sampler(facts: Facts) -> Model:
 
 
 def candidates(graph: Graph, z: Tensor, neighbours: int) -> Graph:
-    """The graph with its own edges and those to every node's nearest, each pair once: first all with i < j, then all turned round."""
-    ends = torch.cat([graph.edge_index, linked_to_nearest(F.normalize(z), neighbours)], 1)
-    joined = pairs(ends, graph.num_nodes)
+    """Returns the graph with its own edges and those to every node's nearest, each pair once.
+
+    The edges with i < j come first, then their reverses.
+    """
+    edges = torch.cat([graph.edge_index, linked_to_nearest(F.normalize(z), neighbours)], 1)
+    joined = pairs(edges, graph.num_nodes)
     suggested = replace(graph, edge_index=torch.cat([joined, joined.flip(0)], 1), edge_weight=None)
     suggested.cached("features", lambda: graph.sparse_x)
     return suggested
 
 
 def pairs_of(suggested: Graph) -> Tensor:
-    """The candidate pairs, [2, pairs], i < j."""
+    """Returns the candidate pairs, [2, pairs], i < j."""
     return suggested.edge_index[:, : suggested.num_edges // 2]
 
 
 def scores(h: Tensor, pairs: Tensor) -> Tensor:
-    """g of each pair."""
+    """Returns g of each pair."""
     return (h[pairs[0]] * h[pairs[1]]).sum(1)
 
 
 def reconstruction(h: Tensor, suggested: Graph, rng: Generator) -> Tensor:
-    """L_links."""
+    """Returns L_links."""
     n, linked = suggested.num_nodes, pairs_of(suggested)
     others = torch.randint(n, linked.shape, generator=rng).sort(0).values
     known, key = linked[0] * n + linked[1], others[0] * n + others[1]
     others = others[:, (others[0] < others[1]) & ~torch.isin(key, known)]
     kinds = (F.softplus(-scores(h, linked)), F.softplus(scores(h, others)))
-    return 0.5 * sum(
-        (each.mean() for each in kinds if len(each)), h.sum() * 0.0
-    )  # a complete graph has no other pairs
+    # A complete graph has no other pairs.
+    return 0.5 * sum((each.mean() for each in kinds if len(each)), h.sum() * 0.0)
 
 
 # ---- prototypes ----
-def annotated(logits: Tensor, graph: Graph) -> tuple[Tensor, Tensor]:
-    """ŷ and a of all nodes."""
+def pseudo_labels(logits: Tensor, graph: Graph) -> tuple[Tensor, Tensor]:
+    """Returns ŷ and a of all nodes."""
     sure, label = logits.softmax(1).max(1)
     return torch.where(graph.train, graph.y, label), torch.where(graph.train, 1.0, sure)
 
@@ -270,20 +298,27 @@ def annotated(logits: Tensor, graph: Graph) -> tuple[Tensor, Tensor]:
 def class_centres(
     z: Tensor, label: Tensor, sure: Tensor, num_classes: int
 ) -> tuple[Tensor, Tensor]:
-    """P [classes, p], zero for a class that does not occur, and which occur."""
+    """Returns P [classes, p] and which classes occur. P is zero for a class that does not."""
     total = z.new_zeros(num_classes).index_add(0, label, sure)
     sums = z.new_zeros(num_classes, z.shape[1]).index_add(0, label, sure.unsqueeze(1) * z)
     return sums / total.where(total > 0, 1.0).unsqueeze(1), total > 0
 
 
 def alignment(second: Tensor, first: Tensor, tau: float) -> Tensor:
-    """L_align: the second view's prototype of a class finds the first's among all classes' of both views."""
+    """Returns L_align.
+
+    The second view's prototype of a class must match the first's, among all classes' prototypes of
+    both views.
+    """
     second, first = F.normalize(second), F.normalize(first)
     among = torch.cat([second @ first.T, (second @ second.T).fill_diagonal_(-torch.inf)], 1)
     return F.cross_entropy(among / tau, torch.arange(len(first)))
 
 
 def vote(z: Tensor, clusters: Tensor, of_class: Tensor, num_classes: int, tau: float) -> Tensor:
-    """log Σ_{clusters Q of c} e^{cos(z, Q) / τ_v}, [nodes, classes]; −∞ for a class without any."""
+    """Returns log Σ_{clusters Q of c} e^{cos(z, Q) / τ_v}, [nodes, classes].
+
+    It is −∞ for a class without clusters.
+    """
     similar = F.normalize(z) @ F.normalize(clusters).T / tau
     return torch.stack([similar[:, of_class == c].logsumexp(1) for c in range(num_classes)], 1)

@@ -1,23 +1,31 @@
-"""FGSSL: clients follow the global model in where classes lie and in which neighbours are alike, each looking at a thinned graph.
+"""FGSSL: on thinned graphs, clients match the global model's classes and neighbourhoods.
 
 Huang, Wan, Ye, Du: "Federated Graph Semantic and Structural Learning", IJCAI 2023.
 
 What travels: as in FedAvg.
 
-    G_w, G_s = the graph with few and with many of its edges and feature columns missing, drawn at every step        `views.thinned`
-    z, f = embeddings and logits of the model that trains, on G_s;   z°, f° = those of the downloaded model, on G_w  `objective`
-    L_c = mean_i −mean_{j: y_j = y_i} log e^{cos(z_i, z°_j)/τ} / Σ_j e^{cos(z_i, z°_j)/τ},  i and j training nodes   `contrast`
-    q_i = softmax over i's neighbours j of cos(f_i, f_j)/ω,   q°_i = that of f°                                      `neighbour_odds`
-    L_d = mean of KL(q°_i ‖ q_i) over the nodes that have neighbours                                                 `structure`
-    min CE on the graph itself + λ_c L_c + λ_d L_d                                                                   `objective`
+    G_w, G_s = the graph with few and with many of its edges and feature          `thinned`
+               columns missing, drawn at every step
+    z, f   = embeddings and logits of the trained model on G_s                    `objective`
+    z°, f° = embeddings and logits of the downloaded model on G_w                 `objective`
+    L_c = mean_i −mean_{j: y_j = y_i} log                                         `contrast`
+              e^{cos(z_i, z°_j)/τ} / Σ_j e^{cos(z_i, z°_j)/τ}
+          where i and j are training nodes
+    q_i = softmax over i's neighbours j of cos(f_i, f_j)/ω                        `log_neighbours`
+    q°_i = the same of f°                                                         `log_neighbours`
+    L_d = mean of KL(q°_i ‖ q_i) over the nodes that have neighbours              `structure`
+    min CE on the graph itself + λ_c L_c + λ_d L_d                                `objective`
 
-Neighbours are those of the whole graph, also where a view lacks the edge. L_d takes memory for a row of logits an edge, L_c for `ROWS`
-rows of training nodes × training nodes. With a single class L_c only asks that its nodes be equally near; without edges L_d is 0.
+Neighbours are those of the whole graph, also where a view lacks the edge. L_d takes memory for one
+row of logits per edge, L_c for `ROWS` rows of training nodes × training nodes. With a single class
+L_c only makes its nodes equally near; without edges L_d is 0.
 
-Beside the authors' code: L_c is as there (a node is its own positive, too). For L_d it compares sharpened class probabilities, of the ten
-nodes with the highest degree, which it counts as their own neighbours; here logits, of all nodes, and ω is the temperature of the
-neighbours' softmax. Its public versions, and a benchmark after them, compute several such terms and minimise CE and one of them; here
-every term that is computed is minimised. λ_c, λ_d and ω are ours.
+Departures from the authors' code. L_c is the same as there (a node is its own positive, too). For
+L_d the code compares sharpened class probabilities of the ten nodes with the highest degree, which
+it counts as their own neighbours. Here it compares logits of all nodes, and ω is the temperature of
+the neighbours' softmax. The code's public versions, and a benchmark after them, compute several
+such terms and minimise CE and one of them. Here every term that is computed is minimised. λ_c, λ_d
+and ω are ours.
 """
 
 from dataclasses import dataclass
@@ -38,12 +46,12 @@ from fedloom.nn.model import Model
 from fedloom.nn.training import outputs
 from fedloom.nn.weights import load_weights
 
-ROWS = 1024  # of similarities that are held at once
+ROWS = 1024  # rows of similarities that are in memory at once
 
 
 @dataclass(frozen=True)
 class FGSSL(FedAvg):
-    """FedAvg with a contrast to the global model's classes and a distillation of its neighbourhoods."""
+    """FedAvg with a contrast to the global model's classes and a term for neighbourhoods."""
 
     semantic: float = setting(
         1.0, "λ_c, weight of the contrast between classes", at_least=0, tune="0.1..10"
@@ -70,21 +78,21 @@ class FGSSL(FedAvg):
 
     @phase()
     def setup(self, client: Client) -> Message:
-        """As in FedAvg; and a model that only looks, refilled every round."""
+        """As in FedAvg, plus a model that is not trained and holds the global weights."""
         client.memory["global"] = client.build()
         return super().setup(client)
 
     @averaged(by="size")
     @phase(model="~model")
     def train(self, client: Client, model: Message) -> Message:
-        """E local epochs from the global weights, which stay in sight."""
+        """Trains for E local epochs from the global weights, which the objective also uses."""
         load_weights(client.memory["global"], model)
         return super().train(client, model)
 
     def objective(
-        self, client: Client, batch: Graph, model: Model, global_weights: Message | None
+        self, client: Client, batch: Graph, model: Model, global_weights: Message
     ) -> Tensor:
-        """CE + λ_c L_c + λ_d L_d."""
+        """Returns CE + λ_c L_c + λ_d L_d."""
         plain = super().objective(client, batch, model, global_weights)
         if not (self.semantic or self.structural):
             return plain
@@ -103,21 +111,31 @@ class FGSSL(FedAvg):
 
 
 def unit(z: Tensor) -> Tensor:
-    """Rows at length 1; a row of zeros, which `F.normalize` gives a gradient of 1e12, stays one."""
+    """Returns the rows scaled to length 1.
+
+    A row of zeros stays zero. `F.normalize` would give it a gradient of 1e12.
+    """
     length = z.norm(dim=1, keepdim=True)
     return z / length.where(length > 0, 1.0)
 
 
 def contrast(z: Tensor, anchors: Tensor, y: Tensor, tau: float) -> Tensor:
-    """L_c of nodes with embeddings z, the global model's `anchors` of the same nodes, and their classes; 0 without nodes."""
+    """Returns L_c; 0 without nodes.
+
+    Args:
+        z: Embeddings of training nodes.
+        anchors: The global model's embeddings of the same nodes.
+        y: Their classes.
+        tau: τ.
+    """
     z, anchors = unit(z), unit(anchors)
-    # The mean over j of the same class is linear in z°_j: a product with the class's mean. Only the divisor needs all pairs.
+    # The mean over j of the same class is linear in z°_j, so it is a product with the class's mean.
+    # Only the divisor needs all pairs.
     classes, place, count = y.unique(return_inverse=True, return_counts=True)
-    centres = z.new_zeros(len(classes), z.shape[1]).index_add(0, place, anchors) / count.unsqueeze(
-        1
-    )
+    sums = z.new_zeros(len(classes), z.shape[1]).index_add(0, place, anchors)
+    centres = sums / count.unsqueeze(1)
     near = (z * centres[place]).sum(1) / tau
-    # Rows are worked out again for the gradient, so that never more than one block of them is held.
+    # The backward pass computes rows again, so that only one block of them is in memory.
     blocks = [
         checkpoint(_divisor, rows, anchors, tau, use_reentrant=False, preserve_rng_state=False)
         for rows in z.split(ROWS)
@@ -130,17 +148,20 @@ def _divisor(z: Tensor, anchors: Tensor, tau: float) -> Tensor:
 
 
 def structure(f: Tensor, f_global: Tensor, graph: Graph, omega: float) -> Tensor:
-    """L_d; 0 without edges."""
-    q, q_global = (neighbour_odds(each, graph, omega) for each in (f, f_global))
+    """Returns L_d; 0 without edges."""
+    q, q_global = (log_neighbours(each, graph, omega) for each in (f, f_global))
     with_neighbours = int((graph.adjacency("sum").offsets.diff() > 0).sum())
     return (q_global.exp() * (q_global - q)).sum() / max(with_neighbours, 1)
 
 
-def neighbour_odds(f: Tensor, graph: Graph, omega: float) -> Tensor:
-    """log q_i(j) of all edges j → i, in the order of `graph.adjacency("sum")`: all of one node's stand together."""
+def log_neighbours(f: Tensor, graph: Graph, omega: float) -> Tensor:
+    """Returns log q_i(j) of all edges j → i, in the order of `graph.adjacency("sum")`.
+
+    In that order the edges of one node are contiguous.
+    """
     edges, direction = graph.adjacency("sum"), unit(f)
     score = (direction[edges.rows] * direction[edges.indices.long()]).sum(1) / omega
-    # The largest is taken off so that exp cannot overflow, and is no variable.
+    # The largest score is subtracted so that exp cannot overflow. It is a constant.
     top = torch.segment_reduce(score.detach(), "max", offsets=edges.offsets.long())
     score = score - top[edges.rows]
     total = score.new_zeros(graph.num_nodes).index_add(0, edges.rows, score.exp())

@@ -1,24 +1,30 @@
-"""FPL: beside the weights, clients share the mean embedding of each class; the server keeps several a class, one for each kind of client.
+"""FPL: clients also share class means, which the server clusters into prototypes.
 
-Huang, Ye, Shi, Li, Du: "Rethinking Federated Learning with Domain Shift: A Prototype View", CVPR 2023, Algorithm 1.
+Huang, Ye, Shi, Li, Du: "Rethinking Federated Learning with Domain Shift: A Prototype View",
+CVPR 2023, Algorithm 1.
 
 What travels, per client (C classes, p the embedding's width):
     once     up    size                    number of local items n_k
     a round  down  model                   θ
-                   clusters, of_class      cluster prototypes, and of which class each is (nothing in the first round)
+                   clusters, of_class      cluster prototypes, and the class of each (nothing in the
+                                           first round)
              up    model                   θ_k
-                   prototypes, present     P_k[c] of the classes that the client has, and which these are
+                   prototypes, present     P_k[c] of the client's classes, and which these are
 
-    P_k[c] = mean of z_i over the client's training items of class c                                         `train`
-    {Q} of class c = the means of FINCH's clusters of {P_k[c]}_k,   U[c] = the mean of these                 `cluster_means`, `objective`
-    L_1 = mean_i −log Σ_{Q of class y_i} e^{cos(z_i, Q)/τ} / Σ_{all Q} e^{cos(z_i, Q)/τ}                     `contrast`
-    L_2 = mean_i ‖z_i − U[y_i]‖² / p                                                                         `objective`
-    min CE + λ_1 L_1 + λ_2 L_2,   in the first round CE alone;   θ ← Σ_k (n_k / Σ n) θ_k                     `objective`, `run`
+    P_k[c] = mean of z_i over the client's training items of class c                `train`
+    {Q} of class c = the means of FINCH's clusters of {P_k[c]}_k                    `cluster_means`
+    U[c] = the mean of {Q} of class c                                               `objective`
+    L_1 = mean_i −log Σ_{Q of y_i} e^{cos(z_i, Q)/τ} / Σ_{all Q} e^{cos(z_i, Q)/τ}  `contrast`
+    L_2 = mean_i ‖z_i − U[y_i]‖² / p                                                `objective`
+    min CE + λ_1 L_1 + λ_2 L_2,   in the first round CE alone                       `objective`
+    θ ← Σ_k (n_k / Σ n) θ_k                                                         `run`
 
-z is the embedding that the model's head reads. A class that nobody told of last round is in neither term; with a single class L_1 is 0.
+z is the embedding that the model's head reads. A class that no client sent in the last round is in
+neither term. With a single class L_1 is 0.
 
-Departures: λ_1 and λ_2 (the paper's are 1) can be set. P_k is of the trained model, noise off (the authors' code averages what the last
-epoch's steps saw). Clusters are FINCH's first partition; the authors' code goes on merging for as long as more than one cluster is left.
+Departures. λ_1 and λ_2 (1 in the paper) are settings. P_k is of the trained model without dropout
+(the authors' code averages the embeddings of the last epoch's steps). Clusters are FINCH's first
+partition; the authors' code continues to merge while more than one cluster is left.
 """
 
 from dataclasses import dataclass
@@ -60,7 +66,7 @@ class FPL(FedAvg):
     tau: float = setting(0.02, "τ, temperature of the contrast", above=0, tune="0.01..0.1")
 
     discloses_to_peers: ClassVar[str] = (
-        "cluster prototypes, means over few clients: of one alone, if no other has the class"
+        "cluster prototypes, means over few clients; of a single client if no other has the class"
     )
 
     @phase(model="~model", prototypes="float32[*present,p]", present="bool[C]")
@@ -71,38 +77,36 @@ class FPL(FedAvg):
         clusters: Tensor | None = None,
         of_class: Tensor | None = None,
     ) -> Message:
-        """E local epochs from the global weights; then the classes' mean embeddings."""
+        """Trains for E local epochs from the global weights, then returns the class means."""
         local_model, graph = client.state["model"], client.graph
         load_weights(local_model, model)
-        self.descend(
-            client,
-            local_model,
-            None if clusters is None else {"clusters": clusters, "of_class": of_class},
-        )
+        received = None if clusters is None else {"clusters": clusters, "of_class": of_class}
+        self.descend(client, local_model, received)
         with torch.no_grad():
             means, counts = class_means(
                 local_model.embed(graph), graph.y, graph.train, client.facts.num_classes
             )
         return {"model": weights(local_model), **told(means, counts > 0)}
 
-    def objective(
-        self, client: Client, batch: Graph, model: Model, received: Message | None
-    ) -> Tensor:
-        """CE + λ_1 L_1 + λ_2 L_2; `model` is what came beside the weights. One forward pass serves all terms."""
+    def objective(self, client: Client, batch: Graph, model: Model, received: Message) -> Tensor:
+        """Returns CE + λ_1 L_1 + λ_2 L_2. One forward pass serves all terms.
+
+        received: the cluster prototypes and their classes; empty in the first round.
+        """
         rng = client.rng("dropout")
         z = model.embed(batch, rng)
         loss = client.loss(model.head(z, batch, rng), batch)
-        if received is None:
+        if not received:
             return loss
         of_class = received["of_class"]
-        everywhere = torch.ones_like(of_class, dtype=torch.bool)
-        U, count = class_means(received["clusters"], of_class, everywhere, client.facts.num_classes)
-        known = (
-            batch.train & (count > 0)[batch.y]
-        )  # an unlabelled item's y is -1, the last class: not in `train`
-        if not known.any():
+        all_clusters = torch.ones_like(of_class, dtype=torch.bool)
+        classes = client.facts.num_classes
+        U, count = class_means(received["clusters"], of_class, all_clusters, classes)
+        # The y of an unlabelled item is -1, which indexes the last class. It is not in `train`.
+        has_target = batch.train & (count > 0)[batch.y]
+        if not has_target.any():
             return loss
-        z, y = z[known], batch.y[known]
+        z, y = z[has_target], batch.y[has_target]
         return (
             loss
             + self.contrastive * contrast(z, y, **received, tau=self.tau)
@@ -119,33 +123,34 @@ class FPL(FedAvg):
             replies = server.ask(
                 self.train, clients=list(size), model=state["model"], **state["told"]
             )
-            state["model"] = Replies(
-                {c: {"model": reply["model"]} for c, reply in replies.items()}
-            ).mean(size)["model"]
+            models = Replies({c: {"model": reply["model"]} for c, reply in replies.items()})
+            state["model"] = models.mean(size)["model"]
             state["told"] = cluster_means(list(replies.values()))
             server.evaluate(model=state["model"])
         self.finish(server)
 
 
 def contrast(z: Tensor, y: Tensor, clusters: Tensor, of_class: Tensor, tau: float) -> Tensor:
-    """L_1 of items with embeddings z and classes y, each of which has a cluster."""
+    """Returns L_1 of items with embeddings z and classes y, each of which has a cluster."""
     similar = F.normalize(z) @ F.normalize(clusters).T / tau
     own = similar.masked_fill(y.unsqueeze(1) != of_class, -torch.inf)
     return (similar.logsumexp(1) - own.logsumexp(1)).mean()
 
 
 def cluster_means(replies: list[Message]) -> Message:
-    """From the clients' prototypes to the means of each class's clusters, [clusters, p] and their classes; nothing if nobody has any."""
+    """Returns the means of each class's clusters [clusters, p] and their classes.
+
+    It is empty if no client sent a prototype.
+
+    replies: the clients' replies, with `prototypes` and `present`.
+    """
     present = torch.stack([reply["present"] for reply in replies])
     tables = torch.stack([table_of(reply["prototypes"], reply["present"]) for reply in replies])
     found: list[Tensor] = []
     for c in range(present.shape[1]):
         points = tables[present[:, c], c]
         label = clusters(points)
-        found.append(
-            class_means(
-                points, label, torch.ones_like(label, dtype=torch.bool), len(label.unique())
-            )[0]
-        )
+        all_points = torch.ones_like(label, dtype=torch.bool)
+        found.append(class_means(points, label, all_points, len(label.unique()))[0])
     of_class = torch.repeat_interleave(torch.tensor([len(means) for means in found]))
     return {"clusters": torch.cat(found), "of_class": of_class} if len(of_class) else {}

@@ -1,4 +1,4 @@
-"""Local: every client trains alone on its own graph. Federation has to beat this number.
+"""Local: every client trains alone on its own graph, the baseline that a federation has to beat.
 
 The papers call it Local, Standalone or Separate. Model, optimiser and number of steps are those of
 FedAvg: R rounds of E epochs.
@@ -23,12 +23,12 @@ class Local(LocalTraining):
 
     @phase()
     def train(self, client: Client) -> Message:
-        """E epochs on the client's own training items."""
+        """Trains for E epochs on the client's own training items."""
         self.descend(client, client.state["model"])
         return {}
 
     def run(self, server: Server) -> None:
-        """R times E epochs, each client for itself."""
+        """R rounds of E epochs at each client."""
         server.ask(self.setup)
         for _ in server.rounds(self.rounds):
             server.ask(self.train)

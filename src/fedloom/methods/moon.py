@@ -1,14 +1,18 @@
-"""MOON: each item's embedding is pulled towards the global model's and pushed from the client's own of the round before.
+"""MOON: embeddings are pulled towards the global model's and away from the client's last ones.
 
 Li, He, Song: "Model-Contrastive Federated Learning", CVPR 2021, Eq. 3.
 
 What travels: as in FedAvg.
 
-    CE + μ · mean_i −log  e^{cos(z, z_glob)/τ} / (e^{cos(z, z_glob)/τ} + e^{cos(z, z_prev)/τ})          `objective`
+    min CE + μ · mean_i ℓ_i                                                     `objective`
+    ℓ = −log  e^{cos(z, z_glob)/τ} / (e^{cos(z, z_glob)/τ} + e^{cos(z, z_prev)/τ})
 
-z is the local model's embedding, z_glob the downloaded model's, z_prev that of the client's model at the end of its last round; all
-items of the training graph. In a client's first round z_prev = z_glob, where the term's gradient is zero. Departure: no extra
-projection head (the embedding is already p wide), as in the graph benchmarks.
+z is the embedding of the local model, z_glob that of the downloaded model, z_prev that of the
+client's model at the end of its last round. The mean is over all items of the training graph. In a
+client's first round z_prev = z_glob, and the term's gradient is zero.
+
+Departures: there is no extra projection head (the embedding is already p wide), as in the graph
+benchmarks.
 """
 
 from dataclasses import dataclass
@@ -36,14 +40,17 @@ class Moon(FedAvg):
 
     @phase()
     def setup(self, client: Client) -> Message:
-        """As in FedAvg; and two models that only look."""
+        """As in FedAvg, plus two models that are not trained: the global and the previous one."""
         client.state |= {"global": client.build(), "previous": client.build()}
         return super().setup(client)
 
     @averaged(by="size")
     @phase(model="~model")
     def train(self, client: Client, model: Message) -> Message:
-        """E local epochs from the global weights; then the result is the next round's previous model."""
+        """Trains for E local epochs from the global weights.
+
+        The result is the previous model of the next round.
+        """
         state = client.state
         load_weights(state["global"], model)
         if "trained" not in state:
@@ -54,9 +61,9 @@ class Moon(FedAvg):
         return reply
 
     def objective(
-        self, client: Client, batch: Graph, model: Model, global_weights: Message | None
+        self, client: Client, batch: Graph, model: Model, global_weights: Message
     ) -> Tensor:
-        """Eq. 3; one forward pass serves both terms."""
+        """Eq. 3. One forward pass serves both terms."""
         rng = client.rng("dropout")
         z = model.embed(batch, rng)
         with torch.no_grad():

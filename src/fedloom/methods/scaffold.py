@@ -1,19 +1,22 @@
-"""SCAFFOLD: control variates steer every local step towards where the federation as a whole is going.
+"""SCAFFOLD: control variates correct every local step towards the average direction of all clients.
 
-Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020,
-Algorithm 1 with option II.
+Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: "SCAFFOLD: Stochastic Controlled Averaging for
+Federated Learning", ICML 2020, Algorithm 1 with option II.
 
 What travels, per client:
     once     up    size      number of local items n_k
     a round  down  model     θ        control  c
              up    model     θ_k      change   c_k⁺ − c_k
 
-    g ← ∇CE + c − c_k                               `objective` (as a linear term, whose gradient is c − c_k)
-    c_k⁺ = c_k − c + (θ − θ_k) / (Eη)               `train` (E: number of local steps)
+    g ← ∇CE + c − c_k                                          `objective`
+    c_k⁺ = c_k − c + (θ − θ_k) / (Eη)                          `train`
     θ ← Σ w_k θ_k,   c ← c + Σ_{answering} (c_k⁺ − c_k) / K    `run`
 
-Departures: the paper averages clients equally, here w_k = n_k / Σ n as in all methods of this package. The algorithm is derived for
-SGD, which is the default here; with `optimizer = "adam"` the correction is a heuristic (Adam rescales it, and Eη is no longer the step).
+`objective` adds a linear term, whose gradient is c − c_k. E is the number of local steps.
+
+Departures. The paper averages clients equally; here w_k = n_k / Σ n, as in all methods of this
+package. The algorithm is derived for SGD, which is the default here. With `optimizer = "adam"` the
+correction is a heuristic: Adam rescales it, and Eη is no longer the step.
 """
 
 from dataclasses import dataclass
@@ -42,16 +45,15 @@ class Scaffold(FedAvg):
 
     @phase(model="~model", change="=model")
     def train(self, client: Client, model: Message, control: Message) -> Message:
-        """E corrected local epochs, then the new control variate (option II)."""
-        local_model, own = (
-            client.state["model"],
-            client.state.get("control") or tree_map(torch.zeros_like, model),
-        )
+        """Trains for E corrected local epochs, then computes the new control (option II)."""
+        local_model = client.state["model"]
+        own = client.state.get("control") or tree_map(torch.zeros_like, model)
         load_weights(local_model, model)
         client.state["correction"] = tree_map(torch.sub, control, own)
         self.descend(client, local_model, model)
         path = self.lr * self.epochs * len(client.batches(self.batch_size))
-        # Without a step there is nothing to learn a control from: option II would take −c for the client's gradient.
+        # A client that took no step (path 0) keeps its control. Option II would use −c as its
+        # gradient.
         change = tree_map(
             lambda c, old, new: (old - new) / path - c if path else torch.zeros_like(c),
             control,
@@ -62,12 +64,11 @@ class Scaffold(FedAvg):
         return {"model": weights(local_model), "change": change}
 
     def objective(
-        self, client: Client, batch: Graph, model: Model, global_weights: Message | None
+        self, client: Client, batch: Graph, model: Model, global_weights: Message
     ) -> Tensor:
         """CE + ⟨θ_k, c − c_k⟩."""
-        return super().objective(client, batch, model, global_weights) + inner_product(
-            model, client.state["correction"]
-        )
+        loss = super().objective(client, batch, model, global_weights)
+        return loss + inner_product(model, client.state["correction"])
 
     def run(self, server: Server) -> None:
         """Algorithm 1."""
@@ -82,9 +83,9 @@ class Scaffold(FedAvg):
                 self.train, clients=list(size), model=state["model"], control=state["control"]
             )
             state["model"] = replies.mean(size)["model"]
-            moved = replies.sum()["change"]
+            change = replies.sum()["change"]
             state["control"] = tree_map(
-                lambda c, m: c + m / len(server.clients), state["control"], moved
+                lambda c, d: c + d / len(server.clients), state["control"], change
             )
             server.evaluate(model=state["model"])
         self.finish(server)

@@ -1,9 +1,9 @@
-"""Local training: what Local, FedAvg and most methods share. E epochs on the client's own graph.
+"""Local training: E epochs on the client's own graph. Local, FedAvg and most methods share it.
 
     min  CE over the client's training items          `objective`
 
-In a node task a step sees the whole graph. In a graph task an epoch goes through the training graphs
-in batches.
+In a node task, one step uses the whole graph. In a graph task, an epoch goes through the training
+graphs in batches.
 """
 
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ from fedloom.nn.training import OPTIMIZERS, make_optimizer, step
 class LocalTraining(Method):
     """Base of methods whose clients train a model of their own."""
 
-    epochs: int = setting(3, "local epochs E a round", at_least=1, tune="1..10")
+    epochs: int = setting(3, "local epochs E per round", at_least=1, tune="1..10")
     lr: float = setting(0.01, "local learning rate η", above=0, tune="0.001..0.1")
     weight_decay: float = setting(5e-4, "L2 penalty", at_least=0, tune="1e-6..0.01")
     optimizer: str = setting("adam", "local optimiser", choices=OPTIMIZERS)
     batch_size: int = setting(
         32,
-        "graphs a step in graph tasks, 0 = all; node tasks take the whole graph",
+        "graphs per step in graph tasks, 0 = all; a node task uses the whole graph",
         at_least=0,
         task="graph",
         tune="16,32,64,128",
@@ -46,14 +46,26 @@ class LocalTraining(Method):
         return {}
 
     def descend(self, client: Client, model: Model, received: Message | None = None) -> None:
-        """E local epochs on the client's objective. received: what was downloaded, if anything."""
+        """Trains a model for E local epochs on the client's objective.
+
+        Args:
+            client: The client that trains.
+            model: Its model, trained in place.
+            received: What the client downloaded. None: nothing.
+        """
         for _ in range(self.epochs):
             for batch in client.shuffled(self.batch_size):
-                loss = self.objective(client, batch, model, received)
+                loss = self.objective(client, batch, model, received or {})
                 step(client.state["optimizer"], loss)
 
-    def objective(
-        self, client: Client, batch: Graph, model: Model, received: Message | None
-    ) -> Tensor:
-        """What a local step minimises."""
+    def objective(self, client: Client, batch: Graph, model: Model, received: Message) -> Tensor:
+        """Returns the loss that a local step minimises.
+
+        Args:
+            client: The client that trains.
+            batch: The graph of this step.
+            model: The model that is trained.
+            received: What the client downloaded; empty if nothing. Methods that download
+                weights call it `global_weights`.
+        """
         return client.loss(model(batch, client.rng("dropout")), batch)

@@ -1,7 +1,7 @@
-"""Prototypes: one vector for a kind of item, and what the methods that exchange them share.
+"""Prototypes: one vector per class or cluster, and what the methods that exchange them share.
 
-A table of prototypes is [..., p] with a mask `present` [...]: an entry that nobody has is absent, not zero. What travels is the present
-entries alone, in the table's order, and the mask.
+A table of prototypes is [..., p] with a mask `present` [...]. An entry that no client has is
+absent, not zero. A message holds the present entries only, in the table's order, and the mask.
 """
 
 from __future__ import annotations
@@ -17,23 +17,41 @@ from fedloom.errors import MessageError
 
 
 def class_sums(z: Tensor, y: Tensor, mask: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Of the items in `mask`: Σ of their embeddings by class [classes, p], and how many there are [classes] (int64)."""
+    """Sums embeddings by class, over the items in `mask`.
+
+    Args:
+        z: Embeddings [items, p].
+        y: Classes [items].
+        mask: Which items count, bool [items].
+        num_classes: C.
+
+    Returns the sums [C, p] and the number of items of each class [C] (int64).
+    """
     chosen = y[mask]
     sums = z.new_zeros(num_classes, z.shape[1]).index_add(0, chosen, z[mask])
     return sums, torch.bincount(chosen, minlength=num_classes)
 
 
 def class_means(z: Tensor, y: Tensor, mask: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Of the items in `mask`: their mean embedding by class [classes, p], zero for a class without any, and how many there are."""
+    """Returns mean embeddings by class [C, p] and counts [C]; see `class_sums`.
+
+    The mean of a class without items is zero.
+    """
     sums, counts = class_sums(z, y, mask, num_classes)
     return sums / counts.clamp(min=1).unsqueeze(1), counts
 
 
 def told(table: Tensor, present: Tensor, floor: int = 1, behind: Tensor | None = None) -> Message:
-    """A table as it travels: its present entries, [how many, p], and where they are.
+    """Returns a table as it travels: its present entries [number of entries, p], and the mask.
 
-    floor: entries with fewer items than that `behind` them stay at home. An entry that is exactly zero (every unit of the model is dead)
-    says nothing of a direction, and stays too.
+    An entry that is exactly zero is left out: it has no direction. That happens if all units of the
+    model are dead.
+
+    Args:
+        table: Prototypes [..., p].
+        present: Which entries exist, bool [...].
+        floor: An entry that is computed from fewer items is left out.
+        behind: The number of items that each entry is computed from. None: `floor` has no effect.
     """
     allowed = present & (table != 0).any(-1)
     if behind is not None:
@@ -41,11 +59,15 @@ def told(table: Tensor, present: Tensor, floor: int = 1, behind: Tensor | None =
     return {"prototypes": table[allowed], "present": allowed}
 
 
-def table_of(prototypes: Tensor, present: Tensor, who: str = "message") -> Tensor:
-    """The table [..., p] of a message from `told`; zeros where nothing is present."""
+def table_of(prototypes: Tensor, present: Tensor, sender: str = "message") -> Tensor:
+    """Returns the table [..., p] of a message from `told`, with zeros where an entry is absent.
+
+    sender: the writer of the message, for errors.
+    """
     if len(prototypes) != int(present.sum()):
         raise MessageError(
-            f"{who}: tensor 'prototypes' has {len(prototypes)} rows, 'present' counts {int(present.sum())}"
+            f"{sender}: tensor 'prototypes' has {len(prototypes)} rows, "
+            f"'present' counts {int(present.sum())}"
         )
     table = prototypes.new_zeros(*present.shape, prototypes.shape[1])
     table[present] = prototypes
@@ -53,9 +75,11 @@ def table_of(prototypes: Tensor, present: Tensor, who: str = "message") -> Tenso
 
 
 def clusters(points: Tensor) -> Tensor:
-    """FINCH's first partition: items are in one cluster if a chain of nearest neighbours (by cosine) joins them. Gives [points] int64.
+    """Returns the cluster of each point, [points] int64, by FINCH's first partition.
 
-    Sarfraz, Sharma, Stiefelhagen: "Efficient Parameter-free Clustering Using First Neighbor Relations", CVPR 2019, Eq. 1.
+    Two points are in one cluster if a chain of nearest neighbours (by cosine) joins them.
+    Sarfraz, Sharma, Stiefelhagen: "Efficient Parameter-free Clustering Using First Neighbor
+    Relations", CVPR 2019, Eq. 1.
     """
     count = len(points)
     if count < 2:
