@@ -12,7 +12,9 @@ from fedloom.core.client import Client
 from fedloom.core.message import Message
 from fedloom.core.phase import Computed, phase, summed
 from fedloom.core.server import Server
-from fedloom.methods._shared import structure
+from fedloom.methods._shared.graphlets import graphlet_features
+from fedloom.methods._shared.node2vec import node2vec
+from fedloom.methods._shared.structure import degree_features
 from fedloom.methods.fedstruct.powers import Numbering, matrix_of
 from fedloom.methods.fedstruct.state import state_of
 
@@ -77,9 +79,9 @@ class FixedFeatures(ABC):
     def features(self, rows: Tensor) -> Tensor:
         """Returns S [n, d_s] from the rows that travel."""
         if self.structure == "deg":
-            return structure.degree_features(rows[:, 0], self.d_s)
+            return degree_features(rows[:, 0], self.d_s)
         if self.structure == "fed":
-            degrees = structure.degree_features(rows[:, -1], self.d_s - self.walk)
+            degrees = degree_features(rows[:, -1], self.d_s - self.walk)
             return torch.cat([rows[:, :-1], degrees], 1)
         return rows
 
@@ -93,6 +95,6 @@ class FixedFeatures(ABC):
         edges = torch.cat(list(server.ask(self.reveal).column("edges").values()), 1).numpy()
         adjacency = matrix_of(edges[1], edges[0], (nodes, nodes))
         if self.structure == "node2vec":
-            return structure.node2vec(adjacency, self.d_s, server.rng("node2vec"))
-        counts = structure.graphlet_features(adjacency)
+            return node2vec(adjacency, self.d_s, server.rng("node2vec"))
+        counts = graphlet_features(adjacency)
         return torch.cat([counts, torch.zeros(nodes, self.d_s - counts.shape[1])], 1)

@@ -89,7 +89,7 @@ from fedloom.core.settings import setting
 from fedloom.data.federation import Federation
 from fedloom.data.seeds import stream_seed
 from fedloom.errors import ConfigError, MessageError
-from fedloom.methods._shared.structure import ORBITS
+from fedloom.methods._shared.graphlets import ORBITS
 from fedloom.methods.fedsgd import FedSGD
 from fedloom.methods.fedstruct import powers
 from fedloom.methods.fedstruct.artifacts import client_adjacency, exact_adjacency
@@ -399,6 +399,7 @@ class FedStruct(FedSGD, GlobalPruning, EncryptedBlocks, FixedFeatures, PrivateSu
         assert model is not None, "FedStruct evaluates the common model"
         state = state_of(client)
         if self.private:
+            assert state.z is not None, "private: the sums of this round are missing"
             z = state.z
         else:
             q = self._embeddings(client, model)[state.rows.reach]

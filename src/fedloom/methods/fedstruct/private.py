@@ -186,6 +186,7 @@ class PrivateSums(ABC):
         state, local_model = state_of(client), client.state["model"]
         rows = state.train_rows
         load_weights(local_model, model["feature"])
+        assert state.z is not None, "'gradient_of_sums' comes after 'hear'"
         z = state.z[rows.nodes].requires_grad_()
         backward(local_model, self._objective(client, rows, z))
         pull = torch.zeros(int(nodes), client.facts.num_classes)

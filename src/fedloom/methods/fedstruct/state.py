@@ -98,7 +98,7 @@ class StructureState:
     queries: dict[str, Queries] = field(init=False)  # [request, register] what each client needs
     q: Tensor | None = None  # [answer] g(s_u) of own nodes; `settle` sends the gradient through it
     own_sums: Tensor | None = None  # [answer] the sums over own nodes for own nodes
-    z: Tensor = field(init=False)  # [hear] z of all own nodes, 0 for those that were not asked for
+    z: Tensor | None = None  # [hear] z of all own nodes, 0 for those that were not asked for
 
 
 def state_of(client: Client) -> StructureState:
