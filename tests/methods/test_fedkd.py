@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.methods.test_fml import client_of
 
@@ -47,6 +47,7 @@ def matrix(m, n, rank, seed):
     return torch.randn(m, rank, generator=rng) @ torch.randn(rank, n, generator=rng)
 
 
+@settings(max_examples=50)
 @given(
     st.integers(2, 40),
     st.integers(2, 40),
