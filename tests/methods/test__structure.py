@@ -103,7 +103,7 @@ GRAPHS = {
     "dense": nx.gnp_random_graph(11, 0.6, seed=2),
     "hub": nx.barabasi_albert_graph(16, 2, seed=3),
     "complete": nx.complete_graph(6),
-    "alone": nx.disjoint_union(nx.cycle_graph(5), nx.empty_graph(3)),
+    "isolated": nx.disjoint_union(nx.cycle_graph(5), nx.empty_graph(3)),
 }
 
 
@@ -351,6 +351,7 @@ def test_node2vec_separates_two_cliques_with_one_bridge(settings):
     assert across < 0.2
 
 
+@pytest.mark.slow
 def test_node2vec_similarity_falls_with_distance_on_a_ring():
     cosine = cosines(
         node2vec(matrix(nx.cycle_graph(40)), 16, seeded(), length=10, window=3, epochs=1, lr=0.01)

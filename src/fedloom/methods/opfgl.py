@@ -146,7 +146,7 @@ class OpFGL(Method):
     smooth: float = setting(0.1, "weight of the smoothness term", at_least=0)
     smooth_sign: str = setting(
         "+",
-        "+ as published pushes linked nodes apart, - (SimGC) pulls them together",
+        "+ (published) makes linked nodes less similar, - (SimGC) more similar",
         choices=("+", "-"),
     )
     steps: int = setting(3000, "the most steps of each of the two trainings", at_least=1)
@@ -208,8 +208,8 @@ class OpFGL(Method):
         source, target = source[within], target[within]
         zero = torch.zeros(graph.num_nodes)
         near = zero.index_add(0, target, torch.ones(len(target)))
-        alike = zero.index_add(0, target, (graph.y[source] == graph.y[target]).float())
-        share = alike / near.clamp(min=1)
+        same = zero.index_add(0, target, (graph.y[source] == graph.y[target]).float())
+        share = same / near.clamp(min=1)
         return torch.zeros(graph.num_classes).index_add(0, graph.y[graph.train], share[graph.train])
 
     def expanded_labels(self, graph: Graph) -> Tensor:
@@ -480,8 +480,8 @@ def smoothness(x: Tensor, adjacency: Tensor) -> Tensor:
 
     It measures how similar linked nodes are.
     """
-    alike = (-0.5 * (x[:, None] - x[None]).square()).exp().mean(2)
-    return (adjacency * alike).sum() / adjacency.sum().clamp(min=1e-12)
+    similarity = (-0.5 * (x[:, None] - x[None]).square()).exp().mean(2)
+    return (adjacency * similarity).sum() / adjacency.sum().clamp(min=1e-12)
 
 
 def balanced(graph: Graph) -> Tensor:

@@ -42,7 +42,7 @@ encoders that belong to single clients do not fit one model (`encoder_per_client
 from permuted rows of X̂, as in DGI. The text permutes H̃, which leaves the same vectors on both sides
 and nothing to learn. Rows of H̃ have their mean subtracted and one length, a quarter of the
 features'. Longer rows drown features that matter more. A client whose pseudo-graph is missing gets
-zeros and no edges. `embedding_width` = 0 leaves `base` alone.
+zeros and no edges. With `embedding_width` = 0, only `base` runs.
 
 `refine_by` and `diffused` contain the controls: other sources of H̃, without this method.
 "pseudo-graph" is the paper's "w/o CL": clients train and are evaluated on their pseudo-graphs.

@@ -23,7 +23,7 @@ _NO_EDGES = {
 
 
 def shared_edges(client: Client) -> dict[str, dict[str, Tensor]]:
-    """Returns the edges that a client shares with each peer, in an order that both compute alike.
+    """Returns the edges that a client shares with each peer, in an order that both agree on.
 
     Per peer: the ids of both ends (`source`, `target`), the position of the own end in the own list
     of nodes, and whether the edge leads here (`incoming`). A repeated edge is listed repeatedly,

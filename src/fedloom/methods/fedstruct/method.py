@@ -2,8 +2,8 @@
 
 Aliakbari, Östman, Graell i Amat: "Decoupled Subgraph Federated Learning", ICLR 2025. One graph is
 cut over K clients. Both owners of an edge between clients know it (Algorithm 3). In a secure run
-nobody else does. No feature, label or embedding of features is ever sent. Gradients are sent, and
-they reveal labels: with `absorbed`, ∇S of a node that only one training node v reaches is a
+no other party does. No feature, label or embedding of features is ever sent. Gradients are sent,
+and they reveal labels: with `absorbed`, ∇S of a node that only one training node v reaches is a
 multiple of ŷ_v - y_v.
 
     ŷ_v = softmax(h_v + z_v)                                              `predict`, `_objective`
@@ -52,8 +52,8 @@ the server relays them, and a secure run encrypts them:
 over its nodes they need. In each round it answers with those sums, Σ_u Ā_vu g(s_u), c numbers for
 each of their training nodes v. It gets back its own rows of the summed gradient. It refuses to
 answer a peer for as many nodes v as it has nodes in the sums (`query_limit`). That bounds a number
-and proves nothing: a node that is alone in a sum is revealed by it, and peers can combine what they
-know. The run's notes count what single peers can solve for. S starts from a seed that all parties
+and proves nothing: the only node in a sum is revealed by it, and peers can combine what they know.
+The run's notes count what single peers can solve for. S starts from a seed that all parties
 know, and the server sees the summed gradients, so it can follow S. The results equal those of the
 plain form, except for dropout in g, which the owner of u draws once for all clients. Scores need
 the same sums for validation and test nodes, which count towards the limit too.
@@ -423,7 +423,7 @@ class FedStruct(FedSGD, GlobalPruning, EncryptedBlocks, FixedFeatures, PrivateSu
         filled = server.sum(self.finish)
         server.notes |= {
             "entries of the structure matrix": int(filled["entries"]),
-            "nodes that reach nobody in it": int(filled["empty"]),
+            "nodes without entries in it": int(filled["empty"]),
         }
         if filled["missed"]:
             server.notes["blocks that did not arrive"] = int(filled["missed"])

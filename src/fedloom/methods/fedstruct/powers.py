@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -229,7 +228,12 @@ def scatter_rows(block: csr_matrix, rows: Numbers, size: int) -> csr_matrix:
     return csr_matrix((block.data, block.indices, indptr), shape=(size, block.shape[1]))
 
 
-def matrix_of(rows: Any, columns: Any, shape: tuple[int, int], weight: Any = None) -> csr_matrix:
+def matrix_of(
+    rows: NDArray[np.integer],
+    columns: NDArray[np.integer],
+    shape: tuple[int, int],
+    weight: NDArray[np.float32] | None = None,
+) -> csr_matrix:
     """Returns a matrix with entries at the given places. weight: their values; None: all are 1."""
     values = np.ones(len(rows), np.float32) if weight is None else weight
     return csr_matrix((values, (rows, columns)), shape=shape)

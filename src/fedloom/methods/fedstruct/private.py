@@ -1,12 +1,12 @@
 """Sums instead of embeddings (`private`, App. G.1): a client keeps its rows of S to itself.
 
-Other clients tell it once over which of its nodes they need sums. In each round it answers with
-these sums, Σ_u Ā_vu g(s_u): c numbers for each of their training nodes v. It gets back its own rows
-of the summed gradient and takes the step itself.
+Other clients ask it once for sums over some of its nodes. In each round it answers with these sums,
+Σ_u Ā_vu g(s_u): c numbers for each of their training nodes v. It gets back its own rows of the
+summed gradient and takes the step itself.
 
 A client refuses to answer a peer for as many nodes v as it has nodes in the sums (`query_limit`).
-That bounds a number and proves nothing: a node that is alone in a sum is revealed by it, and peers
-can combine what they know. The run's notes count the embeddings that a single peer can solve for.
+That bounds a number and proves nothing: the only node in a sum is revealed by it, and peers can
+combine what they know. The run's notes count the embeddings that a single peer can solve for.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PrivateSums(ABC):
     @peer_messages(read_by="register")
     @phase(train="int64[]", count="int32[n]", column="int32[n]", value="float32[n]")
     def request(self, client: Client) -> Message:
-        """Tells each client over which of its nodes, with which weights Ā_vu, sums are needed.
+        """Asks each client for sums over some of its nodes, with weights Ā_vu, in every round.
 
         Training nodes v come first, then validation and test nodes, which scores need.
         """
@@ -111,7 +111,7 @@ class PrivateSums(ABC):
     def exposed(self, client: Client) -> Message:
         """Counts the own nodes whose embeddings some peer can solve for, within the bound.
 
-        A node that is alone in a sum is an example.
+        The only node in a sum is an example.
         """
         queries = state_of(client).queries
         solved = [
