@@ -1,4 +1,4 @@
-"""What FML, FedKD and FedGKC share, by itself; what each makes of it is in its own tests."""
+"""WithCopilot, which FML, FedKD and FedGKC share. Their own tests cover the rest."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from fedloom.methods._shared.copilot import WithCopilot, divergence
 
 
 class Both(WithCopilot):
-    """Both models learn from labels, and the copilot from the own model."""
+    """Both models learn from labels, and the copilot also from the own model."""
 
     def losses(self, client, batch, own, copilot):
         return client.loss(own[1], batch), client.loss(copilot[1], batch) + self.taught(
@@ -18,7 +18,7 @@ class Both(WithCopilot):
         )
 
     def run(self, server):
-        """Not used here."""
+        """Not used in these tests."""
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def client(node_federation):
     return Client("a", graph, facts)
 
 
-def test_the_divergence_is_kl_by_hand_and_teaches_the_student_only():
+def test_the_divergence_equals_kl_and_teaches_only_the_student():
     teacher, student = torch.randn(5, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
     p, q = teacher.softmax(1), student.softmax(1)
     loss = divergence(teacher, student)
@@ -39,7 +39,7 @@ def test_the_divergence_is_kl_by_hand_and_teaches_the_student_only():
     assert divergence(student, student.detach()) == pytest.approx(0, abs=1e-6)
 
 
-def test_what_the_models_teach_each_other_on_is_a_setting(client):
+def test_a_setting_says_on_which_nodes_the_models_teach_each_other(client):
     batch = client.graph
     one, other = (
         torch.randn(batch.num_nodes, batch.num_classes),
@@ -51,7 +51,7 @@ def test_what_the_models_teach_each_other_on_is_a_setting(client):
     )
 
 
-def test_each_model_has_its_own_optimiser_and_both_move_at_once(client):
+def test_each_model_has_its_own_optimiser_and_both_are_trained(client):
     method = Both(copilot="GCN-2x8 ", epochs=1)
     assert method.copilot == "gcn-2x8"
     method.setup(client)
@@ -70,6 +70,6 @@ def test_each_model_has_its_own_optimiser_and_both_move_at_once(client):
         ), name
 
 
-def test_errors_of_the_copilot_name_its_setting(client):
+def test_errors_about_the_copilot_name_its_setting(client):
     with pytest.raises(ConfigError, match=r"method\.copilot: .*'gnc'"):
         Both(copilot="gnc-2x8")

@@ -1,4 +1,8 @@
-"""Structure features against what can be counted: orbits by enumeration, walks by their exact law, vectors by what they must tell apart."""
+"""Structure features: degrees, graphlets, random walks, Node2Vec, distances.
+
+Orbits are compared with enumeration, walks with their exact law, and vectors must separate what is
+far apart.
+"""
 
 from itertools import combinations
 from math import comb
@@ -9,15 +13,10 @@ import pytest
 import torch
 from scipy.sparse import csr_matrix
 
-from fedloom.methods._shared import structure
-from fedloom.methods._shared.structure import (
-    ORBITS,
-    at_distance,
-    degree_features,
-    graphlet_features,
-    node2vec,
-    random_walks,
-)
+from fedloom.methods._shared import graphlets
+from fedloom.methods._shared.graphlets import ORBITS, graphlet_features
+from fedloom.methods._shared.node2vec import node2vec, random_walks
+from fedloom.methods._shared.structure import at_distance, degree_features
 
 QUICK = {"walks": 4, "length": 10, "window": 3}
 
@@ -31,7 +30,10 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def loose(graph: nx.Graph) -> csr_matrix:
-    """The same graph as data may hand it over: one direction per edge, some both, self-loops, zeros that are stored."""
+    """Returns the same graph as data may contain it.
+
+    One direction per edge, some in both, self-loops, and stored zeros.
+    """
     rng = np.random.default_rng(0)
     pairs = [(a, b) if rng.random() < 0.5 else (b, a) for a, b in graph.edges]
     pairs += [(b, a) for a, b in pairs[::3]]
@@ -49,13 +51,13 @@ def test_degree_rows_are_one_hot_rounded_and_clipped():
     assert features.argmax(1).tolist() == [0, 0, 1, 2, 2, 3, 4, 4]
 
 
-def test_degrees_may_be_whole_numbers_or_none_at_all():
+def test_degrees_may_be_whole_numbers_or_empty():
     assert degree_features(torch.tensor([3, 0, 7]), 4).argmax(1).tolist() == [3, 0, 3]
     assert degree_features(torch.zeros(0), 4).shape == (0, 4)
 
 
 @pytest.mark.parametrize("degree", [-1.0, float("nan"), float("inf")])
-def test_degrees_that_cannot_be(degree):
+def test_invalid_degrees_are_refused(degree):
     with pytest.raises(ValueError, match="finite and not negative"):
         degree_features(torch.tensor([1.0, degree]), 4)
     with pytest.raises(ValueError, match="width"):
@@ -63,7 +65,8 @@ def test_degrees_that_cannot_be(degree):
 
 
 # ---- graphlets ----
-# Przulj's orbits. Up to 4 nodes, degrees tell them apart: (sorted degrees in the graphlet, that of the node) → orbit.
+# Przulj's orbits. Up to 4 nodes, degrees identify them:
+# (sorted degrees in the graphlet, degree of the node) → orbit.
 ORBIT = {
     ((1, 1), 1): 0,
     ((1, 1, 2), 1): 1,
@@ -84,7 +87,7 @@ ORBIT = {
 
 
 def enumerated(graph: nx.Graph) -> torch.Tensor:
-    """Orbits 0 to 14 of every node, from every connected induced subgraph on 2, 3 and 4 nodes."""
+    """Counts orbits 0 to 14 of every node in all connected induced subgraphs of 2 to 4 nodes."""
     counts = torch.zeros(len(graph), 15)
     for size in (2, 3, 4):
         for nodes in combinations(sorted(graph), size):
@@ -100,12 +103,12 @@ GRAPHS = {
     "dense": nx.gnp_random_graph(11, 0.6, seed=2),
     "hub": nx.barabasi_albert_graph(16, 2, seed=3),
     "complete": nx.complete_graph(6),
-    "alone": nx.disjoint_union(nx.cycle_graph(5), nx.empty_graph(3)),
+    "isolated": nx.disjoint_union(nx.cycle_graph(5), nx.empty_graph(3)),
 }
 
 
 def closed(nodes: int, **orbits: list[int] | int) -> torch.Tensor:
-    """Counts [nodes, 15] that are 0 but for the orbits named o0, o1, ..."""
+    """Returns counts [nodes, 15] that are 0 except for the orbits named o0, o1, ..."""
     counts = torch.zeros(nodes, ORBITS)
     for name, values in orbits.items():
         counts[:, int(name[1:])] = torch.as_tensor(values, dtype=torch.float32)
@@ -119,16 +122,16 @@ def test_graphlets_against_enumeration(name):
     assert torch.allclose(graphlet_features(matrix(GRAPHS[name])), expected.log1p())
 
 
-@pytest.mark.parametrize("batch", [1, 5, structure._BATCH])
-def test_graphlets_of_random_graphs_whatever_the_batch(batch, monkeypatch):
-    monkeypatch.setattr(structure, "_BATCH", batch)
+@pytest.mark.parametrize("batch", [1, 5, graphlets._BATCH])
+def test_graphlets_of_random_graphs_do_not_depend_on_the_batch(batch, monkeypatch):
+    monkeypatch.setattr(graphlets, "_BATCH", batch)
     rng = np.random.default_rng(batch)
-    for seed in range(40):
+    for seed in range(20):
         graph = nx.gnp_random_graph(int(rng.integers(2, 11)), rng.uniform(0.1, 0.95), seed=seed)
         assert torch.equal(graphlet_features(matrix(graph), log=False), enumerated(graph))
 
 
-def test_every_graph_on_4_nodes_and_5():
+def test_graphlets_of_every_graph_on_4_and_5_nodes():
     for graph in nx.graph_atlas_g():
         if len(graph) in (4, 5):
             assert torch.equal(graphlet_features(matrix(graph), log=False), enumerated(graph))
@@ -158,10 +161,8 @@ def test_graphlets_by_formula():
             o5=[0, 1, 2, 2, 1, 0],
         ),
     )
-    a, b = (
-        4,
-        7,
-    )  # sides of a complete bipartite graph: no edge within a side, so claws and cycles alone
+    # A complete bipartite graph has no edge within a side, so it has only claws and cycles.
+    a, b = 4, 7
     sides = [(a, b)] * a + [(b, a)] * b  # (own, other)
     assert torch.equal(
         graphlet_features(matrix(nx.complete_bipartite_graph(a, b)), log=False),
@@ -177,10 +178,13 @@ def test_graphlets_by_formula():
     )
 
 
-def test_graphlets_around_hubs_are_exact():
-    """Beyond what 32 bits hold; and a star has no wedges below its centre, or this would take 10^9 steps."""
+def test_graphlet_counts_around_hubs_are_exact():
+    """Counts exceed 32 bits. A star has no wedges below its centre.
+
+    Otherwise this would take 10^9 steps.
+    """
     leaves = 40_000
-    counts = structure._orbits(matrix(nx.star_graph(leaves)))
+    counts = graphlets._orbits(matrix(nx.star_graph(leaves)))
     assert counts.dtype == np.int64
     centre = {0: leaves, 2: comb(leaves, 2), 7: comb(leaves, 3)}
     leaf = {0: 1, 1: leaves - 1, 6: comb(leaves - 1, 2)}
@@ -189,32 +193,32 @@ def test_graphlets_around_hubs_are_exact():
         [leaf.get(orbit, 0) for orbit in range(ORBITS)]
     ]
     hub, other = 5000, 3  # three hubs over the same 5000 nodes
-    counts = structure._orbits(matrix(nx.complete_bipartite_graph(other, hub)))
+    counts = graphlets._orbits(matrix(nx.complete_bipartite_graph(other, hub)))
     assert counts[0, 7:9].tolist() == [comb(hub, 3), (other - 1) * comb(hub, 2)]
     assert counts[-1, 6:9].tolist() == [other * comb(hub - 1, 2), 1, (hub - 1) * comb(other, 2)]
 
 
 def test_graphlets_against_matrix_products():
-    """A graph too large to enumerate, with hubs: triangles, cliques and cycles by dense algebra."""
+    """Counts triangles, cliques and cycles of a graph with hubs by dense algebra."""
     graph = nx.barabasi_albert_graph(400, 12, seed=4)
-    counts, A = structure._orbits(matrix(graph)), matrix(graph).toarray()
+    counts, A = graphlets._orbits(matrix(graph)), matrix(graph).toarray()
     assert np.array_equal(counts[:, 3], np.diag(A @ A @ A) // 2)
     around = [A[np.ix_(row, row)] for row in A.astype(bool)]
     assert np.array_equal(counts[:, 14], [np.trace(part @ part @ part) // 6 for part in around])
     apart = (1 - A) * (1 - np.eye(400, dtype=np.int64))
     two = (A @ A) * apart
     assert counts[:, 1].tolist() == two.sum(1).tolist()
-    # A cycle or a diamond, seen from a node without an edge to the one across: pairs of common neighbours.
+    # Two nodes without an edge and a pair of common neighbours form a cycle or a diamond.
     assert np.array_equal(counts[:, 8] + counts[:, 12], (two * (two - 1) // 2).sum(1))
 
 
-def test_graphlets_follow_their_nodes():
+def test_graphlets_do_not_depend_on_the_order_of_nodes():
     graph = matrix(GRAPHS["hub"])
     order = np.random.default_rng(0).permutation(graph.shape[0])
     assert torch.equal(graphlet_features(graph[order][:, order]), graphlet_features(graph)[order])
 
 
-def test_graphlets_take_any_graph_as_undirected_and_simple():
+def test_graphlets_treat_any_graph_as_undirected_and_simple():
     graph = GRAPHS["hub"]
     given = loose(graph)
     before = given.copy()
@@ -222,7 +226,7 @@ def test_graphlets_take_any_graph_as_undirected_and_simple():
     assert (given != before).nnz == 0
 
 
-def test_graphlets_of_nothing():
+def test_graphlets_of_a_graph_without_edges():
     for nodes in (0, 1, 3):
         for graph in (csr_matrix((nodes, nodes)), csr_matrix(np.eye(nodes))):
             features = graphlet_features(graph)
@@ -231,12 +235,13 @@ def test_graphlets_of_nothing():
 
 
 # ---- walks ----
-# A triangle 0 1 2, a square 2 3 4 5, a tail 5 6: steps back, to common neighbours and away, and a dead end.
+# A triangle 0 1 2, a square 2 3 4 5 and a tail 5 6: it has steps back, steps to common neighbours,
+# steps away, and a dead end.
 SMALL = nx.Graph([(0, 1), (1, 2), (0, 2), (2, 3), (3, 4), (4, 5), (5, 2), (5, 6)])
 
 
 def second_order(graph: nx.Graph, p: float, q: float) -> dict[tuple[int, int], dict[int, float]]:
-    """The definition: for every (t, v), the probabilities of the next node."""
+    """Returns the probabilities of the next node for every (t, v), by definition."""
     law = {}
     for a, b in graph.edges:
         for t, v in ((a, b), (b, a)):
@@ -252,7 +257,10 @@ def second_order(graph: nx.Graph, p: float, q: float) -> dict[tuple[int, int], d
     [(1.0, 1.0), (0.25, 4.0), (4.0, 0.25), (1.0, 2.0), (2.0, 1.0), (1.0, 0.002), (300.0, 500.0)],
 )
 def test_walks_follow_their_law(p, q):
-    """Pearson's χ² of all second steps. The last two laws refuse most proposals: some steps are drawn from the law written out."""
+    """Pearson's χ² of all second steps.
+
+    The last two laws reject most proposals, so some steps are drawn from the full law.
+    """
     walks = random_walks(matrix(SMALL), torch.arange(7).repeat(6000), 4, seeded(), p, q)
     law = second_order(SMALL, p, q)
     statistic, freedom = 0.0, 0
@@ -264,12 +272,10 @@ def test_walks_follow_their_law(p, q):
         for (t, v), following in law.items():
             total = seen[t, v].sum().item()
             expected = {x: total * share for x, share in following.items()}
-            assert (
-                sum(seen[t, v, x].item() for x in following) == total
-            )  # nothing that is no neighbour
-            common = {
-                x: e for x, e in expected.items() if e >= 5
-            }  # χ² holds for these; the rest is one more cell
+            # All steps lead to neighbours.
+            assert sum(seen[t, v, x].item() for x in following) == total
+            # χ² holds for these cells; the rest is one more cell.
+            common = {x: e for x, e in expected.items() if e >= 5}
             cells = [(seen[t, v, x].item(), e) for x, e in common.items()]
             rest = total - sum(e for _, e in cells)
             if rest >= 5:
@@ -277,12 +283,11 @@ def test_walks_follow_their_law(p, q):
             statistic += sum((s - e) ** 2 / e for s, e in cells)
             freedom += max(len(cells) - 1, 0)
     assert freedom > 10
-    assert (
-        abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5
-    )  # mean and deviation of χ²; a wrong law misses by hundreds
+    # Mean and deviation of χ². A wrong law is off by hundreds.
+    assert abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5
 
 
-def test_the_test_of_the_law_would_notice_another():
+def test_the_test_of_the_law_detects_a_wrong_law():
     walks = random_walks(matrix(SMALL), torch.arange(7).repeat(6000), 3, seeded(), 1.0, 2.0)
     seen = torch.bincount(walks[(walks[:, 0] == 0) & (walks[:, 1] == 2), 2], minlength=7)
     for (p, q), fits in {(1.0, 2.0): True, (1.0, 1.0): False, (2.0, 1.0): False}.items():
@@ -301,10 +306,10 @@ def test_first_steps_are_uniform_and_every_step_an_edge():
     dense = torch.from_numpy(matrix(SMALL).toarray())
     assert bool((dense[walks[:, :-1], walks[:, 1:]] == 1).all())
     shares = torch.bincount(walks[walks[:, 0] == 2, 1], minlength=7) / 3000
-    assert torch.allclose(shares, dense[2] / 4, atol=0.04)  # 5 deviations
+    assert torch.allclose(shares, dense[2] / 4, atol=0.04)  # 5 standard deviations
 
 
-def test_walkers_without_neighbours_stay():
+def test_walks_from_isolated_nodes_stay():
     graph = matrix(nx.disjoint_union(nx.path_graph(2), nx.empty_graph(2)))
     walks = random_walks(graph, torch.tensor([3, 0, 2]), 4, seeded(), p=0.5, q=3.0)
     assert walks.tolist() == [[3, 3, 3, 3], [0, 1, 0, 1], [2, 2, 2, 2]]
@@ -320,8 +325,8 @@ def test_walkers_without_neighbours_stay():
 # ---- Node2Vec ----
 @pytest.fixture
 def _few_steps(monkeypatch):
-    """For tests that ask what vectors depend on, not how good they are."""
-    monkeypatch.setattr(structure, "_STEPS", 20)
+    """For tests in which the quality of the vectors does not matter."""
+    monkeypatch.setattr("fedloom.methods._shared.node2vec._STEPS", 20)
 
 
 def cosines(vectors: torch.Tensor) -> torch.Tensor:
@@ -329,8 +334,9 @@ def cosines(vectors: torch.Tensor) -> torch.Tensor:
     return unit @ unit.T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"p": 0.5, "q": 2.0}])
-def test_node2vec_tells_two_cliques_with_one_bridge_apart(settings):
+def test_node2vec_separates_two_cliques_with_one_bridge(settings):
     size = 10
     graph = nx.disjoint_union(nx.complete_graph(size), nx.complete_graph(size))
     graph.add_edge(0, size)
@@ -345,8 +351,8 @@ def test_node2vec_tells_two_cliques_with_one_bridge_apart(settings):
     assert across < 0.2
 
 
-def test_node2vec_is_nearer_along_a_ring():
-    """On a cycle, likeness falls with distance."""
+@pytest.mark.slow
+def test_node2vec_similarity_falls_with_distance_on_a_ring():
     cosine = cosines(
         node2vec(matrix(nx.cycle_graph(40)), 16, seeded(), length=10, window=3, epochs=1, lr=0.01)
     )
@@ -358,7 +364,7 @@ def test_node2vec_is_nearer_along_a_ring():
 
 
 @pytest.mark.usefixtures("_few_steps")
-def test_node2vec_draws_from_its_stream_alone():
+def test_node2vec_draws_only_from_its_stream():
     graph = matrix(nx.barabasi_albert_graph(60, 2, seed=0))
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
     first = node2vec(graph, 8, seeded(5), q=2.0, **QUICK)
@@ -374,7 +380,7 @@ def test_node2vec_draws_from_its_stream_alone():
 
 
 @pytest.mark.usefixtures("_few_steps")
-def test_node2vec_takes_any_graph_as_undirected_and_simple():
+def test_node2vec_treats_any_graph_as_undirected_and_simple():
     graph = nx.barabasi_albert_graph(30, 2, seed=1)
     assert torch.equal(
         node2vec(loose(graph), 8, seeded(), **QUICK), node2vec(matrix(graph), 8, seeded(), **QUICK)
@@ -382,7 +388,7 @@ def test_node2vec_takes_any_graph_as_undirected_and_simple():
 
 
 @pytest.mark.usefixtures("_few_steps")
-def test_node2vec_leaves_nodes_without_neighbours_as_they_were():
+def test_node2vec_leaves_isolated_nodes_unchanged():
     graph = matrix(nx.disjoint_union(nx.complete_graph(8), nx.empty_graph(4)))
     vectors = node2vec(graph, 8, seeded(), **QUICK)
     first = (torch.rand(12, 8, generator=seeded()) - 0.5) / 8
@@ -394,7 +400,7 @@ def test_node2vec_leaves_nodes_without_neighbours_as_they_were():
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["p", "q", "lr"])
-def test_node2vec_refuses_what_is_not_above_0(name, value):
+def test_node2vec_refuses_numbers_that_are_not_positive(name, value):
     with pytest.raises(ValueError, match=f"{name} must be above 0"):
         node2vec(matrix(SMALL), 4, seeded(), **{name: value})
     if name != "lr":
@@ -406,7 +412,7 @@ def test_node2vec_refuses_what_is_not_above_0(name, value):
     "settings",
     [{"walks": 0}, {"length": 1}, {"window": 0}, {"negatives": 0}, {"epochs": 0}, {"width": 0}],
 )
-def test_node2vec_refuses_counts_that_make_no_pairs(settings):
+def test_node2vec_refuses_counts_without_pairs(settings):
     with pytest.raises(
         ValueError, match=" ".join(f"{name} {value}" for name, value in settings.items())
     ):
@@ -424,7 +430,7 @@ def test_adjacency_must_be_square():
 
 # ---- distances ----
 @pytest.mark.parametrize("seed", range(3))
-def test_pairs_at_each_distance_are_those_of_shortest_paths(seed):
+def test_pairs_at_each_distance_equal_those_of_shortest_paths(seed):
     graph = nx.gnm_random_graph(60, 90, seed=seed, directed=True)
     graph.add_edge(4, 4)
     found = at_distance(nx.to_scipy_sparse_array(graph, format="csr"), 4)
@@ -435,7 +441,7 @@ def test_pairs_at_each_distance_are_those_of_shortest_paths(seed):
         assert (matrix.data == 1).all()
 
 
-def test_distances_do_not_mind_how_many_ways_there_are():
-    hub = nx.complete_bipartite_graph(2, 300)  # 300 ways from 0 to 1: more than a byte holds
+def test_distances_do_not_depend_on_the_number_of_paths():
+    hub = nx.complete_bipartite_graph(2, 300)  # 300 paths from 0 to 1: more than a byte holds
     assert at_distance(nx.to_scipy_sparse_array(hub, format="csr"), 2)[1][0, 1] == 1
     assert at_distance(nx.to_scipy_sparse_array(hub, format="csr"), 0) == []

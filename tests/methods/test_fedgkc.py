@@ -1,4 +1,4 @@
-"""FedGKC: every equation by hand, its limits, and what travels."""
+"""FedGKC: its equations by hand, its limits, and what travels."""
 
 from dataclasses import replace
 
@@ -25,12 +25,15 @@ PLAIN = {"beta": 0.0, "self_weight": 0.0, "kappa": 0.0}
 
 
 def five_nodes():
-    """A path of four nodes and an isolated one."""
+    """Returns a path of four nodes and an isolated node."""
     ends = torch.tensor([[0, 1, 2], [1, 2, 3]])
     return Graph(
-        x=torch.eye(5), edge_index=torch.cat([ends, ends.flip(0)], 1), y=torch.tensor([0, 1, 2, 0, 1]), num_classes=3,
+        x=torch.eye(5),
+        edge_index=torch.cat([ends, ends.flip(0)], 1),
+        y=torch.tensor([0, 1, 2, 0, 1]),
+        num_classes=3,
         train=torch.tensor([True, True, False, True, False]),
-    )  # fmt: skip
+    )
 
 
 def drawn(*shape, seed=0):
@@ -61,7 +64,10 @@ def test_equal_embeddings_have_no_neighbourly_loss_and_only_the_student_gets_a_g
 
 
 def test_the_neighbourly_loss_makes_no_tensor_as_long_as_the_edges():
-    """One sparse product: what it makes is as large as the embeddings, and the complete graph has six times as many edges."""
+    """The loss is one sparse product, whose tensors are as large as the embeddings.
+
+    The complete graph has six times as many edges.
+    """
     graph = Graph(
         x=torch.zeros(50, 1),
         edge_index=torch.combinations(torch.arange(50)).T,
@@ -70,7 +76,7 @@ def test_the_neighbourly_loss_makes_no_tensor_as_long_as_the_edges():
     )
     graph = replace(graph, edge_index=torch.cat([graph.edge_index, graph.edge_index.flip(0)], 1))
     edges = graph.adjacency("sum").nnz
-    graph.adjacency("sum").transpose  # noqa: B018  (made once, before the watch begins)
+    graph.adjacency("sum").transpose  # noqa: B018  (computed once, before the watch begins)
     with Largest() as seen:
         FedGKC().neighbourly(graph, drawn(50, 4), drawn(50, 4, seed=1).requires_grad_()).backward()
     assert 0 < seen.numel < edges
@@ -82,8 +88,8 @@ def test_the_losses_by_hand(node_federation):
     client = client_of(node_federation, method, ("sage-2x8",))
     graph = client.graph
     own, copilot = (outputs(client.state[which], graph) for which in ("model", "copilot"))
-    of_own, of_copilot = method.losses(client, graph, own, copilot)
-    for got, student, teacher in ((of_own, own, copilot), (of_copilot, copilot, own)):
+    own_loss, copilot_loss = method.losses(client, graph, own, copilot)
+    for got, student, teacher in ((own_loss, own, copilot), (copilot_loss, copilot, own)):
         by_hand = 0.5 * client.loss(student[1], graph) + 0.3 * method.neighbourly(
             graph, teacher[0], student[0]
         )
@@ -94,13 +100,13 @@ def test_self_distillation_by_hand_teaches_the_strong_view_or_both(node_federati
     for symmetric in (False, True):
         method = FedGKC(symmetric=symmetric, **QUICK)
         client = client_of(node_federation, method)
-        net, seen = client.state["model"], []
-        original = net.embed
-        net.embed = lambda graph, rng=None: seen.append((graph, z := original(graph, rng))) or z  # noqa: B023
+        model, seen = client.state["model"], []
+        original = model.embed
+        model.embed = lambda graph, rng=None: seen.append((graph, z := original(graph, rng))) or z  # noqa: B023
         loss = method.itself(client, client.graph)
         (strong, z_strong), (weak, z_weak) = seen
         assert strong.num_edges < weak.num_edges < client.graph.num_edges
-        P, Q = net.head(z_weak, weak).softmax(1), net.head(z_strong, strong).softmax(1)
+        P, Q = model.head(z_weak, weak).softmax(1), model.head(z_strong, strong).softmax(1)
         by_hand = ((z_weak - z_strong) ** 2).mean() + (P * (P / Q).log()).sum(1).mean()
         if symmetric:
             by_hand = by_hand + (Q * (Q / P).log()).sum(1).mean()
@@ -109,7 +115,7 @@ def test_self_distillation_by_hand_teaches_the_strong_view_or_both(node_federati
         assert z_weak.requires_grad == symmetric
 
 
-def test_every_term_reaches_what_it_should(node_federation):
+def test_each_term_reaches_the_student_and_not_the_teacher(node_federation):
     for settings in (
         {"alpha": 0.0, "beta": 1.0, "self_weight": 0.0},
         {"alpha": 0.0, "beta": 0.0, "self_weight": 0.0},
@@ -167,7 +173,7 @@ def test_certain_predictions_without_edges():
     assert torch.isclose(FedGKC().assurance(certain, graph), torch.tensor(1 + 1 / 2))
 
 
-def test_weights_sum_to_1_and_are_never_negative():
+def test_weights_sum_to_1_and_are_not_negative():
     rng = torch.Generator().manual_seed(0)
     for kappa in (0.0, 0.5, 1.0):
         volume, power = torch.randint(1, 99, (6,), generator=rng), torch.rand(6, generator=rng)
@@ -192,13 +198,11 @@ def test_weights_sum_to_1_and_are_never_negative():
 
 
 def test_uniform_predictions_count_as_no_assurance(node_federation):
-    """2 max − 1 is below 0 for three classes, and neighbours are alike."""
+    """2 max − 1 is below 0 for three classes, and neighbours have equal predictions."""
     method = FedGKC(strength=False, **QUICK)
     client = client_of(node_federation, method)
     bare = replace(client.graph, train=torch.zeros_like(client.graph.train))
-    client.graph = (
-        bare  # nothing to learn from: the copilot stays as it comes, with zeros for weights
-    )
+    client.graph = bare  # without labels, the copilot keeps the weights it receives, zeros
     nothing = {name: torch.zeros_like(p) for name, p in client.state["copilot"].named_parameters()}
     assert method.assurance(torch.full((bare.num_nodes, 3), 1 / 3), bare) < 0
     assert float(method.train(client, nothing, torch.tensor(1))["power"]) == 0
@@ -235,7 +239,7 @@ def test_without_its_own_terms_it_is_fml(node_federation):
         )
 
 
-def test_alpha_1_is_local_training_beside_fedavg(node_federation):
+def test_alpha_1_is_local_training_and_fedavg_of_the_copilot(node_federation):
     settings = {"model": MODEL, "rounds": 3, "dropout": 0.0}
     both = run("fedgkc", node_federation, alpha=1.0, **PLAIN, **settings, **QUICK)
     assert gap(both, run("local", node_federation, **settings), node_federation.names) < 1e-6
@@ -248,12 +252,12 @@ def test_alpha_1_is_local_training_beside_fedavg(node_federation):
 
 def test_the_common_copilot_is_the_weighted_mean(node_federation, monkeypatch):
     """θ + Σ w_k (θ_k − θ) is Σ w_k θ_k, with the weights of Eq. 12."""
-    trained, told, original = {}, {}, Loop.call
+    trained, sent_up, original = {}, {}, Loop.call
 
     def call(self, phase, sent):
         replies = original(self, phase, sent)
         if phase == "train":
-            told.update(replies)
+            sent_up.update(replies)
             trained.update(
                 {
                     c: {
@@ -267,8 +271,8 @@ def test_the_common_copilot_is_the_weighted_mean(node_federation, monkeypatch):
 
     monkeypatch.setattr(Loop, "call", call)
     result = run("fedgkc", node_federation, model=MODELS, rounds=1, **QUICK)
-    n, P = ({c: float(r[key]) for c, r in told.items()} for key in ("volume", "power"))
-    w = {c: 0.5 * (n[c] / sum(n.values()) + P[c] / sum(P.values())) for c in told}
+    n, P = ({c: float(r[key]) for c, r in sent_up.items()} for key in ("volume", "power"))
+    w = {c: 0.5 * (n[c] / sum(n.values()) + P[c] / sum(P.values())) for c in sent_up}
     assert sum(w.values()) == pytest.approx(1)
     for name, tensor in common(result).items():
         assert torch.allclose(
@@ -278,7 +282,7 @@ def test_the_common_copilot_is_the_weighted_mean(node_federation, monkeypatch):
 
 # ---- what travels ----
 @pytest.mark.parametrize("copilot", ["gcn-2x8", "gat-2x8", "sage-2x8", "gin-2x8", "sgc-2x8"])
-def test_messages_hold_the_copilot_and_two_scalars_whatever_the_own_model_is(
+def test_messages_hold_the_copilot_and_two_scalars_for_any_own_model(
     node_federation, copilot, monkeypatch
 ):
     seen, original = [], Loop.call
@@ -308,11 +312,11 @@ def test_messages_hold_the_copilot_and_two_scalars_whatever_the_own_model_is(
                 case "setup" | "evaluate":
                     pass
                 case _:
-                    pytest.fail(f"what is {phase}?")
+                    pytest.fail(f"unexpected phase {phase}")
     assert {"train", "contribute"} <= {phase for phase, _, _ in seen}
 
 
-def test_copilots_are_as_large_as_the_papers():
+def test_copilots_have_the_papers_sizes():
     sizes = {
         "cora": (1433, 7, 92231),
         "pubmed": (500, 3, 32259),
@@ -338,17 +342,14 @@ def test_secure_and_plain_agree(node_federation):
     )
 
 
-def test_who_was_not_trained_in_a_round_adds_nothing_to_it(node_federation):
+def test_a_client_that_was_not_trained_in_a_round_adds_nothing_to_it(node_federation):
     method = FedGKC(**QUICK)
     client = client_of(node_federation, method)
-    everybody, first, second = (
-        (torch.tensor(200), torch.tensor(9.0)),
-        torch.tensor(1),
-        torch.tensor(2),
-    )
+    totals = (torch.tensor(200), torch.tensor(9.0))
+    first, second = torch.tensor(1), torch.tensor(2)
 
     def adds(number):
-        return any(t.any() for t in flatten(method.contribute(client, *everybody, number)).values())
+        return any(t.any() for t in flatten(method.contribute(client, *totals, number)).values())
 
     assert not adds(first)
     copilot = {name: p.detach().clone() for name, p in client.state["copilot"].named_parameters()}
@@ -356,7 +357,7 @@ def test_who_was_not_trained_in_a_round_adds_nothing_to_it(node_federation):
     assert adds(first)
     assert not adds(first)  # once
     method.train(client, copilot, first)
-    assert not adds(second)  # what was left of another round
+    assert not adds(second)  # its training was for another round
 
 
 def test_sums_below_the_clients_own_part_are_refused(node_federation):
@@ -373,7 +374,7 @@ def test_sums_below_the_clients_own_part_are_refused(node_federation):
         method.contribute(client, one, torch.tensor(9.0), one)
 
 
-def test_warm_rounds_are_local_training_beside_fedavg(node_federation):
+def test_warmup_rounds_are_local_training_and_fedavg_of_the_copilot(node_federation):
     settings = {"model": MODEL, "rounds": 3, "dropout": 0.0}
     warm = run("fedgkc", node_federation, warmup=3, kappa=0.0, **settings, **QUICK)
     assert gap(warm, run("local", node_federation, **settings), node_federation.names) < 1e-6
@@ -388,7 +389,7 @@ def test_warm_rounds_are_local_training_beside_fedavg(node_federation):
 
 
 @pytest.mark.parametrize("copilot", ["gcn-2x8", "sgc-2x8"])
-def test_a_client_that_has_nothing_to_train_on_holds_the_mean(node_federation, copilot):
+def test_a_client_without_labels_takes_part(node_federation, copilot):
     first, *rest = node_federation.graphs
     bare = replace(first, train=torch.zeros_like(first.train))
     for inductive in (False, True):
@@ -411,12 +412,12 @@ def test_alpha_and_beta_above_1_are_refused():
     FedGKC(alpha=0.9, beta=0.1)
 
 
-def test_an_unknown_architecture_in_the_deal_is_refused(node_federation):
+def test_an_unknown_architecture_is_refused(node_federation):
     with pytest.raises(ConfigError, match=r"'gnn'.*gcn"):
         run("fedgkc", node_federation, model="gcn-2x8,gnn-2x8", **QUICK)
 
 
-def test_a_copilot_of_another_width_is_refused_unless_nothing_compares_embeddings(node_federation):
+def test_a_copilot_of_another_width_is_refused_unless_beta_is_0(node_federation):
     with pytest.raises(
         ConfigError,
         match=r"method\.copilot: 'gcn-2x16' has embeddings 16 wide, model 'sage-2x8' has 8",
@@ -433,7 +434,7 @@ def test_graph_tasks_are_refused(graph_federation):
         run("fedgkc", graph_federation, model=MODEL, **QUICK)
 
 
-def test_isolated_nodes_and_a_client_of_one_class_are_no_trouble(node_federation):
+def test_clients_with_isolated_nodes_or_one_class_take_part(node_federation):
     first, second, *rest = node_federation.graphs
     lonely = replace(first, edge_index=torch.zeros(2, 0, dtype=torch.int64))
     one = replace(

@@ -1,4 +1,7 @@
-"""FedPG: topology-aware prototypes, the contrast, personal answers, and the limits that are other methods."""
+"""FedPG: topology-aware prototypes, the contrast, personal answers, and its limits.
+
+Some limits are other methods.
+"""
 
 import math
 from dataclasses import replace
@@ -19,7 +22,13 @@ from fedloom.data.synthetic import synthetic
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError, MessageError
 from fedloom.experiments.run import run
-from fedloom.methods.fedpg import Around, FedPG, _adjacency, _at_most, _gathered, _shuffled
+from fedloom.methods.fedpg.method import FedPG, _gathered
+from fedloom.methods.fedpg.neighbourhoods import (
+    Neighbours,
+    adjacency_of,
+    first_of_each,
+    shuffled_pairs,
+)
 
 QUICK = {"rounds": 4, "server_lr": 0.05}
 OTHER = {
@@ -34,9 +43,13 @@ OTHER = {
     "sure": 0.2,
 }
 NEEDS = {
-    "annotate": {"sure": 0.2}, "sure": {"annotate": "pseudo"}, "most": {"neighbours": "any"},
-    "t": {"pull": 5.0}, "band": {"pull": 5.0, "t": 0.9999}, "nearest": {"pull": 5.0, "t": 0.0},
-}  # fmt: skip
+    "annotate": {"sure": 0.2},
+    "sure": {"annotate": "pseudo"},
+    "most": {"neighbours": "any"},
+    "t": {"pull": 5.0},
+    "band": {"pull": 5.0, "t": 0.9999},
+    "nearest": {"pull": 5.0, "t": 0.0},
+}
 TGP = {
     "hops": 0,
     "alpha": 1.0,
@@ -62,7 +75,8 @@ def test_without_hops_peers_and_sampling_it_is_fedtgp(federation):
         run("fedpg", federation, **settings, **SAME_AS_TGP),
         run("fedtgp", federation, **settings),
     )
-    assert same(ours, theirs, 2e-5)  # sums in another order; Adam makes 4e-6 of it in five rounds
+    # Sums are in another order, which Adam amplifies to 4e-6 in five rounds.
+    assert same(ours, theirs, 2e-5)
     assert not same(
         run("fedpg", federation, **settings, **(SAME_AS_TGP | {"direction": "anchor"})),
         theirs,
@@ -76,7 +90,7 @@ def test_with_the_mean_in_place_of_anchors_it_is_fedproto(federation):
     assert same(ours, run("fedproto", federation, **settings), 1e-5)
 
 
-def test_the_first_round_is_local_and_without_pull_all_are(node_federation):
+def test_the_first_round_and_rounds_without_pull_are_local_training(node_federation):
     assert same(
         run("fedpg", node_federation, model=MODEL, rounds=1),
         run("local", node_federation, model=MODEL, rounds=1),
@@ -90,8 +104,9 @@ def test_the_first_round_is_local_and_without_pull_all_are(node_federation):
 
 
 # ---- what travels ----
-def test_traffic_is_the_formula_and_no_zero_vector_or_weight_travels(trainings):
-    # Every client has every class at every hop: then the formula's numbers are met exactly. C = 7, p = 64, H = 2, as on Cora.
+def test_traffic_equals_the_formula_and_no_weight_travels(trainings):
+    # Every client has every class at every hop, so the formula holds exactly. C = 7, p = 64 and
+    # H = 2, as on Cora.
     graph = synthetic(nodes=900, classes=7, features=5, degree=20, homophily=0.9, seed=0)
     federation = divide(graph, 3, "random", 0, split="60/20/20")
     rounds = trainings()
@@ -106,7 +121,7 @@ def test_traffic_is_the_formula_and_no_zero_vector_or_weight_travels(trainings):
     assert train["scalars_down"] == 3 * (1344 + 7 * 3)  # nothing in the first round
 
 
-def test_absent_entries_are_masked_and_never_zero(node_federation, trainings):
+def test_absent_entries_are_masked_and_not_zero(node_federation, trainings):
     one_class = replace(
         node_federation.graphs[0],
         train=node_federation.graphs[0].train & (node_federation.graphs[0].y == 1),
@@ -125,13 +140,13 @@ def test_absent_entries_are_masked_and_never_zero(node_federation, trainings):
             assert (reply["prototypes"].norm(dim=1) > 0).all()
         for message in sent.values():
             if message:
-                assert (
-                    message["prototypes"].norm(dim=1).max() <= 1 + 1e-5
-                )  # a convex combination of means of unit vectors
+                # They are convex combinations of means of unit vectors.
+                assert message["prototypes"].norm(dim=1).max() <= 1 + 1e-5
 
 
-def test_the_floor_counts_different_items_behind_a_prototype(node_federation):
-    # Node 0 is the only neighbour of 1 ... 4: one hop away of four centres there is one node, whose embedding the prototype would be.
+def test_the_floor_counts_the_different_items_in_a_prototype(node_federation):
+    # Node 0 is the only neighbour of 1 ... 4. One hop away from these four centres is one node, and
+    # the prototype would be its embedding.
     star = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4], [1, 2, 3, 4, 0, 0, 0, 0]])
     every = torch.ones(5, dtype=torch.bool)
     graph = Graph(torch.randn(5, 12), star, torch.tensor([0, 0, 0, 0, 0]), 3, train=every)
@@ -145,7 +160,8 @@ def test_the_floor_counts_different_items_behind_a_prototype(node_federation):
         assert method.train(client)["present"][0].tolist() == expected
     lone = replace(graph, y=torch.tensor([1, 0, 0, 0, 0]))
     client, method = ready(replace(node_federation, graphs=(lone,)), floor=2, neighbours="any")
-    # Class 0: four centres, whose one neighbour is node 0, and at two hops each other. Class 1: one centre, four neighbours.
+    # Class 0: four centres, whose only neighbour is node 0, and which are two hops apart.
+    # Class 1: one centre with four neighbours.
     assert method.train(client)["present"].tolist() == [
         [True, False, True],
         [False, True, False],
@@ -155,7 +171,7 @@ def test_the_floor_counts_different_items_behind_a_prototype(node_federation):
 
 # ---- local prototypes ----
 def by_hand(graph, z, hops, same_class=True):
-    distance = shortest_path(_adjacency(graph), unweighted=True, directed=False)
+    distance = shortest_path(adjacency_of(graph), unweighted=True, directed=False)
     np.fill_diagonal(distance, 0)
     table, present = (
         torch.zeros(graph.num_classes, hops + 1, z.shape[1]),
@@ -180,9 +196,11 @@ def test_prototypes_are_means_of_neighbour_means(node_federation, neighbours):
     client, method = ready(node_federation, hops=3, neighbours=neighbours, most=1000)
     z = method.embeddings(client)
     expected, there = by_hand(client.graph, z, 3, neighbours == "same")
-    for attention in (True, False):  # which starts at 0: all neighbours count alike
+    for attention in (True, False):  # it starts at 0, which gives all neighbours the same weight
         plain = replace(method, attention=attention)
-        table, present, _ = plain.prototypes(client, z, plain.surroundings(client, client.graph, z))
+        table, present, _ = plain.prototypes(
+            client, z, plain.neighbourhoods(client, client.graph, z)
+        )
         assert torch.equal(present, there)
         assert torch.allclose(table[present], expected[there], atol=1e-5)
 
@@ -190,11 +208,11 @@ def test_prototypes_are_means_of_neighbour_means(node_federation, neighbours):
 def test_attention_is_a_softmax_over_the_members_of_each_centre(node_federation):
     client, method = ready(node_federation, hops=1, neighbours="any")
     z = method.embeddings(client)
-    around = method.surroundings(client, client.graph, z).hops[0]
+    around = method.neighbourhoods(client, client.graph, z).hops[0]
     vectors = torch.nn.init.normal_(
         client.state["attention"].vectors.detach()[0], generator=torch.Generator().manual_seed(0)
     )
-    w = method.weights_around(client, 1, z, around)
+    w = method.neighbour_weights(client, 1, z, around)
     assert torch.allclose(around.over_members(w)[around.centres], torch.ones(len(around.centres)))
     i = int(around.centres[3])
     mine = around.centre == i
@@ -209,12 +227,12 @@ def test_attention_is_a_softmax_over_the_members_of_each_centre(node_federation)
 def test_every_hop_has_its_own_attention(node_federation):
     client, method = ready(node_federation, neighbours="any")
     z = method.embeddings(client)
-    first, second = method.surroundings(client, client.graph, z).hops
+    first, second = method.neighbourhoods(client, client.graph, z).hops
     torch.nn.init.normal_(
         client.state["attention"].vectors.detach()[1], generator=torch.Generator().manual_seed(0)
     )
-    assert torch.allclose(method.weights_around(client, 1, z, first), 1 / first.size)
-    assert not torch.allclose(method.weights_around(client, 2, z, second), 1 / second.size)
+    assert torch.allclose(method.neighbour_weights(client, 1, z, first), 1 / first.size)
+    assert not torch.allclose(method.neighbour_weights(client, 2, z, second), 1 / second.size)
 
 
 def test_universal_prototypes_have_length_one(node_federation, trainings):
@@ -227,7 +245,7 @@ def test_universal_prototypes_have_length_one(node_federation, trainings):
     assert torch.allclose(lengths, torch.ones_like(lengths), atol=1e-5)
 
 
-def test_permuting_nodes_changes_nothing(node_federation):
+def test_results_do_not_depend_on_the_order_of_nodes(node_federation):
     graph = node_federation.graphs[0]
     order = torch.randperm(graph.num_nodes, generator=torch.Generator().manual_seed(0))
     shuffled = graph.subgraph(order)
@@ -244,11 +262,11 @@ def test_permuting_nodes_changes_nothing(node_federation):
     assert torch.allclose(replies[0]["prototypes"], replies[1]["prototypes"], atol=1e-4)
 
 
-def test_no_more_members_than_asked_for_and_each_of_them_may_be_drawn():
+def test_at_most_the_given_number_of_members_is_drawn():
     apart = csr_matrix((np.ones(53), ([0] * 50 + [1] * 3, range(53))))
     starts, drawn = torch.tensor([7, 9]), set()
     for seed in range(40):
-        centre, member = _at_most(5, *_shuffled(starts, apart, seed))
+        centre, member = first_of_each(5, *shuffled_pairs(starts, apart, seed))
         assert torch.bincount(centre)[starts].tolist() == [5, 3]
         assert {50, 51, 52} == set(member[centre == 9].tolist())
         drawn |= set(member[centre == 7].tolist())
@@ -256,7 +274,7 @@ def test_no_more_members_than_asked_for_and_each_of_them_may_be_drawn():
     assert drawn <= set(range(50))
 
 
-def test_pseudo_labels_are_the_models_own_and_never_held_out_ones(node_federation):
+def test_pseudo_labels_are_predictions_and_not_held_out_labels(node_federation):
     client, method = ready(node_federation, annotate="pseudo", sure=0.6)
     method.train(client)
     graph, found = client.full_graph, client.state["annotation"]
@@ -283,33 +301,31 @@ def test_neighbours_of_graphs_are_the_nearest_within_a_band_of_cosines(node_fede
     assert one == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)}
     assert two == {(0, 2), (2, 0), (1, 3), (3, 1)}
     (one, _) = replace(method, nearest=1, t=0.0, neighbours="any").by_similarity(label, z, 2)
-    assert (
-        torch.bincount(one.centre).tolist() == [1] * 5
-    )  # who has no class is no centre, and may be a member
+    # An item without a class is no centre but may be a member.
+    assert torch.bincount(one.centre).tolist() == [1] * 5
 
 
 # ---- alignment ----
 def test_the_alignment_is_the_sum_of_distances_between_prototypes(node_federation):
-    client, method = ready(
-        node_federation, pull=0.3, neighbours="any"
-    )  # or a centre has one neighbour, whose weight is 1
-    net, graph = client.state["model"], client.graph
-    z = F.normalize(net.embed(graph))
-    own, there, _ = method.prototypes(client, z, method.surroundings(client, graph, z))
+    # With "same", a centre may have one neighbour, whose weight is always 1.
+    client, method = ready(node_federation, pull=0.3, neighbours="any")
+    model, graph = client.state["model"], client.graph
+    z = F.normalize(model.embed(graph))
+    own, there, _ = method.prototypes(client, z, method.neighbourhoods(client, graph, z))
     table, present = torch.randn(3, 3, 8), there.clone()
     present[1, 2] = False
-    expected = client.loss(net(graph), graph) + 0.3 * sum(
+    expected = client.loss(model(graph), graph) + 0.3 * sum(
         (own - table)[c, h].norm() for c, h in present.nonzero().tolist()
     )
-    found = method.objective(client, graph, net, {"table": table, "present": present})
+    found = method.objective(client, graph, model, {"table": table, "present": present})
     assert torch.isclose(found, expected, atol=1e-5)
     found.backward()
     assert client.state["attention"].vectors.grad.abs().sum() > 0
-    assert all(p.grad.abs().sum() > 0 for p in net.parameters())
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters())
 
 
 @pytest.mark.parametrize("align", ["prototype", "item"])
-def test_the_alignment_alone_reaches_the_extractor_and_the_attention_at_every_hop(
+def test_the_alignment_has_gradients_for_the_extractor_and_the_attention_at_every_hop(
     federation, align
 ):
     client, method = ready(federation, align=align, t=0.0, band=0.5, neighbours="any")
@@ -319,9 +335,8 @@ def test_the_alignment_alone_reaches_the_extractor_and_the_attention_at_every_ho
         torch.ones(batch.num_classes, 3, dtype=torch.bool),
     )
     z = method.scaled(client.state["model"].embed(batch))
-    between = (
-        (z @ z.T)[~torch.eye(len(z), dtype=torch.bool)].median().item()
-    )  # cosines of graphs are all near 1: half of them at each hop
+    # Cosines of graphs are all near 1. This puts half of them at each hop.
+    between = (z @ z.T)[~torch.eye(len(z), dtype=torch.bool)].median().item()
     method = replace(method, t=min(between, 1.0), band=2.0)
     method.alignment(client, batch, z, table, present).backward()
     assert any(
@@ -333,7 +348,10 @@ def test_the_alignment_alone_reaches_the_extractor_and_the_attention_at_every_ho
 
 # ---- the server's side ----
 def uploads_of(*rows):
-    """(client, class, hop, vector) rows as replies; two classes, two hops, as many centres as the client's number says."""
+    """Returns replies with the given (client, class, hop, vector) rows.
+
+    There are two classes and two hops. The client's name is its number of centres.
+    """
     clients: dict = {}
     for client, c, h, vector in rows:
         clients.setdefault(client, {})[(c, h)] = torch.tensor(vector, dtype=torch.float)
@@ -359,11 +377,11 @@ ROWS = (
 )
 
 
-def test_the_contrast_is_the_sum_over_entries_of_minus_log_shares():
+def test_the_contrast_by_hand():
     uploads, at, counts = _gathered(uploads_of(*ROWS))
     assert counts.tolist() == [1, 1, 3, 3, 3]
     method = FedPG(hops=1, sampling=0.0, temperature=0.7)
-    speaks = method.receptive_field(at, torch.rand(len(at), 2), 2)
+    positive = method.receptive_field(at, torch.rand(len(at), 2), 2)
     anchors, margin = (
         torch.randn(2, 2, 2, generator=torch.Generator().manual_seed(0)),
         torch.tensor([0.2, 0.4]),
@@ -379,13 +397,13 @@ def test_the_contrast_is_the_sum_over_entries_of_minus_log_shares():
             )
             false = sum(math.exp(cosine[k] / 0.7) for k in range(5) if at[k].tolist() == [1 - c, h])
             expected -= math.log(true / (true + false))
-    # A constant shift of all distances changes nothing: 1 − cosine serves.
-    assert method.contrast_anchors(anchors, uploads, speaks, margin).item() == pytest.approx(
+    # A constant shift of all distances changes nothing, so 1 − cosine gives the same loss.
+    assert method.contrast_anchors(anchors, uploads, positive, margin).item() == pytest.approx(
         expected, abs=1e-5
     )
 
 
-def test_an_anchor_that_nobody_speaks_against_has_no_loss_and_a_finite_gradient():
+def test_an_anchor_without_negatives_has_no_loss_and_a_finite_gradient():
     uploads, at, _ = _gathered(uploads_of(*ROWS[:2]))
     anchors = torch.randn(2, 2, 2, requires_grad=True)
     method = FedPG(hops=1)
@@ -400,32 +418,30 @@ def test_an_anchor_that_nobody_speaks_against_has_no_loss_and_a_finite_gradient(
 def test_the_gradient_to_the_positive_similarity_grows_with_the_margin():
     uploads, at, _ = _gathered(uploads_of(*ROWS))
     method = FedPG(hops=1, sampling=0.0)
-    speaks = method.receptive_field(at, torch.rand(len(at), 2), 2)
+    positive = method.receptive_field(at, torch.rand(len(at), 2), 2)
     strength = []
     for margin in (0.0, 0.5, 1.0):
         anchors = torch.tensor([[[1.0, 1], [1, 1]], [[1, -1], [-1, 1]]], requires_grad=True)
-        method.contrast_anchors(anchors, uploads, speaks, torch.full((2,), margin)).backward()
+        method.contrast_anchors(anchors, uploads, positive, torch.full((2,), margin)).backward()
         strength.append(anchors.grad.norm().item())
     assert strength == sorted(strength)
     assert strength[0] < strength[2]
 
 
-def test_the_receptive_field_adds_so_many_of_the_same_class_and_other_hops():
+def test_the_receptive_field_adds_uploads_of_the_class_from_other_hops():
     at = torch.tensor([[0, 0]] * 4 + [[0, 1]] * 6 + [[1, 0]] * 2)
     lots = torch.rand(len(at), 2, generator=torch.Generator().manual_seed(0))
     for sampling, expected in ((0.0, 4), (0.25, 5), (0.3, 6), (1.0, 8)):
-        speaks = FedPG(hops=1, sampling=sampling).receptive_field(at, lots, 2)
-        assert int(speaks[0, 0].sum()) == expected
-        assert not speaks[0, 0, 10:].any()  # another class
-        assert speaks[0, 0, :4].all()
-        assert int(speaks[0, 1].sum()) == 6 + min(
-            4, math.ceil(6 * sampling)
-        )  # no more than there are
-        assert not speaks[1, 1].any()  # nobody told of it
-        assert int(speaks[1, 0].sum()) == 2
+        positive = FedPG(hops=1, sampling=sampling).receptive_field(at, lots, 2)
+        assert int(positive[0, 0].sum()) == expected
+        assert not positive[0, 0, 10:].any()  # another class
+        assert positive[0, 0, :4].all()
+        assert int(positive[0, 1].sum()) == 6 + min(4, math.ceil(6 * sampling))  # there are only 4
+        assert not positive[1, 1].any()  # no client sent it
+        assert int(positive[1, 0].sum()) == 2
 
 
-def test_answers_mix_the_universal_prototype_with_those_of_peers_by_their_centres():
+def test_answers_mix_the_universal_prototype_with_those_of_peers():
     replies, universal = uploads_of(*ROWS), torch.full((2, 2, 2), 0.5)
     method = FedPG(hops=1, alpha=0.25, similar=0.7)
     answers = method.personal(universal, replies)
@@ -457,7 +473,7 @@ def test_noise_reaches_a_share_of_the_coordinates_of_every_prototype(node_federa
     assert FedPG().disturbed(client, table) is table
 
 
-# ---- what may go wrong ----
+# ---- bad input ----
 def test_a_prototype_with_nan_is_refused_by_name(node_federation, monkeypatch):
     original = Loop.call
 
@@ -474,7 +490,7 @@ def test_a_prototype_with_nan_is_refused_by_name(node_federation, monkeypatch):
         run("fedpg", node_federation, model=MODEL, rounds=2)
 
 
-def test_a_reply_with_more_vectors_than_it_says_is_refused(node_federation, monkeypatch):
+def test_a_reply_with_more_vectors_than_entries_is_refused(node_federation, monkeypatch):
     original = Loop.call
 
     def call(self, phase, sent):
@@ -491,20 +507,20 @@ def test_a_reply_with_more_vectors_than_it_says_is_refused(node_federation, monk
         run("fedpg", node_federation, model=MODEL, rounds=2)
 
 
-def test_widths_that_differ_are_refused_and_architectures_that_differ_are_not(node_federation):
+def test_different_widths_are_refused_and_different_architectures_are_not(node_federation):
     with pytest.raises(ConfigError, match="share one embedding width"):
         run("fedpg", node_federation, model="gcn-2x8,gcn-2x16", rounds=1)
     five = "gcn-2x8,gin-2x8,sage-2x8,sgc-2x8,gcnii-2x8"
     assert run("fedpg", node_federation, model=five, rounds=2).summary["status"] == "completed"
 
 
-def test_one_client_and_a_class_that_exists_nowhere_are_no_trouble(federation):
+def test_a_single_client_and_a_class_without_items_are_allowed(federation):
     graphs = tuple(replace(g, num_classes=5) for g in federation.graphs[:1])
     alone = replace(federation, graphs=graphs, names=federation.names[:1], whole=None)
     assert run("fedpg", alone, model=MODEL, rounds=3).summary["status"] == "completed"
 
 
-def test_when_nobody_has_a_label_nothing_travels_and_nothing_breaks(node_federation, trainings):
+def test_without_labels_no_prototype_travels(node_federation, trainings):
     bare = tuple(replace(g, train=torch.zeros_like(g.train)) for g in node_federation.graphs)
     rounds = trainings()
     result = run("fedpg", replace(node_federation, graphs=bare, whole=None), model=MODEL, rounds=3)
@@ -512,8 +528,8 @@ def test_when_nobody_has_a_label_nothing_travels_and_nothing_breaks(node_federat
     assert result.summary["status"] == "completed"
 
 
-def test_pairs_count_members_and_centres_of_each_class():
-    around = Around(
+def test_neighbours_count_members_and_centres_of_each_class():
+    around = Neighbours(
         torch.tensor([0, 0, 1, 3]), torch.tensor([1, 2, 2, 0]), torch.tensor([0, 0, 1, 1]), 3
     )
     assert around.num_centres.tolist() == [2, 1, 0]

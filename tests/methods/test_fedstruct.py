@@ -1,4 +1,8 @@
-"""FedStruct: the protocol against a direct matrix power, steps against central ones, variants against each other, and bad input."""
+"""FedStruct: the protocol, training steps, variants and bad input.
+
+The protocol is compared with a dense matrix power, a federated step with a central one, and the
+variants with each other.
+"""
 
 from dataclasses import replace
 
@@ -15,7 +19,7 @@ from fedloom.data.synthetic import synthetic
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError, MessageError, Refusal
 from fedloom.experiments.run import run
-from fedloom.methods.fedstruct.method import Encoder
+from fedloom.methods.fedstruct.state import Encoder, state_of
 from fedloom.nn.build import build_model
 
 QUICK = {"hops": 3, "p": 4, "d_s": 8, "hidden": "6", "walk": 3, "query_limit": 10**6}
@@ -48,7 +52,7 @@ def with_few_labels(federation):
 
 @pytest.fixture
 def watched(monkeypatch):
-    """The engine of the last run: its clients can be looked at after it."""
+    """Collects the engines of all runs, so that a test can inspect the clients afterwards."""
     engines = []
     original = Loop.__init__
     monkeypatch.setattr(
@@ -62,16 +66,16 @@ def go(federation, **settings):
 
 
 def numbered(engine):
-    """The node ids of the whole graph in the protocol's order."""
+    """Returns the node ids of the whole graph in the order of the protocol."""
     return torch.cat([engine.clients[name].graph.node_id for name in sorted(engine.clients)])
 
 
 def gathered_matrix(engine):
-    """Ā of the whole graph, rows and columns by node id."""
+    """Returns Ā of the whole graph, with rows and columns in the order of node ids."""
     ids, n = numbered(engine), len(numbered(engine))
     full = torch.zeros(n, n)
     for client in engine.clients.values():
-        rows = client.memory["all"]
+        rows = state_of(client).rows
         own = torch.zeros(client.graph.num_nodes, n)
         own[:, rows.reach] = rows.powers[0].dense()
         full[client.graph.node_id[:, None], ids[None, :]] = own
@@ -111,8 +115,11 @@ def test_any_filter(watched):
 
 
 @pytest.mark.parametrize(("p", "seed"), [(2, 1), (2, 2), (5, 1), (12, 2)])
-def test_global_pruning_is_that_of_the_whole_matrix(p, seed, watched):
-    """Weights inside the clients leave no two entries alike at the threshold, so that there is one right answer (cross edges count 1)."""
+def test_global_pruning_equals_pruning_of_the_whole_matrix(p, seed, watched):
+    """Random edge weights inside the clients avoid ties at the threshold.
+
+    So there is one right answer. Cross edges have weight 1.
+    """
     graph = random_graph(nodes=90, degree=8.0, directed=True, seed=seed)
     weight = torch.rand(graph.num_edges, generator=torch.Generator().manual_seed(seed)) + 0.1
     federation = federation_of(replace(graph, edge_weight=weight), 3)
@@ -128,23 +135,20 @@ def test_global_pruning_is_that_of_the_whole_matrix(p, seed, watched):
     for _ in range(3):
         expected = once @ expected
         ranked = expected[expected > 0].sort(descending=True).values
-        assert ranked[p * 90 - 1] > ranked[p * 90] * (
-            1 + 1e-5
-        )  # it bites, and float32 sees the difference
+        # Pruning has an effect, and float32 can represent the difference.
+        assert ranked[p * 90 - 1] > ranked[p * 90] * (1 + 1e-5)
         expected = torch.where(expected >= ranked[p * 90 - 1], expected, 0.0)
     assert torch.allclose(gathered_matrix(watched[-1]).double(), expected, atol=1e-6)
 
 
-def test_global_pruning_keeps_exactly_as_many_entries_as_it_may(watched):
+def test_global_pruning_keeps_exactly_p_n_entries(watched):
     graph = random_graph(nodes=120)
     go(federation_of(graph), prune="global", hops=2, p=7)
     found, full = gathered_matrix(watched[-1]), dense_power(graph, 2)
     kept = found > 0
     assert int(kept.sum()) == min(7 * 120, int((full > 0).sum()))
     assert torch.allclose(found.double()[kept], full[kept], atol=1e-6)
-    assert (
-        full[~kept].max() <= full[kept].min() + 1e-6
-    )  # nothing that was left out is larger than anything kept
+    assert full[~kept].max() <= full[kept].min() + 1e-6  # no dropped entry exceeds a kept one
 
 
 def test_protocol_pruning_bounds_every_block(monkeypatch):
@@ -154,41 +158,28 @@ def test_protocol_pruning_bounds_every_block(monkeypatch):
     def call(self, phase, messages):
         replies = original(self, phase, messages)
         if phase == "offer":
-            sent.append(
-                {
-                    c: {to: (letter, self.clients[to].graph.num_nodes) for to, letter in r.items()}
-                    for c, r in replies.items()
-                }
+            sent.extend(
+                (block, self.clients[receiver].graph.num_nodes)
+                for reply in replies.values()
+                for receiver, block in reply.items()
             )
         return replies
 
     monkeypatch.setattr(Loop, "call", call)
     federation = federation_of(graph, 3)
     ledger = go(federation, hops=4, p=5).traffic["phases"]["offer"]
-    assert len(sent) == 3
+    assert len(sent) == 3 * 3 * 2  # hops, senders, receivers
     bounds = np.cumsum([federation.graphs[k].num_nodes for k in range(3)])
     full = 0
-    for letters in sent:
-        for written in letters.values():
-            for letter, receivers in written.values():
-                owner = np.searchsorted(bounds, letter["column"].numpy(), side="right")
-                most = 2 * receivers  # ⌈5 / 3⌉
-                full += int((np.bincount(owner, minlength=3) == most).sum())
-                assert np.bincount(owner, minlength=3).max() <= most
-    assert full > 0  # it bites
-    values = sum(
-        len(letter["value"])
-        for letters in sent
-        for written in letters.values()
-        for letter, _ in written.values()
-    )
+    for block, nodes in sent:
+        owner = np.searchsorted(bounds, block["column"].numpy(), side="right")
+        most = 2 * nodes  # ⌈5 / 3⌉ n_i
+        full += int((np.bincount(owner, minlength=3) == most).sum())
+        assert np.bincount(owner, minlength=3).max() <= most
+    assert full > 0  # pruning has an effect
+    values = sum(len(block["value"]) for block, _ in sent)
     assert values <= 3 * 2 * 3 * 2 * 150  # (L_s - 1) (K - 1) K ⌈p/K⌉ n
-    counts = sum(
-        len(letter["count"])
-        for letters in sent
-        for written in letters.values()
-        for letter, _ in written.values()
-    )
+    counts = sum(len(block["count"]) for block, _ in sent)
     assert ledger["scalars_up"] == 2 * values + counts
 
 
@@ -205,17 +196,17 @@ def test_encrypted_blocks_give_the_same_powers_and_each_client_gets_one_sum(watc
     )
     result = go(federation_of(graph, 3), prune="none", encrypt=True)
     assert torch.allclose(gathered_matrix(watched[-1]).double(), dense_power(graph, 3), atol=3e-6)
-    letters = [
-        message["letters"]
+    inboxes = [
+        message["inbox"]
         for phase, sent in arrived
         if phase == "absorb_encrypted"
         for message in sent.values()
     ]
-    assert all(len(written) == 1 for written in letters)
+    assert inboxes
+    assert all(len(inbox) == 1 for inbox in inboxes)
     again = go(federation_of(graph, 3), prune="none", encrypt=True)
-    assert (
-        again.summary["history_hash"] == result.summary["history_hash"]
-    )  # the noise of CKKS is rounded away
+    # Rounding removes the noise of CKKS.
+    assert again.summary["history_hash"] == result.summary["history_hash"]
     secure = go(federation_of(graph, 3), prune="none", encrypt=True, secure=True)
     assert secure.accuracy == result.accuracy
 
@@ -225,7 +216,7 @@ def test_degrees_and_return_probabilities(watched):
     graph = random_graph(directed=True)
     go(federation_of(graph), structure="fed", walk=4, prune="none", d_s=20)
     engine = watched[-1]
-    S = next(iter(engine.clients.values())).memory["S"]
+    S = state_of(next(iter(engine.clients.values()))).fixed
     ids = numbered(engine)
     for step in range(1, 5):
         expected = dense_power(graph, step, loops=False).diagonal()[ids]
@@ -236,16 +227,18 @@ def test_degrees_and_return_probabilities(watched):
     assert torch.equal(S[:, 4:].sum(1), torch.ones(60))
 
 
-@pytest.mark.parametrize("kind", ["deg", "fed", "node2vec", "gdv"])
+@pytest.mark.parametrize(
+    "kind", ["deg", "fed", pytest.param("node2vec", marks=pytest.mark.slow), "gdv"]
+)
 def test_fixed_features_are_d_s_wide_and_the_same_everywhere(kind, watched):
     result = go(federation_of(random_graph()), structure=kind, d_s=256, p=30, walk=50)
-    features = [client.memory["S"] for client in watched[-1].clients.values()]
+    features = [state_of(client).fixed for client in watched[-1].clients.values()]
     assert all(S.shape == (60, 256) and torch.equal(S, features[0]) for S in features)
     assert len(features[0].unique(dim=0)) > 3
     assert "S" not in result.models["server"]
 
 
-def test_a_server_that_may_not_know_the_graph_gets_no_edges():
+def test_a_secure_run_refuses_features_that_reveal_edges_to_the_server():
     with pytest.raises(
         ConfigError,
         match=r"run\.secure: this method asks for every client's own answer to 'reveal'",
@@ -255,7 +248,10 @@ def test_a_server_that_may_not_know_the_graph_gets_no_edges():
 
 # ---- training ----
 def central_step(federation, settings, model, S, A, lr=0.1):
-    """One plain gradient step of the same loss on the union of the clients, their features spread inside each only."""
+    """Returns the weights after one plain gradient step of the same loss on the union of clients.
+
+    Features are propagated inside each client only.
+    """
     method = make_method("fedstruct", settings)
     leaves = {name: t.clone().requires_grad_() for name, t in model.items()}
 
@@ -269,8 +265,8 @@ def central_step(federation, settings, model, S, A, lr=0.1):
         [g.node_id for _, g in sorted(zip(federation.names, federation.graphs, strict=True))]
     )
     for g in federation.graphs:
-        net = build_model(MODEL, g.num_features, g.num_classes, dropout=0.0, seed=0)
-        h = torch.func.functional_call(net, part("feature/"), (g,))
+        built = build_model(MODEL, g.num_features, g.num_classes, dropout=0.0, seed=0)
+        h = torch.func.functional_call(built, part("feature/"), (g,))
         q = leaves.get("S", S)
         if not method.absorbed:
             q = torch.func.functional_call(
@@ -294,13 +290,15 @@ def central_step(federation, settings, model, S, A, lr=0.1):
 def test_one_federated_step_is_one_central_step(variant, watched):
     graph = random_graph(directed=True)
     federation = federation_of(graph, 3, split="global 50/20/30")
-    assert (
-        len({int(g.train.sum()) for g in federation.graphs}) > 1
-    )  # a mean of clients' means would be another step
+    # Clients differ in size, so a mean of the clients' means would be another step.
+    assert len({int(g.train.sum()) for g in federation.graphs}) > 1
     settings = {
-        "plain": {}, "absorbed": {"absorbed": True}, "deg": {"structure": "deg"},
-        "learned beta": {"learn_beta": True, "beta": "0.5,0.2,0.2,1"}, "double softmax": {"double_softmax": True},
-    }[variant]  # fmt: skip
+        "plain": {},
+        "absorbed": {"absorbed": True},
+        "deg": {"structure": "deg"},
+        "learned beta": {"learn_beta": True, "beta": "0.5,0.2,0.2,1"},
+        "double softmax": {"double_softmax": True},
+    }[variant]
     common = {
         **QUICK,
         **settings,
@@ -316,7 +314,7 @@ def test_one_federated_step_is_one_central_step(variant, watched):
         if variant == "learned beta"
         else dense_power(graph, 3)
     )
-    S = watched[-1].clients["0"].memory.get("S")
+    S = getattr(state_of(watched[-1].clients["0"]), "fixed", None)
     expected = central_step(federation, {**QUICK, **settings}, before, S, A)
     assert before.keys() == after.keys() == expected.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
@@ -324,8 +322,11 @@ def test_one_federated_step_is_one_central_step(variant, watched):
         assert torch.allclose(after[name], expected[name], atol=1e-6), name
 
 
-def test_the_gradient_of_absorbed_embeddings_is_the_papers(watched):
-    """∇_S L_i = Σ_v Ā_v,:ᵀ (ŷ_v - y_v)ᵀ over the client's training nodes, and nothing outside their reach."""
+def test_the_gradient_of_absorbed_embeddings_equals_the_papers_formula(watched):
+    """∇_S L_i = Σ_v Ā_v,:ᵀ (ŷ_v - y_v)ᵀ over the client's training nodes.
+
+    It is 0 for nodes that no training node reaches.
+    """
     graph = random_graph()
     federation = federation_of(graph, 3)
     common = {
@@ -366,7 +367,7 @@ def test_one_client_trains_on_the_whole_graph():
 
 # ---- private ----
 @pytest.mark.parametrize("absorbed", [True, False])
-def test_the_private_form_gives_the_same_numbers(absorbed, watched):
+def test_the_private_form_gives_the_same_results(absorbed, watched):
     federation = with_few_labels(federation_of(random_graph(nodes=80), 3))
     common = {
         "absorbed": absorbed,
@@ -399,7 +400,8 @@ def test_a_client_answers_for_fewer_nodes_than_it_has_in_the_sums():
     )
     with pytest.raises(
         Refusal,
-        match=r"refuses to answer '\d': sums over \d+ of its nodes for \d+ nodes, more than 2;.*method.query_limit",
+        match=r"refuses to answer '\d': sums over \d+ of its nodes for \d+ nodes, more than 2;"
+        r".*method.query_limit",
     ):
         go(few, private=True, prune="none", query_limit=2)
     everything = federation_of(graph, 3, split="40/30/30")
@@ -407,7 +409,7 @@ def test_a_client_answers_for_fewer_nodes_than_it_has_in_the_sums():
         go(everything, private=True, prune="none", query_limit=0)
 
 
-def test_what_a_private_client_sends_or_gets_holds_no_row_of_s(monkeypatch):
+def test_no_message_of_a_private_run_holds_a_row_of_s(monkeypatch):
     federation, compared = with_few_labels(federation_of(random_graph(nodes=80), 3)), []
     original = Loop.call
 
@@ -463,15 +465,16 @@ def test_what_a_private_client_sends_or_gets_holds_no_row_of_s(monkeypatch):
         ),
     ],
 )
-def test_settings_that_do_not_fit(settings, words):
+def test_invalid_settings_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         make_method("fedstruct", {**QUICK, **settings})
 
 
-def test_clients_that_do_not_know_the_cut_edges():
+def test_unknown_cross_edges_are_refused():
     with pytest.raises(
         ConfigError,
-        match=r"method 'fedstruct' works on the edges between clients: set partition\.cross_edges = 'known'",
+        match=r"method 'fedstruct' works on the edges between clients: "
+        r"set partition\.cross_edges = 'known'",
     ):
         go(divide(random_graph(), 3, "random", 0))
 
@@ -504,7 +507,8 @@ def test_a_client_without_cross_edges_reaches_its_own_nodes_only(watched):
     ]
     assert graphs[2].cross_edges.shape[1] == 0
     go(Federation(tuple(graphs)), prune="none", hops=4)
-    assert watched[-1].clients["2"].memory["all"].reach.tolist() == list(range(40, 60))
+    reach = state_of(watched[-1].clients["2"]).rows.reach
+    assert reach.tolist() == list(range(40, 60))
     assert torch.allclose(gathered_matrix(watched[-1]).double(), dense_power(cut, 4), atol=1e-6)
 
 
@@ -514,30 +518,35 @@ def test_a_client_without_cross_edges_reaches_its_own_nodes_only(watched):
         (
             "count",
             lambda t: t[:-1],
-            r"client '\d': letter of '0': tensor 'count' has shape \[\d+\], expected \[\d+\]",
+            r"client '\d': peer message from '0': tensor 'count' has shape \[\d+\], "
+            r"expected \[\d+\]",
         ),
         (
             "column",
             lambda t: t[:-1],
-            r"letter of '0': tensor 'column' has shape \[\d+\], expected \[\d+\]",
+            r"peer message from '0': tensor 'column' has shape \[\d+\], expected \[\d+\]",
         ),
-        ("value", lambda t: torch.cat([t, t]), r"letter of '0': tensor 'value' has shape"),
+        ("value", lambda t: torch.cat([t, t]), r"peer message from '0': tensor 'value' has shape"),
         (
             "column",
             lambda t: t + 60,
-            r"letter of '0': tensor 'column' holds a number outside 0 to 59",
+            r"peer message from '0': tensor 'column' holds a number outside 0 to 59",
         ),
         (
             "column",
             lambda t: t - 60,
-            r"letter of '0': tensor 'column' holds a number outside 0 to 59",
+            r"peer message from '0': tensor 'column' holds a number outside 0 to 59",
         ),
-        ("value", lambda t: -t, r"letter of '0': tensor 'value' holds a negative number"),
-        ("count", lambda t: -t, r"letter of '0': tensor 'count' holds -\d+, must not be negative"),
+        ("value", lambda t: -t, r"peer message from '0': tensor 'value' holds a negative number"),
+        (
+            "count",
+            lambda t: -t,
+            r"peer message from '0': tensor 'count' holds -\d+, must not be negative",
+        ),
         ("value", lambda t: t[:, None], r"tensor '\d/value' has shape \[\d+, 1\], expected \[-1\]"),
     ],
 )
-def test_a_block_of_the_wrong_shape_is_refused_by_its_reader(name, spoil, words, monkeypatch):
+def test_a_malformed_block_is_refused_by_its_receiver(name, spoil, words, monkeypatch):
     original = Loop.call
 
     def call(self, phase, messages):
@@ -552,7 +561,7 @@ def test_a_block_of_the_wrong_shape_is_refused_by_its_reader(name, spoil, words,
         go(federation_of(random_graph(), 3))
 
 
-def test_a_stranger_cannot_be_written_to(monkeypatch):
+def test_a_peer_message_to_an_unknown_client_is_refused(monkeypatch):
     original = Loop.call
 
     def call(self, phase, messages):
@@ -570,7 +579,7 @@ def test_a_stranger_cannot_be_written_to(monkeypatch):
 
 
 # ---- what travels ----
-def test_traffic_is_what_the_formulas_say():
+def test_traffic_equals_the_formulas():
     federation = federation_of(random_graph(), 3)
     n, d, h, c, K, rounds = 60, 8, 6, 3, 3, 4
     theta_f = 2 * 7 + 7 * 8 + 8 + 8 * c + c  # LayerNorm, two layers
@@ -583,10 +592,10 @@ def test_traffic_is_what_the_formulas_say():
     fixed = go(federation, rounds=rounds, structure="deg").traffic["phases"]
     assert fixed["adopt"]["scalars_down"] == K * n
     assert fixed["gradient"]["scalars_down"] == rounds * K * (theta_f + theta_s)
-    assert "offer" not in go(federation, hops=1).traffic["phases"]  # the first hop is free
+    assert "offer" not in go(federation, hops=1).traffic["phases"]  # the first hop needs no peer
 
 
-def test_inference_from_structure_alone_ignores_features():
+def test_inference_from_the_structure_branch_ignores_features():
     federation = federation_of(random_graph(), 3)
     both, alone = (go(federation, inference=how, rounds=5) for how in ("both", "structure"))
     assert flatten(both.models["server"]).keys() == flatten(alone.models["server"]).keys()

@@ -1,4 +1,4 @@
-"""FML: both losses by hand, who learns from whom, and its limits."""
+"""FML: both losses by hand, the direction of gradients, and its limits."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def client_of(federation, method, models=(MODEL,), dropout=0.0):
 
 
 def gap(one, other, owners):
-    """The largest difference between the weights that `owners` have in two runs, copilots left out."""
+    """Returns the largest difference between the weights of `owners` in two runs."""
     first, second = (
         {
             f"{owner}/{key}": t
@@ -58,21 +58,21 @@ def test_both_losses_by_hand(node_federation):
         torch.stack([(a[i] * (a[i] / b[i]).log()).sum() for i in range(len(a))]).mean()
         for a, b in ((q, p), (p, q))
     ]
-    of_own, of_copilot = method.losses(client, graph, own, copilot)
-    assert torch.isclose(of_own, 0.7 * ce[0] + 0.3 * kl[0], atol=1e-6)
-    assert torch.isclose(of_copilot, 0.2 * ce[1] + 0.8 * kl[1], atol=1e-6)
+    own_loss, copilot_loss = method.losses(client, graph, own, copilot)
+    assert torch.isclose(own_loss, 0.7 * ce[0] + 0.3 * kl[0], atol=1e-6)
+    assert torch.isclose(copilot_loss, 0.2 * ce[1] + 0.8 * kl[1], atol=1e-6)
 
 
-def test_gradients_reach_the_student_alone(node_federation):
+def test_gradients_reach_only_the_student(node_federation):
     method = FML(alpha=0.0, beta=0.0, **QUICK)
     client = client_of(node_federation, method)
     own, copilot = (outputs(client.state[which], client.graph) for which in ("model", "copilot"))
-    of_own, of_copilot = method.losses(client, client.graph, own, copilot)
-    of_own.backward()
+    own_loss, copilot_loss = method.losses(client, client.graph, own, copilot)
+    own_loss.backward()
     assert client.state["copilot"].layers[0].weight.grad is None
     assert client.state["model"].layers[0].weight.grad.abs().sum() > 0
     client.state["model"].zero_grad()
-    of_copilot.backward()
+    copilot_loss.backward()
     assert client.state["model"].layers[0].weight.grad is None
     assert client.state["copilot"].layers[0].weight.grad.abs().sum() > 0
 
@@ -106,7 +106,7 @@ def test_alpha_1_is_local_training_and_beta_1_is_fedavg(federation):
     )
 
 
-def test_messages_hold_the_copilot_alone_whatever_the_own_model_is(node_federation, trainings):
+def test_messages_hold_only_the_copilot_for_any_own_model(node_federation, trainings):
     seen = trainings()
     run(
         "fml",
@@ -124,7 +124,7 @@ def test_messages_hold_the_copilot_alone_whatever_the_own_model_is(node_federati
 
 
 @pytest.mark.parametrize("copilot", ["gcn-2x8", "gat-2x8", "sage-2x8", "gin-2x8", "sgc-2x8"])
-def test_the_copilot_can_be_of_any_architecture(node_federation, copilot):
+def test_the_copilot_can_have_any_architecture(node_federation, copilot):
     result = run("fml", node_federation, model="gcn-2x8,sage-2x8", rounds=2, copilot=copilot)
     assert result.summary["status"] == "completed"
 
@@ -144,7 +144,7 @@ def test_a_copilot_that_cannot_be_built_is_refused_before_anything_is_written(
     assert FML(copilot=" GCN-2x8").copilot == "gcn-2x8"
 
 
-def test_a_client_of_one_class_is_no_trouble(node_federation):
+def test_a_client_with_one_class_takes_part(node_federation):
     first, *rest = node_federation.graphs
     one = replace(
         first, train=first.train & (first.y == 0), test=first.test | (first.train & (first.y != 0))

@@ -1,36 +1,50 @@
-"""FedGKC: own models of any architecture and a common copilot teach each other; the surer a client's copilot, the more it counts.
+"""FedGKC: own models of any architecture and a common copilot teach each other.
 
-Wu et al.: "Toward Model-centric Heterogeneous Federated Graph Learning: A Knowledge-driven Approach", arXiv 2501.12624, Algorithm 1.
+Wu et al.: "Toward Model-centric Heterogeneous Federated Graph Learning: A Knowledge-driven
+Approach", arXiv 2501.12624, Algorithm 1. The more certain a client's copilot is, the more it counts
+in the common model.
 
-What travels, per client and round (number: which round it is):
+What travels, per client and round (number: the number of the round):
     down  copilot, number           θ, the weights of the common model
     up    volume, power             n_k and P_k
     down  volume, power, number     their sums over the clients
-    up    update                    w_k (θ_k − θ), what the client adds to the common model
+    up    update                    w_k (θ_k − θ), the client's part of the common model's change
 
-    L_neigh(t → u) = 1/Q Σ_i Σ_{j ∈ N(i) ∪ {i}} KL(softmax z^t_j ‖ softmax z^u_i)                              Eq. 1    `neighbourly`
-    copilot:    min α CE + β L_neigh(own → copilot) + (1 − α − β) KL(P ‖ P_c)                                   Eq. 2    `losses`
-    own model:  min α CE + β L_neigh(copilot → own) + (1 − α − β) KL(P_c ‖ P) + w L_self                        Eq. 3
-    L_self = mean (z^weak − z^strong)² + KL(P^weak ‖ P^strong), two views drawn anew in every step              Eq. 4, 5 `itself`
-    P_k = mean_i strength_i + clarity_i, of the trained copilot's probabilities p_i over all nodes              Eq. 6-9  `assurance`
-        strength_i = max_c p_ic,   clarity_i = (max p_i − Σ others) / (C − 1) − λ mean_{j ∈ N(i)} cos(p_i, p_j)
-    w_k = (1 − κ) n_k / Σ n + κ P_k / Σ P,   θ ← Σ_k w_k θ_k                                                    Eq. 10-12 `share`, `run`
+    L_neigh(t → u) = 1/Q Σ_i Σ_{j ∈ N(i) ∪ {i}}
+                     KL(softmax z^t_j ‖ softmax z^u_i)                   Eq. 1      `neighbourly`
+    copilot:    min α CE + β L_neigh(own → copilot)
+                    + (1 − α − β) KL(P ‖ P_c)                            Eq. 2      `losses`
+    own model:  min α CE + β L_neigh(copilot → own)
+                    + (1 − α − β) KL(P_c ‖ P) + w L_self                 Eq. 3      `losses`
+    L_self = mean (z^weak − z^strong)² + KL(P^weak ‖ P^strong),
+             two views, drawn anew in every step                         Eq. 4, 5   `itself`
+    P_k = mean_i strength_i + clarity_i, of the trained copilot's
+          probabilities p_i over all nodes                               Eq. 6-9    `assurance`
+        strength_i = max_c p_ic
+        clarity_i = (max p_i − Σ others) / (C − 1) − λ mean_{j ∈ N(i)} cos(p_i, p_j)
+    w_k = (1 − κ) n_k / Σ n + κ P_k / Σ P                                Eq. 10-12  `share`
+    θ ← Σ_k w_k θ_k                                                                 `run`
 
-The server needs sums alone: first those of n_k and P_k, from which every client works out its own w_k, then that of the weighted changes.
-So it runs under `--secure`, where a server that keeps to the protocol sees no client's copilot, size or assurance (one that told clients
-different sums could single one out). Since θ + Σ w_k (θ_k − θ) = Σ w_k θ_k, a client that is lost between the two sums takes its part of
-the change with it and nothing of the model. Own models are what is evaluated.
-The neighbourly loss is one sparse product: Σ_j KL(a_j ‖ b_i) = Σ_j a_j·log a_j − (Σ_j a_j)·log b_i. An edge of weight w counts w times.
+The server needs only sums: first those of n_k and P_k, from which every client computes its own
+w_k, then that of the weighted changes. So it runs under `--secure`. There, a server that follows
+the protocol sees no client's copilot, size or assurance (a server that sent different sums to
+different clients could single one out). Since θ + Σ w_k (θ_k − θ) = Σ w_k θ_k, a client that is
+lost between the two sums takes its part of the change with it and nothing of the model. Own models
+are evaluated. The neighbourly loss is one sparse product:
+Σ_j KL(a_j ‖ b_i) = Σ_j a_j·log a_j − (Σ_j a_j)·log b_i. An edge of weight w counts w times.
 
-Stated behaviour. An isolated node has no smoothness term, and itself alone in the neighbourly loss. A client without labelled nodes trains
-nothing, and still has its weight: it holds the mean where it is. P_k < 0, as uniform predictions give, counts as 0; if no P_k is above 0,
-volumes alone weigh. A client refuses sums that are less than its own part, and adds nothing in a round that it was not trained in.
+Stated behaviour. An isolated node has no smoothness term, and only itself in the neighbourly loss.
+A client without labelled nodes trains nothing and still has its weight: it holds the mean where it
+is. P_k < 0, as uniform predictions give, counts as 0. If no P_k is above 0, only volumes count. A
+client refuses sums that are less than its own part. It adds nothing in a round in which it was not
+trained.
 
-Departures. Q counts the pairs (i, j) (`norm`; the paper's count of nodes makes the loss grow with the degree). U_i, which the paper leaves
-undefined, is {i}. The weak view teaches the strong one, gets no gradient (`symmetric`: both learn) and is seen without dropout. The views'
-rates, which the paper does not give, are FGSSL's. `warmup` rounds on labels alone, 0 in the paper, keep untrained teachers from killing the
-units of models whose input is not scaled (Computers: 300 ones to a node). The paper's ½ is κ. `mean_others` reads the bracket as
-max p_i − (mean of the others).
+Departures. Q counts the pairs (i, j) (`norm`; the paper's count of nodes makes the loss grow with
+the degree). U_i, which the paper leaves undefined, is {i}. The weak view teaches the strong one,
+gets no gradient (`symmetric`: both learn) and has no dropout. The paper does not give the views'
+rates; they are FGSSL's. `warmup` rounds use only labels, 0 in the paper. They keep untrained
+teachers from killing the units of models whose input is not scaled (Computers: 300 ones per node).
+The paper's ½ is κ. `mean_others` reads the bracket as max p_i − (mean of the others).
 """
 
 from dataclasses import dataclass, replace
@@ -56,8 +70,18 @@ from fedloom.nn.weights import load_weights, weights
 
 
 @dataclass(frozen=True)
+class _Trained:
+    """What a client keeps from `train` to `contribute`: the round, θ, n_k and P_k."""
+
+    number: Tensor
+    copilot: Message
+    volume: Tensor
+    power: Tensor
+
+
+@dataclass(frozen=True)
 class FedGKC(WithCopilot):
-    """Mutual and self-distillation, and a mean that knows who is sure."""
+    """Mutual and self-distillation, and a mean weighted by certainty."""
 
     alpha: float = setting(
         0.6,
@@ -68,13 +92,13 @@ class FedGKC(WithCopilot):
     )
     beta: float = setting(
         0.2,
-        "β, weight of the neighbourly loss; what α and β leave is the logits'",
+        "β, weight of the neighbourly loss; the logits' weight is 1 − α − β",
         at_least=0,
         at_most=1,
         tune="0.1..0.3",
     )
     norm: str = setting(
-        "pairs", "Q, what the neighbourly loss is a mean over", choices=("pairs", "nodes")
+        "pairs", "Q, what the neighbourly loss is averaged over", choices=("pairs", "nodes")
     )
     self_weight: float = setting(
         1.0, "w, weight of the self-distillation", at_least=0, tune="0.1..10"
@@ -100,10 +124,12 @@ class FedGKC(WithCopilot):
         at_most=1,
         tune="0.4,0.5",
     )
-    warmup: int = setting(0, "rounds in which both models learn from labels alone", at_least=0)
+    warmup: int = setting(
+        0, "first rounds, in which both models learn only from labels", at_least=0
+    )
     kappa: float = setting(
         0.5,
-        "κ, say of the assurance in a client's weight; the rest is its volume's",
+        "κ, share of the assurance in a client's weight; its volume has the rest",
         at_least=0,
         at_most=1,
         tune="0..1",
@@ -111,9 +137,14 @@ class FedGKC(WithCopilot):
     strength: bool = setting(True, "whether strength is part of the assurance")
     clarity: bool = setting(True, "whether the distance between classes is part of the assurance")
     lam: float = setting(
-        0.1, "λ, weight of the likeness to neighbours in the assurance", at_least=0, tune="0.01..1"
+        0.1,
+        "λ, weight of the similarity to neighbours in the assurance",
+        at_least=0,
+        tune="0.01..1",
     )
-    mean_others: bool = setting(False, "the distance between classes is to the mean of the others")
+    mean_others: bool = setting(
+        False, "measure the distance between classes to the mean of the others"
+    )
     volume: str = setting("nodes", "n_k, what a client's volume counts", choices=("nodes", "train"))
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
@@ -122,65 +153,64 @@ class FedGKC(WithCopilot):
         super().__post_init__()
         if self.alpha + self.beta > 1 + 1e-9:
             raise ConfigError(
-                f"method.alpha + method.beta is {self.alpha + self.beta:g}, must be at most 1: the logits' weight is what is left"
+                f"method.alpha + method.beta is {self.alpha + self.beta:g}, must be at most 1: "
+                "the rest is the logits' weight"
             )
 
     def check(self, facts: Facts) -> None:
-        """The neighbourly loss compares embeddings, so they must be equally wide."""
+        """Requires equal widths, because the neighbourly loss compares embeddings."""
         super().check(facts)
         width = parse_spec(self.copilot).width
         for spec in facts.models if self.beta else ():
             if parse_spec(spec).width != width:
                 raise ConfigError(
-                    f"method.copilot: {self.copilot!r} has embeddings {width} wide, model {spec!r} has {parse_spec(spec).width}; "
-                    "they must be equal, or method.beta = 0"
+                    f"method.copilot: {self.copilot!r} has embeddings {width} wide, model {spec!r} "
+                    f"has {parse_spec(spec).width}; they must be equal, or method.beta = 0"
                 )
 
     # ---- the client's side ----
     @summed
     @phase(volume="int64[]", power="float32[]")
     def train(self, client: Client, copilot: Message, number: Tensor) -> Message:
-        """E local epochs of both models; then n_k and P_k."""
+        """E local epochs of both models. Answers n_k and P_k."""
         model, graph = client.state["copilot"], client.graph
         load_weights(model, copilot)
-        taught = (
-            self if number > self.warmup else replace(self, alpha=1.0, beta=0.0, self_weight=0.0)
-        )
-        taught.descend(client, client.state["model"])
-        with torch.no_grad():
-            power = (
-                self.assurance(model(graph).softmax(1), graph).clamp(min=0)
-                if graph.num_nodes
-                else torch.tensor(0.0)
-            )
+        warm = number <= self.warmup
+        method = replace(self, alpha=1.0, beta=0.0, self_weight=0.0) if warm else self
+        method.descend(client, client.state["model"])
+        power = torch.tensor(0.0)
+        if graph.num_nodes:
+            with torch.no_grad():
+                power = self.assurance(model(graph).softmax(1), graph).clamp(min=0)
         volume = torch.tensor(graph.num_nodes) if self.volume == "nodes" else graph.train.sum()
-        client.memory["round"] = {
-            "number": number,
-            "copilot": copilot,
-            "volume": volume,
-            "power": power,
-        }
+        client.memory["round"] = _Trained(number, copilot, volume, power)
         return {"volume": volume, "power": power}
 
     @summed
     @phase(update=copilot_weights)
     def contribute(self, client: Client, volume: Tensor, power: Tensor, number: Tensor) -> Message:
-        """The client's share of the common model's change; nothing, if this round's training did not reach it."""
-        trained, mine = weights(client.state["copilot"]), client.memory.pop("round", None)
-        if mine is None or mine["number"] != number:
-            return {"update": tree_map(torch.zeros_like, trained)}
-        for name, told in (("volume", volume), ("power", power)):
-            if mine[name] > told * (1 + 1e-3):  # more than rounding
+        """Answers the client's part of the common model's change.
+
+        It is 0 if the client was not trained in this round.
+        """
+        copilot = weights(client.state["copilot"])
+        trained: _Trained | None = client.memory.pop("round", None)
+        if trained is None or trained.number != number:
+            return {"update": tree_map(torch.zeros_like, copilot)}
+        parts = {"volume": (trained.volume, volume), "power": (trained.power, power)}
+        for name, (own, total) in parts.items():
+            if own > total * (1 + 1e-3):  # more than rounding
                 raise MessageError(
-                    f"to client {client.name!r} in 'contribute': {name} is {told:g}, less than its own part of {mine[name]:g}"
+                    f"to client {client.name!r} in 'contribute': {name} is {total:g}, less than "
+                    f"its own part of {own:g}"
                 )
-        w = self.share(mine["volume"], mine["power"], volume, power)
-        return {"update": tree_map(lambda new, old: w * (new - old), trained, mine["copilot"])}
+        w = self.share(trained.volume, trained.power, volume, power)
+        return {"update": tree_map(lambda new, old: w * (new - old), copilot, trained.copilot)}
 
     def losses(
         self, client: Client, batch: Graph, own: Outputs, copilot: Outputs
     ) -> tuple[Tensor, Tensor]:
-        """Eq. 2 and 3 with 5: what the own model and the copilot minimise."""
+        """Returns the losses of the own model (Eq. 3 with 5) and of the copilot (Eq. 2)."""
 
         def learning(student: Outputs, teacher: Outputs) -> Tensor:
             loss = self.alpha * client.loss(student[1], batch)
@@ -188,22 +218,25 @@ class FedGKC(WithCopilot):
                 loss = loss + self.beta * self.neighbourly(batch, teacher[0], student[0])
             return loss + (1 - self.alpha - self.beta) * self.taught(batch, teacher[1], student[1])
 
-        of_own, of_copilot = learning(own, copilot), learning(copilot, own)
-        return of_own + self.self_weight * self.itself(
-            client, batch
-        ) if self.self_weight else of_own, of_copilot
+        own_loss, copilot_loss = learning(own, copilot), learning(copilot, own)
+        if self.self_weight:
+            own_loss = own_loss + self.self_weight * self.itself(client, batch)
+        return own_loss, copilot_loss
 
     def neighbourly(self, graph: Graph, teacher: Tensor, student: Tensor) -> Tensor:
-        """Eq. 1, of embeddings [nodes, p]: every node learns from the teacher's view of its neighbours and of itself."""
+        """Returns L_neigh of embeddings [nodes, p] (Eq. 1).
+
+        Every node learns from the teacher's embeddings of its neighbours and of itself.
+        """
         log_a, log_b = teacher.detach().log_softmax(1), student.log_softmax(1)
         a, adjacency = log_a.exp(), graph.adjacency("sum")
-        told = torch.cat([a, (a * log_a).sum(1, keepdim=True)], 1)
-        gathered = adjacency @ told + told
+        columns = torch.cat([a, (a * log_a).sum(1, keepdim=True)], 1)
+        gathered = adjacency @ columns + columns
         pairs = adjacency.values.sum() + len(a) if self.norm == "pairs" else len(a)
         return (gathered[:, -1].sum() - (gathered[:, :-1] * log_b).sum()) / pairs
 
     def itself(self, client: Client, batch: Graph) -> Tensor:
-        """Eq. 4: what the own model says of a weak view, and should say of a strong one."""
+        """Returns L_self: the own model on a weak view teaches it on a strong one (Eq. 4, 5)."""
         model, rng, noise = client.state["model"], client.rng("views"), client.rng("views' dropout")
         weak = thinned(batch, self.weak_edges, self.weak_columns, rng)
         strong = thinned(batch, self.strong_edges, self.strong_columns, rng)
@@ -214,7 +247,7 @@ class FedGKC(WithCopilot):
         return loss + divergence(strong_logits, weak_logits) if self.symmetric else loss
 
     def assurance(self, p: Tensor, graph: Graph) -> Tensor:
-        """P_k of class probabilities [nodes, C]."""
+        """Returns P_k of class probabilities [nodes, C] (Eq. 6-9). It may be negative."""
         top, others = p.max(1).values, max(p.shape[1] - 1, 1)
         total = torch.zeros(len(p))
         if self.strength:
@@ -227,11 +260,17 @@ class FedGKC(WithCopilot):
         return total.mean()
 
     def share(self, volume: Tensor, power: Tensor, all_volume: Tensor, all_power: Tensor) -> Tensor:
-        """w_k from a client's n_k and P_k and everybody's; nobody sure: volumes alone."""
+        """Returns w_k (Eq. 10-12). If no client has assurance, only volumes count.
+
+        Args:
+            volume: n_k.
+            power: P_k.
+            all_volume: The sum of n_k over the clients.
+            all_power: The sum of P_k.
+        """
         kappa = self.kappa if all_power > 0 else 0.0
-        return (1 - kappa) * volume / all_volume.clamp(min=1) + kappa * power / all_power.where(
-            all_power > 0, 1.0
-        )
+        by_volume = (1 - kappa) * volume / all_volume.clamp(min=1)
+        return by_volume + kappa * power / all_power.where(all_power > 0, 1.0)
 
     # ---- the server's side ----
     def run(self, server: Server) -> None:
@@ -241,7 +280,7 @@ class FedGKC(WithCopilot):
         state["model"] = self.first_copilot(server)
         for t in server.rounds(self.rounds):
             number = torch.tensor(t)
-            everybody = server.sum(self.train, copilot=state["model"], number=number)
-            change = server.sum(self.contribute, **everybody, number=number)["update"]
+            total = server.sum(self.train, copilot=state["model"], number=number)
+            change = server.sum(self.contribute, **total, number=number)["update"]
             state["model"] = tree_map(torch.add, state["model"], change)
             server.evaluate()

@@ -1,31 +1,36 @@
-"""FedKD: a private mentor and a common mentee teach each other, the surer the more; what the mentee learnt travels in thin factors.
+"""FedKD: a private mentor and a common mentee teach each other; only compressed changes travel.
 
-Wu, Wu, Lyu, Huang, Xie: "Communication-efficient federated learning via knowledge distillation", Nature Communications 13, 2022.
+Wu, Wu, Lyu, Huang, Xie: "Communication-efficient federated learning via knowledge distillation",
+Nature Communications 13, 2022. The more certain both models are, the more the teaching counts.
 
-What travels, per client (a matrix [m, n] as factors [m, r] and [r, n] wherever r (m + n) < m n, else whole):
+What travels, per client (a matrix [m, n] travels as factors [m, r] and [r, n] if r (m + n) < m n,
+else whole):
     once     up    size        number of local items n_k
-    a round  down  energy      T, the share that factors keep in this round
-                   update      the common model's last change; or copilot, the model itself, to a client that missed a round
-             up    update      Δ_k, how E local epochs changed the mentee
+    a round  down  energy      T, the share of the squared singular values that factors keep
+                   update      the common model's last change; or, to a client that missed a round,
+                   copilot     the common model itself
+             up    update      Δ_k, the change of the mentee in E local epochs
 
-    own model (mentor):  min CE + (KL(P_c ‖ P) + ‖z − W z_c‖² / p) / (CE + CE_c)                 `losses`
-    copilot (mentee):    min CE_c + (KL(P ‖ P_c) + ‖W z_c − z‖² / p) / (CE + CE_c)
-    Δ ≈ left · right, the least rank that keeps a share T of the squared singular values         `compressed`
-    T = T_start + (T_end − T_start) (t − 1) / (R − 1) in round t of R                            `run`
-    θ ← θ + Σ_k (n_k / Σ n) Δ_k, its change compressed in turn                                   `run`
+    own model (mentor):  min CE + (KL(P_c ‖ P) + ‖z − W z_c‖² / p) / (CE + CE_c)      `losses`
+    copilot (mentee):    min CE_c + (KL(P ‖ P_c) + ‖W z_c − z‖² / p) / (CE + CE_c)    `losses`
+    Δ ≈ left · right, with the least rank that keeps a share T of the squared
+        singular values                                                               `compressed`
+    T = T_start + (T_end − T_start) (t − 1) / (R − 1) in round t of R                 `run`
+    θ ← θ + Σ_k (n_k / Σ n) Δ_k; this change is compressed in turn                    `run`
 
-W maps the copilot's embeddings to the own model's; it is the client's, trained with the copilot. CE + CE_c is a weight, not a term: no
-gradient passes through it; nor through whoever teaches. Where it is near 0 (a client of one class) teaching counts for much. Singular
-values come from the small side's Gram matrix, in double precision.
+W maps the copilot's embeddings to those of the own model. It belongs to the client and is trained
+with the copilot. CE + CE_c is a weight, not a term: no gradient passes through it, nor through the
+teacher. Where it is near 0 (a client with one class), teaching counts for much. Singular values
+come from the Gram matrix of the smaller side, in double precision.
 
-Departures: factors of what E epochs changed, where the paper has gradients of one step; weights, which a benchmark compresses, have no low
-rank to use. The hidden-state loss has no attention maps here. Who missed a round, and so lacks the state before the last change, gets the
-whole model.
+Departures: the factors are of the change in E epochs; the paper has gradients of one step. A
+benchmark compresses weights, which have no low rank to use. The hidden-state loss has no attention
+maps here. A client that missed a round does not have the state before the last change, so it gets
+the whole model.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,17 +51,17 @@ from fedloom.nn.training import make_optimizer
 from fedloom.nn.weights import load_weights, weights
 
 
-def _factors(method: Any, facts: Facts, message: Message, reply: Message | None) -> Schema:
-    """The copilot's weights, any matrix [m, n] whole or as factors [m, r] and [r, n].
+def _factors(method: "FedKD", facts: Facts, message: Message, reply: Message | None) -> Schema:
+    """Returns the schema of an update: the copilot's weights, any matrix whole or as factors.
 
     Factors never have more numbers than the matrix.
     """
-    given = (reply or {}).get("update")
+    update = (reply or {}).get("update")
     rows: list[tuple[str, str, tuple[int, ...]]] = []
     for name, dtype, shape in model_schema(method.copilot, facts):
-        came = given.get(name) if isinstance(given, dict) else None
-        if isinstance(came, dict) and len(shape) == 2:
-            left = came.get("left")
+        part = update.get(name) if isinstance(update, dict) else None
+        if isinstance(part, dict) and len(shape) == 2:
+            left = part.get("left")
             rank = left.shape[1] if isinstance(left, Tensor) and left.dim() == 2 else 0
             rank = min(rank, math.prod(shape) // sum(shape))
             rows.append((f"{name}/left", dtype, (shape[0], rank)))
@@ -78,21 +83,24 @@ class FedKD(WithCopilot):
         tune="0.8..0.95",
     )
     end: float = setting(
-        0.98, "T_end, that of the last round", above=0, at_most=1, tune="0.95..0.99"
+        0.98, "T_end, the share in the last round", above=0, at_most=1, tune="0.95..0.99"
     )
 
     @phase()
     def setup(self, client: Client) -> Message:
-        """Two models and their optimisers; W, which the copilot's optimiser trains along."""
+        """Builds both models, W, and their optimisers; the copilot's also trains W."""
         super().setup(client)
         state = client.state
-        state["map"] = model = nn.Linear(
-            parse_spec(self.copilot).width, state["model"].width, bias=False, device="meta"
-        ).to_empty(device="cpu")
-        nn.init.eye_(model.weight)
-        parameters = [*state["copilot"].parameters(), *model.parameters()]
+        width, own_width = parse_spec(self.copilot).width, state["model"].width
+        # Without drawing initial weights, which would advance a random stream.
+        W = nn.Linear(width, own_width, bias=False, device="meta").to_empty(device="cpu")
+        nn.init.eye_(W.weight)
+        state["map"] = W
         state["copilot optimizer"] = make_optimizer(
-            self.optimizer, parameters, self.lr, self.weight_decay
+            self.optimizer,
+            [*state["copilot"].parameters(), *W.parameters()],
+            self.lr,
+            self.weight_decay,
         )
         return {}
 
@@ -104,7 +112,7 @@ class FedKD(WithCopilot):
         copilot: Message | None = None,
         update: Message | None = None,
     ) -> Message:
-        """E local epochs of both models from the common copilot; then what they changed of it."""
+        """E local epochs of both models from the common copilot. Answers the copilot's change."""
         state, model = client.state, client.state["copilot"]
         who = f"client {client.name!r} in 'train'"
         if copilot is not None:
@@ -124,22 +132,19 @@ class FedKD(WithCopilot):
     def losses(
         self, client: Client, batch: Graph, own: Outputs, copilot: Outputs
     ) -> tuple[Tensor, Tensor]:
-        """What the own model and the copilot (with W) minimise."""
-        (z, mine), (z_c, theirs) = own, copilot
-        of_own, of_copilot, mapped = (
-            client.loss(mine, batch),
-            client.loss(theirs, batch),
-            client.state["map"](z_c),
-        )
-        trust = 1 / (of_own + of_copilot).detach().clamp(min=1e-8)
-        return (
-            of_own + trust * (self.taught(batch, theirs, mine) + F.mse_loss(z, mapped.detach())),
-            of_copilot
-            + trust * (self.taught(batch, mine, theirs) + F.mse_loss(mapped, z.detach())),
-        )
+        """Returns the losses of the own model and of the copilot with W."""
+        (z, logits), (z_c, logits_c) = own, copilot
+        ce, ce_c = client.loss(logits, batch), client.loss(logits_c, batch)
+        mapped = client.state["map"](z_c)
+        trust = 1 / (ce + ce_c).detach().clamp(min=1e-8)
+        kl = self.taught(batch, teacher=logits_c, student=logits)
+        kl_c = self.taught(batch, teacher=logits, student=logits_c)
+        own_loss = ce + trust * (kl + F.mse_loss(z, mapped.detach()))
+        copilot_loss = ce_c + trust * (kl_c + F.mse_loss(mapped, z.detach()))
+        return own_loss, copilot_loss
 
     def run(self, server: Server) -> None:
-        """The rounds: the copilot's changes are collected, averaged, and handed out."""
+        """Collects the copilots' changes, averages them, and sends the result."""
         server.ask(self.setup)
         state = server.state
         state |= {"model": self.first_copilot(server), "update": {}, "taught": {}}
@@ -148,7 +153,7 @@ class FedKD(WithCopilot):
                 self.start + (self.end - self.start) * (t - 1) / max(self.rounds - 1, 1)
             )
             size = server.weights("size", server.participants)
-            # Who took part in the last round lacks the last change alone.
+            # A client of the last round lacks only the last change.
             up_to_date = {
                 c: {"update": state["update"]}
                 for c in size
@@ -159,9 +164,8 @@ class FedKD(WithCopilot):
             if replies:
                 changes = Replies({c: restored(reply["update"]) for c, reply in replies.items()})
                 for client, change in changes.items():
-                    require_finite(
-                        {"update": change}, f"client {client!r} in 'train'"
-                    )  # factors may be finite and their product not
+                    # A product of finite factors may not be finite.
+                    require_finite({"update": change}, f"client {client!r} in 'train'")
                 state["update"] = compressed(changes.mean(size), float(energy))
                 state["model"] = tree_map(torch.add, state["model"], restored(state["update"]))
                 state["taught"] = {c: torch.tensor(t) for c in replies}
@@ -169,21 +173,22 @@ class FedKD(WithCopilot):
 
 
 def compressed(update: Message, energy: float) -> Message:
-    """Each matrix as the thinnest {left, right} that keep the share `energy` of its squares, or whole if that is no larger."""
+    """Returns an update with matrices as factors {left, right}, or whole if factors are no smaller.
+
+    energy: the share of the squared singular values that the factors keep, with the least rank.
+    """
     return {
-        name: _thin(tensor, energy) if tensor.dim() == 2 else tensor
+        name: _factorised(tensor, energy) if tensor.dim() == 2 else tensor
         for name, tensor in update.items()
     }
 
 
-def _thin(matrix: Tensor, energy: float) -> Tensor | Message:
+def _factorised(matrix: Tensor, energy: float) -> Tensor | Message:
     if matrix.shape[0] < matrix.shape[1]:
-        turned = _thin(matrix.T, energy)
-        return (
-            matrix
-            if isinstance(turned, Tensor)
-            else {"left": turned["right"].T.contiguous(), "right": turned["left"].T.contiguous()}
-        )
+        turned = _factorised(matrix.T, energy)
+        if isinstance(turned, Tensor):
+            return matrix
+        return {"left": turned["right"].T.contiguous(), "right": turned["left"].T.contiguous()}
     squares, directions = torch.linalg.eigh(matrix.double().T @ matrix.double())
     kept = squares.clamp(min=0).flip(0).cumsum(0)
     rank = int((kept < energy * kept[-1]).sum()) + 1 if kept[-1] > 0 else 0
@@ -194,7 +199,7 @@ def _thin(matrix: Tensor, energy: float) -> Tensor | Message:
 
 
 def restored(update: Message) -> Message:
-    """The matrices again."""
+    """Returns an update with all matrices whole: the inverse of `compressed`."""
     return {
         name: part if isinstance(part, Tensor) else part["left"] @ part["right"]
         for name, part in update.items()

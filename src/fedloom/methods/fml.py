@@ -1,21 +1,24 @@
-"""FML: every client has a model of its own and a small common one; the two teach each other, the common ones are averaged.
+"""FML: every client's own model and a small common model teach each other; the latter is averaged.
 
 Shen, Zhang, Jia, Zhang, Huang, Zhou, Kuang, Wu, Wu: "Federated Mutual Learning", 2020, Algorithm 1.
 
 What travels, per client:
     once     up    size      number of local items n_k
-    a round  down  copilot   θ, the weights of the common model ("meme model" in the paper, copilot in FedGKC)
+    a round  down  copilot   θ, the weights of the common model ("meme model" in the paper, copilot
+                             in FedGKC)
              up    copilot   θ_k, its weights after E local epochs
 
-    own model:  min α CE + (1 − α) KL(P_c ‖ P)         P, P_c: class probabilities of the own model and of the copilot      `losses`
-    copilot:    min β CE + (1 − β) KL(P ‖ P_c)
-    θ ← Σ_k (n_k / Σ n) θ_k                                                                                                 `run`
+    own model:  min α CE + (1 − α) KL(P_c ‖ P)                  `losses`
+    copilot:    min β CE + (1 − β) KL(P ‖ P_c)                  `losses`
+    θ ← Σ_k (n_k / Σ n) θ_k                                     `run`
+    P, P_c: class probabilities of the own model and of the copilot
 
-A step looks at both models as they are before it. The first argument of KL teaches: no gradient reaches it. Own models are what is
-evaluated; nothing of them travels.
+A step uses both models as they are before it. The first argument of KL is the teacher; no gradient
+reaches it. Own models are evaluated. Nothing of them travels.
 
-Departures: KL is taken over all nodes that training may see (`over`; the paper has labelled images only). α = β = 0.5, the paper's range
-being 0.2 to 0.8; a benchmark's default of 1 turns the teaching off.
+Departures: KL is taken over all nodes that training may see (`over`; the paper has only labelled
+images). α = β = 0.5; the paper's range is 0.2 to 0.8. A benchmark's default of 1 turns the teaching
+off.
 """
 
 from dataclasses import dataclass
@@ -54,7 +57,7 @@ class FML(WithCopilot):
     @averaged(by="size")
     @phase(copilot="~copilot")
     def train(self, client: Client, copilot: Message) -> Message:
-        """E local epochs of both models."""
+        """E local epochs of both models, the copilot from the common weights."""
         load_weights(client.state["copilot"], copilot)
         self.descend(client, client.state["model"])
         return {"copilot": weights(client.state["copilot"])}
@@ -62,15 +65,14 @@ class FML(WithCopilot):
     def losses(
         self, client: Client, batch: Graph, own: Outputs, copilot: Outputs
     ) -> tuple[Tensor, Tensor]:
-        """What the own model and the copilot minimise."""
-        (_, mine), (_, theirs) = own, copilot
-        of_own = self.alpha * client.loss(mine, batch) + (1 - self.alpha) * self.taught(
-            batch, theirs, mine
-        )
-        of_copilot = self.beta * client.loss(theirs, batch) + (1 - self.beta) * self.taught(
-            batch, mine, theirs
-        )
-        return of_own, of_copilot
+        """Returns the losses of the own model and of the copilot."""
+        (_, own_logits), (_, copilot_logits) = own, copilot
+        own_ce, copilot_ce = client.loss(own_logits, batch), client.loss(copilot_logits, batch)
+        own_kl = self.taught(batch, teacher=copilot_logits, student=own_logits)
+        copilot_kl = self.taught(batch, teacher=own_logits, student=copilot_logits)
+        own_loss = self.alpha * own_ce + (1 - self.alpha) * own_kl
+        copilot_loss = self.beta * copilot_ce + (1 - self.beta) * copilot_kl
+        return own_loss, copilot_loss
 
     def run(self, server: Server) -> None:
         """Algorithm 1."""

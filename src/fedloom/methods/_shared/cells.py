@@ -1,58 +1,62 @@
-"""Matrices of nodes by nodes as small pictures: sums of their entries, and how many there are, over at most 256 x 256 cells.
+"""Node-by-node matrices as small pictures of at most 256 x 256 cells.
 
-Node v of n is in cell v · cells / n, rounded down. So cells are about equal, and those of a party, whose nodes follow each other, too.
+A cell holds the sum of its entries, or their number. Node v of n is in cell v · cells / n, rounded
+down. So all cells have about the same size. The nodes of a party follow each other, and so do its
+cells.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
 MOST_CELLS = 256
-COLUMNS = 32  # of cells that powers are made of at once
-REACHED_BYTES = (
-    2**21
-)  # of who reaches whom that are held at once: more is slower, it leaves the cache
-WORK = 3e9  # products of two numbers that powers may take: some seconds
-REACH_WORK = 1e9  # the same for who reaches whom, 64 columns in one
+COLUMNS = 32  # columns of cells for which powers are computed at once
+REACHED_BYTES = 2**21  # bytes of reachability that are held at once; more would leave the cache
+WORK = 3e9  # the most multiplications that powers may take: some seconds
+REACH_WORK = 1e9  # the same for reachability, where one operation handles 64 columns
 
 Sums = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 
 def count(n: int) -> int:
-    """How many cells there are along a side."""
+    """Returns the number of cells along a side."""
     return min(MOST_CELLS, n)
 
 
 def begins(n: int) -> Counts:
-    """The first node of every cell, and n."""
+    """Returns the first node of every cell, and n."""
     return -(-np.arange(count(n) + 1, dtype=np.int64) * n // count(n))
 
 
 def cell(node: int, n: int) -> int:
-    """The cell that a node is in."""
+    """Returns the cell of a node."""
     return node * count(n) // n
 
 
 def of_rows(matrix: csr_matrix, columns: Counts, first: int, n: int) -> tuple[Sums, Counts]:
-    """Some rows of a matrix in cells: sums of entries and their number, from the cell of the first row to that of the last.
+    """Returns the sums and the number of entries of some rows of a matrix, in cells.
 
-    columns: which of n columns each one of the matrix is. first: which of n rows its first one is.
+    The rows of cells go from that of the first row to that of the last.
+
+    Args:
+        matrix: Some rows and columns of a matrix [n, n].
+        columns: The positions of its columns among the n.
+        first: The position of its first row among the n.
+        n: The number of nodes.
     """
     top, bottom = cell(first, n), cell(first + matrix.shape[0] - 1, n)
     across = np.asarray(columns) * count(n) // n
     edges = np.clip(begins(n)[top : bottom + 2] - first, 0, matrix.shape[0])
-    sums, counts = (
-        np.zeros((bottom - top + 1, count(n))),
-        np.zeros((bottom - top + 1, count(n)), np.int64),
-    )
-    for k, (low, high) in enumerate(
-        zip(matrix.indptr[edges[:-1]], matrix.indptr[edges[1:]], strict=True)
-    ):
+    shape = (bottom - top + 1, count(n))
+    sums, counts = np.zeros(shape), np.zeros(shape, np.int64)
+    bounds = matrix.indptr[edges]
+    for k, (low, high) in enumerate(pairwise(bounds)):
         where, values = across[matrix.indices[low:high]], matrix.data[low:high]
         sums[k] = np.bincount(where, values, count(n))
         counts[k] = np.bincount(where[values != 0], minlength=count(n))
@@ -60,14 +64,15 @@ def of_rows(matrix: csr_matrix, columns: Counts, first: int, n: int) -> tuple[Su
 
 
 def is_affordable(matrix: csr_matrix, hops: int) -> bool:
-    """Whether `of_powers` takes seconds at most."""
+    """Returns whether `of_powers` takes at most seconds."""
     return hops * matrix.nnz * count(matrix.shape[0]) <= WORK
 
 
 def of_powers(matrix: csr_matrix, hops: int) -> Sums:
-    """Sums over cells of the powers 0 to `hops` of a matrix [n, n], exactly: [hops + 1, cells, cells]. No power is ever made.
+    """Returns exact sums over cells of the powers 0 to `hops` of a matrix [n, n].
 
-    What is multiplied are the cells' columns: Σ over a cell's columns of M^l = M (M^(l-1) 1_cell).
+    The result is [hops + 1, cells, cells]. No power is computed. Instead, the columns of cells are
+    multiplied: Σ over a cell's columns of M^l = M (M^(l-1) 1_cell).
     """
     n = matrix.shape[0]
     edges, side = begins(n), count(n)
@@ -84,32 +89,31 @@ def of_powers(matrix: csr_matrix, hops: int) -> Sums:
 
 
 def reach_is_affordable(matrix: csr_matrix, hops: int) -> bool:
-    """Whether `of_reach` takes seconds at most."""
+    """Returns whether `of_reach` takes at most seconds."""
     return hops * matrix.nnz * (matrix.shape[0] / 64) <= REACH_WORK
 
 
 def of_reach(matrix: csr_matrix, hops: int) -> Counts:
-    """How many entries of the power `hops` of a matrix [n, n] are not 0, over cells: [cells, cells].
+    """Counts the entries other than 0 of the power `hops` of a matrix, in cells [cells, cells].
 
-    The matrix has no negative entries and none on its diagonal that is 0. Who reaches whom is a bit, 64 columns to a number.
+    Whether a node reaches another is one bit; a number holds 64 columns.
+
+    matrix: [n, n], without negative entries and without zeros on the diagonal.
     """
     n = matrix.shape[0]
     edges, side = begins(n), count(n)
     found = np.zeros((side, side), np.int64)
-    for first, columns in _columns_at_once(n, matrix.nnz):
+    starts_of_rows = matrix.indptr[:-1].astype(np.int64)
+    for first, columns in _column_chunks(n, matrix.nnz):
         here = np.arange(columns)
         reach = np.zeros((n, -(-columns // 64) * 8), np.uint8)
         reach[first + here, here // 8] = 128 >> (here % 8)
         words = reach.view(np.uint64)
         for _ in range(hops):
-            before, words = (
-                words,
-                np.bitwise_or.reduceat(
-                    words[matrix.indices], matrix.indptr[:-1].astype(np.int64), axis=0
-                ),
-            )
+            before = words
+            words = np.bitwise_or.reduceat(words[matrix.indices], starts_of_rows, axis=0)
             if np.array_equal(before, words):
-                break  # everybody reaches all that can be
+                break  # more hops reach no further node
         reached = np.unpackbits(words.view(np.uint8), axis=1)[:, :columns]
         by_row = np.add.reduceat(reached, edges[:-1], axis=0, dtype=np.int64)
         across = (first + here) * side // n
@@ -118,7 +122,8 @@ def of_reach(matrix: csr_matrix, hops: int) -> Counts:
     return found
 
 
-def _columns_at_once(n: int, entries: int) -> Iterator[tuple[int, int]]:
+def _column_chunks(n: int, entries: int) -> Iterator[tuple[int, int]]:
+    """Yields the first column and the number of columns of each chunk."""
     width = 64 * max(1, min(REACHED_BYTES // (8 * max(entries, n)), REACHED_BYTES // (64 * n)))
     for first in range(0, n, width):
         yield first, min(width, n - first)

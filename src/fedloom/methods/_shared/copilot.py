@@ -1,6 +1,7 @@
-"""What FML, FedKD and FedGKC share: beside its own model every client trains a copilot, a model of the same architecture everywhere.
+"""Copilot: what FML, FedKD and FedGKC share. Each client trains a second, common model.
 
-Only copilots travel. Both are trained at once: in each step they learn from each other as they are before it.
+The common model, the copilot, has the same architecture at all clients. Only copilots travel. Both
+models are trained at once: in each step, they learn from each other as they are before it.
 """
 
 from abc import abstractmethod
@@ -44,21 +45,20 @@ class WithCopilot(LocalTraining):
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "copilot", str(self.copilot).strip().lower()
-        )  # as `model.name` is read
+        # `model.name` is read in the same way.
+        object.__setattr__(self, "copilot", str(self.copilot).strip().lower())
         super().__post_init__()
         with _named():
             parse_spec(self.copilot)
 
     def check(self, facts: Facts) -> None:
-        """Some architectures cannot have every width."""
+        """Builds a copilot, because some architectures cannot have every width."""
         with _named():
             facts.build(self.copilot, "server")
 
     @phase()
     def setup(self, client: Client) -> Message:
-        """The client's own model, a copilot, and an optimiser for each that keeps its moments over rounds."""
+        """Builds both models, and for each an optimiser that keeps its moments over rounds."""
         super().setup(client)
         client.state["copilot"] = model = client.facts.build(self.copilot, client.name, "copilot")
         client.state["copilot optimizer"] = make_optimizer(
@@ -66,37 +66,40 @@ class WithCopilot(LocalTraining):
         )
         return {}
 
-    def descend(self, client: Client, model: Model, global_weights: Message | None = None) -> None:
+    def descend(self, client: Client, model: Model, received: Message | None = None) -> None:
         """E local epochs of both models."""
         state = client.state
         for _ in range(self.epochs):
             for batch in client.shuffled(self.batch_size):
                 own = outputs(model, batch, client.rng("dropout"))
                 copilot = outputs(state["copilot"], batch, client.rng("copilot dropout"))
-                of_own, of_copilot = self.losses(client, batch, own, copilot)
-                step(state["copilot optimizer"], of_copilot)
-                step(state["optimizer"], of_own)
+                own_loss, copilot_loss = self.losses(client, batch, own, copilot)
+                step(state["copilot optimizer"], copilot_loss)
+                step(state["optimizer"], own_loss)
 
     @abstractmethod
     def losses(
         self, client: Client, batch: Graph, own: Outputs, copilot: Outputs
     ) -> tuple[Tensor, Tensor]:
-        """What the own model and the copilot minimise. No gradient may pass from one to the other."""
+        """Returns the losses of the own model and of the copilot.
+
+        No gradient may pass from one model to the other.
+        """
 
     def taught(self, batch: Graph, teacher: Tensor, student: Tensor) -> Tensor:
-        """KL(softmax teacher ‖ softmax student), mean over the items of `over`."""
+        """Returns KL(softmax teacher ‖ softmax student), the mean over the items of `over`."""
         if batch.task == "node" and self.over == "train":
             teacher, student = teacher[batch.train], student[batch.train]
         return divergence(teacher, student)
 
     def first_copilot(self, server: Server) -> Message:
-        """The weights that all copilots start from."""
+        """Returns the weights that all copilots start from."""
         return weights(server.facts.build(self.copilot, "server"))
 
 
 @contextmanager
 def _named() -> Iterator[None]:
-    """Errors about a model say which setting it is of."""
+    """Adds the setting's name to errors about a model."""
     try:
         yield
     except ConfigError as error:
@@ -104,7 +107,10 @@ def _named() -> Iterator[None]:
 
 
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:
-    """KL(softmax teacher ‖ softmax student) of logits [items, classes], mean over items; no gradient reaches the teacher."""
+    """Returns KL(softmax teacher ‖ softmax student) of logits [items, classes], mean over items.
+
+    No gradient reaches the teacher.
+    """
     return F.kl_div(
         student.log_softmax(1),
         teacher.detach().log_softmax(1),

@@ -1,0 +1,115 @@
+"""What a client of FedStruct keeps from one phase to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
+from torch import Tensor, nn
+
+from fedloom.core.client import Client
+from fedloom.core.message import Message
+from fedloom.data.sparse import Sparse
+from fedloom.methods.fedstruct.powers import Numbering, PartyAdjacency, Rows
+from fedloom.nn.layers import dropout
+from fedloom.privacy import ckks
+
+
+class Encoder(nn.Module):
+    """g: LayerNorm, then linear layers with ReLU and dropout between them."""
+
+    def __init__(self, widths: list[int], dropout_rate: float):
+        super().__init__()
+        self.dropout_rate = dropout_rate
+        self.norm = nn.LayerNorm(widths[0])
+        self.layers = nn.ModuleList(nn.Linear(*sizes) for sizes in pairwise(widths))
+
+    def forward(self, s: Tensor, rng: torch.Generator | None) -> Tensor:
+        """Takes [nodes, d_s], returns [nodes, classes]. rng: None switches dropout off."""
+        first, *others = self.layers
+        h = first(self.norm(s))
+        for layer in others:
+            h = layer(dropout(torch.relu(h), self.dropout_rate, rng))
+        return h
+
+
+@dataclass(frozen=True)
+class Query:
+    """The sums that a peer needs over own nodes (`private`).
+
+    Attributes:
+        sums: How many sums are not empty.
+        nodes: How many own nodes are in them.
+        weight: Ā_vu, [sums, own nodes].
+    """
+
+    sums: int
+    nodes: int
+    weight: Sparse
+
+
+@dataclass(frozen=True)
+class Queries:
+    """A peer's queries. training: for its training nodes. every: also for its held-out nodes."""
+
+    training: Query
+    every: Query
+
+
+@dataclass(repr=False)
+class StructureState:
+    """Everything that the phases of one client share.
+
+    An attribute exists once the phase in brackets has run. Nothing of it is saved: all of it is
+    rebuilt before the rounds of a resumed run, or in each round.
+    """
+
+    # Who holds which nodes, and the edges that both ends know.
+    numbering: Numbering = field(init=False)  # [greet]
+    adjacency: PartyAdjacency = field(init=False)  # [meet]
+
+    # The power that is being computed.
+    loops: bool = field(init=False)  # [start] whether the powers are of A + I or of A
+    hop: int = field(init=False)  # [start] which power `power` is
+    power: csr_matrix = field(init=False)  # [start, absorb, cut] own rows, [own nodes, n]
+    used_powers: dict[int, csr_matrix] = field(init=False)  # [start] {hop: a power that Ā needs}
+    return_probabilities: dict[int, NDArray[np.float32]] = field(
+        init=False
+    )  # [start] {step: [n_i]}
+    missed: int = field(init=False)  # [start] expected blocks that did not arrive
+
+    # CKKS (`encrypt`).
+    keys: ckks.Keys = field(init=False)  # [publish]
+    peer_keys: dict[str, NDArray[np.uint8]] = field(init=False)  # [trust]
+
+    # The structure branch.
+    rows: Rows = field(init=False)  # [finish] Ā for all own nodes
+    train_rows: Rows = field(init=False)  # [finish] Ā for the own training nodes
+    fixed: Tensor = field(init=False)  # [adopt] S [n, d_s], if it is not trained
+    encoder: Encoder | None = None  # g; its weights are those that were loaded last
+    beta: Tensor | None = None  # [evaluate] the last β, if it is trained
+
+    # Sums instead of embeddings (`private`).
+    asked: Tensor = field(init=False)  # [request] own nodes v that need sums, training nodes first
+    queries: dict[str, Queries] = field(init=False)  # [request, register] what each client needs
+    q: Tensor | None = None  # [answer] g(s_u) of own nodes; `settle` sends the gradient through it
+    own_sums: Tensor | None = None  # [answer] the sums over own nodes for own nodes
+    z: Tensor | None = None  # [hear] z of all own nodes, 0 for those that were not asked for
+
+
+def state_of(client: Client) -> StructureState:
+    """Returns the client's state, created at first use."""
+    state: StructureState = client.memory.setdefault("fedstruct", StructureState())
+    return state
+
+
+def gradients_of(module: nn.Module) -> Message:
+    """Returns the gradients of a module's parameters, by name; zeros where there is none."""
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in sorted(module.named_parameters())
+    }
