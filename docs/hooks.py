@@ -80,7 +80,7 @@ def method_page(name: str) -> str:
     phases = phases_of(cls)
     lines = [f"# {title}", "", _escaped(idea[:1].upper() + idea[1:]), ""]
     lines += [f"    fedloom run --method {name}", "", *_docstring(rest), ""]
-    lines += ["## Properties", "", *_table(("", ""), _properties(name, cls)), ""]
+    lines += ["## Properties", "", *_table(("property", "value"), _properties(name, cls)), ""]
     lines += ["## Settings", "", *settings_table(cls), ""]
     lines += ["## Phases", "", *_table(("phase", "takes", "answers", "what it does"), [
         (f"`{key}`", _code(phase.parameters), _answers(phase), _summary(phase))
@@ -132,7 +132,9 @@ def methods_table() -> str:
     """Returns all methods, a line each."""
     rows = []
     for name, module in sorted(method_names().items()):
-        title, _, idea = (getdoc(getmodule(method_class(name))) or "").partition("\n")[0].partition(": ")
+        title, _, idea = (
+            (getdoc(getmodule(method_class(name))) or "").partition("\n")[0].partition(": ")
+        )
         secure = "" if secure_refusals()[name] else "yes"
         rows.append((f"[{title}](methods/{module}.md)", f"`{name}`", _escaped(idea), secure))
     return "\n".join(_table(("method", "name", "idea", "secure sums"), rows))
@@ -183,7 +185,7 @@ def commands() -> str:
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
         lines += [f"### fedloom {name}", "", _escaped(getdoc(command.callback) or ""), ""]
         rows = [_parameter(each) for each in command.params if each.name != "help"]
-        lines += [*_table(("", "default", "what it is"), rows), ""] if rows else []
+        lines += [*_table(("option", "default", "what it is"), rows), ""] if rows else []
     return "\n".join(lines)
 
 
@@ -230,6 +232,10 @@ def public_names() -> str:
     return "\n".join(line for title in order for line in _reference(title, parts[title]))
 
 
+def _is_extension_name(path: str) -> bool:
+    return path.rpartition(".")[2] in fedloom.api.__all__
+
+
 def extension_names() -> str:
     """Returns all of `fedloom.api`: classes with their members, then functions."""
     found: dict[str, list[str]] = {"Classes": [], "Functions and decorators": []}
@@ -241,9 +247,7 @@ def extension_names() -> str:
             found["Classes"].append(f"{module}.{name}")
         elif callable(value) and module.startswith("fedloom."):
             found["Functions and decorators"].append(f"{module}.{value.__name__}")
-    parts = _reference("Classes", found["Classes"], members=True)
-    parts += _reference("Functions and decorators", found["Functions and decorators"])
-    return "\n".join(parts)
+    return "\n".join(line for t, names in found.items() for line in _reference(t, names, True))
 
 
 def _reference(title: str, names: Iterable[str], members: bool = False) -> list[str]:
@@ -251,8 +255,10 @@ def _reference(title: str, names: Iterable[str], members: bool = False) -> list[
     for name in names:
         lines += [f"::: {name}"]
         if members:
-            lines += ["    options:", "      members: true", "      heading_level: 3"]
+            lines += ["    options:", "      members: null", "      show_if_no_docstring: false"]
             lines += [f'      filters: ["!^_", "!^({FOR_ENGINES})$"]']
+        elif _is_extension_name(name):  # references lead to the other page
+            lines += ["    options:", "      skip_local_inventory: true"]
         lines += [""]
     return lines
 
