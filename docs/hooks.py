@@ -5,16 +5,13 @@ MkDocs calls the functions `on_...`. They add
     index.md, contributing.md      README.md and CONTRIBUTING.md
     methods/NAME.md                a page per method: its docstring, settings and phases
 
-and replace each line `<!-- generated: NAME -->` of a page by the text that `GENERATED[NAME]` returns.
+and replace each line `<!-- generated: NAME -->` of a page by the text of `GENERATED[NAME]`.
 A new method, option or setting appears without an edit here.
 """
 
-import importlib
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import cache
 from inspect import getdoc, getmodule
 from pathlib import Path
 from typing import Any
@@ -28,9 +25,8 @@ import fedloom.api
 from fedloom.cli import app
 from fedloom.core.method import Method
 from fedloom.core.phase import Phase, phases_of
-from fedloom.core.registry import method_class, method_names
+from fedloom.core.registry import make_method, method_class, method_names
 from fedloom.core.settings import default_of, valid_values
-from fedloom.errors import ConfigError
 from fedloom.experiments.recipe import TABLES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,9 +90,8 @@ def _properties(name: str, cls: type[Method]) -> Iterator[tuple[str, str]]:
     yield "tasks", " and ".join(cls.tasks)
     yield "evaluation", ", ".join(cls.evaluations)
     yield "models", "the same for all clients" if cls.one_model else "may differ between clients"
-    refused = secure_refusals()[name]
-    alone = f"no: the server needs each client's own reply to `{refused}`"
-    yield "secure sums", alone if refused else "yes"
+    single = _code(single_replies(name))
+    yield "secure sums", f"no: the server needs each client's own {single}" if single else "yes"
     yield "the server learns", cls.discloses_to_server or "nothing as large as a client's data"
     if cls.discloses_to_peers:
         yield "other clients learn", cls.discloses_to_peers
@@ -135,45 +130,22 @@ def methods_table() -> str:
         title, _, idea = (
             (getdoc(getmodule(method_class(name))) or "").partition("\n")[0].partition(": ")
         )
-        secure = "" if secure_refusals()[name] else "yes"
+        secure = "" if single_replies(name) else "yes"
         rows.append((f"[{title}](methods/{module}.md)", f"`{name}`", _escaped(idea), secure))
     return "\n".join(_table(("method", "name", "idea", "secure sums"), rows))
 
 
 # ---- secure sums ----
-@cache
-def secure_refusals() -> dict[str, str]:
-    """Returns, for each method, the phase for which it cannot run with secure sums; "" if it can.
-
-    Each method is run, with the settings that its tests use to keep a run short.
-    """
-    sys.path.insert(0, str(ROOT))
-    graph = fedloom.synthetic(nodes=90, classes=2, features=6, seed=0)
-    nodes = fedloom.divide(graph, 3, "random", 0, split="40/30/30", cross_edges="known")
-    graphs = fedloom.synthetic_graphs(graphs=30, classes=2, seed=0)
-    small = fedloom.divide(graphs, 3, "uniform", 0, split="50/20/30")
-    found = {}
-    for name, module in method_names().items():
-        tests = importlib.import_module(f"tests.methods.test_{module}")
-        settings = {"rounds": 1, **getattr(tests, "QUICK", {}), "secure": True}
-        settings |= {"model": getattr(tests, "CONTRACT_MODEL", "gcn-2x8")}
-        federation = nodes if "node" in method_class(name).tasks else small
-        try:
-            fedloom.run(name, federation, **settings)
-            found[name] = ""
-        except ConfigError as error:
-            refused = re.match(r"run\.secure\b.*?'(\w+)'", str(error))
-            if refused is None:
-                raise
-            found[name] = refused[1]
-    return found
+def single_replies(name: str) -> tuple[str, ...]:
+    """Returns the phases for which a method, with its default settings, refuses secure sums."""
+    return make_method(name, {}).single_replies()
 
 
 def secure_list() -> str:
     """Returns the methods that run with secure sums, and those that do not."""
-    refusals = secure_refusals()
-    runs = _code(sorted(name for name, phase in refusals.items() if not phase))
-    others = [(f"`{name}`", f"`{phase}`") for name, phase in sorted(refusals.items()) if phase]
+    single = {name: single_replies(name) for name in sorted(method_names())}
+    runs = _code(name for name, phases in single.items() if not phases)
+    others = [(f"`{name}`", _code(phases)) for name, phases in single.items() if phases]
     head = ("refused", "since the server needs each client's own reply to")
     return "\n".join([f"These methods run with secure sums: {runs}.", "", *_table(head, others)])
 
