@@ -152,23 +152,28 @@ def secure_list() -> str:
 
 # ---- command line and recipes ----
 def commands() -> str:
-    """Returns every command with its arguments and options."""
+    """Returns every command with its options."""
     lines = []
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
-        lines += [f"### fedloom {name}", "", _escaped(getdoc(command.callback) or ""), ""]
-        rows = [_parameter(each) for each in command.params if each.name != "help"]
-        lines += [*_table(("option", "default", "what it is"), rows), ""] if rows else []
+        arguments = [each for each in command.params if isinstance(each, click.Argument)]
+        options = [each for each in command.params if isinstance(each, click.Option)]
+        usage = [_placeholder(each) for each in arguments] + ["[OPTIONS]"] * bool(options)
+        lines += [f"### fedloom {name}", "", f"    {' '.join(['fedloom', name, *usage])}", ""]
+        lines += [_escaped(getdoc(command.callback) or ""), ""]
+        if options:
+            lines += [*_table(("option", "default", "what it is"), map(_option, options)), ""]
     return "\n".join(lines)
 
 
-def _parameter(each: click.Parameter) -> tuple[str, str, str]:
-    if isinstance(each, click.Option):
-        shown = ", ".join(f"`{name}`" for name in (*each.opts, *each.secondary_opts))
-    else:
-        shown = f"`{(each.name or '').upper()}`"
-    plain = each.default in (None, "", False) or callable(each.default) or each.default == []
-    default = "" if plain else f"`{each.default}`"
-    return shown, default, _escaped(getattr(each, "help", "") or "")
+def _placeholder(argument: click.Argument) -> str:
+    shown = (argument.name or "").upper() + ("..." if argument.nargs == -1 else "")
+    return shown if argument.required else f"[{shown}]"
+
+
+def _option(option: click.Option) -> tuple[str, str, str]:
+    shown = _code((*option.opts, *option.secondary_opts))
+    unset = option.default in (None, "", False) or callable(option.default) or not option.default
+    return shown, "" if unset else f"`{option.default}`", _escaped(option.help or "")
 
 
 def recipe_settings() -> str:

@@ -19,7 +19,7 @@ from fedloom.core.registry import method_class, method_names
 from fedloom.data.partition import partitions
 
 TEXTS = [*PAGES, "CONTRIBUTING.md"]
-# Two helpers' records of what was run; their tables are written by bench/.
+# Records of what was run. bench/ writes most of them.
 MADE_BY_BENCH = ("docs/results.md", "docs/benchmarks.md")
 needs_mkdocs = pytest.mark.skipif(
     not all(map(find_spec, ("mkdocs", "material", "mkdocstrings"))),
@@ -55,6 +55,15 @@ def test_links_have_targets(page):
 def test_prose_has_at_most_100_columns(page):
     for line in prose((ROOT / page).read_text()).splitlines():
         assert len(line) <= 100 or line.startswith("|"), f"{page}: {line[:60]}..."
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_pages_refer_to_nothing_outside_the_repository(page):
+    found = re.findall(
+        r"(?<!_)shared/|requirements? of the project|project's requirements",
+        (ROOT / page).read_text(),
+    )
+    assert not found
 
 
 def test_every_page_is_in_the_navigation():

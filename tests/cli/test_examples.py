@@ -170,9 +170,9 @@ def small(name: str) -> str:
     place = list(catalogue()).index(name)  # two datasets are two graphs
     is_graph_task = catalogue()[name].task == "graph"
     return (
-        f"synthetic-graphs:graphs={90 + place}"
+        f"synthetic-graphs:graphs={200 + place}"
         if is_graph_task
-        else f"synthetic:nodes={200 + place}"
+        else f"synthetic:nodes={400 + place}"
     )
 
 
