@@ -23,10 +23,12 @@ from mkdocs.structure.files import File, Files
 import fedloom
 import fedloom.api
 from fedloom.cli import app
+from fedloom.core.filters import parse_filters
 from fedloom.core.method import Method
 from fedloom.core.phase import Phase, phases_of
 from fedloom.core.registry import make_method, method_class, method_names
 from fedloom.core.settings import default_of, valid_values
+from fedloom.errors import ConfigError
 from fedloom.experiments.recipe import TABLES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,7 +58,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fills in the generated parts of a page."""
+    """Fills in the generated parts of a page. Drops remarks for the tests from code blocks."""
+    markdown = re.sub(r"^```python no-run: .+$", "```python", markdown, flags=re.M)
     return re.sub(r"<!-- generated: (\S+) -->", lambda found: GENERATED[found[1]](), markdown)
 
 
@@ -92,6 +95,7 @@ def _properties(name: str, cls: type[Method]) -> Iterator[tuple[str, str]]:
     yield "models", "the same for all clients" if cls.one_model else "may differ between clients"
     single = _code(single_replies(name))
     yield "secure sums", f"no: the server needs each client's own {single}" if single else "yes"
+    yield "upload filters", _filters(cls)
     yield "the server learns", cls.discloses_to_server or "nothing as large as a client's data"
     if cls.discloses_to_peers:
         yield "other clients learn", cls.discloses_to_peers
@@ -105,6 +109,19 @@ def _properties(name: str, cls: type[Method]) -> Iterator[tuple[str, str]]:
         yield "fewest replies", f"{cls.min_replies}"
     if cls.requires_all:
         yield "all clients must answer", _code(cls.requires_all)
+
+
+def _filters(cls: type[Method]) -> str:
+    """Returns the filters that the method's uploads can have."""
+    for names in (("float16", "int8", "topk"), ("float16", "int8")):
+        try:
+            for name in names:
+                chain = parse_filters(f"{name}=1" if name == "topk" else name, "run.upload")
+                chain.check(cls, "run.upload")
+            return _code(names)
+        except ConfigError:
+            continue
+    return "none: its clients send no weights"
 
 
 def _answers(phase: Phase) -> str:
