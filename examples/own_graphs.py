@@ -1,17 +1,16 @@
-"""Parties that already have their own graphs, here two from networkx and one from PyG: no partition, no common graph."""
+"""A federation of parties that already have graphs: two from networkx, one from PyG."""
 
 import networkx as nx
 import torch
 from torch_geometric.data import Data
 
 import fedloom
-from fedloom.data.split import apply_split
 
 rng = torch.Generator().manual_seed(0)
 
 
 def village(people: int, seed: int) -> nx.Graph:
-    """Two groups that mostly keep to themselves; what a person is like depends on the group."""
+    """Two groups with few edges between them; a person's features depend on the group."""
     graph = nx.planted_partition_graph(2, people // 2, 0.2, 0.02, seed=seed)
     for person in graph:
         group = person // (people // 2)
@@ -29,7 +28,7 @@ graphs = [
     fedloom.from_networkx(village(100, 2)),
     fedloom.from_pyg(small),
 ]
-parties = tuple(apply_split(graph, "40/20/40", seed=0) for graph in graphs)
+parties = tuple(fedloom.apply_split(graph, "40/20/40", seed=0) for graph in graphs)
 federation = fedloom.Federation(parties, names=("bank-a", "bank-b", "bank-c"))
 
 for method in ("local", "fedavg"):
