@@ -85,7 +85,7 @@ class RemoteEngine:
     def _control(self, phase: str, content: dict[str, Any]) -> None:
         """Sends a control order to all parties. With a quorum of 1, all must execute it."""
         ready = sorted(self.coordinator.ready)
-        answers = self.coordinator.control(phase, {name: content for name in ready})
+        answers = self.coordinator.control(phase, dict.fromkeys(ready, content))
         absent = [
             f"party {name!r}: {answer.cause}"
             for name, answer in answers.items()
