@@ -291,7 +291,9 @@ def test_if_the_superlink_is_not_started_again_its_death_ends_the_run(deploy, mo
     d.until(lambda: d.rounds_done() >= 1)
     os.kill(d.superlink(), signal.SIGKILL)
     assert d.processes["coordinator"].wait() == 2
-    assert re.search("fedloom: the SuperLink (has ended|does not|delivers no)", d.output("coordinator"))
+    assert re.search(
+        "fedloom: the SuperLink (has ended|does not|delivers no)", d.output("coordinator")
+    )
     assert d.summary()["status"] == "failed"
 
 
