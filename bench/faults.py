@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "deploy"))
-from deployment import Deployment, Wire, absent_in  # type: ignore[import-not-found]
+from deployment import Deployment, Wire, absent_in
 
 import fedloom
 from fedloom.experiments import checkpoint
@@ -174,7 +174,7 @@ def disk() -> bool:
 
 def _full_in_process(place: Path) -> bool:
     federation = fedloom.divide(fedloom.load("synthetic:nodes=120,features=8"), 3, "random", 0)
-    settings = {"model": "gcn-2x64", "rounds": 6, "checkpoint_every": 1}
+    settings: dict[str, Any] = {"model": "gcn-2x64", "rounds": 6, "checkpoint_every": 1}
 
     def full_after_three(entry: dict[str, Any], planned: int) -> None:
         if entry["round"] == 3:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import fedloom
@@ -104,7 +104,7 @@ def methods(clients: int = 4) -> bool:
     """Compares the history hashes over Flower with those of the loop engine."""
     all_same = True
     for name, settings in METHODS.items():
-        edges = "known" if name == "fedstruct" else "none"
+        edges: Literal["known", "none"] = "known" if name == "fedstruct" else "none"
         federation = fedloom.divide(fedloom.load("cora"), clients, "louvain", 0, cross_edges=edges)
         chosen = {"model": "gcn-2x64", "seed": 1, **settings}
         hashes, took = {}, {}

@@ -31,7 +31,7 @@ from fedloom.nn.model import Model
 
 EVERY = 100  # rounds between two measurements
 ALLOWED = 1.0  # kB per round
-SETTINGS = {"model": "gcn-2x8", "checkpoint_every": 10, "quorum": 0.5}
+SETTINGS: dict[str, Any] = {"model": "gcn-2x8", "checkpoint_every": 10, "quorum": 0.5}
 FAILING = 0.3  # share of the exchanges in which one client fails
 
 

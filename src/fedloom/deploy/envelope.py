@@ -1,6 +1,6 @@
 """Envelopes: signed containers for orders and answers.
 
-An envelope shows who wrote its content, for which exchange, and that nobody changed it.
+An envelope proves who wrote its content and for which exchange, and that it was not changed.
 
     8 bytes   "fedloomE"
     2 bytes   version                          (numbers in front of the header are big-endian)

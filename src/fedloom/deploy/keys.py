@@ -42,8 +42,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedloom.errors import ConfigError
 
-# An authority is valid longer than its server certificates, so that parties need not be told when
-# a certificate is renewed.
+# An authority is valid longer than its server certificates, so that renewing a certificate changes
+# nothing for the parties.
 AUTHORITY_DAYS = 3650
 # Certificates are valid from a little before they are made: another machine's clock may be behind.
 CLOCK_SKEW = timedelta(hours=1)

@@ -13,8 +13,8 @@ the method or one of these control orders:
                                                   and ends
 
 A party begins a run only if the order contains the nonce that the party has just drawn, so that a
-recorded order begins nothing. Until then the current run continues, whoever says hello: a recorded
-hello of an earlier session of the coordinator ends nothing either.
+recorded order begins nothing. Until then the current run continues, even if another session says
+hello: a recorded hello of an earlier session of the coordinator ends nothing either.
 """
 
 from __future__ import annotations

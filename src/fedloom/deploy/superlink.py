@@ -8,9 +8,9 @@ input is closed. All messages between the coordinator and the parties pass throu
 Flower serves three interfaces on one port. The fleet interface is for parties, which sign their
 requests with registered keys. The control interface registers keys and starts runs, and by default
 anybody may use it. The runtime interface is for the server's side of an app. `AccessMiddleware`
-restricts the last two to the coordinator: requests must carry a secret that the two processes
-share. It also holds a request for messages until a message arrives, so that nobody has to poll. It
-records when each party was last heard from.
+restricts the last two to the coordinator: requests must contain a secret that the two processes
+share. It also holds a request for messages until a message arrives, so that the readers need not
+poll. It records when each party was last heard from.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class AccessMiddleware:
 
     Args:
         app: Flower's application.
-        secret: What the coordinator's requests carry.
+        secret: The secret in the coordinator's requests.
         deactivate: Takes a party's key and makes Flower treat the party as gone.
         limit: Bytes of a request from a known sender.
     """
@@ -178,7 +178,7 @@ def serve(
     Args:
         host: The address to listen on.
         port: The port to listen on.
-        secret: What the coordinator's requests carry.
+        secret: The secret in the coordinator's requests.
         certificate: The server's certificate, a PEM file; None for no TLS.
         key: The certificate's key, a PEM file; None for no TLS.
         limit: Bytes of a request; see `LIMIT`.

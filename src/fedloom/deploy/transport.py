@@ -1,7 +1,7 @@
 """Transport: what the coordinator needs in order to reach the parties.
 
-`CoordinatorTransport` implements it with a SuperLink of its own, `apps.GridTransport` with one that
-somebody else runs.
+`CoordinatorTransport` implements it with its own SuperLink, `apps.GridTransport` with one that is
+running already.
 """
 
 from __future__ import annotations
