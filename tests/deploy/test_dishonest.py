@@ -15,7 +15,6 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from deployment import kill
 from safetensors.torch import load
 from test_coordinator import InProcess
 
@@ -27,6 +26,7 @@ from fedloom.deploy.keys import PartyKey
 from fedloom.deploy.party import Party
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import RoundFailed
+from fedloom.experiments.run_folder import read_config
 
 LIAR = "bank-c"
 slow = pytest.mark.slow
@@ -266,18 +266,21 @@ def test_without_signs_of_life_and_deadline_dead_parties_are_waited_for(deploy, 
     assert not any("absent" in entry for entry in d.history())
 
 
-@slow
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("patient")
-def test_if_parties_do_not_restore_their_states_the_result_differs(deploy, monkeypatch):
+def test_if_parties_do_not_restore_their_states_the_result_differs(tmp_path, monkeypatch):
+    class StoppedError(Exception):
+        """Ends a run."""
+
+    def stop(entry, planned):
+        if entry["round"] == 2:
+            raise StoppedError
+
     monkeypatch.setattr(Party, "_restore", lambda self, order: {})
-    d = deploy(rounds=3, method="slow.py")
-    d.serve()
-    d.join_all()
-    d.until(lambda: d.rounds_done() >= 1)
-    kill(d.processes["coordinator"])
-    d.resume()
-    assert d.completed()["history_hash"] != d.reference().summary["history_hash"]
+    deployed = InProcess(tmp_path)
+    with pytest.raises(StoppedError):
+        deployed.serve(on_round=stop)
+    resumed = deployed.serve(resumed=read_config(tmp_path / "run"))
+    expected = deployed.deployment.reference()
+    assert resumed.summary["history_hash"] != expected.summary["history_hash"]
 
 
 @slow
