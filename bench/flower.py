@@ -1,14 +1,16 @@
-"""What a deployment over Flower costs and bears, on this machine, with TLS, registered keys and signatures.
+"""Measures deployments over Flower on this machine, with TLS, registered keys and signatures.
 
-    python bench/flower.py                        every part (about a quarter of an hour)
+    python bench/flower.py                        all parts (about a quarter of an hour)
     python bench/flower.py exchange methods       these parts only
 
-exchange   seconds that an exchange of 100 kB each way takes with 10 parties
-methods    FedAvg, FedStruct, FedPG, O-pFGL (secure), FedGKC, FedGH on Cora with 4 parties: the loop engine's history hash?
-death      seconds until a party that is killed is noticed, three times
-twenty     20 parties, 20 rounds, one killed (and started again) every five rounds; memory of each process
+exchange   time of an exchange of 100 kB each way with 10 parties
+methods    FedAvg, FedStruct, FedPG, O-pFGL (secure), FedGKC, FedGH on Cora with 4 parties: whether
+           the history hash is that of the loop engine
+death      time until a killed party is noticed, three times
+twenty     20 parties, 20 rounds; one party is killed and started again every five rounds; memory of
+           each process
 
-Exit code 1 if a hash differs or a run does not complete.
+The exit code is 1 if a hash differs or a run does not complete.
 """
 
 import argparse
@@ -22,13 +24,15 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
+from unittest.mock import patch
 
 import fedloom
 from fedloom.deploy.coordinator_transport import Address, CoordinatorTransport
-from fedloom.deploy.engine import Engine, _free_port
+from fedloom.deploy.engine import Engine, free_port
 from fedloom.deploy.keys import make_authority, make_party, read_party_key, read_public_key
 from fedloom.deploy.party_transport import PartyTransport
+from fedloom.experiments.result import Result
 from fedloom.experiments.run import run
 
 PARTS: dict[str, Callable[[], bool]] = {}
@@ -43,16 +47,15 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def part(function: Callable[[], bool]) -> Callable[[], bool]:
-    """Decorator: a part, run by its name; gives whether all was as it should be."""
+    """Registers a part by its name. It returns whether all is as expected."""
     PARTS[function.__name__] = function
     return function
 
 
 def echo(address: str, folder: Path, name: str) -> None:
-    """A party that sends back what it gets."""
-    with closing(
-        PartyTransport(address, folder / "ca.crt", read_party_key(folder / f"{name}.key"))
-    ) as transport:
+    """Runs a party that sends each message back."""
+    key = read_party_key(folder / f"{name}.key")
+    with closing(PartyTransport(address, folder / "ca.crt", key)) as transport:
         transport.connect()
         while True:
             if (order := transport.receive()) is not None:
@@ -61,54 +64,48 @@ def echo(address: str, folder: Path, name: str) -> None:
 
 @part
 def exchange(parties: int = 10, size: int = 100_000, times: int = 20) -> bool:
-    """Seconds of an exchange."""
+    """Measures the time of an exchange."""
     folder, names = Path(tempfile.mkdtemp()), [f"p{k}" for k in range(parties)]
     make_authority(folder, "127.0.0.1")
     for name in names:
         make_party(folder, name)
     files = (folder / "server.crt", folder / "server.key", folder / "ca.crt")
-    address = Address("127.0.0.1", _free_port(), *files)
-    with closing(
-        CoordinatorTransport(
-            address,
-            {name: read_public_key(folder / f"{name}.pub") for name in names},
-            folder / "link.log",
-        )
-    ) as transport:
+    address = Address("127.0.0.1", free_port(), *files)
+    keys = {name: read_public_key(folder / f"{name}.pub") for name in names}
+    with closing(CoordinatorTransport(address, keys, folder / "superlink.log")) as transport:
         children = [
             subprocess.Popen([sys.executable, __file__, "--echo", address.text, str(folder), name])
             for name in names
         ]
         try:
-            while len(transport.seen()) < parties:
+            while len(transport.status()) < parties:
                 time.sleep(0.1)
             took, body = [], os.urandom(size)
             for _ in range(times):
-                began, waiting = time.perf_counter(), transport.post(dict.fromkeys(names, body))
-                while waiting:
-                    for number, data in transport.collect(waiting, 1.0):
+                began, pending = time.perf_counter(), transport.send(dict.fromkeys(names, body))
+                while pending:
+                    for number, data in transport.receive(pending, 1.0):
                         assert data == body
-                        del waiting[number]
+                        del pending[number]
                 took.append(time.perf_counter() - began)
         finally:
             for child in children:
                 child.kill()
                 child.wait()
     print(
-        f"exchange: {size / 1000:.0f} kB each way, {parties} parties: {median(took):.2f} s (least {min(took):.2f}, most {max(took):.2f})"
+        f"exchange: {size / 1000:.0f} kB each way, {parties} parties: {median(took):.2f} s "
+        f"(minimum {min(took):.2f}, maximum {max(took):.2f})"
     )
     return True
 
 
 @part
 def methods(clients: int = 4) -> bool:
-    """Every method's hash, over Flower and in the loop."""
-    right = True
+    """Compares the history hashes over Flower with those of the loop engine."""
+    all_same = True
     for name, settings in METHODS.items():
-        crosses = "known" if name == "fedstruct" else "none"
-        federation = fedloom.divide(
-            fedloom.load("cora"), clients, "louvain", 0, cross_edges=crosses
-        )
+        edges: Literal["known", "none"] = "known" if name == "fedstruct" else "none"
+        federation = fedloom.divide(fedloom.load("cora"), clients, "louvain", 0, cross_edges=edges)
         chosen = {"model": "gcn-2x64", "seed": 1, **settings}
         hashes, took = {}, {}
         for engine in ("loop", "flower"):
@@ -116,103 +113,96 @@ def methods(clients: int = 4) -> bool:
             hashes[engine] = run(name, federation, engine=engine, **chosen).summary["history_hash"]
             took[engine] = time.perf_counter() - began
         same = hashes["loop"] == hashes["flower"]
-        right &= same
-        verdict, times = (
-            "same hash" if same else "ANOTHER HASH",
-            f"{took['loop']:.1f} s in the loop, {took['flower']:.1f} s over Flower",
-        )
+        all_same &= same
+        verdict = "same hash" if same else "ANOTHER HASH"
+        times = f"{took['loop']:.1f} s in the loop, {took['flower']:.1f} s over Flower"
         print(f"methods: {name}, Cora, {clients} parties: {verdict} ({times})", flush=True)
-    return right
+    return all_same
 
 
-class Watched:
-    """A run over Flower whose parties can be killed and started again."""
+def run_with_engine(
+    parties: int, rounds: int, on_round: Callable[[dict[str, Any], Engine], None]
+) -> Result:
+    """Runs FedAvg over Flower. `on_round` receives the engine and may kill its parties."""
+    graph = fedloom.load("synthetic:nodes=2000,features=32")
+    federation = fedloom.divide(graph, parties, "random", 0)
+    engines: list[Engine] = []
+    original = Engine.__init__
 
-    def __init__(
-        self, parties: int, rounds: int, on_round: Callable[[Any, Engine], None], **settings: Any
-    ):
-        federation = fedloom.divide(
-            fedloom.load("synthetic:nodes=2000,features=32"), parties, "random", 0
+    def recording(engine: Engine, *args: Any, **settings: Any) -> None:
+        original(engine, *args, **settings)
+        engines.append(engine)
+
+    with patch.object(Engine, "__init__", recording):
+        return run(
+            "fedavg",
+            federation,
+            model="gcn-2x16",
+            rounds=rounds,
+            engine="flower",
+            quorum=0.5,
+            on_round=lambda entry, planned: on_round(entry, engines[-1]),
         )
-        self.engine: Any = None
-        made = Engine.__init__
-
-        def noted(engine: Engine, *given: Any, **more: Any) -> None:
-            made(engine, *given, **more)
-            self.engine = engine
-
-        Engine.__init__ = noted  # type: ignore[method-assign]
-        try:
-            self.result = run(
-                "fedavg", federation, model="gcn-2x16", rounds=rounds, engine="flower", quorum=0.5,
-                on_round=lambda entry, planned: on_round(entry, self.engine), **settings,
-            )  # fmt: skip
-        finally:
-            Engine.__init__ = made  # type: ignore[method-assign]
 
 
 @part
 def death(times: int = 3) -> bool:
-    """Seconds from a kill to the end of the exchange that noticed it."""
-    killed, took = [], []
+    """Measures the time from a kill to the end of the round that noticed it."""
+    killed: list[float] = []
+    took: list[float] = []
 
-    def on_round(entry: Any, engine: Engine) -> None:
-        if killed and any(
-            absence["cause"].startswith("no sign") for absence in entry.get("absent", ())
-        ):
+    def on_round(entry: dict[str, Any], engine: Engine) -> None:
+        causes = [absence["cause"] for absence in entry.get("absent", ())]
+        if killed and any(cause.startswith("no sign") for cause in causes):
             took.append(time.perf_counter() - killed.pop())
         if not killed and len(took) < times and entry["round"] % 2 == 0:
-            victim = engine.parties[1 + len(took)]  # another one each time
+            victim = engine.parties[1 + len(took)]  # another party each time
             os.kill(victim.process.pid, signal.SIGKILL)
             killed.append(time.perf_counter())
 
-    Watched(8, 3 * times, on_round)
-    print(
-        f"death: noticed after {', '.join(f'{t:.1f}' for t in took)} s (a round's other exchanges counted)"
-    )
+    run_with_engine(8, 3 * times, on_round)
+    seconds = ", ".join(f"{t:.1f}" for t in took)
+    print(f"death: noticed after {seconds} s (including the other exchanges of the round)")
     return bool(took) and max(took) < 20
 
 
 @part
 def twenty() -> bool:
-    """20 parties, 20 rounds, a kill every five."""
+    """Runs 20 parties for 20 rounds, with a kill every five rounds."""
     memory: dict[str, float] = {}
 
-    def on_round(entry: Any, engine: Engine) -> None:
+    def on_round(entry: dict[str, Any], engine: Engine) -> None:
         if entry["round"] % 5 == 0 and entry["round"] < 20:
             victim = engine.parties[entry["round"] // 5]
             os.kill(victim.process.pid, signal.SIGKILL)
             victim.process.wait()
             victim.start()
         if entry["round"] == 19:
+            transport = engine.coordinator.transport
+            assert isinstance(transport, CoordinatorTransport)
             memory["a party"] = max(_rss(party.process.pid) for party in engine.parties)
-            memory["the link"] = _rss(engine.coordinator.transport._process.pid)
+            memory["the SuperLink"] = _rss(transport._process.pid)
             memory["the coordinator"] = _rss(os.getpid())
 
     began = time.perf_counter()
-    result = Watched(20, 20, on_round).result
+    result = run_with_engine(20, 20, on_round)
     summary = result.summary
     took, absences = time.perf_counter() - began, summary["absences"]
     print(
-        f"twenty: 20 parties, 20 rounds, three killed and started again: {summary['status']} after {took:.0f} s; absences {absences}"
+        f"twenty: 20 parties, 20 rounds, three killed and started again: {summary['status']} "
+        f"after {took:.0f} s; absences {absences}"
     )
     print("twenty: memory, MB: " + ", ".join(f"{who} {mb:.0f}" for who, mb in memory.items()))
-    back = [
-        client
-        for client in summary["absences"]
-        if not any(a["client"] == client for a in result.history[-1].get("absent", ()))
-    ]
-    print(f"twenty: back in the last round: {', '.join(back) or 'nobody'}")
+    absent = {a["client"] for a in result.history[-1].get("absent", ())}
+    back = [client for client in summary["absences"] if client not in absent]
+    print(f"twenty: present again in the last round: {', '.join(back) or 'none'}")
     return summary["status"] == "completed"
 
 
 def _rss(pid: int) -> float:
-    line = next(
-        line
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        if line.startswith("VmRSS")
-    )
-    return int(line.split()[1]) / 1024
+    """Returns the memory of a process in MB."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
 if __name__ == "__main__":

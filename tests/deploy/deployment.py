@@ -1,9 +1,13 @@
-"""A federation on this machine as users run it: `fedloom serve` and `fedloom join` in processes of their own, with keys and TLS."""
+"""Deployments on this machine, for tests and for bench/faults.py.
+
+`Deployment` runs `fedloom serve` and `fedloom join` as users do: one process each, keys, TLS.
+`Wire` is a TCP proxy that can fail. `InProcessTransport` connects a coordinator to parties in this
+process, without a network.
+"""
 
 import json
 import os
 import queue
-import re
 import signal
 import socket
 import subprocess
@@ -11,7 +15,10 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -19,19 +26,21 @@ import torch
 import fedloom
 from fedloom.cli import main
 from fedloom.data.files import to_file
+from fedloom.deploy.envelope import EnvelopeError
 from fedloom.deploy.keys import make_authority, make_party
+from fedloom.deploy.transport import PartyStatus
 
+WAIT_SECONDS = 240  # for an event; generous, since the machine may be busy
 SLOW = """
 import time
 from dataclasses import dataclass
-from fedloom.nn.training import load_weights, weights
-from fedloom.core.method import averaged, phase, setting
+from fedloom.api import averaged, phase, setting
 from fedloom.methods.fedavg import FedAvg as Quick
 
 @dataclass(frozen=True)
 class Slow(Quick):
-    seconds: float = setting(0.3, "that a client takes for nothing", at_least=0)
-    fails: str = setting("", "who fails in training")
+    seconds: float = setting(0.3, "that training takes longer", at_least=0)
+    fails: str = setting("", "clients that fail in training")
 
     @averaged(by="size")
     @phase(model="=model")
@@ -50,7 +59,10 @@ def free_port():
 
 
 class Command:
-    """`fedloom ARGUMENTS` in a child of this process, which has everything imported already. The rest is as in `subprocess.Popen`."""
+    """`fedloom ARGUMENTS` in a fork of this process. The methods are those of `Popen`.
+
+    This process has imported everything already, so that a command starts at once.
+    """
 
     def __init__(self, arguments, folder, log):
         self.returncode, self.pid = None, os.fork()
@@ -61,12 +73,13 @@ class Command:
                 os.chdir(folder)
                 for number in (1, 2):
                     os.dup2(log, number)
-                sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115  (it ends with the process)
+                sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  (ends with the process)
+                sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
                 sys.argv = ["fedloom", *arguments]
                 main()
             except SystemExit as ended:
                 code = ended.code or 0
-            except BaseException:  # noqa: BLE001  (a child must never go on with its parent's tests)
+            except BaseException:  # noqa: BLE001  (a child must never run its parent's tests)
                 traceback.print_exc()
             finally:
                 sys.stdout.flush()
@@ -79,7 +92,7 @@ class Command:
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
-    def wait(self, seconds=30):
+    def wait(self, seconds=WAIT_SECONDS):
         end = time.monotonic() + seconds
         while self.poll() is None:
             if time.monotonic() > end:
@@ -89,7 +102,7 @@ class Command:
 
 
 class Deployment:
-    """Everything in `folder`; processes end with the deployment."""
+    """A federation in a folder. `end` ends all its processes."""
 
     def __init__(
         self,
@@ -102,12 +115,8 @@ class Deployment:
         tls=True,
         model="gcn-2x8",
     ):
-        self.folder, self.parties, self.port, self.processes = (
-            Path(folder),
-            parties,
-            free_port(),
-            {},
-        )
+        self.folder, self.parties = Path(folder), parties
+        self.port, self.processes = free_port(), {}
         make_authority(self.folder, "127.0.0.1")
         for name in ("coordinator", *parties):
             make_party(self.folder, name)
@@ -122,14 +131,27 @@ class Deployment:
         self.write()
 
     def write(self, path="federation.toml", address=None, **changed):
-        """Writes the agreement, with another way to the coordinator, or other settings of the method, if given."""
+        """Writes an agreement. Returns its path.
+
+        address: another address of the coordinator. changed: other settings of the method.
+        """
         authority = {"authority": "ca.crt"} if self.tls else {}
         tables = {
-            "federation": {"address": address or f"127.0.0.1:{self.port}", **authority, "coordinator": "coordinator.pub"},
+            "federation": {
+                "address": address or f"127.0.0.1:{self.port}",
+                "coordinator": "coordinator.pub",
+                **authority,
+            },
             "parties": {name: f"{name}.pub" for name in self.parties},
-            "data": {"num_features": self.federation.num_features, "num_classes": self.federation.num_classes, "split": "own"},
-            "model": {"name": self.model}, "method": {**self.settings, **changed}, "run": self.run,
-        }  # fmt: skip
+            "data": {
+                "num_features": self.federation.num_features,
+                "num_classes": self.federation.num_classes,
+                "split": "own",
+            },
+            "model": {"name": self.model},
+            "method": {**self.settings, **changed},
+            "run": self.run,
+        }
         lines = [
             line
             for name, table in tables.items()
@@ -139,7 +161,7 @@ class Deployment:
         return self.folder / path
 
     def start(self, who, *arguments):
-        """Starts `fedloom ARGUMENTS`; what it says goes to who.log."""
+        """Starts `fedloom ARGUMENTS`. Its output goes to WHO.log."""
         with open(self.folder / f"{who}.log", "ab") as log:
             self.processes[who] = Command(
                 [str(argument) for argument in arguments], self.folder, log.fileno()
@@ -147,97 +169,72 @@ class Deployment:
         return self.processes[who]
 
     def serve(self, *more, out="run"):
-        return self.start(
-            "coordinator",
-            "serve",
-            "federation.toml",
-            "--keys",
-            ".",
-            "--out",
-            out,
-            "--wait",
-            60,
-            *more,
-        )
+        given = ("--keys", ".", "--out", out, "--wait", WAIT_SECONDS)
+        return self.start("coordinator", "serve", "federation.toml", *given, *more)
 
     def resume(self, out="run"):
         return self.start("coordinator", "resume", out)
 
     def join(self, name, *more, key=None, agreement="federation.toml"):
-        given = [
-            "--party",
-            name,
-            "--key",
-            key or f"{name}.key",
-            "--data",
-            f"{name}.safetensors",
-            "--state",
-            f"state-{name}",
-        ]
-        return self.start(name, "join", agreement, *given, *more)
+        files = {"--key": key or f"{name}.key", "--data": f"{name}.safetensors"}
+        given = {"--party": name, **files, "--state": f"state-{name}"}
+        flat = [word for option in given.items() for word in option]
+        return self.start(name, "join", agreement, *flat, *more)
 
     def join_all(self):
         return [self.join(name) for name in self.parties]
 
-    def said(self, who):
+    def output(self, who):
+        """Returns the output of a process, in one line."""
         path = self.folder / f"{who}.log"
-        return path.read_text() if path.exists() else ""
+        return " ".join(path.read_text().split()) if path.exists() else ""
 
-    def until(self, condition, seconds=60):
-        """Waits until something is so; fails with all that was said if it does not become so."""
+    def outputs(self):
+        return "\n".join(f"{who}:\n{self.output(who)}" for who in self.processes)
+
+    def until(self, condition, seconds=WAIT_SECONDS):
+        """Waits until a condition holds. Fails with the output of all processes if it does not."""
         end = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < end, "\n".join(
-                f"{who}:\n{self.said(who)}" for who in self.processes
-            )
+            assert time.monotonic() < end, self.outputs()
             time.sleep(0.05)
 
     def rounds_done(self, out="run"):
         path = self.folder / out / "history.jsonl"
         return path.read_text().count("\n") if path.exists() else 0
 
-    def completed(self, seconds=90, out="run"):
-        """Waits until the coordinator has ended well; gives the summary."""
+    def completed(self, seconds=2 * WAIT_SECONDS, out="run"):
+        """Waits until the coordinator has ended with exit code 0. Returns the summary."""
         try:
             code = self.processes["coordinator"].wait(seconds)
         except subprocess.TimeoutExpired:
             code = "still running"
-        assert code == 0, f"{code}\n" + "\n".join(
-            f"{who}:\n{self.said(who)}" for who in self.processes
-        )
+        assert code == 0, f"{code}\n{self.outputs()}"
         return self.summary(out)
 
     def summary(self, out="run"):
         return json.loads((self.folder / out / "summary.json").read_text())
 
     def history(self, out="run"):
-        return [
-            json.loads(line)
-            for line in (self.folder / out / "history.jsonl").read_text().splitlines()
-        ]
+        path = self.folder / out / "history.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()]
 
-    def link(self):
-        """The process id of the link."""
+    def superlink(self):
+        """Returns the process id of the SuperLink."""
         return next(
             pid
             for pid, parent in running("fedloom.deploy.superlink").items()
             if parent == self.processes["coordinator"].pid
         )
 
-    def reference(self, method="fedavg", **settings):
-        """What the loop engine makes of the same graphs."""
-        from dataclasses import replace
-
+    def reference(self, **settings):
+        """Returns the result of the loop engine on the same graphs."""
         named = replace(self.federation, names=tuple(self.parties))
-        of_method = {k: v for k, v in self.settings.items() if k != "name"}
-        chosen = (
-            str(self.folder / self.settings["name"])
-            if self.settings["name"].endswith(".py")
-            else self.settings["name"]
-        )
-        return fedloom.run(
-            chosen, named, model=self.model, seed=self.run["seed"], **{**of_method, **settings}
-        )
+        own = {k: v for k, v in self.settings.items() if k != "name"}
+        name = self.settings["name"]
+        method = str(self.folder / name) if name.endswith(".py") else name
+        given = {"model": self.model, "seed": self.run["seed"], **own, **settings}
+        return fedloom.run(method, named, **given)
 
     def end(self):
         for process in self.processes.values():
@@ -246,28 +243,86 @@ class Deployment:
                 process.wait()
 
 
+def kill(process):
+    """Kills a process as a power cut would."""
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def absent_in(entry):
+    """Returns the clients that were absent in a round, from its history entry."""
+    return {absence["client"] for absence in entry.get("absent", ())}
+
+
 def running(module):
-    """{process: its parent} of the processes that run a module."""
+    """Returns {process: its parent} of the processes that run a module."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
             if module in (folder / "cmdline").read_text().split("\0"):
-                found[int(folder.name)] = int(
-                    (folder / "stat").read_text().rpartition(")")[2].split()[1]
-                )
+                stat = (folder / "stat").read_text()
+                found[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
     return found
 
 
-class Wire:
-    """What lies between a port of its own and another one: it can be cut, fall silent, be slow, and spoil what passes.
+class InProcessTransport:
+    """A `Transport` to `Party` objects in this process.
 
-    delay: seconds that everything takes, each way. rate: bytes a second, each way (0: as fast as it goes).
+    Attributes:
+        parties: The parties that have joined, by name.
+        silence: Seconds since a party was last heard from; 0 if it is not here.
+        connections: How often a party has connected; 1 if it is not here.
+        held: Parties whose answers are held back.
+        returns: How often Flower returns the next orders of a party.
+        sent: The number of orders that each party was sent.
+    """
+
+    def __init__(self, parties):
+        self.parties = dict(parties)
+        self.silence, self.connections, self.returns = {}, {}, Counter()
+        self.held, self.sent, self._answers, self._numbers = set(), Counter(), {}, count()
+
+    def send(self, envelopes):
+        pending = {str(next(self._numbers)): name for name in envelopes}
+        for number, name in pending.items():
+            self.sent[name] += 1
+            if self.returns[name]:
+                self.returns[name] -= 1
+                self._answers[number] = name, "Flower: the node is not available"
+                continue
+            with suppress(EnvelopeError):  # a party does not answer an order that it refuses
+                self._answers[number] = name, self.parties[name].answer(envelopes[name])
+        return pending
+
+    def receive(self, pending, seconds):
+        ready = [n for n in pending if n in self._answers and self._answers[n][0] not in self.held]
+        if not ready:
+            time.sleep(min(seconds, 0.01))
+        return [(number, self._answers.pop(number)[1]) for number in ready]
+
+    def status(self):
+        return {
+            name: PartyStatus(self.silence.get(name, 0.0), self.connections.get(name, 1))
+            for name in self.parties
+        }
+
+    def close(self):
+        pass
+
+
+class Wire:
+    """A TCP proxy in front of a port. It can be cut, fall silent, be slow, and corrupt bytes.
+
+    Args:
+        to: The port that it leads to.
+        delay: Seconds of delay in each direction.
+        rate: Bytes per second in each direction; 0 for no limit.
     """
 
     def __init__(self, to, delay=0.0, rate=0):
         self.to, self.delay, self.rate = to, delay, rate
-        self.whole, self.spoil, self.open = True, 0, []
-        self.audible = threading.Event()  # while it is not, nothing passes, and nobody is told
+        self.whole, self.corrupt, self.open = True, 0, []
+        self.audible = threading.Event()  # while it is not set, nothing passes, without an error
         self.audible.set()
         self.listening = socket.create_server(("127.0.0.1", 0))
         self.port = self.listening.getsockname()[1]
@@ -288,26 +343,28 @@ class Wire:
                 continue
             self.open += [near, far]
             for one, other in ((near, far), (far, near)):
-                under_way = queue.Queue(64)
-                threading.Thread(target=self._take, args=(one, under_way), daemon=True).start()
-                threading.Thread(
-                    target=self._bring, args=(under_way, one, other), daemon=True
-                ).start()
+                buffer = queue.Queue(64)
+                reader = threading.Thread(target=self._read, args=(one, buffer), daemon=True)
+                writer = threading.Thread(
+                    target=self._write, args=(buffer, one, other), daemon=True
+                )
+                reader.start()
+                writer.start()
 
-    def _take(self, one, under_way):
-        free = 0.0  # when the line is, for the next piece
+    def _read(self, one, buffer):
+        free = 0.0  # when the line is free for the next piece
         with suppress(OSError):  # cut
             while data := one.recv(4096 if self.rate else 65536):
-                if self.spoil and len(data) > 100:
-                    self.spoil -= 1
+                if self.corrupt and len(data) > 100:
+                    self.corrupt -= 1
                     data = data[:60] + bytes([data[60] ^ 1]) + data[61:]
                 free = max(free, time.monotonic()) + (len(data) / self.rate if self.rate else 0.0)
-                under_way.put((free + self.delay, data))
-        under_way.put(None)
+                buffer.put((free + self.delay, data))
+        buffer.put(None)
 
-    def _bring(self, under_way, one, other):
+    def _write(self, buffer, one, other):
         with suppress(OSError):
-            while piece := under_way.get():
+            while piece := buffer.get():
                 due, data = piece
                 time.sleep(max(0.0, due - time.monotonic()))
                 self.audible.wait()
@@ -342,7 +399,3 @@ def port_is_free(port):
 
 def same_weights(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
-
-
-def lines_of(text, pattern):
-    return [line for line in text.splitlines() if re.search(pattern, line)]

@@ -1,6 +1,9 @@
-"""A party answers the coordinator's orders, once each, as far as the agreement allows, and nobody else's."""
+"""A party executes the coordinator's orders, once each, as far as the agreement allows."""
 
 import json
+import socket
+import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +13,12 @@ from fedloom.core.facts import Facts
 from fedloom.core.message import decode, encode, flatten
 from fedloom.deploy.agreement import read_agreement
 from fedloom.deploy.envelope import EnvelopeError, Gate, Header, parse, sign
+from fedloom.deploy.framing import receive_frame, send_frame
 from fedloom.deploy.keys import make_party, read_party_key
-from fedloom.deploy.party import Party, facts_to
-from fedloom.errors import ConfigError
+from fedloom.deploy.party import Party, facts_to_json, run_party_at_socket
+from fedloom.errors import ConfigError, MessageError
 from fedloom.methods.fedavg import FedAvg
+from fedloom.nn.weights import weights
 
 AGREEMENT = """
 [federation]
@@ -34,30 +39,26 @@ name = "fedavg"
 RUN = "ab" * 16
 
 
-class Desk:
-    """The coordinator's side, without a link."""
+class Sender:
+    """The coordinator's side, without a network: signs orders and opens answers."""
 
     def __init__(self, folder):
-        for name in ("coordinator", "bank-a", "bank-b"):
+        names = ("coordinator", "bank-a", "bank-b")
+        for name in names:
             make_party(folder, name)
-        graph = fedloom.divide(
-            fedloom.load("synthetic:nodes=60,features=8"), 2, "random", 0
-        ).graphs[0]
-        (folder / "federation.toml").write_text(AGREEMENT.format(classes=graph.num_classes))
+        graph = fedloom.load("synthetic:nodes=60,features=8")
+        self.graph = fedloom.divide(graph, 2, "random", 0).graphs[0]
+        (folder / "federation.toml").write_text(AGREEMENT.format(classes=self.graph.num_classes))
         self.agreement = read_agreement(folder / "federation.toml")
-        self.folder, self.graph, self.keys = (
-            folder,
-            graph,
-            {n: read_party_key(folder / f"{n}.key") for n in ("coordinator", "bank-a", "bank-b")},
-        )
-        self.facts = Facts(8, graph.num_classes, "node", ("bank-a", "bank-b"), ("gcn-2x8",) * 2)
-        self.sequence, self.party = -1, self.start()
+        self.folder, self.keys = folder, {n: read_party_key(folder / f"{n}.key") for n in names}
+        classes, models = self.graph.num_classes, ("gcn-2x8",) * 2
+        self.facts = Facts(8, classes, "node", ("bank-a", "bank-b"), models)
+        self.sequence, self.party = -1, self.new_party()
         self.gate = Gate(self.agreement.parties, RUN)
 
-    def start(self):
-        return Party(
-            self.agreement, "bank-a", self.keys["bank-a"], self.graph, self.folder / "state"
-        )
+    def new_party(self, **settings):
+        key, state = self.keys["bank-a"], self.folder / "state"
+        return Party(self.agreement, "bank-a", key, self.graph, state, **settings)
 
     def order(
         self,
@@ -73,84 +74,85 @@ class Desk:
     ):
         if sequence is None:
             self.sequence += 1
+            sequence = self.sequence
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        return sign(
-            body,
-            Header(run, round, self.sequence if sequence is None else sequence, to, phase, kind),
-            self.keys[by],
-        )
+        return sign(body, Header(run, round, sequence, to, phase, kind), self.keys[by])
 
-    def tell(self, phase, content, **how):
+    def send(self, phase, content, **options):
         opened = self.gate.open(
-            self.party.answer(self.order(phase, content, **how)),
+            self.party.answer(self.order(phase, content, **options)),
             sender="bank-a",
-            round=how.get("round", 0),
+            round=options.get("round", 0),
             sequence=self.sequence,
             phase=phase,
         )
-        return opened.kind, opened.body if phase in (
-            "setup",
-            "train",
-        ) and opened.kind == "answer" else json.loads(opened.body)
+        tensors = phase in ("setup", "train") and opened.kind == "answer"
+        return opened.kind, opened.body if tensors else json.loads(opened.body)
 
-    def begin(self, **changed):
-        _, hello = self.tell("fedloom_hello", {})
-        told = {
-            "nonce": hello["nonce"],
+    def begin_order(self, nonce, **changed):
+        return {
+            "nonce": nonce,
             "agreed": self.agreement.agreed(),
-            "facts": facts_to(self.facts),
+            "facts": facts_to_json(self.facts),
             "lineage": "l",
             "rejoin": False,
+            **changed,
         }
-        return self.tell("fedloom_begin", {**told, **changed})
+
+    def begin(self, **changed):
+        _, hello = self.send("fedloom_hello", {})
+        return self.send("fedloom_begin", self.begin_order(hello["nonce"], **changed))
+
+    def begin_and_set_up(self, **changed):
+        self.begin(**changed)
+        self.send("setup", encode({}, "setup"))
+
+    def model(self):
+        return weights(self.facts.build("gcn-2x8", "server"))
+
+    def train(self, round=1):
+        kind, body = self.send("train", encode({"model": self.model()}, "train"), round=round)
+        assert kind == "answer", body
+        return decode(body, "train")
 
 
 @pytest.fixture
-def desk(tmp_path):
-    return Desk(tmp_path)
+def sender(tmp_path):
+    return Sender(tmp_path)
 
 
-def model(desk):
-    from fedloom.nn.weights import weights
-
-    return weights(desk.facts.build("gcn-2x8", "server"))
-
-
-def trained(desk, round=1):
-    kind, body = desk.tell("train", encode({"model": model(desk)}, "train"), round=round)
-    assert kind == "answer", body
-    return decode(body, "train")
+def same(one, other):
+    one, other = flatten(one), flatten(other)
+    return one.keys() == other.keys() and all(torch.equal(t, other[n]) for n, t in one.items())
 
 
-def test_a_run_begins_and_phases_are_answered(desk):
-    assert desk.begin() == ("answer", {})
-    kind, body = desk.tell("setup", encode({}, "setup"))
+def test_a_party_begins_a_run_and_answers_phases(sender):
+    assert sender.begin() == ("answer", {})
+    kind, body = sender.send("setup", encode({}, "setup"))
     assert (kind, decode(body, "setup")) == ("answer", {})
-    assert trained(desk)["model"].keys() == model(desk).keys()
+    assert sender.train()["model"].keys() == sender.model().keys()
 
 
-def test_what_it_tells_of_itself_is_how_much_it_holds_and_nothing_of_what(desk):
-    _, hello = desk.tell("fedloom_hello", {})
-    assert hello["holding"] == {"name": "bank-a", "nodes": desk.graph.num_nodes, "items": desk.graph.num_nodes, **{
-        part: int(getattr(desk.graph, part).sum()) for part in ("train", "val", "test")}}  # fmt: skip
-    assert set(hello) == {"nonce", "agreed", "holding", "knows_cross_edges"}
+def test_hello_contains_only_the_size_of_the_graph(sender):
+    _, hello = sender.send("fedloom_hello", {})
+    masks = {part: int(getattr(sender.graph, part).sum()) for part in ("train", "val", "test")}
+    nodes = sender.graph.num_nodes
+    assert hello["size"] == {"name": "bank-a", "nodes": nodes, "items": nodes, **masks}
+    assert set(hello) == {"nonce", "agreed", "size", "knows_cross_edges"}
 
 
-def test_the_same_order_again_gets_the_same_answer_and_nothing_is_done_twice(desk):
-    desk.begin()
-    desk.tell("setup", encode({}, "setup"))
-    order = desk.order("train", encode({"model": model(desk)}, "train"), round=1)
-    first = desk.party.answer(order)
-    after = {name: t.clone() for name, t in desk.party._client.state["model"].named_parameters()}
-    assert desk.party.answer(order) == first
-    assert all(
-        torch.equal(t, after[name])
-        for name, t in desk.party._client.state["model"].named_parameters()
-    )
+def test_a_repeated_order_gets_the_same_answer_and_is_executed_once(sender):
+    sender.begin_and_set_up()
+    order = sender.order("train", encode({"model": sender.model()}, "train"), round=1)
+    first = sender.party.answer(order)
+    model = sender.party._client.state["model"]
+    after = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    assert sender.party.answer(order) == first
+    assert all(torch.equal(t, after[name]) for name, t in model.named_parameters())
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"),
+    ("options", "reason"),
     [
         ({"by": "bank-b"}, "forged"),
         ({"to": "bank-b"}, "foreign"),
@@ -158,261 +160,287 @@ def test_the_same_order_again_gets_the_same_answer_and_nothing_is_done_twice(des
         ({"sequence": 0}, "replay"),
     ],
 )
-def test_orders_that_are_not_the_coordinators_to_this_party_now_are_refused(desk, how, reason):
-    desk.begin()
-    desk.tell("setup", encode({}, "setup"))
+def test_orders_that_are_not_current_or_not_the_coordinators_are_refused(sender, options, reason):
+    sender.begin_and_set_up()
+    body = encode({"model": sender.model()}, "train")
     with pytest.raises(EnvelopeError) as refusal:
-        desk.party.answer(desk.order("train", encode({"model": model(desk)}, "train"), **how))
+        sender.party.answer(sender.order("train", body, **options))
     assert refusal.value.reason == reason
 
 
-def test_an_order_of_a_run_it_knows_nothing_of_is_answered_with_that(desk):
-    desk.begin()
-    desk.party = desk.start()  # the process has been started anew
-    kind, told = desk.tell("train", encode({"model": model(desk)}, "train"), round=2)
-    assert (kind, told["forgot"]) == ("error", True)
+def test_a_restarted_party_answers_that_it_has_lost_its_state(sender):
+    sender.begin()
+    sender.party = sender.new_party()
+    kind, content = sender.send("train", encode({"model": sender.model()}, "train"), round=2)
+    assert (kind, content["lost_state"]) == ("error", True)
 
 
-def test_a_recorded_beginning_begins_nothing(desk):
-    _, hello = desk.tell("fedloom_hello", {})
-    order = {
-        "agreed": desk.agreement.agreed(),
-        "facts": facts_to(desk.facts),
-        "lineage": "l",
-        "rejoin": False,
-        "nonce": hello["nonce"],
-    }
-    assert desk.tell("fedloom_begin", order)[0] == "answer"
-    desk.tell("fedloom_hello", {})
-    kind, told = desk.tell("fedloom_begin", order)
+def test_a_recorded_begin_begins_nothing(sender):
+    _, hello = sender.send("fedloom_hello", {})
+    order = sender.begin_order(hello["nonce"])
+    assert sender.send("fedloom_begin", order)[0] == "answer"
+    sender.send("fedloom_hello", {})
+    kind, content = sender.send("fedloom_begin", order)
     assert kind == "error"
-    assert "not of now" in told["cause"]
+    assert "an old order" in content["cause"]
 
 
-def begun(desk, run):
-    """Begins a run of another life of the coordinator; gives all the orders that did."""
-    desk.sequence, orders = -1, []
-    orders.append(desk.order("fedloom_hello", {}, run=run))
-    nonce = json.loads(parse(desk.party.answer(orders[-1]))[3].tobytes())["nonce"]
-    told = {
-        "nonce": nonce,
-        "agreed": desk.agreement.agreed(),
-        "facts": facts_to(desk.facts),
-        "lineage": "l",
-        "rejoin": False,
-    }
-    orders.append(desk.order("fedloom_begin", told, run=run))
-    orders.append(desk.order("setup", encode({}, "setup"), run=run))
-    assert [parse(desk.party.answer(order))[0].kind for order in orders[1:]] == ["answer", "answer"]
-    return orders
+def begin_session(sender, run):
+    """Begins a run of another session of the coordinator. Returns the orders that did it."""
+    sender.sequence = -1
+    hello = sender.order("fedloom_hello", {}, run=run)
+    nonce = json.loads(bytes(parse(sender.party.answer(hello))[3]))["nonce"]
+    begin = sender.order("fedloom_begin", sender.begin_order(nonce), run=run)
+    setup = sender.order("setup", encode({}, "setup"), run=run)
+    kinds = [parse(sender.party.answer(order))[0].kind for order in (begin, setup)]
+    assert kinds == ["answer", "answer"]
+    return [hello, begin, setup]
 
 
-def one_round(desk, run, number):
-    order = desk.order("train", encode({"model": model(desk)}, "train"), run=run, round=number)
-    return order, parse(desk.party.answer(order))
+def train_order(sender, run, round):
+    return sender.order("train", encode({"model": sender.model()}, "train"), run=run, round=round)
 
 
-def test_recorded_orders_of_an_earlier_life_change_nothing_in_the_run_under_way(desk):
-    reference = Desk.__new__(Desk)
-    reference.__dict__ |= {**desk.__dict__, "party": desk.start()}
+def test_recorded_orders_of_an_earlier_session_do_not_change_the_current_run(sender):
+    reference = Sender.__new__(Sender)
+    reference.__dict__ |= {**sender.__dict__, "party": sender.new_party()}
     earlier, now = "cd" * 16, "ef" * 16
-    for each in (desk, reference):
-        recorded = begun(each, earlier)
-        recorded.append(one_round(each, earlier, 1)[0])
+    results = []
+    for each in (sender, reference):
+        recorded = begin_session(each, earlier)
+        recorded.append(train_order(each, earlier, 1))
+        each.party.answer(recorded[-1])
         recorded.append(each.order("fedloom_finish", {"status": "completed"}, run=earlier))
-        begun(each, now)
-        one_round(each, now, 1)
-        if each is desk:  # whoever has the link's secret hands them to the party once more
+        begin_session(each, now)
+        each.party.answer(train_order(each, now, 1))
+        if each is sender:  # an attacker with the SuperLink's secret sends them again
             kinds = [parse(each.party.answer(order))[0].kind for order in recorded]
-            assert kinds == [
-                "answer",
-                "error",
-                "error",
-                "error",
-                "error",
-            ]  # it says hello back, with a number that no old order shows
-            assert not each.party.over
-    ours, undisturbed = (
-        flatten(decode(bytes(one_round(each, now, 2)[1][3]), "train")) for each in (desk, reference)
-    )
-    assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in ours.items())
+            # The party answers hello with a nonce that no recorded order contains.
+            assert kinds == ["answer", "error", "error", "error", "error"]
+            assert not each.party.status
+        answer = parse(each.party.answer(train_order(each, now, 2)))
+        results.append(decode(bytes(answer[3]), "train"))
+    assert same(*results)
 
 
-def test_a_life_that_shows_the_number_takes_over(desk):
-    """The control: had the recorded orders begun a run, the one under way would be gone."""
-    begun(desk, "cd" * 16)
-    begun(desk, "ef" * 16)
-    _, (header, _, _, body) = one_round(desk, "cd" * 16, 1)
+def test_a_session_with_the_right_nonce_replaces_the_current_run(sender):
+    """The control: if recorded orders began a run, the current one would be lost."""
+    begin_session(sender, "cd" * 16)
+    begin_session(sender, "ef" * 16)
+    header, _, _, body = parse(sender.party.answer(train_order(sender, "cd" * 16, 1)))
     assert header.kind == "error"
-    assert json.loads(bytes(body))["forgot"]
+    assert json.loads(bytes(body))["lost_state"]
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("table", "changed", "words"),
     [
+        ("method", {"lr": 0.5}, "method.lr is 0.01 at the party and 0.5 at the coordinator"),
         (
-            lambda a: a["method"].update(lr=0.5),
-            "method.lr is 0.01 at the party and 0.5 at the coordinator",
-        ),
-        (
-            lambda a: a["method"].update(name="fedprox"),
+            "method",
+            {"name": "fedprox"},
             'method.name is "fedavg" at the party and "fedprox" at the coordinator',
         ),
-        (lambda a: a["method"].update(code="00"), "method.code is"),
+        ("method", {"code": "00"}, "method.code is"),
         (
-            lambda a: a["wire"].update(messages="fedloom/99"),
+            "wire",
+            {"messages": "fedloom/99"},
             'wire.messages is "fedloom/1" at the party and "fedloom/99" at the coordinator',
         ),
         (
-            lambda a: a["data"].update(num_features=500),
+            "data",
+            {"num_features": 500},
             "data.num_features is 8 at the party and 500 at the coordinator",
         ),
         (
-            lambda a: a["run"].update(secure=True),
+            "run",
+            {"secure": True},
             "run.secure is false at the party and true at the coordinator",
         ),
     ],
 )
-def test_it_begins_nothing_that_it_has_not_agreed_to(desk, change, words):
-    agreed = desk.agreement.agreed()
-    change(agreed)
-    kind, told = desk.begin(agreed=agreed)
+def test_a_party_refuses_a_run_that_it_has_not_agreed_to(sender, table, changed, words):
+    agreed = sender.agreement.agreed()
+    agreed[table].update(changed)
+    kind, content = sender.begin(agreed=agreed)
     assert kind == "error"
-    assert words in told["cause"]
+    assert words in content["cause"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"num_features": 9}, "the facts do not match its graph"),
+        ({"upload": "int8"}, "the filters are not as agreed"),
+    ],
+)
+def test_a_party_refuses_facts_that_it_has_not_agreed_to(sender, changed, words):
+    kind, content = sender.begin(facts={**facts_to_json(sender.facts), **changed})
+    assert kind == "error"
+    assert words in content["cause"]
 
 
 @pytest.mark.parametrize("tell", [False, True])
-def test_what_a_party_holds_is_not_in_the_errors_that_it_tells_unless_it_wants_to(
-    desk, monkeypatch, tell
-):
-    value = repr(desk.graph.x[3].tolist())
+def test_errors_contain_values_of_the_graph_only_with_tell_errors(sender, monkeypatch, tell):
+    value = repr(sender.graph.x[3].tolist())
 
     def failing(self, client, model):
         raise KeyError(repr(client.graph.x[3].tolist()))
 
-    failing.__dict__ |= FedAvg.train.__dict__
-    monkeypatch.setattr(FedAvg, "train", failing)
-    desk.party = Party(
-        desk.agreement,
-        "bank-a",
-        desk.keys["bank-a"],
-        desk.graph,
-        desk.folder / "state",
-        tell_errors=tell,
-    )
-    desk.begin()
-    desk.tell("setup", encode({}, "setup"))
-    kind, told = desk.tell("train", encode({"model": model(desk)}, "train"), round=1)
+    monkeypatch.setattr(FedAvg, "train", replace(FedAvg.train, function=failing))
+    sender.party = sender.new_party(tell_errors=tell)
+    sender.begin_and_set_up()
+    kind, content = sender.send("train", encode({"model": sender.model()}, "train"), round=1)
     assert kind == "error"
-    assert told["cause"].startswith("KeyError: ")
-    assert (
-        value in told["cause"]
-    ) == tell  # with --tell-errors it is: the planted value would be found
-    assert desk.party.errors.exists() != tell
+    assert content["cause"].startswith("KeyError: ")
+    assert (value in content["cause"]) == tell
+    assert sender.party.errors.exists() != tell
     if not tell:
-        assert value in desk.party.errors.read_text()
-        assert desk.party.errors.stat().st_mode & 0o077 == 0
+        assert value in sender.party.errors.read_text()
+        assert sender.party.errors.stat().st_mode & 0o077 == 0
 
 
-def test_an_error_that_cannot_be_written_down_is_told_all_the_same(desk):
-    desk.begin()
-    (desk.folder / "state").write_text("a file where the folder should be")
-    kind, told = desk.tell("train", encode({"model": model(desk)}, "train"), round=1)
-    assert (kind, told["cause"]) == (
-        "error",
-        "KeyError: its words stay with the party, which could not keep them (File exists)",
-    )
+def test_an_error_that_cannot_be_logged_is_reported_all_the_same(sender):
+    sender.begin()
+    (sender.folder / "state").write_text("a file where the folder should be")
+    kind, content = sender.send("train", encode({"model": sender.model()}, "train"), round=1)
+    cause = "KeyError: the message stays with the party, which could not save it (File exists)"
+    assert (kind, content["cause"]) == ("error", cause)
 
 
 @pytest.mark.parametrize("name", ["run", "settings", "check", "predict", "advertise_keys"])
-def test_only_the_methods_phases_are_run(desk, name):
-    desk.begin()
-    kind, told = desk.tell(name, encode({}, name))
+def test_only_phases_of_the_method_are_executed(sender, name):
+    sender.begin()
+    kind, content = sender.send(name, encode({}, name))
     assert kind == "error"
-    assert f"'{name}' is not a phase of method 'fedavg'" in told["cause"]
+    assert f"'{name}' is not a phase of method 'fedavg'" in content["cause"]
 
 
 @pytest.mark.parametrize("word", ["../out", "a/b", "", "x" * 65, ["a"], "ü"])
-def test_what_becomes_a_name_of_a_file_is_letters_and_digits(desk, word):
-    kind, told = desk.begin(lineage=word)
+def test_names_of_files_in_orders_are_letters_and_digits(sender, word):
+    kind, content = sender.begin(lineage=word)
     assert kind == "error"
-    assert "lineage is not 1 to 64 letters and digits" in told["cause"]
-    desk.begin()
-    kind, told = desk.tell("fedloom_keep", {"mark": word})
+    assert "lineage is not 1 to 64 letters and digits" in content["cause"]
+    sender.begin()
+    kind, content = sender.send("fedloom_keep", {"mark": word})
     assert kind == "error"
-    assert "mark is not" in told["cause"]
-    written = [
-        path
-        for path in desk.folder.rglob("*")
-        if path.is_file() and path.suffix not in (".toml", ".key", ".pub")
-    ]
-    assert not written
-    assert not (desk.folder.parent / "out").exists()
+    assert "mark is not" in content["cause"]
+    files = [path for path in sender.folder.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} <= {".toml", ".key", ".pub"}
+    assert not (sender.folder.parent / "out").exists()
 
 
-def test_damaged_content_is_an_error_that_names_it(desk):
-    desk.begin()
-    desk.tell("setup", encode({}, "setup"))
-    kind, told = desk.tell("train", b"\x00" * 40, round=1)
+def test_damaged_content_is_an_error_that_names_it(sender):
+    sender.begin_and_set_up()
+    kind, content = sender.send("train", b"\x00" * 40, round=1)
     assert kind == "error"
-    assert "MessageError" in told["cause"]
-    kind, told = desk.tell("train", encode({"weights": torch.zeros(1)}, "train"), round=1)
-    assert "'model' is missing" in told["cause"]
+    assert "MessageError" in content["cause"]
+    wrong = encode({"weights": torch.zeros(1)}, "train")
+    assert "'model' is missing" in sender.send("train", wrong, round=1)[1]["cause"]
 
 
-def test_states_are_kept_at_home_and_gone_back_to(desk):
-    desk.begin()
-    desk.tell("setup", encode({}, "setup"))
-    trained(desk)
-    assert desk.tell("fedloom_keep", {"mark": "aa"}) == ("answer", {})
-    first = trained(desk, 2)
-    assert desk.tell("fedloom_restore", {"mark": "aa"}) == ("answer", {})
-    again = trained(desk, 2)
-    assert all(torch.equal(t, flatten(again)[name]) for name, t in flatten(first).items())
+def test_a_party_saves_and_restores_its_state_in_its_own_folder(sender):
+    sender.begin_and_set_up()
+    sender.train()
+    assert sender.send("fedloom_keep", {"mark": "aa"}) == ("answer", {})
+    first = sender.train(2)
+    assert sender.send("fedloom_restore", {"mark": "aa"}) == ("answer", {})
+    assert same(sender.train(2), first)
     for mark in ("bb", "cc", "dd", "ee"):
-        desk.tell("fedloom_keep", {"mark": mark})
-    kind, told = desk.tell("fedloom_restore", {"mark": "aa"})  # the oldest have gone
+        sender.send("fedloom_keep", {"mark": mark})
+    kind, content = sender.send("fedloom_restore", {"mark": "aa"})  # the oldest are removed
     assert kind == "error"
-    assert "has kept no state aa" in told["cause"]
+    assert "has no saved state aa" in content["cause"]
 
 
-def test_started_anew_it_goes_on_from_its_last_state(desk):
-    desk.begin()
-    desk.tell("setup", encode({}, "setup"))
-    trained(desk)
-    desk.tell("fedloom_keep", {"mark": "aa"})
-    expected = trained(desk, 2)
-    desk.party = desk.start()
-    desk.begin(rejoin=True)
-    desk.tell("setup", encode({}, "setup"))  # what came before the rounds is handed in again
-    again = trained(desk, 2)
-    assert all(torch.equal(t, flatten(again)[name]) for name, t in flatten(expected).items())
+def test_a_restarted_party_continues_from_its_last_state(sender):
+    sender.begin_and_set_up()
+    sender.train()
+    sender.send("fedloom_keep", {"mark": "aa"})
+    expected = sender.train(2)
+    sender.party = sender.new_party()
+    sender.begin_and_set_up(rejoin=True)  # the exchanges before the rounds are repeated
+    assert same(sender.train(2), expected)
 
 
-def test_a_damaged_state_is_told_from_a_whole_one(desk):
-    desk.begin()
-    desk.tell("setup", encode({}, "setup"))
-    desk.tell("fedloom_keep", {"mark": "aa"})
-    (path,) = (desk.folder / "state" / "states" / "l").glob("*.safetensors")
+def test_a_damaged_state_is_detected(sender):
+    sender.begin_and_set_up()
+    sender.send("fedloom_keep", {"mark": "aa"})
+    (path,) = (sender.folder / "state" / "states" / "l").glob("*.safetensors")
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
-    kind, told = desk.tell("fedloom_restore", {"mark": "aa"})
+    kind, answer = sender.send("fedloom_restore", {"mark": "aa"})
     assert kind == "error"
-    assert "damaged" in told["cause"]
+    assert "damaged" in answer["cause"]
 
 
-def test_in_the_end_its_model_is_in_its_own_folder(desk):
-    desk.begin()
-    desk.tell("setup", encode({}, "setup"))
-    trained(desk)
-    assert desk.tell("fedloom_finish", {"status": "completed"}) == ("answer", {})
-    assert desk.party.over == "completed"
-    assert desk.party.model.exists()
+def test_at_the_end_the_model_is_in_the_partys_own_folder(sender):
+    sender.begin_and_set_up()
+    sender.train()
+    assert sender.send("fedloom_finish", {"status": "completed"}) == ("answer", {})
+    assert sender.party.status == "completed"
+    assert sender.party.model.exists()
 
 
-def test_another_partys_key_is_refused(desk):
-    with pytest.raises(ConfigError, match="it is not that of party 'bank-a'"):
-        Party(desk.agreement, "bank-a", desk.keys["bank-b"], desk.graph, desk.folder)
+def test_a_key_of_another_party_is_refused(sender):
+    key = sender.keys["bank-b"]
+    with pytest.raises(ConfigError, match="does not match the key of party 'bank-a'"):
+        Party(sender.agreement, "bank-a", key, sender.graph, sender.folder)
     with pytest.raises(ConfigError, match="bank-c"):
-        Party(desk.agreement, "bank-c", desk.keys["bank-b"], desk.graph, desk.folder)
+        Party(sender.agreement, "bank-c", key, sender.graph, sender.folder)
+
+
+# ---- at a socket ----
+def test_frames_of_any_length_arrive_and_broken_connections_raise():
+    one, other = socket.socketpair()
+    with one, other:
+        for data in (b"", b"x", bytes(3 * 2**20)):
+            writer = threading.Thread(target=send_frame, args=(one, data))
+            writer.start()
+            assert receive_frame(other) == data
+            writer.join()
+        one.sendall((2**40).to_bytes(8, "big"))
+        with pytest.raises(MessageError, match="more than the limit"):
+            receive_frame(other)
+        one.sendall((100).to_bytes(8, "big") + b"half")
+        one.shutdown(socket.SHUT_WR)
+        with pytest.raises(ConnectionError):
+            receive_frame(other)
+
+
+def test_a_party_at_a_socket_answers_orders_and_refuses_others(sender, tmp_path):
+    path, lines = tmp_path / "party.sock", []
+    listening = threading.Event()
+
+    def log(line):
+        lines.append(line)
+        listening.set()
+
+    thread = threading.Thread(target=run_party_at_socket, args=(sender.party, path, log))
+    thread.start()
+    assert listening.wait(60)
+
+    def exchange(data):
+        with socket.socket(socket.AF_UNIX) as wire:
+            wire.connect(str(path))
+            send_frame(wire, data)
+            return receive_frame(wire)
+
+    assert path.stat().st_mode & 0o077 == 0
+    with pytest.raises(ConnectionError):
+        exchange(b"nonsense")
+    assert parse(exchange(sender.order("fedloom_hello", {})))[0].kind == "answer"
+    hello = sender.order("fedloom_hello", {}, run="cd" * 16)
+    nonce = json.loads(bytes(parse(exchange(hello))[3]))["nonce"]
+    exchange(sender.order("fedloom_begin", sender.begin_order(nonce), run="cd" * 16))
+    exchange(sender.order("fedloom_finish", {"status": "completed"}, run="cd" * 16))
+    thread.join()
+    assert sender.party.status == "completed"
+    assert not path.exists()
+    assert any(line.startswith("refused: ") for line in lines)
+
+
+def test_a_socket_that_cannot_be_created_is_named(sender, tmp_path):
+    with pytest.raises(ConfigError, match=r"socket: cannot listen at '.*nowhere/x\.sock'"):
+        run_party_at_socket(sender.party, tmp_path / "nowhere" / "x.sock", print)

@@ -1,1 +1,1 @@
-"""Deploy: the same methods across organisations, over Flower."""
+"""Deploy: runs the same methods across organisations, over Flower."""

@@ -1,25 +1,27 @@
-"""The agreement: one TOML file that the coordinator and every party have, and that each holds the others to.
+"""Agreement: one TOML file. The coordinator and every party have a copy.
 
     [federation]
     address = "fed.example.org:8443"     # where parties find the coordinator
-    listen = "0.0.0.0:8443"              # where the coordinator listens, if that is written otherwise
-    authority = "ca.crt"                 # the CA's certificate, beside this file
-    coordinator = "coordinator.pub"      # its public key: a file beside this one, or the key itself ("p384:... ed25519:...")
+    listen = "0.0.0.0:8443"              # where the coordinator listens, if that differs
+    authority = "ca.crt"                 # the CA's certificate, in the same folder
+    coordinator = "coordinator.pub"      # its public key: a file in the same folder,
+                                         # or the key itself ("p384:... ed25519:...")
 
-    [parties]                            # everybody who may take part, in client order, with their public keys
+    [parties]                            # all parties, in client order, with their public keys
     bank-a = "bank-a.pub"
     bank-b = "bank-b.pub"
 
-    [data]                               # what every party's graph must fit
+    [data]                               # what every party's graph must match
     num_features = 128
     num_classes = 4
     task = "node"
-    split = "20/40/40"                   # "own": each party's graph says itself what trains, validates and tests
+    split = "20/40/40"                   # "own": each graph has its own training, validation
+                                         # and test masks
 
     [model], [method], [run]             # as in a recipe
 
-A party does what its own copy says, and nothing else: a coordinator with another method, model or setting is refused, and told what
-differs. Public keys, not files' names, are what is agreed on.
+A party does only what its own copy says. It refuses a coordinator with another method, model or
+setting, and names the differences. The parties agree on public keys, not on the names of files.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ OWN_SPLIT = "own"
 
 @dataclass(frozen=True)
 class FederationTable:
-    """[federation]: where the coordinator is, and how to know it."""
+    """[federation]: the coordinator's address, certificate authority and public key."""
 
     address: str = setting("", "host:port, where parties find the coordinator")
     listen: str = setting("", "host:port, where the coordinator listens (empty = the address)")
@@ -63,12 +65,12 @@ class FederationTable:
 
 @dataclass(frozen=True)
 class DataTable:
-    """[data]: what every party's graph must fit."""
+    """[data]: what every party's graph must match."""
 
     num_features: int = setting(0, "width of the node features", at_least=1)
     num_classes: int = setting(0, "number of classes over all parties", at_least=1)
     task: str = setting("node", "what is predicted", choices=("node", "graph"))
-    split: str = setting("20/40/40", 'shares per class, or "own": what each graph says itself')
+    split: str = setting("20/40/40", 'shares per class, or "own": the masks of each graph')
     inductive: bool = setting(False, "validation and test items are absent during training")
 
 
@@ -82,7 +84,7 @@ TABLES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Agreement:
-    """A checked agreement. `folder` is where the file lies: what it names is beside it."""
+    """A valid agreement. `folder` holds its file, and the files that it names."""
 
     federation: FederationTable
     data: DataTable
@@ -95,7 +97,7 @@ class Agreement:
     folder: Path
 
     def make_method(self) -> Method:
-        """The method, with its settings."""
+        """Returns the method, with its settings."""
         return make_method(self.method_path, dict(self.method_settings))
 
     @property
@@ -105,11 +107,11 @@ class Agreement:
 
     @property
     def authority(self) -> Path | None:
-        """The CA's certificate; None: no TLS."""
+        """The CA's certificate; None for no TLS."""
         return self.folder / self.federation.authority if self.federation.authority else None
 
     def agreed(self) -> dict[str, Any]:
-        """All that has to be the same at every party, as JSON would say it."""
+        """Returns everything that must be the same at every party, as JSON."""
         method = self.make_method()
         run = {
             f.name: getattr(self.run, f.name)
@@ -130,72 +132,78 @@ class Agreement:
         }
 
     def graph(self, path: Path, party: str) -> Graph:
-        """A party's graph, from a folder of tables or a file (`from_file`), split as agreed; DataError if it does not fit the agreement."""
+        """Returns a party's graph, split as agreed. Raises DataError if it does not match.
+
+        path: a folder of tables, or a file that `from_file` reads.
+        """
         graph = from_folder(path) if path.is_dir() else from_file(path)
         for fact in ("num_features", "task"):
-            if (here := getattr(graph, fact)) != (agreed := getattr(self.data, fact)):
+            if (actual := getattr(graph, fact)) != (agreed := getattr(self.data, fact)):
                 raise DataError(
-                    f"party {party!r}: {fact} of {str(path)!r} is {here}, the agreement says {agreed}"
+                    f"party {party!r}: {fact} of {str(path)!r} is {actual}, "
+                    f"the agreement says {agreed}"
                 )
         if len(graph.y) and (highest := int(graph.y.max())) >= self.data.num_classes:
             raise DataError(
-                f"party {party!r}: {str(path)!r} has a class {highest}, which the agreement does not know: "
-                f"num_classes is {self.data.num_classes} (0 to {self.data.num_classes - 1})"
+                f"party {party!r}: {str(path)!r} has a class {highest}, the agreement says "
+                f"num_classes = {self.data.num_classes} (0 to {self.data.num_classes - 1})"
             )
-        graph = Graph(
-            **{f.name: getattr(graph, f.name) for f in fields(Graph) if f.init}
-            | {"num_classes": self.data.num_classes}
-        )
-        return (
-            graph
-            if self.data.split == OWN_SPLIT
-            else apply_split(graph, self.data.split, self.run.seed, names=[party])
-        )
+        copied = {f.name: getattr(graph, f.name) for f in fields(Graph) if f.init}
+        graph = Graph(**copied | {"num_classes": self.data.num_classes})
+        if self.data.split == OWN_SPLIT:
+            return graph
+        return apply_split(graph, self.data.split, self.run.seed, names=[party])
 
 
 def code_of(cls: type[Method]) -> str:
-    """A digest of the files that a method's class and its parents are in: parties that run different code do not run one method."""
+    """Returns a digest of the files that define a method's class and its parents.
+
+    All parties must run the same code.
+    """
     files = {Path(getfile(c)) for c in cls.__mro__ if c.__module__ not in ("builtins", "abc")}
-    return hashlib.sha256(
-        b"".join(
-            hashlib.sha256(file.read_bytes()).digest()
-            for file in sorted(files, key=lambda f: f.name)
-        )
-    ).hexdigest()
+    ordered = sorted(files, key=lambda f: f.name)
+    digests = b"".join(hashlib.sha256(file.read_bytes()).digest() for file in ordered)
+    return hashlib.sha256(digests).hexdigest()
 
 
-def differences(here: Mapping[str, Any], there: Mapping[str, Any], name: str = "") -> list[str]:
-    """What two sides have agreed to differently, each in a few words."""
+def differences(
+    party: Mapping[str, Any], coordinator: Mapping[str, Any], prefix: str = ""
+) -> list[str]:
+    """Returns the differences between a party's agreement and the coordinator's, in words.
+
+    Args:
+        party: What the party has agreed to; see `Agreement.agreed`.
+        coordinator: What the coordinator has agreed to.
+        prefix: What to put before the names.
+    """
     found: list[str] = []
-    for key in sorted({*here, *there}):
-        path, one, other = f"{name}{key}", here.get(key), there.get(key)
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            found += differences(one, other, f"{path}.")
-        elif one != other:
-            found.append(
-                f"{path} is {json.dumps(one)} at the party and {json.dumps(other)} at the coordinator"
-            )
+    for key in sorted({*party, *coordinator}):
+        name, own, other = f"{prefix}{key}", party.get(key), coordinator.get(key)
+        if isinstance(own, Mapping) and isinstance(other, Mapping):
+            found += differences(own, other, f"{name}.")
+        elif own != other:
+            sides = f"{json.dumps(own)} at the party and {json.dumps(other)} at the coordinator"
+            found.append(f"{name} is {sides}")
     return found
 
 
 def read_agreement(path: Path) -> Agreement:
-    """Reads and checks the file; a ConfigError that names table and key, and what would be valid."""
+    """Reads and checks an agreement. A ConfigError names the table, the key and valid values."""
     tables, folder = read_tables(path), path.resolve().parent
     for name in tables:
         if name not in (valid := (*TABLES, "parties", "method")):
             raise unknown("table of an agreement:", name, valid)
     if isinstance(of_run := tables.setdefault("run", {}), dict):
         if "engine" in of_run:
-            raise ConfigError("run.engine: an agreement has none, parties are where they are")
-        of_run |= {
-            "engine": "flower",
-            "checkpoint_every": of_run.get("checkpoint_every", 1),
-        }  # a deployment can always be resumed
+            raise ConfigError("run.engine: an agreement has no engine; remove this line")
+        of_run["engine"] = "flower"
+        of_run.setdefault("checkpoint_every", 1)  # every deployment can be resumed
     built = {name: table(name, cls, tables.get(name, {})) for name, cls in TABLES.items()}
     parties = tables.get("parties", {})
     if not parties:
         raise ConfigError(
-            f"parties: {str(path)!r} names none; each has a line in [parties]: name = its public key"
+            f"parties: {str(path)!r} names no party; add a line to [parties] for each one: "
+            'name = "its public key"'
         )
     for name in parties:
         require_party_name(name)
@@ -214,7 +222,7 @@ def read_agreement(path: Path) -> Agreement:
         check_split(built["data"].split)
     keys = {name: _public_key(f"parties.{name}", given, folder) for name, given in parties.items()}
     if len({key.text() for key in keys.values()}) < len(keys):
-        raise ConfigError("parties: two of them have the same public key")
+        raise ConfigError("parties: two parties have the same public key; each needs its own")
     coordinator = _public_key("federation.coordinator", built["federation"].coordinator, folder)
     agreement = Agreement(
         **built,
@@ -233,7 +241,7 @@ def read_agreement(path: Path) -> Agreement:
 def _public_key(field: str, given: object, folder: Path) -> PublicKey:
     if not isinstance(given, str) or not given:
         raise ConfigError(
-            f"{field} is {given!r}, must be a public key: a .pub file's name, or the key itself"
+            f"{field} is {given!r}, must be a public key: the name of a .pub file, or the key"
         )
     try:
         return read_public_key(folder / given) if given.endswith(".pub") else public_key_of(given)
@@ -242,7 +250,10 @@ def _public_key(field: str, given: object, folder: Path) -> PublicKey:
 
 
 def host_and_port(text: str, field: str) -> tuple[str, int]:
-    """Takes "host:port" (or "[IPv6]:port"), gives both; a ConfigError that names the field."""
+    """Returns the host and the port of "host:port" or "[IPv6]:port".
+
+    field: the setting that an error message names.
+    """
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 2**16:
         raise ConfigError(
@@ -252,7 +263,7 @@ def host_and_port(text: str, field: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine and nobody else can reach it."""
+    """Returns whether only this machine can reach the host."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -260,12 +271,10 @@ def is_loopback(host: str) -> bool:
 
 
 def require_tls(agreement: Agreement, insecure: bool) -> None:
-    """Refuses to go without TLS, unless that was asked for and everything stays on this machine."""
+    """Raises ConfigError without TLS, unless `insecure` is set and only loopback is used."""
     if agreement.authority is not None:
         if insecure:
-            raise ConfigError(
-                "--insecure: the agreement names federation.authority; leave one of them out"
-            )
+            raise ConfigError("--insecure: the agreement has federation.authority; remove one")
         return
     addresses = {
         "federation.address": agreement.federation.address,
@@ -274,15 +283,17 @@ def require_tls(agreement: Agreement, insecure: bool) -> None:
     for field, text in addresses.items():
         if text and not is_loopback(host_and_port(text, field)[0]):
             raise ConfigError(
-                f"federation.authority is missing, and {field} is {text!r}: without TLS only on this machine (127.0.0.1)"
+                f"federation.authority is missing, and {field} is {text!r}: without TLS only "
+                "addresses of this machine are allowed (127.0.0.1)"
             )
     if not insecure:
         raise ConfigError(
-            "federation.authority is missing: without TLS only on this machine, and only with --insecure"
+            "federation.authority is missing: name the CA's certificate, or allow a deployment "
+            "without TLS on this machine with --insecure"
         )
 
 
 def size_of(party: str, graph: Graph) -> dict[str, Any]:
-    """What a party tells the coordinator of its graph before training: how much it holds."""
-    held = PartySize.of(party, graph)
-    return {f.name: getattr(held, f.name) for f in fields(PartySize)}
+    """Returns the size of a party's graph, as JSON. The coordinator learns it before training."""
+    size = PartySize.of(party, graph)
+    return {f.name: getattr(size, f.name) for f in fields(PartySize)}

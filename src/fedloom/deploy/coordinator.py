@@ -1,7 +1,8 @@
-"""The coordinator: gives orders to the parties of an agreement, one exchange after another, and collects their signed answers.
+"""Coordinator: sends orders to the parties of an agreement and collects their signed answers.
 
-An exchange closes when everybody has answered, or some time (`grace`) after a quorum has, or at the deadline; a party that shows no sign
-of life is not waited for. What answers another exchange, or is not signed by the party it came from, counts for nothing (`Gate`).
+An exchange closes when all parties have answered, or some time (`grace`) after a quorum has, or at
+the deadline. It does not wait for a party without a sign of life. Answers to another exchange, and
+answers that their sender has not signed, do not count (`Gate`).
 """
 
 from __future__ import annotations
@@ -11,348 +12,435 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, cast
 
 from fedloom.core.absence import FaultPolicy
 from fedloom.core.facts import Facts
 from fedloom.core.message import Absent
 from fedloom.data.federation import PartySize, Roster
+from fedloom.data.graph import Task
 from fedloom.deploy.agreement import Agreement, differences
-from fedloom.deploy.coordinator_transport import CoordinatorTransport, Seen
 from fedloom.deploy.envelope import EnvelopeError, Gate, Header, sign
 from fedloom.deploy.keys import PartyKey
-from fedloom.deploy.party import facts_to
+from fedloom.deploy.party import Log, facts_to_json
+from fedloom.deploy.transport import PartyStatus, Transport
 from fedloom.errors import ConfigError, MessageError
 
-DEAD_AFTER = 7.0  # seconds without a sign of life; a party gives one every second, and may be cut off for five
-RETURNED = 5  # times that Flower may give an order back (it takes a party for gone that is there) before its party is absent
-TELL_SECONDS = 60.0  # that parties have for orders that take no time
-LOOK_EVERY = 1.0  # seconds between looks at who is alive
+# Seconds without a sign of life after which a party is dead. A party sends one every second, and
+# may be cut off for five.
+DEAD_AFTER = 7.0
+# How often Flower may return the order of a party before the party is absent. Flower does so when
+# it believes that a party is gone which is not.
+MAX_RETURNS = 5
+CONTROL_SECONDS = 60.0  # that parties have to answer a control order
+POLL_SECONDS = 1.0  # between two looks at the parties' signs of life
 
 
-class Late(NamedTuple):
-    """An order that has not been answered: the message's number, and what was ordered."""
+class Overdue(NamedTuple):
+    """An order that was not answered in time: the message's id, and the order in words."""
 
     number: str
-    what: str
+    order: str
+
+
+@dataclass
+class _Exchange:
+    """An exchange that is open.
+
+    Attributes:
+        phase: The phase that is ordered.
+        round: Its round.
+        policy: When the exchange closes.
+        asked: How many parties are asked.
+        status: The parties' signs of life when they were last checked.
+        began: When the exchange began.
+        checked: When the signs of life were last checked.
+        reached: When the quorum was reached; None before.
+        orders: Each party's order, signed.
+        answers: The answers so far, or why there is none.
+        pending: {message id: party} of the orders that are under way.
+        undelivered: Why Flower returned an order, for parties whose order must be sent again.
+        returns: How often Flower has returned the order of a party.
+    """
+
+    phase: str
+    round: int
+    policy: FaultPolicy
+    asked: int
+    status: Mapping[str, PartyStatus]
+    began: float = field(default_factory=time.monotonic)
+    checked: float = field(default_factory=time.monotonic)
+    reached: float | None = None
+    orders: dict[str, bytes] = field(default_factory=dict)
+    answers: dict[str, bytes | Absent] = field(default_factory=dict)
+    pending: dict[str, str] = field(default_factory=dict)
+    undelivered: dict[str, str] = field(default_factory=dict)
+    returns: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def quorum(self) -> int:
+        """How many parties must answer."""
+        return self.policy.enough(self.asked)
+
+    @property
+    def waiting_for(self) -> list[str]:
+        """The parties that have not answered."""
+        return [*self.pending.values(), *self.undelivered]
+
+    @property
+    def closes_at(self) -> float | None:
+        """When the exchange closes even if parties have not answered; None for never."""
+        return self.policy.closes_at(self.began, self.reached)
+
+    def check_quorum(self) -> None:
+        """Records the time at which a quorum of the parties has answered."""
+        answered = sum(not isinstance(answer, Absent) for answer in self.answers.values())
+        if self.reached is None and answered >= self.quorum:
+            self.reached = time.monotonic()
 
 
 class Coordinator:
-    """One life of the coordinator: a run id of its own, and exchanges numbered from 0. lineage: what a resumed run has in common."""
+    """One session of the coordinator: it has its own run id and numbers its exchanges from 0.
+
+    Attributes:
+        run: The id of this session.
+        sizes: The sizes of the parties that have said hello.
+        ready: The parties that have begun the run.
+        on_join: Called with the size of a party when it says hello.
+
+    Args:
+        agreement: The coordinator's copy of the agreement.
+        transport: How to reach the parties.
+        key: The coordinator's key.
+        lineage: The id that all sessions of a run share, from its start through every resume.
+        policy: Which absences a phase's exchange tolerates.
+    """
 
     def __init__(
         self,
         agreement: Agreement,
-        transport: CoordinatorTransport,
+        transport: Transport,
         key: PartyKey,
         lineage: str,
         policy: FaultPolicy = FaultPolicy(),
     ):
         if key.public.text() != agreement.coordinator.text():
-            raise ConfigError("key: it is not that of federation.coordinator in the agreement")
-        self.agreement, self.transport, self.key, self.lineage, self.policy = (
-            agreement,
-            transport,
-            key,
-            lineage,
-            policy,
-        )
+            raise ConfigError("key: it does not match federation.coordinator in the agreement")
+        self.agreement, self.transport, self.key = agreement, transport, key
+        self.lineage, self.policy = lineage, policy
         self.run = secrets.token_hex(16)
         self.gate = Gate(agreement.parties, self.run)
         self.sizes: dict[str, PartySize] = {}
         self.knows_cross_edges = False
         self.facts: Facts | None = None
-        self.ready: set[str] = set()  # parties that have begun
-        self.joined: Callable[[PartySize], None] = lambda holding: (
-            None
-        )  # told of parties that come late
+        self.ready: set[str] = set()
+        self.on_join: Callable[[PartySize], None] = lambda size: None
         self._sequence = -1
-        self._late: dict[str, Late] = {}  # whose answer did not come while the exchange was open
+        self._overdue: dict[str, Overdue] = {}  # the last order that a party did not answer in time
 
     # ---- before the run ----
-    def gather(
+    def wait_for_parties(
         self,
         seconds: float,
         needed: int,
-        say: Callable[[str], None],
+        log: Log,
         watch: Callable[[], None] = lambda: None,
     ) -> Roster:
-        """Waits until all parties have said hello, or so many once the time is over; gives what they hold. ConfigError if too few came, or
-        if one has agreed to something else. watch: called again and again meanwhile.
+        """Waits until all parties have said hello. Returns their sizes.
+
+        When the time is over, `needed` parties are enough. Raises ConfigError if fewer have come,
+        or if a party has agreed to something else.
+
+        Args:
+            seconds: How long to wait for all parties.
+            needed: How many parties are enough after that.
+            log: Called with a line for each party that comes.
+            watch: Called repeatedly meanwhile.
         """
-        until, told = time.monotonic() + seconds, set[str]()
-        while len(self.sizes) < len(self.agreement.parties):
+        until, logged = time.monotonic() + seconds, set[str]()
+        expected = len(self.agreement.parties)
+        while len(self.sizes) < expected:
             watch()
-            for name, why in self._greet(sorted(self._alive() - self.sizes.keys()))[1].items():
+            _, absent = self._hello(sorted(self._alive() - self.sizes.keys()))
+            for name, why in absent.items():
                 if why.error is not None:
                     raise ConfigError(f"party {name!r} {why.cause}")
-            for name in sorted(self.sizes.keys() - told):
-                told.add(name)
-                say(
-                    f"{name} is there: {self.sizes[name].items} items ({len(told)} of {len(self.agreement.parties)})"
-                )
+            for name in sorted(self.sizes.keys() - logged):
+                logged.add(name)
+                items = self.sizes[name].items
+                log(f"{name} has joined: {items} items ({len(logged)} of {expected})")
             if time.monotonic() > until:
                 if len(self.sizes) >= needed:
                     break
-                missing = ", ".join(
-                    name for name in self.agreement.parties if name not in self.sizes
-                )
-                came = f"{len(self.sizes)} of {len(self.agreement.parties)} parties came"
+                missing = ", ".join(n for n in self.agreement.parties if n not in self.sizes)
                 raise ConfigError(
-                    f"{came} within {seconds:.0f} s, {needed} are needed; missing: {missing}"
+                    f"{len(self.sizes)} of {expected} parties joined within {seconds:.0f} s, "
+                    f"{needed} are needed; missing: {missing}"
                 )
             time.sleep(0.1)
         return self.roster()
 
     def roster(self) -> Roster:
-        """Who takes part; of parties that have not come yet, nothing is known."""
+        """Returns the parties and their sizes. A party that has not joined yet has size 0."""
         data = self.agreement.data
-        held = tuple(
+        sizes = tuple(
             self.sizes.get(name, PartySize(name, 0, 0, 0, 0, 0)) for name in self.agreement.parties
         )
-        about = {"dataset": "each party's own", "clients": len(held)}
         return Roster(
-            held,
+            sizes,
             data.num_features,
             data.num_classes,
-            data.task,
+            cast(Task, data.task),
             data.inductive,
             self.knows_cross_edges,
-            about,
-        )  # type: ignore[arg-type]
+            {"dataset": "each party's own", "clients": len(sizes)},
+        )
 
     def begin(self, facts: Facts) -> None:
-        """Tells everybody who is there that the run begins; ConfigError if one of them will not."""
+        """Begins the run at all parties that have joined. Raises ConfigError if one refuses."""
         self.facts = facts
-        drawn, absent = self._greet(sorted(self.sizes))
-        answers = {**absent, **self._introduce(drawn, rejoin=False)}
+        nonces, absent = self._hello(sorted(self.sizes))
+        answers = {**absent, **self._begin(nonces, rejoin=False)}
         for name, answer in answers.items():
             if isinstance(answer, Absent):
                 raise ConfigError(f"party {name!r} does not begin: {answer.cause}")
 
-    def _greet(self, names: Sequence[str]) -> tuple[dict[str, str], dict[str, Absent]]:
-        """Says hello; gives the number that each has drawn who answers as it should, and why others do not."""
-        drawn: dict[str, str] = {}
+    def _hello(self, names: Sequence[str]) -> tuple[dict[str, str], dict[str, Absent]]:
+        """Says hello to parties. Returns the nonces they have drawn, and why others have not."""
+        nonces: dict[str, str] = {}
         absent: dict[str, Absent] = {}
-        for name, told in self.tell("fedloom_hello", {name: {} for name in names}).items():
-            if isinstance(told, Absent):
-                absent[name] = told
+        for name, answer in self.control("fedloom_hello", {name: {} for name in names}).items():
+            if isinstance(answer, Absent):
+                absent[name] = answer
                 continue
             try:
-                drawn[name], held = self._checked(name, told)
+                nonces[name], size = self._checked(name, answer)
             except (ConfigError, MessageError) as error:
                 absent[name] = Absent(str(error), error)
                 continue
-            if self.sizes.get(name) != held:
-                self.sizes[name] = held
-                self.joined(held)
-        return drawn, absent
+            if self.sizes.get(name) != size:
+                self.sizes[name] = size
+                self.on_join(size)
+        return nonces, absent
 
-    def _checked(self, name: str, told: dict[str, Any]) -> tuple[str, PartySize]:
-        """What a party says of itself: its number, and what it holds. ConfigError if it has agreed to something else."""
-        agreed, held, nonce = told.get("agreed"), told.get("size"), told.get("nonce")
+    def _checked(self, name: str, answer: dict[str, Any]) -> tuple[str, PartySize]:
+        """Returns the nonce and the size in a party's answer to hello.
+
+        Raises ConfigError if the party has agreed to something else.
+        """
+        agreed, size, nonce = answer.get("agreed"), answer.get("size"), answer.get("nonce")
         counts = {f.name for f in fields(PartySize)} - {"name"}
-        if not isinstance(agreed, dict) or not isinstance(nonce, str) or not isinstance(held, dict):
-            raise MessageError("does not say who it is")
-        if any(type(held.get(count)) is not int or held[count] < 0 for count in counts):
-            raise MessageError("does not say how much it holds")
+        if not isinstance(agreed, dict) or not isinstance(nonce, str) or not isinstance(size, dict):
+            raise MessageError("gives no valid answer to hello: 'agreed', 'size' or 'nonce'")
+        if any(type(size.get(count)) is not int or size[count] < 0 for count in counts):
+            raise MessageError(f"gives no valid size: {', '.join(sorted(counts))} must be counts")
         if found := differences(agreed, self.agreement.agreed()):
             raise ConfigError(f"has agreed to something else: {'; '.join(found)}")
-        self.knows_cross_edges |= told.get("knows_cross_edges") is True
-        return nonce, PartySize(name, **{count: held[count] for count in counts})
+        self.knows_cross_edges |= answer.get("knows_cross_edges") is True
+        return nonce, PartySize(name, **{count: size[count] for count in counts})
 
-    def _introduce(
-        self, drawn: Mapping[str, str], rejoin: bool
-    ) -> dict[str, dict[str, Any] | Absent]:
-        """Has parties that have just been greeted begin; gives what each says to that."""
+    def _begin(self, nonces: Mapping[str, str], rejoin: bool) -> dict[str, dict[str, Any] | Absent]:
+        """Begins the run at parties that have just answered hello. Returns their answers."""
         assert self.facts is not None
         order = {
             "agreed": self.agreement.agreed(),
-            "facts": facts_to(self.facts),
+            "facts": facts_to_json(self.facts),
             "lineage": self.lineage,
             "rejoin": rejoin,
         }
-        answers = self.tell(
-            "fedloom_begin", {name: {**order, "nonce": nonce} for name, nonce in drawn.items()}
+        answers = self.control(
+            "fedloom_begin", {name: {**order, "nonce": nonce} for name, nonce in nonces.items()}
         )
         self.ready |= {name for name, answer in answers.items() if not isinstance(answer, Absent)}
         return answers
 
-    def tell(
-        self, phase: str, orders: Mapping[str, dict[str, Any]]
+    def control(
+        self, phase: str, contents: Mapping[str, dict[str, Any]]
     ) -> dict[str, dict[str, Any] | Absent]:
-        """One of fedloom's own orders to parties; gives what each says to it."""
-        bodies = {name: json.dumps(order).encode() for name, order in orders.items()}
-        # Who is busy is not waited for: whether all must do as they are told, is for the caller to say.
-        answers = self._exchange(phase, bodies, 0, FaultPolicy(quorum=1e-9, deadline=TELL_SECONDS))
+        """Sends a control order, one that is not a phase of the method. Returns the answers.
+
+        Args:
+            phase: The order; see `fedloom.deploy.party`.
+            contents: The content of each party's order, as JSON.
+        """
+        bodies = {name: json.dumps(content).encode() for name, content in contents.items()}
+        # It does not wait for busy parties. The caller decides how many must answer.
+        policy = FaultPolicy(quorum=1e-9, deadline=CONTROL_SECONDS)
+        answers = self._exchange(phase, bodies, 0, policy)
         return {
-            name: answer if isinstance(answer, Absent) else _object(answer)
+            name: answer if isinstance(answer, Absent) else _json_object(answer)
             for name, answer in answers.items()
         }
 
     # ---- exchanges ----
     def ask(self, phase: str, bodies: Mapping[str, bytes], round: int) -> dict[str, bytes | Absent]:
-        """A phase of the method at parties; gives each one's answer, or why there is none.
+        """Runs a phase of the method at parties. Returns each one's answer, or its absence.
 
-        A party that has been started anew, or comes late, is told first that the run has begun; it is absent this once, and has forgotten
-        what came before.
+        A party that was restarted, or that joins late, is first asked to begin the run. It is
+        absent from this exchange and has lost its state.
         """
         alive = self._alive()
-        anew = {name for name in bodies if name in alive and name not in self.ready}
-        answers: dict[str, bytes | Absent] = {name: self._admit(name) for name in sorted(anew)}
-        asked = {name: body for name, body in bodies.items() if name not in anew}
+        new = {name for name in bodies if name in alive and name not in self.ready}
+        answers: dict[str, bytes | Absent] = {name: self._readmit(name) for name in sorted(new)}
+        asked = {name: body for name, body in bodies.items() if name not in new}
         for name, answer in self._exchange(phase, asked, round, self.policy).items():
             if isinstance(answer, Absent) and answer.lost_state:
                 self.ready.discard(name)
-                answer = self._admit(name)
+                answer = self._readmit(name)
             answers[name] = answer
         return {name: answers[name] for name in bodies}
 
-    def _admit(self, name: str) -> Absent:
-        drawn, absent = self._greet([name])
-        answer = {**absent, **self._introduce(drawn, rejoin=True)}[name]
-        return answer if isinstance(answer, Absent) else Absent("was started anew", lost_state=True)
+    def _readmit(self, name: str) -> Absent:
+        """Begins the run at a party that was restarted or joins late. Returns its absence."""
+        nonces, absent = self._hello([name])
+        answer = {**absent, **self._begin(nonces, rejoin=True)}[name]
+        return answer if isinstance(answer, Absent) else Absent("was restarted", lost_state=True)
 
     def _exchange(
         self, phase: str, bodies: Mapping[str, bytes], round: int, policy: FaultPolicy
     ) -> dict[str, bytes | Absent]:
+        """Sends an order to each party. Returns each one's answer, or its absence."""
         if not bodies:
             return {}
         self._sequence += 1
-        began, seen = time.monotonic(), self.transport.seen()
-        # Nothing is sent to who is not there: it would find the order later, when it means nothing any more.
-        answers: dict[str, bytes | Absent] = {
-            name: _gone(seen.get(name)) for name in bodies if _is_gone(seen.get(name))
-        }
+        exchange = _Exchange(phase, round, policy, len(bodies), self.transport.status())
+        self._send_orders(exchange, bodies)
+        while exchange.waiting_for:
+            now, closes = time.monotonic(), exchange.closes_at
+            if closes is not None and now >= closes:
+                self._close_late(exchange)
+                break
+            wait = POLL_SECONDS if closes is None else min(closes - now, POLL_SECONDS)
+            for number, data in self.transport.receive(exchange.pending, wait):
+                name = exchange.pending.pop(number)
+                if isinstance(data, bytes):
+                    exchange.answers[name] = self._opened(name, data, phase, round)
+                else:
+                    exchange.undelivered[name] = data
+                    exchange.returns[name] += 1
+            exchange.check_quorum()
+            if exchange.waiting_for and time.monotonic() - exchange.checked > POLL_SECONDS:
+                self._check_parties(exchange)
+        return exchange.answers
+
+    def _send_orders(self, exchange: _Exchange, bodies: Mapping[str, bytes]) -> None:
+        """Sends the orders to the parties that are alive and not busy."""
+        phase, round, answers = exchange.phase, exchange.round, exchange.answers
+        # A dead party gets no order: it would find the order later, when it is outdated.
+        for name in bodies:
+            if _is_dead(status := exchange.status.get(name)):
+                answers[name] = _dead(status)
         busy = self._busy(phase, round).keys() & bodies.keys() - answers.keys()
-        if len(bodies) - len(answers) - len(busy) >= policy.enough(len(bodies)):
-            answers |= {name: Absent(f"still busy with {self._late[name].what}") for name in busy}
-        orders = {
+        if len(bodies) - len(answers) - len(busy) >= exchange.quorum:
+            for name in busy:
+                answers[name] = Absent(f"still busy with {self._overdue[name].order}")
+        exchange.orders = {
             name: self._order(phase, name, body, round)
             for name, body in bodies.items()
             if name not in answers
         }
-        waiting = self.transport.post(orders) if orders else {}
-        looked, reached = began, None
-        returned: Counter[str] = (
-            Counter()
-        )  # how often Flower has given back an order to a party, instead of an answer
-        undelivered: dict[str, str] = {}  # why, for those whose order is to be sent again
-        while waiting or undelivered:
-            now = time.monotonic()
-            closes = policy.closes_at(began, reached)
-            if closes is not None and now >= closes:
-                self._late |= {
-                    name: Late(number, f"{phase!r} of round {round}")
-                    for number, name in waiting.items()
-                }
-                answers |= dict.fromkeys(
-                    [*waiting.values(), *undelivered],
-                    Absent(f"late: no answer within {now - began:.1f} s"),
-                )
-                break
-            for number, data in self.transport.collect(
-                waiting, LOOK_EVERY if closes is None else min(closes - now, LOOK_EVERY)
-            ):
-                name = waiting.pop(number)
-                if isinstance(data, bytes):
-                    answers[name] = self._opened(name, data, phase, round)
-                else:
-                    undelivered[name] = data
-                    returned[name] += 1
-            if reached is None and sum(
-                not isinstance(a, Absent) for a in answers.values()
-            ) >= policy.enough(len(bodies)):
-                reached = time.monotonic()
-            if (waiting or undelivered) and time.monotonic() - looked > LOOK_EVERY:
-                looked, before, seen = time.monotonic(), seen, self.transport.seen()
-                for name in [
-                    name for name in (*waiting.values(), *undelivered) if _is_gone(seen.get(name))
-                ]:
-                    answers[name] = _gone(seen.get(name))
-                for name in [
-                    name
-                    for name in undelivered
-                    if returned[name] > RETURNED and name not in answers
-                ]:
-                    answers[name] = Absent(undelivered[name])
-                # Who was cut off and has connected again may have lost the order, or its answer; told twice, it does nothing twice.
-                back = {
-                    n
-                    for n in waiting.values()
-                    if n not in before
-                    or seen.get(n, before[n]).connections != before[n].connections
-                }
-                again = {
-                    name: orders[name]
-                    for name in sorted(back | undelivered.keys())
-                    if name not in answers
-                }
-                waiting = {
-                    number: name
-                    for number, name in waiting.items()
-                    if name not in answers and name not in again
-                }
-                undelivered = {}
-                waiting |= self.transport.post(again) if again else {}
-        return answers
+        exchange.pending = self.transport.send(exchange.orders) if exchange.orders else {}
 
-    def _busy(self, phase: str, round: int) -> dict[str, Late]:
-        """Who has not answered an earlier order yet. What others have answered to one that was closed is thrown away."""
-        if self._late:
-            for number, data in self.transport.collect(
-                {late.number: name for name, late in self._late.items()}, 0.0
-            ):
-                name = next(name for name, late in self._late.items() if late.number == number)
-                del self._late[name]
+    def _close_late(self, exchange: _Exchange) -> None:
+        """Closes an exchange at its deadline. The parties that have not answered are absent."""
+        order = f"{exchange.phase!r} of round {exchange.round}"
+        self._overdue |= {n: Overdue(number, order) for number, n in exchange.pending.items()}
+        seconds = time.monotonic() - exchange.began
+        absent = Absent(f"late: no answer within {seconds:.1f} s")
+        exchange.answers |= dict.fromkeys(exchange.waiting_for, absent)
+
+    def _check_parties(self, exchange: _Exchange) -> None:
+        """Gives up dead parties, and sends orders again that may have been lost."""
+        before, exchange.status = exchange.status, self.transport.status()
+        exchange.checked = time.monotonic()
+        status, answers = exchange.status, exchange.answers
+        for name in exchange.waiting_for:
+            if _is_dead(found := status.get(name)):
+                answers[name] = _dead(found)
+            elif exchange.returns[name] > MAX_RETURNS and name in exchange.undelivered:
+                answers[name] = Absent(exchange.undelivered[name])
+        # A party that was cut off and has connected again may have lost the order, or its answer.
+        # A party executes an order only once, however often it receives it.
+        reconnected = {
+            name
+            for name in exchange.pending.values()
+            if name not in before
+            or status.get(name, before[name]).connections != before[name].connections
+        }
+        again = {
+            name: exchange.orders[name]
+            for name in sorted(reconnected | exchange.undelivered.keys())
+            if name not in answers
+        }
+        exchange.pending = {
+            number: name
+            for number, name in exchange.pending.items()
+            if name not in answers and name not in again
+        }
+        exchange.undelivered = {}
+        if again:
+            exchange.pending |= self.transport.send(again)
+
+    def _busy(self, phase: str, round: int) -> dict[str, Overdue]:
+        """Returns the parties that have not answered an earlier order yet.
+
+        Late answers of the others are discarded.
+        """
+        if self._overdue:
+            pending = {overdue.number: name for name, overdue in self._overdue.items()}
+            for number, data in self.transport.receive(pending, 0.0):
+                name = pending[number]
+                del self._overdue[name]
                 if isinstance(data, bytes):
-                    self._opened(name, data, phase, round)  # the gate refuses it, and counts that
-        self._late = {name: late for name, late in self._late.items() if name in self.ready}
-        return self._late
+                    self._opened(name, data, phase, round)  # the gate refuses it and counts that
+        self._overdue = {name: late for name, late in self._overdue.items() if name in self.ready}
+        return self._overdue
 
     def _order(self, phase: str, name: str, body: bytes, round: int) -> bytes:
         return sign(body, Header(self.run, round, self._sequence, name, phase, "order"), self.key)
 
     def _opened(self, name: str, data: bytes, phase: str, round: int) -> bytes | Absent:
+        """Returns the content of an answer, or the absence of the party if it failed."""
         try:
             opened = self.gate.open(
                 data, sender=name, round=round, sequence=self._sequence, phase=phase
             )
-            if opened.kind == "answer":
-                return opened.body
-            told = _object(opened.body)
-            return (
-                told
-                if isinstance(told, Absent)
-                else Absent(str(told.get("cause", "")), lost_state=told.get("lost_state") is True)
-            )
         except EnvelopeError as error:
             return Absent(f"refused: {error}", error)
+        if opened.kind == "answer":
+            return opened.body
+        failure = _json_object(opened.body)
+        if isinstance(failure, Absent):
+            return failure
+        lost_state = failure.get("lost_state") is True
+        return Absent(str(failure.get("cause", "")), lost_state=lost_state)
 
     def _alive(self) -> set[str]:
-        return {name for name, seen in self.transport.seen().items() if not _is_gone(seen)}
+        return {name for name, status in self.transport.status().items() if not _is_dead(status)}
 
     @property
     def refused(self) -> Counter[str]:
-        """What was not let in, by reason."""
+        """How many envelopes were refused, by reason."""
         return self.gate.refused
 
 
-def _is_gone(seen: Seen | None) -> bool:
-    return seen is None or seen.silent > DEAD_AFTER
+def _is_dead(status: PartyStatus | None) -> bool:
+    return status is None or status.silence > DEAD_AFTER
 
 
-def _gone(seen: Seen | None) -> Absent:
-    return Absent("has not joined" if seen is None else f"no sign of life for {seen.silent:.0f} s")
+def _dead(status: PartyStatus | None) -> Absent:
+    if status is None:
+        return Absent("has not joined")
+    return Absent(f"no sign of life for {status.silence:.0f} s")
 
 
-def _object(body: bytes) -> dict[str, Any] | Absent:
-    """What a party says in JSON."""
+def _json_object(body: bytes) -> dict[str, Any] | Absent:
+    """Returns the JSON object in an answer."""
     try:
-        told = json.loads(body)
+        content = json.loads(body)
     except (ValueError, RecursionError) as error:
-        return Absent(f"refused: an answer that is not JSON ({type(error).__name__})")
-    return (
-        told if isinstance(told, dict) else Absent("refused: an answer that is not a JSON object")
-    )
+        return Absent(f"refused: the answer is not JSON ({type(error).__name__})")
+    if not isinstance(content, dict):
+        return Absent("refused: the answer is not a JSON object")
+    return content

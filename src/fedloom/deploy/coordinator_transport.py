@@ -1,7 +1,9 @@
-"""The coordinator's end of the link: starts it, makes the parties known to it, sends messages to them and collects their answers.
+"""CoordinatorTransport: the coordinator's connection to the parties.
 
-What Flower calls a run of an app is, here, one life of the coordinator: `fedloom serve` is itself the process in which the app's server
-side runs, as `fedloom join` is that of a client side, so that graphs, models and optimisers stay in memory between messages.
+It starts the SuperLink, registers the parties with it, sends messages to them and collects their
+answers. Flower's "run of an app" is here one session of the coordinator. `fedloom serve` is itself
+the process of the app's server side, and `fedloom join` that of a client side, so that graphs,
+models and optimisers stay in memory between messages.
 """
 
 from __future__ import annotations
@@ -21,14 +23,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fedloom.deploy.keys import PublicKey
-from fedloom.deploy.superlink import LIMIT, PATIENCE, SECRET, SEEN, SETTLED, quiet
+from fedloom.deploy.superlink import DELIVERED, LIMIT, SECRET, STATUS, WAIT, configure_flower
+from fedloom.deploy.transport import PartyStatus
 from fedloom.errors import ConfigError, FedloomError
 
-quiet()
-import httpx  # noqa: E402  (Flower looks at the environment when it is imported)
+configure_flower()
+import httpx  # noqa: E402  (Flower reads the environment when it is imported)
 from flwr.app import ConfigRecord, Message, RecordDict  # noqa: E402
 from flwr.common.serde import fab_to_proto, run_from_proto  # noqa: E402
 from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest  # noqa: E402
@@ -37,15 +40,19 @@ from flwr.supercore.constant import TaskType  # noqa: E402
 from flwr.supercore.control import ControlHttpClient  # noqa: E402
 from flwr.supercore.fab import Fab  # noqa: E402
 from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http  # noqa: E402
-from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor  # noqa: E402
+from flwr.supercore.interceptors import (  # noqa: E402
+    RuntimeTokenHttpInterceptor,
+    RuntimeVersionHttpInterceptor,
+)
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes  # noqa: E402
 from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext  # noqa: E402
 from flwr.supercore.runtime import RuntimeHttpClient  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 from flwr.superlink.grid import HttpGrid  # noqa: E402
 
-START_SECONDS = 60.0  # that the link has to start in
-# Flower wants names of a server's and a client's side. Nobody loads them: `fedloom serve` and `fedloom join` are already there.
+START_SECONDS = 60.0  # within which the SuperLink must listen
+# Flower requires names of a server side and a client side. Nothing loads them: `fedloom serve` and
+# `fedloom join` are running already.
 APP = b"""[project]
 name = "fedloom"
 version = "1"
@@ -55,12 +62,12 @@ publisher = "fedloom"
 dependencies = []
 [tool.flwr.app.components]
 serverapp = "fedloom.deploy.serve:serve"
-clientapp = "fedloom.deploy.join:take_part"
+clientapp = "fedloom.deploy.party:run_party"
 """
 
 
 def _bundle() -> bytes:
-    """The app as Flower wants it handed in: a zip file with its settings. It holds no code, everybody has that."""
+    """Returns the app as Flower expects it: a zip file with its settings. It holds no code."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as file:
         file.writestr("pyproject.toml", APP)
@@ -69,12 +76,22 @@ def _bundle() -> bytes:
 
 
 class SuperLinkError(FedloomError):
-    """The link has died, or does not answer."""
+    """The SuperLink has ended or does not answer."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where the coordinator listens. certificate, key: its PEM files; authority: that of the CA. All None: no TLS, loopback only."""
+    """Where the coordinator listens.
+
+    Without certificate, key and authority there is no TLS; that is for loopback only.
+
+    Args:
+        host: The address to listen on.
+        port: The port to listen on.
+        certificate: The server's certificate, a PEM file.
+        key: The certificate's key, a PEM file.
+        authority: The CA's certificate, a PEM file.
+    """
 
     host: str
     port: int
@@ -88,51 +105,50 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
-    def own(self) -> str:
-        """Where the coordinator itself finds the link: a server that listens everywhere is also at home."""
+    def local(self) -> str:
+        """host:port at which the coordinator itself reaches the SuperLink."""
         return f"127.0.0.1:{self.port}" if self.host in ("0.0.0.0", "::") else self.text
 
     @property
     def insecure(self) -> bool:
-        """Whether it is without TLS."""
+        """Whether there is no TLS."""
         return self.certificate is None
 
 
-class Seen(NamedTuple):
-    """Of a party: seconds since it was last heard of, and how often it has connected."""
-
-    silent: float
-    connections: int
-
-
-class _WithHeaders:
-    """Adds headers to every request of the coordinator's: the secret, and how long a request for messages may wait."""
+class _HeaderInterceptor:
+    """Adds headers to the coordinator's requests: the secret, and how long to wait for messages."""
 
     def __init__(self, secret: str):
         self.headers = {SECRET: secret}
 
     def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
-        """Adds them to a request."""
+        """Adds the headers to a request."""
         context.request.headers.update(self.headers)
         return call_next(context)
 
 
 class _Grid(HttpGrid):
-    """Flower's grid, as the coordinator uses it: with the secret, and without trying again for minutes when the link is gone."""
+    """Flower's grid with the coordinator's headers.
+
+    If the SuperLink is gone, it fails at once. Flower's own grid tries again for minutes.
+    """
 
     def __init__(self, address: Address, token: str, secret: str):
-        super().__init__(address.own, address.insecure, None, token=token)
-        self.own = _WithHeaders(secret)
+        super().__init__(address.local, address.insecure, None, token=token)
+        self.added = _HeaderInterceptor(secret)
         interceptors = [
             RuntimeVersionHttpInterceptor("flwr-serverapp"),
             RuntimeTokenHttpInterceptor(token),
-            self.own,
+            self.added,
         ]
         self._client = _client(RuntimeHttpClient, address, interceptors)
 
 
 def _trust(address: Address) -> ssl.SSLContext | bool:
-    """How the coordinator knows its own link: by the authority. The certificate's name is the one that parties use, maybe not its own."""
+    """Returns how the coordinator verifies its own SuperLink: by the authority only.
+
+    The certificate is for the host that parties use. The coordinator may use another one.
+    """
     if address.authority is None:
         return True
     context = ssl.create_default_context(cafile=str(address.authority))
@@ -141,7 +157,7 @@ def _trust(address: Address) -> ssl.SSLContext | bool:
 
 
 def _url(address: Address) -> str:
-    return f"{'http' if address.insecure else 'https'}://{address.own}"
+    return f"{'http' if address.insecure else 'https'}://{address.local}"
 
 
 def _client(kind: Any, address: Address, interceptors: Sequence[Any]) -> Any:
@@ -149,9 +165,13 @@ def _client(kind: Any, address: Address, interceptors: Sequence[Any]) -> Any:
 
 
 class CoordinatorTransport:
-    """A link with its parties registered, and a run of the app under way.
+    """A SuperLink with registered parties, and a run of the app. It implements `Transport`.
 
-    address: where to listen. parties: their names and keys. log: a file for what the link's process says. limit: bytes of a request.
+    Args:
+        address: Where to listen.
+        parties: The parties' names and keys.
+        log: A file for the output of the SuperLink's process.
+        limit: Bytes of a request.
     """
 
     def __init__(
@@ -170,25 +190,21 @@ class CoordinatorTransport:
             base_url=_url(address),
             headers={SECRET: self.secret},
             verify=_trust(address),
-            timeout=10.0,
+            timeout=30.0,
         )
-        self._beat: HeartbeatSender | None = None
+        self._heart: HeartbeatSender | None = None
         try:
             self._wait_until_it_listens()
-            with _client(
-                ControlHttpClient,
-                address,
-                [RuntimeVersionHttpInterceptor("CLI"), _WithHeaders(self.secret)],
-            ) as control:
+            interceptors = [RuntimeVersionHttpInterceptor("CLI"), _HeaderInterceptor(self.secret)]
+            with _client(ControlHttpClient, address, interceptors) as control:
                 for name, key in self.key_of.items():
-                    self.node_of[name] = control.RegisterNode(
-                        RegisterNodeRequest(public_key=key)
-                    ).node_id
+                    registered = control.RegisterNode(RegisterNodeRequest(public_key=key))
+                    self.node_of[name] = registered.node_id
                 self._submit(control)
         except httpx.HTTPError as error:
             self.close()
             raise SuperLinkError(
-                f"the link at {address.text} does not do as it is told ({error})"
+                f"the SuperLink at {address.text} cannot be set up ({error})"
             ) from error
         except BaseException:
             self.close()
@@ -212,7 +228,8 @@ class CoordinatorTransport:
         }
         settings |= {name: None if path is None else str(path) for name, path in files.items()}
         with open(log or os.devnull, "ab") as out:
-            # A session of its own: Ctrl-C is the coordinator's to hear, which ends the link by closing its standard input.
+            # The SuperLink gets its own session, so that Ctrl-C reaches only the coordinator. The
+            # coordinator ends the SuperLink by closing its standard input.
             process = subprocess.Popen(
                 [sys.executable, "-m", "fedloom.deploy.superlink"],
                 stdin=subprocess.PIPE,
@@ -226,7 +243,7 @@ class CoordinatorTransport:
         return process
 
     def _wait_until_it_listens(self) -> None:
-        host, port = self.address.own.rsplit(":", 1)
+        host, port = self.address.local.rsplit(":", 1)
         until = time.monotonic() + START_SECONDS
         while time.monotonic() < until:
             self.require_alive()
@@ -237,25 +254,25 @@ class CoordinatorTransport:
             else:
                 return
         raise SuperLinkError(
-            f"the link did not listen on {self.address.text} within {START_SECONDS:.0f} s"
+            f"the SuperLink did not listen on {self.address.text} within {START_SECONDS:.0f} s"
         )
 
     def _submit(self, control: ControlHttpClient) -> None:
-        """Starts the app's run, and takes over its server side."""
+        """Starts the app's run and takes over its server side."""
         bundle = _bundle()
         fab = Fab(sha256(bundle).hexdigest(), bundle, {})
         run_id = control.StartRun(StartRunRequest(fab=fab_to_proto(fab))).run_id
         runtime = _client(
             RuntimeHttpClient,
             self.address,
-            [RuntimeVersionHttpInterceptor("SuperExec"), _WithHeaders(self.secret)],
+            [RuntimeVersionHttpInterceptor("SuperExec"), _HeaderInterceptor(self.secret)],
         )
         claimed = runtime.AcquireTask(
             AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
         )
         runtime.close()
         if claimed.task.run_id != run_id:
-            raise SuperLinkError("the link gave its run to somebody else")
+            raise SuperLinkError("the SuperLink gave the run to another process")
         self.grid = _Grid(self.address, claimed.token, self.secret)
         given = self.grid._runtime_client.PullTaskInput(PullTaskInputRequest())
         TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = (
@@ -264,17 +281,20 @@ class CoordinatorTransport:
             given.context.node_id,
         )
         self.grid.set_run(run_from_proto(given.run))
-        self._beat = HeartbeatSender(make_task_heartbeat_fn_http(self.grid._runtime_client))
-        self._beat.start()
+        self._heart = HeartbeatSender(make_task_heartbeat_fn_http(self.grid._runtime_client))
+        self._heart.start()
 
     # ---- while it runs ----
     def require_alive(self) -> None:
-        """Raises SuperLinkError if the link's process has ended."""
+        """Raises SuperLinkError if the SuperLink's process has ended."""
         if (code := self._process.poll()) is not None:
-            raise SuperLinkError(f"the link has ended (exit code {code})")
+            raise SuperLinkError(f"the SuperLink has ended (exit code {code})")
 
-    def post(self, envelopes: Mapping[str, bytes], ttl: float = 86_400.0) -> dict[str, str]:
-        """Sends each party its envelope; gives {message id: party}."""
+    def send(self, envelopes: Mapping[str, bytes], ttl: float = 86_400.0) -> dict[str, str]:
+        """Sends an envelope to each party. Returns {message id: party}.
+
+        ttl: seconds after which Flower drops a message that was not fetched.
+        """
         messages = [
             Message(
                 RecordDict({"fedloom": ConfigRecord({"envelope": data})}),
@@ -286,47 +306,44 @@ class CoordinatorTransport:
         ]
         try:
             numbers = list(self.grid.push_messages(messages))
-            self._http.post(SETTLED).raise_for_status()
+            self._http.post(DELIVERED).raise_for_status()
         except httpx.HTTPError as error:
             self.require_alive()
-            raise SuperLinkError(f"the link does not take messages ({error})") from error
+            raise SuperLinkError(f"the SuperLink does not accept messages ({error})") from error
         return dict(zip(numbers, envelopes, strict=True))
 
-    def collect(
-        self, waiting: Mapping[str, str], seconds: float
+    def receive(
+        self, pending: Mapping[str, str], seconds: float
     ) -> Iterator[tuple[str, bytes | str]]:
-        """Waits at most so long for answers to posted messages; gives (message id, envelope), or (message id, what went wrong)."""
-        self.grid.own.headers[PATIENCE] = f"{seconds:.3f}"
+        """Waits for answers; see `Transport`."""
+        self.grid.added.headers[WAIT] = f"{seconds:.3f}"
         try:
-            for message in self.grid.pull_messages(list(waiting)):
+            for message in self.grid.pull_messages(list(pending)):
                 number = message.metadata.reply_to_message_id
                 if message.has_error():
                     yield number, f"Flower: {message.error.reason}"
-                else:
-                    record = message.content.config_records.get("fedloom")
-                    data = None if record is None else record.get("envelope")
-                    yield (
-                        number,
-                        data if isinstance(data, bytes) else "its answer holds no envelope",
-                    )
+                    continue
+                record = message.content.config_records.get("fedloom")
+                data = None if record is None else record.get("envelope")
+                yield number, data if isinstance(data, bytes) else "the answer holds no envelope"
         except httpx.HTTPError as error:
             self.require_alive()
-            raise SuperLinkError(f"the link gives no messages ({error})") from error
+            raise SuperLinkError(f"the SuperLink delivers no messages ({error})") from error
 
-    def seen(self) -> dict[str, Seen]:
-        """When each party was last heard of; those that have never been are not in it."""
+    def status(self) -> dict[str, PartyStatus]:
+        """Returns the status of each party that has connected."""
         try:
-            seen = self._http.get(SEEN).raise_for_status().json()
+            status = self._http.get(STATUS).raise_for_status().json()
         except httpx.HTTPError as error:
             self.require_alive()
-            raise SuperLinkError(f"the link does not say who is there ({error})") from error
+            raise SuperLinkError(f"the SuperLink does not report its parties ({error})") from error
         names = {b64encode(key).decode("ascii"): name for name, key in self.key_of.items()}
-        return {names[key]: Seen(*told) for key, told in seen.items() if key in names}
+        return {names[key]: PartyStatus(*row) for key, row in status.items() if key in names}
 
     def close(self) -> None:
-        """Ends the link; nothing of it is left."""
-        if self._beat is not None and self._beat.is_running:
-            self._beat.stop()
+        """Ends the SuperLink."""
+        if self._heart is not None and self._heart.is_running:
+            self._heart.stop()
         if self.grid is not None:
             self.grid.close()
         self._http.close()

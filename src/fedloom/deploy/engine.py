@@ -1,7 +1,9 @@
-"""The flower engine: every client in a process of its own, messages over Flower with TLS, keys and signatures, all on this machine.
+"""The flower engine: each client in its own process, with messages over Flower.
 
-For trying a deployment out, and for tests: what `fedloom serve` and `fedloom join` do between organisations, with the same code. `RemoteEngine`
-is an engine whose clients are parties, wherever they are; `Engine` starts the parties itself. Parties keep their states and models.
+It runs a deployment on this machine, with TLS, keys and signatures, and with the code of
+`fedloom serve` and `fedloom join`. Use it to try a deployment, and for tests. `RemoteEngine` is an
+engine whose clients are parties, wherever they are. `Engine` starts the parties itself. Parties
+keep their states and models.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ except ModuleNotFoundError as error:
         f"run.engine flower needs the package {error.name!r}: pip install 'fedloom[flower]'"
     ) from error
 
-JOIN_SECONDS = 120.0  # that the parties on this machine have to come in
+JOIN_SECONDS = 120.0  # that the parties on this machine have to join
 
 
 class RemoteEngine:
-    """An engine over a coordinator whose parties have begun."""
+    """An engine over a coordinator whose parties have begun the run."""
 
     tolerates_failures: ClassVar[bool] = True
     supports_deadline: ClassVar[bool] = True
@@ -54,8 +56,8 @@ class RemoteEngine:
         self.coordinator = coordinator
 
     def call(self, phase: str, messages: dict[str, Message]) -> Mapping[str, Message | Absent]:
-        """Takes a phase's name and a message per client, gives each client's reply, or why there is none."""
-        bodies: dict[int, bytes] = {}  # what all are sent is put into bytes once
+        """Runs a phase at each client in `messages`. Returns each one's reply, or its absence."""
+        bodies: dict[int, bytes] = {}  # a message that all receive is encoded once
         for message in messages.values():
             if id(message) not in bodies:
                 bodies[id(message)] = encode(message, phase)
@@ -68,66 +70,69 @@ class RemoteEngine:
         }
 
     def snapshot(self) -> Message:
-        """Has every party keep its state with itself; gives the mark by which they find it again, and nothing of the state."""
+        """Makes each party save its state in its own folder. Returns the mark of these states.
+
+        The mark identifies the states. It contains nothing of them.
+        """
         mark = secrets.token_hex(8)
-        self._require(
-            self.coordinator.tell(
-                "fedloom_keep", {name: {"mark": mark} for name in sorted(self.coordinator.ready)}
-            )
-        )
-        return _marked(mark)
+        self._control("fedloom_keep", {"mark": mark})
+        return _mark_to_message(mark)
 
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Has every party go back to the state that it kept under a mark."""
-        mark = _read(saved)
-        self._require(
-            self.coordinator.tell(
-                "fedloom_restore", {name: {"mark": mark} for name in sorted(self.coordinator.ready)}
-            )
-        )
+    def restore(self, saved: Message) -> None:
+        """Makes each party restore the state that it saved under a mark."""
+        self._control("fedloom_restore", {"mark": _mark_from_message(saved)})
 
-    def _require(self, answers: Mapping[str, dict[str, Any] | Absent]) -> None:
-        absent = {
-            name: answer.cause for name, answer in answers.items() if isinstance(answer, Absent)
-        }
+    def _control(self, phase: str, content: dict[str, Any]) -> None:
+        """Sends a control order to all parties. With a quorum of 1, all must execute it."""
+        ready = sorted(self.coordinator.ready)
+        answers = self.coordinator.control(phase, dict.fromkeys(ready, content))
+        absent = [
+            f"party {name!r}: {answer.cause}"
+            for name, answer in answers.items()
+            if isinstance(answer, Absent)
+        ]
         if absent and not self.coordinator.policy.tolerates_absence:
-            raise ConfigError(
-                "; ".join(f"party {name!r}: {cause}" for name, cause in absent.items())
-            )
+            raise ConfigError("; ".join(absent))
 
     def models(self) -> dict[str, Message]:
-        """None: a party's model stays with the party."""
+        """Returns nothing: a party's model stays with the party."""
         return {}
 
     def artifacts(self) -> dict[str, Message]:
-        """None: parties show nothing of themselves."""
+        """Returns nothing: parties send no artifacts."""
         return {}
 
     def details(self) -> Details:
-        """For a run's summary: what answers were refused, by reason."""
+        """Returns the number of parties, and how many answers were refused, by reason."""
         return {
             "parties": len(self.coordinator.agreement.parties),
             "refused": dict(self.coordinator.refused),
         }
 
     def peak_mb(self) -> float:
-        """The most memory that the coordinator's process has held."""
+        """Returns the peak memory of the coordinator's process, in MB."""
         return peak_memory() / 2**20
 
     def finish(self) -> None:
-        """Tells the parties that the run is completed. After anything else they wait for the coordinator to come back."""
-        self.coordinator.tell(
-            "fedloom_finish",
-            {name: {"status": "completed"} for name in sorted(self.coordinator.ready)},
+        """Tells the parties that the run is completed.
+
+        After any other end, the parties wait for the coordinator to come back.
+        """
+        ready = sorted(self.coordinator.ready)
+        self.coordinator.control(
+            "fedloom_finish", {name: {"status": "completed"} for name in ready}
         )
 
     def close(self) -> None:
-        """Ends the link."""
+        """Closes the transport."""
         self.coordinator.transport.close()
 
 
 class Engine(RemoteEngine):
-    """Parties on this machine, started and ended with the engine; keys, certificates, graphs and states are in a folder that goes too."""
+    """Starts the parties on this machine and ends them with the engine.
+
+    Keys, certificates, graphs and states are in a temporary folder, which is removed at the end.
+    """
 
     def __init__(
         self,
@@ -138,15 +143,15 @@ class Engine(RemoteEngine):
     ):
         clients = list(clients)
         facts = clients[0].facts
-        self.folder = Path(tempfile.mkdtemp(prefix="fedloom-"))  # readable by nobody else
+        self.folder = Path(tempfile.mkdtemp(prefix="fedloom-"))  # only its owner can read it
         self.parties: list[LocalParty] = []
         transport: CoordinatorTransport | None = None
         try:
             make_authority(self.folder, "127.0.0.1")
             for name in ("coordinator", *facts.clients):
                 make_party(self.folder, name)
-            port = _free_port()
-            agreement = self._agree(method, clients, port)
+            port = free_port()
+            agreement = self._write_agreement(method, clients, port)
             address = Address(
                 "127.0.0.1",
                 port,
@@ -155,7 +160,7 @@ class Engine(RemoteEngine):
                 agreement.authority,
             )
             transport = CoordinatorTransport(
-                address, agreement.parties, log=self.folder / "link.log"
+                address, agreement.parties, log=self.folder / "superlink.log"
             )
             self.parties = [LocalParty(self.folder, client) for client in clients]
             coordinator = Coordinator(
@@ -165,7 +170,9 @@ class Engine(RemoteEngine):
                 secrets.token_hex(8),
                 policy,
             )
-            coordinator.gather(JOIN_SECONDS, len(clients), lambda line: None, self._require_parties)
+            coordinator.wait_for_parties(
+                JOIN_SECONDS, len(clients), lambda line: None, self._require_parties
+            )
             coordinator.begin(facts)
         except BaseException:
             if transport is not None:
@@ -174,24 +181,38 @@ class Engine(RemoteEngine):
             raise
         super().__init__(coordinator)
 
-    def _agree(self, method: Method, clients: list[Client], port: int) -> Agreement:
-        """Writes and reads the agreement."""
+    def _write_agreement(self, method: Method, clients: list[Client], port: int) -> Agreement:
+        """Writes the agreement of these parties, and reads it."""
         facts, graph = clients[0].facts, clients[0].full_graph
-        run: dict[str, Any] = {"seed": facts.seed, "threads": torch.get_num_threads()}
+        run: dict[str, Any] = {
+            "seed": facts.seed,
+            "threads": torch.get_num_threads(),
+            "upload": facts.upload,
+            "download": facts.download,
+        }
         if facts.secure is not None:
-            run |= {"secure": True} | {
+            terms = {
                 f"secure_{f.name}": getattr(facts.secure, f.name) for f in fields(facts.secure)
             }
+            run |= {"secure": True, **terms}
         tables: dict[str, dict[str, Any]] = {
-            "federation": {"address": f"127.0.0.1:{port}", "authority": "ca.crt", "coordinator": "coordinator.pub"},
+            "federation": {
+                "address": f"127.0.0.1:{port}",
+                "authority": "ca.crt",
+                "coordinator": "coordinator.pub",
+            },
             "parties": {name: f"{name}.pub" for name in facts.clients},
             "data": {
-                "num_features": graph.num_features, "num_classes": graph.num_classes, "task": facts.task, "split": OWN_SPLIT,
+                "num_features": graph.num_features,
+                "num_classes": graph.num_classes,
+                "task": facts.task,
+                "split": OWN_SPLIT,
                 "inductive": clients[0].inductive,
             },
             "model": {"name": ",".join(facts.models), "dropout": facts.dropout},
-            "method": {"name": name_of(method), **method.settings()}, "run": run,
-        }  # fmt: skip
+            "method": {"name": name_of(method), **method.settings()},
+            "run": run,
+        }
         lines = [
             line
             for name, table in tables.items()
@@ -202,17 +223,20 @@ class Engine(RemoteEngine):
         return read_agreement(path)
 
     def snapshot(self) -> Message:
-        """Everything of the clients that a later round depends on, as in the loop: these parties' folder goes when the engine does."""
-        mark = _read(super().snapshot())
-        kept = {party.name: party.state(self.coordinator.lineage, mark) for party in self.parties}
+        """Returns everything of the clients that a later round depends on, as in the loop engine.
+
+        The parties' folder is removed with the engine, so a mark would not be enough.
+        """
+        mark = _mark_from_message(super().snapshot())
+        files = {party.name: party.state(self.coordinator.lineage, mark) for party in self.parties}
         return {
             name: checkpoint.decode(path.read_bytes()).state
-            for name, path in kept.items()
+            for name, path in files.items()
             if path.exists()
         }
 
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Puts the clients back to a snapshot; they must have been set up before."""
+    def restore(self, saved: Message) -> None:
+        """Restores a snapshot. The clients must have been set up before."""
         mark = secrets.token_hex(8)
         for party in self.parties:
             path = party.state(self.coordinator.lineage, mark)
@@ -220,14 +244,14 @@ class Engine(RemoteEngine):
             path.write_bytes(
                 checkpoint.encode(checkpoint.Checkpoint({}, saved.get(party.name, {})))
             )
-        super().restore(_marked(mark))
+        super().restore(_mark_to_message(mark))
 
     def _require_parties(self) -> None:
         for party in self.parties:
             party.require_alive()
 
     def close(self) -> None:
-        """Ends link and parties; nothing of them is left."""
+        """Ends the SuperLink and the parties, and removes their files."""
         super().close()
         self._clear()
 
@@ -237,14 +261,14 @@ class Engine(RemoteEngine):
         shutil.rmtree(self.folder)
 
 
-def _marked(mark: str) -> Message:
-    """A mark as a message: what a checkpoint holds of parties that keep their states themselves."""
-    return {"mark": {"kept": torch.tensor(list(bytes.fromhex(mark)), dtype=torch.uint8)}}
+def _mark_to_message(mark: str) -> Message:
+    """Returns a mark as a message, for a checkpoint."""
+    return {"mark": {"digits": torch.tensor(list(bytes.fromhex(mark)), dtype=torch.uint8)}}
 
 
-def _read(saved: Message) -> str:
-    """The inverse of `_marked`."""
-    return bytes(saved["mark"]["kept"].tolist()).hex()
+def _mark_from_message(saved: Message) -> str:
+    """Returns the mark in the output of `_mark_to_message`."""
+    return bytes(saved["mark"]["digits"].tolist()).hex()
 
 
 def _decoded(answer: bytes, phase: str) -> Message | Absent:
@@ -254,22 +278,18 @@ def _decoded(answer: bytes, phase: str) -> Message | Absent:
         return Absent(f"refused: {error}", error)
 
 
-def _toml(value: Any) -> str:
-    """A value as TOML writes it."""
-    text = (
-        str(value).lower()
-        if isinstance(value, bool)
-        else repr(value)
-        if isinstance(value, int | float)
-        else None
-    )
-    if text is None:
-        text = json.dumps(value)
+def _toml(value: bool | int | float | str) -> str:
+    """Returns a value as TOML."""
+    if isinstance(value, bool):
+        text = str(value).lower()
+    else:
+        text = repr(value) if isinstance(value, int | float) else json.dumps(value)
     assert tomllib.loads(f"v = {text}")["v"] == value
     return text
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Returns a port of this machine that is free now."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

@@ -1,4 +1,6 @@
-"""Envelopes: what orders and answers travel in, so that each side knows who wrote them, for which exchange, and that nobody changed them.
+"""Envelopes: signed containers for orders and answers.
+
+An envelope proves who wrote its content and for which exchange, and that it was not changed.
 
     8 bytes   "fedloomE"
     2 bytes   version                          (numbers in front of the header are big-endian)
@@ -7,11 +9,13 @@
     64 bytes  Ed25519 signature over sha256(domain, length of the header, header, sha256(body))
     body      the rest: bytes of a message, or the text of an error
 
-`party` is who answers: an order is signed by the coordinator and names the party that it is for, an answer by the party itself.
+The coordinator signs an order; its `party` is the receiver. A party signs its answer; its `party`
+is the sender.
 
-TLS tells the coordinator who sent something, as long as whoever carries it is honest; the signature holds also against a carrier that is
-not. `Gate` lets in what answers the question that is open now, once, and nothing else. Whoever starts a run again from a checkpoint must
-give it a new run id: under the old one, answers that were recorded after the checkpoint would fit once more.
+TLS identifies the sender only if the SuperLink that relays the message is honest. The signature
+also protects against a dishonest relay. `Gate` accepts one answer per party to the exchange that
+is open, and nothing else. A run that is resumed from a checkpoint must get a new run id: under the
+old one, answers that were recorded after the checkpoint would be valid again.
 """
 
 from __future__ import annotations
@@ -32,22 +36,21 @@ from fedloom.errors import MessageError
 
 VERSION = 1
 MAGIC = b"fedloomE"
-ANSWER, ORDER = (
-    b"fedloom envelope 1: a party's answer\0",
-    b"fedloom envelope 1: an order\0",
-)  # what a signature is for: it fits nothing else
+# The domain of a signature: a signature of one domain is not valid in another.
+ANSWER = b"fedloom envelope 1: a party's answer\0"
+ORDER = b"fedloom envelope 1: an order\0"
 PREFIX_BYTES = len(MAGIC) + 4
 SIGNATURE_BYTES = 64
 HEADER_LIMIT = 2048
 DEFAULT_LIMIT = 2**31  # bytes of an envelope; a deployment sets its own
-REMEMBERED = 64  # answered exchanges that a gate keeps for each party
+REMEMBERED = 64  # answered exchanges that a gate remembers for each party
 
 Kind = Literal["order", "answer", "error"]
 _RUN = re.compile(r"(?:[0-9a-f]{2}){4,32}")
 
 
 class EnvelopeError(MessageError):
-    """An envelope that is refused; `reason` is one word, for counting."""
+    """An envelope is refused. `reason` is one word, for counting."""
 
     def __init__(self, reason: str, text: str):
         super().__init__(f"envelope: {text}")
@@ -56,7 +59,16 @@ class EnvelopeError(MessageError):
 
 @dataclass(frozen=True)
 class Header:
-    """What an envelope says of itself. `sequence` is the number of the exchange in its run, `run` the run's id as 8 to 64 hex digits."""
+    """The header of an envelope.
+
+    Attributes:
+        run: The id of the coordinator's session, 8 to 64 hex digits.
+        round: The round of the exchange.
+        sequence: The number of the exchange in its run.
+        party: The party that receives the order, or that sends the answer.
+        phase: The phase that is ordered or answered.
+        kind: "order", "answer" or "error".
+    """
 
     run: str
     round: int
@@ -87,14 +99,14 @@ class Header:
 
 @dataclass(frozen=True)
 class Opened:
-    """What was in an envelope that was let in."""
+    """The content of an envelope that was accepted."""
 
     kind: Kind
     body: bytes
 
 
 def sign(body: bytes, header: Header, key: PartyKey) -> bytes:
-    """Takes what a party answers and to what, or what it is ordered to do, gives the bytes that travel."""
+    """Returns the envelope of an order or an answer, signed with the sender's key."""
     text = _canonical({**asdict(header), "version": VERSION})
     signature = key.signing.sign(_digest(header.kind, text, body))
     return b"".join(
@@ -105,30 +117,38 @@ def sign(body: bytes, header: Header, key: PartyKey) -> bytes:
 def open_order(
     data: bytes, party: str, coordinator: PublicKey, limit: int = DEFAULT_LIMIT
 ) -> tuple[Header, bytes]:
-    """Takes what a party was sent, gives the header and what is ordered; an EnvelopeError unless it is the coordinator's, for this party.
+    """Returns the header and the body of an order.
 
-    Whether it is of now is for the party to say, who knows what came before.
+    Raises EnvelopeError unless the coordinator signed it for this party. The party itself must
+    check that the order is current.
     """
     header, text, signature, body = parse(data, limit)
     if header.kind != "order":
         raise EnvelopeError("format", f"is an {header.kind}, not an order")
     if header.party != party:
-        raise EnvelopeError("foreign", f"is for {header.party!r}, this is {party!r}")
+        raise EnvelopeError("foreign", f"is for {header.party!r}, but this is {party!r}")
     if not _is_signed_by(coordinator.signing, signature, _digest(header.kind, text, body)):
         raise EnvelopeError("forged", "is not signed by the coordinator")
     return header, bytes(body)
 
 
 class Gate:
-    """The coordinator's side of one run: lets in each party's answer to the exchange that is open, once. For use in one thread.
+    """Accepts one answer per party to the exchange that is open. For use in one thread.
 
-    `refused` counts what was not let in, by the reason in the error:
+    `refused` counts refused envelopes by reason:
 
-        size, format, version    larger than the limit; not an envelope to the order; of another version of fedloom
-        foreign, forged          says another party than its sender, or nobody known; the signature is not that party's
-        run, round, phase        belongs to something else than what is asked now
-        replay, late             of an earlier exchange that the party did answer in time, or did not
-        duplicate, early         a second answer to this exchange; of an exchange that has not begun
+        size         larger than the limit
+        format       not a well-formed envelope
+        version      another version of fedloom
+        foreign      names a party other than its sender, or an unknown one
+        forged       the signature is not the party's
+        run          belongs to another run
+        round        names another round than the exchange that is open
+        phase        names another phase than the exchange that is open
+        replay       answers an earlier exchange that the party answered in time
+        late         answers an earlier exchange that the party did not answer in time
+        duplicate    a second answer to this exchange
+        early        answers an exchange that has not begun
     """
 
     def __init__(self, keys: Mapping[str, PublicKey], run: str, limit: int = DEFAULT_LIMIT):
@@ -140,12 +160,19 @@ class Gate:
         self._open = 0
 
     def open(self, data: bytes, *, sender: str, round: int, sequence: int, phase: str) -> Opened:
-        """Takes what `sender` sent while this exchange was open, gives what it holds; an EnvelopeError with a reason if it must not count.
+        """Returns the content of an envelope, or raises EnvelopeError with a reason.
 
-        Checked in this order: size, header, whose it is, signature, run, sequence, round and phase. Numbers of exchanges never fall.
+        The checks are, in this order: size, header, sender, signature, run, sequence, round, phase.
+
+        Args:
+            data: The envelope.
+            sender: The party that it came from.
+            round: The round of the exchange that is open.
+            sequence: The number of that exchange; it never decreases.
+            phase: The phase of that exchange.
         """
         assert sequence >= self._open, (
-            f"exchange {sequence} after {self._open}: an exchange that was closed stays closed"
+            f"exchange {sequence} after {self._open}: a closed exchange stays closed"
         )
         self._open = sequence
         try:
@@ -162,58 +189,58 @@ class Gate:
         self, header: Header, sender: str, text: bytes, signature: bytes, body: memoryview
     ) -> None:
         if sender not in self._keys:
-            raise EnvelopeError("foreign", f"sent by {sender!r}, who is no party of this run")
+            raise EnvelopeError("foreign", f"sent by {sender!r}, which is not a party of this run")
         if header.kind == "order":
-            raise EnvelopeError("foreign", f"sent by {sender!r}, who gives no orders")
+            raise EnvelopeError("foreign", f"sent by {sender!r}, which may not give orders")
         if header.party != sender:
             raise EnvelopeError(
-                "foreign", f"sent by {sender!r}, but says it is of {header.party!r}"
+                "foreign", f"sent by {sender!r}, but its header names {header.party!r}"
             )
         if not _is_signed_by(
             self._keys[sender].signing, signature, _digest(header.kind, text, body)
         ):
             raise EnvelopeError(
-                "forged", f"says it is of {sender!r}, but {sender!r} did not sign it"
+                "forged", f"its header names {sender!r}, but {sender!r} did not sign it"
             )
 
     def _require_current(self, header: Header, round: int, sequence: int, phase: str) -> None:
-        who, number, answered = (
-            f"of {header.party!r}",
-            header.sequence,
-            self._answered[header.party],
-        )
+        sender, number = f"from {header.party!r}", header.sequence
+        answered = self._answered[header.party]
         if header.run != self.run:
-            raise EnvelopeError("run", f"{who} belongs to run {header.run}, this is {self.run}")
+            raise EnvelopeError(
+                "run", f"{sender}: belongs to run {header.run}, this run is {self.run}"
+            )
+        now = f"the current one is {sequence}"
         if number > sequence:
-            raise EnvelopeError("early", f"{who} answers exchange {number}, now is {sequence}")
+            raise EnvelopeError("early", f"{sender}: answers exchange {number}, {now}")
         if number in answered and number == sequence:
-            raise EnvelopeError("duplicate", f"{who} answers exchange {number} a second time")
-        forgotten = (
-            len(answered) == REMEMBERED and number < answered[0]
-        )  # so old that only a replay is likely
+            raise EnvelopeError("duplicate", f"{sender}: answers exchange {number} a second time")
+        # An answer to an exchange that is too old to be remembered is most likely a replay.
+        forgotten = len(answered) == REMEMBERED and number < answered[0]
         if number in answered or forgotten:
-            raise EnvelopeError(
-                "replay", f"{who} answers exchange {number} again, now is {sequence}"
-            )
+            raise EnvelopeError("replay", f"{sender}: answers exchange {number} again, {now}")
         if number < sequence:
-            raise EnvelopeError(
-                "late", f"{who} answers exchange {number}, which was closed: now is {sequence}"
-            )
+            raise EnvelopeError("late", f"{sender}: answers closed exchange {number}, {now}")
         if header.round != round:
             raise EnvelopeError(
                 "round",
-                f"{who} says exchange {number} is in round {header.round}, it is in {round}",
+                f"{sender}: names round {header.round}, exchange {number} is in round {round}",
             )
         if header.phase != phase:
-            raise EnvelopeError("phase", f"{who} answers {header.phase!r}, asked was {phase!r}")
+            raise EnvelopeError(
+                "phase", f"{sender}: answers {header.phase!r}, the phase is {phase!r}"
+            )
 
 
 def parse(data: bytes, limit: int = DEFAULT_LIMIT) -> tuple[Header, bytes, bytes, memoryview]:
-    """Takes an envelope, gives its header, the header's bytes, the signature and the body, all unproven: only the form is checked."""
+    """Returns the header, the header's bytes, the signature and the body of an envelope.
+
+    It checks the form only, not the signature.
+    """
     if len(data) > limit:
         raise EnvelopeError("size", f"{len(data)} bytes, more than the limit of {limit}")
     if len(data) < PREFIX_BYTES + SIGNATURE_BYTES:
-        raise EnvelopeError("format", f"{len(data)} bytes, too short to be one")
+        raise EnvelopeError("format", f"{len(data)} bytes, too short to be an envelope")
     if data[: len(MAGIC)] != MAGIC:
         raise EnvelopeError("format", f"does not begin with {MAGIC.decode()!r}")
     version = int.from_bytes(data[len(MAGIC) : len(MAGIC) + 2], "big")
@@ -224,7 +251,7 @@ def parse(data: bytes, limit: int = DEFAULT_LIMIT) -> tuple[Header, bytes, bytes
     start = PREFIX_BYTES + length + SIGNATURE_BYTES
     if start > len(data):
         raise EnvelopeError(
-            "format", f"cut off: header and signature need {start} bytes, {len(data)} came"
+            "format", f"cut off: header and signature need {start} bytes, there are {len(data)}"
         )
     text = data[PREFIX_BYTES : PREFIX_BYTES + length]
     return _read_header(text), text, data[PREFIX_BYTES + length : start], memoryview(data)[start:]
@@ -232,33 +259,33 @@ def parse(data: bytes, limit: int = DEFAULT_LIMIT) -> tuple[Header, bytes, bytes
 
 def _read_header(text: bytes) -> Header:
     try:
-        said = json.loads(text)
-        canonical = isinstance(said, dict) and _canonical(said) == text
+        header = json.loads(text)
+        canonical = isinstance(header, dict) and _canonical(header) == text
     except (ValueError, RecursionError):
         canonical = False
     if not canonical:
         raise EnvelopeError("format", "the header is not canonical JSON")
     fields = {*Header.__dataclass_fields__, "version"}
-    for name in sorted(fields - said.keys()):
+    for name in sorted(fields - header.keys()):
         raise EnvelopeError("format", f"the header has no {name!r}")
-    for name in sorted(said.keys() - fields):
+    for name in sorted(header.keys() - fields):
         raise EnvelopeError(
             "format", f"the header has an unknown {name[:40]!r}; valid: {', '.join(sorted(fields))}"
         )
-    version = said.pop("version")
+    version = header.pop("version")
     if type(version) is not int:
         raise EnvelopeError("format", "version is not a whole number")
     _require_version(version)
-    return Header(**said)
+    return Header(**header)
 
 
 def _require_version(version: int) -> None:
     if version != VERSION:
-        raise EnvelopeError("version", f"version {version}, this side speaks {VERSION}")
+        raise EnvelopeError("version", f"version {version}, this side uses {VERSION}")
 
 
 def _canonical(header: dict[str, Any]) -> bytes:
-    """The one way to write a header: sorted names, no spaces, ASCII."""
+    """Returns the only valid form of a header: sorted names, no spaces, ASCII."""
     return json.dumps(
         header, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
     ).encode()

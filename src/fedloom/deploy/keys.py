@@ -1,15 +1,16 @@
-"""Identities of a deployment: a small certificate authority for the coordinator's TLS, and two keys for each party.
+"""Keys of a deployment: a certificate authority for the coordinator's TLS, two keys per party.
 
-    file         what                                     who has it
-    ca.key       signs the server's certificates          the coordinator alone
-    ca.crt       tells parties whom to believe            everybody
-    server.key   the coordinator's TLS key                the coordinator alone
-    server.crt   its certificate                          the coordinator shows it to whoever connects
-    NAME.key     a party's keys: node (P-384), signing    that party alone
+    file         content                                  holder
+    ca.key       signs the server's certificates          only the coordinator
+    ca.crt       lets parties verify the coordinator      all parties
+    server.key   the coordinator's TLS key                only the coordinator
+    server.crt   its certificate                          the coordinator, which sends it to clients
+    NAME.key     a party's keys: node (P-384), signing    only that party
     NAME.pub     their public halves, one line of text    the coordinator
 
-A party has two keys because Flower authenticates nodes by an EC key, and only that; answers are signed by an Ed25519 key that Flower
-never sees. Files with secrets have mode 0600 from their first byte, and no file is ever written over.
+A party has two keys because Flower authenticates nodes by an EC key and accepts no other kind.
+Answers are signed by an Ed25519 key that Flower never sees. Files with secrets have mode 0600 from
+their first byte. No file is ever overwritten.
 """
 
 from __future__ import annotations
@@ -41,35 +42,40 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedloom.errors import ConfigError
 
-AUTHORITY_DAYS = 3650  # an authority outlives its servers' certificates, so that renewing one changes nothing for the parties
-CLOCKS_APART = timedelta(
-    hours=1
-)  # certificates are valid from a little before they are made: other machines' clocks may be behind
+# An authority is valid longer than its server certificates, so that renewing a certificate changes
+# nothing for the parties.
+AUTHORITY_DAYS = 3650
+# Certificates are valid from a little before they are made: another machine's clock may be behind.
+CLOCK_SKEW = timedelta(hours=1)
 PARTY_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 RESERVED = ("ca", "server")  # their .key files are the authority's and the server's
-_DNS_NAME = re.compile(
-    r"(?=.{1,253}$)(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)*(?!\d+$)[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
-)
+_LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
+_DNS_NAME = re.compile(rf"(?=.{{1,253}}$)(?:{_LABEL}\.)*(?!\d+$){_LABEL}")
 _PEM = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----[^-]*-----END \1-----\s*")
 
 
 # ---- a party's keys ----
 @dataclass(frozen=True)
 class PublicKey:
-    """What others know of a party: by `node` Flower admits it, by `signing` its answers are told from forged ones."""
+    """The public keys of a party.
+
+    Attributes:
+        node: Flower admits the party by this key.
+        signing: The party's answers are verified with this key.
+    """
 
     node: ec.EllipticCurvePublicKey
     signing: Ed25519PublicKey
 
     def text(self) -> str:
-        """Both keys in one line, e.g. for a TOML file; `public_key_of` reads it."""
+        """Returns both keys in one line, for example for a TOML file. `public_key_of` reads it."""
         point = self.node.public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
         return f"p384:{_base64(point)} ed25519:{_base64(self.signing.public_bytes_raw())}"
 
 
 @dataclass(frozen=True)
 class PartyKey:
-    """A party's secrets; `public` is what it gives to the coordinator."""
+    """The private keys of a party. It gives `public` to the coordinator."""
 
     node: ec.EllipticCurvePrivateKey
     signing: Ed25519PrivateKey
@@ -81,7 +87,7 @@ class PartyKey:
 
 
 def make_party(folder: Path, name: str) -> list[Path]:
-    """Takes a folder and a party's name, makes keys, writes NAME.key and NAME.pub; gives the two paths."""
+    """Makes a party's keys. Writes NAME.key and NAME.pub into the folder and returns both paths."""
     files = party_files(folder, name)
     key = PartyKey(ec.generate_private_key(ec.SECP384R1()), Ed25519PrivateKey.generate())
     _make_folder(folder)
@@ -91,7 +97,10 @@ def make_party(folder: Path, name: str) -> list[Path]:
 
 
 def party_files(folder: Path, name: str) -> list[Path]:
-    """The two files `make_party` will write; a ConfigError if the name is not valid or one of them exists."""
+    """Returns the two files that `make_party` writes.
+
+    Raises ConfigError if the name is not valid or if one of the files exists.
+    """
     require_party_name(name)
     files = [folder / f"{name}.key", folder / f"{name}.pub"]
     _require_absent(files)
@@ -99,16 +108,19 @@ def party_files(folder: Path, name: str) -> list[Path]:
 
 
 def require_party_name(name: str) -> None:
-    """Raises ConfigError unless a party may be called so."""
+    """Raises ConfigError unless the name is valid for a party."""
     if not PARTY_NAME.fullmatch(name) or name in RESERVED:
-        rule = "1 to 64 of a-z, 0-9, '.', '_', '-', the first a order or digit"
+        rule = "1 to 64 of a-z, 0-9, '.', '_', '-', the first one a letter or a digit"
         raise ConfigError(
             f"party {name!r} is not a valid name: {rule}; not {' or '.join(map(repr, RESERVED))}"
         )
 
 
 def read_party_key(path: Path) -> PartyKey:
-    """Takes the path of a NAME.key, gives its keys; a ConfigError if others may read it, or it is not what `make_party` writes."""
+    """Returns the keys in a NAME.key file.
+
+    Raises ConfigError if other users may read the file or if `make_party` did not write it.
+    """
     require_private(path)
     keys = [_private_key(path, block) for block in _blocks(path)]
     node = [
@@ -119,13 +131,14 @@ def read_party_key(path: Path) -> PartyKey:
     signing = [key for key in keys if isinstance(key, Ed25519PrivateKey)]
     if len(node) != 1 or len(signing) != 1 or len(keys) != 2:
         raise ConfigError(
-            f"{path}: must hold an EC P-384 and an Ed25519 private key, one of each; it holds {_kinds(keys)}"
+            f"{path}: must hold an EC P-384 and an Ed25519 private key, one of each; "
+            f"it holds {_kinds(keys)}"
         )
     return PartyKey(node[0], signing[0])
 
 
 def read_public_key(path: Path) -> PublicKey:
-    """Takes the path of a NAME.pub, gives its keys."""
+    """Returns the keys in a NAME.pub file."""
     try:
         return public_key_of(_read(path).decode("ascii"))
     except UnicodeDecodeError:
@@ -135,7 +148,7 @@ def read_public_key(path: Path) -> PublicKey:
 
 
 def public_key_of(text: str) -> PublicKey:
-    """Takes what `PublicKey.text` gave, gives the keys; a ConfigError that says what is wrong with it."""
+    """Returns the keys in the output of `PublicKey.text`. Raises ConfigError if it is not valid."""
     found = re.fullmatch(r"\s*p384:(\S+)\s+ed25519:(\S+)\s*", text)
     if found is None:
         raise _NotAKeyError(
@@ -146,36 +159,42 @@ def public_key_of(text: str) -> PublicKey:
             ec.SECP384R1(), base64.b64decode(found[1], validate=True)
         )
     except (ValueError, binascii.Error):
-        raise _NotAKeyError("not a public key: what follows 'p384:' is not one") from None
+        raise _NotAKeyError("not a public key: no P-384 key follows 'p384:'") from None
     try:
         signing = Ed25519PublicKey.from_public_bytes(base64.b64decode(found[2], validate=True))
     except (ValueError, binascii.Error):
-        raise _NotAKeyError("not a public key: what follows 'ed25519:' is not one") from None
+        raise _NotAKeyError("not a public key: no Ed25519 key follows 'ed25519:'") from None
     return PublicKey(node, signing)
 
 
 class _NotAKeyError(ConfigError):
-    """Not a key; who knows where the text stood puts that in front."""
+    """The text is not a key. The caller adds where the text came from."""
 
 
 def require_private(path: Path) -> None:
-    """Raises ConfigError unless the file is there and nobody but its owner may do anything with it."""
+    """Raises ConfigError unless the file exists and only its owner has access to it."""
     try:
         mode = path.stat().st_mode & 0o777
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     if mode & 0o077:
         raise ConfigError(
-            f"{path}: holds a secret, but others have access to it (mode {mode:04o}): chmod 600 {path}"
+            f"{path}: holds a secret, but others have access to it (mode {mode:04o}); "
+            f"run: chmod 600 {path}"
         )
 
 
 # ---- the coordinator's certificates ----
 def make_authority(folder: Path, host: str, days: int = 365) -> list[Path]:
-    """Takes a folder, the name or address that parties will connect to, and for how many days; gives the paths of what it wrote.
+    """Writes ca.key, ca.crt, server.key and server.crt. Returns the paths of the files it wrote.
 
-    Writes ca.key, ca.crt, server.key and server.crt. An authority that is there already is used, and so is a server.key: to renew
-    a certificate, move the old server.crt away and call again. A certificate never outlives its authority.
+    An existing authority and an existing server.key are used again. To renew a certificate, move
+    the old server.crt away and call this again. A certificate expires no later than its authority.
+
+    Args:
+        folder: Where the files go.
+        host: The DNS name or IP address that parties connect to.
+        days: How long the server's certificate is valid.
     """
     if days < 1:
         raise ConfigError(f"days is {days}, must be at least 1")
@@ -186,14 +205,14 @@ def make_authority(folder: Path, host: str, days: int = 365) -> list[Path]:
     if any(known) and not all(known):
         there, gone = ("ca.key", "ca.crt") if known[0] else ("ca.crt", "ca.key")
         raise ConfigError(
-            f"{paths[gone]}: no such file, but {there} is there: an authority needs both"
+            f"{paths[gone]}: no such file, but {there} exists; an authority needs both"
         )
     _make_folder(folder)
     written = []
     if all(known):
         authority_key, authority = _read_authority(paths["ca.key"], paths["ca.crt"])
     else:
-        if paths["server.key"].exists():  # before an authority is made for nothing
+        if paths["server.key"].exists():  # an invalid key is refused before anything is written
             _read_ec_key(paths["server.key"])
         authority_key = ec.generate_private_key(ec.SECP256R1())
         authority = _authority_certificate(authority_key, max(days, AUTHORITY_DAYS))
@@ -214,7 +233,7 @@ def make_authority(folder: Path, host: str, days: int = 365) -> list[Path]:
 
 
 def _alternative_names(host: str) -> list[x509.GeneralName]:
-    """What a certificate for this host is for: the host, and this machine's own names if that is where it is."""
+    """Returns the names in a certificate for this host; for loopback, all names of loopback."""
     names: list[x509.GeneralName]
     try:
         address = ip_address(host)
@@ -234,7 +253,7 @@ def _alternative_names(host: str) -> list[x509.GeneralName]:
 
 
 def _authority_certificate(key: ec.EllipticCurvePrivateKey, days: int) -> x509.Certificate:
-    # Parties may know several authorities: a name of its own keeps them apart.
+    # Parties may know several authorities. A unique name keeps them apart.
     name = x509.Name(
         [x509.NameAttribute(NameOID.COMMON_NAME, f"fedloom authority {secrets.token_hex(4)}")]
     )
@@ -258,9 +277,8 @@ def _server_certificate(
     authority_key: ec.EllipticCurvePrivateKey,
     authority: x509.Certificate,
 ) -> x509.Certificate:
-    subject = x509.Name(
-        [x509.NameAttribute(NameOID.COMMON_NAME, "fedloom coordinator")]
-    )  # hosts are in the alternative names alone
+    # The hosts are only in the alternative names.
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedloom coordinator")])
     end = min(_now() + timedelta(days), authority.not_valid_after_utc)
     mark = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
     return (
@@ -283,23 +301,29 @@ def _certificate(
     builder = x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(key)
     return (
         builder.serial_number(x509.random_serial_number())
-        .not_valid_before(_now() - CLOCKS_APART)
+        .not_valid_before(_now() - CLOCK_SKEW)
         .not_valid_after(end)
     )
 
 
 def _usage(signs_certificates: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
-        digital_signature=not signs_certificates, key_cert_sign=signs_certificates, crl_sign=signs_certificates,
-        content_commitment=False, key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False,
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
         decipher_only=False,
-    )  # fmt: skip
+    )
 
 
 def _read_authority(
     key_path: Path, path: Path
 ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """An authority's key and certificate, if they belong together and may sign today."""
+    """Returns an authority's key and certificate. They must match and be valid today."""
     key = _read_ec_key(key_path)
     try:
         certificate = x509.load_pem_x509_certificate(_read(path))
@@ -313,7 +337,8 @@ def _read_authority(
         raise ConfigError(f"{path}: does not belong to {key_path.name}")
     if not certificate.not_valid_before_utc <= _now() < certificate.not_valid_after_utc:
         raise ConfigError(
-            f"{path}: not valid today, only from {certificate.not_valid_before_utc} to {certificate.not_valid_after_utc}"
+            f"{path}: not valid today, only from {certificate.not_valid_before_utc} "
+            f"to {certificate.not_valid_after_utc}"
         )
     return key, certificate
 
@@ -332,7 +357,7 @@ def _read_ec_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def _blocks(path: Path) -> list[bytes]:
-    """The PEM blocks of a file that has nothing else in it."""
+    """Returns the PEM blocks of a file. Raises ConfigError if it holds anything else."""
     data = _read(path)
     if not data.strip() or _PEM.sub(b"", data).strip():
         raise ConfigError(f"{path}: not a key file (PEM blocks and nothing else)")
@@ -344,7 +369,7 @@ def _private_key(path: Path, block: bytes) -> object:
         return load_pem_private_key(block, password=None)
     except TypeError:
         raise ConfigError(
-            f"{path}: the key is under a password: fedloom cannot ask for one"
+            f"{path}: the key has a password, which fedloom cannot ask for; remove the password"
         ) from None
     except (ValueError, UnsupportedAlgorithm):
         raise ConfigError(f"{path}: not a private key") from None
@@ -375,12 +400,13 @@ def _require_absent(paths: Iterable[Path]) -> None:
     for path in paths:
         if os.path.lexists(path):
             raise ConfigError(
-                f"{path}: exists already, and keys are never written over: move it away or choose another folder"
+                f"{path}: exists already, and keys are never overwritten; "
+                "move it away or choose another folder"
             )
 
 
 def _write(path: Path, content: bytes, *, secret: bool = False) -> None:
-    """Writes a file that must not be there yet: what opens it also says who may read it, so there is no moment when others can."""
+    """Writes a new file. Its permissions are set when it is created: no one can read it before."""
     _require_absent([path])
     try:
         with open(

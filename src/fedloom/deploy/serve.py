@@ -1,4 +1,4 @@
-"""`fedloom serve`: the coordinator of an agreement, from waiting for the parties to the run's folder."""
+"""`fedloom serve`: coordinates an agreement, from waiting for the parties to the run folder."""
 
 from __future__ import annotations
 
@@ -15,28 +15,50 @@ from fedloom.deploy.coordinator import Coordinator
 from fedloom.deploy.coordinator_transport import Address, CoordinatorTransport, SuperLinkError
 from fedloom.deploy.engine import RemoteEngine
 from fedloom.deploy.keys import read_party_key, require_private
+from fedloom.deploy.party import Log
+from fedloom.deploy.transport import Transport
 from fedloom.experiments.recorder import Recorder
 from fedloom.experiments.result import Result
 from fedloom.experiments.run import agree_on_facts, run_folder, threads
 
-LINKS = 10  # lives of the link that one life of the coordinator may use up
+MAX_SUPERLINKS = 10  # that one call of `serve` may start, one after the other
 
-Say = Callable[[str], None]
+OnRound = Callable[[dict[str, Any], int], None]
 
 
 def serve(
-    agreement: Agreement, keys: Path, out: Path, *, insecure: bool = False, wait: float = 600.0, resumed: dict[str, Any] | None = None,
-    origin: dict[str, Any] | None = None, say: Say = print, on_round: Callable[[dict[str, Any], int], None] | None = None,
-    opened: Callable[[], Any] | None = None,
-) -> Result:  # fmt: skip
-    """Waits for the parties, runs the method with them, keeps the run in a folder.
+    agreement: Agreement,
+    keys: Path,
+    out: Path,
+    *,
+    insecure: bool = False,
+    wait: float = 600.0,
+    resumed: dict[str, Any] | None = None,
+    origin: dict[str, Any] | None = None,
+    log: Log = print,
+    on_round: OnRound | None = None,
+    open_transport: Callable[[], Transport] | None = None,
+) -> Result:
+    """Waits for the parties, runs the method with them and records the run in a folder.
 
-    keys: the folder with coordinator.key, server.crt and server.key. out: the run's folder. wait: seconds that the parties have to come in;
-    then a quorum is enough, and the others may come later. resumed: what the folder says of the run in it, to go on with. origin: what it
-    is to say of where agreement and keys are, so that `fedloom resume` finds them. A link that dies is started again, and the run goes on
-    from its last checkpoint. opened: gives an transport to use instead of a link of one's own; TLS is that one's affair then.
+    A SuperLink that dies is started again, and the run continues from its last checkpoint.
+
+    Args:
+        agreement: The coordinator's copy of the agreement.
+        keys: The folder with coordinator.key, server.crt and server.key.
+        out: The run folder.
+        insecure: Allow a deployment without TLS on this machine.
+        wait: Seconds that the parties have to join. After that a quorum is enough; the others may
+            join later.
+        resumed: The config of the run in the folder, to continue that run.
+        origin: What the config says about the location of agreement and keys, for
+            `fedloom resume`.
+        log: Called with a line for each event.
+        on_round: Called with each history entry and the number of rounds.
+        open_transport: Returns a transport to use instead of an own SuperLink. TLS is then the
+            responsibility of that transport.
     """
-    if opened is None:
+    if open_transport is None:
         require_tls(agreement, insecure)
     resume = resumed is not None
     key, folder = read_party_key(keys / "coordinator.key"), run_folder(out, resume)
@@ -45,58 +67,62 @@ def serve(
         **_config(agreement),
         "deployment": {"lineage": secrets.token_hex(8), **(origin or {})},
     }
-    lives = 0
+    lineage, faults = config["deployment"]["lineage"], agreement.run.faults
+    started = 0
     while True:
-        transport = (
-            opened()
-            if opened
-            else CoordinatorTransport(
-                _address(agreement, keys), agreement.parties, log=folder / "link.log"
+        transport: Transport
+        if open_transport is None:
+            address = _address(agreement, keys)
+            transport = CoordinatorTransport(
+                address, agreement.parties, log=folder / "superlink.log"
             )
-        )
-        say(f"listening on {agreement.federation.listen or agreement.federation.address}")
+        else:
+            transport = open_transport()
+        log(f"listening on {agreement.federation.listen or agreement.federation.address}")
         try:
-            return _one_life(agreement, Coordinator(agreement, transport, key, config["deployment"]["lineage"], agreement.run.faults),
-                             folder, config, wait, resume, say, on_round)  # fmt: skip
+            coordinator = Coordinator(agreement, transport, key, lineage, faults)
+            return _run_session(agreement, coordinator, folder, config, wait, resume, log, on_round)
         except SuperLinkError as error:
-            lives, resume = lives + 1, (folder / "config.json").exists()
-            if lives == LINKS:
+            started, resume = started + 1, (folder / "config.json").exists()
+            if started == MAX_SUPERLINKS:
                 raise
-            say(f"{error}; starting it again")
+            log(f"{error}; starting it again")
         finally:
             transport.close()
 
 
-def _one_life(
+def _run_session(
     agreement: Agreement,
     coordinator: Coordinator,
     folder: Path,
     config: dict[str, Any],
     wait: float,
     resume: bool,
-    say: Say,
-    on_round: Any,
+    log: Log,
+    on_round: OnRound | None,
 ) -> Result:
-    method, rules = agreement.make_method(), agreement.run
-    roster = coordinator.gather(wait, max(1, math.ceil(rules.quorum * len(agreement.parties))), say)
+    """Runs the method, from the beginning or from a checkpoint, until it ends or fails."""
+    method, settings = agreement.make_method(), agreement.run
+    needed = max(1, math.ceil(settings.quorum * len(agreement.parties)))
+    roster = coordinator.wait_for_parties(wait, needed, log)
     facts = agree_on_facts(
-        method, agreement.method, roster, agreement.model.name, agreement.model.dropout, rules
+        method, agreement.method, roster, agreement.model.name, agreement.model.dropout, settings
     )
-    record = Recorder(roster, rules, folder, on_round)
-    record.config = config
+    recorder = Recorder(roster, settings, folder, on_round)
+    recorder.config = config
 
-    def joined(holding: PartySize) -> None:
-        say(f"{holding.name} has come: {holding.items} items")
-        record.roster = coordinator.roster()
+    def on_join(size: PartySize) -> None:
+        log(f"{size.name} has joined late: {size.items} items")
+        recorder.roster = coordinator.roster()
 
-    coordinator.joined = joined
+    coordinator.on_join = on_join
 
     def engine() -> RemoteEngine:
         coordinator.begin(facts)
         return RemoteEngine(coordinator)
 
-    with threads(rules.threads):
-        return record.execute(Path(agreement.method).stem, method, facts, engine, resume, 0.0)
+    with threads(settings.threads):
+        return recorder.execute(Path(agreement.method).stem, method, facts, engine, resume, 0.0)
 
 
 def _address(agreement: Agreement, keys: Path) -> Address:
@@ -110,11 +136,10 @@ def _address(agreement: Agreement, keys: Path) -> Address:
 
 def _config(agreement: Agreement) -> dict[str, Any]:
     agreed = agreement.agreed()
-    run = {f.name: getattr(agreement.run, f.name) for f in fields(agreement.run)}
     return {
         "data": agreed["data"],
         "model": agreed["model"],
         "method": agreed["method"],
-        "run": run,
+        "run": {f.name: getattr(agreement.run, f.name) for f in fields(agreement.run)},
         "parties": list(agreement.parties),
     }
