@@ -12,7 +12,7 @@ from fedloom.core.facts import Facts
 from fedloom.core.history_hash import fingerprint
 from fedloom.core.message import batched, flatten, unflatten
 from fedloom.core.method import Method
-from fedloom.core.phase import averaged, peer_messages, phase, summed
+from fedloom.core.phase import Computed, averaged, peer_messages, phase, summed
 from fedloom.core.replies import Replies
 from fedloom.core.server import RoundPolicy, Server
 from fedloom.core.settings import setting
@@ -25,6 +25,11 @@ from fedloom.nn.weights import weights
 
 NAMES = ("b", "a", "c")  # client order is not alphabetical
 SPEC = "gcn-2x4"
+
+
+def rows_asked_for(toy, facts, message, reply):
+    """The schema of `Toy.table`: as many rows as the message asks for."""
+    return (("", "float32", (int(message["count"]), facts.num_classes)),)
 
 
 @dataclass(frozen=True)
@@ -102,13 +107,13 @@ class Toy(Method):
         }
 
     @phase()
-    def open_post(self, client: Client, letters=None):
+    def open_post(self, client: Client, inbox=None):
         """Keeps what came."""
-        client.state["post"] = letters or {}
+        client.state["post"] = inbox or {}
         return {}
 
     @summed
-    @phase(rows="float32[#count,C]")
+    @phase(rows=Computed(rows_asked_for))
     def table(self, client: Client, count):
         """As many rows as were asked for."""
         return {"rows": torch.ones(int(count), client.facts.num_classes)}
@@ -238,10 +243,10 @@ def test_letters_are_relayed_and_nothing_else_is():
     server, _, toy = make()
     with pytest.raises(
         ConfigError,
-        match=r"server\.ask: phase 'post' writes letters to other clients; use server\.relay",
+        match=r"server\.ask: phase 'post' writes to other clients; use server\.relay",
     ):
         server.ask(toy.post, scale=torch.tensor(1.0))
-    with pytest.raises(ConfigError, match=r"server\.relay: phase 'echo' is not marked @letters"):
+    with pytest.raises(ConfigError, match=r"server\.relay: phase 'echo' is not marked @peer_messages"):
         server.relay(toy.echo, x=torch.ones(1))
 
 
@@ -278,7 +283,7 @@ def test_a_length_can_be_how_many_are_true_in_the_answer_itself():
     refused(lambda r: {"rows": r["rows"]}, "tensor 'there' is missing")
     with pytest.raises(
         ValueError,
-        match=r"counts what is true in 'there', which has to be declared as 'bool\[dims\]'",
+        match=r"counts the true entries of 'there', which must be declared as 'bool\[dims\]'",
     ):
         phase(rows="float32[*there]", there="int64[C]")
 
@@ -474,7 +479,7 @@ def test_the_server_sums_and_averages_what_it_asks_for():
         ("sum", toy.echo, "@summed"),
     ):
         with pytest.raises(
-            ConfigError, match=f"server.{how}: phase '{wrong.__name__}' is not marked {mark}"
+            ConfigError, match=f"server.{how}: phase '{wrong.name}' is not marked {mark}"
         ):
             getattr(server, how)(wrong, each=each)
 
