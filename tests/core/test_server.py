@@ -246,7 +246,9 @@ def test_letters_are_relayed_and_nothing_else_is():
         match=r"server\.ask: phase 'post' writes to other clients; use server\.relay",
     ):
         server.ask(toy.post, scale=torch.tensor(1.0))
-    with pytest.raises(ConfigError, match=r"server\.relay: phase 'echo' is not marked @peer_messages"):
+    with pytest.raises(
+        ConfigError, match=r"server\.relay: phase 'echo' is not marked @peer_messages"
+    ):
         server.relay(toy.echo, x=torch.ones(1))
 
 

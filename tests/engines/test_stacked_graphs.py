@@ -149,7 +149,9 @@ def test_parameters_become_rows_of_one_tensor_and_stay_the_same_objects():
     stack = stacked_parameters(models)
     assert all(
         p is q
-        for p, q in zip(parameters, (p for model in models for p in model.parameters()), strict=True)
+        for p, q in zip(
+            parameters, (p for model in models for p in model.parameters()), strict=True
+        )
     )
     assert all(
         torch.equal(stack[name][k], kept)
