@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fedloom.core.client import Client
-from fedloom.core.facts import Facts
+from fedloom.core.facts import Facts, SecureTerms
 from fedloom.core.history_hash import fingerprint
 from fedloom.core.message import batched, flatten, unflatten
 from fedloom.core.method import Method
@@ -22,6 +22,7 @@ from fedloom.engines.loop import Engine
 from fedloom.errors import ConfigError, MessageError
 from fedloom.nn.training import make_optimizer, step
 from fedloom.nn.weights import weights
+from fedloom.privacy.secure_aggregation import aggregation_for, responder_for
 
 NAMES = ("b", "a", "c")  # client order is not alphabetical
 SPEC = "gcn-2x4"
@@ -427,6 +428,16 @@ def test_a_server_has_no_way_to_a_graph():
         if value is engine or isinstance(value, (Graph, Client, Engine))
     ]
     assert not reachable
+
+
+def test_the_parties_of_a_secure_run_need_their_side_of_secure_aggregation():
+    known = facts(secure=SecureTerms())
+    with pytest.raises(ValueError, match="a client of a secure run needs the responder"):
+        Client("a", graph(), known)
+    with pytest.raises(ValueError, match="the server of a secure run needs the aggregation"):
+        Server(Toy(), known, None, RoundPolicy("local"), Watcher())
+    Client("a", graph(), known, responder=responder_for(known))
+    Server(Toy(), known, None, RoundPolicy("local"), Watcher(), aggregation_for(known))
 
 
 # ---- replies ----

@@ -1,6 +1,8 @@
 """Engines: they run phases, copy messages, and restore snapshots."""
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -98,6 +100,20 @@ def test_engines_are_found_by_name():
     assert not any(name.startswith("_") for name in engine_names())
     with pytest.raises(ConfigError, match=r"'lop'. Did you mean 'loop'\? Valid: .*wire"):
         engine_class("lop")
+
+
+def test_the_loop_engine_does_not_load_the_stacked_engine():
+    """The reference shares no code with the engine that it checks."""
+    program = (
+        "import sys, fedloom.engines.loop\n"
+        "print(*(m for m in sys.modules if m == 'greenlet' or m.startswith('fedloom.engines')))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    loaded = set(ran.stdout.split())
+    assert "fedloom.engines.loop" in loaded
+    assert loaded <= {"fedloom.engines", "fedloom.engines.base", "fedloom.engines.loop"}
 
 
 def test_clients_with_a_message_are_called_with_their_own(engine):

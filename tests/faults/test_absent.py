@@ -181,7 +181,7 @@ def test_a_bad_answer_is_refused_by_name_and_the_others_are_averaged_to_the_bit(
         assert (number, phase_name, client) == (2, "train", "1")
         assert re.match(words, cause)
         assert same_bits(reference, result, ("server", "0", "2", "3"))
-        if kind != "lost":  # bites: everybody has to be as expected, and is not
+        if kind != "lost":  # the control: with a quorum of 1 it is an error
             with pytest.raises(MessageError):
                 go(node_federation, quorum=1.0)
 
@@ -438,7 +438,7 @@ def test_what_was_missed_is_made_up_for_in_order(node_federation, monkeypatch):
 
 
 def test_who_has_lost_its_state_is_handed_in_everything(node_federation, monkeypatch):
-    gone = Absent("was started anew", forgot=True)
+    gone = Absent("was started anew", lost_state=True)
     result, schedule = steps(node_federation, monkeypatch, {(2, "third", "1"): gone})
     of_1 = [(r, p) for r, p, c in schedule.asked if c == "1"]
     assert (
@@ -457,7 +457,7 @@ def test_who_has_lost_its_state_is_handed_in_everything(node_federation, monkeyp
 
 
 def test_who_forgets_in_an_evaluation_sits_out_a_round(node_federation, monkeypatch):
-    gone = Absent("was started anew", forgot=True)
+    gone = Absent("was started anew", lost_state=True)
     result, schedule = steps(node_federation, monkeypatch, {(1, "evaluate", "1"): gone})
     assert [p for r, p, c in schedule.asked if (r, c) == (2, "1")] == [
         "setup",
@@ -491,7 +491,7 @@ def test_a_resumed_run_says_the_same_of_absences(node_federation, monkeypatch, t
 
 # ---- what methods need ----
 def test_a_method_says_how_few_are_too_few(node_federation, monkeypatch):
-    monkeypatch.setattr(FedAvg, "minimum", 3)
+    monkeypatch.setattr(FedAvg, "min_replies", 3)
     with monkeypatch.context() as patch:
         Schedule(patch, {(2, "train", "1"): BOOM})
         assert go(node_federation, quorum=0.1).summary["status"] == "completed"
@@ -520,9 +520,9 @@ def test_a_method_says_in_which_phases_nobody_may_be_absent(
 
 def test_a_plug_in_and_its_method_both_say_so():
     class Before(Plugin):
-        """Needs everybody in a phase of its own."""
+        """Needs all clients in a phase of its own."""
 
-        everybody = ("mine",)
+        requires_all = ("mine",)
 
         def prepare_clients(self, server):
             """Nothing."""
@@ -536,7 +536,7 @@ def test_a_plug_in_and_its_method_both_say_so():
 # ---- at the command line ----
 METHOD = '''"""FedAvg whose clients give up."""
 from dataclasses import dataclass
-from fedloom.core.method import averaged, phase
+from fedloom.core.phase import averaged, phase
 from fedloom.methods.fedavg import FedAvg
 
 

@@ -15,7 +15,7 @@ from fedloom.experiments.run import run
 from fedloom.methods.fedavg import FedAvg
 
 ROUNDS = 6
-FORGOT = Absent("started anew", forgot=True)
+FORGOT = Absent("started anew", lost_state=True)
 FAULTS = {
     "raises in rounds": {(2, "train", "1"): BOOM, (3, "train", "3"): LOST, (4, "evaluate", "0"): BOOM},
     "misses set-up, is handed it later": {(0, "setup", "1"): BOOM, (1, None, "1"): BOOM, (2, None, "1"): BOOM},

@@ -20,7 +20,8 @@ from tests.faults.test_absent import BAD, BOOM, absences, go, only, same_bits
 from tests.faults.test_checkpoint import made, number_of
 from tests.faults.test_signals import ended, start
 
-from fedloom.core import message, party
+from fedloom import _system
+from fedloom.core import message, replies, server, waist
 from fedloom.core.absence import AbsenceTracker
 from fedloom.core.message import FORMAT, decode, encode
 from fedloom.errors import DataError, FedloomError, MessageError
@@ -33,9 +34,9 @@ __all__ = ["start"]  # a fixture
 def test_written_in_place_checkpoints_are_lost_to_kills(tmp_path, monkeypatch):
     def plainly(path, content, kind="", keep=None):
         with open(path, "wb", buffering=0) as file:
-            disk._write(file, content, "checkpoint")
+            _system._write(file, content, "checkpoint")
 
-    monkeypatch.setattr(disk, "put", plainly)
+    monkeypatch.setattr(checkpoint, "write_atomic", plainly)
     chance, lost = random.Random(0), 0
     for _ in range(60):
         child = fork(lambda: [checkpoint.write(tmp_path, made(number)) for number in range(10_000)])
@@ -57,7 +58,7 @@ def test_without_the_check_a_bad_answer_gets_in_or_ends_the_run(kind, node_feder
     with monkeypatch.context() as patch:
         Schedule(patch, {(2, "train", "1"): BOOM})
         reference = go(node_federation, rounds=2)
-    monkeypatch.setattr(party, "check", lambda *_: None)
+    monkeypatch.setattr(waist, "check", lambda *_: None)
     Schedule(monkeypatch, {(2, "train", "1"): BAD[kind][0]})
     result = None
     with suppress(Exception):  # it ends the run, the others' round is lost
@@ -70,14 +71,15 @@ def test_without_the_check_a_bad_answer_gets_in_or_ends_the_run(kind, node_feder
 # ---- F12: weights ----
 def test_without_the_check_one_client_outweighs_all(node_federation, monkeypatch):
     reference = go(only(node_federation, ("0", "2", "3")), rounds=1)
-    monkeypatch.setattr(party, "_require_weight", lambda *_: None)
+    for module in (server, replies):
+        monkeypatch.setattr(module, "require_weight", lambda *_: None)
     Schedule(monkeypatch, {(None, "size", "1"): lambda reply: {"size": torch.tensor(2**62)}})
     result = go(node_federation, rounds=1)
     assert absences(result) == []
     assert not same_bits(reference, result, ("server",))
     alone = go(only(node_federation, ("1",)), rounds=1, quorum=1.0)
-    for name, weight in party.flatten(result.models["server"]).items():
-        assert torch.allclose(weight, party.flatten(alone.models["server"])[name], atol=1e-6)
+    for name, weight in message.flatten(result.models["server"]).items():
+        assert torch.allclose(weight, message.flatten(alone.models["server"])[name], atol=1e-6)
 
 
 # ---- F13: what a message claims is not allocated ----
@@ -189,7 +191,7 @@ def test_with_everybody_needed_the_first_dropout_ends_the_run(node_federation, m
 
 # ---- F21: who joins late ----
 def test_if_nothing_is_made_up_for_who_joins_late_never_takes_part(node_federation, monkeypatch):
-    monkeypatch.setattr(AbsenceTracker, "lacks", lambda *_: False)
+    monkeypatch.setattr(AbsenceTracker, "has_missed", lambda *_: False)
     Schedule(monkeypatch, {(0, "setup", "1"): BOOM})
     result = go(node_federation, rounds=3)
     assert {

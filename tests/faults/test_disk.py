@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.faults.forked import ending, fork
 
+from fedloom import _system
 from fedloom._system import AppendLog, write_atomic
 from fedloom.experiments.checkpoint import LATEST
 from fedloom.experiments.result import read_run
@@ -109,7 +110,7 @@ def test_an_error_of_the_disk_is_told_and_survived(
 ):
     def break_at(entry, planned):
         if entry["round"] == 5:
-            monkeypatch.setattr(disk.os, "fsync", broken)
+            monkeypatch.setattr(_system.os, "fsync", broken)
 
     def broken(handle):
         monkeypatch.undo()  # once
@@ -135,7 +136,7 @@ def test_what_cannot_be_put_in_place_leaves_what_was_there(content, tmp_path, mo
     def broken(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(disk, "_write", broken)
+    monkeypatch.setattr(_system, "_write", broken)
     with pytest.raises(OSError, match=r"No space left on device: '.*file'"):
         write_atomic(tmp_path / "file", content)
     with pytest.raises(OSError, match=r"No space left on device: '.*log'"):

@@ -7,6 +7,7 @@ from tests.faults.test_absent import BOOM, absences, go
 
 from fedloom.core.message import flatten
 from fedloom.errors import RoundFailed
+from fedloom.privacy.secure_aggregation import SecureResponder
 from fedloom.privacy.secure_sum import TooFew
 
 STAGES = ("advertise_keys", "share_keys", "train", "unmask")
@@ -23,16 +24,14 @@ def asked_for(schedule, number, client):
 
 @pytest.fixture
 def sums(monkeypatch):
-    """(client, number of the sum) of every answer to `advertise_keys`: what a client refuses to do twice."""
-    from fedloom.methods.fed_pub import masked
+    """Lists (client, number of the sum) for every reply to `advertise_keys`."""
+    seen, original = [], SecureResponder._advertise
 
-    seen, original = [], masked._advertise
-
-    def advertise(client, **message):
+    def advertise(self, client, **message):
         seen.append((client.name, int(message["number"])))
-        return original(client, **message)
+        return original(self, client, **message)
 
-    monkeypatch.setattr(masked, "_advertise", advertise)
+    monkeypatch.setattr(SecureResponder, "_advertise", advertise)
     return seen
 
 

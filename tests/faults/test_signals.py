@@ -37,7 +37,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedloom.core.method import phase, setting
+from fedloom.core.phase import phase
+from fedloom.core.settings import setting
 from fedloom.methods.fedavg import FedAvg
 
 

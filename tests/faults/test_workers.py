@@ -86,12 +86,8 @@ def by_number(*numbers):
 
 @pytest.fixture
 def engine(request):
-    made = Engine(
-        Unsure(),
-        clients(),
-        3,
-        FaultPolicy(**{"quorum": 0.5, "deadline": DEADLINE, **getattr(request, "param", {})}),
-    )
+    policy = {"quorum": 0.5, "deadline": DEADLINE, **getattr(request, "param", {})}
+    made = Engine(Unsure(), clients(), FaultPolicy(**policy), workers=3)
     yield made
     made.close()
 
@@ -319,7 +315,7 @@ def test_with_a_quorum_of_1_a_late_worker_is_a_failed_round(node_federation, tmp
 
 
 def test_a_checkpoint_without_somebody_leaves_it_as_it_was_set_up(engine):
-    fresh = Engine(replace(Unsure(), when=99), clients(), 2, FaultPolicy(0.5))
+    fresh = Engine(replace(Unsure(), when=99), clients(), FaultPolicy(0.5), workers=2)
     for made in (engine, fresh):
         made.call("setup", {name: {} for name in NAMES})
     os.kill(pid_of(engine, "b"), signal.SIGKILL)
