@@ -213,7 +213,7 @@ class Waist:
         """
         for number, clients in list(self.absences.to_catch_up()):
             self._repeat_setup(number, clients)
-        self.absences.put_back()
+        self.absences.restore()
 
     def conclude(
         self,

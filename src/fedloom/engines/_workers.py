@@ -262,7 +262,7 @@ class WorkerEngine(ABC, Generic[Share]):
         workers = self._command_all("peak") if self.open else {}
         return peak_memory() / 2**20 + sum(float(reply["mb"]) for reply in workers.values())
 
-    def finish(self) -> None:  # noqa: B027  (these engines have nothing to do then)
+    def finish(self) -> None:
         """Nothing to do."""
 
     def close(self) -> None:
