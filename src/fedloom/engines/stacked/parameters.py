@@ -30,7 +30,7 @@ class ParameterStack:
             tensor.requires_grad_(rows[0].requires_grad)
             for k, (row, position) in enumerate(zip(rows, tensor.detach().unbind(), strict=True)):
                 row.data = position
-                row._stack_position = (self, j, k)
+                row._stack_position = (self, j, k)  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -135,17 +135,16 @@ def gather_gradients(positions: Sequence[tuple[ParameterStack, int]]) -> bool:
     """
     for stack, j in positions:
         tensor, rows = stack.tensors[j], stack.rows[j]
-        own = [row.grad for row in rows]
-        if all(g is None for g in own):
+        own = {k: row.grad for k, row in enumerate(rows) if row.grad is not None}
+        if not own:
             continue
         if tensor.grad is None:
-            if any(g is None for g in own):
+            if len(own) < len(rows):
                 return False
-            tensor.grad = torch.stack(own)
+            tensor.grad = torch.stack(list(own.values()))
         else:
-            for k, g in enumerate(own):
-                if g is not None:
-                    tensor.grad[k] += g
+            for k, gradient in own.items():
+                tensor.grad[k] += gradient
         for row in rows:
             row.grad = None
     return True
