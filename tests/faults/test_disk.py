@@ -1,4 +1,4 @@
-"""A disk that is full, gone read-only or broken: the run says which file, and what was whole before still is."""
+"""A full, read-only or broken disk: the run names the file, and keeps what was complete."""
 
 import errno
 import json
@@ -47,6 +47,7 @@ def resumes(federation, folder, unbroken, **settings):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("full", "settings"),
     [
@@ -80,9 +81,8 @@ def test_a_full_disk_ends_the_run_with_the_name_of_the_file(
 
 
 def test_a_folder_that_becomes_read_only_ends_the_run(node_federation, unbroken):
-    with (
-        tempfile.TemporaryDirectory() as place
-    ):  # where also nobody, who cannot do everything as root can, may write
+    # In /tmp, because the child changes from root to a user that may not write elsewhere.
+    with tempfile.TemporaryDirectory() as place:
         os.chmod(place, 0o777)
         folder = Path(place) / "x"
 
