@@ -1,4 +1,4 @@
-"""What can go wrong between clients: askers that want too much, ends that disagree, letters and ciphers that do not fit."""
+"""Faults between clients: excessive queries, inconsistent edges, malformed peer messages."""
 
 import tomllib
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tests.methods.test_fedstruct import (
     with_few_labels,
 )
 
-from fedloom.core.phase import phase
+from fedloom.core.phase import Computed, peer_messages, phase
 from fedloom.core.registry import make_method
 from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
@@ -169,23 +169,26 @@ def test_a_recipe_has_what_the_paper_prints_for_its_dataset(data, paper):
     assert expect["at_least"] == 0 or abs(expect["at_least"] - paper) <= 1.0
 
 
-# ---- letters ----
-def test_letters_can_only_declare_what_their_reader_can_check():
-    for declared in ("=model", "weights", "float32[#count]", "float32[*there]"):
-        with pytest.raises(ValueError, match="a letter's reader does not know"):
-            letters(read_by="read")(phase(x=declared, there="bool[3]")(lambda self, client: {}))
+# ---- peer messages ----
+def test_peer_messages_declare_only_what_their_reader_can_check():
+    computed = Computed(lambda method, facts, message, reply: (("", "float32", ()),))
+    for declared in ("=model", "~model", "weights", computed, "float32[*there]"):
+        with pytest.raises(ValueError, match="depends on what the reader does not know"):
+            peer_messages(read_by="read")(
+                phase(x=declared, there="bool[3]")(lambda self, client: {})
+            )
 
 
-def test_letters_for_a_phase_that_nobody_writes_to_are_refused(monkeypatch):
+def test_peer_messages_for_a_phase_without_a_writer_are_refused(monkeypatch):
     meddle(
         monkeypatch,
         "start",
         lambda _, sent: [
-            m.update(letters={"0": torch.zeros(9, dtype=torch.uint8)}) for m in sent.values()
+            m.update(inbox={"0": torch.zeros(9, dtype=torch.uint8)}) for m in sent.values()
         ],
         before=True,
     )
-    with pytest.raises(Refusal, match="refuses letters in 'start'"):
+    with pytest.raises(Refusal, match="refuses peer messages in 'start'"):
         go(federation_of(random_graph(), 3), secure=True)
 
 

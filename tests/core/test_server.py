@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from fedloom.core.client import Client
-from fedloom.core.facts import Facts
+from fedloom.core.facts import Facts, SecureTerms
 from fedloom.core.history_hash import fingerprint
 from fedloom.core.message import batched, flatten, unflatten
 from fedloom.core.method import Method
-from fedloom.core.phase import averaged, peer_messages, phase, summed
+from fedloom.core.phase import Computed, averaged, peer_messages, phase, summed
 from fedloom.core.replies import Replies
 from fedloom.core.server import RoundPolicy, Server
 from fedloom.core.settings import setting
@@ -22,9 +22,15 @@ from fedloom.engines.loop import Engine
 from fedloom.errors import ConfigError, MessageError
 from fedloom.nn.training import make_optimizer, step
 from fedloom.nn.weights import weights
+from fedloom.privacy.secure_aggregation import aggregation_for, responder_for
 
 NAMES = ("b", "a", "c")  # client order is not alphabetical
 SPEC = "gcn-2x4"
+
+
+def rows_asked_for(toy, facts, message, reply):
+    """The schema of `Toy.table`: as many rows as the message asks for."""
+    return (("", "float32", (int(message["count"]), facts.num_classes)),)
 
 
 @dataclass(frozen=True)
@@ -102,13 +108,13 @@ class Toy(Method):
         }
 
     @phase()
-    def open_post(self, client: Client, letters=None):
+    def open_post(self, client: Client, inbox=None):
         """Keeps what came."""
-        client.state["post"] = letters or {}
+        client.state["post"] = inbox or {}
         return {}
 
     @summed
-    @phase(rows="float32[#count,C]")
+    @phase(rows=Computed(rows_asked_for))
     def table(self, client: Client, count):
         """As many rows as were asked for."""
         return {"rows": torch.ones(int(count), client.facts.num_classes)}
@@ -238,10 +244,12 @@ def test_letters_are_relayed_and_nothing_else_is():
     server, _, toy = make()
     with pytest.raises(
         ConfigError,
-        match=r"server\.ask: phase 'post' writes letters to other clients; use server\.relay",
+        match=r"server\.ask: phase 'post' writes to other clients; use server\.relay",
     ):
         server.ask(toy.post, scale=torch.tensor(1.0))
-    with pytest.raises(ConfigError, match=r"server\.relay: phase 'echo' is not marked @letters"):
+    with pytest.raises(
+        ConfigError, match=r"server\.relay: phase 'echo' is not marked @peer_messages"
+    ):
         server.relay(toy.echo, x=torch.ones(1))
 
 
@@ -278,7 +286,7 @@ def test_a_length_can_be_how_many_are_true_in_the_answer_itself():
     refused(lambda r: {"rows": r["rows"]}, "tensor 'there' is missing")
     with pytest.raises(
         ValueError,
-        match=r"counts what is true in 'there', which has to be declared as 'bool\[dims\]'",
+        match=r"counts the true entries of 'there', which must be declared as 'bool\[dims\]'",
     ):
         phase(rows="float32[*there]", there="int64[C]")
 
@@ -422,6 +430,16 @@ def test_a_server_has_no_way_to_a_graph():
     assert not reachable
 
 
+def test_the_parties_of_a_secure_run_need_their_side_of_secure_aggregation():
+    known = facts(secure=SecureTerms())
+    with pytest.raises(ValueError, match="a client of a secure run needs the responder"):
+        Client("a", graph(), known)
+    with pytest.raises(ValueError, match="the server of a secure run needs the aggregation"):
+        Server(Toy(), known, None, RoundPolicy("local"), Watcher())
+    Client("a", graph(), known, responder=responder_for(known))
+    Server(Toy(), known, None, RoundPolicy("local"), Watcher(), aggregation_for(known))
+
+
 # ---- replies ----
 def answered(together):
     return Replies(
@@ -474,7 +492,7 @@ def test_the_server_sums_and_averages_what_it_asks_for():
         ("sum", toy.echo, "@summed"),
     ):
         with pytest.raises(
-            ConfigError, match=f"server.{how}: phase '{wrong.__name__}' is not marked {mark}"
+            ConfigError, match=f"server.{how}: phase '{wrong.name}' is not marked {mark}"
         ):
             getattr(server, how)(wrong, each=each)
 

@@ -1,6 +1,8 @@
-"""Engines: they run the phase they are asked for, copy what crosses, and can be put back to where they were."""
+"""Engines: they run phases, copy messages, and restore snapshots."""
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -34,8 +36,8 @@ class Toy(Method):
     @phase()
     def setup(self, client: Client):
         """A model and its optimiser."""
-        client.state["model"] = net = client.build()
-        client.state["optimizer"] = make_optimizer("adam", net.parameters(), 0.01, 0.0)
+        client.state["model"] = model = client.build()
+        client.state["optimizer"] = make_optimizer("adam", model.parameters(), 0.01, 0.0)
         return {}
 
     @phase(loss="float32[]")
@@ -54,9 +56,9 @@ def clients():
     facts = Facts(4, 2, "node", NAMES, ("gcn-2x4",) * 2)
     for name in NAMES:
         rng = torch.Generator().manual_seed(len(name))
-        everybody = torch.ones(8, dtype=torch.bool)
+        every_node = torch.ones(8, dtype=torch.bool)
         x, ends = torch.randn(8, 4, generator=rng), torch.randint(8, (2, 20), generator=rng)
-        yield Client(name, Graph(x, ends, torch.arange(8) % 2, 2, train=everybody), facts)
+        yield Client(name, Graph(x, ends, torch.arange(8) % 2, 2, train=every_node), facts)
 
 
 @pytest.fixture
@@ -73,10 +75,20 @@ def make(request):
     return make
 
 
-# Parties of the flower engine are processes that take seconds to start, and show nobody their states: tests/deploy/test_flower.py.
-@pytest.fixture(params=[name for name in engine_names() if name != "flower"])
+# The parties of the flower engine are processes that keep their state; see tests/deploy.
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=pytest.mark.slow if name == "ray" else ())
+        for name in engine_names()
+        if name != "flower"
+    ]
+)
 def engine(request, make):
     return make(request.param)
+
+
+def name_of(engine):
+    return type(engine).__module__.split(".")[2]  # fedloom.engines.NAME
 
 
 def state_of(engine, client):
@@ -90,7 +102,21 @@ def test_engines_are_found_by_name():
         engine_class("lop")
 
 
-def test_only_those_with_a_message_are_called_and_each_gets_its_own(engine):
+def test_the_loop_engine_does_not_load_the_stacked_engine():
+    """The reference shares no code with the engine that it checks."""
+    program = (
+        "import sys, fedloom.engines.loop\n"
+        "print(*(m for m in sys.modules if m == 'greenlet' or m.startswith('fedloom.engines')))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    loaded = set(ran.stdout.split())
+    assert "fedloom.engines.loop" in loaded
+    assert loaded <= {"fedloom.engines", "fedloom.engines.base", "fedloom.engines.loop"}
+
+
+def test_clients_with_a_message_are_called_with_their_own(engine):
     replies = engine.call("mirror", {"b": {"x": torch.tensor([5.0])}})
     assert list(replies) == ["b"]
     assert replies["b"]["x"].tolist() == [6]
@@ -101,7 +127,7 @@ def test_only_those_with_a_message_are_called_and_each_gets_its_own(engine):
     assert [both[name]["x"].item() for name in NAMES] == [1, 2]
 
 
-def test_nothing_that_crosses_is_shared(engine):
+def test_messages_share_no_memory(engine):
     x = torch.ones(2)
     replies = engine.call("mirror", {name: {"x": x} for name in NAMES})
     assert x.tolist() == [1, 1]
@@ -110,33 +136,30 @@ def test_nothing_that_crosses_is_shared(engine):
     assert state_of(engine, "a")["sent"]["x"].tolist() == [2, 2]
     assert replies["b"]["x"].tolist() == [2, 2]
     engine.call("mirror", {"b": {"x": torch.full((2,), 5.0)}})
-    assert state_of(engine, "a")["got"].tolist() == [
-        0,
-        0,
-    ]  # it was spoilt there, and nobody has written over it since
+    assert state_of(engine, "a")["got"].tolist() == [0, 0]  # as the client itself left it
     assert state_of(engine, "a")["sent"]["x"].tolist() == [2, 2]
 
 
-def test_answers_carry_no_graph_of_gradients(engine):
+def test_replies_are_detached(engine):
     engine.call("setup", {name: {} for name in NAMES})
     assert not any(
         r["loss"].requires_grad for r in engine.call("train", {name: {} for name in NAMES}).values()
     )
 
 
-def test_engines_agree_with_the_loop_to_the_bit_or_but_for_rounding(engine, make):
-    everybody = {name: {} for name in NAMES}
+def test_engines_are_bit_identical_to_the_loop_or_stacked_up_to_rounding(engine, make):
+    to_all = {name: {} for name in NAMES}
     losses = []
     for one in (make("loop"), engine):
-        one.call("setup", everybody)
+        one.call("setup", to_all)
         losses.append(
-            [one.call("train", everybody)[c]["loss"].item() for _ in range(3) for c in NAMES]
+            [one.call("train", to_all)[c]["loss"].item() for _ in range(3) for c in NAMES]
         )
-    stacked = type(engine).__module__.endswith(".stacked")
+    stacked = name_of(engine) == "stacked"
     assert losses[1] == (pytest.approx(losses[0], abs=1e-6) if stacked else losses[0])
 
 
-def test_an_engine_gives_the_models_of_those_that_have_one(engine):
+def test_models_has_the_clients_that_have_a_model(engine):
     assert engine.models() == {}
     engine.call("setup", {"b": {}})
     engine.call("train", {"b": {}})
@@ -148,20 +171,20 @@ def test_an_engine_gives_the_models_of_those_that_have_one(engine):
     )
 
 
-def test_what_an_engine_says_of_itself_is_a_few_plain_values(engine):
-    assert json.loads(json.dumps(engine.about())) == engine.about()
+def test_details_are_json(engine):
+    assert json.loads(json.dumps(engine.details())) == engine.details()
 
 
-def test_an_engine_put_back_goes_on_as_the_one_that_was_saved(engine, make):
-    everybody = {name: {} for name in NAMES}
-    engine.call("setup", everybody)
+def test_a_restored_engine_continues_like_the_saved_one(engine, make):
+    to_all = {name: {} for name in NAMES}
+    engine.call("setup", to_all)
     for _ in range(3):
-        engine.call("train", everybody)
+        engine.call("train", to_all)
     saved = unflatten(flatten(engine.snapshot()))
-    again = make(type(engine).__module__.rpartition(".")[2])
-    again.call("setup", everybody)
+    again = make(name_of(engine))
+    again.call("setup", to_all)
     again.restore(saved)
-    one, other = ([e.call("train", everybody) for _ in range(2)] for e in (engine, again))
+    one, other = ([e.call("train", to_all) for _ in range(2)] for e in (engine, again))
     assert all(
         torch.equal(x[c]["loss"], y[c]["loss"])
         for x, y in zip(one, other, strict=True)
@@ -173,7 +196,7 @@ def test_an_engine_put_back_goes_on_as_the_one_that_was_saved(engine, make):
     )
 
 
-def test_the_wire_lets_no_nonsense_through_either_way():
+def test_the_wire_refuses_malformed_messages_in_both_directions():
     engine = engine_class("wire")(Toy(), clients())
     with pytest.raises(MessageError, match="'x' holds nan"):
         engine.call("mirror", {"a": {"x": torch.tensor([float("nan")])}})

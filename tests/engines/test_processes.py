@@ -1,4 +1,4 @@
-"""Worker processes: fair shares, memory that is shared, errors that come back as they were, and nothing that stays behind."""
+"""Worker processes: shares of clients, shared memory, errors, and clean-up."""
 
 import gc
 import multiprocessing
@@ -20,7 +20,7 @@ from fedloom.core.phase import phase
 from fedloom.data.datasets import find
 from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
-from fedloom.engines._workers import WorkerError, deal, distinct
+from fedloom.engines._workers import WorkerError, grouped_by_content, partition
 from fedloom.engines.processes import Block, Engine
 from fedloom.errors import ConfigError, MessageError, Refusal
 from fedloom.experiments.report.tables import workers
@@ -29,7 +29,7 @@ from fedloom.experiments.run import run
 from fedloom.experiments.settings import RunSettings
 
 NAMES = ("a", "b", "c")
-EVERYBODY = {name: {} for name in NAMES}
+TO_ALL = {name: {} for name in NAMES}
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class Odd(Method):
 
     @phase()
     def crash(self, client: Client):
-        """The end of the process, as when memory runs out."""
+        """Kills the process, as the system does when memory runs out."""
         os.kill(os.getpid(), signal.SIGKILL)
         return {}
 
     @phase()
-    def crash_beside(self, client: Client):
-        """The end of b's process, while the others are busy."""
+    def crash_one(self, client: Client):
+        """Kills b's process while the others are busy."""
         if client.name == "b":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(10_000)
@@ -101,7 +101,7 @@ def clients(sizes=(8, 8, 8)):
 
 @pytest.fixture
 def engine():
-    made = Engine(Odd(), clients(), 2)
+    made = Engine(Odd(), clients(), workers=2)
     yield made
     made.close()
 
@@ -123,34 +123,34 @@ def is_running(pid):
 
 
 def pids(engine):
-    return {int(reply["pid"]) for reply in engine.call("where", EVERYBODY).values()}
+    return {int(reply["pid"]) for reply in engine.call("where", TO_ALL).values()}
 
 
-# ---- who goes where ----
-def test_work_is_dealt_evenly_and_nobody_is_out_of_order():
+# ---- shares of clients ----
+def test_groups_have_about_equal_work_and_keep_the_order():
     sizes = (5, 100, 7, 60, 50, 3, 40, 8)
-    dealt = deal(clients(sizes), 3)
-    load = [sum(c.full_graph.num_nodes for c in group) for group in dealt]
+    groups = partition(clients(sizes), 3)
+    load = [sum(c.full_graph.num_nodes for c in group) for group in groups]
     assert max(load) == 100  # the largest client alone
     assert min(load) >= 80
-    assert sorted(c.name for group in dealt for c in group) == list("abcdefgh")
-    assert all([c.name for c in group] == sorted(c.name for c in group) for group in dealt)
-    assert [len(group) for group in deal(clients((1,) * 7), 3)] == [3, 2, 2]
+    assert sorted(c.name for group in groups for c in group) == list("abcdefgh")
+    assert all([c.name for c in group] == sorted(c.name for c in group) for group in groups)
+    assert [len(group) for group in partition(clients((1,) * 7), 3)] == [3, 2, 2]
 
 
 def test_edges_and_features_count_as_work():
     light, heavy = graph(), replace(graph(), edge_index=torch.zeros(2, 64, dtype=torch.int64))
     facts = Facts(4, 2, "node", NAMES, ("gcn-2x4",) * 3)
     parties = [Client(name, g, facts) for name, g in zip(NAMES, (light, heavy, light), strict=True)]
-    assert [[c.name for c in group] for group in deal(parties, 2)] == [["b"], ["a", "c"]]
+    assert [[c.name for c in group] for group in partition(parties, 2)] == [["b"], ["a", "c"]]
 
 
 @pytest.mark.parametrize(
     ("asked", "expected"), [(1, [3]), (2, [2, 1]), (3, [1, 1, 1]), (9, [1, 1, 1])]
 )
-def test_there_are_as_many_workers_as_asked_for_but_not_more_than_clients(asked, expected):
-    engine = Engine(Odd(), clients(), asked)
-    assert engine.about() == {"workers": len(expected), "clients_per_worker": expected}
+def test_the_number_of_workers_is_as_asked_but_at_most_one_per_client(asked, expected):
+    engine = Engine(Odd(), clients(), workers=asked)
+    assert engine.details() == {"workers": len(expected), "clients_per_worker": expected}
     assert len(pids(engine)) == len(expected)
     assert os.getpid() not in pids(engine)
     engine.close()
@@ -165,15 +165,15 @@ def test_by_default_workers_and_their_threads_fill_the_cores(monkeypatch):
             600, 600
         )  # opens a pool of threads, which a fork does not have
         engine = Engine(Odd(), clients())
-        replies = engine.call("where", EVERYBODY)
+        replies = engine.call("where", TO_ALL)
     finally:
         torch.set_num_threads(before)
-    assert engine.about()["workers"] == 2
+    assert engine.details()["workers"] == 2
     assert [int(reply["threads"]) for reply in replies.values()] == [2, 2, 2]
     engine.close()
 
 
-def test_workers_belong_to_engines_that_have_them():
+def test_workers_is_a_setting_of_engines_with_workers():
     assert RunSettings(engine="processes", workers=3).workers == 3
     with pytest.raises(
         ConfigError,
@@ -184,17 +184,17 @@ def test_workers_belong_to_engines_that_have_them():
         RunSettings(engine="processes", workers=-1)
 
 
-# ---- what is shared ----
-def test_what_all_get_is_written_once():
+# ---- shared memory ----
+def test_equal_tensors_are_written_once():
     model, own = (
         torch.ones(1000),
         {name: torch.full((3,), float(k)) for k, name in enumerate(NAMES)},
     )
     block = Block()
-    layout = block.write(distinct({name: {"model": {"w": model}} for name in NAMES}))
+    layout = block.write(grouped_by_content({name: {"model": {"w": model}} for name in NAMES}))
     assert [clients for clients, _ in layout] == [list(NAMES)]
     layout = block.write(
-        distinct({name: {"model": {"w": model}, "own": own[name]} for name in NAMES})
+        grouped_by_content({name: {"model": {"w": model}, "own": own[name]} for name in NAMES})
     )
     assert (
         len({place for _, rows in layout for name, _, _, place in rows if name == "model/w"}) == 1
@@ -203,7 +203,7 @@ def test_what_all_get_is_written_once():
     block.close()
 
 
-def test_memory_grows_and_holds_every_kind_of_tensor():
+def test_shared_memory_grows_and_holds_all_dtypes():
     block = Block()
     assert block.read(block.write([])) == {}
     for length in (1, 0, 5000, 3):
@@ -213,7 +213,7 @@ def test_memory_grows_and_holds_every_kind_of_tensor():
             "turned": torch.arange(6.0).view(2, 3).t(),
             "none": torch.zeros(0, 4),
         }
-        read = block.read(block.write(distinct({"a": {"nested": tensors}, "b": {}})))
+        read = block.read(block.write(grouped_by_content({"a": {"nested": tensors}, "b": {}})))
         assert read["b"] == {}
         assert read["a"]["nested"].keys() == tensors.keys()
         for name, tensor in tensors.items():
@@ -222,7 +222,7 @@ def test_memory_grows_and_holds_every_kind_of_tensor():
     block.close()
 
 
-def test_both_sides_see_memory_that_grew(engine):
+def test_both_sides_see_grown_memory(engine):
     for length in (1, 100_000, 10):
         sent = {name: {"x": torch.full((length,), float(k))} for k, name in enumerate(NAMES)}
         replies = engine.call("mirror", sent)
@@ -230,10 +230,10 @@ def test_both_sides_see_memory_that_grew(engine):
         assert all(torch.equal(replies[name]["x"], sent[name]["x"]) for name in NAMES)
 
 
-# ---- what goes wrong ----
-def test_an_error_of_the_input_comes_back_as_it_was(engine):
+# ---- errors ----
+def test_a_fedloom_error_keeps_its_type_and_text(engine):
     with pytest.raises(Refusal) as refusal:
-        engine.call("refuse", EVERYBODY)
+        engine.call("refuse", TO_ALL)
     assert str(refusal.value) == "client 'b' refuses"
     assert any("in refuse" in note for note in refusal.value.__notes__)  # where in the worker
     assert engine.snapshot().keys() == set(NAMES)  # and the engine goes on
@@ -242,27 +242,27 @@ def test_an_error_of_the_input_comes_back_as_it_was(engine):
     assert len(pids(engine)) == 2
 
 
-def test_any_other_error_says_what_and_where(engine):
+def test_any_other_error_names_its_worker_and_traceback(engine):
     with pytest.raises(WorkerError, match=r"worker 0: KeyError: 'not there'") as failure:
-        engine.call("fail", EVERYBODY)
+        engine.call("fail", TO_ALL)
     assert any("in fail" in note for note in failure.value.__notes__)
     assert len(pids(engine)) == 2
 
 
-@pytest.mark.parametrize("phase", ["where", "crash", "crash_beside"])
-def test_a_killed_worker_is_an_error_and_never_a_wait(engine, phase):
+@pytest.mark.parametrize("phase", ["where", "crash", "crash_one"])
+def test_a_killed_worker_is_an_error(engine, phase):
     at_work = pids(engine)
     if phase == "where":
         os.kill(engine.call("where", {"b": {}})["b"]["pid"].item(), signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"worker 1 was killed by SIGKILL .*; it had clients b$"):
-        engine.call(phase, {"b": {}} if phase == "crash" else EVERYBODY)
+        engine.call(phase, {"b": {}} if phase == "crash" else TO_ALL)
     assert not any(map(is_running, at_work))
     assert engine.models() == {}
     with pytest.raises(WorkerError, match="closed"):
-        engine.call("where", EVERYBODY)
+        engine.call("where", TO_ALL)
 
 
-def test_a_run_whose_worker_is_killed_leaves_a_folder_that_says_so(tmp_path):
+def test_a_run_with_a_killed_worker_records_the_cause(tmp_path):
     federation = Federation((graph(), graph()))
     with pytest.raises(WorkerError, match="SIGKILL"):
         run(Odd(), federation, model="gcn-2x4", engine="processes", out=tmp_path / "x")
@@ -272,7 +272,7 @@ def test_a_run_whose_worker_is_killed_leaves_a_folder_that_says_so(tmp_path):
     )
 
 
-def test_ctrl_c_ends_the_workers_too(engine):
+def test_ctrl_c_ends_the_workers(engine):
     at_work = pids(engine)
     with pytest.raises(KeyboardInterrupt):
         engine.call("interrupt", {"a": {}})
@@ -280,10 +280,10 @@ def test_ctrl_c_ends_the_workers_too(engine):
     assert engine.models() == {}
 
 
-# ---- what stays ----
-def test_a_closed_engine_leaves_nothing_behind():
+# ---- clean-up ----
+def test_a_closed_engine_releases_everything():
     assert not blocks_held()
-    engine = Engine(Odd(), clients(), 2)
+    engine = Engine(Odd(), clients(), workers=2)
     at_work = pids(engine)
     assert all(map(is_running, at_work))
     assert blocks_held()
@@ -293,8 +293,8 @@ def test_a_closed_engine_leaves_nothing_behind():
     assert not blocks_held()
 
 
-def test_a_forgotten_engine_leaves_nothing_behind():
-    engine = Engine(Odd(), clients(), 2)
+def test_a_deleted_engine_releases_everything():
+    engine = Engine(Odd(), clients(), workers=2)
     at_work = pids(engine)
     del engine
     gc.collect()
@@ -303,15 +303,16 @@ def test_a_forgotten_engine_leaves_nothing_behind():
 
 
 def die_with_an_engine(pipe):
-    pipe.send(pids(Engine(Odd(), clients(), 2)))
+    pipe.send(pids(Engine(Odd(), clients(), workers=2)))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_workers_end_when_the_process_that_made_them_is_killed():
+def test_workers_end_when_their_parent_is_killed():
     fork = multiprocessing.get_context("fork")
     here, there = fork.Pipe()
     parent = fork.Process(target=die_with_an_engine, args=(there,))
     parent.start()
+    there.close()  # `recv` fails at once if the process dies before it sends
     orphans = here.recv()
     parent.join()
     assert len(orphans) == 2
@@ -346,7 +347,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize(
     ("first", "then"), [("loop", "processes"), ("processes", "loop"), ("processes", "processes")]
 )
-def test_a_run_goes_on_from_its_checkpoint_in_any_engine(first, then, node_federation, tmp_path):
+def test_a_run_resumes_in_another_engine(first, then, node_federation, tmp_path):
     settings = {"model": "gcn-2x8", "rounds": 4, "participation": 0.7, "checkpoint_every": 1}
     unbroken = run("scaffold", node_federation, **settings)
 
@@ -363,7 +364,7 @@ def test_a_run_goes_on_from_its_checkpoint_in_any_engine(first, then, node_feder
     assert same_bits(resumed, unbroken)
 
 
-def test_a_run_says_how_it_was_shared_out(node_federation):
+def test_a_run_reports_its_workers(node_federation):
     said = []
     result = run(
         "fedavg",
@@ -385,7 +386,7 @@ def test_a_run_says_how_it_was_shared_out(node_federation):
 
 
 @pytest.mark.skipif(find("cora").kind == "download", reason="no Cora on this machine")
-def test_cora_agrees_with_the_loop_to_the_bit():
+def test_cora_is_bit_identical_to_the_loop():
     federation = fedloom.divide(fedloom.load("cora"), 10, "louvain", 0)
     one, other = (
         run("fedavg", federation, rounds=3, engine=engine) for engine in ("loop", "processes")
@@ -395,7 +396,7 @@ def test_cora_agrees_with_the_loop_to_the_bit():
     assert same_bits(one, other)
 
 
-def test_the_workers_memory_counts(node_federation):
+def test_peak_memory_includes_the_workers(node_federation):
     alone, shared = (
         fedloom.run("fedavg", node_federation, rounds=1, **engine).summary
         for engine in ({}, {"engine": "processes", "workers": 2})

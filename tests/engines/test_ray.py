@@ -1,4 +1,4 @@
-"""Workers on Ray, here two of them on this machine: one method of each kind gives the same bits as the loop."""
+"""Ray with two local workers: bit-identical to the loop for methods of each kind."""
 
 import os
 import sys
@@ -18,6 +18,7 @@ from fedloom.errors import ConfigError, Refusal
 from fedloom.experiments.run import run
 from fedloom.methods.local import Local
 
+pytestmark = pytest.mark.slow
 OWN_METHOD = str(Path(__file__).resolve().parents[2] / "examples" / "own_method.py")
 
 
@@ -66,7 +67,7 @@ def agree(one, other):
     )
 
 
-def test_without_ray_the_engine_says_what_to_install(monkeypatch):
+def test_a_missing_ray_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "fedloom.engines.ray", raising=False)
     with pytest.raises(
@@ -82,7 +83,9 @@ def test_without_ray_the_engine_says_what_to_install(monkeypatch):
         ("opfgl", {**test_opfgl.QUICK, "secure": True}), ("fedgh", test_fedgh.QUICK), (OWN_METHOD, {}),
     ],
 )  # fmt: skip
-def test_methods_of_every_kind_agree_with_the_loop(method, settings, cross_federation, local_ray):
+def test_methods_of_every_kind_are_bit_identical_to_the_loop(
+    method, settings, cross_federation, local_ray
+):
     settings = {"model": "gcn-2x8", "rounds": 2, **settings}
     one, other = (
         run(method, cross_federation, engine=engine, **settings) for engine in ("loop", "ray")
@@ -96,7 +99,9 @@ def test_methods_of_every_kind_agree_with_the_loop(method, settings, cross_feder
 
 
 @pytest.mark.parametrize("which", ["inductive", "graphs"])
-def test_graphs_arrive_as_they_are(which, node_federation, graph_federation, local_ray):
+def test_workers_receive_inductive_and_graph_tasks(
+    which, node_federation, graph_federation, local_ray
+):
     federation = (
         replace(node_federation, inductive=True) if which == "inductive" else graph_federation
     )
@@ -108,7 +113,7 @@ def test_graphs_arrive_as_they_are(which, node_federation, graph_federation, loc
     )
 
 
-def test_errors_come_back_as_they_were_and_a_lost_worker_is_one(node_federation, local_ray):
+def test_errors_keep_their_type_and_a_lost_worker_is_an_error(node_federation, local_ray):
     refused, failed, lost = run(Odd(), node_federation, model="gcn-2x8", engine="ray").summary[
         "notes"
     ]
@@ -117,7 +122,7 @@ def test_errors_come_back_as_they_were_and_a_lost_worker_is_one(node_federation,
     assert "was lost; it had clients" in lost
 
 
-def test_an_address_without_a_cluster_is_an_error_of_the_setting(monkeypatch):
+def test_an_address_without_a_cluster_is_a_configuration_error(monkeypatch):
     ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
 

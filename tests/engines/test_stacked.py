@@ -1,4 +1,6 @@
-"""The stacked engine: crews, what the summary says of them, and the loop's states in settings that a method's contract does not cover."""
+"""The stacked engine: groups, details, and agreement with the loop in further settings."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ import fedloom
 from fedloom.core.facts import Facts
 from fedloom.core.message import flatten
 from fedloom.data.synthetic import synthetic
-from fedloom.engines import stacked
+from fedloom.engines.stacked import engine as stacked
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def both(method, federation, **settings):
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "scaffold", "fedproto", "fedgkc", "fedpg"])
-def test_part_of_the_clients_takes_part(method, federation):
+def test_partial_participation(method, federation):
     off, loop, other = both(method, federation, participation=0.5)
     assert off < 1e-5
     assert loop.traffic == other.traffic
@@ -41,12 +43,12 @@ def test_models_of_all_kinds(model, federation):
     )
     assert off < 1e-5
     done = other.summary["engine_details"]["phases"]["train"]
-    assert done["together"] > 5 * done["alone"]
+    assert done["batched"] > 5 * done["single"]
 
 
-def test_small_crews_give_the_same_as_one(federation, monkeypatch):
-    _, _, at_once = both("fedavg", federation)
-    assert at_once.summary["engine_details"]["clients_per_crew"] == [6]
+def test_small_groups_give_the_same_result_as_one(federation, monkeypatch):
+    _, _, one_group = both("fedavg", federation)
+    assert one_group.summary["engine_details"]["clients_per_group"] == [6]
     facts = Facts(
         federation.num_features,
         federation.num_classes,
@@ -56,17 +58,17 @@ def test_small_crews_give_the_same_as_one(federation, monkeypatch):
     )
     size = stacked.working_set(facts, federation.names[0], federation.graphs[0].num_nodes)
     monkeypatch.setattr(stacked, "GROUP_BYTES", 2.5 * size)
-    off, _, in_crews = both("fedavg", federation)
-    assert in_crews.summary["engine_details"]["clients_per_crew"] == [2, 2, 2]
+    off, _, in_groups = both("fedavg", federation)
+    assert in_groups.summary["engine_details"]["clients_per_group"] == [2, 2, 2]
     assert off < 1e-5
     monkeypatch.setattr(stacked, "GROUP_BYTES", 0)
     _, _, alone = both("fedavg", federation)
     assert alone.summary["engine_details"] == {
         "threads": 1,
-        "clients_per_crew": [1] * 6,
+        "clients_per_group": [1] * 6,
         "phases": {},
     }
-    assert alone.summary["history_hash"] != in_crews.summary["history_hash"]
+    assert alone.summary["history_hash"] != in_groups.summary["history_hash"]
 
 
 def test_a_run_can_be_secure(federation):
@@ -74,7 +76,7 @@ def test_a_run_can_be_secure(federation):
     assert off < 1e-5
 
 
-def test_a_run_that_was_stopped_goes_on(federation, tmp_path):
+def test_a_stopped_run_resumes(federation, tmp_path):
     settings = {"engine": "stacked", "checkpoint_every": 2}
     whole = fedloom.run("fedavg", federation, rounds=5, out=tmp_path / "whole", **settings)
 
@@ -93,14 +95,12 @@ def test_a_run_that_was_stopped_goes_on(federation, tmp_path):
     assert all(torch.allclose(one[name], two[name], atol=1e-6) for name in one)
 
 
-def test_same_seed_same_bits(federation):
+def test_equal_seeds_are_bit_identical(federation):
     one, again = (fedloom.run("fedgkc", federation, rounds=3, engine="stacked") for _ in range(2))
     assert one.summary["history_hash"] == again.summary["history_hash"]
 
 
 def test_clients_without_training_items(federation):
-    from dataclasses import replace
-
     nobody = torch.zeros_like(federation.graphs[2].train)
     graphs = list(federation.graphs)
     graphs[2] = replace(graphs[2], train=nobody)

@@ -1,30 +1,37 @@
-"""Stacks: what many clients get at once is what each would get alone, in value and in gradient, with the same noise."""
+"""Stacks: batched results, gradients and noise equal those of each client alone."""
 
 from functools import partial
 
 import pytest
 import torch
-from fedloom.nn.models import FORWARD, applied
 from torch import Generator
 
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts
 from fedloom.data.graph import Graph
-from fedloom.engines.stacked.graphs import Stack, common, copies, joined, parted, whole_of
-from fedloom.engines.stacked.lockstep import run_lockstep
+from fedloom.engines.stacked.graphs import GraphStack
+from fedloom.engines.stacked.lockstep import Group, run_lockstep
 from fedloom.engines.stacked.matmul import blockwise
+from fedloom.engines.stacked.operations import BATCHED
 from fedloom.engines.stacked.parameters import (
     StackedOptimizer,
     position_of,
-    stacked,
+    stacked_parameters,
     tensor_of_rows,
 )
-from fedloom.experiments.executor import Executor
+from fedloom.engines.stacked.tensors import (
+    common_source,
+    join_rows,
+    joint_tensor,
+    lazy_copies,
+    split_rows,
+)
 from fedloom.nn.architectures import ARCHITECTURES
 from fedloom.nn.augment import thinned
 from fedloom.nn.build import build_model
 from fedloom.nn.losses import training_loss
 from fedloom.nn.metrics import held_out
+from fedloom.nn.model import forward, forward_with
 from fedloom.nn.training import backward, make_optimizer, step
 from fedloom.nn.weights import load_weights, weights
 
@@ -49,14 +56,14 @@ def graphs(task="node", sizes=SIZES, sparse=False):
     return made
 
 
-def nets(spec, task="node", count=4):
+def models_of(spec, task="node", count=4):
     return [build_model(spec, FEATURES, CLASSES, task, dropout=0.5, seed=k) for k in range(count)]
 
 
-def both_ways(work, count, crew=None):
-    """What `work(k)` gives for each client, alone and in step."""
+def both_ways(work, count, group=None):
+    """Returns the results of `work(k)` for each client, alone and in lockstep."""
     return [work(k) for k in range(count)], run_lockstep(
-        [partial(work, k) for k in range(count)], crew or Executor()
+        [partial(work, k) for k in range(count)], group or Group(BATCHED)
     )
 
 
@@ -67,23 +74,23 @@ def close(one, other):
 
 
 def everything(spec, task, parts):
-    """A training step and what is seen of it, for every client, with models of its own and noise of its own."""
-    models = nets(spec, task, len(parts))
+    """Returns a training step that reports all of its values, with own models and own noise."""
+    models = models_of(spec, task, len(parts))
 
     def work(k):
-        net, graph, rng = models[k], parts[k], Generator().manual_seed(40 + k)
-        z = net.embed(graph, rng)
-        logits = net.head(z, graph, rng)
+        model, graph, rng = models[k], parts[k], Generator().manual_seed(40 + k)
+        z = model.embed(graph, rng)
+        logits = model.head(z, graph, rng)
         loss = training_loss(logits, graph, "mean", None) + 0.1 * z.square().mean()
-        backward(net, loss)
+        backward(model, loss)
         with torch.no_grad():
-            quiet = net(graph)
+            quiet = model(graph)
         return [
             z.detach(),
             logits.detach(),
             loss.detach(),
             quiet,
-            *(p.grad for p in net.parameters()),
+            *(p.grad for p in model.parameters()),
         ]
 
     return work
@@ -94,22 +101,22 @@ def everything(spec, task, parts):
 @pytest.mark.parametrize("task", ["node", "graph"])
 @pytest.mark.parametrize("options", ["", "+norm", "+linear"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_architecture(name, options, task, sparse, sizes):
+def test_every_architecture_batched_equals_alone(name, options, task, sparse, sizes):
     if name == "dgcn" and options == "+norm":
         pytest.skip("dgcn has a norm as it is")
-    parts, crew = graphs(task, sizes, sparse), Executor()
+    parts, group = graphs(task, sizes, sparse), Group(BATCHED)
     alone = [everything(f"{name}-2x8{options}", task, parts)(k) for k in range(len(sizes))]
     work = everything(f"{name}-2x8{options}", task, parts)
-    together = run_lockstep([partial(work, k) for k in range(len(sizes))], executor)
-    assert executor.tally["alone"] == 0
-    for one, other in zip(alone, together, strict=True):
+    batched = run_lockstep([partial(work, k) for k in range(len(sizes))], group)
+    assert group.calls["single"] == 0
+    for one, other in zip(alone, batched, strict=True):
         assert close(one, other)
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "gcn+norm"])
-def test_views(name, sparse):
-    parts, crew = graphs(sparse=sparse), Executor()
+def test_views_batched_equal_alone(name, sparse):
+    parts, group = graphs(sparse=sparse), Group(BATCHED)
     name, plus, option = name.partition("+")
 
     def seen():
@@ -120,29 +127,31 @@ def test_views(name, sparse):
     alone = [everything(f"{name}-2x8{plus}{option}", "node", seen())(k) for k in range(4)]
     work = everything(f"{name}-2x8{plus}{option}", "node", seen())
     for one, other in zip(
-        alone, run_lockstep([partial(work, k) for k in range(4)], executor), strict=True
+        alone, run_lockstep([partial(work, k) for k in range(4)], group), strict=True
     ):
         assert close(one, other)
-    assert executor.tally["alone"] == 0
+    assert group.calls["single"] == 0
 
 
-def test_clients_of_different_architectures_run_side_by_side():
-    parts, crew = graphs(), Executor()
+def test_clients_of_different_architectures_run_separately():
+    parts, group = graphs(), Group(BATCHED)
     specs = ["gcn-2x8", "sgc-2x8", "gcn-2x8", "sage-2x8"]
     models = [build_model(spec, FEATURES, CLASSES, seed=k) for k, spec in enumerate(specs)]
-    alone, together = both_ways(lambda k: models[k](parts[k]).detach(), len(specs), executor)
-    assert close(alone, together)
-    assert executor.tally == {"together": 2, "alone": 2}
+    alone, batched = both_ways(lambda k: models[k](parts[k]).detach(), len(specs), group)
+    assert close(alone, batched)
+    assert group.calls == {"batched": 2, "single": 2}
 
 
-def test_models_of_one_kind_become_rows_of_one_tensor_and_stay_themselves():
-    models = nets("gcn-2x8")
-    before = [{name: t.clone() for name, t in weights(net).items()} for net in models]
-    parameters = [p for net in models for p in net.parameters()]
-    stack = stacked(models)
+def test_parameters_become_rows_of_one_tensor_and_stay_the_same_objects():
+    models = models_of("gcn-2x8")
+    before = [{name: t.clone() for name, t in weights(model).items()} for model in models]
+    parameters = [p for model in models for p in model.parameters()]
+    stack = stacked_parameters(models)
     assert all(
         p is q
-        for p, q in zip(parameters, (p for net in models for p in net.parameters()), strict=True)
+        for p, q in zip(
+            parameters, (p for model in models for p in model.parameters()), strict=True
+        )
     )
     assert all(
         torch.equal(stack[name][k], kept)
@@ -151,24 +160,24 @@ def test_models_of_one_kind_become_rows_of_one_tensor_and_stay_themselves():
     )
     load_weights(models[2], before[0])
     assert torch.equal(stack["classifier.weight"][2], before[0]["classifier.weight"])
-    family, j, k = position_of(models[1].classifier.bias)
-    assert family.rows[j][k] is models[1].classifier.bias
-    assert tensor_of_rows([net.classifier.bias for net in models]) is stack["classifier.bias"]
-    assert tensor_of_rows([net.classifier.bias for net in models[:2]]) is None
-    some = stacked(
+    parameter_stack, j, k = position_of(models[1].classifier.bias)
+    assert parameter_stack.rows[j][k] is models[1].classifier.bias
+    assert tensor_of_rows([model.classifier.bias for model in models]) is stack["classifier.bias"]
+    assert tensor_of_rows([model.classifier.bias for model in models[:2]]) is None
+    some = stacked_parameters(
         models[:2]
-    )  # not the whole family: a copy, through which gradients find their way
+    )  # a part of the stack is copied, and gradients pass the copy
     some["classifier.bias"].sum().backward()
     assert torch.equal(models[1].classifier.bias.grad, torch.ones(CLASSES))
 
 
 def trained(kind, engine, rounds=4, absent=None, lr=(0.1, 0.1, 0.1, 0.1), momentum_before=False):
-    """Weights after some steps, of which a client may miss one."""
-    parts, models = graphs(), nets("gcn-2x8")
+    """Returns the weights after some steps; a client may miss one step."""
+    parts, models = graphs(), models_of("gcn-2x8")
     optimizers = [
-        make_optimizer(kind, net.parameters(), lr[k], 0.01) for k, net in enumerate(models)
+        make_optimizer(kind, model.parameters(), lr[k], 0.01) for k, model in enumerate(models)
     ]
-    crew = Executor()
+    group = Group(BATCHED)
 
     def one(k):
         step(
@@ -184,8 +193,8 @@ def trained(kind, engine, rounds=4, absent=None, lr=(0.1, 0.1, 0.1, 0.1), moment
             for k in who:
                 one(k)
         else:
-            run_lockstep([partial(one, k) for k in who], executor)
-    return [p.detach() for net in models for p in net.parameters()], optimizers, crew
+            run_lockstep([partial(one, k) for k in who], group)
+    return [p.detach() for model in models for p in model.parameters()], optimizers, group
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
@@ -200,7 +209,7 @@ def trained(kind, engine, rounds=4, absent=None, lr=(0.1, 0.1, 0.1, 0.1), moment
     ],
     ids=["all", "one misses the first", "one misses a later", "other rates", "one is ahead"],
 )
-def test_steps_at_once_are_each_ones_own(kind, case):
+def test_batched_steps_equal_separate_steps(kind, case):
     (loop, one, _), (stack, other, _) = (
         trained(kind, engine, **case) for engine in ("loop", "stacked")
     )
@@ -215,13 +224,13 @@ def test_steps_at_once_are_each_ones_own(kind, case):
         )
 
 
-def test_optimisers_that_hold_different_things_move_each_for_itself():
-    models, parts = nets("gcn-2x8"), graphs()
-    held = [[{"params": list(net.parameters())}] for net in models]
+def test_optimisers_with_different_groups_step_separately():
+    models, parts = models_of("gcn-2x8"), graphs()
+    held = [[{"params": list(model.parameters())}] for model in models]
     held[1] = [{"params": [p]} for p in models[1].parameters()]
     held[2] = [{"params": list(models[2].parameters())[:2]}]
     optimizers = [make_optimizer("adam", groups, 0.1, 0.0) for groups in held]
-    before = [weights(net)["classifier.bias"].clone() for net in models]
+    before = [weights(model)["classifier.bias"].clone() for model in models]
     run_lockstep(
         [
             partial(
@@ -232,17 +241,17 @@ def test_optimisers_that_hold_different_things_move_each_for_itself():
             )
             for k in range(4)
         ],
-        Executor(),
+        Group(BATCHED),
     )
     moved = [
-        not torch.equal(old, weights(net)["classifier.bias"])
-        for old, net in zip(before, models, strict=True)
+        not torch.equal(old, weights(model)["classifier.bias"])
+        for old, model in zip(before, models, strict=True)
     ]
     assert moved[1]
     assert not moved[2]
 
 
-def test_all_move_as_one_when_they_can(monkeypatch):
+def test_equal_optimisers_step_as_one(monkeypatch):
     moved = []
     monkeypatch.setattr(
         StackedOptimizer,
@@ -253,59 +262,59 @@ def test_all_move_as_one_when_they_can(monkeypatch):
     assert moved == [True] * 4
 
 
-def test_a_state_that_was_put_back_is_taken_up():
+def test_a_restored_optimiser_state_is_used():
     _, optimizers, _ = trained("adam", "stacked")
-    parts, crew = graphs(), Executor()
-    models = nets("gcn-2x8")
-    fresh = [make_optimizer("adam", net.parameters(), 0.1, 0.01) for net in models]
-    alike = nets("gcn-2x8")
-    alone = [make_optimizer("adam", net.parameters(), 0.1, 0.01) for net in alike]
+    parts, group = graphs(), Group(BATCHED)
+    models = models_of("gcn-2x8")
+    fresh = [make_optimizer("adam", model.parameters(), 0.1, 0.01) for model in models]
+    alike = models_of("gcn-2x8")
+    alone = [make_optimizer("adam", model.parameters(), 0.1, 0.01) for model in alike]
 
-    def one(nets, optimizers, k):
-        step(optimizers[k], training_loss(nets[k](parts[k]), parts[k], "mean", None))
+    def one(models, optimizers, k):
+        step(optimizers[k], training_loss(models[k](parts[k]), parts[k], "mean", None))
 
-    run_lockstep([partial(one, models, fresh, k) for k in range(4)], executor)
+    run_lockstep([partial(one, models, fresh, k) for k in range(4)], group)
     for k in range(4):
         one(alike, alone, k)
         for optimizer in (fresh[k], alone[k]):
             optimizer.load_state_dict(optimizers[k].state_dict())
-    run_lockstep([partial(one, models, fresh, k) for k in range(4)], executor)
+    run_lockstep([partial(one, models, fresh, k) for k in range(4)], group)
     for k in range(4):
         one(alike, alone, k)
     assert close(
-        [p for net in models for p in net.parameters()],
-        [p for net in alike for p in net.parameters()],
+        [p for model in models for p in model.parameters()],
+        [p for model in alike for p in model.parameters()],
     )
 
 
-def test_a_loss_beside_the_model_adds_to_its_gradient():
-    parts, models, others = graphs(), nets("gcn-2x8"), nets("gcn-2x8")
+def test_a_penalty_on_the_parameters_adds_to_their_gradient():
+    parts, models, others = graphs(), models_of("gcn-2x8"), models_of("gcn-2x8")
 
-    def work(nets, k):
-        optimizer = make_optimizer("sgd", nets[k].parameters(), 0.1, 0.0)
-        near = sum(p.square().sum() for p in nets[k].parameters())
-        step(optimizer, training_loss(nets[k](parts[k]), parts[k], "mean", None) + near)
+    def work(models, k):
+        optimizer = make_optimizer("sgd", models[k].parameters(), 0.1, 0.0)
+        near = sum(p.square().sum() for p in models[k].parameters())
+        step(optimizer, training_loss(models[k](parts[k]), parts[k], "mean", None) + near)
 
-    run_lockstep([partial(work, models, k) for k in range(4)], Executor())
+    run_lockstep([partial(work, models, k) for k in range(4)], Group(BATCHED))
     for k in range(4):
         work(others, k)
     assert close(
-        [p for net in models for p in net.parameters()],
-        [p for net in others for p in net.parameters()],
+        [p for model in models for p in model.parameters()],
+        [p for model in others for p in model.parameters()],
     )
 
 
-def test_differentiating_by_oneself_what_all_share_is_an_error():
-    parts, models = graphs(), nets("gcn-2x8")
-    with pytest.raises(RuntimeError, match=r"fedloom\.learn\.backward"):
+def test_a_plain_backward_pass_through_a_joint_tensor_is_an_error():
+    parts, models = graphs(), models_of("gcn-2x8")
+    with pytest.raises(RuntimeError, match=r"fedloom\.api\.backward"):
         run_lockstep(
             [partial(lambda k: models[k](parts[k]).sum().backward(), k) for k in range(4)],
-            Executor(),
+            Group(BATCHED),
         )
 
 
-def test_who_still_needs_what_all_share_keeps_it():
-    parts, models = graphs(), nets("gcn-2x8")
+def test_a_joint_graph_is_kept_while_a_client_still_needs_it():
+    parts, models = graphs(), models_of("gcn-2x8")
 
     def work(k):
         loss = training_loss(models[k](parts[k]), parts[k], "mean", None)
@@ -315,48 +324,48 @@ def test_who_still_needs_what_all_share_keeps_it():
         backward(models[k], loss)
         return [p.grad for p in models[k].parameters()]
 
-    fresh = nets("gcn-2x8")
-    for k, got in enumerate(run_lockstep([partial(work, k) for k in range(4)], Executor())):
+    fresh = models_of("gcn-2x8")
+    for k, got in enumerate(run_lockstep([partial(work, k) for k in range(4)], Group(BATCHED))):
         backward(fresh[k], training_loss(fresh[k](parts[k]), parts[k], "mean", None))
         assert close(got, [p.grad for p in fresh[k].parameters()])
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_given_weights(own):
-    parts, models = graphs(), nets("gcn-2x8")
+def test_passes_with_given_weights(own):
+    parts, models = graphs(), models_of("gcn-2x8")
     given = weights(build_model("gcn-2x8", FEATURES, CLASSES, seed=9))
-    sent = {name: copies(tensor, 4) for name, tensor in given.items()}
+    sent = {name: lazy_copies(tensor, 4) for name, tensor in given.items()}
     if own:
         sent["classifier.bias"][1].add_(1)
     received = [{name: of_all[k] for name, of_all in sent.items()} for k in range(4)]
     with torch.no_grad():
-        alone, together = both_ways(lambda k: applied(models[k], parts[k], received[k]), 4)
-    assert close(alone, together)
+        alone, batched = both_ways(lambda k: forward_with(models[k], parts[k], received[k]), 4)
+    assert close(alone, batched)
 
 
-def test_a_copy_is_ones_own_and_free_until_written_to():
+def test_lazy_copies_share_memory_until_one_is_written():
     source = torch.arange(3.0)
-    one, other = copies(source, 2)
-    assert common([one, other]) is source
+    one, other = lazy_copies(source, 2)
+    assert common_source([one, other]) is source
     one.add_(1)
     assert other.tolist() == source.tolist() == [0, 1, 2]
-    assert common([one, other]) is None
-    assert common([torch.ones(1), other]) is None
+    assert common_source([one, other]) is None
+    assert common_source([torch.ones(1), other]) is None
 
 
-def test_parts_know_their_whole():
+def test_parts_find_their_joint_tensor():
     whole = torch.randn(6, 2)
-    parts = parted(whole, [1, 2, 3])
-    assert whole_of(parts) is whole
-    assert joined(parts) is whole
-    assert whole_of(parts[:2]) is None
-    assert whole_of([parts[1], parts[0], parts[2]]) is None
+    parts = split_rows(whole, [1, 2, 3])
+    assert joint_tensor(parts) is whole
+    assert join_rows(parts) is whole
+    assert joint_tensor(parts[:2]) is None
+    assert joint_tensor([parts[1], parts[0], parts[2]]) is None
     assert torch.equal(
-        joined([parts[1] * 1, parts[0], parts[2]]), torch.cat([parts[1], parts[0], parts[2]])
+        join_rows([parts[1] * 1, parts[0], parts[2]]), torch.cat([parts[1], parts[0], parts[2]])
     )
 
 
-def test_losses_and_confusions_of_clients_with_nothing_to_score():
+def test_losses_and_confusions_of_clients_without_scored_items():
     parts = graphs()
     nobody = torch.zeros(len(parts[0].y), dtype=torch.bool)
     parts[0] = Graph(
@@ -364,20 +373,20 @@ def test_losses_and_confusions_of_clients_with_nothing_to_score():
     )
     logits = [torch.randn(g.num_items, CLASSES, requires_grad=True) for g in parts]
     for reduction in ("mean", "sum"):
-        alone, together = both_ways(
+        alone, batched = both_ways(
             partial(
                 lambda k, how: training_loss(logits[k], parts[k], how, None).detach(), how=reduction
             ),
             4,
         )
-        assert close(alone, together)
-    alone, together = both_ways(lambda k: held_out(logits[k], parts[k]), 4)
-    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+        assert close(alone, batched)
+    alone, batched = both_ways(lambda k: held_out(logits[k], parts[k]), 4)
+    assert all(torch.equal(a, b) for a, b in zip(alone, batched, strict=True))
 
 
-def test_a_stack_is_a_graph_with_the_others_side_by_side():
+def test_a_graph_stack_is_block_diagonal():
     parts = graphs("graph")
-    stack = Stack(parts)
+    stack = GraphStack(parts)
     assert (stack.num_nodes, stack.num_items, stack.num_features) == (
         sum(SIZES),
         sum(g.num_items for g in parts),
@@ -391,17 +400,17 @@ def test_a_stack_is_a_graph_with_the_others_side_by_side():
     )
 
 
-def test_graphs_that_take_part_in_differentiation_run_alone():
+def test_graphs_whose_features_need_gradients_run_alone():
     parts = graphs()
     x = parts[1].x.clone().requires_grad_()
     parts[1] = Graph(x, parts[1].edge_index, parts[1].y, CLASSES)
-    models, crew = nets("gcn-2x8"), Executor()
+    models, group = models_of("gcn-2x8"), Group(BATCHED)
     run_lockstep(
         [partial(lambda k: backward(models[k], models[k](parts[k]).sum()), k) for k in range(4)],
-        executor,
+        group,
     )
     assert x.grad is not None
-    assert FORWARD.alike(models[1], parts[1], None) is None
+    assert BATCHED[forward].key(models[1], parts[1], None) is None
 
 
 def test_clients_share_no_memory_with_each_other():
@@ -410,7 +419,7 @@ def test_clients_share_no_memory_with_each_other():
         Client(name, graph, facts) for name, graph in zip("ab", graphs(sizes=(4, 5)), strict=True)
     ]
     models = [client.build() for client in clients]
-    stacked(models)
+    stacked_parameters(models)
     before = weights(models[1])["classifier.bias"].clone()
     with torch.no_grad():
         models[0].classifier.bias.add_(1)

@@ -1,34 +1,40 @@
-"""What goes wrong in a run, and when: {(round, phase, client): fault}."""
+"""A schedule of faults in a run: {(round, phase, client): fault}."""
 
 from fedloom.core.message import Absent
 from fedloom.core.server import Server
 from fedloom.engines.loop import Engine as Loop
 
-LOST = "lost"  # the client does what it is asked, and its answer does not arrive
+LOST = "lost"  # the client runs the phase, and its reply does not arrive
 
 
 class Schedule:
-    """Puts faults into runs in the loop (and in engines made of it).
+    """Injects faults into runs of the loop engine and of engines that inherit from it.
 
-    Round, phase or client may be None: any. A fault is an exception, raised at the client before its phase; LOST; an `Absent`, in place of
-    the answer; or a function of the answer, which gives a spoilt one. A list of faults is used up, one each time; None is none. `asked`
-    fills with (round, phase, client) of all that were reached.
+    A round, phase or client of None means any. A fault is one of
+
+    - an exception, which the client raises before its phase
+    - LOST: the client runs the phase, and its reply does not arrive
+    - an `Absent`, which replaces the reply
+    - a function that takes the reply and returns a spoilt one
+    - a list of these, each used once; None means no fault
+
+    `asked` lists (round, phase, client) of all calls.
     """
 
     def __init__(self, monkeypatch, faults=()):
         self.faults, self.asked, self.server, self.now = dict(faults), [], None, {}
-        made, reach, call = Server.__init__, Loop.reach, Loop.call
+        made, perform, call = Server.__init__, Loop.perform, Loop.call
 
         def init(server, *args):
             made(server, *args)
             self.server = server
 
-        def reached(engine, name, phase, message):
+        def performed(engine, name, phase, message):
             self.asked.append((self.server.round, phase, name))
             self.now[name] = self.fault(phase, name)
             if isinstance(self.now[name], Exception):
                 raise self.now[name]
-            return reach(engine, name, phase, message)
+            return perform(engine, name, phase, message)
 
         def called(engine, phase, messages):
             replies = dict(call(engine, phase, messages))
@@ -43,11 +49,11 @@ class Schedule:
             return replies
 
         monkeypatch.setattr(Server, "__init__", init)
-        monkeypatch.setattr(Loop, "reach", reached)
+        monkeypatch.setattr(Loop, "perform", performed)
         monkeypatch.setattr(Loop, "call", called)
 
     def fault(self, phase, client):
-        """What goes wrong now, if anything."""
+        """Returns the fault of this call, or None."""
         now = (self.server.round, phase, client)
         fault = next(
             (

@@ -1,4 +1,4 @@
-"""A run with absent clients that is killed and resumed ends with the bits of one that was not: who missed what is in the checkpoint."""
+"""A killed run with absent clients resumes, bit-identical to one that was not killed."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ import pytest
 from tests.faults.forked import crash_at
 from tests.faults.schedule import LOST, Schedule
 from tests.faults.test_absent import BOOM, absences
-from tests.faults.test_kill import differences
+from tests.faults.test_kill import differences, places
 
 from fedloom.core.absence import AbsenceTracker
 from fedloom.core.message import Absent
@@ -15,15 +15,30 @@ from fedloom.experiments.run import run
 from fedloom.methods.fedavg import FedAvg
 
 ROUNDS = 6
-FORGOT = Absent("started anew", forgot=True)
+FORGOT = Absent("started anew", lost_state=True)
 FAULTS = {
-    "raises in rounds": {(2, "train", "1"): BOOM, (3, "train", "3"): LOST, (4, "evaluate", "0"): BOOM},
-    "misses set-up, is handed it later": {(0, "setup", "1"): BOOM, (1, None, "1"): BOOM, (2, None, "1"): BOOM},
-    "does set-up, its answer is lost": {(0, "setup", "1"): LOST, (1, "setup", "1"): LOST, (2, "setup", "1"): LOST},
+    "raises in rounds": {
+        (2, "train", "1"): BOOM,
+        (3, "train", "3"): LOST,
+        (4, "evaluate", "0"): BOOM,
+    },
+    "misses set-up, is handed it later": {
+        (0, "setup", "1"): BOOM,
+        (1, None, "1"): BOOM,
+        (2, None, "1"): BOOM,
+    },
+    "does set-up, its answer is lost": {
+        (0, "setup", "1"): LOST,
+        (1, "setup", "1"): LOST,
+        (2, "setup", "1"): LOST,
+    },
     "never comes": {(None, None, "1"): BOOM},
     "forgets in training": {(2, "train", "2"): FORGOT, (3, "setup", "2"): BOOM},
-    "forgets in evaluation, sits out a round": {(2, "evaluate", "2"): FORGOT, (4, "evaluate", "1"): FORGOT},
-}  # fmt: skip
+    "forgets in evaluation, sits out a round": {
+        (2, "evaluate", "2"): FORGOT,
+        (4, "evaluate", "1"): FORGOT,
+    },
+}
 
 
 def go(federation, folder, method="scaffold", **settings):
@@ -40,7 +55,13 @@ def go(federation, folder, method="scaffold", **settings):
 
 @pytest.mark.parametrize(
     "place",
-    ["round-closed:2", "round-unclosed:3", "exchange-answered:9", "checkpoint-between-renames:4"],
+    places(
+        "round-closed:2",
+        "round-unclosed:3",
+        "exchange-answered:9",
+        "checkpoint-between-renames:4",
+        quick=("round-closed:2",),
+    ),
 )
 @pytest.mark.parametrize("kind", FAULTS)
 def test_killed_in_the_middle_and_resumed_equals_unbroken(
@@ -55,7 +76,7 @@ def test_killed_in_the_middle_and_resumed_equals_unbroken(
 
 
 class Counted(FedAvg):
-    """FedAvg among those who said in set-up how much they have: what the server makes of that is in none of its states."""
+    """FedAvg with the clients that answered `size` in the set-up; no state holds the list."""
 
     def run(self, server):
         """Counts, then rounds."""
@@ -101,7 +122,7 @@ def killed_with_a_fault_in_set_up_and_resumed_without(
 def test_who_missed_set_up_and_is_there_when_it_is_done_again_changes_nothing(
     node_federation, monkeypatch, tmp_path
 ):
-    """What the server made of set-up, it made without that client."""
+    """The server used the set-up without that client."""
     killed_with_a_fault_in_set_up_and_resumed_without(
         node_federation, monkeypatch, tmp_path, Counted(rounds=4), (0, "size", "1")
     )
@@ -126,12 +147,13 @@ def test_in_a_secure_run_who_missed_a_sum_before_the_rounds_stays_out(
 
 
 @pytest.mark.parametrize(
-    ("kind", "forgotten"), [("forgets in evaluation, sits out a round", "sits_out"), ("never comes", "missed")]
-)  # fmt: skip
+    ("kind", "forgotten"),
+    [("forgets in evaluation, sits out a round", "sits_out"), ("never comes", "missed")],
+)
 def test_without_it_in_the_checkpoint_the_end_is_another(
     kind, forgotten, node_federation, monkeypatch, tmp_path
 ):
-    """The control: each part of it counts."""
+    """The control: each part of the checkpoint matters."""
     with monkeypatch.context() as patch:
         Schedule(patch, FAULTS[kind])
         go(node_federation, tmp_path / "unbroken")
@@ -153,7 +175,7 @@ def test_without_who_missed_set_up_the_end_is_another(node_federation, monkeypat
 
 
 def without(monkeypatch, forgotten):
-    """Checkpoints that lack something."""
+    """Removes a part of the checkpoints."""
     original = AbsenceTracker.resume
     monkeypatch.setattr(
         AbsenceTracker,

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, whenever the writer dies; a damaged one is known for one, and the one before it is used."""
+"""Checkpoints: writes are atomic, damage is detected, and the previous one is used then."""
 
 import os
 import random
@@ -59,9 +59,10 @@ def test_what_is_written_is_read_again(tmp_path):
     assert read(tmp_path).about == made(3).about
 
 
-def test_200_kills_while_writing_leave_the_old_one_or_the_new_one(tmp_path):
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_200_kills_while_writing_leave_the_old_one_or_the_new_one(kills, tmp_path):
     chance, last, ways = random.Random(0), 0, set()
-    for _ in range(200):
+    for _ in range(kills):
         here, there = os.pipe()
 
         def keep_writing(first=last + 1, there=there):
@@ -87,7 +88,8 @@ def test_200_kills_while_writing_leave_the_old_one_or_the_new_one(tmp_path):
             done,
             done + 1,
         )  # what was said to be written is, and nothing older comes back
-    assert any(LATEST + ".new" in names for names in ways)  # it did hit writes
+    if kills > 100:
+        assert any(LATEST + ".new" in names for names in ways)  # some kills hit a write
 
 
 def flipped(content, place):

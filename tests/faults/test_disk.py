@@ -1,4 +1,4 @@
-"""A disk that is full, gone read-only or broken: the run says which file, and what was whole before still is."""
+"""A full, read-only or broken disk: the run names the file, and keeps what was complete."""
 
 import errno
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.faults.forked import ending, fork
 
+from fedloom import _system
 from fedloom._system import AppendLog, write_atomic
 from fedloom.experiments.checkpoint import LATEST
 from fedloom.experiments.result import read_run
@@ -46,6 +47,7 @@ def resumes(federation, folder, unbroken, **settings):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("full", "settings"),
     [
@@ -79,9 +81,8 @@ def test_a_full_disk_ends_the_run_with_the_name_of_the_file(
 
 
 def test_a_folder_that_becomes_read_only_ends_the_run(node_federation, unbroken):
-    with (
-        tempfile.TemporaryDirectory() as place
-    ):  # where also nobody, who cannot do everything as root can, may write
+    # In /tmp, because the child changes from root to a user that may not write elsewhere.
+    with tempfile.TemporaryDirectory() as place:
         os.chmod(place, 0o777)
         folder = Path(place) / "x"
 
@@ -109,7 +110,7 @@ def test_an_error_of_the_disk_is_told_and_survived(
 ):
     def break_at(entry, planned):
         if entry["round"] == 5:
-            monkeypatch.setattr(disk.os, "fsync", broken)
+            monkeypatch.setattr(_system.os, "fsync", broken)
 
     def broken(handle):
         monkeypatch.undo()  # once
@@ -135,7 +136,7 @@ def test_what_cannot_be_put_in_place_leaves_what_was_there(content, tmp_path, mo
     def broken(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(disk, "_write", broken)
+    monkeypatch.setattr(_system, "_write", broken)
     with pytest.raises(OSError, match=r"No space left on device: '.*file'"):
         write_atomic(tmp_path / "file", content)
     with pytest.raises(OSError, match=r"No space left on device: '.*log'"):

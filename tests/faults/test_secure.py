@@ -1,4 +1,4 @@
-"""Absence in secure sums: the sum's own threshold counts, and no client answers a stage of a sum twice."""
+"""Absence in secure sums: the threshold of the sum counts, and no stage is answered twice."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from tests.faults.test_absent import BOOM, absences, go
 
 from fedloom.core.message import flatten
 from fedloom.errors import RoundFailed
+from fedloom.privacy.secure_aggregation import SecureResponder
 from fedloom.privacy.secure_sum import TooFew
 
 STAGES = ("advertise_keys", "share_keys", "train", "unmask")
@@ -23,23 +24,21 @@ def asked_for(schedule, number, client):
 
 @pytest.fixture
 def sums(monkeypatch):
-    """(client, number of the sum) of every answer to `advertise_keys`: what a client refuses to do twice."""
-    from fedloom.methods.fed_pub import masked
+    """Lists (client, number of the sum) for every reply to `advertise_keys`."""
+    seen, original = [], SecureResponder._advertise
 
-    seen, original = [], masked._advertise
-
-    def advertise(client, **message):
+    def advertise(self, client, **message):
         seen.append((client.name, int(message["number"])))
-        return original(client, **message)
+        return original(self, client, **message)
 
-    monkeypatch.setattr(masked, "_advertise", advertise)
+    monkeypatch.setattr(SecureResponder, "_advertise", advertise)
     return seen
 
 
 @pytest.mark.parametrize("fault", [BOOM, LOST], ids=["raises", "lost"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_client_lost_at_any_stage_is_survived(stage, fault, node_federation, monkeypatch, sums):
-    # Who is lost after it has sent its vector is in the sum; before, it is not.
+    # A client that is lost after it sent its vector is in the sum.
     with monkeypatch.context() as patch:
         Schedule(patch, {} if stage == "unmask" else {(2, "train", "1"): fault})
         plain = go(node_federation, rounds=2)
@@ -52,7 +51,7 @@ def test_a_client_lost_at_any_stage_is_survived(stage, fault, node_federation, m
         (2, stage, "1", "did not answer" if fault is LOST else "ValueError: boom")
     ]
     assert len(set(sums)) == len(sums)
-    # Once each, up to where it was lost; then the keys and the four stages of the evaluation, of which it is part again.
+    # Each stage once, up to the fault; then the four stages of the evaluation, with the client.
     of_sum = STAGES[: STAGES.index(stage) + 1]
     assert asked_for(schedule, 2, "1") == [
         *of_sum,
@@ -77,7 +76,7 @@ def test_too_few_before_the_phase_begin_a_new_sum(stage, node_federation, monkey
         result = go(node_federation, secure=True)
         assert result.summary["status"] == "completed"
         assert asked_for(schedule, 2, "0").count("train") == 1
-        assert len(set(sums)) == len(sums)  # each under a number of its own
+        assert len(set(sums)) == len(sums)  # each sum has its own number
         assert result.summary["retried"] == 4
     unharmed = go(node_federation, secure=True)
     assert close(unharmed, result)
@@ -89,12 +88,13 @@ def test_too_few_from_the_phase_on_fail_the_round(stage, node_federation, monkey
     schedule = Schedule(monkeypatch, {(2, stage, c): BOOM for c in "12"})
     with pytest.raises(
         RoundFailed,
-        match=r"round 2, 'train': secure sum: .*nothing was released; absent: 1, 2: ValueError: boom",
+        match=r"round 2, 'train': secure sum: .*nothing was released; "
+        "absent: 1, 2: ValueError: boom",
     ):
         go(node_federation, secure=True)
     assert all(
         asked_for(schedule, 2, c).count("train") == 1 for c in "0123"
-    )  # nobody has trained twice
+    )  # no client trained twice
     assert len(set(sums)) == len(sums)
 
 

@@ -1,14 +1,16 @@
-"""Memory does not grow with the rounds of a run that is kept in a folder; `bench/soak.py` is the long version."""
+"""Memory does not grow with the rounds of a run in a folder; see also `bench/soak.py`."""
 
 import gc
 import tracemalloc
+
+import pytest
 
 from fedloom.experiments.run import run
 from fedloom.experiments.run_folder import read_history
 
 
 def growth(federation, rounds, out):
-    """Bytes a round that Python holds more at the end than after a third of the rounds."""
+    """Returns the growth of Python's memory per round, in bytes, after a third of the rounds."""
     held = {}
 
     def look(entry, planned):
@@ -33,13 +35,15 @@ def growth(federation, rounds, out):
     return (held[rounds] - held[rounds // 3]) / (rounds - rounds // 3)
 
 
+@pytest.mark.slow
 def test_what_is_in_the_folder_is_not_in_memory(node_federation, tmp_path):
     assert growth(node_federation, 150, tmp_path / "x") < 1024
     assert len(read_history(tmp_path / "x")) == 150
 
 
+@pytest.mark.slow
 def test_without_a_folder_everything_is(node_federation):
-    """The control: this is what the folder spares."""
+    """The control: without a folder, memory grows."""
     assert growth(node_federation, 150, None) > 2000
 
 

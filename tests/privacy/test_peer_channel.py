@@ -1,4 +1,4 @@
-"""Sealed letters: only the receiver reads them, and only as they were written, once."""
+"""Peer channel: only the receiver can read a message, unchanged and once."""
 
 import pytest
 import torch
@@ -13,51 +13,51 @@ from fedloom.privacy.peer_channel import PeerChannel
 
 
 def met(*names):
-    boxes = {name: PeerChannel(name) for name in names}
-    for box in boxes.values():
-        box.meet({name: other.public for name, other in boxes.items()})
-    return boxes
+    channels = {name: PeerChannel(name) for name in names}
+    for channel in channels.values():
+        channel.meet({name: other.public for name, other in channels.items()})
+    return channels
 
 
-def test_the_receiver_reads_what_was_written_and_nobody_else_can():
-    boxes = met("a", "b", "c")
-    blob = boxes["a"].seal("b", b"for b")
+def test_only_the_receiver_can_read_a_message():
+    channels = met("a", "b", "c")
+    blob = channels["a"].seal("b", b"for b")
     assert b"for b" not in blob
     with pytest.raises(
-        Refusal, match="client 'c' refuses the letter of 'a': it was changed on the way"
+        Refusal, match="client 'c' refuses the message of 'a': it was changed on the way"
     ):
-        boxes["c"].open("a", blob)
+        channels["c"].open("a", blob)
     with pytest.raises(Refusal, match="changed on the way"):
-        boxes["b"].open("c", blob)  # under another sender's name
+        channels["b"].open("c", blob)  # under another sender's name
     with pytest.raises(Refusal, match="changed on the way"):
-        boxes["a"].open("b", blob)  # sent back to its writer
-    assert boxes["b"].open("a", blob) == b"for b"
+        channels["a"].open("b", blob)  # sent back to its writer
+    assert channels["b"].open("a", blob) == b"for b"
 
 
-def test_a_letter_cannot_be_changed_repeated_or_put_in_another_order():
-    boxes = met("a", "b")
-    first, second = boxes["a"].seal("b", b"1"), boxes["a"].seal("b", b"2")
+def test_a_message_that_was_changed_repeated_or_reordered_is_refused():
+    channels = met("a", "b")
+    first, second = channels["a"].seal("b", b"1"), channels["a"].seal("b", b"2")
     for place in range(len(first)):
         spoilt = bytearray(first)
         spoilt[place] ^= 1
         with pytest.raises(Refusal):
-            boxes["b"].open("a", bytes(spoilt))
+            channels["b"].open("a", bytes(spoilt))
     for short in (b"", first[:5], first[:20]):
         with pytest.raises(Refusal):
-            boxes["b"].open("a", short)
-    assert boxes["b"].open("a", first) == b"1"
+            channels["b"].open("a", short)
+    assert channels["b"].open("a", first) == b"1"
     with pytest.raises(Refusal, match="number 1 came before"):
-        boxes["b"].open("a", first)
-    assert boxes["b"].open("a", second) == b"2"
+        channels["b"].open("a", first)
+    assert channels["b"].open("a", second) == b"2"
 
 
-def test_no_two_letters_share_a_nonce_and_the_same_text_looks_different():
-    boxes = met("a", "b", "c")
+def test_equal_plaintexts_have_different_ciphertexts():
+    channels = met("a", "b", "c")
     blobs = [
-        boxes["a"].seal("b", b"same"),
-        boxes["a"].seal("b", b"same"),
-        boxes["a"].seal("c", b"same"),
-        boxes["b"].seal("a", b"same"),
+        channels["a"].seal("b", b"same"),
+        channels["a"].seal("b", b"same"),
+        channels["a"].seal("c", b"same"),
+        channels["b"].seal("a", b"same"),
     ]
     assert len({blob[8:] for blob in blobs}) == 4
 
@@ -72,16 +72,16 @@ def test_no_two_letters_share_a_nonce_and_the_same_text_looks_different():
         (lambda keys: {**keys, "b": b"short"}, "the key of 'b' is not valid"),
     ],
 )
-def test_keys_that_could_let_somebody_read_are_refused(spoil, words):
-    boxes = {name: PeerChannel(name) for name in "abc"}
+def test_invalid_sets_of_keys_are_refused(spoil, words):
+    channels = {name: PeerChannel(name) for name in "abc"}
     with pytest.raises(Refusal, match=words):
-        boxes["a"].meet(spoil({name: box.public for name, box in boxes.items()}))
+        channels["a"].meet(spoil({name: channel.public for name, channel in channels.items()}))
 
 
-def test_keys_are_taken_once():
-    boxes = met("a", "b")
+def test_keys_are_accepted_only_once():
+    channels = met("a", "b")
     with pytest.raises(Refusal, match="refuses to meet its peers again"):
-        boxes["a"].meet({name: box.public for name, box in boxes.items()})
+        channels["a"].meet({name: channel.public for name, channel in channels.items()})
 
 
 # ---- in a run ----
@@ -112,15 +112,15 @@ def recorded(monkeypatch):
     return calls
 
 
-def test_in_a_secure_run_the_server_carries_bytes_it_cannot_read(federation, monkeypatch):
+def test_a_secure_run_relays_only_encrypted_messages(federation, monkeypatch):
     calls = recorded(monkeypatch)
     plain = run("fedstruct", federation, **SETTINGS)
-    open_letters = [
+    readable = [
         flatten(r) for phase, _, replies in calls if phase == "offer" for r in replies.values()
     ]
     assert any(
-        t.is_floating_point() for letter in open_letters for t in letter.values()
-    )  # the control: without sealing all is there
+        t.is_floating_point() for message in readable for t in message.values()
+    )  # the control: a plain run sends them unencrypted
     calls.clear()
     secure = run("fedstruct", federation, **SETTINGS, secure=True)
     assert secure.accuracy == pytest.approx(plain.accuracy, abs=1e-6)
@@ -141,21 +141,21 @@ def test_in_a_secure_run_the_server_carries_bytes_it_cannot_read(federation, mon
     ("tamper", "words"),
     [
         (
-            lambda letters: {s: torch.cat([b[:-1], b[-1:] ^ 1]) for s, b in letters.items()},
+            lambda inbox: {s: torch.cat([b[:-1], b[-1:] ^ 1]) for s, b in inbox.items()},
             "was changed on the way",
         ),
         (
-            lambda letters: dict(zip(letters, reversed(letters.values()), strict=True)),
+            lambda inbox: dict(zip(inbox, reversed(inbox.values()), strict=True)),
             "was changed on the way",
         ),
     ],
 )
-def test_a_relay_that_tampers_is_caught(federation, monkeypatch, tamper, words):
+def test_a_relay_that_changes_messages_is_detected(federation, monkeypatch, tamper, words):
     original = Loop.call
 
     def call(self, phase, sent):
         if phase == "absorb":
-            sent = {c: {"letters": tamper(m["letters"])} for c, m in sent.items()}
+            sent = {c: {"inbox": tamper(m["inbox"])} for c, m in sent.items()}
         return original(self, phase, sent)
 
     monkeypatch.setattr(Loop, "call", call)
@@ -163,7 +163,7 @@ def test_a_relay_that_tampers_is_caught(federation, monkeypatch, tamper, words):
         run("fedstruct", federation, **SETTINGS, secure=True)
 
 
-def test_a_relay_that_repeats_a_letter_is_caught(federation, monkeypatch):
+def test_a_relay_that_repeats_a_message_is_detected(federation, monkeypatch):
     original, kept = Loop.call, {}
 
     def call(self, phase, sent):
@@ -176,7 +176,7 @@ def test_a_relay_that_repeats_a_letter_is_caught(federation, monkeypatch):
         run("fedstruct", federation, **SETTINGS, secure=True)
 
 
-def test_a_client_greets_once(federation, monkeypatch):
+def test_a_client_refuses_a_second_key_exchange(federation, monkeypatch):
     original = Loop.call
 
     def call(self, phase, sent):

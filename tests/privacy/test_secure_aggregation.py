@@ -19,7 +19,7 @@ from fedloom.engines.loop import Engine
 from fedloom.errors import ConfigError, MessageError, Refusal
 from fedloom.experiments.run import run
 from fedloom.experiments.settings import RunSettings
-from fedloom.privacy.secure_aggregation import KEY_PHASES
+from fedloom.privacy.secure_aggregation import SUM_PHASES, aggregation_for, responder_for
 from fedloom.privacy.secure_sum import Member, TooFew
 
 NAMES = tuple("abcdefgh")
@@ -99,8 +99,10 @@ def make(terms=TERMS, names=NAMES, method=None, **lost):
     )
     facts = Facts(2, 3, "node", names, ("gcn-2x8",) * len(names), secure=terms)
     method = method or Adder()
-    engine = Lossy(method, [Client(name, graph, facts) for name in names], lost)
-    return Server(method, facts, engine.call, RoundPolicy("local"), None), engine, method
+    clients = [Client(name, graph, facts, responder=responder_for(facts)) for name in names]
+    engine = Lossy(method, clients, lost)
+    policy, aggregation = RoundPolicy("local"), aggregation_for(facts)
+    return Server(method, facts, engine.call, policy, None, aggregation), engine, method
 
 
 def plain_sum(names):
@@ -252,7 +254,7 @@ def test_the_ledger_books_the_key_exchange_apart_and_keys_of_an_evaluation_as_me
 ):
     result = run("fedavg", node_federation, model="gcn-2x8", rounds=2, secure=True)
     phases = result.traffic["phases"]
-    assert set(phases) == {*KEY_PHASES, "train", "evaluate_sum"}
+    assert set(phases) == {*SUM_PHASES, "train", "evaluate_sum"}
     size = sum(t.numel() for t in result.models["server"].values())
     clients = node_federation.num_clients
     assert phases["train"]["scalars_up"] == 2 * clients * (size + 1)  # the model, and its weight

@@ -15,7 +15,6 @@ from fedloom.core.phase import averaged, phase, summed
 from fedloom.errors import ConfigError, FedloomError, MessageError, Refusal
 from fedloom.experiments.report import tables as show
 from fedloom.experiments.run import run
-from fedloom.methods.fed_pub import masked
 from fedloom.methods.fedavg import FedAvg
 
 
@@ -111,7 +110,7 @@ def both(name):
         server, _, method = make(terms, method=Odd())
         function = getattr(method, name)
         try:
-            found.append(getattr(server, function.aggregate)(function))
+            found.append(getattr(server, function.phase.aggregate)(function))
         except FedloomError as error:
             found.append(error)
     return found
@@ -326,14 +325,26 @@ def test_a_secure_run_is_not_resumed_in_the_clear(node_federation, tmp_path):
 
 def test_cohorts_that_differ_in_one_client_are_reported():
     server, engine, method = make()
-    assert masked.report(server) == {"sums": 0, "fewest_clients": 0, "cohorts_one_apart": 0}
-    everybody = server.sum(method.numbers)["count"]
+    assert server.aggregation.summary(server) == {
+        "sums": 0,
+        "fewest_clients": 0,
+        "cohorts_one_apart": 0,
+    }
+    all_clients = server.sum(method.numbers)["count"]
     server.sum(method.numbers)
-    assert masked.report(server) == {"sums": 2, "fewest_clients": 8, "cohorts_one_apart": 0}
+    assert server.aggregation.summary(server) == {
+        "sums": 2,
+        "fewest_clients": 8,
+        "cohorts_one_apart": 0,
+    }
     engine.lost = {"numbers": {"h"}}
     others = server.sum(method.numbers)["count"]
-    assert (everybody - others).tolist() == [7, -(2**40)]  # what h added: this is why
-    assert masked.report(server) == {"sums": 3, "fewest_clients": 7, "cohorts_one_apart": 1}
+    assert (all_clients - others).tolist() == [7, -(2**40)]  # what h added: this is why
+    assert server.aggregation.summary(server) == {
+        "sums": 3,
+        "fewest_clients": 7,
+        "cohorts_one_apart": 1,
+    }
 
 
 def test_the_summary_reports_and_show_warns(node_federation):

@@ -1,1 +1,1 @@
-"""Core: the waist. Messages, phases, clients, the server, and everything that passes between them."""
+"""Core: messages, phases, clients, the server, and the waist that messages pass."""

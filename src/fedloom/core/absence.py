@@ -1,24 +1,29 @@
-"""When somebody does not answer: how many must, and what follows for who was not there. What is done about it: `Server.exchange`."""
+"""Absence: how many clients must answer, and what an absence means for later exchanges.
+
+`Waist.exchange` applies it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fedloom.core.message import Absent, Message
 
-SILENT = Absent("did not answer")  # not in what the engine gave, for no reason that it knows
+SILENT = Absent("did not answer")  # the engine has no reply and knows no reason
 
 
 @dataclass(frozen=True)
 class FaultPolicy:
-    """What an exchange bears, for engines and the server: how many may be absent, and how long it waits.
+    """Which absences an exchange tolerates, and how long it waits.
 
-    quorum: share of the clients asked that must answer; at 1 every absence is an error. grace: seconds that the others have once a quorum
-    has answered (0: until the deadline). deadline: seconds that all have (0: no limit).
+    Args:
+        quorum: Share of the asked clients that must answer. With 1, every absence is an error.
+        grace: Seconds that the others have once a quorum has answered. 0: until the deadline.
+        deadline: Seconds that all clients have. 0: no limit.
     """
 
     quorum: float = 1.0
@@ -27,17 +32,20 @@ class FaultPolicy:
 
     @property
     def tolerates_absence(self) -> bool:
-        """Whether an exchange may go on without somebody."""
+        """Whether an exchange may continue without a client."""
         return self.quorum < 1
 
     def enough(self, asked: int) -> int:
-        """How many of so many clients make a quorum."""
-        return math.ceil(
-            self.quorum * asked - 1e-9
-        )  # 0.7 of 10 is 7, whatever floating point makes of it
+        """Returns how many of `asked` clients are a quorum."""
+        return math.ceil(self.quorum * asked - 1e-9)  # 0.7 of 10 is 7 in spite of rounding
 
     def closes_at(self, begun: float, reached: float | None) -> float | None:
-        """When an exchange is over that began at `begun` and, unless None, had its quorum at `reached`; None: when all have answered."""
+        """Returns when an exchange ends; None if it ends when all clients have answered.
+
+        Args:
+            begun: When the exchange began.
+            reached: When a quorum had answered. None: not yet.
+        """
         ends = [begun + self.deadline] if self.deadline else []
         if self.grace and reached is not None:
             ends.append(reached + self.grace)
@@ -45,62 +53,80 @@ class FaultPolicy:
 
 
 class SetupExchange(NamedTuple):
-    """An exchange before the rounds, kept for those who have missed it. repeatable: whether it can be handed in again."""
+    """An exchange before the rounds, kept for the clients that missed it.
+
+    Args:
+        name: The phase.
+        messages: What each client was sent.
+        book_as: The phase that the ledger books it under.
+        repeatable: Whether it can be repeated later.
+        absent: The clients that missed it when it took place.
+    """
 
     name: str
     messages: Mapping[str, Message]
     book_as: str | None
     repeatable: bool
-    absent: Mapping[str, Absent]  # who missed it when it took place
+    absent: Mapping[str, Absent]
 
 
 class AbsenceTracker:
-    """The server's memory of absences, and what follows from them.
+    """Tracks absences, and decides what follows from them.
 
-    A round is done whole: who misses an exchange of it is out until the next one, but for evaluation, so that nobody answers from what an
-    earlier round has left. (What comes after the last round counts as one more.) What comes before the rounds is what a client is made of:
-    who misses an exchange there is handed it again, in order, before the next one that it is part of. Its answer to that comes too late and
-    counts for nothing; if there is none again, the client is absent again. Who has lost its state is handed in all of them; if that shows
-    in an evaluation, it also sits out a round, so that no method takes it for one that has kept what it was sent in the last.
+    In a round: a client that misses an exchange takes no further part in the round, except in
+    evaluations. So no client answers from the state of an earlier round. The exchanges after the
+    last round count as one more round.
+
+    Before the rounds: clients are set up. A client that misses an exchange there repeats it, in
+    order, before the next exchange that it is part of. Its reply is late and is discarded. If it
+    does not answer again, it is absent again.
+
+    A client that has lost its state repeats all exchanges before the rounds. If an evaluation shows
+    the loss, the client also sits out a round, so that no method relies on what it was sent in the
+    last one.
+
+    Attributes:
+        noted: Client, phase and cause of each absence since the last history entry.
+        retried: Messages that were sent again since then.
+        out: The clients that take no further part in this round.
+        setup: The exchanges before the rounds.
     """
 
     def __init__(self) -> None:
-        self.noted: list[
-            dict[str, str]
-        ] = []  # client, phase and cause, since the last history entry
-        self.retried = 0  # messages that were sent once more, since then
-        self.out: dict[str, Absent] = {}  # who takes no further part in this round
+        self.noted: list[dict[str, str]] = []
+        self.retried = 0
+        self.out: dict[str, Absent] = {}
         self.setup: list[SetupExchange] = []
-        self._missed: dict[str, set[int]] = {}  # which of them a client lacks
+        self._missed: dict[str, set[int]] = {}  # client: the numbers of those it missed
         self._sitting_out: dict[str, Absent] = {}
-        self._resumed: dict[str, Any] = {}  # in a run that is resumed: what `saved` gave
+        self._resumed: dict[str, Any] = {}  # in a resumed run: the result of `saved`
 
     def begin_round(self) -> None:
-        """Lets everybody in again, but for who has to sit out."""
+        """Lets all clients take part again, except those that sit out this round."""
         self.out, self._sitting_out = self._sitting_out, {}
 
     def note(self, phase: str, absent: Mapping[str, Absent]) -> None:
-        """Keeps absences for the history."""
+        """Records absences for the history."""
         self.noted += [
             {"client": client, "phase": phase, "cause": why.cause} for client, why in absent.items()
         ]
 
     def add_setup(self, exchange: SetupExchange) -> None:
-        """Keeps an exchange before the rounds."""
+        """Records an exchange before the rounds."""
         for client in exchange.absent:
             self._missed.setdefault(client, set()).add(len(self.setup))
         self.setup.append(exchange)
 
     def has_missed(self, client: str, number: int) -> bool:
-        """Whether a client has missed the exchange of that number."""
+        """Returns whether a client has missed the exchange of that number."""
         return number in self._missed.get(client, ())
 
     def caught_up(self, client: str, number: int) -> None:
-        """The client has done the exchange of that number."""
+        """Records that a client has repeated the exchange of that number."""
         self._missed[client].discard(number)
 
     def lost_state(self, client: str, why: Absent, in_rounds: bool, measuring: bool) -> None:
-        """The client has to do all that came before the rounds again."""
+        """Records that a client must repeat all exchanges before the rounds."""
         self._missed[client] = {
             number for number, exchange in enumerate(self.setup) if client in exchange.messages
         }
@@ -109,9 +135,9 @@ class AbsenceTracker:
             if measuring:
                 self._sitting_out[client] = why
 
-    # ---- a run that is killed and resumed ----
+    # ---- checkpoints ----
     def saved(self) -> dict[str, Any]:
-        """For a checkpoint, which is written between two rounds: all that later rounds depend on, as JSON would say it."""
+        """Returns what later rounds depend on, as JSON. A checkpoint is between two rounds."""
         return {
             "absent": [_causes(exchange.absent) for exchange in self.setup],
             "missed": {
@@ -121,41 +147,43 @@ class AbsenceTracker:
         }
 
     def resume(self, saved: Mapping[str, Any]) -> None:
-        """Told before set-up is done again what `saved` had given; a checkpoint of an older fedloom has nothing of it."""
+        """Takes the result of `saved`, before the set-up is repeated. It may be empty."""
         self._resumed = dict(saved)
 
     def absent_in_setup(self) -> dict[str, Absent]:
-        """While set-up is done again: who missed the next exchange when it was done first, so that the same comes of it."""
-        of_exchanges = self._resumed.get("absent", [])
-        return _absent(of_exchanges[len(self.setup)]) if len(self.setup) < len(of_exchanges) else {}
+        """Returns who missed the next exchange before the rounds, in the run that is resumed.
+
+        The repeated set-up leaves out the same clients, so that it has the same result.
+        """
+        exchanges, number = self._resumed.get("absent", []), len(self.setup)
+        return _absent(exchanges[number]) if number < len(exchanges) else {}
 
     def to_catch_up(self) -> Iterator[tuple[int, list[str]]]:
-        """When set-up has been done again: the exchanges that clients lack which they had made up for before, by number."""
-        made_up = {
-            client: set(numbers) - set(self._lacked(client))
+        """Yields, after the repeated set-up, what clients had caught up on before the checkpoint.
+
+        Each item is the number of an exchange and the clients that must repeat it.
+        """
+        before: dict[str, list[int]] = self._resumed.get("missed", {})
+        caught_up = {
+            client: numbers - set(before.get(client, ()))
             for client, numbers in self._missed.items()
         }
         for number, exchange in enumerate(self.setup):
-            if exchange.repeatable and (
-                due := [client for client, numbers in made_up.items() if number in numbers]
-            ):
+            due = [client for client, numbers in caught_up.items() if number in numbers]
+            if exchange.repeatable and due:
                 yield number, due
 
-    def put_back(self) -> None:
-        """As it was at the checkpoint, but for what clients lack now on top of that."""
+    def restore(self) -> None:
+        """Restores the state of the checkpoint. What clients missed since then stays recorded."""
         for client, numbers in self._resumed.get("missed", {}).items():
             self._missed.setdefault(client, set()).update(numbers)
         self._sitting_out = _absent(self._resumed.get("sits_out", {}))
 
-    def _lacked(self, client: str) -> Iterable[int]:
-        missed: dict[str, list[int]] = self._resumed.get("missed", {})
-        return missed.get(client, ())
-
     def report(self) -> dict[str, Any]:
-        """What the history says of absences since it was asked last; nothing, if there were none."""
-        told = {"absent": self.noted, "retried": self.retried}
+        """Returns what the history records of absences since the last call; {} without any."""
+        entry = {"absent": self.noted, "retried": self.retried}
         self.noted, self.retried = [], 0
-        return {key: value for key, value in told.items() if value}
+        return {key: value for key, value in entry.items() if value}
 
 
 def _causes(absent: Mapping[str, Absent]) -> dict[str, str]:
@@ -167,37 +195,37 @@ def _absent(causes: Mapping[str, str]) -> dict[str, Absent]:
 
 
 class AbsenceCounts:
-    """Adds up what history entries say of absences, however many entries there are."""
+    """Counts the absences in history entries."""
 
     def __init__(self) -> None:
         self._count: Counter[str] = Counter()
         self._retried = 0
 
     def add(self, entry: Mapping[str, Any]) -> None:
-        """Takes a history entry, or a report of `AbsenceTracker`."""
+        """Adds a history entry, or a report of `AbsenceTracker`."""
         self._count.update(absence["client"] for absence in entry.get("absent", ()))
         self._retried += entry.get("retried", 0)
 
     def summary(self) -> dict[str, Any]:
-        """For a run's summary: how often each client was absent, and how many messages were sent once more."""
+        """Returns how often each client was absent, and how many messages were sent again."""
         return {"absences": dict(self._count), "retried": self._retried}
 
 
 def too_few(answered: Collection[str], asked: int, needed: int) -> str:
-    """What a round fails of."""
+    """Describes why a round fails."""
     return f"{len(answered)} of {asked} clients answered ({named(answered)}), {needed} are needed"
 
 
 def listed(absent: Mapping[str, Absent]) -> str:
-    """Who is absent and why, each cause once."""
+    """Lists the absent clients by cause."""
     clients: dict[str, list[str]] = {}
     for client, why in absent.items():
         clients.setdefault(why.cause, []).append(client)
-    return "; ".join(f"{named(who)}: {cause}" for cause, who in clients.items())
+    return "; ".join(f"{named(absentees)}: {cause}" for cause, absentees in clients.items())
 
 
 def named(clients: Collection[str]) -> str:
-    """Clients by name, as many as fit into a line."""
+    """Lists client names, at most 20."""
     shown = list(clients)[:20]
     more = len(clients) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "") if shown else "nobody"

@@ -1,6 +1,7 @@
 """Aggregation: what the server gets to see of the clients' replies, and the client's side of it.
 
-Here it is plain: the server sees each reply. `fedloom.privacy.secure_aggregation` shows it sums only.
+Here it is plain: the server sees each reply. In `fedloom.privacy.secure_aggregation` it sees sums
+only.
 """
 
 from __future__ import annotations

@@ -10,14 +10,17 @@ from torch import Tensor
 from fedloom.core.aggregation import PlainResponder, Responder
 from fedloom.core.facts import Facts
 from fedloom.core.filters import parse_filters
-from fedloom.core.message import Message
+from fedloom.core.message import Message, flatten, isolate, unflatten
 from fedloom.core.method import Method
-from fedloom.core.phase import phases_of
+from fedloom.core.phase import BoundPhase
 from fedloom.core.state import restore, snapshot
 from fedloom.data.graph import Graph
 from fedloom.data.seeds import stream_seed
 from fedloom.nn.losses import training_loss
 from fedloom.nn.model import Model
+
+# What upload filters have lost, {phase: tensors}. No method uses this name for its own state.
+LOST = "lost by upload filters"
 
 
 class Client:
@@ -58,12 +61,17 @@ class Client:
     def perform(self, method: Method, phase: str, message: Message) -> Message:
         """Runs a phase. Every engine calls this, wherever the client is."""
         message = self._download.decode(message)
-        reply = self._responder.answer(method, self, phase, message)
         if not self._upload:
-            return reply
-        declared = phases_of(type(method))[phase]
-        residuals = self.state.setdefault("residuals", {}).setdefault(phase, {})
-        return self._upload.encode_reply(declared, reply, message, residuals)
+            return self._responder.answer(method, self, phase, message)
+        sent = flatten(isolate(message))  # the phase may write to its message
+        reply = self._responder.answer(method, self, phase, message)
+        lost = self.state.setdefault(LOST, {})
+        bound: BoundPhase = getattr(method, phase)
+        encoded, left = self._upload.encode_reply(
+            bound.phase, reply, sent, flatten(lost.get(phase, {}))
+        )
+        lost[phase] = unflatten(left)
+        return encoded
 
     def build(self, purpose: str = "init") -> Model:
         """Returns a fresh model of this client's architecture, from its own random stream."""

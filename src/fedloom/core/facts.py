@@ -60,7 +60,7 @@ class SecureTerms:
         return np.dtype(f"<u{self.bits // 8}")
 
     def largest_integer(self, parties: int) -> int:
-        """Returns the largest |x| of an integer entry whose sum over the parties cannot overflow."""
+        """Returns the largest |x| of an integer whose sum over the parties cannot overflow."""
         return (2 ** (self.bits - 1) - 1) // parties
 
     def fraction_bits(self, parties: int) -> int:

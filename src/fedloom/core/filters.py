@@ -3,28 +3,31 @@
     run.upload = "topk=0.05,int8"       from clients to the server
     run.download = "float16"            from the server to clients
 
-A filter encodes one tensor. Filters in a row encode what the one before left as float32. They apply
-to weights: float32 tensors with at least `SMALL` entries inside a group of a message, such as
-`model/layers.0.weight`. Counts, prototypes and scores travel as they are. The ledger books the
+A filter encodes one tensor. In a chain, each filter encodes the float32 part that the one before it
+produced. Filters apply to weights: float32 tensors with at least `SMALL` entries inside a group,
+such as `model/layers.0.weight`. In a reply, the group must be declared "=name", "~name" or
+"weights". Counts, prototypes, scores and peer messages travel as they are. The ledger books the
 encoded messages.
 
-An upload that is declared "~name" is an updated version of what was sent under `name`. Its
-difference to that is encoded. What an encoding loses is kept by the client and added to its next
-upload (error feedback: Seide et al., Interspeech 2014; Stich et al., NeurIPS 2018).
+A reply that is declared "~name" is an updated version of what was sent under `name`. The client
+encodes its difference to that. It keeps what the encoding lost and adds it to the next reply (error
+feedback: Seide et al., Interspeech 2014; Stich et al., NeurIPS 2018). The same holds for "=name",
+which is a gradient or an increment and is encoded as it is.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from fedloom.core.message import Message, Schema, flatten, unflatten
+from fedloom.core.message import Message, Schema, check_schema, flatten, schema_of, unflatten
 from fedloom.core.phase import Phase, phases_of
 from fedloom.errors import ConfigError, MessageError, unknown
 
@@ -33,21 +36,31 @@ if TYPE_CHECKING:
 
 SMALL = 32  # tensors with fewer entries travel as they are
 
+Shape = tuple[int, ...]
+Layout = dict[str, tuple[str, Shape]]  # {part: (dtype, shape)}
 
+
+# ---- one tensor ----
 class Filter(ABC):
-    """An encoding of a float32 tensor."""
+    """An encoding of a float32 tensor as one or more tensors, its parts."""
 
     name: ClassVar[str]
-    parts: ClassVar[tuple[str, ...]]  # the names of the tensors that it encodes to
-    value: ClassVar[str] = ""  # of these, the float32 tensor that the next filter may encode
+    value: ClassVar[str] = ""  # the float32 part that the next filter encodes. "": none may follow
+
+    @abstractmethod
+    def layout(self, shape: Shape) -> Layout:
+        """Returns the parts of an encoded tensor of that shape."""
 
     @abstractmethod
     def encode(self, tensor: Tensor) -> dict[str, Tensor]:
         """Encodes a tensor."""
 
     @abstractmethod
-    def decode(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-        """Decodes to a tensor of that shape. Raises a MessageError if the parts do not fit."""
+    def decode(self, parts: Mapping[str, Tensor], shape: Shape) -> Tensor:
+        """Decodes parts of the right layout to a tensor of that shape.
+
+        Raises a MessageError if the values of the parts are not valid.
+        """
 
 
 @dataclass(frozen=True)
@@ -55,16 +68,20 @@ class Float16(Filter):
     """Half precision: 2 bytes per entry."""
 
     name = "float16"
-    parts = ("float16",)
+
+    def layout(self, shape: Shape) -> Layout:
+        """One part."""
+        return {"float16": ("float16", shape)}
 
     def encode(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Rounds to the nearest float16; larger entries become the largest one."""
+        """Rounds to the nearest float16. Finite entries beyond its range become the largest one."""
         largest = torch.finfo(torch.float16).max
-        return {"float16": tensor.clamp(-largest, largest).half()}
+        clamped = tensor.clamp(-largest, largest)
+        # An infinite entry stays infinite, and the server refuses it by name.
+        return {"float16": tensor.where(tensor.isinf(), clamped).half()}
 
-    def decode(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    def decode(self, parts: Mapping[str, Tensor], shape: Shape) -> Tensor:
         """Returns float32."""
-        _require(parts["float16"], torch.float16, shape)
         return parts["float16"].float()
 
 
@@ -73,236 +90,275 @@ class Int8(Filter):
     """Whole numbers from -127 to 127 times a scale: 1 byte per entry, 4 per column of a matrix."""
 
     name = "int8"
-    parts = ("int8", "scale")
+
+    def layout(self, shape: Shape) -> Layout:
+        """The whole numbers, and the scale of each column, or of a vector as a whole."""
+        return {"int8": ("int8", shape), "scale": ("float32", (_columns(shape),))}
 
     def encode(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Scales each column, or a vector as a whole, by its largest absolute value."""
-        rows = tensor.reshape(-1, self._columns(tensor.shape))
+        """Divides by the scale, the largest absolute value over 127, and rounds."""
+        rows = tensor.reshape(-1, _columns(tuple(tensor.shape)))
         scale = rows.abs().amax(0) / 127
         rounded = (rows / scale.where(scale > 0, 1.0)).round()
         return {"int8": rounded.to(torch.int8).reshape(tensor.shape), "scale": scale}
 
-    def decode(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    def decode(self, parts: Mapping[str, Tensor], shape: Shape) -> Tensor:
         """Returns float32."""
-        columns = self._columns(shape)
-        _require(parts["int8"], torch.int8, shape)
-        _require(parts["scale"], torch.float32, (columns,))
-        return (parts["int8"].reshape(-1, columns) * parts["scale"]).reshape(shape)
+        rows = parts["int8"].reshape(-1, _columns(shape))
+        return (rows * parts["scale"]).reshape(shape)
 
-    def _columns(self, shape: tuple[int, ...]) -> int:
-        return shape[-1] if len(shape) > 1 else 1
+
+def _columns(shape: Shape) -> int:
+    return shape[-1] if len(shape) > 1 else 1
 
 
 @dataclass(frozen=True)
 class TopK(Filter):
-    """The entries of largest absolute value: 4 bytes for each one's place and 4 for its value."""
+    """The entries of largest absolute value: 4 bytes for each one's place and 4 for its value.
 
-    share: float  # of the entries that are sent
+    share: the share of the entries that is sent; at least one entry is.
+    """
+
+    share: float
 
     name = "topk"
-    parts = ("index", "value")
     value = "value"
 
+    def layout(self, shape: Shape) -> Layout:
+        """The places in the flat tensor, in increasing order, and the values."""
+        count = (max(1, math.ceil(self.share * math.prod(shape))),)
+        return {"index": ("int32", count), "value": ("float32", count)}
+
     def encode(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Keeps at least one entry."""
+        """Selects the largest entries."""
         flat = tensor.reshape(-1)
-        kept = flat.abs().topk(self._count(flat.numel())).indices.sort().values
+        (count,) = self.layout(tuple(tensor.shape))["index"][1]
+        kept = flat.abs().topk(count).indices.sort().values
         return {"index": kept.int(), "value": flat[kept]}
 
-    def decode(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    def decode(self, parts: Mapping[str, Tensor], shape: Shape) -> Tensor:
         """Returns float32 with zeros elsewhere."""
-        total = math.prod(shape)
-        index, count = parts["index"].long(), self._count(total)
-        _require(parts["index"], torch.int32, (count,))
-        _require(parts["value"], torch.float32, (count,))
-        if index.min() < 0 or index.max() >= total:
-            raise MessageError(f"'index' holds a number outside 0 to {total - 1}")
+        index, total = parts["index"].long(), math.prod(shape)
+        if index[0] < 0 or index[-1] >= total or bool((index.diff() <= 0).any()):
+            raise MessageError(f"'topk:index' must be increasing numbers from 0 to {total - 1}")
         return torch.zeros(total).index_copy(0, index, parts["value"]).view(shape)
-
-    def _count(self, entries: int) -> int:
-        return max(1, math.ceil(self.share * entries))
 
 
 FILTERS = ("float16", "int8", "topk=SHARE")
 
 
-def _require(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
-        raise MessageError(
-            f"has {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}"
-        )
-
-
 def parse_filters(text: str, setting: str) -> Filters:
-    """Reads a list of filters such as "topk=0.05,int8". Raises a ConfigError that names `setting`."""
+    """Reads a chain of filters such as "topk=0.05,int8".
+
+    Raises a ConfigError that names `setting` and the valid filters.
+    """
     chain: list[Filter] = []
     for part in text.replace(" ", "").split(",") if text.strip() else []:
         name, _, argument = part.partition("=")
         if name == "topk":
-            try:
-                share = float(argument)
-            except ValueError:
-                share = 0.0
-            if not 0 < share <= 1:
-                raise ConfigError(f"{setting}: {part!r}: the share must be above 0 and at most 1")
-            chain.append(TopK(share))
-        elif name in ("float16", "int8") and not argument:
-            chain.append(Float16() if name == "float16" else Int8())
+            chain.append(TopK(_share(part, argument, setting)))
+        elif part == "float16":
+            chain.append(Float16())
+        elif part == "int8":
+            chain.append(Int8())
         else:
             raise unknown(f"filter in {setting}:", part, FILTERS)
-    for earlier in chain[:-1]:
+    for earlier, later in pairwise(chain):
         if not earlier.value:
             raise ConfigError(f"{setting}: no filter can follow {earlier.name!r}; put it last")
+        if earlier.name == later.name:
+            raise ConfigError(f"{setting}: {earlier.name!r} is there twice; give it once")
     return Filters(tuple(chain))
 
 
+def _share(part: str, argument: str, setting: str) -> float:
+    try:
+        share = float(argument)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ConfigError(
+            f"{setting}: {part!r}: the share must be above 0 and at most 1, as in 'topk=0.05'"
+        )
+    return share
+
+
+# ---- messages ----
 @dataclass(frozen=True)
 class Filters:
-    """Filters in a row. Without any, messages pass unchanged."""
+    """A chain of filters. An empty chain leaves messages unchanged."""
 
     chain: tuple[Filter, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.chain)
 
-    # ---- one tensor ----
+    def check(self, method: type[Method], setting: str) -> None:
+        """Raises a ConfigError if a method's clients send nothing that the chain can encode."""
+        if not self.chain:
+            return
+        replies = [p.reply.values() for p in phases_of(method).values() if not p.read_by]
+        texts = [d for reply in replies for d in reply if _is_weights(d)]
+        if not texts:
+            raise ConfigError(f"{setting}: this method's clients send no weights; leave it empty")
+        if "weights" in texts and any(isinstance(step, TopK) for step in self.chain):
+            raise ConfigError(
+                f"{setting}: topk needs uploads that are updates of what the server sent; "
+                "this method's clients send whole models; valid: float16 or int8"
+            )
+
+    # ---- messages from the server ----
+    def encode(self, message: Message) -> Message:
+        """Encodes the weights in a message. Peer messages stay as they are."""
+        if not self.chain:
+            return message
+        own = {name: content for name, content in message.items() if name != "inbox"}
+        encoded: dict[str, Tensor] = {}
+        for (name, dtype, shape), tensor in zip(schema_of(own), flatten(own).values(), strict=True):
+            if _is_large(name, dtype, shape):
+                encoded |= _under(name, self._encode(tensor.detach()))
+            else:
+                encoded[name] = tensor
+        return unflatten(encoded) | {name: message[name] for name in message.keys() - own.keys()}
+
+    def decode(self, message: Message) -> Message:
+        """Decodes a message. The filters must keep the shape of a tensor, as topk does not."""
+        if not self.chain:
+            return message
+        first, *others = self._layout((1,))
+
+        def decoded(content: Message) -> Message | Tensor:
+            if content.keys() == {first, *others}:
+                return self._decode(content, tuple(content[first].shape))
+            return {k: decoded(v) if isinstance(v, dict) else v for k, v in content.items()}
+
+        return {k: decoded(v) if isinstance(v, dict) else v for k, v in message.items()}
+
+    # ---- replies of clients ----
+    def encode_reply(
+        self, phase: Phase, reply: Message, sent: Mapping[str, Tensor], lost: Mapping[str, Tensor]
+    ) -> tuple[Message, dict[str, Tensor]]:
+        """Encodes a client's reply.
+
+        Args:
+            phase: The phase that replied.
+            reply: Its reply.
+            sent: What the client was sent, flat.
+            lost: What the encodings of earlier replies to this phase lost, by name.
+
+        Returns the encoded reply, and what the encodings have lost now.
+        """
+        encoded: dict[str, Tensor] = {}
+        left = dict(lost)
+        for row, tensor in zip(schema_of(reply), flatten(reply).values(), strict=True):
+            name, _, shape = row
+            original = _original(phase, name)
+            unknown_update = original and (original not in sent or sent[original].shape != shape)
+            if not _is_encoded(phase, *row) or unknown_update:
+                encoded[name] = tensor  # if it should be encoded, the server refuses it by name
+                continue
+            wanted = tensor.detach() - sent[original] if original else tensor.detach()
+            if name in left:
+                wanted = wanted + left[name]
+            parts = self._encode(wanted)
+            if _has_feedback(phase, name):
+                left[name] = wanted - self._decode(parts, shape)
+            encoded |= _under(name, parts)
+        return unflatten(encoded), left
+
+    def decode_reply(
+        self, phase: Phase, reply: Message, sent: Mapping[str, Tensor], schema: Schema, sender: str
+    ) -> Message:
+        """Decodes a client's reply: the inverse of `encode_reply`, up to what was lost.
+
+        Raises a MessageError that names the sender and the tensor if the encoding is malformed.
+
+        Args:
+            phase: The phase that replied.
+            reply: Its encoded reply.
+            sent: What the client was sent, flat.
+            schema: The schema of the decoded reply.
+            sender: The client and its phase, for errors.
+        """
+        layouts = {row[0]: self._layout(row[2]) for row in schema if _is_encoded(phase, *row)}
+        expected = [row for row in schema if row[0] not in layouts]
+        for name, layout in layouts.items():
+            expected += [(f"{name}/{key}", *part) for key, part in layout.items()]
+        check_schema(schema_of(reply), tuple(sorted(expected)), sender)
+        flat = flatten(reply)
+        decoded: dict[str, Tensor] = {}
+        for name, _, shape in schema:
+            if name not in layouts:
+                decoded[name] = flat[name]
+                continue
+            try:
+                tensor = self._decode({k: flat[f"{name}/{k}"] for k in layouts[name]}, shape)
+            except MessageError as error:
+                raise MessageError(f"{sender}: tensor {name!r}: {error}") from None
+            original = _original(phase, name)
+            decoded[name] = sent[original] + tensor if original else tensor
+        return unflatten(decoded)
+
+    # ---- one tensor through the chain ----
+    def _layout(self, shape: Shape) -> Layout:
+        """Returns the parts of an encoded tensor by their names in a message."""
+        found: Layout = {}
+        for step in self.chain:
+            parts = step.layout(shape)
+            if step is not self.chain[-1]:
+                _, shape = parts.pop(step.value)
+            found |= {_key(step, name): part for name, part in parts.items()}
+        return found
+
     def _encode(self, tensor: Tensor) -> dict[str, Tensor]:
         encoded: dict[str, Tensor] = {}
         for step in self.chain:
             parts = step.encode(tensor)
-            rest = parts.pop(step.value) if step is not self.chain[-1] else tensor
+            if step is not self.chain[-1]:
+                tensor = parts.pop(step.value)
             encoded |= {_key(step, name): part for name, part in parts.items()}
-            tensor = rest
         return encoded
 
-    def _decode(self, encoded: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-        shapes = [shape]
-        for step in self.chain[:-1]:  # the shape of what each filter left to the next
-            shapes.append(tuple(encoded[_key(step, step.parts[0])].shape))
-        value: Tensor | None = None
-        for step, own in zip(reversed(self.chain), reversed(shapes), strict=True):
-            parts = {name: encoded[_key(step, name)] for name in step.parts if name != step.value}
-            if step.value:
-                is_last = step is self.chain[-1]
-                parts[step.value] = encoded[_key(step, step.value)] if is_last else value  # type: ignore[assignment]
-            value = step.decode(parts, own)
-        assert value is not None
-        return value
-
-    def _names(self) -> set[str]:
-        last = self.chain[-1]
-        kept = {_key(s, n) for s in self.chain for n in s.parts if n != s.value}
-        return kept | ({_key(last, last.value)} if last.value else set())
-
-    # ---- messages ----
-    def encode(self, message: Message) -> Message:
-        """Encodes the weights in a message."""
-        return (
-            _mapped(message, lambda name, tensor: self._encode(tensor)) if self.chain else message
-        )
-
-    def decode(self, message: Message, schema: Schema | None = None) -> Message:
-        """Decodes the weights in a message. Raises a MessageError that names the tensor.
-
-        schema: of the decoded message; needed for filters that do not keep a tensor's shape.
-        """
-        if not self.chain:
-            return message
-        shapes = {name: shape for name, _, shape in schema or ()}
-        names, first = self._names(), _key(self.chain[0], self.chain[0].parts[0])
-
-        def restore(name: str, content: Message) -> Message | Tensor:
-            if content.keys() != names or not all(isinstance(t, Tensor) for t in content.values()):
-                return {
-                    k: restore(f"{name}/{k}", v) if isinstance(v, dict) else v
-                    for k, v in content.items()
-                }
-            shape = tuple(content[first].shape) if schema is None else shapes.get(name)
-            if shape is None:
-                raise MessageError(f"tensor {name!r} is not expected here")
-            try:
-                return self._decode(content, shape)
-            except MessageError as error:
-                raise MessageError(f"tensor {name!r}: {error}") from None
-
-        return {k: restore(k, v) if isinstance(v, dict) else v for k, v in message.items()}
-
-    # ---- a client's upload ----
-    def encode_reply(
-        self, phase: Phase, reply: Message, message: Message, residuals: dict[str, Any]
-    ) -> Message:
-        """Encodes a client's reply; for updates, the difference to what was sent.
-
-        residuals: what earlier encodings of this phase lost; overwritten with what this one loses.
-        """
-        if not self.chain or phase.read_by:
-            return reply
-        flat, sent = flatten(reply), flatten(message)
-        feedback = {name for name, d in phase.reply.items() if isinstance(d, str) and d[0] in "=~"}
-
-        def encode(name: str, tensor: Tensor) -> dict[str, Tensor]:
-            wanted = tensor - sent[original] if (original := _original(phase, name)) else tensor
-            group = name.partition("/")[0]
-            if group in feedback and name in residuals:
-                wanted = wanted + residuals[name]
-            encoded = self._encode(wanted)
-            if group in feedback:
-                residuals[name] = wanted - self._decode(encoded, tuple(tensor.shape))
-            return encoded
-
-        return _mapped(unflatten(flat), encode)
-
-    def decode_reply(
-        self, phase: Phase, reply: Message, message: Message, schema: Schema
-    ) -> Message:
-        """Decodes a client's reply: the inverse of `encode_reply`, up to what was lost."""
-        if not self.chain or phase.read_by:
-            return reply
-        decoded, sent = flatten(self.decode(reply, schema)), flatten(message)
-        shapes = {name: shape for name, _, shape in schema}
-        for name, tensor in decoded.items():
-            original = _original(phase, name)
-            if original and _is_filtered(name, shapes.get(name, ()), tensor):
-                decoded[name] = sent[original] + tensor
-        return unflatten(decoded)
-
-    def check(self, method: type[Method], setting: str) -> None:
-        """Raises a ConfigError if the method sends no weights, or none that the filters can encode."""
-        if not self.chain:
-            return
-        declared = [
-            d for p in phases_of(method).values() if not p.read_by for d in p.reply.values()
-        ]
-        texts = [d for d in declared if isinstance(d, str)]
-        if not any(d == "weights" or d[0] in "=~" for d in texts):
-            raise ConfigError(f"{setting}: this method's clients send no weights")
-        if any(isinstance(f, TopK) for f in self.chain) and "weights" in texts:
-            raise ConfigError(
-                f"{setting}: topk needs uploads that are updates of what the server sent; "
-                "this method's clients send whole models"
-            )
+    def _decode(self, encoded: Mapping[str, Tensor], shape: Shape) -> Tensor:
+        step, *rest = self.chain
+        layout = step.layout(shape)
+        own = [name for name in layout if not (rest and name == step.value)]
+        parts = {name: encoded[_key(step, name)] for name in own}
+        if rest:
+            parts[step.value] = Filters(tuple(rest))._decode(encoded, layout[step.value][1])
+        return step.decode(parts, shape)
 
 
 def _key(step: Filter, part: str) -> str:
-    """The name of an encoded part in a message; no parameter of a model has a colon in its name."""
+    """The name of a part in a message. No parameter of a model has a colon in its name."""
     return f"{step.name}:{part}"
 
 
+def _under(name: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{name}/{key}": part for key, part in parts.items()}
+
+
+def _is_weights(declared: object) -> bool:
+    """Whether a reply with this declaration holds weights, an update or a gradient."""
+    return isinstance(declared, str) and (declared == "weights" or declared[0] in "=~")
+
+
+def _is_large(name: str, dtype: str, shape: Shape) -> bool:
+    return "/" in name and dtype == "float32" and -1 not in shape and math.prod(shape) >= SMALL
+
+
+def _is_encoded(phase: Phase, name: str, dtype: str, shape: Shape) -> bool:
+    """Whether a tensor of a reply is encoded. Both sides decide it from the same facts."""
+    declared = phase.reply.get(name.partition("/")[0])
+    return not phase.read_by and _is_weights(declared) and _is_large(name, dtype, shape)
+
+
+def _has_feedback(phase: Phase, name: str) -> bool:
+    """Whether the loss of an encoding is added to the next reply. Whole models have none."""
+    return phase.reply[name.partition("/")[0]] != "weights"
+
+
 def _original(phase: Phase, name: str) -> str:
-    """The name under which the tensor was sent that a reply's tensor updates; "" if there is none."""
+    """The name of the sent tensor that a reply's tensor updates; "" if there is none."""
     group, slash, rest = name.partition("/")
     return f"{phase.updates[group]}{slash}{rest}" if group in phase.updates else ""
-
-
-def _is_filtered(name: str, shape: tuple[int, ...], tensor: Tensor) -> bool:
-    return "/" in name and tensor.dtype == torch.float32 and math.prod(shape) >= SMALL
-
-
-def _mapped(message: Message, encode: Callable[[str, Tensor], dict[str, Tensor]]) -> Message:
-    found: dict[str, Tensor] = {}
-    for name, tensor in flatten(message).items():
-        if _is_filtered(name, tuple(tensor.shape), tensor):
-            found |= {f"{name}/{key}": part for key, part in encode(name, tensor.detach()).items()}
-        else:
-            found[name] = tensor
-    return unflatten(found)

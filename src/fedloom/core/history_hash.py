@@ -49,14 +49,16 @@ def chained(
 
 
 def fingerprint(tensor: Tensor) -> bytes:
-    """32 bytes that tell two tensors of one shape apart.
+    """Returns 32 bytes that distinguish tensors of one shape.
 
-    Of a large one's 64-bit words, 64 to a row, the sums of all rows and of all columns are hashed: a few times quicker than all bytes, and
-    other values or the same in another order change some of them. No proof against somebody who wants two runs to agree.
+    A small tensor is hashed as it is. A large tensor is seen as 64-bit words, 64 to a row, and the
+    sums of all rows and of all columns are hashed. That is a few times faster than hashing all
+    bytes. Other values, or the same values in another order, change some of the sums. It is no
+    protection against an adversary that wants two runs to agree.
     """
     flat = tensor.detach().contiguous().view(-1)
     if flat.storage_offset() * flat.element_size() % 8:
-        flat = flat.clone()  # a part of another tensor need not begin where a 64-bit word may
+        flat = flat.clone()  # a slice may begin where no 64-bit word may
     if not len(flat):
         return hashlib.sha256(b"").digest()  # an empty tensor may have any stride
     raw = flat.view(torch.uint8)

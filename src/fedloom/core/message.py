@@ -1,7 +1,8 @@
-"""Messages: nested dicts of tensors, the only thing that crosses between parties. Encoding, the strict decoder, schemas.
+"""Messages: nested dicts of tensors. Only messages travel between parties.
 
-On the wire a message is one safetensors blob. Nested names are joined with "/" (`model/layers.0.weight`), the header's metadata name the
-format and the phase. Nothing that executes on load, no text, no Python objects.
+On the wire, a message is one safetensors blob. Nested names are joined with "/"
+(`model/layers.0.weight`). The metadata in the header name the format and the phase. A message holds
+no text and no Python objects, and nothing executes when it is loaded. The decoder is strict.
 """
 
 from __future__ import annotations
@@ -21,26 +22,36 @@ from torch import Tensor
 
 from fedloom.errors import MessageError
 
-Message: TypeAlias = dict[str, Any]  # a Tensor, or again a Message, under each name
-Schema: TypeAlias = tuple[
-    tuple[str, str, tuple[int, ...]], ...
-]  # (name, dtype, shape), sorted by name
+Message: TypeAlias = dict[str, Any]  # each value is a Tensor or another Message
+Schema: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]  # (name, dtype, shape), sorted
 
 FORMAT = "fedloom/1"
-DTYPES = {str(d).removeprefix("torch."): d for d in (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool
-)}  # fmt: skip
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 DEFAULT_LIMIT = 2**31  # bytes; a deployment sets its own
-LARGEST = (
-    2.0**100
-)  # in size, of a number that travels: the sum of a hundred million such still is a float32
-DEPTH_LIMIT = 64  # groups within groups, and dimensions of a tensor: beyond it Python's recursion and torch give up
+# The largest absolute value in a message: the sum of a hundred million such still is a float32.
+LARGEST = 2.0**100
+# The most nested groups, and dimensions of a tensor. Python's recursion and torch have limits too.
+DEPTH_LIMIT = 64
 
 
 # ---- shape of a message ----
 def flatten(message: Message) -> dict[str, Tensor]:
-    """Takes a nested message, gives {"outer/inner": tensor} sorted by name. Anything but tensors in dicts is refused by name."""
+    """Returns a nested message as {"outer/inner": tensor}, sorted by name.
+
+    Raises a MessageError that names anything but tensors in dicts.
+    """
     if not isinstance(message, dict):
         raise MessageError(
             f"message: it is a {type(message).__name__}; only dicts of tensors travel"
@@ -67,7 +78,8 @@ def _walk(message: Message, prefix: str) -> Iterator[tuple[str, Tensor]]:
             yield from _walk(value, name + "/")
         else:
             raise MessageError(
-                f"message: {name!r} is a {type(value).__name__}; only tensors and dicts of tensors travel"
+                f"message: {name!r} is a {type(value).__name__}; "
+                "only tensors and dicts of tensors travel"
             )
 
 
@@ -88,7 +100,10 @@ def unflatten(flat: dict[str, Tensor]) -> Message:
 
 
 def tree_map(function: Callable[..., Tensor], *messages: Message) -> Message:
-    """Applies `function` to the tensors at each name of messages that have the same names; gives a message of the results."""
+    """Applies a function to the tensors of one or more messages, name by name.
+
+    All messages have the same names. Returns a message of the results.
+    """
     first = messages[0]
     return {
         key: tree_map(function, *(m[key] for m in messages))
@@ -99,7 +114,7 @@ def tree_map(function: Callable[..., Tensor], *messages: Message) -> Message:
 
 
 def isolate(message: Message) -> Message:
-    """A copy that shares no memory with the sender, detached, names in the wire's order: what a receiver may keep."""
+    """Returns a detached copy that shares no memory, with names in the order of the wire."""
     return unflatten(
         {
             name: tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -109,12 +124,12 @@ def isolate(message: Message) -> Message:
 
 
 def schema_of(message: Message) -> Schema:
-    """Names, dtypes and shapes of a message, sorted by name."""
+    """Returns the names, dtypes and shapes of a message, sorted by name."""
     return tuple((name, _NAMES[t.dtype], tuple(t.shape)) for name, t in flatten(message).items())
 
 
 class Batch(Mapping[str, Message]):
-    """Messages of one schema from many clients, kept as one tensor [clients, ...] under each name."""
+    """Messages of one schema from many clients: one tensor [clients, ...] for each name."""
 
     def __init__(self, clients: Sequence[str], stacks: dict[str, Tensor]):
         self.clients, self.stacks = tuple(clients), stacks
@@ -132,7 +147,7 @@ class Batch(Mapping[str, Message]):
 
     @property
     def schema(self) -> Schema:
-        """What each message holds."""
+        """The schema of each message."""
         return tuple(
             (name, _NAMES[stack.dtype], tuple(stack.shape[1:]))
             for name, stack in self.stacks.items()
@@ -140,7 +155,10 @@ class Batch(Mapping[str, Message]):
 
 
 def batched(messages: Mapping[str, Message]) -> Batch | None:
-    """Takes a message per client, gives a copy that shares no memory with them; None unless all have one schema (and a tensor)."""
+    """Copies {client: message} into a batch.
+
+    Returns None unless all messages have the same schema and at least one tensor.
+    """
     first = next(iter(messages.values()), {})
     names = [name.split("/") for name in flatten(first)]
     stacks = {"/".join(parts): _stacked(list(messages.values()), parts) for parts in names}
@@ -155,7 +173,7 @@ def batched(messages: Mapping[str, Message]) -> Batch | None:
 
 
 def _stacked(messages: Sequence[Any], parts: Sequence[str]) -> Tensor | None:
-    """What all messages hold under a nested name, as one tensor; None unless all hold tensors of one dtype and shape."""
+    """Stacks the tensors under a nested name; None unless all have the same dtype and shape."""
     for part in parts:
         messages = [
             message.get(part) if isinstance(message, dict) else None for message in messages
@@ -174,10 +192,13 @@ def _leaves(message: Message) -> int:
 
 @dataclass(frozen=True)
 class Absent:
-    """What an engine gives in place of a client's answer.
+    """What an engine returns in place of a client's reply.
 
-    cause: why there is none, in one line. error: the client's own exception, if it is that. lost_state: the client is there again, but has
-    lost its state, so that all that came before the rounds has to be handed in to it again.
+    Args:
+        cause: Why there is no reply, in one line.
+        error: The exception that the client raised, if there is one.
+        lost_state: The client is back but has lost its state. It must repeat all exchanges before
+            the rounds.
     """
 
     cause: str
@@ -189,22 +210,27 @@ class Absent:
 
     @classmethod
     def by(cls, error: Exception) -> Absent:
-        """Takes the exception that a client's phase has ended with."""
+        """Returns the absence of a client whose phase raised an exception."""
         return cls(f"{type(error).__qualname__}: {error}", error)
 
 
 # ---- the wire ----
 def encode(message: Message, phase: str) -> bytes:
-    """Takes a message and the phase it belongs to, gives the bytes that travel."""
+    """Returns the bytes of a message that belongs to a phase."""
     flat = {name: t.detach().contiguous() for name, t in flatten(message).items()}
     return save_safetensors(flat, metadata={"format": FORMAT, "phase": phase})
 
 
 def decode(data: bytes, phase: str, limit: int = DEFAULT_LIMIT) -> Message:
-    """Takes bytes from a peer and the phase they should belong to, gives the message; MessageError for anything not to the letter.
+    """Decodes bytes from another party. Raises a MessageError unless they are as `encode` writes.
 
-    Checked in this order: size, header, format and phase, layout, names, and that every number is finite. Which names, dtypes
-    and shapes are right depends on the phase: that is `check`, which every engine's messages pass.
+    It checks, in this order: size, header, format and phase, layout, names, and that all numbers
+    are finite. `check` compares names, dtypes and shapes with what the phase expects.
+
+    Args:
+        data: The bytes.
+        phase: The phase that they must belong to.
+        limit: The largest number of bytes.
     """
     if len(data) > limit:
         raise MessageError(
@@ -215,7 +241,8 @@ def decode(data: bytes, phase: str, limit: int = DEFAULT_LIMIT) -> Message:
     said = metadata if isinstance(metadata, dict) else {}
     if said.get("format") != FORMAT:
         raise MessageError(
-            f"message for {phase!r}: format is {said.get('format')!r:.80}, this side speaks {FORMAT!r}"
+            f"message for {phase!r}: format is {said.get('format')!r:.80}, "
+            f"this side speaks {FORMAT!r}"
         )
     if said.get("phase") != phase:
         raise MessageError(
@@ -227,23 +254,17 @@ def decode(data: bytes, phase: str, limit: int = DEFAULT_LIMIT) -> Message:
         )
     try:
         flat = load_safetensors(data)
-    except (
-        SafetensorError,
-        KeyError,
-        ValueError,
-        RuntimeError,
-        TypeError,
-    ) as error:  # TypeError: a length of 2**63 or more
+    # TypeError: a length of 2**63 or more
+    except (SafetensorError, KeyError, ValueError, RuntimeError, TypeError) as error:
         raise MessageError(f"message for {phase!r}: damaged ({_printable(error)})") from error
     for name, tensor in flat.items():
         if max(name.count("/"), tensor.dim()) > DEPTH_LIMIT:
             raise MessageError(
-                f"message for {phase!r}: tensor {name[:80]!r} has more than {DEPTH_LIMIT} levels or dimensions"
+                f"message for {phase!r}: tensor {name[:80]!r} has more than {DEPTH_LIMIT} levels "
+                "or dimensions"
             )
     message = unflatten(flat)
-    require_finite(
-        message, f"message for {phase!r}"
-    )  # and names and dtypes by the same rules as on the sending side
+    require_finite(message, f"message for {phase!r}")  # also checks names and dtypes
     return message
 
 
@@ -253,17 +274,17 @@ def _header(data: bytes, phase: str) -> dict[str, Any]:
     length = int.from_bytes(data[:8], "little")
     if length > len(data) - 8:
         raise MessageError(
-            f"message for {phase!r}: cut off (the header claims {length} bytes, {len(data) - 8} came)"
+            f"message for {phase!r}: cut off (the header claims {length} bytes, "
+            f"{len(data) - 8} came)"
         )
     try:
-        # As text, because of bytes json guesses the encoding: the sender would choose which codecs are imported here.
+        # Decoded here, because json guesses the encoding of bytes: the sender could choose which
+        # codecs are imported.
         header = json.loads(data[8 : 8 + length].decode("utf-8"), object_pairs_hook=_without_twins)
     except MessageError as error:
         raise MessageError(f"message for {phase!r}: {error}") from None
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: not UTF-8, not JSON, or a number of thousands of digits
+    # ValueError: not UTF-8, not JSON, or a number of thousands of digits
+    except (ValueError, RecursionError) as error:
         raise MessageError(
             f"message for {phase!r}: header is not JSON ({type(error).__name__})"
         ) from error
@@ -273,12 +294,12 @@ def _header(data: bytes, phase: str) -> dict[str, Any]:
 
 
 def _printable(error: Exception) -> str:
-    """An error's text without the control characters a sender may have put into what it quotes: it may end up in a log or a terminal."""
+    """An error's text without control characters: it may quote the sender, in a log or terminal."""
     return "".join(c if c.isprintable() else "?" for c in str(error)[:300])
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict. Two readers may take different ones of two equal names, so there must be none."""
+    """A JSON object as a dict. Refuses a name that is there twice: readers may differ on it."""
     members = dict(pairs)
     if len(members) < len(pairs):
         raise MessageError("header has a name twice")
@@ -286,30 +307,30 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def travels(tensor: Tensor) -> bool:
-    """Whether all its numbers are finite, and none is larger than `LARGEST`."""
+    """Returns whether all numbers of a tensor are finite and at most `LARGEST` in size."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    low, high = torch.aminmax(tensor)  # in one pass; a NaN is both, and no comparison with it holds
+    low, high = torch.aminmax(tensor)  # one pass; comparisons with NaN are false
     return low.item() >= -LARGEST and high.item() <= LARGEST
 
 
-def require_finite(message: Message, who: str) -> None:
-    """Raises MessageError, naming the tensor, if a number is NaN, infinite or larger than `LARGEST`."""
+def require_finite(message: Message, sender: str) -> None:
+    """Raises a MessageError that names the tensor if a number cannot travel; see `travels`."""
     for name, tensor in flatten(message).items():
         if not travels(tensor):
             bad = tensor[~(tensor.double().abs() <= LARGEST)][0].item()
             raise MessageError(
-                f"{who}: tensor {name!r} holds {bad}: only finite numbers travel, up to 2^100 in size"
+                f"{sender}: tensor {name!r} holds {bad}: only finite numbers travel, "
+                "up to 2^100 in size"
             )
 
 
 @lru_cache(maxsize=4096)
 def _encoded_size(schema: Schema, phase: str) -> int:
-    # The same message without a number in it has the same header but for shapes and places, which are put in: nothing large is made.
-    empty = encode(
-        unflatten({name: torch.zeros(0, dtype=DTYPES[dtype]) for name, dtype, _ in schema}), phase
-    )
-    header = _header(empty, phase)
+    # Encodes the message without its numbers, and then puts the real shapes and places into the
+    # header. So nothing large is allocated.
+    flat = {name: torch.zeros(0, dtype=DTYPES[dtype]) for name, dtype, _ in schema}
+    header = _header(encode(unflatten(flat), phase), phase)
     tensors = {name: (DTYPES[dtype].itemsize, shape) for name, dtype, shape in schema}
     place = 0
     for name, entry in header.items():
@@ -323,41 +344,42 @@ def _encoded_size(schema: Schema, phase: str) -> int:
 
 
 def encoded_size(schema: Schema, phase: str) -> int:
-    """How many bytes `encode` gives for a message of this schema (it depends on nothing else)."""
+    """Returns the number of bytes that `encode` returns for a message of this schema."""
     return _encoded_size(schema, phase)
 
 
-# ---- what a phase may answer ----
-def check(message: Message, expected: Schema, who: str) -> None:
-    """Raises MessageError, naming the tensor, unless `message` has exactly the expected names, dtypes, shapes, and finite numbers.
+# ---- checks ----
+def check(message: Message, expected: Schema, sender: str) -> None:
+    """Raises a MessageError unless a message has the expected schema and finite numbers.
 
-    A -1 in an expected shape stands for any length.
+    The error names the sender and the tensor. A -1 in an expected shape stands for any length.
     """
-    check_schema(schema_of(message), expected, who)
-    require_finite(message, who)
+    check_schema(schema_of(message), expected, sender)
+    require_finite(message, sender)
 
 
-def check_schema(schema: Schema, expected: Schema, who: str) -> None:
-    """`check` of the names, dtypes and shapes alone."""
+def check_schema(schema: Schema, expected: Schema, sender: str) -> None:
+    """`check` for names, dtypes and shapes only."""
     if schema == expected:
         return
     wanted = {name: (dtype, shape) for name, dtype, shape in expected}
     given = {name: (dtype, shape) for name, dtype, shape in schema}
     for name in wanted.keys() - given.keys():
-        raise MessageError(f"{who}: tensor {name!r} is missing")
+        raise MessageError(f"{sender}: tensor {name!r} is missing")
     for name in given.keys() - wanted.keys():
         raise MessageError(
-            f"{who}: tensor {name!r} is not expected here; valid: {', '.join(wanted) or 'nothing'}"
+            f"{sender}: tensor {name!r} is not expected here; "
+            f"valid: {', '.join(wanted) or 'nothing'}"
         )
     for name, (dtype, shape) in given.items():
         want_type, want_shape = wanted[name]
         if dtype != want_type:
             raise MessageError(
-                f"{who}: tensor {name!r} has dtype torch.{dtype}, expected {want_type}"
+                f"{sender}: tensor {name!r} has dtype torch.{dtype}, expected {want_type}"
             )
         if len(shape) != len(want_shape) or any(
             want not in (-1, have) for want, have in zip(want_shape, shape, strict=True)
         ):
             raise MessageError(
-                f"{who}: tensor {name!r} has shape {list(shape)}, expected {list(want_shape)}"
+                f"{sender}: tensor {name!r} has shape {list(shape)}, expected {list(want_shape)}"
             )

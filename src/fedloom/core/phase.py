@@ -115,7 +115,7 @@ class Phase:
 
     # ---- checks ----
     def require_names(self, message: Message, receiver: str) -> None:
-        """Raises a MessageError if a message lacks a name or has one that the phase does not take."""
+        """Raises a MessageError if a message lacks a name or has one that is not a parameter."""
         for name in sorted(self.required - message.keys()):
             raise MessageError(
                 f"{receiver}: tensor {name!r} is missing in the message to {self.name!r}"
@@ -151,8 +151,10 @@ class Phase:
                 sent = schema_of({"x": message[declared[1:]]})
                 inner = tuple((key[2:], dtype, shape) for key, dtype, shape in sent)
             else:
-                inner = (("", *_tensor_of(declared, method, facts, reply)),)
-            rows += [(f"{name}/{key}" if key else name, *rest) for key, *rest in inner]
+                dtype, shape = _tensor_of(declared, method, facts, reply)
+                inner = (("", dtype, shape),)
+            for key, dtype, shape in inner:
+                rows.append((f"{name}/{key}" if key else name, dtype, shape))
         return tuple(sorted(rows))
 
     def peer_schema(
@@ -170,7 +172,8 @@ class Phase:
                     f"client {sender!r} in {self.name!r}: writes to {receiver!r}, who is not "
                     f"another client; valid: {others}"
                 )
-        return tuple(sorted((f"{to}/{name}", *rest) for to in reply for name, *rest in content))
+        rows = [(f"{to}/{name}", dtype, shape) for to in reply for name, dtype, shape in content]
+        return tuple(sorted(rows))
 
 
 @dataclass(frozen=True)

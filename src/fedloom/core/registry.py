@@ -19,7 +19,7 @@ from fedloom.errors import ConfigError, unknown
 
 
 def method_names() -> dict[str, str]:
-    """{name: module} of every method file that comes with fedloom; a file "_name.py" holds what several methods share."""
+    """Returns {name: module} of all methods of fedloom. Files "_name.py" are not methods."""
     methods = importlib.import_module("fedloom.methods")
     return {
         _shown(m.name): m.name
@@ -35,9 +35,11 @@ def _shown(module: str) -> str:
 def method_class(
     name: str, settings: Mapping[str, Any] = types.MappingProxyType({})
 ) -> type[Method]:
-    """The class of a method: by its file's name ("fedavg"), or from a user's own file ("path/to/mine.py").
+    """Returns the class of a method.
 
-    settings: what the method is to be made with; of a plug-in, they say what it is in front of.
+    Args:
+        name: The name of its file ("fedavg"), or a user's own file ("path/to/mine.py").
+        settings: The settings of the method. A plug-in's `base` is among them.
     """
     if name.endswith(".py"):
         module = _import_file(Path(name))
@@ -82,7 +84,10 @@ def _import_file(path: Path) -> types.ModuleType:
 
 
 def make_method(name: str, settings: Mapping[str, Any]) -> Method:
-    """A method by name with the given settings; a misspelt one is an error that names the nearest and all valid ones."""
+    """Returns a method with the given settings.
+
+    Raises a ConfigError if a setting does not exist. It names the nearest one and all valid ones.
+    """
     cls = method_class(name, settings)
     valid = [f.name for f in fields(cls)]
     for key in settings:
@@ -92,7 +97,7 @@ def make_method(name: str, settings: Mapping[str, Any]) -> Method:
 
 
 def name_of(method: Method) -> str:
-    """The name by which a method is found, or its file's path."""
+    """Returns the name of a method, or the path of a user's own file."""
     module = type(method).__module__
     for name, file in method_names().items():
         if f"{module}.".startswith(f"fedloom.methods.{file}."):

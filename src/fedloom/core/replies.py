@@ -1,4 +1,4 @@
-"""Replies: what the clients answered."""
+"""Replies: the messages that clients returned, and their sums and means."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from fedloom.core.message import Batch, Message, tree_map, unflatten
 from fedloom.errors import MessageError
 
-LARGEST_WEIGHT = 2.0**53  # of a client in a mean: larger counts are not exact
+LARGEST_WEIGHT = 2.0**53  # of a client in a mean; a float64 does not count further
 
 
 class Replies(Mapping[str, Message]):
-    """What came back: a message per client that answered, in client order."""
+    """{client: message} of the clients that answered, in client order."""
 
     def __init__(self, messages: Mapping[str, Message]):
         self.messages = messages
@@ -30,26 +30,22 @@ class Replies(Mapping[str, Message]):
         return len(self.messages)
 
     def column(self, name: str) -> dict[str, Any]:
-        """{client: what it sent under `name`}."""
+        """Returns {client: what it sent under `name`}."""
         return {client: message[name] for client, message in self.items()}
 
     def stack(self, name: str) -> Tensor:
-        """The clients' tensors of that name, stacked along a new first axis."""
+        """Returns the clients' tensors of that name, stacked along a new first axis."""
         if isinstance(self.messages, Batch):
             return self.messages.stacks[name].clone()
         return torch.stack(list(self.column(name).values()))
 
     def sum(self) -> Message:
-        """The sum of all messages, name by name, added in client order."""
+        """Returns the sum of all messages, name by name, added in client order."""
         if not self:
             raise MessageError("nobody answered: there is nothing to add up")
         if isinstance(self.messages, Batch):
-            return unflatten(
-                {
-                    name: stack.sum(0, dtype=stack.dtype)
-                    for name, stack in self.messages.stacks.items()
-                }
-            )
+            stacks = self.messages.stacks.items()
+            return unflatten({name: stack.sum(0, dtype=stack.dtype) for name, stack in stacks})
         first, *rest = self.values()
         total = tree_map(torch.clone, first)
         for message in rest:
@@ -57,24 +53,23 @@ class Replies(Mapping[str, Message]):
         return total
 
     def mean(self, weight: Mapping[str, Tensor] | None = None) -> Message:
-        """Σ_k w_k · message_k with w_k = weight_k / Σ weight (all equal if none are given)."""
+        """Returns Σ_k w_k · message_k with w_k = weight_k / Σ weight. Default: equal weights."""
         share = self.normalized(weight)
         if isinstance(self.messages, Batch):
             by = torch.tensor(list(share.values()))
-            floats = {
-                name: stack if stack.is_floating_point() else stack.float()
-                for name, stack in self.messages.stacks.items()
-            }
-            return unflatten(
-                {
-                    name: torch.tensordot(by.to(stack.dtype), stack, 1)
-                    for name, stack in floats.items()
-                }
-            )
+
+            def mean(stack: Tensor) -> Tensor:
+                floats = stack if stack.is_floating_point() else stack.float()
+                return torch.tensordot(by.to(floats.dtype), floats, 1)
+
+            return unflatten({name: mean(stack) for name, stack in self.messages.stacks.items()})
         return Replies({c: tree_map(lambda t, w=share[c]: t * w, m) for c, m in self.items()}).sum()
 
     def normalized(self, weight: Mapping[str, Tensor] | None = None) -> dict[str, float]:
-        """The answering clients' weights, scaled to sum to 1; refuses negative, non-finite and all-zero ones."""
+        """Returns the weights of the clients that answered, scaled to sum to 1.
+
+        Raises a MessageError if a weight is negative or not finite, or if all are 0.
+        """
         if not self:
             raise MessageError("nobody answered: there is nothing to average")
         raw = {c: 1.0 if weight is None else float(weight[c]) for c in self}
@@ -87,6 +82,7 @@ class Replies(Mapping[str, Message]):
 
 
 def require_weight(client: str, value: float) -> None:
+    """Raises a MessageError that names the client if a weight is not valid."""
     if not 0 <= value <= LARGEST_WEIGHT:
         raise MessageError(
             f"client {client!r}: weight is {value}, must be finite, not negative and at most 2^53"

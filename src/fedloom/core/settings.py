@@ -84,4 +84,6 @@ def check_setting(f: Field[Any], value: Any, table: str) -> Any:
 
 def default_of(f: Field[Any]) -> Any:
     """Returns the default of a dataclass field."""
-    return f.default if f.default is not MISSING else f.default_factory()  # type: ignore[misc]
+    if f.default_factory is not MISSING:
+        return f.default_factory()
+    return f.default

@@ -11,7 +11,10 @@ from fedloom.nn.weights import load_weights, weights
 
 
 def snapshot(value: Any) -> Any:
-    """A copy of a state (tensors, models, optimisers, random streams, in dicts) as a nested dict of tensors."""
+    """Returns a copy of a state as a nested dict of tensors.
+
+    value: tensors, models, optimisers, random streams, and dicts of these.
+    """
     if isinstance(value, Tensor):
         return value.detach().clone(memory_format=torch.contiguous_format)
     if isinstance(value, dict):
@@ -23,7 +26,8 @@ def snapshot(value: Any) -> Any:
     if isinstance(value, torch.Generator):
         return value.get_state()
     raise TypeError(
-        f"state holds a {type(value).__name__}; valid: tensors, models, optimisers, random streams, dicts of these"
+        f"state holds a {type(value).__name__}; valid: tensors, models, optimisers, "
+        "random streams, dicts of these"
     )
 
 
@@ -32,7 +36,7 @@ def _is_empty(saved: Any) -> bool:
 
 
 def restore(value: Any, saved: Any) -> Any:
-    """Brings a state back to a snapshot, in place where something live is there (an optimiser holds on to its tensors)."""
+    """Restores a snapshot, in place where possible: an optimiser refers to its tensors."""
     if isinstance(value, nn.Module):
         load_weights(value, saved)
     elif isinstance(value, torch.optim.Optimizer):

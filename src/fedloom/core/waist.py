@@ -10,7 +10,9 @@ against the schema that the phase declared, and decides what an absent client me
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from fedloom.core import history_hash
 from fedloom.core.absence import (
@@ -31,6 +33,7 @@ from fedloom.core.message import (
     Schema,
     check,
     check_schema,
+    flatten,
     require_finite,
     travels,
 )
@@ -40,6 +43,7 @@ from fedloom.core.replies import Replies
 from fedloom.core.state import snapshot
 from fedloom.errors import MessageError, RoundFailed
 
+T = TypeVar("T")
 # An engine's call: takes a phase's name and {client: message}, returns {client: reply}.
 Call = Callable[[str, dict[str, Message]], Mapping[str, Message | Absent]]
 # Takes a client and its reply, returns the schema that the reply must have.
@@ -209,7 +213,7 @@ class Waist:
         """
         for number, clients in list(self.absences.to_catch_up()):
             self._repeat_setup(number, clients)
-        self.absences.put_back()
+        self.absences.restore()
 
     def conclude(
         self,
@@ -270,13 +274,18 @@ class Waist:
         answers: dict[str, Message] = {}
         received: dict[str, Message] = {}  # as they came: what the ledger books
         absent: dict[str, Absent] = {}
+        arrived = self._arrived(name, sent) if expected is not None else {}
         for client in messages:
             reply, sender = given.get(client, SILENT), f"client {client!r} in {name!r}"
             if isinstance(reply, Absent):
                 absent[client] = reply
                 continue
             try:
-                answers[client] = self._checked(name, client, reply, sent[client], expected, sender)
+                if expected is not None:
+                    schema = expected(client, reply)
+                    answers[client] = self._checked(name, reply, arrived[client], schema, sender)
+                else:
+                    answers[client] = reply
                 received[client] = reply
             except MessageError as error:
                 if not self.tolerates_absence:
@@ -288,36 +297,29 @@ class Waist:
         return answers, absent
 
     def _encoded(self, name: str, messages: Mapping[str, Message]) -> Mapping[str, Message]:
-        """Applies the download filters; a message that many clients receive is encoded once."""
+        """Applies the download filters."""
         if not self._download or name not in self._phases:
             return messages
-        encoded: dict[int, Message] = {}
-        for message in messages.values():
-            if id(message) not in encoded:
-                encoded[id(message)] = self._download.encode(message)
-        return {client: encoded[id(message)] for client, message in messages.items()}
+        return _each_once(self._download.encode, messages)
+
+    def _arrived(self, name: str, sent: Mapping[str, Message]) -> Mapping[str, dict[str, Tensor]]:
+        """Returns what clients have decoded of their messages, flat; needed by upload filters."""
+        if not self._upload or name not in self._phases:
+            return {client: {} for client in sent}
+        return _each_once(lambda message: flatten(self._download.decode(message)), sent)
 
     def _checked(
         self,
         name: str,
-        client: str,
         reply: Message,
-        sent: Message,
-        expected: Expected | None,
+        arrived: Mapping[str, Tensor],
+        schema: Schema,
         sender: str,
     ) -> Message:
         """Returns a reply without its upload filters; raises a MessageError if it does not fit."""
-        if expected is None:
-            return reply
         if self._upload and name in self._phases:
-            require_finite(reply, sender)
-            received = self._download.decode(sent) if self._download else sent
-            try:
-                schema = expected(client, reply)
-                reply = self._upload.decode_reply(self._phases[name], reply, received, schema)
-            except MessageError as error:
-                raise MessageError(f"{sender}: {error}") from None
-        check(reply, expected(client, reply), sender)
+            reply = self._upload.decode_reply(self._phases[name], reply, arrived, schema, sender)
+        check(reply, schema, sender)
         return reply
 
     def _handle(self, name: str, absent: Mapping[str, Absent], measuring: bool) -> None:
@@ -347,3 +349,12 @@ class Waist:
         if not all(map(travels, batch.stacks.values())):
             for client, reply in batch.items():
                 require_finite(reply, f"client {client!r} in {name!r}")
+
+
+def _each_once(convert: Callable[[Message], T], messages: Mapping[str, Message]) -> dict[str, T]:
+    """Converts each message. One that many clients receive is converted once."""
+    done: dict[int, T] = {}
+    for message in messages.values():
+        if id(message) not in done:
+            done[id(message)] = convert(message)
+    return {client: done[id(message)] for client, message in messages.items()}

@@ -12,9 +12,21 @@
 
 import importlib
 import pkgutil
+from typing import TYPE_CHECKING
 
 from fedloom.engines.base import EngineFactory
 from fedloom.errors import unknown
+
+if TYPE_CHECKING:  # mypy checks here that every engine satisfies the protocol
+    from fedloom.engines import loop, processes, ray, stacked, wire
+
+    _CHECKED: tuple[EngineFactory, ...] = (
+        loop.Engine,
+        wire.Engine,
+        stacked.Engine,
+        processes.Engine,
+        ray.Engine,
+    )
 
 _ELSEWHERE = {"flower": "fedloom.deploy.engine"}  # an engine that needs a later layer
 _WITH_WORKERS = ("processes", "ray")

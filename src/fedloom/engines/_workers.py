@@ -1,4 +1,7 @@
-"""What engines have in common that deal the clients to workers: who goes where, what a worker does, and how its errors come back."""
+"""Base of the engines that distribute the clients over workers.
+
+It decides which worker has which clients, runs a worker's commands, and returns its errors.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,128 +24,140 @@ from fedloom.engines import loop
 from fedloom.engines.base import Details
 from fedloom.errors import FedloomError
 
-Content = tuple[dict[str, Tensor], list[str]]  # a message, flat, and whose it is
-Failure = Mapping[
-    str, str
-]  # an exception in words: its class, the class's name, its text, its traceback
+Content = tuple[dict[str, Tensor], list[str]]  # a flat message, and the clients that have it
+Failure = Mapping[str, str]  # an exception as texts: "class", "name", "text" and "traceback"
 Failures = dict[str, Failure]  # by client
 T = TypeVar("T")
+Share = TypeVar("Share")  # the form in which messages travel to one worker
 
 
 class WorkerError(RuntimeError):
-    """A worker died, or failed by no fault of the input."""
+    """A worker died, or raised an error that is not one of fedloom's."""
 
 
-# ---- who goes where ----
-def deal(clients: Sequence[Client], groups: int) -> list[list[Client]]:
-    """Takes clients and a number of groups, gives the groups: about equal work in each, nobody out of order, none empty."""
+# ---- distribution ----
+def partition(clients: Sequence[Client], groups: int) -> list[list[Client]]:
+    """Divides clients into groups of about equal work.
+
+    Clients keep their order within a group. No group is empty if there are enough clients.
+    """
     work = {
         c.name: c.full_graph.num_nodes * c.full_graph.num_features + c.full_graph.num_edges
         for c in clients
     }
     home, load = {}, [(0, 0, k) for k in range(groups)]  # work, clients, group
-    for name in sorted(
-        work, key=lambda name: -work[name]
-    ):  # the heaviest first, each to where there is least to do so far
+    # The heaviest client comes first, and each goes to the group with the least work so far.
+    for name in sorted(work, key=lambda name: -work[name]):
         done, held, k = min(load)
         home[name], load[k] = k, (done + work[name], held + 1, k)
     return [[c for c in clients if home[c.name] == k] for k in range(groups)]
 
 
-def distinct(messages: Mapping[str, Message]) -> list[Content]:
-    """The different messages among {client: message}, and whose each is: what all get is there once."""
-    found: dict[Any, Content] = {}
+def grouped_by_content(messages: Mapping[str, Message]) -> list[Content]:
+    """Returns the different messages among {client: message}, each once, with its clients."""
+    found: dict[tuple[tuple[str, int], ...], Content] = {}
     for client, message in messages.items():
         flat = flatten(message)
-        found.setdefault(tuple((name, id(tensor)) for name, tensor in flat.items()), (flat, []))[
-            1
-        ].append(client)
+        key = tuple((name, id(tensor)) for name, tensor in flat.items())
+        found.setdefault(key, (flat, []))[1].append(client)
     return list(found.values())
 
 
-# ---- a worker's side ----
-def obey(
-    engine: loop.Engine, order: str, phase: str, messages: dict[str, Message], pack: Callable[[list[Content]], T]
-) -> tuple[T, Failures]:  # fmt: skip
-    """Has a worker's own engine do what was ordered (call, snapshot, restore, models, artifacts or peak).
+# ---- in a worker ----
+def execute(
+    engine: loop.Engine,
+    command: str,
+    phase: str,
+    messages: dict[str, Message],
+    pack: Callable[[list[Content]], T],
+) -> tuple[T, Failures]:
+    """Runs a command in a worker.
 
-    Gives the clients' messages as `pack` makes them travel, and how clients have failed; all of them, if it was not the fault of one.
+    Args:
+        engine: The worker's own engine.
+        command: "call", "snapshot", "restore", "models", "artifacts" or "peak".
+        phase: The phase of a call.
+        messages: The messages to the worker's clients.
+        pack: Converts the replies to the form in which they travel.
+
+    Returns the packed replies and the clients' failures. If the failure is not that of one client,
+    all clients have it.
     """
     try:
-        given = _done(engine, order, phase, messages)
-        packed = pack(
-            distinct(
-                {
-                    client: message
-                    for client, message in given.items()
-                    if not isinstance(message, Absent)
-                }
-            )
-        )
-    except Exception as error:  # noqa: BLE001  (it is raised where the order came from)
+        given = _result(engine, command, phase, messages)
+        replies = {c: reply for c, reply in given.items() if not isinstance(reply, Absent)}
+        packed = pack(grouped_by_content(replies))
+    except Exception as error:  # noqa: BLE001  (the engine raises it again)
         return pack([]), dict.fromkeys(messages, describe(error))
-    return packed, {
-        client: describe(absent.error)
-        for client, absent in given.items()
-        if isinstance(absent, Absent) and absent.error
-    }
+    absent = {c: reply for c, reply in given.items() if isinstance(reply, Absent)}
+    return packed, {c: describe(why.error) for c, why in absent.items() if why.error}
 
 
-def _done(
-    engine: loop.Engine, order: str, phase: str, messages: dict[str, Message]
+def _result(
+    engine: loop.Engine, command: str, phase: str, messages: dict[str, Message]
 ) -> Mapping[str, Message | Absent]:
-    if order == "call":
+    if command == "call":
         return engine.call(phase, messages)
-    if order == "restore":
+    if command == "restore":
         engine.restore({client: isolate(saved) for client, saved in messages.items()})
         return {}
-    if order == "peak":
+    if command == "peak":
         return {next(iter(engine.clients)): {"mb": torch.tensor(engine.peak_mb())}}
-    return {"snapshot": engine.snapshot, "models": engine.models, "artifacts": engine.artifacts}[
-        order
-    ]()
+    known: dict[str, Callable[[], Mapping[str, Message]]] = {
+        "snapshot": engine.snapshot,
+        "models": engine.models,
+        "artifacts": engine.artifacts,
+    }
+    return known[command]()
 
 
 def describe(error: Exception) -> Failure:
-    """An exception as texts, to be raised again elsewhere by `revive`."""
-    cls, told = type(error), "".join(traceback.format_exception(error))
+    """Returns an exception as texts. `restored_error` is the inverse."""
+    cls = type(error)
     return {
         "class": f"{cls.__module__}.{cls.__qualname__}",
         "name": cls.__qualname__,
         "text": str(error),
-        "traceback": told,
+        "traceback": "".join(traceback.format_exception(error)),
     }
 
 
-# ---- the other side ----
-def revive(failure: Failure, worker: int) -> Exception:
-    """What a worker's exception becomes here: the same if it is one of fedloom's, else a WorkerError; its traceback comes along."""
-    known = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in _with_descendants(FedloomError)}
+# ---- in the engine ----
+def restored_error(failure: Failure, worker: int) -> Exception:
+    """Returns a worker's exception, with its traceback as a note.
+
+    An error of fedloom keeps its class. Any other becomes a WorkerError.
+    """
+    known = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in _with_subclasses(FedloomError)}
     if failure["class"] in known:
         error: Exception = known[failure["class"]](failure["text"])
     else:
-        error = WorkerError(
-            f"worker {worker}: {failure['class'].removeprefix('builtins.')}: {failure['text']}"
-        )
+        kind = failure["class"].removeprefix("builtins.")
+        error = WorkerError(f"worker {worker}: {kind}: {failure['text']}")
     error.add_note(f"in worker {worker}:\n{failure['traceback']}")
     return error
 
 
-def _with_descendants(cls: type[FedloomError]) -> Iterator[type[FedloomError]]:
+def _with_subclasses(cls: type[FedloomError]) -> Iterator[type[FedloomError]]:
     yield cls
     for child in cls.__subclasses__():
-        yield from _with_descendants(child)
+        yield from _with_subclasses(child)
 
 
-class WorkerEngine(ABC):
-    """An engine whose clients live in workers, each of which runs the loop over its share of them for the whole run.
+class WorkerEngine(ABC, Generic[Share]):
+    """An engine whose clients live in workers. Each worker runs the loop engine over its clients.
 
-    method, clients, policy: as in every engine. workers: how many there should be, at most one per client; 0 = as many as there are cores
-    for. A worker has as many threads as this process has when the engine is made.
+    A worker runs one command at a time. If it does not answer while an exchange is open, its
+    clients are late. Its late answer is discarded, and it gets the next command only after that.
+    Until then its clients are absent. The engine waits for them only if there is no quorum without
+    them. If a worker dies, its clients are absent for the rest of the run.
 
-    A worker has one order at a time. If it does not answer while an exchange is open, its clients are late; what it answers in the end is
-    thrown away, and only then it gets the next order. Until then its clients are absent, and nobody waits for them, unless there is no
-    quorum without them. If a worker dies, its clients are absent for good.
+    Args:
+        method: The method that runs.
+        clients: All clients.
+        policy: The absences to tolerate.
+        workers: The number of workers, at most one per client. 0: as many as the cores allow. A
+            worker has as many threads as this process has when the engine is made.
     """
 
     tolerates_failures: ClassVar[bool] = True
@@ -158,13 +173,12 @@ class WorkerEngine(ABC):
     ):
         clients = list(clients)
         self.policy = policy
-        self.number = 0  # of the exchange under way, or of the last one
-        self.at: dict[
-            int, tuple[int, str]
-        ] = {}  # what a worker is at: the number of an exchange, and what was asked
-        self.lost: dict[int, str] = {}  # how a worker that is gone has ended
+        self.number = 0  # of the current exchange
+        self.busy: dict[int, tuple[int, str]] = {}  # worker: its exchange, and what was asked
+        self.lost: dict[int, str] = {}  # worker: how it ended
         self.threads = torch.get_num_threads()
-        groups = deal(clients, min(workers or max(1, self.cores() // self.threads), len(clients)))
+        wanted = workers or max(1, self.cores() // self.threads)
+        groups = partition(clients, min(wanted, len(clients)))
         self.names = [client.name for client in clients]
         self.home = {client.name: k for k, group in enumerate(groups) for client in group}
         self.open = True
@@ -174,171 +188,162 @@ class WorkerEngine(ABC):
             self.close()
             raise
 
-    # ---- what differs between such engines ----
+    # ---- the differences between such engines ----
     @abstractmethod
     def cores(self) -> int:
-        """How many cores there are for workers."""
+        """Returns the number of cores for workers."""
 
     @abstractmethod
     def start(self, method: Method, groups: list[list[Client]]) -> None:
         """Starts a worker for each group."""
 
     @abstractmethod
-    def share_out(self, contents: list[Content]) -> dict[int, Any]:
-        """Takes messages, gives {worker: what to `send` it}, for the workers of those who get something."""
+    def shares(self, contents: list[Content]) -> dict[int, Share]:
+        """Prepares messages. Returns {worker: what to `send`} for the workers that get any."""
 
     @abstractmethod
-    def send(self, worker: int, order: str, phase: str, share: Any) -> None:
-        """Orders a worker to `obey`. WorkerError if it is gone."""
+    def send(self, worker: int, command: str, phase: str, share: Share) -> None:
+        """Sends a command for `execute`. Raises a WorkerError if the worker is gone."""
 
     @abstractmethod
     def ready(self, workers: list[int], seconds: float | None) -> list[int]:
-        """Waits, no longer than so many seconds, until some of these workers have answered or are gone; gives which."""
+        """Waits until some of the workers have answered or are gone. Returns those.
+
+        seconds: the longest time to wait. None: no limit.
+        """
 
     @abstractmethod
     def receive(self, worker: int) -> tuple[dict[str, Message], Failures]:
-        """What a worker that is ready has answered. WorkerError if it is gone."""
+        """Returns the answer of a worker that is ready. Raises a WorkerError if it is gone."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Ends the workers, whatever they are at."""
+        """Ends the workers at once."""
 
     # ---- what every engine has ----
     def call(self, phase: str, messages: dict[str, Message]) -> Mapping[str, Message | Absent]:
-        """Takes a phase's name and a message per client, gives each client's reply.
+        """Runs a phase at each client in `messages`. Returns each one's reply, or its absence.
 
-        Who fails, is late, or was in a worker that is gone, is absent; if everybody has to answer, errors are raised instead.
+        A client is absent if it fails, is late, or its worker is gone. If every client must answer,
+        errors are raised instead.
         """
-        given = self._order("call", phase, messages)
-        for absent in given.values():
-            if (
-                isinstance(absent, Absent)
-                and absent.error is not None
-                and not self.policy.tolerates_absence
-            ):
-                raise absent.error
+        given = self._command("call", phase, messages)
+        if not self.policy.tolerates_absence:
+            _raise_first(given)
         return given
 
     def snapshot(self) -> Message:
-        """Everything of the clients that a later round depends on, as tensors; nothing of those whose worker is gone or busy."""
-        return self._tell("snapshot")
+        """Returns the clients' snapshots, without those whose worker is gone or busy."""
+        return self._command_all("snapshot")
 
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Puts the clients back to a snapshot; they must have been set up before, and who is not in it stays so."""
-        self._tell("restore", saved)
+    def restore(self, saved: Message) -> None:
+        """Restores the clients that are in the snapshot. They must have been set up before."""
+        self._command_all("restore", saved)
 
     def models(self) -> dict[str, Message]:
-        """The weights of each client's model; none once the engine is closed, be it by an interrupt or because a worker was lost."""
-        return self._tell("models") if self.open else {}
+        """Returns the weights of each client's model; nothing once the engine is closed."""
+        return self._command_all("models") if self.open else {}
 
     def artifacts(self) -> dict[str, Message]:
-        """What each client has to show of itself; nothing once the engine is closed."""
-        return self._tell("artifacts") if self.open else {}
+        """Returns each client's artifacts; nothing once the engine is closed."""
+        return self._command_all("artifacts") if self.open else {}
 
     def details(self) -> Details:
-        """For a run's summary: the number of workers, and of each one's clients."""
+        """Returns the number of workers, and the number of clients of each."""
         held = list(self.home.values())
-        return {
-            "workers": max(held) + 1,
-            "clients_per_worker": [held.count(k) for k in range(max(held) + 1)],
-        }
+        counts = [held.count(k) for k in range(max(held) + 1)]
+        return {"workers": len(counts), "clients_per_worker": counts}
 
     def peak_mb(self) -> float:
-        """The most memory that this process and each worker have held, added up; pages that they share count for each."""
-        workers = self._tell("peak") if self.open else {}
-        return peak_memory() / 2**20 + sum(float(told["mb"]) for told in workers.values())
+        """Returns the sum of the peak memory of this process and of each worker.
 
-    def finish(self) -> None:  # noqa: B027  (nothing follows from it here)
-        """Told that the run is completed: nothing follows from that here."""
+        Pages that processes share are counted for each of them.
+        """
+        workers = self._command_all("peak") if self.open else {}
+        return peak_memory() / 2**20 + sum(float(reply["mb"]) for reply in workers.values())
+
+    def finish(self) -> None:
+        """Nothing to do."""
 
     def close(self) -> None:
-        """Ends the workers; nothing of them is left behind."""
+        """Ends the workers and releases their memory."""
         if self.open:
             self.open = False
             self.stop()
 
-    def _tell(self, order: str, messages: dict[str, Message] | None = None) -> dict[str, Message]:
-        """What comes of an order to all workers, or to those of `messages`; errors are raised, whatever the quorum."""
-        given = self._order(
-            order, "", {name: {} for name in self.names} if messages is None else messages
-        )
-        for absent in given.values():
-            if isinstance(absent, Absent) and absent.error is not None:
-                raise absent.error
-        return {name: message for name, message in given.items() if not isinstance(message, Absent)}
+    def _command_all(
+        self, command: str, messages: dict[str, Message] | None = None
+    ) -> dict[str, Message]:
+        """Runs a command in all workers, or in those of `messages`. Errors are always raised."""
+        sent = {name: {} for name in self.names} if messages is None else messages
+        given = self._command(command, "", sent)
+        _raise_first(given)
+        return {name: reply for name, reply in given.items() if not isinstance(reply, Absent)}
 
-    def _order(
-        self, order: str, phase: str, messages: dict[str, Message]
+    def _command(
+        self, command: str, phase: str, messages: dict[str, Message]
     ) -> dict[str, Message | Absent]:
         if not self.open:
             raise WorkerError("the engine is closed")
-        contents = distinct(messages)
+        contents = grouped_by_content(messages)
         try:
-            given = self._exchange(order, phase, contents, len(messages))
-        except (
-            BaseException
-        ):  # an interrupt, a lost worker: who has answered what is anybody's guess from here on
+            given = self._exchange(command, phase, contents, len(messages))
+        except BaseException:  # Ctrl-C or a lost worker: the workers' state is unknown from here on
             self.close()
             raise
         return {name: given[name] for name in messages if name in given}
 
     def _exchange(
-        self, order: str, phase: str, contents: list[Content], asked: int
+        self, command: str, phase: str, contents: list[Content], asked: int
     ) -> dict[str, Message | Absent]:
         self.number += 1
-        shares = self.share_out(contents)
+        shares = self.shares(contents)
         given: dict[str, Message | Absent] = {}
         answered: set[int] = set()
         begun, reached = monotonic(), None  # reached: when there was a quorum
         while due := [k for k in shares if k not in answered and k not in self.lost]:
-            for k in [k for k in due if k not in self.at]:
-                with self._losing(k):
-                    self.send(k, order, phase, shares[k])
-                    self.at[k] = (self.number, repr(phase) if phase else order)
-            if reached is None and sum(
-                not isinstance(g, Absent) for g in given.values()
-            ) >= self.policy.enough(asked):
+            for k in [k for k in due if k not in self.busy]:
+                with self._may_lose(k):
+                    self.send(k, command, phase, shares[k])
+                    self.busy[k] = (self.number, repr(phase) if phase else command)
+            replies = sum(not isinstance(reply, Absent) for reply in given.values())
+            if reached is None and replies >= self.policy.enough(asked):
                 reached = monotonic()
-            waiting = [k for k in due if k in self.at]
-            if reached is not None and not any(self.at[k][0] == self.number for k in waiting):
-                break  # who is at something else is not waited for
+            waiting = [k for k in due if k in self.busy]
+            if reached is not None and not any(self.busy[k][0] == self.number for k in waiting):
+                break  # the others are busy with an earlier exchange
             closes = self.policy.closes_at(begun, reached)
-            heard = (
-                self.ready(waiting, None if closes is None else max(0.0, closes - monotonic()))
-                if waiting
-                else []
-            )
+            seconds = None if closes is None else max(0.0, closes - monotonic())
+            heard = self.ready(waiting, seconds) if waiting else []
             if waiting and not heard:
                 break
             for k in heard:
-                number, _ = self.at.pop(k)
-                with self._losing(k):
+                number, _ = self.busy.pop(k)
+                with self._may_lose(k):
                     answers, failures = self.receive(k)
-                    if number == self.number:  # else it comes late, and counts for nothing
+                    if number == self.number:  # otherwise the answer is late and is discarded
                         answered.add(k)
-                        given |= answers | {
-                            c: Absent(f"{f['name']}: {f['text']}", revive(f, k))
-                            for c, f in failures.items()
-                        }
-        late = self._late(begun, reached)
+                        given |= answers
+                        for client, failure in failures.items():
+                            cause = f"{failure['name']}: {failure['text']}"
+                            given[client] = Absent(cause, restored_error(failure, k))
+        late = self._late(begun)
         for k in shares.keys() - answered:
-            number, what = self.at.get(k, (0, ""))
-            cause = self.lost.get(k) or (
-                late if number == self.number else f"still busy with {what}"
-            )
-            given |= {
-                c: Absent(cause) for _, clients in contents for c in clients if self.home[c] == k
-            }
+            number, what = self.busy.get(k, (0, ""))
+            busy = late if number == self.number else f"still busy with {what}"
+            cause = self.lost.get(k) or busy
+            clients = [c for _, clients in contents for c in clients if self.home[c] == k]
+            given |= dict.fromkeys(clients, Absent(cause))
         return given
 
-    def _late(self, begun: float, reached: float | None) -> str:
+    def _late(self, begun: float) -> str:
         if self.policy.deadline and monotonic() >= begun + self.policy.deadline:
             return f"late: no answer within {self.policy.deadline:g} s"
         return f"late: no answer within {self.policy.grace:g} s after a quorum"
 
     @contextmanager
-    def _losing(self, worker: int) -> Iterator[None]:
-        """Inside, it may turn out that a worker is gone; if everybody has to answer, that is raised."""
+    def _may_lose(self, worker: int) -> Iterator[None]:
+        """Records that a worker is gone. If every client must answer, raises that."""
         try:
             yield
         except WorkerError as error:
@@ -346,3 +351,9 @@ class WorkerEngine(ABC):
                 held = ", ".join(c for c in self.names if self.home[c] == worker)
                 raise WorkerError(f"{error}; it had clients {held}") from error.__cause__
             self.lost[worker] = str(error)
+
+
+def _raise_first(given: Mapping[str, Message | Absent]) -> None:
+    for reply in given.values():
+        if isinstance(reply, Absent) and reply.error is not None:
+            raise reply.error

@@ -60,8 +60,13 @@ class Engine(Protocol):
 class EngineFactory(Protocol):
     """Makes an engine. Each engine's class is one."""
 
-    tolerates_failures: ClassVar[bool]
-    supports_deadline: ClassVar[bool]
+    @property
+    def tolerates_failures(self) -> bool:
+        """As in `Engine`."""
+
+    @property
+    def supports_deadline(self) -> bool:
+        """As in `Engine`."""
 
     def __call__(
         self, method: Method, clients: Iterable[Client], policy: FaultPolicy, workers: int = 0

@@ -1,1 +1,1 @@
-"""Privacy: what the server cannot see. Secure sums, encrypted peer messages, encryption, leakage."""
+"""Privacy: what the server cannot see. Secure sums, encrypted messages, leakage tests."""

@@ -1,29 +1,38 @@
-"""Sums under encryption: one party learns the sum of arrays that others hold, and the server that adds them up sees ciphertexts only.
+"""Sums under encryption: one party learns the sum of others' arrays; the server sees ciphertexts.
 
-    owner                        others                          server
+    owner                        others                       server
     Keys.generate()
-    keys.public ───────────────► encrypt(public, values) ──────► add(public, blobs) ──► keys.decrypt(blob, size)   back at the owner
+    keys.public ───────────────► encrypt(public, values) ───► add(public, blobs)
+    keys.decrypt(blob, size) ◄──────────────────────────────── the sum, encrypted
 
-The scheme is CKKS (Cheon et al., ASIACRYPT 2017), by TenSEAL on Microsoft SEAL: numbers are rounded to multiples of 1 / `SCALE` and hidden
-under noise of about a thousand of them. Only sums are needed, so there are no keys for products and rotations, and one prime of 60 bits for
-the data: N = 4096 and 109 bits in all are what the homomorphic encryption standard, and SEAL with it, takes for 128-bit security. A value
-costs 32 bytes whatever N is; a smaller N halves the public part and the smallest ciphertext, and has less noise.
+The scheme is CKKS (Cheon et al., ASIACRYPT 2017), by TenSEAL on Microsoft SEAL. Numbers are rounded
+to multiples of 1 / `SCALE` and hidden under noise of about a thousand of them. Only sums are
+needed, so there are no keys for products and rotations, and one prime of 60 bits for the data. N =
+4096 and 109 bits in all meet 128-bit security in the homomorphic encryption standard and in SEAL. A
+value costs 32 bytes whatever N is. A smaller N halves the public part and the smallest ciphertext,
+and has less noise.
 
-Whom to trust, and with what.
+The trust model:
 
-- The server is honest but curious: it adds what it was asked to add and keeps what it sees. It can drop, repeat or replace ciphertexts (who
-  has the public part can encrypt), and hand out a public part of its own making; only authenticated channels between clients stop that.
-- The server must not read together with the owner: the ciphertexts are under the owner's key, and it could decrypt each one.
-- The sum is not hidden from the owner. Over one array it is that array; two sums that differ in one array give it away by subtraction.
-- What `decrypt` gives stays with the owner. A CKKS result carries the noise of its ciphertexts, which depends on the secret key: who sees
-  results together with ciphertexts can compute the key (Li & Micciancio, EUROCRYPT 2021). Neither the server nor those who encrypt may see
-  it, or anything from which its last bits could be read.
+- The server is honest but curious: it adds what it is asked to add and keeps what it sees. It could
+  drop, repeat or replace ciphertexts, because anyone with the public part can encrypt. It could
+  also distribute its own public part. Only authenticated channels between clients prevent that.
+- The server must not collude with the owner. The ciphertexts are under the owner's key, and
+  together they could decrypt each one.
+- The sum is not hidden from the owner. A sum of one array is that array. Two sums that differ in
+  one array reveal it by subtraction.
+- The result of `decrypt` stays with the owner. A CKKS result contains the noise of its ciphertexts,
+  which depends on the secret key. Results and ciphertexts together reveal the key (Li & Micciancio,
+  EUROCRYPT 2021). Neither the server nor the encrypting parties may see a result, or anything that
+  reveals its last bits.
 - Lengths, the number of terms, and which key was used are not hidden.
 
-Noise comes from the operating system, never from a run's seed: ciphertexts, and the last bits of sums, differ from run to run.
+The operating system provides the noise, never a run's seed. So ciphertexts, and the last bits of
+sums, differ between runs.
 
-A blob is: a CRC-32 of all that follows, 16 bytes that name the key, how many values, how many terms were added up, the length of every
-ciphertext, the ciphertexts. The CRC catches accidents before a C++ parser sees them; it is no signature.
+A blob has these parts: a CRC-32 of the rest, 16 bytes that name the key, the number of values, the
+number of terms in the sum, the length of every ciphertext, and the ciphertexts. The CRC detects
+accidental damage before a C++ parser reads the data. It is no signature.
 """
 
 from __future__ import annotations
@@ -34,6 +43,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -44,14 +54,15 @@ from fedloom.errors import ConfigError, MessageError
 Bytes: TypeAlias = NDArray[np.uint8]
 
 DEGREE = 4096
-PRIMES = (
-    60,
-    49,
-)  # bits: one for the data; one that only public keys have, and that takes most of the noise of encryption with it
+# Bits of the primes: one for the data, and one that only public keys have. The second removes most
+# of the noise of encryption.
+PRIMES = (60, 49)
 SLOTS = DEGREE // 2
 SCALE = 2.0**40
-BOUND = 2.0**10  # of a value
-TERMS = 511  # of a sum: TERMS · BOUND · SCALE < 2^59, half of the data prime, beyond which sums would wrap around
+BOUND = 2.0**10  # the largest absolute value of an entry
+# The most terms of a sum. TERMS · BOUND · SCALE < 2^59, half of the data prime: sums do not
+# overflow.
+TERMS = 511
 
 _CHECKSUM = struct.Struct("<I")
 _HEAD = struct.Struct("<16sQI")  # key, values, terms
@@ -59,7 +70,7 @@ _LENGTH = np.dtype("<u4")
 
 
 class Keys:
-    """A key pair. The secret half stays in this object: it has no way to be written down."""
+    """A key pair. The secret half stays in this object and cannot be saved."""
 
     def __init__(self, context: Any):
         self._context = context
@@ -72,40 +83,54 @@ class Keys:
 
     @classmethod
     def generate(cls) -> Keys:
-        """A new pair, from the operating system's randomness."""
+        """Returns a new pair, from the operating system's randomness."""
         return cls(_generate())
 
     @property
     def public(self) -> Bytes:
-        """What others need to encrypt and add: parameters and the public key, about 125 kB."""
+        """The public part, which encrypts and adds: parameters and public key, about 125 kB."""
         return _array(self._public)
 
     def decrypt(self, ciphertexts: Bytes, size: int) -> NDArray[np.float64]:
-        """Takes what `add` (or `encrypt`) gave under this key and how many values it must hold; gives them. Not to be shown to others."""
+        """Returns the decrypted values. They must not be shown to others.
+
+        Args:
+            ciphertexts: The result of `add` or `encrypt` under this key.
+            size: The number of values that it must hold.
+        """
         require_size(self.public, ciphertexts, size)
         blob = _parse(ciphertexts, _name(self._public))
         values = np.zeros(size)
         for i, part in enumerate(blob.parts):
             start, stop = _span(i, size)
             values[start:stop] = _vector(self._context, part, stop - start).decrypt()
-        # A damaged ciphertext decrypts to noise over the whole range of the prime, thousands of times what a sum can be.
+        # A damaged ciphertext decrypts to noise over the whole range of the prime, which is
+        # thousands of times larger than a sum can be.
         if not bool(np.all(np.abs(values) <= blob.terms * BOUND + 1)):
             raise MessageError(
-                f"ciphertexts: do not decrypt to a sum of {blob.terms} arrays within ±{BOUND:g}; damaged, or of another key"
+                f"ciphertexts: do not decrypt to a sum of {blob.terms} arrays within ±{BOUND:g}; "
+                "damaged, or of another key"
             )
         return values
 
 
 def encrypt(public: Bytes, values: NDArray[np.floating]) -> Bytes:
-    """Takes a public part and a flat array of floats, any number of them, each within ±`BOUND`; gives the ciphertexts as one blob."""
+    """Encrypts values. Returns the ciphertexts as one blob.
+
+    Args:
+        public: The owner's public part.
+        values: A flat array of floats within ±`BOUND`, of any length.
+    """
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.floating):
         raise MessageError(
-            f"values to encrypt: must be a flat array of floats, not {values.dtype}{list(values.shape)}"
+            "values to encrypt: must be a flat array of floats, "
+            f"not {values.dtype}{list(values.shape)}"
         )
-    wrong = ~(np.abs(values) <= BOUND)  # true of what is not a number, too
+    wrong = ~(np.abs(values) <= BOUND)  # also true for NaN
     if wrong.any():
         raise MessageError(
-            f"values to encrypt: {values[wrong][0]} at {int(wrong.argmax())}; must be finite and within ±{BOUND:g}"
+            f"values to encrypt: {values[wrong][0]} at {int(wrong.argmax())}; "
+            f"must be finite and within ±{BOUND:g}"
         )
     data = _bytes(public, "public part")
     context = _load(data)
@@ -118,9 +143,13 @@ def encrypt(public: Bytes, values: NDArray[np.floating]) -> Bytes:
 
 
 def add(public: Bytes, blobs: Sequence[Bytes]) -> Bytes:
-    """Takes a public part and blobs of equally many values under it (`encrypt`, or `add` itself); gives the blob of their sum.
+    """Adds encrypted arrays. Returns the blob of their sum.
 
-    Nobody needs to be trusted with more than `public` to do this. At most `TERMS` arrays can be in one sum.
+    This needs only the public part. A sum has at most `TERMS` arrays.
+
+    Args:
+        public: The owner's public part.
+        blobs: Results of `encrypt` or `add` under it, all with the same number of values.
     """
     if len(blobs) == 0:
         raise MessageError("ciphertexts: none to add")
@@ -148,7 +177,10 @@ def add(public: Bytes, blobs: Sequence[Bytes]) -> Bytes:
 
 
 def require_size(public: Bytes, ciphertexts: Bytes, size: int) -> None:
-    """Raises MessageError unless the blob is one under this public part and holds so many values; the ciphertexts are not looked at."""
+    """Raises a MessageError unless a blob is under this public part and has `size` values.
+
+    It does not read the ciphertexts.
+    """
     found = _parse(ciphertexts, _name(_bytes(public, "public part"))).size
     if found != size:
         raise MessageError(f"ciphertexts: {found} values, {size} expected")
@@ -157,7 +189,7 @@ def require_size(public: Bytes, ciphertexts: Bytes, size: int) -> None:
 # ---- TenSEAL ----
 def _tenseal() -> Any:
     try:
-        import tenseal  # at first use: it is optional
+        import tenseal  # imported here because it is optional
     except ImportError:
         raise ConfigError(
             "method.encrypt needs the package tenseal: pip install 'fedloom[he]'"
@@ -167,7 +199,8 @@ def _tenseal() -> Any:
 
 def _generate() -> Any:
     ts = _tenseal()
-    # One thread: TenSEAL would start as many as there are cores for every context. SEAL refuses parameters below 128 bits.
+    # By default TenSEAL starts a thread per core for every context. SEAL refuses parameters below
+    # 128-bit security.
     context = ts.context(ts.SCHEME_TYPE.CKKS, DEGREE, coeff_mod_bit_sizes=list(PRIMES), n_threads=1)
     context.global_scale = SCALE
     return context
@@ -185,24 +218,20 @@ def _without_keys(context: Any) -> bytes:
 
 
 def _load(public: bytes) -> Any:
-    """The context of a public part that holds what it should and nothing else."""
+    """Returns the context of a public part, after checking that it has no more than it should."""
     ts = _tenseal()
     try:
         context = ts.context_from(public, n_threads=1)
-        private, parameters, usable = (
-            context.has_secret_key(),
-            _without_keys(context),
-            context.has_public_key(),
-        )
+        private, usable = context.has_secret_key(), context.has_public_key()
+        parameters = _without_keys(context)
     except (ValueError, RuntimeError) as error:
         raise MessageError(f"public part: damaged ({error})") from None
     if private:
         raise MessageError("public part: holds a secret key")
-    if (
-        parameters != _parameters()
-    ):  # who chose other parameters could read what is encrypted, or break the sum
+    if parameters != _parameters():  # others could make the encryption readable, or the sum wrong
         raise MessageError(
-            f"public part: parameters differ from N = {DEGREE}, primes of {PRIMES} bits, scale 2^{int(np.log2(SCALE))}"
+            f"public part: parameters differ from N = {DEGREE}, primes of {PRIMES} bits, "
+            f"scale 2^{int(np.log2(SCALE))}"
         )
     if not usable:
         raise MessageError("public part: holds no public key")
@@ -210,7 +239,10 @@ def _load(public: bytes) -> Any:
 
 
 def _vector(context: Any, part: bytes, size: int, what: str = "ciphertexts") -> Any:
-    """One ciphertext of `size` values. TenSEAL believes the size that is written in it, and would read past the end of its slots."""
+    """Returns one ciphertext of `size` values.
+
+    TenSEAL trusts the size in the data and could read past the end of the slots, so it is checked.
+    """
     try:
         vector = _tenseal().ckks_vector_from(context, part)
         found = vector.ciphertext()
@@ -218,7 +250,8 @@ def _vector(context: Any, part: bytes, size: int, what: str = "ciphertexts") -> 
         raise MessageError(f"{what}: damaged ({error})") from None
     if len(found) != 1 or vector.size() != size or found[0].size() != 2 or found[0].scale != SCALE:
         raise MessageError(
-            f"{what}: not one fresh or added ciphertext of {size} values at scale 2^{int(np.log2(SCALE))}"
+            f"{what}: not one fresh or added ciphertext of {size} values "
+            f"at scale 2^{int(np.log2(SCALE))}"
         )
     return vector
 
@@ -226,10 +259,10 @@ def _vector(context: Any, part: bytes, size: int, what: str = "ciphertexts") -> 
 # ---- bytes ----
 @dataclass(frozen=True)
 class _Blob:
-    key: bytes  # the name of the public part it is under
+    key: bytes  # the name of its public part
     size: int  # values
-    terms: int  # arrays added up in it
-    parts: list[bytes]  # ciphertexts of SLOTS values each, the last of the rest
+    terms: int  # arrays in the sum
+    parts: list[bytes]  # ciphertexts of SLOTS values each; the last has the rest
 
 
 def _span(part: int, size: int) -> tuple[int, int]:
@@ -241,7 +274,7 @@ def _name(public: bytes) -> bytes:
 
 
 def _array(data: bytes) -> Bytes:
-    return np.frombuffer(data, np.uint8).copy()  # a copy is writable: torch warns of others
+    return np.frombuffer(data, np.uint8).copy()  # a writable copy: torch warns about others
 
 
 def _bytes(array: Bytes, what: str) -> bytes:
@@ -257,7 +290,7 @@ def _pack(blob: _Blob) -> Bytes:
 
 
 def _parse(raw: Bytes, key: bytes, what: str = "ciphertexts") -> _Blob:
-    """Takes bytes from anywhere; gives the blob, or says what is wrong with it. The ciphertexts themselves are TenSEAL's to parse."""
+    """Parses untrusted bytes. TenSEAL parses the ciphertexts themselves later."""
     data = _bytes(raw, what)
     start = _CHECKSUM.size + _HEAD.size
     if len(data) < start:
@@ -270,19 +303,12 @@ def _parse(raw: Bytes, key: bytes, what: str = "ciphertexts") -> _Blob:
     if not 1 <= terms <= TERMS:
         raise MessageError(f"{what}: {terms} terms, valid: 1 to {TERMS}")
     count = -(-size // SLOTS)
-    if len(data) < start + count * _LENGTH.itemsize:  # before anything of that size is made
+    if (
+        len(data) < start + count * _LENGTH.itemsize
+    ):  # checked before anything of that size is allocated
         raise MessageError(f"{what}: {len(data)} bytes are too few for {size} values")
-    ends = (
-        start
-        + count * _LENGTH.itemsize
-        + np.cumsum(np.frombuffer(data, _LENGTH, count, start), dtype=np.int64)
-    )
-    if len(data) != (int(ends[-1]) if count else start):
+    lengths = np.frombuffer(data, _LENGTH, count, start).tolist()
+    edges = list(accumulate(lengths, initial=start + count * _LENGTH.itemsize))
+    if len(data) != edges[-1]:
         raise MessageError(f"{what}: {len(data)} bytes, the lengths of its parts say otherwise")
-    begins = [start + count * _LENGTH.itemsize, *ends[:-1].tolist()]
-    return _Blob(
-        name,
-        size,
-        terms,
-        [data[a:b] for a, b in zip(begins, ends.tolist(), strict=True)] if count else [],
-    )
+    return _Blob(name, size, terms, [data[a:b] for a, b in pairwise(edges)])

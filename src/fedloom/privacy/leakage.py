@@ -1,9 +1,10 @@
-"""What a stand-in for a graph gives away of it, measured; and a theorem that is no measurement.
+"""Leakage: attacks that measure what a synthetic graph reveals, and a theoretical bound.
 
-A method may send, for every node, a made-up row instead of the real one (FedGH's pseudo-graphs). How private that is depends on how it
-was made, and the only honest number is an attack's: whoever holds candidates for the real rows looks for the one that a made-up row was
-made of (`reidentified`), or guesses from made-up rows and links which nodes are linked (`edge_auc`). Chance is 1/n and 0.5. What these
-simple attacks find is the least that was given away.
+A method may send a synthetic row for every node instead of the real one (FedGH's pseudo-graphs).
+Its privacy depends on how the rows were made, and only attacks measure it. `reidentified` assumes
+an attacker with candidates for the real rows, who looks for the one behind each synthetic row;
+chance is 1/n. `edge_auc` guesses from synthetic rows and links which nodes are linked; chance is
+0.5. These attacks are simple, so their success is a lower bound of the leakage.
 """
 
 from __future__ import annotations
@@ -18,17 +19,23 @@ from torch import Generator, Tensor
 from fedloom.errors import ConfigError
 from fedloom.nn.nearest import other_pairs, pairs
 
-ROWS = 1024  # of similarities that are held at once
+ROWS = 1024  # rows of the similarity matrix in memory at once
 
 
 def reidentified(real: Tensor, sent: Tensor) -> float:
-    """The share of rows of `sent` [n, d] whose most similar row of `real` [n, d] is that of the same node; chance is 1/n.
+    """Returns the share of nodes whose sent row is most similar to their own real row.
 
-    Similar: the cosine of what is left of a row without the mean of all. If m real rows are equally similar, a guess among them counts 1/m.
+    The similarity is the cosine of rows minus the mean row. If m real rows are equally similar, a
+    guess among them counts 1/m. Chance is 1/n.
+
+    Args:
+        real: The real rows [n, d].
+        sent: The sent rows [n, d].
     """
     if real.shape != sent.shape:
         raise ConfigError(
-            f"sent has shape {list(sent.shape)}, must be that of real, {list(real.shape)}: a row for a row"
+            f"sent has shape {list(sent.shape)}, must be that of real, {list(real.shape)}: "
+            "a row for each row"
         )
     if len(real) == 0:
         return float("nan")
@@ -43,32 +50,46 @@ def reidentified(real: Tensor, sent: Tensor) -> float:
 
 
 def edge_auc(edge_index: Tensor, sent: Tensor, links: Tensor, rng: Generator) -> float:
-    """How well linked nodes are told from others by what was sent: the area under the ROC curve, chance is 0.5.
+    """Returns how well an attack tells linked nodes from others: the area under the ROC curve.
 
-    edge_index: the real edges [2, edges]. sent, links: the made-up rows [n, d] and their links [2, m]. A pair scores the cosine of its
-    rows less their mean, and 2 more if it is linked; an attack that is worse than chance is turned round. About as many pairs that are no
-    edges are drawn as there are edges; nan without any of either kind.
+    The score of a pair is the cosine of its rows minus the mean row, plus 2 if the sent links have
+    the pair. If the attack is worse than chance, its scores are negated. About as many pairs
+    without an edge are drawn as there are edges. The result is nan if there are no pairs of one
+    kind.
+
+    Args:
+        edge_index: The real edges [2, edges].
+        sent: The sent rows [n, d].
+        links: The sent links [2, m].
+        rng: Draws the pairs without an edge.
     """
     n = len(sent)
     edges, linked = pairs(edge_index, n), pairs(links, n)
     others = other_pairs(edges, n, rng)
     if not edges.shape[1] or not others.shape[1]:
         return float("nan")
-    unit, both = F.normalize(sent - sent.mean(0)), torch.cat([edges, others], 1)
-    score = (unit[both[0]] * unit[both[1]]).sum(1) + 2 * torch.isin(
-        both[0] * n + both[1], linked[0] * n + linked[1]
-    )
+    unit, (one, other) = F.normalize(sent - sent.mean(0)), torch.cat([edges, others], 1)
+    is_linked = torch.isin(one * n + other, linked[0] * n + linked[1])
+    score = (unit[one] * unit[other]).sum(1) + 2 * is_linked
     area = float(roc_auc_score([1] * edges.shape[1] + [0] * others.shape[1], score.numpy()))
     return max(area, 1 - area)
 
 
 def forward_noise_epsilon(alpha_bar: float, bound: float, delta: float = 1e-5) -> float:
-    """ε of (ε, δ)-differential privacy for publishing √ᾱ h + √(1 − ᾱ) noise, where |h| ≤ bound: 2ᾱC²/(1−ᾱ) + C √(8 ᾱ ln(1/δ) / (1−ᾱ)).
+    """Returns ε of (ε, δ)-differential privacy for publishing √ᾱ h + √(1 − ᾱ) noise, |h| ≤ C.
 
-    This is FedGH's Theorem 1 (a Gaussian mechanism of sensitivity 2C√ᾱ, by zero-concentrated privacy). It holds for the noised latent
-    alone, and says nothing of the system: what FedGH sends is drawn with a condition that sees h through noise of deviation σ_c (that
-    channel alone has ᾱ = 1 / (1 + σ_c²), which gives ε = 11.6 at C = 1, and it is used T times), and by networks trained on the private
-    graph without noise.
+    ε = 2ᾱC²/(1−ᾱ) + C √(8 ᾱ ln(1/δ) / (1−ᾱ))
+
+    This is FedGH's Theorem 1: a Gaussian mechanism of sensitivity 2C√ᾱ, by zero-concentrated
+    privacy. It holds for the noised latent only, not for the whole system. FedGH draws what it
+    sends with a condition that sees h through noise of deviation σ_c. That channel alone has ᾱ = 1
+    / (1 + σ_c²), which gives ε = 11.6 at C = 1, and it is used T times. The networks that draw are
+    trained on the private graph without noise.
+
+    Args:
+        alpha_bar: ᾱ.
+        bound: C.
+        delta: δ.
     """
     if not 0 <= alpha_bar < 1:
         raise ConfigError(f"alpha_bar is {alpha_bar}, must be at least 0 and below 1")

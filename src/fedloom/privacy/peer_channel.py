@@ -35,9 +35,8 @@ class PeerChannel:
     def __init__(self, name: str):
         self.name = name
         self._key = X25519PrivateKey.generate()
-        self._outgoing: dict[
-            str, tuple[AESGCM, int]
-        ] = {}  # the cipher, and the number of the last message
+        # By peer: the cipher, and the number of the last message.
+        self._outgoing: dict[str, tuple[AESGCM, int]] = {}
         self._incoming: dict[str, tuple[AESGCM, int]] = {}
 
     @property
@@ -46,14 +45,18 @@ class PeerChannel:
         return self._key.public_key().public_bytes_raw()
 
     def meet(self, keys: dict[str, bytes]) -> None:
-        """Takes every client's public key, once: a server that could change them later could read from then on."""
+        """Takes every client's public key, once.
+
+        A server that could change the keys later could read all messages from then on.
+        """
         if self._outgoing:
             raise Refusal(
                 f"client {self.name!r} refuses to meet its peers again: it has their keys"
             )
         if keys.get(self.name) != self.public:
             raise Refusal(
-                f"client {self.name!r} refuses to meet its peers: the key under its own name is not its own"
+                f"client {self.name!r} refuses to meet its peers: "
+                "the key under its own name is not its own"
             )
         if len(set(keys.values())) < len(keys):
             raise Refusal(f"client {self.name!r} refuses to meet its peers: one key is there twice")
@@ -64,7 +67,8 @@ class PeerChannel:
                 secret = self._key.exchange(X25519PublicKey.from_public_bytes(public))
             except ValueError:
                 raise Refusal(
-                    f"client {self.name!r} refuses to meet its peers: the key of {peer!r} is not valid"
+                    f"client {self.name!r} refuses to meet its peers: "
+                    f"the key of {peer!r} is not valid"
                 ) from None
             self._outgoing[peer] = (_cipher(secret, self.name, self.public, peer, public), 0)
             self._incoming[peer] = (_cipher(secret, peer, public, self.name, self.public), 0)
@@ -74,25 +78,29 @@ class PeerChannel:
         return peer in self._outgoing
 
     def seal(self, receiver: str, plain: bytes) -> bytes:
-        """Takes what the receiver is to read, gives what may travel."""
+        """Returns the encrypted message to a receiver."""
         cipher, last = self._outgoing[receiver]
         number = last + 1
         self._outgoing[receiver] = (cipher, number)
-        return number.to_bytes(NUMBER_BYTES, "big") + cipher.encrypt(
-            number.to_bytes(12, "big"), plain, None
-        )
+        encrypted = cipher.encrypt(number.to_bytes(12, "big"), plain, None)
+        return number.to_bytes(NUMBER_BYTES, "big") + encrypted
 
     def open(self, sender: str, blob: bytes) -> bytes:
-        """Takes what came, gives what the sender wrote; Refusal if it was changed, is not from the sender, or came before."""
+        """Decrypts a message.
+
+        Raises Refusal if it was changed, is not from the sender, or arrived before.
+        """
         if sender not in self._incoming:
             raise Refusal(
-                f"client {self.name!r} refuses the message of {sender!r}: it has no key of that name"
+                f"client {self.name!r} refuses the message of {sender!r}: "
+                "it has no key of that name"
             )
         cipher, last = self._incoming[sender]
         number = int.from_bytes(blob[:NUMBER_BYTES], "big")
         if number <= last:
             raise Refusal(
-                f"client {self.name!r} refuses the message of {sender!r}: number {number} came before"
+                f"client {self.name!r} refuses the message of {sender!r}: "
+                f"number {number} came before"
             )
         try:
             plain = cipher.decrypt(number.to_bytes(12, "big"), blob[NUMBER_BYTES:], None)
@@ -107,14 +115,7 @@ class PeerChannel:
 def _cipher(
     secret: bytes, sender: str, sender_key: bytes, receiver: str, receiver_key: bytes
 ) -> AESGCM:
-    """The cipher of one direction of a pair. Names cannot contain the separator, so no two directions have the same info."""
-    info = (
-        b"fedloom peer messages\x1f"
-        + sender.encode()
-        + b"\x1f"
-        + receiver.encode()
-        + b"\x1f"
-        + sender_key
-        + receiver_key
-    )
+    """The cipher of one direction of a pair. Names cannot contain the separator \\x1f."""
+    keys = sender_key + receiver_key
+    info = b"\x1f".join((b"fedloom peer messages", sender.encode(), receiver.encode(), keys))
     return AESGCM(HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=None, info=info).derive(secret))

@@ -1,15 +1,14 @@
 """Secure aggregation: the server of a run with `secure = true` learns sums and nothing else.
 
-    server                                    client
-    advertise_keys  run, number, roster, t ►  ◄ keys       Member.advertise
-    share_keys      keys, answered         ►  ◄ shares     Member.share
-    the phase       its message, shared    ►  ◄ masked     its reply, encoded and masked: Member.mask
-    unmask          survivors, shares      ►  ◄ revealed   Member.unmask
+    server                                    client advertise_keys  run, number, roster, t ►  ◄
+    keys       Member.advertise share_keys      keys, answered         ►  ◄ shares     Member.share
+    the phase       its message, shared    ►  ◄ masked     its reply, encoded and masked:
+    Member.mask unmask          survivors, shares      ►  ◄ revealed   Member.unmask
 
-One masked vector holds everything that a client adds: tensors, counts and, in a mean, its weight, by
-which it multiplies its reply itself. A client in a secure run answers nothing else: no phase that is
-not summed, and no sum without masks. Peer messages are encrypted for their reader, unless their
-phase says that they are encrypted or public already (`encrypted = False`).
+One masked vector holds everything that a client adds: tensors, counts and, in a mean, its weight,
+by which it multiplies its reply itself. A client in a secure run answers nothing else: no phase
+that is not summed, and no sum without masks. Peer messages are encrypted for their reader, unless
+their phase says that they are encrypted or public already (`encrypted = False`).
 """
 
 from __future__ import annotations

@@ -1,34 +1,47 @@
-"""Secure aggregation: a server learns the sum of the parties' vectors and nothing else about them, whoever drops out on the way.
+"""Secure sums: a server learns the sum of the parties' vectors and nothing else about them.
 
-The protocol is the double masking of Bonawitz et al. (CCS 2017) on the k-regular graph of Bell et al. (CCS 2020). Each party adds to its
-vector a pad of its own and one pad per neighbour, which the neighbour subtracts. In a sum the neighbours' pads cancel; the own pads, and
-those shared with parties that dropped out, the server takes off with keys that it puts together from shares, t of a neighbourhood.
-Four stages, each with the parties that finished the one before:
+Parties may drop out at any stage. The protocol is the double masking of Bonawitz et al. (CCS 2017)
+on the k-regular graph of Bell et al. (CCS 2020). Each party adds a pad of its own to its vector,
+and one pad per neighbour, which the neighbour subtracts. In the sum, the pads of neighbours cancel.
+The server removes the own pads, and the pads shared with parties that dropped out. For that it
+combines keys from shares, of which it needs t in a neighbourhood. There are four stages, each with
+the parties that finished the stage before:
 
-    Member                                             Collector
-    advertise() ── two public keys, a commitment ────► take_keys      dropped here: as if never asked
-    share(keys, answered) ── encrypted shares ───────► take_shares    dropped here: nobody pads with it
-    mask(vector, shared) ── the padded vector ───────► take_vectors   dropped here: its mask key is put together
-    unmask(survivors, ciphertexts) ── one share each ► take_reveals   dropped here: t others suffice; gives the sum
+    Member                                               Collector
+    advertise() ── two public keys, a commitment ──────► take_keys
+    share(keys, answered) ── encrypted shares ─────────► take_shares
+    mask(vector, shared) ── the padded vector ─────────► take_vectors
+    unmask(survivors, ciphertexts) ── one share each ──► take_reveals
 
-Whom to trust. The server is taken to be honest but curious: it follows the protocol and keeps what it sees. It may read together with up to
-t - 1 parties of every neighbourhood (a party and its neighbours, m in all) and still learns only the sum of the others. On a k-regular
-graph that holds while the others hang together: if the graph falls apart without the colluders and the dropped, it learns the sum of each
-piece. On a circle in random order with k in the tens that does not happen by chance; survivors that fall apart are refused.
+A party that drops out at `advertise` is not part of the sum. If it drops out at `share`, no other
+party pads with it. If it drops out at `mask`, the server combines its mask key. If it drops out at
+`unmask`, t others suffice, and its vector is in the sum.
 
-What a client can check it checks itself, and refuses: a threshold below the terms, parties that appear from nowhere, fewer than three
-survivors, a second masking (two vectors under the same pads give their difference away) and a second unmasking (the pad and the key of one
-peer together give that peer's vector away; one reply cannot hold both). This bounds what a server that deviates gets from one client. It is
-no proof against a server that tells different clients different things, which takes signatures and the consistency round of Bonawitz et
-al.; the complete graph and a threshold of 2/3 leave it the least room. There is no public key infrastructure here either: a server that
-hands out keys of its own making stands in the middle, and only signed keys stop it. The graph follows from the run's id, which therefore
-has to be drawn at random after the parties are fixed: who can choose it can choose its victim's neighbours.
+The trust model: the server is honest but curious. It follows the protocol and keeps what it sees.
+It may collude with up to t - 1 parties of every neighbourhood (a party and its neighbours, m in
+all) and still learns only the sum of the others. On a k-regular graph this holds while the graph of
+the others is connected. If the graph falls apart without the colluding and the dropped parties, the
+server learns the sum of each piece. On a circle in random order with k in the tens this does not
+happen by chance. Members refuse survivors that are not connected.
 
-What a sum itself says is not hidden. Two sums over parties that differ in one give that party away exactly by subtraction: sum over a
-fixed cohort, or add noise. Nor is a vector checked: a party can put any number into the sum.
+Each client checks what it can, and refuses: a threshold below the terms, parties that were not
+there before, fewer than three survivors, a second masking (two vectors under the same pads reveal
+their difference) and a second unmasking (the pad and the key of one peer together reveal its
+vector; one reply cannot hold both). This limits what a server that deviates learns from one client.
+It does not protect against a server that tells different clients different things. That takes
+signatures and the consistency round of Bonawitz et al. The complete graph and a threshold of 2/3
+leave such a server the least room. There is no public key infrastructure either: a server that
+distributes its own keys is a man in the middle, and only signed keys prevent that. The graph
+follows from the run's id. The id must be drawn at random after the parties are fixed, because
+a server that chooses the id chooses the neighbours of its victim.
 
-A wrong share never becomes a wrong sum: what is put together must fit what its owner advertised, a mask key its public key, the seed of an
-own pad its commitment, a SHA-256 hash (of 32 random bytes, so it says nothing that can be used).
+The sum itself is not hidden. Two sums over parties that differ in one reveal that party exactly, by
+subtraction. Sum over a fixed cohort, or add noise. Vectors are not checked: a party can put any
+number into the sum.
+
+A wrong share never becomes a wrong sum. A combined secret must match what its owner advertised: a
+mask key its public key, and the seed of an own pad its commitment. The commitment is a SHA-256 hash
+of 32 random bytes, so it reveals nothing useful.
 """
 
 from __future__ import annotations
@@ -53,34 +66,40 @@ from fedloom.errors import MessageError, Refusal
 from fedloom.privacy import shamir
 
 Bytes: TypeAlias = NDArray[np.uint8]
-Flags: TypeAlias = NDArray[np.bool_]  # [population], who does something
+Flags: TypeAlias = NDArray[np.bool_]  # [population], whether each party takes part
 Words: TypeAlias = NDArray[np.uint32] | NDArray[np.uint64]  # numbers modulo 2^bits
 
 KEY_BYTES = 32
 SHARE_BYTES = shamir.SHARE_BYTES
 CIPHERTEXT_BYTES = 2 * SHARE_BYTES + 16  # a share of the mask key and one of the seed, and the tag
 ADVERTISED_BYTES = 3 * KEY_BYTES  # cipher key, mask key, commitment to the seed
-FEWEST = 3  # in a sum over two, each knows the other's vector
+FEWEST = 3  # in a sum of two vectors, each party learns the other one
 ONCE = bytes(12)  # the nonce of the ciphers: every key encrypts one message only
-STREAM_BYTES = 2**18  # of a keystream at a time: stays in the cache
+STREAM_BYTES = 2**18  # of a keystream at a time: fits into the cache
 
 
 class TooFew(MessageError):  # noqa: N818
-    """So many parties dropped out that there is no sum. Nothing was released."""
+    """Too many parties dropped out. Nothing was released."""
 
 
 # ---- numbers ----
 def encode(tensors: Mapping[str, NDArray], terms: SecureTerms, parties: int) -> Words:
-    """Takes tensors and over how many parties they will be summed, gives all entries, names sorted, as one vector modulo 2^bits.
+    """Returns the entries of all tensors, sorted by name, as one vector modulo 2^bits.
 
-    Integers are exact; floats are rounded to multiples of 2^-f, halves to even. MessageError names a tensor that is out of range.
+    Integers are exact. Floats are rounded to multiples of 2^-f, halves to even. Raises a
+    MessageError that names a tensor that is out of range.
+
+    Args:
+        tensors: Arrays by name.
+        terms: The terms of the sum.
+        parties: The number of parties in the sum.
     """
     parts = [
         _whole_numbers(name, np.asarray(tensors[name]), terms, parties).ravel()
         for name in sorted(tensors)
     ]
     whole = np.concatenate([np.empty(0, np.int64), *parts])
-    return whole.view(np.uint64).astype(terms.word)  # two's complement, the lowest bits of it
+    return whole.view(np.uint64).astype(terms.word)  # the lowest bits of the two's complement
 
 
 def _whole_numbers(
@@ -91,7 +110,8 @@ def _whole_numbers(
         bad = ~(np.abs(entries) <= terms.range)  # NaN is not within any range
         if bad.any():
             raise MessageError(
-                f"secure sum: tensor {name!r} holds a number that is not within ±{terms.range:g} (secure_range)"
+                f"secure sum: tensor {name!r} holds a number that is not within "
+                f"±{terms.range:g} (secure_range)"
             )
         return np.rint(np.ldexp(entries, terms.fraction_bits(parties))).astype(np.int64)
     if tensor.dtype.kind in "iub":
@@ -105,7 +125,8 @@ def _whole_numbers(
                 )
         return tensor.astype(np.int64)
     raise MessageError(
-        f"secure sum: tensor {name!r} has dtype {tensor.dtype}; only floats and integers can be summed"
+        f"secure sum: tensor {name!r} has dtype {tensor.dtype}; "
+        "only floats and integers can be summed"
     )
 
 
@@ -115,11 +136,19 @@ def decode(
     terms: SecureTerms,
     parties: int,
 ) -> dict[str, NDArray]:
-    """Takes a sum of encoded vectors and {name: (dtype, shape)} of the tensors, gives them: float64 for floats, int64 for integers."""
+    """Decodes a sum of encoded vectors. Returns float64 for floats and int64 for integers.
+
+    Args:
+        total: The sum.
+        like: The dtype and shape of each tensor.
+        terms: The terms of the sum.
+        parties: The number of parties in the sum.
+    """
     sizes = {name: math.prod(like[name][1]) for name in sorted(like)}
     if total.dtype != terms.word or total.shape != (sum(sizes.values()),):
         raise MessageError(
-            f"secure sum: got {total.dtype}{list(total.shape)}, expected {terms.word}[{sum(sizes.values())}]"
+            f"secure sum: got {total.dtype}{list(total.shape)}, "
+            f"expected {terms.word}[{sum(sizes.values())}]"
         )
     whole = total.view(f"<i{terms.bits // 8}").astype(np.int64)
     tensors: dict[str, NDArray] = {}
@@ -137,10 +166,18 @@ def decode(
 
 # ---- the graph ----
 def neighbourhood(position: int, roster: Flags, k: int, salt: bytes) -> NDArray[np.int64]:
-    """The neighbours of a party of the roster, sorted, without itself. Anybody can compute it, so nobody has to be believed.
+    """Returns the neighbours of a party of the roster, sorted.
 
-    Everybody else if k is 0 or reaches that far. Else the parties stand in a circle, in an order drawn from the salt, and a party's
-    neighbours are the k/2 on either side (an odd k is rounded up, so that everybody has equally many).
+    Every party can compute them and needs to trust no other. If k is 0 or large enough, the
+    neighbours are all other parties. Otherwise the parties form a circle, in an order drawn from
+    the salt, and a party's neighbours are the k/2 on either side. An odd k is rounded up, so that
+    all parties have equally many.
+
+    Args:
+        position: The party.
+        roster: The parties of the sum.
+        k: The number of neighbours.
+        salt: The id of the sum.
     """
     parties = np.flatnonzero(roster)
     if _is_complete(len(parties), k):
@@ -152,15 +189,14 @@ def neighbourhood(position: int, roster: Flags, k: int, salt: bytes) -> NDArray[
 
 
 def pieces(present: Flags, roster: Flags, k: int, salt: bytes) -> int:
-    """Into how many pieces the graph of `neighbourhood` falls when only some of its parties are present."""
+    """Returns the number of connected pieces of the graph when only some parties are present."""
     parties = np.flatnonzero(roster)
     if _is_complete(len(parties), k):
         return int(present.any())
     places = np.flatnonzero(present[_circle(parties, salt)])
     gaps = np.diff(places, append=places[:1] + len(parties))
-    return max(
-        int((gaps > _reach(k)).sum()), int(present.any())
-    )  # cut once, a circle still hangs together
+    # A circle that is cut once is still connected.
+    return max(int((gaps > _reach(k)).sum()), int(present.any()))
 
 
 def _reach(k: int) -> int:
@@ -172,28 +208,24 @@ def _is_complete(parties: int, k: int) -> bool:
 
 
 def _circle(parties: NDArray[np.int64], salt: bytes) -> NDArray[np.int64]:
-    lots = np.zeros(len(parties), np.dtype("<u8"))
-    _add_stream(lots, sha256(b"fedloom secure sum: circle" + salt).digest())
-    return parties[np.argsort(lots, kind="stable")]
+    draws = np.zeros(len(parties), np.dtype("<u8"))
+    _add_stream(draws, sha256(b"fedloom secure sum: circle" + salt).digest())
+    return parties[np.argsort(draws, kind="stable")]
 
 
 # ---- keys and pads ----
 def _sum_id(run: bytes, number: int) -> bytes:
     if len(run) != 16 or number < 0:
         raise ValueError(
-            "a sum is known by a run's id of 16 bytes and its number in the run, from 0"
+            "a sum is identified by a run's id of 16 bytes and its number in the run, from 0"
         )
     return run + number.to_bytes(8, "big")
 
 
 def _derive(secret: bytes, purpose: str, sum_id: bytes, *positions: int) -> bytes:
-    """A 32-byte key for one purpose, in one sum, of one party or one (ordered) pair."""
-    info = (
-        b"fedloom secure sum: "
-        + purpose.encode()
-        + sum_id
-        + b"".join(position.to_bytes(4, "big") for position in positions)
-    )
+    """Returns a 32-byte key for one purpose, in one sum, of one party or one ordered pair."""
+    parties = b"".join(position.to_bytes(4, "big") for position in positions)
+    info = b"fedloom secure sum: " + purpose.encode() + sum_id + parties
     return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=None, info=info).derive(secret)
 
 
@@ -202,13 +234,12 @@ def _pair_key(secret: bytes, sum_id: bytes, one: int, other: int) -> bytes:
 
 
 def _commitment(seed: bytes, sum_id: bytes, position: int) -> bytes:
-    return sha256(
-        b"fedloom secure sum: seed" + sum_id + position.to_bytes(4, "big") + seed
-    ).digest()
+    party = position.to_bytes(4, "big")
+    return sha256(b"fedloom secure sum: seed" + sum_id + party + seed).digest()
 
 
 def _agree(key: X25519PrivateKey, public: bytes) -> bytes:
-    """The secret two parties share; ValueError for a public key of low order, with which there is none."""
+    """Returns the secret of two parties. Raises ValueError for a public key of low order."""
     return key.exchange(X25519PublicKey.from_public_bytes(public))
 
 
@@ -216,10 +247,9 @@ _ZEROS = np.zeros(STREAM_BYTES, np.uint8)
 
 
 def _add_stream(total: Words, key: bytes, minus: bool = False) -> None:
-    """Adds to the words, in place and modulo 2^bits, the keystream of AES-256 in counter mode (or takes it off)."""
-    encryptor = Cipher(
-        algorithms.AES256(key), modes.CTR(bytes(16))
-    ).encryptor()  # from 0: a key makes one stream only
+    """Adds or subtracts the keystream of AES-256 in counter mode, in place, modulo 2^bits."""
+    # The counter starts at 0: a key makes only one stream.
+    encryptor = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
     stream = np.empty(STREAM_BYTES, np.uint8)
     combine = np.subtract if minus else np.add
     step = STREAM_BYTES // total.itemsize
@@ -233,8 +263,18 @@ def _add_stream(total: Words, key: bytes, minus: bool = False) -> None:
 class Member:
     """One client's side of one sum: advertise, share, mask, unmask, each once and in this order.
 
-    A request that is out of order is refused and changes nothing; any other refusal ends the sum for this client. Secrets come from the
-    operating system, are fresh for every sum, and are let go after the last stage.
+    A request that is out of order is refused and changes nothing. Any other refusal ends the sum
+    for this client. Secrets come from the operating system. They are fresh for every sum and are
+    deleted after the last stage.
+
+    Args:
+        position: The client's position among all clients.
+        population: The number of all clients.
+        terms: The terms that the client agreed to.
+        run: The run's id, 16 bytes.
+        number: The number of the sum in the run.
+        roster: bool[population], who is asked; the server proposes it.
+        threshold: t; the server proposes it.
     """
 
     def __init__(
@@ -247,14 +287,10 @@ class Member:
         roster: Flags,
         threshold: int,
     ):
-        """roster (bool[population], who is asked) and threshold (t) are the server's proposal, the rest is what the client knows.
-
-        run is the run's id, 16 bytes, number counts the sums in it.
-        """
         self.position, self.terms, self.threshold = position, terms, threshold
         self._sum_id = _sum_id(run, number)
         self._expects = "advertise"
-        self._present: Flags = np.ones(population, bool)  # who finished the last stage
+        self._present: Flags = np.ones(population, bool)  # finished the last stage
         self._pair_keys: dict[int, bytes] = {}
         self._inbox_keys: dict[int, bytes] = {}
         self._require(_is(roster, bool, (population,)), f"the roster must be bool[{population}]")
@@ -284,16 +320,21 @@ class Member:
         self._own_share = b""
 
     def advertise(self) -> Bytes:
-        """Gives uint8[96]: the public cipher key, the public mask key, and a commitment to the seed of the own pad."""
+        """Returns uint8[96]: public cipher key, public mask key, and commitment to the seed."""
         self._begin("advertise")
         commitment = _commitment(self._seed, self._sum_id, self.position)
         self._expects = "share"
         return np.frombuffer(self._public_keys() + commitment, np.uint8)
 
     def share(self, keys: Bytes, answered: Flags) -> Bytes:
-        """Takes the neighbours' two public keys uint8[m-1, 64] and who answered, gives their encrypted shares uint8[m-1, 82].
+        """Returns the neighbours' encrypted shares, uint8[m-1, 82].
 
-        A row for each neighbour, in the order of `neighbours`; zeros, both ways, where one did not answer.
+        There is a row for each neighbour, in the order of `neighbours`. The rows of neighbours that
+        did not answer are zeros, in `keys` and in the result.
+
+        Args:
+            keys: The neighbours' two public keys, uint8[m-1, 64].
+            answered: Who advertised.
         """
         self._begin("share")
         self._narrow(answered, "answered")
@@ -302,18 +343,14 @@ class Member:
         seen = {own[:KEY_BYTES], own[KEY_BYTES:]}
         there = [(row, int(peer)) for row, peer in enumerate(self.neighbours) if answered[peer]]
         points = [peer + 1 for _, peer in there] + [self.position + 1]
-        key_shares = shamir.split(
-            int.from_bytes(self._mask_key.private_bytes_raw(), "big"), self.threshold, points
-        )
+        mask_key = int.from_bytes(self._mask_key.private_bytes_raw(), "big")
+        key_shares = shamir.split(mask_key, self.threshold, points)
         seed_shares = shamir.split(int.from_bytes(self._seed, "big"), self.threshold, points)
         ciphertexts = np.zeros((len(self.neighbours), CIPHERTEXT_BYTES), np.uint8)
-        for (row, peer), key_share, seed_share in zip(
-            there, key_shares, seed_shares, strict=False
-        ):  # the last share is its own
-            cipher_public, mask_public = (
-                keys[row, :KEY_BYTES].tobytes(),
-                keys[row, KEY_BYTES:].tobytes(),
-            )
+        # The last share is the party's own.
+        for (row, peer), key_share, seed_share in zip(there, key_shares, seed_shares, strict=False):
+            cipher_public = keys[row, :KEY_BYTES].tobytes()
+            mask_public = keys[row, KEY_BYTES:].tobytes()
             for public in (cipher_public, mask_public):
                 self._require(public not in seen, f"a key of party {peer} is there twice")
                 seen.add(public)
@@ -327,18 +364,23 @@ class Member:
             self._inbox_keys[peer] = _derive(secret, "shares", self._sum_id, peer, self.position)
             outbox_key = _derive(secret, "shares", self._sum_id, self.position, peer)
             plain = key_share.to_bytes(SHARE_BYTES, "big") + seed_share.to_bytes(SHARE_BYTES, "big")
-            ciphertexts[row] = np.frombuffer(
-                AESGCM(outbox_key).encrypt(ONCE, plain, None), np.uint8
-            )
+            encrypted = AESGCM(outbox_key).encrypt(ONCE, plain, None)
+            ciphertexts[row] = np.frombuffer(encrypted, np.uint8)
         self._own_share = seed_shares[-1].to_bytes(SHARE_BYTES, "big")
         self._expects = "mask"
         return ciphertexts
 
     def mask(self, vector: Words, shared: Flags) -> Words:
-        """Takes its vector (as `encode` gives it) and who shared, gives the vector under its own pad and its neighbours'."""
+        """Returns the vector under the own pad and the neighbours' pads.
+
+        Args:
+            vector: The result of `encode`.
+            shared: Who shared.
+        """
         if vector.dtype not in (np.uint32, np.uint64) or vector.ndim != 1:
             raise MessageError(
-                f"secure sum: the vector is {vector.dtype}{list(vector.shape)}, expected words of 32 or 64 bits"
+                f"secure sum: the vector is {vector.dtype}{list(vector.shape)}, "
+                "expected words of 32 or 64 bits"
             )
         self._begin("mask")
         self._narrow(shared, "shared")
@@ -350,17 +392,23 @@ class Member:
         return masked
 
     def unmask(self, survivors: Flags, ciphertexts: Bytes) -> Bytes:
-        """Takes whose vectors arrived and what the neighbours encrypted for it, gives uint8[m, 33]: one share of each member's secrets.
+        """Returns uint8[m, 33]: one share of a secret of each member of the neighbourhood.
 
-        Of the seed of its pad if it survived, of its mask key if it shared but did not survive, zeros if it did not share. The order is
-        that of `neighbours`, then itself.
+        It is a share of the seed if the member survived, a share of the mask key if the member
+        shared but did not survive, and zeros if it did not share. The order is that of
+        `neighbours`, then the party itself.
+
+        Args:
+            survivors: Whose vectors arrived.
+            ciphertexts: What the neighbours encrypted for this party.
         """
         self._begin("unmask")
         shared = self._present
         self._narrow(survivors, "survived")
         apart = pieces(survivors, self._roster, self.terms.neighbours, self._sum_id)
         self._require(
-            apart == 1, f"the survivors fall into {apart} pieces, and the sum of each would be open"
+            apart == 1,
+            f"the survivors fall into {apart} pieces, and the sum of each would be open",
         )
         self._require_rows(ciphertexts, CIPHERTEXT_BYTES, shared, "ciphertexts")
         shares = np.zeros((len(self.neighbours) + 1, SHARE_BYTES), np.uint8)
@@ -368,26 +416,22 @@ class Member:
             if not shared[peer]:
                 continue
             try:
-                plain = AESGCM(self._inbox_keys[peer]).decrypt(
-                    ONCE, ciphertexts[row].tobytes(), None
-                )
+                cipher = AESGCM(self._inbox_keys[peer])
+                plain = cipher.decrypt(ONCE, ciphertexts[row].tobytes(), None)
             except InvalidTag:
                 self._refuse(f"what party {peer} encrypted for it did not arrive as it was sent")
-            shares[row] = np.frombuffer(
-                plain[SHARE_BYTES:] if survivors[peer] else plain[:SHARE_BYTES], np.uint8
-            )
+            chosen = plain[SHARE_BYTES:] if survivors[peer] else plain[:SHARE_BYTES]
+            shares[row] = np.frombuffer(chosen, np.uint8)
         shares[-1] = np.frombuffer(self._own_share, np.uint8)
         self._forget()
         return shares
 
     def _public_keys(self) -> bytes:
-        return (
-            self._cipher_key.public_key().public_bytes_raw()
-            + self._mask_key.public_key().public_bytes_raw()
-        )
+        keys = (self._cipher_key, self._mask_key)
+        return b"".join(key.public_key().public_bytes_raw() for key in keys)
 
     def _begin(self, stage: str) -> None:
-        """Refuses a stage that is not due. Until it is through nothing is, so that a refusal on the way is final."""
+        """Refuses a stage that is not due. Until the stage is done, no other is due."""
         self.require_due(stage)
         self._expects = "nothing more"
 
@@ -395,17 +439,19 @@ class Member:
         """Refuses a stage that is not due; changes nothing."""
         if stage != self._expects:
             raise Refusal(
-                f"party {self.position} refuses: asked to {stage}, but what is due is: {self._expects}"
+                f"party {self.position} refuses: asked to {stage}, "
+                f"but what is due is: {self._expects}"
             )
 
     def _narrow(self, present: Flags, did: str) -> None:
-        """Checks who is said to have finished a stage, and takes it over."""
+        """Checks and stores the server's list of parties that finished a stage."""
         population, members = len(self._present), len(self.neighbours) + 1
         self._require(_is(present, bool, (population,)), f"who {did} must be bool[{population}]")
         strangers = np.flatnonzero(present & ~self._present)
         self._require(
             not len(strangers),
-            f"parties {strangers.tolist()} are said to have {did}, but were not there a stage before",
+            f"parties {strangers.tolist()} are said to have {did}, "
+            "but were not there a stage before",
         )
         self._require(bool(present[self.position]), f"it is not among those who {did}")
         self._require(
@@ -419,16 +465,14 @@ class Member:
         self._present = present.copy()
 
     def _require_rows(self, rows: Bytes, width: int, present: Flags, what: str) -> None:
-        """Checks that there are bytes for exactly those neighbours that are present."""
+        """Checks that exactly the neighbours that are present have bytes."""
         self._require(
             _is(rows, np.uint8, (len(self.neighbours), width)),
             f"{what} must be uint8[{len(self.neighbours)}, {width}]",
         )
         filled, due = rows.any(axis=1), present[self.neighbours]
-        missing, stray = (
-            self.neighbours[due & ~filled].tolist(),
-            self.neighbours[filled & ~due].tolist(),
-        )
+        missing = self.neighbours[due & ~filled].tolist()
+        stray = self.neighbours[filled & ~due].tolist()
         self._require(not missing, f"there are no {what} of parties {missing}")
         self._require(not stray, f"there are {what} of parties {stray}, which are said to be gone")
 
@@ -453,56 +497,66 @@ def _is(array: object, dtype: DTypeLike, shape: tuple[int, ...]) -> bool:
 
 # ---- the server's side ----
 class Collector:
-    """The server's side of one sum. Each `take_*` takes what arrived, as (position, array) pairs, in any order, perhaps one by one.
+    """The server's side of one sum.
 
-    The first three give {position: what to send} to those that go on, as arguments of the Member's next stage; the last gives the sum.
-    Who is missing among the arrivals has dropped out. TooFew is raised as soon as the rest cannot finish; MessageError names a party
-    whose message is not as it should be, and ends the sum.
+    Each `take_*` takes the replies as (position, array) pairs, in any order. They may arrive one by
+    one. The first three return {position: arguments of the member's next stage} for the parties
+    that continue. The last returns the sum. A party without a reply has dropped out. TooFew is
+    raised as soon as the others cannot finish. A MessageError names a party whose reply is
+    malformed, and ends the sum.
+
+    Args:
+        terms: The terms of the sum.
+        run: The run's id, 16 bytes.
+        number: The number of the sum in the run.
+        roster: bool[population], who is asked.
+        size: The number of entries of a vector.
+
+    Attributes:
+        threshold: t, which the server proposes to the members.
+        degree: The number of neighbours of each party.
     """
 
     def __init__(self, terms: SecureTerms, run: bytes, number: int, roster: Flags, size: int):
-        """roster: bool[population], who is asked. size: entries of the vector. `threshold` is then what to propose to the members."""
         self.terms, self.roster, self.size = terms, roster.copy(), size
         self._sum_id = _sum_id(run, number)
-        self._positions: list[int] = np.flatnonzero(
-            roster
-        ).tolist()  # a row of everything below is a party of the roster
+        # The position of each party of the roster. Rows of all arrays below are in this order.
+        self._positions: list[int] = np.flatnonzero(roster).tolist()
         parties = len(self._positions)
         if parties < FEWEST:
             raise TooFew(
-                f"secure sum: {parties} parties are asked, at least {FEWEST} are needed; nothing was released"
+                f"secure sum: {parties} parties are asked, at least {FEWEST} are needed; "
+                "nothing was released"
             )
         row_of = np.cumsum(roster) - 1
-        self._near = np.stack(
-            [
-                row_of[neighbourhood(position, roster, terms.neighbours, self._sum_id)]
-                for position in self._positions
-            ]
-        )
+        near = [
+            neighbourhood(position, roster, terms.neighbours, self._sum_id)
+            for position in self._positions
+        ]
+        self._near = np.stack([row_of[neighbours] for neighbours in near])
         self.degree = degree = self._near.shape[1]
-        # Where the post for a party lies: those of all (party, neighbour) entries in which it is the neighbour, in its neighbours' order.
+        # The messages to a party: the (party, neighbour) entries in which it is the neighbour, in
+        # the order of its neighbours.
         self._inbox = np.argsort(self._near.ravel(), kind="stable").reshape(parties, degree)
         self.threshold = terms.quorum(degree + 1)
         self._expects = "advertise"
-        self._here = np.ones(parties, bool)  # who finished the last stage
-        self._survived = self._lost = np.zeros(
-            parties, bool
-        )  # whose seed, whose mask key is to be put together
+        self._here = np.ones(parties, bool)  # finished the last stage
+        # The parties whose seed, and whose mask key, the server combines.
+        self._survived = self._lost = np.zeros(parties, bool)
         self._advertised = np.zeros((parties, ADVERTISED_BYTES), np.uint8)
         self._ciphertexts = np.zeros((parties, degree, CIPHERTEXT_BYTES), np.uint8)
         self._total: Words = np.zeros(size, terms.word)
 
     def take_keys(self, arrivals: Iterable[tuple[int, Bytes]]) -> dict[int, tuple[Bytes, Flags]]:
-        """Takes what `advertise` gave, gives what `share` takes: the neighbours' keys, and who answered."""
+        """Takes results of `advertise`. Returns the arguments of `share`."""
         seen: set[bytes] = set()
         for row, advertised in self._take("advertise", arrivals, np.uint8, (ADVERTISED_BYTES,)):
-            for public in (
-                advertised[:KEY_BYTES].tobytes(),
-                advertised[KEY_BYTES : 2 * KEY_BYTES].tobytes(),
-            ):
+            raw = advertised.tobytes()
+            for public in (raw[:KEY_BYTES], raw[KEY_BYTES : 2 * KEY_BYTES]):
                 if public in seen:
                     raise MessageError(
-                        f"secure sum: party {self._positions[row]} advertises a key that is there already"
+                        f"secure sum: party {self._positions[row]} advertises a key "
+                        "that is there already"
                     )
                 seen.add(public)
             self._advertised[row] = advertised
@@ -515,7 +569,7 @@ class Collector:
         }
 
     def take_shares(self, arrivals: Iterable[tuple[int, Bytes]]) -> dict[int, tuple[Flags]]:
-        """Takes what `share` gave, gives what `mask` takes besides the vector: who shared."""
+        """Takes results of `share`. Returns the arguments of `mask` except the vector."""
         for row, ciphertexts in self._take(
             "share", arrivals, np.uint8, self._ciphertexts.shape[1:]
         ):
@@ -526,89 +580,87 @@ class Collector:
         return dict.fromkeys(np.flatnonzero(shared).tolist(), (shared,))
 
     def take_vectors(self, arrivals: Iterable[tuple[int, Words]]) -> dict[int, tuple[Flags, Bytes]]:
-        """Takes what `mask` gave, adding it up as it comes, gives what `unmask` takes: who survived, and the neighbours' ciphertexts."""
+        """Adds results of `mask` as they arrive. Returns the arguments of `unmask`."""
         shared = self._here
         for _, vector in self._take("mask", arrivals, self.terms.word, (self.size,)):
             self._total += vector
         self._survived = self._here
-        self._lost = (
-            shared & ~self._survived & self._survived[self._near].any(axis=1)
-        )  # else nobody's vector is padded with it
+        # A party without a surviving neighbour is in nobody's pads.
+        self._lost = shared & ~self._survived & self._survived[self._near].any(axis=1)
         self._require_quorum(self._survived | self._lost, "sent their vectors")
         survivors = self._flags(self._survived)
         apart = pieces(survivors, self.roster, self.terms.neighbours, self._sum_id)
         if apart > 1:
             raise TooFew(
-                f"secure sum: the survivors fall into {apart} pieces, and the sum of each would be open; nothing was released"
+                f"secure sum: the survivors fall into {apart} pieces, and the sum of each would "
+                "be open; nothing was released"
             )
-        post = self._ciphertexts.reshape(-1, CIPHERTEXT_BYTES)
+        ciphertexts = self._ciphertexts.reshape(-1, CIPHERTEXT_BYTES)
         self._expects = "unmask"
         return {
-            self._positions[row]: (survivors, post[self._inbox[row]])
+            self._positions[row]: (survivors, ciphertexts[self._inbox[row]])
             for row in np.flatnonzero(self._survived)
         }
 
     def take_reveals(self, arrivals: Iterable[tuple[int, Bytes]]) -> Words:
-        """Takes what `unmask` gave, gives the sum of the survivors' vectors modulo 2^bits."""
+        """Takes results of `unmask`. Returns the sum of the survivors' vectors modulo 2^bits."""
         parties, degree = self._near.shape
         revealed = np.zeros((parties, degree + 1, SHARE_BYTES), np.uint8)
-        for row, shares in self._take("unmask", arrivals, np.uint8, revealed.shape[1:]):
-            revealed[row] = shares
-        self._require_quorum(
-            self._survived | self._lost, "revealed their shares", fewest=0
-        )  # the sum is over those that survived
+        for row, reply in self._take("unmask", arrivals, np.uint8, revealed.shape[1:]):
+            revealed[row] = reply
+        # The sum is over the survivors, so any number of helpers above the threshold is enough.
+        self._require_quorum(self._survived | self._lost, "revealed their shares", fewest=0)
         of_others, of_itself = revealed[:, :-1].reshape(-1, SHARE_BYTES), revealed[:, -1]
         for row in np.flatnonzero(self._survived | self._lost).tolist():
-            shares = dict(
-                zip(self._near[row].tolist(), of_others[self._inbox[row]], strict=True)
-            ) | {row: of_itself[row]}
+            near = self._near[row].tolist()
+            shares = dict(zip(near, of_others[self._inbox[row]], strict=True))
+            shares[row] = of_itself[row]
             helpers = [helper for helper in sorted(shares) if self._here[helper]][: self.threshold]
-            secret = self._put_together(
+            secret = self._combine(
                 row, {self._positions[helper]: shares[helper] for helper in helpers}
             )
             if self._survived[row]:
-                _add_stream(
-                    self._total,
-                    _derive(secret, "own pad", self._sum_id, self._positions[row]),
-                    minus=True,
-                )
+                pad = _derive(secret, "own pad", self._sum_id, self._positions[row])
+                _add_stream(self._total, pad, minus=True)
             else:
                 self._cancel_pads(row, X25519PrivateKey.from_private_bytes(secret))
         return self._total
 
-    def _put_together(self, row: int, shares: dict[int, Bytes]) -> bytes:
-        """Takes {position of the helper: share}, gives a party's seed if it survived, else its mask key, if it is what was advertised."""
+    def _combine(self, row: int, shares: dict[int, Bytes]) -> bytes:
+        """Returns a party's seed if it survived, otherwise its mask key.
+
+        Raises a MessageError if the secret does not match what the party advertised.
+
+        shares: by the position of the helper.
+        """
         position = self._positions[row]
         number = shamir.combine(
             {helper + 1: int.from_bytes(share.tobytes(), "big") for helper, share in shares.items()}
         )
-        secret = (number % 2**256).to_bytes(
-            KEY_BYTES, "big"
-        )  # of the 297 numbers this changes none can have been a secret
+        # The modulus changes 297 numbers of the field. None of them can be a secret.
+        secret = (number % 2**256).to_bytes(KEY_BYTES, "big")
+        advertised = self._advertised[row].tobytes()
         if self._survived[row]:
-            fits = (
-                _commitment(secret, self._sum_id, position)
-                == self._advertised[row, 2 * KEY_BYTES :].tobytes()
-            )
+            matches = _commitment(secret, self._sum_id, position) == advertised[2 * KEY_BYTES :]
         else:
             public = X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
-            fits = public == self._advertised[row, KEY_BYTES : 2 * KEY_BYTES].tobytes()
-        if not fits:
+            matches = public == advertised[KEY_BYTES : 2 * KEY_BYTES]
+        if not matches:
             raise MessageError(
-                f"secure sum: the shares of party {position}'s secret do not give what it advertised; it dealt wrong ones, "
-                f"or one of parties {list(shares)} handed on a wrong one; nothing was released"
+                f"secure sum: the shares of party {position}'s secret do not give what it "
+                f"advertised; it dealt wrong ones, or one of parties {list(shares)} handed on a "
+                "wrong one; nothing was released"
             )
         return secret
 
     def _cancel_pads(self, row: int, mask_key: X25519PrivateKey) -> None:
-        """Takes off the total what the surviving neighbours of a lost party padded with it."""
+        """Removes the pads that the surviving neighbours of a lost party share with it."""
         position = self._positions[row]
         for near in self._near[row][self._survived[self._near[row]]].tolist():
             peer = self._positions[near]
             secret = _agree(mask_key, self._advertised[near, KEY_BYTES : 2 * KEY_BYTES].tobytes())
-            _add_stream(
-                self._total, _pair_key(secret, self._sum_id, peer, position), minus=peer < position
-            )
+            pad = _pair_key(secret, self._sum_id, peer, position)
+            _add_stream(self._total, pad, minus=peer < position)
 
     def _take(
         self,
@@ -616,15 +668,15 @@ class Collector:
         arrivals: Iterable[tuple[int, NDArray]],
         dtype: DTypeLike,
         shape: tuple[int, ...],
-    ) -> Iterator:
-        """Checks arrivals one by one and gives (row, array); then those that arrived are those that are here."""
+    ) -> Iterator[tuple[int, NDArray]]:
+        """Checks replies one by one and yields (row, array). Then stores who replied."""
         if stage != self._expects:
             raise MessageError(
                 f"secure sum: replies to {stage}, but what is due is: {self._expects}"
             )
         self._expects = "nothing more"
         arrived = np.zeros(len(self._here), bool)
-        asked = {self._positions[row]: row for row in np.flatnonzero(self._here)}
+        asked = {self._positions[row]: row for row in np.flatnonzero(self._here).tolist()}
         for position, array in arrivals:
             row = asked.pop(position, None)
             if row is None:
@@ -632,36 +684,35 @@ class Collector:
                     f"secure sum: party {position} was not asked to {stage}, or answered before"
                 )
             if not _is(array, dtype, shape):
-                got = (
-                    f"{array.dtype}{list(array.shape)}"
-                    if isinstance(array, np.ndarray)
-                    else type(array).__name__
-                )
+                is_array = isinstance(array, np.ndarray)
+                got = f"{array.dtype}{list(array.shape)}" if is_array else type(array).__name__
                 raise MessageError(
-                    f"secure sum: party {position} answers {stage} with {got}, expected {np.dtype(dtype)}{list(shape)}"
+                    f"secure sum: party {position} answers {stage} with {got}, "
+                    f"expected {np.dtype(dtype)}{list(shape)}"
                 )
             arrived[row] = True
             yield row, array
         self._here = arrived
 
     def _require_quorum(self, owners: Flags, did: str, fewest: int = FEWEST) -> None:
-        """Raises TooFew unless enough parties are here, in all and of the neighbourhood of each of the owners of secrets."""
+        """Raises TooFew unless enough parties are here, in all and near each owner of a secret."""
         here = int(self._here.sum())
         if here < fewest:
             raise TooFew(
-                f"secure sum: {here} parties {did}, at least {fewest} are needed; nothing was released"
+                f"secure sum: {here} parties {did}, at least {fewest} are needed; "
+                "nothing was released"
             )
         left = self._here[self._near].sum(axis=1) + self._here
         short = np.flatnonzero(owners & (left < self.threshold))
         if len(short):
             row, members = short[0], self._near.shape[1] + 1
             raise TooFew(
-                f"secure sum: {left[row]} of the {members} parties around party {self._positions[row]} {did}, "
-                f"{self.threshold} are needed; nothing was released"
+                f"secure sum: {left[row]} of the {members} parties around party "
+                f"{self._positions[row]} {did}, {self.threshold} are needed; nothing was released"
             )
 
     def _flags(self, rows: Flags) -> Flags:
-        """The same parties as bool[population]."""
+        """Returns rows of the roster as bool[population]."""
         flags = np.zeros(len(self.roster), bool)
         flags[self.roster] = rows
         return flags

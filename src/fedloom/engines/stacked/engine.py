@@ -1,9 +1,9 @@
 """The stacked engine: clients run in lockstep, and equal operations run once, on stacked data.
 
 Every client runs its own code with its own random numbers (`fedloom.engines.stacked.lockstep`).
-Models, losses and optimisers of one form run as one (`fedloom.engines.stacked.operations`). The rest
-of a phase runs for one client after another, as in the loop engine. Results equal the loop engine's
-up to rounding.
+Models, losses and optimisers of one form run as one (`fedloom.engines.stacked.operations`). The
+rest of a phase runs for one client after another, as in the loop engine. Results equal the loop
+engine's up to rounding.
 
 Clients run in groups, one group after another. The working set of a group fits into the processor's
 cache. A client that fills a group by itself runs as in the loop engine, with its memory use.
@@ -49,12 +49,14 @@ class Engine(loop.Engine):
         nodes = {client.name: client.full_graph.num_nodes for client in self.clients.values()}
         self.groups = groups(next(iter(self.clients.values())).facts, nodes) if self.clients else []
         self.states = {names: Group(BATCHED) for names in self.groups}
-        self.calls: dict[
-            str, Counter[str]
-        ] = {}  # by phase: how many calls ran "batched" and "single"
+        # By phase: how many calls ran "batched" and "single".
+        self.calls: dict[str, Counter[str]] = {}
 
     def call(self, phase: str, messages: dict[str, Message]) -> Mapping[str, Message | Absent]:
-        """Takes a phase's name and a message per client, gives each client's reply; all in one, if they are alike."""
+        """Runs the phase, group by group.
+
+        Returns a `Batch` if all replies have the same schema.
+        """
         replies: dict[str, Message] = {}
         for names in self.groups:
             asked = [name for name in names if name in messages]
@@ -64,22 +66,21 @@ class Engine(loop.Engine):
                 for name, sent in zip(asked, received, strict=True)
             ]
             self.states[names].calls = self.calls.setdefault(phase, Counter())
-            done = (
-                run_lockstep(tasks, self.states[names])
-                if len(names) > 1
-                else [task() for task in tasks]
-            )
+            if len(names) > 1:
+                done = run_lockstep(tasks, self.states[names])
+            else:
+                done = [task() for task in tasks]
             replies.update(zip(asked, done, strict=True))
         ordered = {name: replies[name] for name in messages}
         return batched(ordered) or {name: isolate(reply) for name, reply in ordered.items()}
 
     def close(self) -> None:
-        """Lets models be each client's own again."""
+        """Separates the clients' models from the parameter stacks."""
         for client in self.clients.values():
             unstack(p for model in _models(client.state) for p in model.parameters())
 
     def details(self) -> Details:
-        """For a run's summary: clients in each group, and by phase how many calls were done for several at once, and how many not."""
+        """Returns the clients of each group, and by phase how many calls were batched or single."""
         return {
             "clients_per_group": [len(names) for names in self.groups],
             "phases": {
@@ -91,7 +92,7 @@ class Engine(loop.Engine):
 
 
 def _models(state: dict[str, Any]) -> Iterator[nn.Module]:
-    """The models that a state holds, also in groups."""
+    """Yields the models in a state and in its groups."""
     for value in state.values():
         if isinstance(value, nn.Module):
             yield value
@@ -100,35 +101,42 @@ def _models(state: dict[str, Any]) -> Iterator[nn.Module]:
 
 
 def delivered(messages: list[Message]) -> list[Message]:
-    """Copies that share no memory with the sender; a message that many are sent is copied once, and again only for who writes to it."""
+    """Returns copies of messages that share no memory with the sender.
+
+    A message to many clients is copied once. A client that writes to it gets its own copy then.
+    """
     receivers: dict[int, list[int]] = {}
     for k, message in enumerate(messages):
         receivers.setdefault(id(message), []).append(k)
     arrived: list[Message] = [{} for _ in messages]
-    for who in receivers.values():
-        own = isolate(messages[who[0]])
-        for k, copy in zip(who, each_a_copy(own, len(who)), strict=True):
+    for positions in receivers.values():
+        own = isolate(messages[positions[0]])
+        copies = lazy_copies_of_message(own, len(positions))
+        for k, copy in zip(positions, copies, strict=True):
             arrived[k] = copy
     return arrived
 
 
-def each_a_copy(message: Message, count: int) -> list[Message]:
-    """So many copies of a message, of which nobody sees what another writes."""
+def lazy_copies_of_message(message: Message, count: int) -> list[Message]:
+    """Returns copies of a message. What one receiver writes, the others do not see."""
     made: list[Message] = [{} for _ in range(count)]
     for name, content in message.items():
-        for own, copy in zip(
-            made,
-            each_a_copy(content, count)
-            if isinstance(content, dict)
-            else lazy_copies(content, count),
-            strict=True,
-        ):
+        nested = isinstance(content, dict)
+        copies = (lazy_copies_of_message if nested else lazy_copies)(content, count)
+        for own, copy in zip(made, copies, strict=True):
             own[name] = copy
     return made
 
 
 def groups(facts: Facts, nodes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Clients' names in groups that follow each other, each at most `GROUP_BYTES` of work at once, or one client."""
+    """Divides clients, in order, into groups with working sets of at most `GROUP_BYTES`.
+
+    A client with a larger working set is a group by itself.
+
+    Args:
+        facts: The facts of the run.
+        nodes: The number of nodes of each client.
+    """
     found: list[tuple[str, ...]] = []
     group: list[str] = []
     filled = 0.0
@@ -143,7 +151,7 @@ def groups(facts: Facts, nodes: Mapping[str, int]) -> list[tuple[str, ...]]:
 
 
 def working_set(facts: Facts, client: str, nodes: int) -> float:
-    """About how many bytes a training step of a client touches."""
+    """Returns about how many bytes a training step of a client touches."""
     spec = facts.model_of[client]
     parameters = sum(math.prod(shape) for _, _, shape in model_schema(spec, facts))
     return 4 * (4 * parameters + 8 * nodes * parse_spec(spec).width)

@@ -1,7 +1,7 @@
 """Graph stacks: the graphs of several clients as one block-diagonal graph.
 
-A model runs on a `GraphStack` and stacked parameters as it runs on a `Graph` and its own. `project`,
-`propagate`, `matmul`, `add_bias` and `expand` are the only places where the two meet.
+A model runs on a `GraphStack` with stacked parameters as it runs on a `Graph` with its own. Only
+`project`, `propagate`, `matmul`, `add_bias` and `expand` differ between the two.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedloom.nn.augment import View
 
 
 class GraphStack(Graph):
-    """Graphs side by side. Of their fields only what models look at is there: features, edges, and which graph a node is in."""
+    """Several graphs as one. It has the fields that models read: features, edges and `batch`."""
 
     def __init__(self, parts: Sequence[Graph]):
         for name, value in {
@@ -39,42 +39,42 @@ class GraphStack(Graph):
 
     @property
     def transient(self) -> bool:  # type: ignore[override]
-        """Whether its graphs are."""
+        """Whether its graphs are transient."""
         return self.parts[0].transient
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Nodes of each graph."""
+        """The number of nodes of each graph."""
         return [part.num_nodes for part in self.parts]
 
     @cached_property
     def item_sizes(self) -> list[int]:
-        """Items of each graph."""
+        """The number of items of each graph."""
         return [part.num_items for part in self.parts]
 
     @cached_property
     def num_nodes(self) -> int:
-        """Nodes in all."""
+        """The number of nodes of all graphs."""
         return sum(self.sizes)
 
     @cached_property
     def num_items(self) -> int:
-        """Items in all."""
+        """The number of items of all graphs."""
         return sum(self.item_sizes)
 
     @property
     def num_features(self) -> int:
-        """Width of the features, of which every graph has its own copy."""
+        """Width of the features, the same for all graphs."""
         return self.parts[0].num_features
 
     @cached_property
     def x(self) -> Tensor:
-        """All features, one graph's below the other's."""
+        """The features of all graphs, concatenated."""
         return torch.cat([part.x for part in self.parts])
 
     @cached_property
     def batch(self) -> Tensor | None:
-        """Which item a node belongs to."""
+        """The item that each node belongs to."""
         if self.parts[0].batch is None:
             return None
         starts = accumulate(self.item_sizes, initial=0)
@@ -87,7 +87,7 @@ class GraphStack(Graph):
         )
 
     def adjacency(self, kind: str = "sym") -> Sparse:
-        """Block-diagonal, a block a graph."""
+        """Returns the block-diagonal adjacency, one block per graph."""
         return self.cached(
             ("adjacency", kind),
             lambda: block_diagonal([part.adjacency(kind) for part in self.parts]),
@@ -95,7 +95,7 @@ class GraphStack(Graph):
 
     @property
     def sparse_x(self) -> Sparse | None:
-        """All features below each other as a sparse matrix. Graphs with dense and with sparse ones are never in one stack."""
+        """All features, concatenated, as a sparse matrix. A stack is all sparse or all dense."""
         return self._features(below_each_other)
 
     def _features(self, put: Callable[[Sequence[Sparse]], Sparse]) -> Sparse | None:
@@ -106,12 +106,12 @@ class GraphStack(Graph):
         return self.cached(put, make)
 
     def _sizes_of(self, h: Tensor) -> list[int]:
-        """How many of h's rows, nodes or items, are each graph's."""
+        """Returns how many rows of h, which are nodes or items, each graph has."""
         return self.sizes if h.shape[0] == self.num_nodes else self.item_sizes
 
-    # ---- where parameters come in: [in, out] for all graphs, or [graphs, in, out] ----
+    # ---- parameters: [in, out] for all graphs, or [graphs, in, out] ----
     def project(self, weight: Tensor) -> Tensor:
-        """x @ weight, each graph's with its own."""
+        """Returns x @ weight; each graph may have its own weight."""
         sparse = self._features(below_each_other if weight.dim() == 2 else block_diagonal)
         return (
             self.matmul(self.x)(weight)
@@ -120,24 +120,24 @@ class GraphStack(Graph):
         )
 
     def matmul(self, h: Tensor) -> Callable[[Tensor], Tensor]:
-        """W ↦ h W, each graph's rows with its own W."""
+        """Returns the function W ↦ h W; each graph may have its own W."""
         sizes = self._sizes_of(h)
         return lambda weight: (
             matmul(h, weight) if weight.dim() == 2 else blockwise(h, weight, sizes)
         )
 
     def add_bias(self, h: Tensor, vector: Tensor) -> Tensor:
-        """h itself, with every graph's own vector, or one for all, added to its rows."""
+        """Adds a vector to the rows of h, in place; each graph may have its own vector."""
         if vector.dim() == 1:
             return h.add_(vector)
         return _AddBias.apply(h, vector, self._membership(len(h)), self._sizes_of(h))  # type: ignore[no-untyped-call]
 
     def expand(self, parameter: Tensor, h: Tensor) -> Tensor:
-        """A vector for all graphs as it is; [graphs, width] as rows to multiply h's with."""
+        """Returns a parameter that can be multiplied with h; [graphs, width] becomes rows."""
         return parameter if parameter.dim() == 1 else self._membership(len(h)).transpose @ parameter
 
     def _membership(self, rows: int) -> Sparse:
-        """Which rows are a graph's: [graphs, rows]."""
+        """Returns the matrix [graphs, rows] that says which rows belong to a graph."""
         sizes = self.sizes if rows == self.num_nodes else self.item_sizes
 
         def make() -> Sparse:
@@ -150,14 +150,14 @@ class GraphStack(Graph):
 
 
 class _AddBias(torch.autograd.Function):
-    """A vector added, in place, to all rows of a block: takes [rows, ..., width], [blocks, width], which rows are a block's, and how many.
+    """Adds a vector to all rows of a block, in place.
 
-    Blocks of one size are the slices of one tensor; small ones go through a product with what says whose a row is, large ones one by one.
+    It takes h [rows, ..., width], the vectors [blocks, width], the membership matrix and the sizes
+    of the blocks. Blocks of one size are slices of one tensor. Small blocks use a product with the
+    membership matrix. Large blocks are processed one by one.
     """
 
-    SMALL = (
-        64  # rows of a block, on average, below which a call for each takes longer than the product
-    )
+    SMALL = 64  # mean rows of a block, below which the product is faster than a call per block
 
     @staticmethod
     def forward(ctx, h, vectors, membership, sizes):  # type: ignore[no-untyped-def]
@@ -177,7 +177,8 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         membership, sizes, axes = ctx.membership, ctx.sizes, tuple(range(gradient.dim() - 1))
-        # `sum` is more exact than a product with ones, and a bias's gradient may be what is left of large terms.
+        # `sum` is more exact than a product with ones. The gradient of a bias may be a small
+        # difference of large terms.
         if all_equal(sizes):
             added = in_blocks(gradient.contiguous(), sizes).sum(1)
         elif gradient.dim() == 2 and len(gradient) < _AddBias.SMALL * len(sizes):
@@ -188,7 +189,10 @@ class _AddBias(torch.autograd.Function):
 
 
 class ViewStack(GraphStack):
-    """Views of many graphs as one: the graphs' own stack, which is kept, with each view's columns masked and its edges left out."""
+    """Views of several graphs as one.
+
+    It keeps the stack of the whole graphs, masks the columns of each view and leaves out its edges.
+    """
 
     def __init__(self, parts: Sequence[View], whole: GraphStack):
         super().__init__(parts)
@@ -201,12 +205,12 @@ class ViewStack(GraphStack):
     columns: Tensor  # [views, features, 1]
 
     def project(self, weight: Tensor) -> Tensor:
-        """x @ weight, each view's with its own."""
+        """Returns x @ weight; each view may have its own weight."""
         return self.whole.project(weight * self.columns)
 
 
 def stack_of(graphs: Sequence[Graph], group: Group) -> GraphStack:
-    """Returns graphs as one graph, or views as one view; made once for the same graphs."""
+    """Returns graphs as one graph, or views as one view. The group caches it."""
 
     def make() -> GraphStack:
         views = [graph for graph in graphs if isinstance(graph, View)]
@@ -221,13 +225,13 @@ def stack_of(graphs: Sequence[Graph], group: Group) -> GraphStack:
 
 
 class StackedNoise:
-    """The random streams of a stack's clients: everybody's rows get noise from its own, the same as if it were alone."""
+    """The random streams of a stack's clients. Each client's rows get noise from its own stream."""
 
     def __init__(self, streams: Sequence[Generator], stack: GraphStack):
         self.streams, self.stack = streams, stack
 
     def bytes_like(self, h: Tensor) -> Tensor:
-        """Random bytes in h's shape; see `fedloom.nn.layers.random_bytes`."""
+        """Returns random bytes in the shape of h; see `fedloom.nn.layers.random_bytes`."""
         sizes = self.stack._sizes_of(h)
         width = h.shape[1:].numel()
         counts = [(size * width + 7) // 8 for size in sizes]

@@ -65,7 +65,10 @@ def _blocks_times(h: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
 
 
 def _outer_by_block(h: Tensor, gradient: Tensor, sizes: list[int]) -> Tensor:
-    """hᵀ g of each block: takes [rows, ..., in] and [rows, ..., out], gives [blocks, in, out]."""
+    """Returns hᵀ g of each block.
+
+    Takes [rows, ..., in] and [rows, ..., out]. Returns [blocks, in, out].
+    """
     left, right = (t.reshape(-1, t.shape[-1]) for t in (h, gradient))
     narrow = right.shape[1] < NARROW <= left.shape[1]
     if narrow:
@@ -82,10 +85,13 @@ def _outer_by_block(h: Tensor, gradient: Tensor, sizes: list[int]) -> Tensor:
 
 
 def all_equal(sizes: list[int]) -> bool:
-    """Whether all blocks have the same number of rows."""
+    """Returns whether all blocks have the same number of rows."""
     return sizes.count(sizes[0]) == len(sizes)
 
 
 def in_blocks(h: Tensor, sizes: list[int]) -> Tensor:
-    """Rows of a contiguous tensor in blocks of one size: takes [rows, ..., width], gives a view [blocks, rows of a block, width]."""
+    """Divides the rows of a contiguous tensor into blocks of one size.
+
+    Takes [rows, ..., width]. Returns a view [blocks, rows of a block, width].
+    """
     return h.view(len(sizes), h.shape[:-1].numel() // len(sizes), h.shape[-1])

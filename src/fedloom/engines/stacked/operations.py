@@ -18,6 +18,7 @@ from fedloom.engines.stacked.parameters import (
     StackedOptimizer,
     clear_gradients,
     hand_out_gradients,
+    parameter_at,
     parameters_of,
     position_of,
     stacked_parameters,
@@ -50,7 +51,7 @@ class BatchedPass(Batched):
             return None
         if begun and len(begun[0]) != graph.num_items:
             return None  # embeddings of another graph
-        trained = [held[name].requires_grad for held, name, _ in slots_of(model)]
+        trained = [parameter_at(slot).requires_grad for slot in slots_of(model)]
         return (model.form, *trained, rng is None, data is graph, data.sparse_x is None)
 
     def batch(self, calls: Sequence[tuple[Any, ...]], context: Context) -> list[Tensor]:
@@ -111,7 +112,7 @@ class BatchedLoad(Batched):
     def key(self, *args: Any) -> Hashable:
         """Models whose parameters are rows of the same stacks."""
         model, new = args
-        own = {name: held[short] for held, short, name in slots_of(model)}
+        own = {slot[2]: parameter_at(slot) for slot in slots_of(model)}
         if own.keys() != new.keys() or any(p.shape != new[name].shape for name, p in own.items()):
             return None
         return tuple(position[:2] if (position := position_of(p)) else None for p in own.values())
@@ -121,8 +122,7 @@ class BatchedLoad(Batched):
         """One copy per parameter."""
         models, news = zip(*calls, strict=True)
         for j, (_, _, name) in enumerate(slots_of(models[0])):
-            slots = [slots_of(model)[j] for model in models]
-            rows = [held[short] for held, short, _ in slots]
+            rows = [parameter_at(slots_of(model)[j]) for model in models]
             received = [new[name] for new in news]
             tensor, source = tensor_of_rows(rows), common_source(received)
             if tensor is not None:

@@ -15,29 +15,28 @@ from fedloom.nn.weights import Slot, slots_of
 
 
 class ParameterStack:
-    """The parameters of models that are alike: a tensor [models, ...] for each, of which every model's own is a row.
+    """The parameters of models of one form: a tensor [models, ...] for each parameter.
 
-    Rows are the models' own `Parameter`s still: what writes to one writes to the stack. A gradient arrives at the tensor if it came by a
-    product of the whole stack, at the row if the model was used alone.
+    Each row is the `Parameter` of one model, so a write to one is a write to the stack. An
+    operation on the whole stack leaves its gradient at the tensor. An operation on one model leaves
+    it at the row.
     """
 
     def __init__(self, slots: list[list[Slot]]):
         self.slots = slots
-        self.rows = [
-            [held[name] for held, name, _ in column] for column in zip(*slots, strict=True)
-        ]
+        self.rows = [list(map(parameter_at, column)) for column in zip(*slots, strict=True)]
         self.tensors = [torch.stack([row.detach() for row in rows]) for rows in self.rows]
         for j, (tensor, rows) in enumerate(zip(self.tensors, self.rows, strict=True)):
             tensor.requires_grad_(rows[0].requires_grad)
             for k, (row, position) in enumerate(zip(rows, tensor.detach().unbind(), strict=True)):
                 row.data = position
-                row._stack_position = (self, j, k)
+                row._stack_position = (self, j, k)  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
         return len(self.slots)
 
     def is_of(self, slots: list[list[Slot]]) -> bool:
-        """Whether its rows are these models' parameters, in this order, now."""
+        """Returns whether its rows are the current parameters of these models, in this order."""
         return (len(slots), len(slots[0])) == (len(self), len(self.rows)) and all(
             held[name] is row
             for own, *rows in zip(slots, *self.rows, strict=True)
@@ -45,21 +44,32 @@ class ParameterStack:
         )
 
 
+def parameter_at(slot: Slot) -> Tensor:
+    """Returns the current parameter in a slot of a model."""
+    held, short, _ = slot
+    parameter = held[short]
+    assert parameter is not None  # `slots_of` lists parameters that exist
+    return parameter
+
+
 def position_of(parameter: Tensor) -> tuple[ParameterStack, int, int] | None:
-    """The stack that a parameter is in, the number of its tensor there, and its row; None if it is in none."""
+    """Returns a parameter's stack, the number of its tensor, and its row; None if it has none."""
     return getattr(parameter, "_stack_position", None)
 
 
 def unstack(parameters: Iterable[Tensor]) -> None:
-    """Has parameters leave their stacks. A stack and its rows know each other: in a circle they would stay until Python looks for
-    garbage."""
+    """Removes parameters from their stacks.
+
+    A stack and its rows refer to each other. Without this, they would stay in memory until the
+    garbage collector runs.
+    """
     for parameter in parameters:
         if position_of(parameter) is not None:
             del parameter._stack_position  # type: ignore[attr-defined]
 
 
 def tensor_of_rows(parameters: Sequence[Tensor]) -> Tensor | None:
-    """The tensor whose rows these are, all of them and in order; None if there is no such."""
+    """Returns the tensor that these are all the rows of, in order; None if there is none."""
     position = position_of(parameters[0])
     if position is None or len(position[0]) != len(parameters):
         return None
@@ -68,12 +78,12 @@ def tensor_of_rows(parameters: Sequence[Tensor]) -> Tensor | None:
 
 
 def stacked_parameters(models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """The parameters of models that are alike, by name, each [models, ...]; differentiable."""
+    """Returns the parameters of models of one form, by name, each [models, ...]; differentiable."""
     slots = [slots_of(model) for model in models]
     stack = stack_for(slots)
     names = [name for _, _, name in slots[0]]
     if stack is None:
-        columns = zip(*([held[name] for held, name, _ in own] for own in slots), strict=True)
+        columns = zip(*(map(parameter_at, own) for own in slots), strict=True)
         return {name: torch.stack(column) for name, column in zip(names, columns, strict=True)}
     for tensor, rows in zip(stack.tensors, stack.rows, strict=True):
         tensor.requires_grad_(rows[0].requires_grad)
@@ -81,23 +91,23 @@ def stacked_parameters(models: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def stack_for(slots: list[list[Slot]]) -> ParameterStack | None:
-    """The stack of these models: the one they are, a new one if none of them is in any; None if neither."""
-    firsts = [own[0][0][own[0][1]] for own in slots]
+    """Returns the parameter stack of these models.
+
+    It makes a new one if no model is in any. Returns None if some models are in another stack.
+    """
+    firsts = [parameter_at(own[0]) for own in slots]
     if (position := position_of(firsts[0])) is not None:
         return position[0] if position[0].is_of(slots) else None
-    free = all(
-        isinstance(held[name], nn.Parameter) and position_of(held[name]) is None
-        for own in slots
-        for held, name, _ in own
-    )
+    parameters = [parameter_at(slot) for own in slots for slot in own]
+    free = all(isinstance(p, nn.Parameter) and position_of(p) is None for p in parameters)
     return ParameterStack(slots) if free and len({id(p) for p in firsts}) == len(firsts) else None
 
 
-# ---- gradients: some at the tensors, some at the rows; what counts is their sum ----
+# ---- gradients: the sum of those at the tensors and those at the rows ----
 
 
 def clear_gradients(parameters: Iterable[Sequence[Tensor]], rows: bool = True) -> None:
-    """Forgets the gradients of many clients' parameters: those at the tensors, and (if `rows`) the parameters' own."""
+    """Removes the gradients at the tensors and, if `rows`, those of the parameters themselves."""
     for own in parameters:
         for p in own:
             if rows:
@@ -108,7 +118,7 @@ def clear_gradients(parameters: Iterable[Sequence[Tensor]], rows: bool = True) -
 
 
 def hand_out_gradients(parameters: Iterable[Sequence[Tensor]]) -> None:
-    """Adds to every parameter's own gradient its row of the tensor's."""
+    """Adds the tensors' gradients to the gradients of their rows."""
     for own in parameters:
         for p in own:
             if (position := position_of(p)) is not None:
@@ -119,20 +129,22 @@ def hand_out_gradients(parameters: Iterable[Sequence[Tensor]]) -> None:
 
 @torch.no_grad()
 def gather_gradients(positions: Sequence[tuple[ParameterStack, int]]) -> bool:
-    """Moves the rows' own gradients to the tensors; False if some model has one for a parameter and another has none."""
+    """Moves the rows' gradients to the tensors.
+
+    Returns False if one model has a gradient for a parameter and another has none.
+    """
     for stack, j in positions:
         tensor, rows = stack.tensors[j], stack.rows[j]
-        own = [row.grad for row in rows]
-        if all(g is None for g in own):
+        own = {k: row.grad for k, row in enumerate(rows) if row.grad is not None}
+        if not own:
             continue
         if tensor.grad is None:
-            if any(g is None for g in own):
+            if len(own) < len(rows):
                 return False
-            tensor.grad = torch.stack(own)
+            tensor.grad = torch.stack(list(own.values()))
         else:
-            for k, g in enumerate(own):
-                if g is not None:
-                    tensor.grad[k] += g
+            for k, gradient in own.items():
+                tensor.grad[k] += gradient
         for row in rows:
             row.grad = None
     return True
@@ -142,15 +154,15 @@ def gather_gradients(positions: Sequence[tuple[ParameterStack, int]]) -> bool:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """What an optimiser moves, in its order."""
+    """Returns the parameters of an optimiser, in its order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-KNOWN = (Adam, SGD, optimizers.Adam, optimizers.SGD)  # and no subclass, which may do more
+KNOWN = (Adam, SGD, optimizers.Adam, optimizers.SGD)  # no subclasses: they may do more
 
 
 class StackedOptimizer:
-    """One optimiser of whole stacks, in position of each model's own, of whose state it has the stack."""
+    """One optimiser of whole stacks, in place of each model's own. It stacks their states."""
 
     MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -165,14 +177,13 @@ class StackedOptimizer:
         ]
         self.own = type(optimizers[0])(groups)  # type: ignore[call-arg]
         self.steps = torch.zeros(len(positions), len(optimizers))  # each model's, each parameter's
-        self.counted = -1  # the version of `steps` in which all models' were last seen to be equal
-        self.adopted: dict[
-            int, list[Any]
-        ] = {}  # by position, the states of which the optimisers' moments were made rows
+        self.counted = -1  # the version of `steps` in which all models had equal numbers
+        # By position: the states whose moments have become rows of the stacked moments.
+        self.adopted: dict[int, list[Any]] = {}
 
     @classmethod
     def of(cls, optimizers: Sequence[Optimizer]) -> StackedOptimizer | None:
-        """None unless they are of one kind and move whole stacks, in the stacks' order."""
+        """Returns None unless the optimisers are of one kind and step whole stacks, in order."""
         kind = type(optimizers[0])
         made_with = [
             [{**group, "params": len(group["params"]), "lr": 0} for group in o.param_groups]
@@ -193,7 +204,7 @@ class StackedOptimizer:
         return cls(optimizers, positions)
 
     def clear(self) -> None:
-        """Forgets all gradients."""
+        """Removes all gradients."""
         for stack, j in self.positions:
             stack.tensors[j].grad = None
             for row in stack.rows[j]:
@@ -201,7 +212,7 @@ class StackedOptimizer:
                     row.grad = None
 
     def step(self) -> bool:
-        """Moves everybody down the gradients that are there; False, and nobody has moved, if they cannot move as one."""
+        """Takes one step for all models. Returns False if that is not possible; then none moved."""
         if not self._agree() or not gather_gradients(self.positions):
             return False
         moved = [
@@ -220,7 +231,10 @@ class StackedOptimizer:
         return True
 
     def _count(self) -> bool:
-        """Whether all models have made as many steps; takes their number over. Who steps alone changes the version of `steps`."""
+        """Returns whether all models have made equally many steps, and adopts that number.
+
+        A model that steps alone changes the version of `steps`.
+        """
         if self.steps._version != self.counted:
             if not bool((self.steps == self.steps[:, :1]).all()):
                 return False
@@ -231,7 +245,7 @@ class StackedOptimizer:
         return True
 
     def _agree(self) -> bool:
-        """Whether all have the same rate and decay, which may have changed since the last time; takes them over."""
+        """Returns whether all have the same learning rate and weight decay, and adopts them."""
         for g, mine in enumerate(self.own.param_groups):
             lr, decay = (
                 self.optimizers[0].param_groups[g][name] for name in ("lr", "weight_decay")
@@ -244,8 +258,8 @@ class StackedOptimizer:
         return True
 
     def _adopt(self, moved: Sequence[int]) -> None:
-        """Makes each optimiser's moments rows of this one's, unless they are: at the first step, and after a resume."""
-        states = [o.state for o in self.optimizers]  # a resume gives an optimiser another
+        """Makes each optimiser's moments rows of this one's: at the first step, after a resume."""
+        states = [o.state for o in self.optimizers]  # a resume replaces them
         for i in moved:
             stack, j = self.positions[i]
             tensor, rows = stack.tensors[j], stack.rows[j]

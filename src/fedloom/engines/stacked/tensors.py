@@ -1,4 +1,4 @@
-"""Joint tensors: what several clients hold as rows of one tensor, and backward passes through it."""
+"""Joint tensors: one tensor with the rows of several clients, and backward passes through it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedloom.engines.stacked.matmul import split
 
 
 class _Whole:
-    """A tensor of which clients have consecutive parts."""
+    """A joint tensor and the number of its parts."""
 
     __slots__ = ("count", "tensor")
 
@@ -21,7 +21,10 @@ class _Whole:
 
 
 def split_rows(whole: Tensor, sizes: list[int] | None = None) -> list[Tensor]:
-    """Takes one tensor of all clients, gives each one's rows (`sizes` of them, or one each, without its axis)."""
+    """Divides a joint tensor into the rows of each client.
+
+    sizes: the number of rows of each client. None: one row each, without its axis.
+    """
     parts = list(whole.unbind() if sizes is None else split(whole, sizes))
     if whole.requires_grad:
         whole.register_hook(_require_joint_pass)
@@ -32,7 +35,7 @@ def split_rows(whole: Tensor, sizes: list[int] | None = None) -> list[Tensor]:
 
 
 def joint_tensor(parts: Sequence[Tensor]) -> Tensor | None:
-    """The tensor of which these are all the parts, in order, if there is one."""
+    """Returns the tensor that these are all the parts of, in order; None if there is none."""
     origin, _ = getattr(parts[0], "_part", (None, 0))
     if origin is None or origin.count != len(parts):
         return None
@@ -41,13 +44,16 @@ def joint_tensor(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def join_rows(parts: Sequence[Tensor]) -> Tensor:
-    """All rows in one tensor, without a copy if they are in one already."""
+    """Returns all rows as one tensor. It copies only if there is no joint tensor."""
     whole = joint_tensor(parts)
     return torch.cat(list(parts)) if whole is None else whole
 
 
 def lazy_copies(tensor: Tensor, count: int) -> list[Tensor]:
-    """Copies for so many receivers, of which nobody sees what another writes; one that is only read costs nothing."""
+    """Returns copies for several receivers. What one writes, the others do not see.
+
+    A copy that is only read costs nothing.
+    """
     made = [tensor._lazy_clone() for _ in range(count)]
     for copy in made:
         copy._copy_of = tensor  # type: ignore[attr-defined]
@@ -55,7 +61,7 @@ def lazy_copies(tensor: Tensor, count: int) -> list[Tensor]:
 
 
 def common_source(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The tensor of which all these are copies that nobody has written to, if there is one."""
+    """Returns the tensor that all these are unwritten lazy copies of; None if there is none."""
     source = getattr(tensors[0], "_copy_of", None)
     if source is None or any(
         getattr(t, "_copy_of", None) is not source or t._version for t in tensors
@@ -64,11 +70,11 @@ def common_source(tensors: Sequence[Tensor]) -> Tensor | None:
     return source
 
 
-# ---- gradients of what many computed at once ----
+# ---- gradients of joint tensors ----
 
 
 class _Pass(threading.local):
-    """Whether the backward pass under way is one of all clients."""
+    """Whether the current backward pass is a joint one."""
 
     joint = False
 
@@ -79,15 +85,21 @@ _pass = _Pass()
 def _require_joint_pass(gradient: Tensor) -> None:
     if not _pass.joint:
         raise RuntimeError(
-            "a phase differentiates by itself what was computed for several clients at once: use fedloom.api.step or "
-            "fedloom.api.backward, or run.engine = 'loop'"
+            "a phase calls backward() on a tensor that was computed for several clients at once: "
+            "use fedloom.api.step or fedloom.api.backward, or run.engine = 'loop'"
         )
 
 
 def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], keep: bool) -> None:
-    """A backward pass from many clients' tensors. keep: somebody who is not among them may still need what it went through."""
+    """Runs a backward pass from the tensors of several clients.
+
+    Args:
+        roots: A tensor per client.
+        gradients: The gradient with respect to each root. None: the root is a scalar.
+        keep: Whether other clients may still need the graph.
+    """
     whole = joint_tensor(roots)
-    # Unless all begin from one tensor, one may begin elsewhere, and come back to what it shares with the others.
+    # Roots that are not parts of one tensor may share a part of the graph.
     keep = keep or (whole is None and len(roots) > 1)
     _pass.joint = True
     try:
