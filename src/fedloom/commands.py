@@ -201,7 +201,7 @@ def partition(given: Given, assignments: Iterable[str], plot: Path | None, as_js
     if as_json:
         print(json.dumps(held))
     else:
-        out.print(tables.sizes(held))
+        out.print(tables.partition_statistics(held))
 
 
 def keys(host: str | None, parties: Sequence[str], folder: Path) -> None:

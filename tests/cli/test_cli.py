@@ -175,7 +175,7 @@ def test_listings(tmp_path, here):
         assert done.returncode == 0
         assert name in done.stdout
     one = here("methods", "fedprox", cwd=tmp_path).stdout
-    assert all(word in one for word in ("MLSys 2020", "What travels", "mu", "0.001", "=model"))
+    assert all(word in one for word in ("MLSys 2020", "What travels", "mu", "0.001", "~model"))
 
 
 def test_partition_shows_who_holds_what_and_draws_it(tmp_path, here):
@@ -369,7 +369,7 @@ def test_a_folder_of_tables_is_a_dataset(tmp_path, here):
 def test_a_users_own_method_file(tmp_path, here):
     (tmp_path / "mine.py").write_text(
         '"""Mine: FedAvg with another default.\n\nWhat travels: as in FedAvg.\n"""\nfrom dataclasses import dataclass\n'
-        "from fedloom.method import setting\nfrom fedloom.methods.fedavg import FedAvg\n\n\n@dataclass(frozen=True)\nclass Mine(FedAvg):\n"
+        "from fedloom.api import FedAvg, setting\n\n\n@dataclass(frozen=True)\nclass Mine(FedAvg):\n"
         '    """Mine."""\n\n    lr: float = setting(0.05, "rate", above=0)\n'
     )
     done = here("run", *SMALL, "--method", "mine.py", "--rounds", 1, "--json", cwd=tmp_path)

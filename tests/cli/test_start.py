@@ -122,5 +122,5 @@ def test_after_a_run_python_looks_everywhere_for_garbage_again(node_federation):
 def test_a_peak_is_the_process_own():
     block = torch.ones(2**26)  # 256 MB, which a child must not inherit
     assert peak_memory() > block.nbytes
-    (child,) = map(int, fresh("import fedloom.allocator as a; print(a.peak_memory())"))
+    (child,) = map(int, fresh("import fedloom._system as a; print(a.peak_memory())"))
     assert child < block.nbytes

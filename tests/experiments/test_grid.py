@@ -117,7 +117,7 @@ BAD = {
         {"method": {"moon": {"mu": 1}}, "compare": {"methods": "fedavg"}},
         r"method in a table \[method.NAME\]: 'moon'",
     ),
-    "own setting to all": ({"method": {"mu": 1}}, "method.mu is said to all methods.*METHOD.mu"),
+    "own setting to all": ({"method": {"mu": 1}}, "method.mu is set for all methods.*METHOD.mu"),
     "axis elsewhere": (
         {"data": {"dataset": "cora"}},
         r"data.dataset is an axis of the grid: give it in \[compare\]",
@@ -164,7 +164,7 @@ def test_code_is_part_of_the_name(tmp_path):
     own = tmp_path / "mine.py"
     text = "from fedloom.methods.fedavg import FedAvg\nclass Mine(FedAvg):\n    '''Mine.'''\n"
     own.write_text(text)
-    script = f"from fedloom.grid import cell; from pathlib import Path; print(cell({{'method': {{'name': {str(own)!r}}}}}, Path('x')).name)"
+    script = f"from fedloom.experiments.grid import cell; from pathlib import Path; print(cell({{'method': {{'name': {str(own)!r}}}}}, Path('x')).name)"
 
     def name():
         return subprocess.run(
@@ -308,7 +308,7 @@ with graceful_signals():
 def begun(tmp_path, count=2):
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT % str(tmp_path)],
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         stderr=subprocess.DEVNULL,
     )
     while len(list(tmp_path.glob("*/history.jsonl"))) < count:

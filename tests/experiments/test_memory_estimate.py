@@ -182,7 +182,7 @@ def test_clients_in_step_hold_their_graphs_twice_and_all_steps_at_once(monkeypat
     alone, together = need_of(federation, engine="loop"), need_of(federation, engine="stacked")
     assert together[GRAPHS] == pytest.approx(2 * alone[GRAPHS])
     assert together[STEP] == pytest.approx(4 * alone[STEP], rel=0.15)
-    monkeypatch.setattr("fedloom.engines.stacked.GROUP_BYTES", 0)
+    monkeypatch.setattr("fedloom.engines.stacked.engine.GROUP_BYTES", 0)
     assert need_of(federation, engine="stacked") == alone
 
 

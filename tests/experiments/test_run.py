@@ -18,12 +18,13 @@ from fedloom.core.phase import phase
 from fedloom.core.settings import setting
 from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
-from fedloom.engines.stacked.parameters import Family
+from fedloom.engines.stacked.parameters import ParameterStack
 from fedloom.errors import ConfigError, DataError
 from fedloom.experiments import run as runs
 from fedloom.experiments.result import read_run
 from fedloom.experiments.run import run
 from fedloom.experiments.settings import RunSettings
+from fedloom.nn import metrics
 from fedloom.nn.build import build_model
 
 MODEL = "gcn-2x8"
@@ -452,7 +453,7 @@ def test_a_run_whose_engine_fails_says_so(play, tmp_path, monkeypatch):
     def broken(*arguments):
         raise RuntimeError("no such machine")
 
-    monkeypatch.setattr(runs, "make_engine", broken)
+    monkeypatch.setattr(runs, "engine_class", lambda name: broken)
     with pytest.raises(RuntimeError, match="no such machine"):
         play([4], out=tmp_path / "x")
     kept = read_run(tmp_path / "x").summary
@@ -586,7 +587,7 @@ def test_auc_is_there_for_two_classes_and_on_request(node_federation, graph_fede
             build_model(MODEL, graph.num_features, 3, seed=0), asked.models[name], (graph,)
         )
     assert asked.per_client[0]["auc"] == pytest.approx(
-        task.auc(logits, graph.y, graph.test), abs=1e-6
+        metrics.auc(logits, graph.y, graph.test), abs=1e-6
     )
     assert 0 <= asked.summary["auc_mean"] <= 1
     assert run("local", graph_federation, model=MODEL, rounds=1).summary["auc"] is not None
@@ -762,7 +763,7 @@ def test_a_round_whose_participants_have_nothing_to_train_on_is_survived(node_fe
 def test_a_method_file_may_postpone_its_annotations(node_federation, tmp_path):
     (tmp_path / "mine.py").write_text(
         '"""Mine: x.\n\nWhat travels: as in FedAvg.\n"""\nfrom __future__ import annotations\nfrom dataclasses import dataclass\n'
-        "from fedloom.method import setting\nfrom fedloom.methods.fedavg import FedAvg\n\n\n@dataclass(frozen=True)\nclass Mine(FedAvg):\n"
+        "from fedloom.api import FedAvg, setting\n\n\n@dataclass(frozen=True)\nclass Mine(FedAvg):\n"
         '    """Mine."""\n\n    lr: float = setting(0.05, "rate", above=0)\n'
     )
     assert (
@@ -776,7 +777,7 @@ def test_what_a_run_held_goes_with_it(engine, node_federation):
     """Without garbage collection: many runs in one process must not pile up their clients."""
 
     def held():  # not isinstance, which asks proxies too
-        return {id(each) for each in gc.get_objects() if type(each) in (Client, Family)}
+        return {id(each) for each in gc.get_objects() if type(each) in (Client, ParameterStack)}
 
     gc.collect()
     before = held()  # another test's error may hold on to some

@@ -54,7 +54,7 @@ def test_a_finished_run_is_read_back(finished):
     assert found.curve[-1]["bytes_down"] == found.summary["traffic"]["bytes_down"]
     assert "clients" not in found.curve[0]
     assert "clients" in read_history(finished)[0]
-    assert [c["name"] for c in found.sizes["clients"]] == ["0", "1", "2", "3"]
+    assert [c["name"] for c in found.partition["clients"]] == ["0", "1", "2", "3"]
 
 
 def test_traffic_by_round_only_grows(finished):
@@ -101,7 +101,7 @@ REASONS = {
         lambda copy: _without(copy("x"), "history.jsonl"),
         "damaged: history.jsonl ends with round 0",
     ),
-    "holdings": (lambda copy: _spoilt(copy("x"), "holdings.json", "[]"), "damaged: ValueError"),
+    "partition": (lambda copy: _spoilt(copy("x"), "partition.json", "[]"), "damaged: ValueError"),
 }
 
 
@@ -146,7 +146,7 @@ def test_folders_are_found_below_others(copy, tmp_path, finished):
 
 
 def test_reading_folders_does_not_wait_for_torch():
-    script = "import sys, fedloom.comparison, fedloom.figures; print('torch' in sys.modules)"
+    script = "import sys, fedloom.experiments.report.comparison, fedloom.experiments.report.figures; print('torch' in sys.modules)"
     assert (
         subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, check=True

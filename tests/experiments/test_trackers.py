@@ -455,7 +455,7 @@ def test_the_command_line_tracks_and_goes_on_tracking(tmp_path, monkeypatch, cap
 
 
 def test_nothing_of_a_tracker_is_imported_unless_it_is_asked_for():
-    script = "import sys, fedloom.commands, fedloom.runs; print(*(m in sys.modules for m in ('tensorboard', 'mlflow', 'optuna')))"
+    script = "import sys, fedloom.commands, fedloom.experiments.run; print(*(m in sys.modules for m in ('tensorboard', 'mlflow', 'optuna')))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ
     )

@@ -126,7 +126,7 @@ def open_run(folder: Path) -> Run:
             raise DataError(
                 f"damaged: history.jsonl ends with round {last}, summary.json with {summary['rounds']}"
             )
-        _ = run.sizes
+        _ = run.partition
     except DataError as error:
         raise DataError(str(error).removeprefix(f"run: {str(folder)!r} is ")) from error
     except (OSError, ValueError, LookupError, TypeError) as error:
