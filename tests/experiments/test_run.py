@@ -615,7 +615,7 @@ BAD = {
     "unknown setting": ("fedavg", {"learning_rate": 1}, "setting of method 'fedavg': 'learning_rate'"),
     "unknown engine": ("fedavg", {"engine": "lop"}, r"run\.engine 'lop'. Did you mean 'loop'"),
     "evaluation": ("fedsgd", {"evaluation": "local"}, r"run\.evaluation for method 'fedsgd': 'local'.*common"),
-    "settings of an object": (Scripted(), {"lr": 1, "tune": 2}, "given as an object; its settings lr, tune belong in its constructor"),
+    "settings of an object": (Scripted(), {"lr": 1, "tune": 2}, "lr: the method is given with all its settings.*set lr there"),
     "participation": ("fedavg", {"participation": 1.5}, r"run\.participation is 1.5, must be a number above 0 and at most 1"),
     "seed": ("fedavg", {"seed": -1}, r"run\.seed is -1, must be a whole number at least 0"),
     "threads": ("fedavg", {"threads": 0}, r"run\.threads is 0, must be a whole number at least 1"),
