@@ -170,12 +170,41 @@ def test_listings(tmp_path, here):
         ("datasets", "cora"),
         ("partitions", "louvain"),
         ("models", "gcnii"),
+        ("recipes", "fedgkc/cora-louvain-10-scales"),
     ):
         done = here(command, cwd=tmp_path)
         assert done.returncode == 0
         assert name in done.stdout
     one = here("methods", "fedprox", cwd=tmp_path).stdout
     assert all(word in one for word in ("MLSys 2020", "What travels", "mu", "0.001", "~model"))
+
+
+def test_recipes_are_listed_by_paper(tmp_path, here):
+    done = here("recipes", "opfgl", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (line,) = [
+        text for text in done.stdout.splitlines() if "opfgl/cora-louvain-plus-10 " in f"{text} "
+    ]
+    assert line.split() == [
+        "opfgl/cora-louvain-plus-10",
+        "cora",
+        "louvain+",
+        "10",
+        "opfgl",
+        *("accuracy", "≥", "77"),
+        "76.43",
+        "1.4",
+    ]
+    assert "fedgkc/" not in done.stdout
+
+
+def test_a_recipe_runs_by_name_and_options_override_it(tmp_path, here):
+    small = ("--dataset", SMALL[1], "--clients", 3, "--rounds", 2, "--model", "gcn-2x8", "--json")
+    done = here("run", "examples/cora-louvain-10-fedavg", *small, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    config = json.loads(done.stdout)["config"]
+    assert (config["method"]["epochs"], config["method"]["rounds"]) == (3, 2)
+    assert (config["run"]["evaluation"], config["data"]["split"]) == ("local", "20/40/40")
 
 
 def test_partition_shows_who_holds_what_and_draws_it(tmp_path, here):
@@ -236,6 +265,12 @@ BAD = {
         ["fedavg", "one model"],
     ),
     "no such recipe": (["run", "missing.toml"], ["missing.toml"]),
+    "unknown recipe": (
+        ["run", "opfgl/cora-luvain-plus-10"],
+        ["cora-luvain-plus-10", "'cora-louvain-plus-10'", "cora-metis-plus-20"],
+    ),
+    "unknown recipe to tune": (["tune", "opfl/cora"], ["opfl/cora", "papers: examples, fedgh"]),
+    "unknown paper": (["recipes", "opfl"], ["'opfl'", "'opfgl'", "fedstruct"]),
     "no such run": (["show", "nowhere"], ["nowhere"]),
     "out is a file": (["run", *SMALL, "--rounds", "1", "--out", "taken"], ["out", "taken"]),
     "out below a file": (["run", *SMALL, "--rounds", "1", "--out", "taken/x"], ["out", "taken/x"]),

@@ -56,7 +56,7 @@ def test_from_nothing_to_the_report_and_again_without_a_run(tmp_path):
     before = written(tmp_path / "x")
     again = command(*GRID, "--json", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    assert "6 of 6 runs are done already" in again.stderr
+    assert "6 of 6 runs are cached" in again.stderr
     assert written(tmp_path / "x") == before
     rows = {row["method"]: row for row in json.loads(again.stdout)["rows"]}
     for method, row in rows.items():
@@ -90,7 +90,7 @@ def test_killed_in_the_middle_only_the_unfinished_are_run_again(tmp_path):
     assert 2 <= len(done) < 6
     again = command(*grid, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    assert f"{len(done)} of 6 runs are done already" in again.stderr
+    assert f"{len(done)} of 6 runs are cached" in again.stderr
     assert {name: when for name, when in written(folder).items() if name in done} == done
     assert {s["status"] for s in summaries(folder).values()} == {"completed"}
 

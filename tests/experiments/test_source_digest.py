@@ -9,7 +9,7 @@ import pytest
 import fedloom
 from fedloom.experiments import source_digest as digests
 from fedloom.experiments.grid import cell
-from fedloom.experiments.source_digest import ROOT, imported_files, source_digest
+from fedloom.experiments.source_digest import ROOT, code_behind, imported_files
 
 STACKED = {"method": {"name": "fedavg"}, "run": {"engine": "stacked"}}
 
@@ -105,10 +105,10 @@ def _public_modules():
 
 def test_an_engine_and_a_base_are_part_of_the_digest():
     found = {
-        source_digest("fedavg"),
-        source_digest("fedavg", engine="wire"),
-        source_digest("fedgh", "fedavg"),
-        source_digest("fedgh", "fedtad"),
+        code_behind("fedavg"),
+        code_behind("fedavg", engine="wire"),
+        code_behind("fedgh", "fedavg"),
+        code_behind("fedgh", "fedtad"),
     }
     assert len(found) == 4
     plugged = {str(path.relative_to(ROOT)) for path in imported_files("fedgh", "fedtad")}
@@ -143,16 +143,16 @@ def test_a_users_file_counts_with_what_it_imports(tmp_path, monkeypatch, edit):
     mine, helper = tmp_path / "mine.py", tmp_path / "helper.py"
     mine.write_text(MINE)
     helper.write_text("VALUE = 1\n")
-    first = source_digest(str(mine))
+    first = code_behind(str(mine))
     assert {mine, helper, ROOT / "privacy/ckks.py", ROOT / "privacy/leakage.py"} <= set(
         imported_files(str(mine))
     )
     helper.write_text("VALUE = 2\n")
-    second = source_digest(str(mine))
+    second = code_behind(str(mine))
     mine.write_text(MINE + "\n    epochs: int = 3\n")
-    third = source_digest(str(mine))
+    third = code_behind(str(mine))
     edit("privacy/leakage.py")
-    assert len({first, second, third, source_digest(str(mine))}) == 4
+    assert len({first, second, third, code_behind(str(mine))}) == 4
 
 
 def test_the_digest_does_not_depend_on_where_a_users_file_is(tmp_path):
@@ -160,7 +160,7 @@ def test_the_digest_does_not_depend_on_where_a_users_file_is(tmp_path):
     for place in places:
         place.mkdir()
         (place / "mine.py").write_text(MINE.replace("import helper\n", ""))
-    assert len({source_digest(str(place / "mine.py")) for place in places}) == 1
+    assert len({code_behind(str(place / "mine.py")) for place in places}) == 1
 
 
 @pytest.mark.parametrize(

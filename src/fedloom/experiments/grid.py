@@ -24,7 +24,7 @@ from fedloom.data.datasets import find
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiments.recipe import make_recipe, override
 from fedloom.experiments.run_folder import is_completed, is_run, read_config, read_summary
-from fedloom.experiments.source_digest import source_digest
+from fedloom.experiments.source_digest import code_behind
 
 Tables = dict[str, dict[str, Any]]  # a recipe
 OnRound = Callable[[dict[str, Any], int], None]
@@ -216,7 +216,7 @@ def cell(tables: Tables, out: Path) -> Cell:
     recipe = make_recipe(tables)
     config = recipe.config()
     base = config["method"].get("base")
-    code = source_digest(recipe.method, base, recipe.run.engine)
+    code = code_behind(recipe.method, base, recipe.run.engine)
     identity = json.dumps([config, code], sort_keys=True)
     parts = [
         Path(recipe.data.dataset).name,

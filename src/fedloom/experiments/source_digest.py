@@ -33,7 +33,7 @@ _EXCLUDED = (
 )
 
 
-def source_digest(method: str, base: str | None = None, engine: str = "loop") -> str:
+def code_behind(method: str, base: str | None = None, engine: str = "loop") -> str:
     """Returns a digest of the source files that a run imports.
 
     Args:
@@ -50,7 +50,7 @@ def source_digest(method: str, base: str | None = None, engine: str = "loop") ->
 def imported_files(method: str, base: str | None = None, engine: str = "loop") -> list[Path]:
     """Returns the files that a run imports: those of fedloom, and the user's own.
 
-    Takes the same arguments as `source_digest`. The order is the same on every machine.
+    Takes the same arguments as `code_behind`. The order is the same on every machine.
     """
     cls = method_class(method, {"base": base} if base else {})
     modules = [parent.__module__ for parent in cls.__mro__]
@@ -98,8 +98,8 @@ def _imported_names(node: ast.AST, package: str) -> Iterator[str]:
     Imports under `if TYPE_CHECKING:` do not run and are left out.
     """
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-        for child in node.orelse:
-            yield from _imported_names(child, package)
+        for other in node.orelse:
+            yield from _imported_names(other, package)
         return
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
