@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -23,16 +23,13 @@ from fedloom.engines import engine_class
 from fedloom.engines.base import Engine
 from fedloom.errors import ConfigError
 from fedloom.experiments import memory_estimate
-from fedloom.experiments.recorder import Recorder
+from fedloom.experiments.recorder import OnRound, OnStart, Recorder
 from fedloom.experiments.result import Result
 from fedloom.experiments.run_folder import read_config
 from fedloom.experiments.settings import RunSettings
 from fedloom.experiments.trackers import Track, Tracking
 from fedloom.nn.build import parse_spec
 from fedloom.privacy.secure_aggregation import require_cohort, responder_for
-
-OnRound = Callable[[dict[str, Any], int], None]  # a history entry, and the number of rounds
-OnStart = Callable[[dict[str, Any]], None]  # the summary's `engine` and `engine_details`
 
 
 def run(
