@@ -139,7 +139,9 @@ def resume(folder: Path, as_json: bool, track: str = "") -> None:
             raise ConfigError("track: the run of a deployment is not tracked; valid: no --track")
         kept = config["deployment"]
         if "agreement" not in kept:
-            raise ConfigError(f"{folder} is the run of a Flower app: `flwr run` again goes on with it")
+            raise ConfigError(
+                f"{folder} is the run of a Flower app: `flwr run` again goes on with it"
+            )
         serve(
             Path(kept["agreement"]),
             Path(kept["keys"]),

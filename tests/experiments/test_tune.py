@@ -75,7 +75,7 @@ def test_a_range_is_read(name, text, expected):
         ("method.learning", "unknown setting of method 'fedprox': 'learning'.*Valid: .*lr"),
         ("model.droput", "unknown setting in .model.: 'droput'. Did you mean 'dropout'"),
         ("method.name=fedavg,local", "unknown setting of method"),
-        ("data.dataset=cora,pubmed", "data.dataset is not tuned.*method and model"),
+        ("data.dataset=cora,pubmed", "data.dataset cannot be tuned.*method and model"),
         ("method.lr=0..0.1", "method.lr is 0, must be a number above 0"),
         ("method.lr=0.1..0.01", "low must be below high"),
         ("method.epochs=1.5..3", "method.epochs is 1.5, must be a whole number at least 1"),
@@ -267,7 +267,7 @@ def test_if_all_fail_the_first_reason_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tuning, "validate", diverges)
     with pytest.raises(
-        ConfigError, match="of 2 trials none could be run; the first: RuntimeError: no number, 0"
+        ConfigError, match="all 2 trials failed; the first: RuntimeError: no number, 0"
     ):
         tune(TOY, tmp_path, over=OVER, trials=2)
 
@@ -353,7 +353,7 @@ def test_a_folder_holds_one_study(tmp_path):
         ({"seeds": 2}, r"seeds: \[0\], not \[0, 1\]"),
     ]:
         settings = {"tables": TOY, "over": OVER, **other}
-        with pytest.raises(ConfigError, match=f"holds a study of something else .*{words}"):
+        with pytest.raises(ConfigError, match=f"holds another study .*{words}"):
             tune(settings.pop("tables"), tmp_path, **settings)
 
 
