@@ -25,7 +25,7 @@ from fedloom._system import graceful_signals, write_atomic
 from fedloom.errors import FedloomError
 from fedloom.experiments.grid import Cell, is_done, run_cell
 
-STOP_SECONDS = 5.0  # that a run has to write its folder after a signal
+STOP_SECONDS = 30.0  # that a run has to write its folder after a signal
 
 
 class Step(NamedTuple):
@@ -230,7 +230,7 @@ class Processes:
         return end
 
     def stop(self) -> None:
-        """Ends the running cells. A process that needs more than a few seconds is killed."""
+        """Ends the running cells. A process that needs too long is killed."""
         processes = [process for _, process in self._running.values()]
         for process in processes:
             process.terminate()
