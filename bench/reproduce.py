@@ -1,12 +1,14 @@
-"""Runs recipes over their seeds with Local beside them, compares with what the papers print, and writes it down in docs/results.md.
+"""Runs recipes and Local over their seeds, and writes the comparison to docs/results.md.
 
-python bench/reproduce.py                                      everything, the shortest first (a night)
-python bench/reproduce.py --within 25                          25 minutes: an equal share for each paper, its shortest first
-python bench/reproduce.py recipes/fedgkc/cora-louvain10.toml   these
-python bench/reproduce.py --write                              nothing: the section is made again from what is known
+python bench/reproduce.py                             all recipes, the shortest first (a night)
+python bench/reproduce.py --within 25                 25 minutes: an equal share for each paper
+python bench/reproduce.py fedgkc/cora-louvain-10      this recipe (see `fedloom recipes`)
+python bench/reproduce.py mine.toml                   a recipe file
+python bench/reproduce.py --write                     no runs: write the section from known results
 
-Finished runs are kept in runs/reproduction: started again, it goes on. A recipe that fails is named and the others go on. Exit code 1
-if one failed or is below what it is held to (`at_least`); a gap to the paper is a result, not a failure.
+Finished runs are cached in runs/reproduction. A recipe that fails is named, and the others go on.
+The exit code is 1 if a recipe failed or is below its bound (`at_least`). A gap to the paper is a
+result, not a failure.
 """
 
 import argparse
@@ -25,12 +27,23 @@ from statistics import mean
 from typing import Any
 
 import fedgh
-from recipes import FAMILIES, ROOT, Number, by_hand, kept_file, kept_runs, numbers, run_tables
+from recipes import (
+    EXAMPLES,
+    PAPERS,
+    ROOT,
+    Number,
+    from_recipe,
+    kept_file,
+    kept_runs,
+    numbers,
+    run_tables,
+)
 from sweep import markdown, put_between, spread, sweep
 
-from fedloom.experiments.recipe import make_recipe, read_tables
+from fedloom.experiments.recipe import make_recipe
+from fedloom.experiments.recipe_files import entries, find_tables
 
-CLOSE = 1.5  # points that are within what three seeds can tell
+CLOSE = 1.5  # points: a difference that three seeds cannot tell from zero
 METRICS = {
     "accuracy": "",
     "accuracy_mean": "",
@@ -39,12 +52,12 @@ METRICS = {
     "auc": "AUC",
 }
 Runs = list[dict[str, Any]]
-Known = dict[str, dict[str, Any]]  # {recipe: what docs/results-reproduction.json keeps of it}
+Known = dict[str, dict[str, Any]]  # {recipe: its entry in results-reproduction.json}
 
 
-# ---- what a number comes to ----
+# ---- verdicts ----
 def compare(ours: float | None, paper: float | None) -> tuple[str, str]:
-    """The gap to what is printed, both in percent, as text, and what it is called."""
+    """Returns the gap to the printed number as text, and its name. Both numbers are in percent."""
     if ours is None or paper is None:
         return "-", "-"
     gap = round(ours - paper, 1) + 0.0
@@ -58,42 +71,48 @@ def compare(ours: float | None, paper: float | None) -> tuple[str, str]:
 
 
 def scores(runs: Runs, metric: str) -> list[float]:
-    """The runs' scores, as fractions; nothing if one has none."""
+    """Returns the runs' scores as fractions; an empty list if one run has none."""
     found = [s.get(metric) for s in runs]
     return [] if None in found else [float(v) for v in found if v is not None]
 
 
 def percent(runs: Runs, metric: str) -> float | None:
-    """The mean in percent, None if it is not known."""
+    """Returns the mean in percent; None if it is not known."""
     found = scores(runs, metric)
     return 100 * mean(found) if found else None
 
 
 def short_ones(
-    all_of_them: Sequence[Number], minutes: dict[str, float], within: float
+    everything: Sequence[Number], minutes: dict[str, float], within: float
 ) -> list[Number]:
-    """Those that fit into `within` minutes: each paper's shortest, variants last, in an equal share of the time, but at least one.
+    """Returns the numbers that fit into a budget of time.
 
-    minutes: how long each takes; infinite if it is not known.
+    Each paper gets an equal share and fills it with its shortest numbers, variants last. Each gets
+    at least one.
+
+    Args:
+        everything: The numbers to choose from.
+        minutes: The time of each; infinite if it is not known.
+        within: The budget in minutes.
     """
     timed = sorted(
-        (n for n in all_of_them if minutes[n.path] < math.inf),
-        key=lambda n: (not n.is_plain, minutes[n.path]),
+        (n for n in everything if minutes[n.name] < math.inf),
+        key=lambda n: (not n.is_plain, minutes[n.name]),
     )
-    families = list(dict.fromkeys(n.family for n in timed))
-    left = dict.fromkeys(families, within / max(1, len(families)))
+    groups = list(dict.fromkeys(n.group for n in timed))
+    left = dict.fromkeys(groups, within / max(1, len(groups)))
     chosen = []
     for n in timed:
-        first = not any(other.family == n.family for other in chosen)
-        if first or minutes[n.path] <= left[n.family]:
+        first = not any(other.group == n.group for other in chosen)
+        if first or minutes[n.name] <= left[n.group]:
             chosen.append(n)
-            left[n.family] -= minutes[n.path]
+            left[n.group] -= minutes[n.name]
     return chosen
 
 
 # ---- running ----
 def run(number: Number, workers: int) -> tuple[Runs, Runs]:
-    """Runs a number's recipe and Local's over the seeds, or takes what was run before; by seed."""
+    """Returns a number's runs and Local's, by seed. Finished runs are read from the cache."""
     ours, local = run_tables(number)
     found = sweep(
         {"ours": ours, "local": local},
@@ -106,17 +125,17 @@ def run(number: Number, workers: int) -> tuple[Runs, Runs]:
 
 
 def digest(number: Number) -> str:
-    """Tells whether a result is a recipe's: the recipe may have been changed since."""
+    """Identifies the recipe of a result. It differs if the recipe was changed since."""
     return hashlib.sha256(
         json.dumps([*run_tables(number), number.seeds], sort_keys=True).encode()
     ).hexdigest()[:16]
 
 
 def entry(number: Number, ours: Runs, local: Runs) -> dict[str, Any]:
-    """What docs/results-reproduction.json keeps of a number."""
+    """Returns a number's entry in results-reproduction.json."""
     keys = ("seed", *METRICS, "val_accuracy", "best_round", "history_hash", "engine")
     short = lambda s: {**{k: s[k] for k in keys if k in s}, "seconds": s["seconds"]["total"]}  # noqa: E731
-    changed = "+" if _git("status", "--porcelain", "src", "recipes") else ""
+    changed = "+" if _git("status", "--porcelain", "src") else ""
     made = {
         "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
         "commit": _git("rev-parse", "--short", "HEAD").strip() + changed,
@@ -126,7 +145,7 @@ def entry(number: Number, ours: Runs, local: Runs) -> dict[str, Any]:
 
 
 def newer(made: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
-    """What is to be kept: the same runs, taken from where a sweep keeps them, were made when they were."""
+    """Returns the older entry if both hold the same runs: cached runs keep their date."""
     return (
         before
         if before and all(before[key] == made[key] for key in ("recipe", "ours", "local"))
@@ -135,7 +154,7 @@ def newer(made: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]
 
 
 def line(number: Number, known: dict[str, Any], expect: Any) -> tuple[str, bool]:
-    """What is printed of a number that has been run, and whether it holds."""
+    """Returns the line to print for a number that was run, and whether it is within bounds."""
     ours = percent(known["ours"], number.metric)
     gap, name = compare(ours, number.paper)
     holds = ours is not None and expect.at_least <= ours <= expect.at_most
@@ -145,13 +164,12 @@ def line(number: Number, known: dict[str, Any], expect: Any) -> tuple[str, bool]
         for who, key in (("ours", "ours"), ("Local", "local"))
     )
     wanted = f"{expect.at_least:g}" + (f" to {expect.at_most:g}" if expect.at_most < 100 else "")
-    return f"{number.path}: {both} | {said}" + (
-        "" if holds else f" | NOT what it is held to, {wanted}"
-    ), holds
+    verdict = "" if holds else f" | OUT OF BOUNDS, expected {wanted}"
+    return f"{number.name}: {both} | {said}{verdict}", holds
 
 
 def _git(*arguments: str) -> str:
-    """What git says, nothing where there is none."""
+    """Returns the output of git; an empty text if there is no git or no repository."""
     try:
         return subprocess.run(
             ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
@@ -163,7 +181,7 @@ def _git(*arguments: str) -> str:
 # ---- writing ----
 @cache
 def _blame(name: str) -> dict[int, str]:
-    """Date and commit that made each line of a file with kept results: a line is a label's runs."""
+    """Returns date and commit of each line of a file with kept results. A line is a label."""
     path = str(kept_file(name))
     commits = [row.lstrip("^")[:7] for row in _git("blame", "-s", "-l", path).splitlines()]
     dates = {
@@ -176,7 +194,7 @@ def _blame(name: str) -> dict[int, str]:
 
 
 def made_when(name: str, label: str) -> str:
-    """Date and commit of kept results, if git knows."""
+    """Returns date and commit of kept results; an empty text if git does not know them."""
     for at, row in enumerate(kept_file(name).read_text().splitlines()):
         if row.startswith(json.dumps(label) + ":") or row.strip() == f"{json.dumps(label)}: [":
             return _blame(name).get(at, "")
@@ -184,8 +202,8 @@ def made_when(name: str, label: str) -> str:
 
 
 def rows_of(number: Number, known: Known) -> list[list[str]]:
-    """A number's rows in its paper's table: one for each metric that the paper prints."""
-    run_now = known.get(number.path)
+    """Returns a number's rows in its paper's table: one for each metric that the paper prints."""
+    run_now = known.get(number.name)
     if run_now:
         ours, local, made = (
             run_now["ours"],
@@ -218,38 +236,38 @@ def rows_of(number: Number, known: Known) -> list[list[str]]:
                 gap,
                 name,
                 made,
-                f"`python bench/reproduce.py recipes/{number.path}`",
+                f"`python bench/reproduce.py {number.name}`",
             ]
         )
     return rows
 
 
 def summary(rows: Iterable[list[str]]) -> str:
-    """How many of a paper's numbers are reached, and in how many ours is more than Local's: a line."""
+    """Returns a line: how many of a paper's numbers are reached, and how often we beat Local."""
     counts: Counter[str] = Counter()
     more: list[bool] = []
     for _, _, ours, local, paper, _, name, *_ in rows:
         if paper != "-":
             counts["not run" if ours == "-" else "short" if name.startswith("short") else name] += 1
-            more += (
-                [float(ours.split()[0]) > float(local.split()[0])]
-                if "-" not in (ours, local)
-                else []
-            )
+            if "-" not in (ours, local):
+                more.append(float(ours.split()[0]) > float(local.split()[0]))
     reached = counts["above"] + counts["reached"]
-    words = [f"{reached} reached ({counts['above']} of them more than {CLOSE:g} points above)"]
-    words += [
+    words = [
+        f"{reached} reached ({counts['above']} of them more than {CLOSE:g} points above)",
         f"{counts[f'within {CLOSE:g}']} within {CLOSE:g} points below",
         f"{counts['short']} short",
         f"{counts['not run']} not run",
     ]
-    return f"printed numbers: {sum(counts.values())}; {', '.join(words)}; more than Local in {sum(more)} of {len(more)}."
+    return (
+        f"printed numbers: {sum(counts.values())}; {', '.join(words)}; "
+        f"more than Local in {sum(more)} of {len(more)}."
+    )
 
 
-def section(all_of_them: Sequence[Number], known: Known, command: str) -> str:
-    """The text of the section: what made it, then a table for each paper."""
-    dates = sorted({known[path]["date"] for path in known})
-    latest = known[max(known, key=lambda path: known[path]["date"])] if known else None
+def section(everything: Sequence[Number], known: Known, command: str) -> str:
+    """Returns the text of the section: its origin, then a table for each paper."""
+    dates = sorted({entry["date"] for entry in known.values()})
+    latest = max(known.values(), key=lambda entry: entry["date"]) if known else None
     head = [
         f"Made by `{command}`"
         + (f", runs of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else "")
@@ -269,83 +287,83 @@ def section(all_of_them: Sequence[Number], known: Known, command: str) -> str:
         "command",
     ]
     counts, tables = [], []
-    for family, title in {"": "Foundation", **FAMILIES}.items():
-        if rows := [row for n in all_of_them if n.family == family for row in rows_of(n, known)]:
+    for group, title in {EXAMPLES: "Foundation", **PAPERS}.items():
+        if rows := [row for n in everything if n.group == group for row in rows_of(n, known)]:
             counts.append(f"- **{title}**: {summary(rows)}")
             tables.append(f"### {title}: printed numbers\n\n{markdown(columns, rows)}")
     return "\n".join([" ".join(head) + ".\n", *counts, "", *tables])
 
 
-def remembered(path: Path, all_of_them: Sequence[Number]) -> Known:
-    """What docs/results-reproduction.json keeps of recipes that are still the same."""
+def remembered(path: Path, everything: Sequence[Number]) -> Known:
+    """Returns the entries of results-reproduction.json whose recipes have not changed."""
     kept = json.loads(path.read_text()) if path.exists() else {}
     return {
-        n.path: kept[n.path]
-        for n in all_of_them
-        if n.path in kept and kept[n.path]["recipe"] == digest(n)
+        n.name: kept[n.name]
+        for n in everything
+        if n.name in kept and kept[n.name]["recipe"] == digest(n)
     }
 
 
-def write(target: Path, all_of_them: Sequence[Number], known: Known, command: str) -> None:
-    """Writes results-reproduction.json and the section of the Markdown file beside it."""
+def write(target: Path, everything: Sequence[Number], known: Known, command: str) -> None:
+    """Writes results-reproduction.json, and the section of the Markdown file next to it."""
     lines = [
-        f"{json.dumps(n.path)}: {json.dumps(known[n.path])}" for n in all_of_them if n.path in known
+        f"{json.dumps(n.name)}: {json.dumps(known[n.name])}" for n in everything if n.name in known
     ]
     target.with_name("results-reproduction.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    put_between(target, "reproduction", section(all_of_them, known, command))
+    put_between(target, "reproduction", section(everything, known, command))
 
 
 def main() -> None:
-    """Prints a line per number as it goes, and writes the section after each."""
+    """Prints a line for each number, and writes the section after each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("recipes", nargs="*", type=Path, help="which (none: all)")
+    parser.add_argument("recipes", nargs="*", help="PAPER/ENTRY or TOML files (default: all)")
     parser.add_argument(
         "--within",
         type=float,
-        help="minutes on two quiet cores: each paper's shortest recipes, an equal share for each",
+        help="minutes on two idle cores; each paper's shortest recipes, an equal share for each",
     )
     parser.add_argument(
-        "--workers", type=int, default=0, help="runs at a time (0: as many as there are cores)"
+        "--workers", type=int, default=0, help="concurrent runs (0 = the number of cores)"
     )
-    parser.add_argument("--write", action="store_true", help="run nothing: write what is known")
+    parser.add_argument("--write", action="store_true", help="run nothing, write known results")
     parser.add_argument(
         "--target",
         type=Path,
         default=ROOT / "docs" / "results.md",
         help="the Markdown file with the section",
     )
-    asked = parser.parse_args()
-    everything = [*map(by_hand, sorted((ROOT / "recipes").glob("*.toml"))), *numbers()]
-    written = {n.path: n for n in everything}
-    chosen = [written.get(n.path, n) for n in map(by_hand, asked.recipes)] or everything
-    expect = {n.path: make_recipe(read_tables(ROOT / "recipes" / n.path)).expect for n in chosen}
-    minutes = {path: e.minutes or math.inf for path, e in expect.items()}
-    if asked.within:
-        chosen = short_ones(chosen, minutes, asked.within)
-    known = remembered(asked.target.with_name("results-reproduction.json"), everything)
+    args = parser.parse_args()
+    examples = [from_recipe(f"{EXAMPLES}/{entry}") for entry in entries(EXAMPLES)]
+    everything = [*examples, *numbers()]
+    by_name = {n.name: n for n in everything}
+    chosen = [by_name.get(name) or from_recipe(name) for name in args.recipes] or everything
+    expect = {n.name: make_recipe(find_tables(n.name)).expect for n in chosen}
+    minutes = {name: e.minutes or math.inf for name, e in expect.items()}
+    if args.within:
+        chosen = short_ones(chosen, minutes, args.within)
+    known = remembered(args.target.with_name("results-reproduction.json"), everything)
     command = " ".join(["python", "bench/reproduce.py", *sys.argv[1:]])
     fedgh.remember_pseudo_graphs()
     bad = {}
-    for at, number in enumerate(
-        sorted(chosen, key=lambda n: minutes[n.path]) if not asked.write else [], 1
-    ):
+    if args.write:
+        chosen = []
+        write(args.target, everything, known, command)
+    for at, number in enumerate(sorted(chosen, key=lambda n: minutes[n.name]), 1):
         try:
-            known[number.path] = newer(
-                entry(number, *run(number, asked.workers)), known.get(number.path)
+            known[number.name] = newer(
+                entry(number, *run(number, args.workers)), known.get(number.name)
             )
-            said, holds = line(number, known[number.path], expect[number.path])
-        except RuntimeError as error:  # what a sweep raises when all seeds have had their turn
-            said, holds = f"{number.path}: FAILED: {error}", False
+            said, holds = line(number, known[number.name], expect[number.name])
+        except RuntimeError as error:  # raised by a sweep after all seeds have run
+            said, holds = f"{number.name}: FAILED: {error}", False
         print(f"[{at}/{len(chosen)}] {said}", flush=True)
         if not holds:
-            bad[number.path] = said
-        write(asked.target, everything, known, command)
-    if asked.write:
-        write(asked.target, everything, known, command)
+            bad[number.name] = said
+        write(args.target, everything, known, command)
     if bad:
-        print("\n".join(["these failed or are not what they are held to:", *bad.values()]))
+        print("\n".join(["these failed or are out of bounds:", *bad.values()]))
     sys.exit(1 if bad else 0)
 
 

@@ -1,4 +1,7 @@
-"""Runs recipes over seeds, two at a time, one thread each; and what the files that make tables of such runs have in common."""
+"""Runs recipes over seeds, and what the files that make tables of such runs have in common.
+
+Each run has one thread. As many run at a time as there are cores.
+"""
 
 import argparse
 import json
@@ -28,17 +31,23 @@ def sweep(
     run: bool = True,
     workers: int = 0,
 ) -> Found:
-    """Takes {label: tables}, runs each with seeds 0 .. seeds-1, gives {label: summaries by seed}; `report` hears of each as it ends.
+    """Runs recipes with the seeds 0 .. seeds-1 and returns {label: summaries by seed}.
 
-    A run that fails is an error when all others are done. kept: a folder for run folders, without models. What is there with the same
-    settings and code is not run again. run: False gives what is kept of all seeds, and runs nothing. workers: how many run at a time (0:
-    as many as there are cores).
+    A run that fails raises a RuntimeError after all others have finished.
+
+    Args:
+        recipes: {label: tables}.
+        seeds: The number of seeds.
+        report: Called with label, seed and summary of each run as it ends.
+        kept: A folder for run folders, without models. Runs with the same settings and code are
+            read from it.
+        run: False reads kept runs only, of labels with all seeds.
+        workers: Concurrent runs (0 = the number of cores).
     """
     with ExitStack() as stack:
         place = kept or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        wanted = [
-            (label, seed) for seed in range(seeds) for label in recipes
-        ]  # seeds outermost: soon every label has a number
+        # Seeds are outermost, so every label has a number early.
+        wanted = [(label, seed) for seed in range(seeds) for label in recipes]
         cells = {
             key: grid.cell(override(recipes[key[0]], [f"run.seed={key[1]}"]), place)
             for key in wanted
@@ -47,7 +56,7 @@ def sweep(
         def watch(state: State, event: Step | End | None) -> None:
             if isinstance(event, End) and event.status == "completed":
                 shutil.rmtree(event.cell.folder / "models")
-                for (label, seed), cell in cells.items():  # several labels may stand for one run
+                for (label, seed), cell in cells.items():  # labels may share a run
                     if cell.name == event.cell.name:
                         report(label, seed, _summary(cell))
 
@@ -55,7 +64,8 @@ def sweep(
             state = execute(cells.values(), Processes(workers), watch)
             for end in state.failed:
                 raise RuntimeError(
-                    f"{len(state.failed)} runs failed, the first of them {end.cell.name}: {end.cause}"
+                    f"{len(state.failed)} runs failed, the first of them "
+                    f"{end.cell.name}: {end.cause}"
                 )
         complete = [
             label
@@ -80,39 +90,46 @@ def make_tables(
     seeds: int,
     sections: Mapping[str, Callable[[Found], str]],
 ) -> None:
-    """The command of a file that fills tables in a Markdown file: runs what is not in runs/NAME, then writes each section's text.
+    """The command of a file that fills tables in a Markdown file.
 
-    about: the file's docstring. cells: {label: recipe}, the most wanted first. sections: {mark in the Markdown: what makes its text}.
-    Beside the Markdown file is results-NAME.json, with what the tables were made of: what is not in runs/ is taken from there.
+    Runs what is not in runs/NAME, then writes the text of each section. The results go to
+    results-NAME.json next to the Markdown file. Runs that are not in runs/ are read from there.
+
+    Args:
+        about: The file's docstring.
+        name: NAME of the folder and the file above.
+        cells: {label: recipe}, the most wanted first.
+        seeds: The number of seeds.
+        sections: {mark in the Markdown file: function that makes the text}.
     """
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("target", type=Path)
     parser.add_argument(
-        "--only", help="run the cells whose names begin with this text, and write nothing"
+        "--only", help="run the cells whose names start with this text, and write nothing"
     )
     parser.add_argument(
         "--skip",
         action="append",
         default=[],
-        help="leave out the cells whose names contain this text",
+        help="skip the cells whose names contain this text",
     )
-    parser.add_argument("--write", action="store_true", help="run nothing: write what has been run")
-    asked = parser.parse_args()
+    parser.add_argument("--write", action="store_true", help="run nothing, write known results")
+    args = parser.parse_args()
     recipes = {
         k: v
         for k, v in cells.items()
-        if k.startswith(asked.only or "") and not any(text in k for text in asked.skip)
+        if k.startswith(args.only or "") and not any(text in k for text in args.skip)
     }
 
-    def tell(label: str, seed: int, s: dict[str, Any]) -> None:
+    def show(label: str, seed: int, s: dict[str, Any]) -> None:
         print(f"{label}, seed {seed}: {s['seconds']['total']:.0f} s", flush=True)
 
-    found = sweep(recipes, seeds, tell, Path(f"runs/{name}"), run=not asked.write)
-    if asked.only:
+    found = sweep(recipes, seeds, show, Path(f"runs/{name}"), run=not args.write)
+    if args.only:
         return
-    kept = asked.target.with_name(f"results-{name}.json")
+    kept = args.target.with_name(f"results-{name}.json")
     found = {
         label: runs for label, runs in {**_remembered(kept), **found}.items() if label in cells
     }
@@ -123,18 +140,29 @@ def make_tables(
     ]
     kept.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     for mark, text in sections.items():
-        if made := text(found):  # else nothing is known that it needs, and what stands there stays
-            put_between(asked.target, mark, made)
+        if made := text(found):  # empty if results are missing: the old text stays
+            put_between(args.target, mark, made)
 
 
 _KEPT = (
-    "method", "seed", "accuracy", "accuracy_mean", "auc", "final_accuracy", "val_accuracy", "best_round", "history_hash", "engine",
-    "rounds", "clients", "traffic",
-)  # fmt: skip
+    "method",
+    "seed",
+    "accuracy",
+    "accuracy_mean",
+    "auc",
+    "final_accuracy",
+    "val_accuracy",
+    "best_round",
+    "history_hash",
+    "engine",
+    "rounds",
+    "clients",
+    "traffic",
+)
 
 
 def _short(s: dict[str, Any]) -> dict[str, Any]:
-    """What the repository keeps of a run: enough for the tables."""
+    """Returns what the repository keeps of a run: enough for the tables."""
     per_client = [
         round(c["accuracy"], 4) if c["accuracy"] is not None else None for c in s["per_client"]
     ]
@@ -143,26 +171,33 @@ def _short(s: dict[str, Any]) -> dict[str, Any]:
 
 
 def counted(found: Found, label: str) -> list[dict[str, Any]]:
-    """A label's runs whose traffic is known: the first results that were kept had none."""
+    """Returns a label's runs with known traffic. The oldest kept results have none."""
     return [s for s in found.get(label, []) if "traffic" in s]
 
 
 def _remembered(path: Path) -> Found:
-    """The inverse of `_short` for all that the repository keeps: runs that were made on another machine."""
+    """Reads kept runs, which may come from another machine. The inverse of `_short`."""
     if not path.exists():
         return {}
     kept = json.loads(path.read_text())
     return {
         label: [
-            {**s, "per_client": [{"id": str(k), "accuracy": a} for k, a in enumerate(s["per_client"])], "seconds": {"total": s["seconds"]},
-             "config": {"method": s["settings"]}} for s in runs
+            {
+                **s,
+                "per_client": [
+                    {"id": str(k), "accuracy": a} for k, a in enumerate(s["per_client"])
+                ],
+                "seconds": {"total": s["seconds"]},
+                "config": {"method": s["settings"]},
+            }
+            for s in runs
         ]
         for label, runs in kept.items()
-    }  # fmt: skip
+    }
 
 
 def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
-    """A Markdown table; nothing without rows."""
+    """Returns a Markdown table; an empty text if there are no rows."""
     rows = list(rows)
     if not rows:
         return ""
@@ -173,19 +208,19 @@ def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def scores_of(found: Found, label: str, key: str = "accuracy") -> list[float | None]:
-    """A label's scores by seed; empty if it was not run."""
+    """Returns a label's scores by seed; empty if it was not run."""
     return [s[key] for s in found.get(label, [])]
 
 
 def average(found: Found, labels: list[str], key: str = "accuracy") -> str:
-    """The mean over labels and seeds in percent, "-" if one is missing."""
+    """Returns the mean over labels and seeds in percent; "-" if one is missing."""
     values = [v for label in labels for v in scores_of(found, label, key)]
     complete = all(label in found for label in labels) and None not in values
     return f"{100 * mean(v for v in values if v is not None):.2f}" if complete else "-"
 
 
 def put_between(target: Path, mark: str, text: str) -> None:
-    """Puts text into a Markdown file between <!-- mark --> and <!-- /mark -->, in place of what is there."""
+    """Replaces the text between <!-- mark --> and <!-- /mark --> in a Markdown file."""
     before, begun, rest = target.read_text().partition(f"<!-- {mark} -->")
     _, ended, after = rest.partition(f"<!-- /{mark} -->")
     if not begun or not ended:
@@ -194,10 +229,10 @@ def put_between(target: Path, mark: str, text: str) -> None:
 
 
 def verdict(differences: list[float]) -> str:
-    """What the differences amount to, in words."""
+    """Returns what the differences amount to, in words."""
     return str(statistics.verdict(differences))
 
 
 def spread(values: list[float | None]) -> str:
-    """Mean and standard deviation in percent."""
+    """Returns mean and standard deviation in percent."""
     return str(statistics.spread(values) or "-")

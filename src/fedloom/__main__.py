@@ -1,4 +1,4 @@
-"""`python -m fedloom`: the same as `fedloom`."""
+"""`python -m fedloom` is the same as `fedloom`."""
 
 from fedloom.cli import main
 

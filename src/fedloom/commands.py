@@ -1,4 +1,7 @@
-"""What the commands do. `fedloom.cli` has what a user types; it imports this module when a command runs, because torch takes seconds."""
+"""The work of the commands.
+
+`fedloom.cli` parses the arguments. It imports this module, and thus torch, when a command runs.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,21 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
+from functools import partial
 from inspect import getdoc, getmodule
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 from fedloom.core.method import Method
 from fedloom.core.registry import method_class, method_names
@@ -30,7 +36,8 @@ from fedloom.data.statistics import partition_statistics
 from fedloom.deploy.keys import make_authority, make_party, party_files
 from fedloom.errors import ConfigError, RoundFailed, unknown
 from fedloom.experiments import executor, grid
-from fedloom.experiments.recipe import Recipe, make_recipe, override, read_tables
+from fedloom.experiments.recipe import Expectation, Recipe, make_recipe, override, read_tables
+from fedloom.experiments.recipe_files import entries, find_tables, papers
 from fedloom.experiments.report import comparison, tables
 from fedloom.experiments.report.console import err, out
 from fedloom.experiments.report.partition_plot import plot_partition
@@ -39,61 +46,71 @@ from fedloom.experiments.run_folder import LeftOut, gather, is_completed, read_c
 from fedloom.experiments.trackers import make_trackers, tracked
 from fedloom.nn.build import architectures
 
-Given = Mapping[str, Any]  # "table.key" -> value, None where the user said nothing
+if TYPE_CHECKING:
+    from fedloom.experiments.tune import Trial
+
+Given = Mapping[str, Any]  # {"table.key": value}; None for an option that was not given
+OnRound = Callable[[dict[str, Any], int], None]
 
 
+# ---- runs ----
 def run(
-    recipe: Path | None, given: Given, assignments: Iterable[str], folder: Path | None, baselines: str, as_json: bool, track: str = ""
-) -> None:  # fmt: skip
-    """Runs a recipe with options and assignments on top, and other methods on the same federation beside it."""
-    trackers = make_trackers(track)  # one that is not there should not wait for the data
-    base = _tables(read_tables(recipe) if recipe else {}, given, assignments)
+    recipe: str | None,
+    given: Given,
+    assignments: Iterable[str],
+    folder: Path | None,
+    baselines: str,
+    as_json: bool,
+    track: str = "",
+) -> None:
+    """Runs a recipe with options and assignments on top, then baselines on the same federation."""
+    trackers = make_trackers(track)  # a missing package fails before the data are loaded
+    base = _tables(recipe, given, assignments)
     chosen = make_recipe(base)
     others = [
         make_recipe(_as_baseline(base, name))
         for name in baselines.replace(" ", "").split(",")
         if name
     ]
-    err.print(
-        f"loading {chosen.data.dataset}, {chosen.partition.clients} clients by {chosen.partition.name}",
-        style="dim",
-    )
+    data, division = chosen.data, chosen.partition
+    _say(f"loading {data.dataset}, {division.clients} clients by {division.name}")
     federation = chosen.federation()
-    for each in (chosen, *others):  # before the first of them takes its time
+    for each in (chosen, *others):  # before the first of them runs
         each.check(federation)
     if idle := federation.roster.without_training:
         err.print(
             f"no training item at client {', '.join(idle)}: takes part, its loss is 0",
             style="yellow",
         )
-    folder = _fresh_folder(chosen, folder)
-    with _lines_for_warnings():
-        result = _with_progress(
-            chosen.method,
-            lambda step: chosen.execute(
-                folder, step, on_start=_announce, federation=federation, track=trackers
-            ),
-        )
+    folder = folder or _unused(Path("runs") / f"{_name(chosen)}-s{chosen.run.seed}")
+    execute = partial(chosen.execute, folder, on_start=_announce, track=trackers)
+    with _warnings_as_lines():
+        result = _with_progress(chosen.method, partial(execute, federation=federation))
     compared = [
-        _with_progress(
-            other.method, lambda step, o=other: o.execute(None, step, federation=federation)
-        )
+        _with_progress(other.method, partial(other.execute, None, federation=federation))
         for other in others
-    ]  # type: ignore[misc]
+    ]
     _print(result, as_json, compared)
 
 
-def _tables(tables_: dict[str, Any], given: Given, assignments: Iterable[str]) -> dict[str, Any]:
+def _tables(recipe: str | None, given: Given, assignments: Iterable[str]) -> dict[str, Any]:
+    return _with_options(find_tables(recipe) if recipe is not None else {}, given, assignments)
+
+
+def _with_options(base: dict[str, Any], given: Given, assignments: Iterable[str]) -> dict[str, Any]:
     flags = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
-    return override(tables_, [*flags, *assignments])
+    return override(base, [*flags, *assignments])
 
 
 def _as_baseline(base: dict[str, Any], name: str) -> dict[str, Any]:
-    """The same recipe for another method, with as much training; learning rates and optimisers are each method's own."""
+    """Returns the recipe for another method with as much training.
+
+    Learning rate and optimiser stay those of the method.
+    """
     own = {f.name: f for f in fields(method_class(name))}
     shared = {"rounds", "epochs", "batch_size", "weight_decay"} & own.keys()
     if own["rounds"].metadata["bounds"]["at most"] == 1:
-        shared -= {"rounds", "epochs"}  # one-shot: it trains as long as it needs, before and after
+        shared -= {"rounds", "epochs"}  # a one-shot method has its own number of epochs
     kept = {key: value for key, value in base.get("method", {}).items() if key in shared}
     return {
         **base,
@@ -103,12 +120,17 @@ def _as_baseline(base: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def resume(folder: Path, as_json: bool, track: str = "") -> None:
-    """Goes on with a run from its checkpoint, or from the beginning if it has none; prints the result of one that is completed.
+    """Continues a run from its checkpoint, or from the beginning if it has none.
 
-    track: by whom it is tracked from now on; as before if nothing is said.
+    Prints the result of a completed run.
+
+    Args:
+        folder: The run folder.
+        as_json: Print JSON.
+        track: The trackers from now on; empty = the same as before.
     """
     if is_completed(folder):
-        err.print("this run is completed: nothing is left to do", style="dim")
+        _say("this run is already completed")
         show(folder, as_json)
         return
     config = read_config(folder)
@@ -132,28 +154,64 @@ def resume(folder: Path, as_json: bool, track: str = "") -> None:
         return
     if "partition" not in config:
         raise ConfigError(
-            f"{folder} was made from Python with a federation of its own: fedloom.run(..., out=folder, resume=True) there"
+            f"{folder} was made from Python with a federation of its own: "
+            "continue it there with fedloom.run(..., out=folder, resume=True)"
         )
     recipe = make_recipe(config)
     trackers = make_trackers(track or tracked(folder))
-    with _lines_for_warnings():
-        result = _with_progress(
-            recipe.method, lambda step: recipe.execute(folder, step, on_start=_announce, resume=True, track=trackers)
-        )  # fmt: skip
+    execute = partial(recipe.execute, folder, on_start=_announce, resume=True, track=trackers)
+    with _warnings_as_lines():
+        result = _with_progress(recipe.method, execute)
     _print(result, as_json)
 
 
 @contextmanager
-def _lines_for_warnings() -> Iterator[None]:
-    """A warning, of a checkpoint that cannot be used or a tracker that fails, is a line, as everything else here."""
+def _warnings_as_lines() -> Iterator[None]:
+    """Prints a warning, of a damaged checkpoint or a failing tracker, as one line."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: err.print(str(message), style="yellow")
         yield
 
 
 def show(folder: Path, as_json: bool) -> None:
-    """Prints a run folder's result."""
+    """Prints the result in a run folder."""
     _print(read_run(folder), as_json)
+
+
+# ---- listings ----
+def list_recipes(paper: str | None) -> None:
+    """Prints the recipes of one paper or of all papers."""
+    for each in [paper] if paper else papers():
+        table = Table(box=None, pad_edge=False, title=each, title_justify="left")
+        for heading in ("recipe", "dataset", "partition", "method", "expected", "paper", "minutes"):
+            right = heading in ("paper", "minutes")
+            table.add_column(heading, justify="right" if right else "left", no_wrap=True)
+        for name, content in entries(each).items():
+            recipe = make_recipe(content)
+            expect, division = recipe.expect, recipe.partition
+            table.add_row(
+                f"{each}/{name}",
+                recipe.data.dataset,
+                f"{division.name} {division.clients}",
+                recipe.method,
+                _expected(expect),
+                f"{expect.paper:g}" if expect.paper >= 0 else "-",
+                f"{expect.minutes:g}" if expect.minutes else "-",
+            )
+        out.print(table)
+        out.print()
+    out.print(
+        "expected: bounds of the mean score in percent; paper: the printed number; minutes: all "
+        "seeds and Local's on two cores",
+        style="dim",
+    )
+
+
+def _expected(expect: Expectation) -> str:
+    if not expect.at_least:
+        return "-"
+    most = f" to {expect.at_most:g}" if expect.at_most < 100 else ""
+    return f"{expect.metric} ≥ {expect.at_least:g}{most}"
 
 
 def list_methods(name: str | None) -> None:
@@ -169,12 +227,9 @@ def _first_line(cls: type[Method]) -> str:
 
 
 def list_datasets() -> None:
-    """Prints the catalogue."""
-    out.print(
-        tables.datasets(
-            catalogue(), [name for name in catalogue() if find(name).kind != "download"]
-        )
-    )
+    """Prints the catalogue of datasets."""
+    here = [name for name in catalogue() if find(name).kind != "download"]
+    out.print(tables.datasets(catalogue(), here))
 
 
 def list_partitions() -> None:
@@ -186,50 +241,57 @@ def list_models() -> None:
     """Prints the architectures."""
     out.print(tables.listing(architectures()))
     out.print(
-        "\nname-LAYERSxWIDTH, e.g. gcn-4x128; several, separated by commas, are dealt over the clients",
+        "\nname-LAYERSxWIDTH, e.g. gcn-4x128; several, separated by commas, are used in turn",
         style="dim",
     )
 
 
 def partition(given: Given, assignments: Iterable[str], plot: Path | None, as_json: bool) -> None:
-    """Divides a graph, prints who holds what, and draws it if asked to."""
-    federation = make_recipe(_tables({}, given, assignments)).federation()
-    held = partition_statistics(federation)
+    """Divides a graph, prints the statistics of the partition, and draws it if asked to."""
+    federation = make_recipe(_tables(None, given, assignments)).federation()
+    statistics = partition_statistics(federation)
     if plot:
         plot_partition(federation, plot)
-        err.print(f"wrote {plot}", style="dim")
+        _say(f"wrote {plot}")
     if as_json:
-        print(json.dumps(held))
+        print(json.dumps(statistics))
     else:
-        out.print(tables.sizes(held))
+        out.print(tables.partition_statistics(statistics))
 
 
+# ---- deployments ----
 def keys(host: str | None, parties: Sequence[str], folder: Path) -> None:
-    """Makes the coordinator's certificates if a host is given, keys for each party, and prints who has to get which file."""
+    """Makes the keys of a deployment, and prints which party needs which file.
+
+    Args:
+        host: The coordinator's host; None makes no certificates.
+        parties: The parties that need keys.
+        folder: Where to write the files.
+    """
     if not host and not parties:
-        raise ConfigError("keys for whom? Give the coordinator's HOST, --party NAME, or both")
+        raise ConfigError(
+            "keys: nothing to make. Give the coordinator's HOST, --party NAME, or both"
+        )
     if twice := sorted({name for name in parties if parties.count(name) > 1}):
         raise ConfigError(f"party {twice[0]!r} is named twice")
-    for name in parties:  # nothing is written if one of them cannot be
+    for name in parties:  # write nothing if one of the names is not possible
         party_files(folder, name)
     written = make_authority(folder, host) if host else []
     for name in parties:
         written += make_party(folder, name)
-    out.print(tables.listing({str(path): _goes_to(path) for path in written}))
+    out.print(tables.listing({str(path): _destination(path) for path in written}))
 
 
-def _goes_to(path: Path) -> str:
+def _destination(path: Path) -> str:
     if path.name in ("ca.key", "server.key"):
         return "secret: stays with the coordinator"
     if path.name == "server.crt":
-        return "stays with the coordinator, which shows it to whoever connects"
+        return "stays with the coordinator, which shows it to every party that connects"
     if path.name == "ca.crt":
-        return "to every party: by it they know the coordinator"
-    return (
-        f"secret: to party {path.stem} and nobody else"
-        if path.suffix == ".key"
-        else "to the coordinator"
-    )
+        return "to every party, which recognises the coordinator by it"
+    if path.suffix == ".key":
+        return f"secret: to party {path.stem} only"
+    return "to the coordinator"
 
 
 def serve(
@@ -241,7 +303,17 @@ def serve(
     as_json: bool,
     resumed: dict[str, Any] | None = None,
 ) -> None:
-    """Coordinates a federation. resumed: the config of the run to go on with."""
+    """Coordinates a federation.
+
+    Args:
+        agreement: The TOML file that all parties have agreed on.
+        keys: The folder with the coordinator's keys.
+        folder: The run folder; None makes a new one.
+        wait: Seconds to wait for all parties.
+        insecure: Run without TLS.
+        as_json: Print JSON.
+        resumed: The config of the run to continue; None starts a new run.
+    """
     from fedloom.deploy.agreement import read_agreement
     from fedloom.deploy.serve import serve as coordinate
 
@@ -255,21 +327,37 @@ def serve(
         "wait": wait,
         "insecure": insecure,
     }
-    with _lines_for_warnings():
-        result = _with_progress(
-            agreed.method,
-            lambda step: coordinate(
-                agreed, keys, folder, insecure=insecure, wait=wait, resumed=resumed, origin=origin, say=_say, on_round=step
-            ),
-        )  # fmt: skip
+
+    def execute(on_round: OnRound) -> Result:
+        return coordinate(
+            agreed,
+            keys,
+            folder,
+            insecure=insecure,
+            wait=wait,
+            resumed=resumed,
+            origin=origin,
+            say=_say,
+            on_round=on_round,
+        )
+
+    with _warnings_as_lines():
+        result = _with_progress(agreed.method, execute)
     _print(result, as_json)
 
 
 def join(
-    agreement: Path, party: str, key: Path, data: Path, state: Path | None, patience: float, tell_errors: bool, socket: Path | None,
+    agreement: Path,
+    party: str,
+    key: Path,
+    data: Path,
+    state: Path | None,
+    patience: float,
+    tell_errors: bool,
+    socket: Path | None,
     insecure: bool,
-) -> None:  # fmt: skip
-    """Takes part in a federation until the run is over."""
+) -> None:
+    """Takes part in a federation until the run ends. `fedloom.cli.join` describes the options."""
     from fedloom.deploy.agreement import read_agreement, require_tls
     from fedloom.deploy.keys import read_party_key
     from fedloom.deploy.party import Party, stay, take_part
@@ -287,43 +375,54 @@ def join(
     )
     status = take_part(member, _say, patience) if socket is None else stay(member, socket, _say)
     if member.errors.exists():
-        _say(f"errors of this party whose words the coordinator was not told: {member.errors}")
-    _say(
-        f"the run is {status}; this party's model: {member.model}"
-        if member.model.exists()
-        else f"the run is {status}"
-    )
+        _say(f"errors whose text was not sent to the coordinator: {member.errors}")
+    model = f"; this party's model: {member.model}" if member.model.exists() else ""
+    _say(f"the run is {status}{model}")
 
 
+# ---- tuning ----
 def tune(
-    recipe: Path | None, given: Given, assignments: Iterable[str], over: Sequence[str], trials: int, minutes: float, seeds: int,
-    folder: Path | None, jobs: int, as_json: bool,
-) -> None:  # fmt: skip
-    """Tunes a recipe with options and assignments on top; prints the best trials and where the recipe is."""
-    from fedloom.experiments.tune import Trial
+    recipe: str | None,
+    given: Given,
+    assignments: Iterable[str],
+    over: Sequence[str],
+    trials: int,
+    minutes: float,
+    seeds: int,
+    folder: Path | None,
+    jobs: int,
+    as_json: bool,
+) -> None:
+    """Tunes a recipe; prints the best trials and the path of the new recipe."""
     from fedloom.experiments.tune import tune as search
 
-    base = _tables(read_tables(recipe) if recipe else {}, given, assignments)
+    base = _tables(recipe, given, assignments)
     chosen = make_recipe(base)
-    folder = folder or Path("tuned") / _name(chosen)
     with _bar() as bar:
         row = bar.add_task(f"tune {chosen.method}", total=trials, score="")
 
-        def step(trial: Trial, over: Sequence[Trial]) -> None:
-            best = max((t.validation for t in over if t.validation is not None), default=None)
-            bar.update(row, completed=len(over), score=f"best val {tables.percent(best)}")
+        def step(trial: Trial, ended: Sequence[Trial]) -> None:
+            best = max((t.validation for t in ended if t.validation is not None), default=None)
+            bar.update(row, completed=len(ended), score=f"best val {tables.percent(best)}")
             if trial.error:
                 err.print(
                     f"trial {trial.number} failed: {trial.error}", style="yellow", highlight=False
                 )
             elif not err.is_terminal:
                 scores = f"val {tables.percent(trial.validation)}, best {tables.percent(best)}"
-                _say(f"trial {trial.number}: {scores}; {len(over)} of {trials} are over")
+                _say(f"trial {trial.number}: {scores}; {len(ended)} of {trials} are over")
 
-        command = shlex.join(["fedloom", *sys.argv[1:]])
         tuned = search(
-            base, folder, over=over, trials=trials, minutes=minutes, seeds=seeds, jobs=jobs, command=command, on_trial=step
-        )  # fmt: skip
+            base,
+            folder or Path("tuned") / _name(chosen),
+            over=over,
+            trials=trials,
+            minutes=minutes,
+            seeds=seeds,
+            jobs=jobs,
+            command=_command_line(),
+            on_trial=step,
+        )
     if as_json:
         print(json.dumps({**asdict(tuned), "recipe": str(tuned.recipe)}))
     else:
@@ -331,10 +430,7 @@ def tune(
     err.print(f"recipe: {tuned.recipe}", style="dim")
 
 
-def _say(line: str) -> None:
-    err.print(line, style="dim", highlight=False)
-
-
+# ---- comparisons ----
 def compare(
     file: Path | None,
     given: Given,
@@ -346,8 +442,11 @@ def compare(
     report: bool,
     as_json: bool,
 ) -> None:
-    """Runs a grid, prints its table, writes tables and report into the folder. RoundFailed at the end if a cell did not complete."""
-    base = _tables(read_tables(file) if file else {}, given, [])
+    """Runs a grid, prints its table, and writes tables and report into the folder.
+
+    Raises RoundFailed at the end if a cell did not complete.
+    """
+    base = _with_options(read_tables(file) if file else {}, given, [])
     methods = grid.read_axes(base.get("compare", {})).methods
     if metric not in comparison.METRICS:
         raise unknown("metric", metric, comparison.METRICS)
@@ -357,32 +456,74 @@ def compare(
         raise ConfigError(f"jobs is {jobs}, must be a whole number at least 0")
     cells = grid.cells(grid.assigned(base, assignments, methods), folder / "runs")
     state = _with_grid_progress(cells, executor.EXECUTORS[on](jobs))
-    completed = [cell for cell in cells if cell.name not in {end.cell.name for end in state.failed}]
-    runs, left_out = gather(cell.folder for cell in completed)
+    failed = {end.cell.name for end in state.failed}
+    runs, left_out = gather(cell.folder for cell in cells if cell.name not in failed)
     left_out += [
         LeftOut(str(end.cell.folder), f"{end.status}: {end.cause}") for end in state.failed
     ]
-    found = comparison.compare(runs, left_out, metric)
-    written = comparison.write_tables(found, folder)
+    compared = comparison.compare(runs, left_out, metric)
+    written = comparison.write_tables(compared, folder)
     if report:
         from fedloom.experiments.report.write import write_report
 
-        written.append(
-            write_report(found, folder / "report.html", shlex.join(["fedloom", *sys.argv[1:]]))
-        )
+        written.append(write_report(compared, folder / "report.html", _command_line()))
     if as_json:
-        print(json.dumps(tables.comparison_as_json(found)))
+        print(json.dumps(tables.comparison_as_json(compared)))
     else:
-        out.print(tables.comparison(found))
+        out.print(tables.comparison(compared))
     err.print("wrote " + ", ".join(map(str, written)), style="dim")
     if state.failed:
+        first = state.failed[0].cell.name
         raise RoundFailed(
-            f"{len(state.failed)} of {len(cells)} cells did not complete, the first of them {state.failed[0].cell.name}"
+            f"{len(state.failed)} of {len(cells)} cells did not complete, the first of them {first}"
         )
+
+
+class _GridProgress:
+    """Shows how far a grid is.
+
+    On a terminal there is a bar for the grid, with the time left, and one for each run. Elsewhere
+    there is a line for each run that ends.
+    """
+
+    def __init__(self, bar: Progress, cells: int):
+        self.bar = bar
+        self.grid = bar.add_task("grid", total=cells, more="")
+        self.rows: dict[str, TaskID] = {}
+
+    def watch(self, state: executor.State, event: executor.Step | executor.End | None) -> None:
+        left = state.seconds_left()
+        more = "" if left is None else f"about {tables.duration(left)} left"
+        total = len(state.cells)
+        self.bar.update(self.grid, completed=state.done, total=total, more=more)
+        if event is None:
+            if state.kept:
+                _say(f"{len(state.kept)} of {total} runs are cached")
+        elif isinstance(event, executor.Step):
+            self._step(event)
+        else:
+            self._end(state, event, more)
+
+    def _step(self, step: executor.Step) -> None:
+        name = step.cell.name
+        if name not in self.rows:
+            self.rows[name] = self.bar.add_task(f"  {name}", total=None, more="")
+        score = "" if step.validation is None else f"val {tables.percent(step.validation)}"
+        self.bar.update(self.rows[name], completed=step.round, total=step.planned, more=score)
+
+    def _end(self, state: executor.State, end: executor.End, more: str) -> None:
+        name = end.cell.name
+        if name in self.rows:
+            self.bar.remove_task(self.rows.pop(name))
+        if end.status != "completed":
+            err.print(f"{name}: {end.status}: {end.cause}", style="yellow", highlight=False)
+        elif not err.is_terminal:
+            took = tables.duration(state.seconds[name])
+            left = f"; {more}" if more else ""
+            _say(f"{state.done} of {len(state.cells)}: {name} in {took}{left}")
 
 
 def _with_grid_progress(cells: Sequence[grid.Cell], by: executor.Executor) -> executor.State:
-    """On a terminal a bar for the grid, with the time left, and one for each run; else a line for each run that ends."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -391,54 +532,20 @@ def _with_grid_progress(cells: Sequence[grid.Cell], by: executor.Executor) -> ex
         TextColumn("{task.fields[more]}"),
     )
     with Progress(*columns, console=err, disable=not err.is_terminal) as bar:
-        whole = bar.add_task("grid", total=len(cells), more="")
-        shown: dict[str, Any] = {}
-
-        def watch(state: executor.State, event: executor.Step | executor.End | None) -> None:
-            left = state.seconds_left()
-            more = "" if left is None else f"about {tables.duration(left)} left"
-            bar.update(whole, completed=state.done, total=len(state.cells), more=more)
-            if event is None:
-                if state.kept:
-                    err.print(
-                        f"{len(state.kept)} of {len(state.cells)} runs are done already",
-                        style="dim",
-                    )
-                return
-            name = event.cell.name
-            if isinstance(event, executor.Step):
-                if name not in shown:
-                    shown[name] = bar.add_task(f"  {name}", total=None, more="")
-                score = (
-                    f"val {tables.percent(event.validation)}"
-                    if event.validation is not None
-                    else ""
-                )
-                bar.update(shown[name], completed=event.round, total=event.planned, more=score)
-                return
-            if name in shown:
-                bar.remove_task(shown.pop(name))
-            if event.status != "completed":
-                err.print(f"{name}: {event.status}: {event.cause}", style="yellow", highlight=False)
-            elif not err.is_terminal:
-                took = tables.duration(state.seconds[name])
-                err.print(
-                    f"{state.done} of {len(state.cells)}: {name} in {took}{f'; {more}' * bool(more)}",
-                    style="dim",
-                    highlight=False,
-                )
-
-        return executor.execute(cells, by, watch)
+        return executor.execute(cells, by, _GridProgress(bar, len(cells)).watch)
 
 
-def _fresh_folder(recipe: Recipe, asked: Path | None) -> Path:
-    if asked is not None:
-        return asked
-    return _unused(Path("runs") / f"{_name(recipe)}-s{recipe.run.seed}")
+# ---- common parts ----
+def _say(line: str) -> None:
+    err.print(line, style="dim", highlight=False)
+
+
+def _command_line() -> str:
+    return shlex.join(["fedloom", *sys.argv[1:]])
 
 
 def _name(recipe: Recipe) -> str:
-    """What a recipe's folder is called if nobody says."""
+    """Returns the default name of a recipe's folder."""
     parts = (
         Path(recipe.data.dataset).name,
         f"{recipe.partition.name}{recipe.partition.clients}",
@@ -450,12 +557,12 @@ def _name(recipe: Recipe) -> str:
 
 
 def _unused(folder: Path) -> Path:
-    """The folder, or one named after it that is not there yet."""
-    count, found = 1, folder
-    while found.exists():
+    """Returns the folder, or one with a number appended that does not exist yet."""
+    count, path = 1, folder
+    while path.exists():
         count += 1
-        found = folder.with_name(f"{folder.name}.{count}")
-    return found
+        path = folder.with_name(f"{folder.name}.{count}")
+    return path
 
 
 def _announce(started: dict[str, Any]) -> None:
@@ -464,57 +571,41 @@ def _announce(started: dict[str, Any]) -> None:
 
 
 def _bar() -> Progress:
-    clock = (TimeElapsedColumn(), TimeRemainingColumn())
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        *clock,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
         TextColumn("{task.fields[score]}"),
     )
     return Progress(*columns, console=err, disable=not err.is_terminal)
 
 
-def _with_progress(
-    method: str, work: Callable[[Callable[[dict[str, Any], int], None]], Result]
-) -> Result:
-    """A bar on a terminal; in a pipe or a log a line for every tenth of the rounds."""
+def _with_progress(method: str, execute: Callable[[OnRound], Result]) -> Result:
+    """Runs `execute` with a bar on a terminal, else with a line for each tenth of the rounds."""
     with _bar() as bar:
         task = bar.add_task(method, total=None, score="")
-        last = ""
+        score = ""
 
         def step(entry: dict[str, Any], planned: int) -> None:
-            nonlocal last
-            last = (
-                f"val {tables.percent(entry['val_accuracy'])}" if "val_accuracy" in entry else last
-            )
-            bar.update(task, completed=entry["round"], total=planned, score=last)
+            nonlocal score
+            if "val_accuracy" in entry:
+                score = f"val {tables.percent(entry['val_accuracy'])}"
             done = entry["round"]
-            if (
-                not err.is_terminal
-                and entry.get("stage") != "finetune"
-                and done * 10 // max(planned, 1) > (done - 1) * 10 // max(planned, 1)
-            ):
-                err.print(
-                    f"{method}: round {done} of {planned}, {last}", style="dim", highlight=False
-                )
+            bar.update(task, completed=done, total=planned, score=score)
+            tenth, before = (count * 10 // max(planned, 1) for count in (done, done - 1))
+            if not err.is_terminal and entry.get("stage") != "finetune" and tenth > before:
+                _say(f"{method}: round {done} of {planned}, {score}")
 
-        return work(step)
+        return execute(step)
 
 
-def _print(result: Result, as_json: bool, compared: list[Result] | None = None) -> None:
-    summary = result.summary
+def _print(result: Result, as_json: bool, compared: Sequence[Result] = ()) -> None:
     if as_json:
-        shown = {
-            **summary,
-            **(
-                {"baselines": {r.summary["method"]: r.summary for r in compared}}
-                if compared
-                else {}
-            ),
-        }
-        print(json.dumps(shown))
+        baselines = {other.summary["method"]: other.summary for other in compared}
+        print(json.dumps({**result.summary, **({"baselines": baselines} if baselines else {})}))
     else:
-        out.print(tables.result(summary, [r.summary for r in compared or []]))
+        out.print(tables.result(result.summary, [other.summary for other in compared]))
     if result.folder:
         err.print(f"run folder: {result.folder}", style="dim")

@@ -1,4 +1,4 @@
-"""The benchmarks run, and their page says what was kept."""
+"""The benchmarks run, and their page shows the kept results."""
 
 import json
 import sys
@@ -23,7 +23,8 @@ def run(speed, monkeypatch, *arguments):
     speed.main()
 
 
-def test_a_part_is_kept_and_run_again_without_the_others(speed, monkeypatch, tmp_path):
+@pytest.mark.slow
+def test_one_part_runs_again_and_the_others_are_kept(speed, monkeypatch, tmp_path):
     kept, page = tmp_path / "kept.jsonl", tmp_path / "page.md"
     monkeypatch.setitem(
         speed.PARTS,
@@ -71,7 +72,7 @@ def test_exponents(speed):
     assert speed.slope([1, 2, 4], [5, 20, 80]) == pytest.approx(2)
 
 
-def test_a_job_prints_what_it_measured(speed, capsys, monkeypatch):
+def test_a_job_prints_its_measurement(speed, capsys, monkeypatch):
     run(speed, monkeypatch, "--job", "crowded", json.dumps({"count": 2, "method": "fedproto"}))
     assert json.loads(capsys.readouterr().out).keys() == {"ms", "mb"}
 
@@ -86,12 +87,14 @@ def sweeping(monkeypatch):
 
 
 TOY = {
-    "data": {"dataset": "synthetic:nodes=60,classes=3,features=8"}, "partition": {"name": "random", "clients": 3},
-    "model": {"name": "gcn-2x4"}, "method": {"name": "fedavg", "rounds": 2},
-}  # fmt: skip
+    "data": {"dataset": "synthetic:nodes=60,classes=3,features=8"},
+    "partition": {"name": "random", "clients": 3},
+    "model": {"name": "gcn-2x4"},
+    "method": {"name": "fedavg", "rounds": 2},
+}
 
 
-def test_a_sweep_gives_summaries_by_label_and_seed_and_keeps_them(sweeping, tmp_path):
+def test_a_sweep_returns_and_keeps_summaries_by_label_and_seed(sweeping, tmp_path):
     heard = []
     recipes = {"one": TOY, "again": TOY, "local": {**TOY, "method": {"name": "local", "rounds": 2}}}
     found = sweeping.sweep(
@@ -124,7 +127,7 @@ def test_a_sweep_gives_summaries_by_label_and_seed_and_keeps_them(sweeping, tmp_
     assert sweeping.spread([s["accuracy"] for s in found["one"]]) != "-"
 
 
-def test_a_failed_run_is_an_error_when_the_others_are_done(sweeping, tmp_path):
+def test_a_failed_run_is_raised_after_the_others_have_ended(sweeping, tmp_path):
     wrong = {**TOY, "method": {"name": "gcfl+"}}
     with pytest.raises(
         RuntimeError, match=r"1 runs failed, the first of them .*gcfl\+.*does graph tasks"

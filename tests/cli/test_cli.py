@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, exit codes, what is on stdout and what is not."""
+"""The command line: exit codes, stdout and stderr, signals."""
 
 import json
 import os
@@ -31,8 +31,13 @@ SMALL = [
 def command(*arguments, cwd, **kwargs):
     return subprocess.run(
         [sys.executable, "-c", "from fedloom.cli import main; main()", *map(str, arguments)],
-        cwd=cwd, capture_output=True, text=True, timeout=120, check=False, **kwargs,
-    )  # fmt: skip
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+        **kwargs,
+    )
 
 
 class Outcome(NamedTuple):
@@ -43,7 +48,7 @@ class Outcome(NamedTuple):
 
 @pytest.fixture
 def here(monkeypatch, capsys):
-    """The command line without the seconds that a new process takes to import torch."""
+    """Returns a function that runs a command in this process, which has imported torch."""
 
     def call(*arguments, cwd):
         monkeypatch.chdir(cwd)
@@ -55,6 +60,7 @@ def here(monkeypatch, capsys):
     return call
 
 
+@pytest.mark.slow
 def test_json_is_one_object_and_nothing_else(tmp_path):
     done = command(
         "run", *SMALL, "--rounds", 3, "--out", "x", "--json", "--baselines", "local", cwd=tmp_path
@@ -62,9 +68,26 @@ def test_json_is_one_object_and_nothing_else(tmp_path):
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     for key in (
-        "method", "dataset", "partition", "clients", "seed", "rounds", "best_round", "accuracy", "f1_macro", "f1_weighted",
-        "final_accuracy", "val_accuracy", "per_client", "traffic", "seconds", "peak_rss_mb", "history_hash", "versions", "config",
-    ):  # fmt: skip
+        "method",
+        "dataset",
+        "partition",
+        "clients",
+        "seed",
+        "rounds",
+        "best_round",
+        "accuracy",
+        "f1_macro",
+        "f1_weighted",
+        "final_accuracy",
+        "val_accuracy",
+        "per_client",
+        "traffic",
+        "seconds",
+        "peak_rss_mb",
+        "history_hash",
+        "versions",
+        "config",
+    ):
         assert key in summary, key
     assert {"id", "nodes", "train", "val", "test", "accuracy", "f1"} <= summary["per_client"][
         0
@@ -78,7 +101,7 @@ def test_json_is_one_object_and_nothing_else(tmp_path):
     assert (summary["rounds"], summary["clients"], summary["partition"]) == (3, 3, "random")
 
 
-def test_a_run_with_workers_says_how_many(tmp_path, here):
+def test_a_run_with_workers_prints_their_number(tmp_path, here):
     done = here(
         "run",
         *SMALL,
@@ -129,12 +152,12 @@ def test_a_run_is_shown_again_and_its_config_runs_again(tmp_path, here):
     assert len((tmp_path / "x" / "history.jsonl").read_text().splitlines()) == 2
 
 
-def test_help_does_not_wait_for_torch(tmp_path):
+def test_help_does_not_import_torch(tmp_path):
     check = "import sys, fedloom.cli; assert not {'torch', 'scipy', 'sklearn'} & sys.modules.keys()"
     assert subprocess.run([sys.executable, "-c", check], cwd=tmp_path, check=False).returncode == 0
 
 
-def test_every_public_name_is_there():
+def test_every_public_name_exists():
     assert all(getattr(fedloom, name) is not None for name in fedloom.__all__)
     with pytest.raises(AttributeError, match="divide"):
         _ = fedloom.dvide
@@ -142,7 +165,8 @@ def test_every_public_name_is_there():
 
 def test_recipes_options_and_set_override_each_other_in_that_order(tmp_path, here):
     (tmp_path / "r.toml").write_text(
-        '[data]\ndataset = "synthetic:nodes=150"\n[partition]\nname = "random"\nclients = 3\n[method]\nlr = 0.1\nrounds = 5\n'
+        '[data]\ndataset = "synthetic:nodes=150"\n[partition]\nname = "random"\nclients = 3\n'
+        "[method]\nlr = 0.1\nrounds = 5\n"
     )
     done = here(
         "run",
@@ -170,15 +194,45 @@ def test_listings(tmp_path, here):
         ("datasets", "cora"),
         ("partitions", "louvain"),
         ("models", "gcnii"),
+        ("recipes", "fedgkc/cora-louvain-10-scales"),
     ):
         done = here(command, cwd=tmp_path)
         assert done.returncode == 0
         assert name in done.stdout
     one = here("methods", "fedprox", cwd=tmp_path).stdout
-    assert all(word in one for word in ("MLSys 2020", "What travels", "mu", "0.001", "=model"))
+    assert all(word in one for word in ("MLSys 2020", "What travels", "mu", "0.001", "~model"))
 
 
-def test_partition_shows_who_holds_what_and_draws_it(tmp_path, here):
+def test_recipes_are_listed_by_paper(tmp_path, here):
+    done = here("recipes", "opfgl", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (line,) = [
+        text for text in done.stdout.splitlines() if "opfgl/cora-louvain-plus-10 " in f"{text} "
+    ]
+    assert line.split() == [
+        "opfgl/cora-louvain-plus-10",
+        "cora",
+        "louvain+",
+        "10",
+        "opfgl",
+        *("accuracy", "≥", "77"),
+        "76.43",
+        "1.4",
+    ]
+    assert "fedgkc/" not in done.stdout
+
+
+def test_a_recipe_runs_by_name_and_options_override_it(tmp_path, here):
+    small = ("--dataset", SMALL[1], "--clients", 3, "--rounds", 2, "--model", "gcn-2x8", "--json")
+    done = here("run", "examples/cora-louvain-10-fedavg", *small, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    config = json.loads(done.stdout)["config"]
+    assert (config["method"]["epochs"], config["method"]["rounds"]) == (3, 2)
+    assert (config["run"]["evaluation"], config["data"]["split"]) == ("local", "20/40/40")
+
+
+@pytest.mark.slow
+def test_partition_prints_statistics_and_draws_them(tmp_path, here):
     arguments = (
         "partition",
         "--dataset",
@@ -231,11 +285,17 @@ BAD = {
         ["run", *SMALL, "--model", "gcn,gat"],
         ["model", "one model for all clients"],
     ),
-    "mixed models beside": (
+    "mixed models of a baseline": (
         ["run", "--method", "local", *SMALL, "--model", "gcn,gat", "--baselines", "fedavg"],
         ["fedavg", "one model"],
     ),
     "no such recipe": (["run", "missing.toml"], ["missing.toml"]),
+    "unknown recipe": (
+        ["run", "opfgl/cora-luvain-plus-10"],
+        ["cora-luvain-plus-10", "'cora-louvain-plus-10'", "cora-metis-plus-20"],
+    ),
+    "unknown recipe to tune": (["tune", "opfl/cora"], ["opfl/cora", "papers: examples, fedgh"]),
+    "unknown paper": (["recipes", "opfl"], ["'opfl'", "'opfgl'", "fedstruct"]),
     "no such run": (["show", "nowhere"], ["nowhere"]),
     "out is a file": (["run", *SMALL, "--rounds", "1", "--out", "taken"], ["out", "taken"]),
     "out below a file": (["run", *SMALL, "--rounds", "1", "--out", "taken/x"], ["out", "taken/x"]),
@@ -264,7 +324,7 @@ def test_bad_input_is_one_line_that_names_it(case, tmp_path, here):
         and "mutag" in done.stderr
         and "Looked in" in done.stderr
     ):
-        pytest.skip("no MUTAG: not under FEDLOOM_DATA, not beside the project, and no network")
+        pytest.skip("no MUTAG: not under FEDLOOM_DATA, not next to the project, and no network")
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     lines = [line for line in done.stderr.strip().splitlines() if not line.startswith("loading")]
@@ -284,10 +344,11 @@ def graph_folder(
     (path / "edges.csv").write_text(edges)
 
 
+@pytest.mark.slow
 def test_a_truncated_dataset_is_one_line(tmp_path, here, monkeypatch):
     place = find("cora")
     if place.kind != "folder":
-        pytest.skip("no raw files of Cora: not under FEDLOOM_DATA and not beside the project")
+        pytest.skip("no raw files of Cora: not under FEDLOOM_DATA and not next to the project")
     copy = tmp_path / "data" / "Planetoid" / "Cora" / "raw"
     shutil.copytree(place.path, copy)
     (copy / "ind.cora.allx").write_bytes((copy / "ind.cora.allx").read_bytes()[:1000])
@@ -300,7 +361,7 @@ def test_a_truncated_dataset_is_one_line(tmp_path, here, monkeypatch):
     assert "cannot be read" in lines[0]
 
 
-def test_a_client_without_training_nodes_is_told_of(tmp_path, here):
+def test_a_client_without_training_nodes_is_named(tmp_path, here):
     done = here("run", *SMALL, "--split", "1/40/59", "--rounds", 2, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "no training item at client 0, 1, 2" in done.stderr
@@ -321,7 +382,7 @@ BAD_DATA = {
 
 
 @pytest.mark.parametrize("case", BAD_DATA)
-def test_bad_data_is_one_line_too(case, tmp_path, here):
+def test_bad_data_is_one_line_that_names_it(case, tmp_path, here):
     content, words = BAD_DATA[case]
     graph_folder(tmp_path / "mine", **content)
     done = here(
@@ -368,8 +429,9 @@ def test_a_folder_of_tables_is_a_dataset(tmp_path, here):
 
 def test_a_users_own_method_file(tmp_path, here):
     (tmp_path / "mine.py").write_text(
-        '"""Mine: FedAvg with another default.\n\nWhat travels: as in FedAvg.\n"""\nfrom dataclasses import dataclass\n'
-        "from fedloom.method import setting\nfrom fedloom.methods.fedavg import FedAvg\n\n\n@dataclass(frozen=True)\nclass Mine(FedAvg):\n"
+        '"""Mine: FedAvg with another default.\n\nWhat travels: as in FedAvg.\n"""\n'
+        "from dataclasses import dataclass\nfrom fedloom.api import FedAvg, setting\n\n\n"
+        "@dataclass(frozen=True)\nclass Mine(FedAvg):\n"
         '    """Mine."""\n\n    lr: float = setting(0.05, "rate", above=0)\n'
     )
     done = here("run", *SMALL, "--method", "mine.py", "--rounds", 1, "--json", cwd=tmp_path)
@@ -389,19 +451,37 @@ def test_nothing_is_overwritten(tmp_path, here):
 
 @pytest.fixture
 def long_run(tmp_path):
-    """Starts a run that would take hours, gives it once it is under way, and ends it if the test did not."""
+    """Returns a function that starts a run of hours and waits for its first rounds."""
     started = []
-    # A shell that runs the tests in the background has them ignore Ctrl-C, and their children too: a user's terminal does not.
-    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from fedloom.cli import main; main()"
+    # A shell that runs the tests in the background makes them and their children ignore Ctrl-C. The
+    # terminal of a user does not.
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from fedloom.cli import main; main()"
+    )
 
     def start(*more):
         process = subprocess.Popen(
-            [sys.executable, "-c", program, "run", *SMALL, "--rounds", "100000", "--out", "x", *more],
-            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-c",
+                program,
+                "run",
+                *SMALL,
+                "--rounds",
+                "100000",
+                "--out",
+                "x",
+                *more,
+            ],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         started.append(process)
         history = tmp_path / "x" / "history.jsonl"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not (history.exists() and history.read_text().count("\n") > 5):
             assert time.monotonic() < deadline
             assert process.poll() is None, process.communicate()
@@ -414,10 +494,11 @@ def long_run(tmp_path):
         process.communicate()
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_readable_folder_and_exits_130(tmp_path, long_run):
     process = long_run()
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=200)
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
     summary = json.loads(command("show", "x", "--json", cwd=tmp_path).stdout)
@@ -426,10 +507,11 @@ def test_ctrl_c_leaves_a_readable_folder_and_exits_130(tmp_path, long_run):
     assert summary["accuracy"] is not None
 
 
-def test_kill_9_then_resume_gives_the_bits_of_an_unbroken_run(tmp_path, long_run):
+@pytest.mark.slow
+def test_a_killed_and_resumed_run_is_bit_identical(tmp_path, long_run):
     process = long_run("--set", "run.checkpoint_every=2")
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=200)
     shown = command("show", "x", cwd=tmp_path)
     assert shown.returncode == 0
     assert "unfinished" in shown.stdout

@@ -1,4 +1,4 @@
-"""What a run asks of the libraries beneath it: no compiler, no garbage hunt among what stays, no memory back and forth."""
+"""What a run demands of the libraries: no compiler, no needless garbage collection or paging."""
 
 import gc
 import os
@@ -20,7 +20,7 @@ KINDS = {
 
 
 def fresh(script: str, **variables: str) -> list[str]:
-    """What a script prints in a process of its own, in which nobody has set the allocator."""
+    """Returns what a script prints in a new process with default settings of the allocator."""
     inherited = {name: value for name, value in os.environ.items() if name not in MALLOC_VARIABLES}
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -33,7 +33,7 @@ def fresh(script: str, **variables: str) -> list[str]:
 
 
 def steps(kind, settings, again=None):
-    """Parameters after five steps; in the middle the state may go into another optimiser."""
+    """Returns the parameters after five steps. The state may move to another optimiser midway."""
     x = torch.arange(6.0).view(2, 3).requires_grad_()
     optimizer = kind([x], **settings)
     for k in range(5):
@@ -47,7 +47,7 @@ def steps(kind, settings, again=None):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_optimisers_give_pytorchs_numbers_and_take_over_from_each_other(kind):
+def test_optimisers_match_pytorch_and_exchange_states(kind):
     own, theirs, settings = KINDS[kind]
     expected = steps(theirs, settings)
     assert torch.equal(steps(own, settings), expected)
@@ -55,12 +55,14 @@ def test_optimisers_give_pytorchs_numbers_and_take_over_from_each_other(kind):
     assert torch.equal(steps(theirs, settings, again=own), expected)
 
 
+@pytest.mark.slow
 def test_a_run_imports_no_compiler():
     script = """
 import sys, fedloom
 for engine in ("loop", "stacked"):
     for optimizer in ("adam", "sgd"):
-        fedloom.run("fedavg", fedloom.synthetic_clients(2), rounds=1, engine=engine, optimizer=optimizer)
+        clients = fedloom.synthetic_clients(2)
+        fedloom.run("fedavg", clients, rounds=1, engine=engine, optimizer=optimizer)
 print(*(name in sys.modules for name in ("torch", "torch._dynamo", "torch_geometric")))
 """
     assert fresh(script) == ["True", "False", "False"]
@@ -91,19 +93,21 @@ GLIBC = pytest.mark.skipif(
 
 
 @GLIBC
-def test_freed_memory_stays_and_is_given_back_at_the_end():
+@pytest.mark.slow
+def test_freed_memory_is_kept_during_a_run_and_returned_after_it():
     before, inside, after = map(int, fresh(HELD))
     assert inside - before > 10_000
     assert inside - after > 10_000
 
 
 @GLIBC
-def test_who_has_set_the_allocator_is_not_overruled():
+@pytest.mark.slow
+def test_settings_of_the_allocator_are_respected():
     before, inside, _ = map(int, fresh(HELD, MALLOC_MMAP_THRESHOLD_="65536"))
     assert inside - before < 1000
 
 
-def test_after_a_run_python_looks_everywhere_for_garbage_again(node_federation):
+def test_after_a_run_the_garbage_collector_is_unfrozen(node_federation):
     frozen = []
     fedloom.run(
         "fedavg",
@@ -117,10 +121,11 @@ def test_after_a_run_python_looks_everywhere_for_garbage_again(node_federation):
 
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"),
-    reason="other systems tell a child's peak from its parent's",
+    reason="other systems do not mix the peaks of parent and child",
 )
-def test_a_peak_is_the_process_own():
+@pytest.mark.slow
+def test_peak_memory_is_that_of_the_process_itself():
     block = torch.ones(2**26)  # 256 MB, which a child must not inherit
     assert peak_memory() > block.nbytes
-    (child,) = map(int, fresh("import fedloom.allocator as a; print(a.peak_memory())"))
+    (child,) = map(int, fresh("import fedloom._system as a; print(a.peak_memory())"))
     assert child < block.nbytes

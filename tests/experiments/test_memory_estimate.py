@@ -1,4 +1,4 @@
-"""What a run will need is foreseen: more where more is held, and too much is refused before anything starts."""
+"""The memory estimate grows with its causes, and a run that needs too much is refused."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ GRAPHS, STEP, BUILDING, WEIGHTS, PROCESSES = memory.ADVICE
         ({"clients": 8}, WEIGHTS, 2),
     ],
 )
-def test_needs_grow_with_what_they_are_for(larger, part, times):
+def test_memory_grows_with_its_causes(larger, part, times):
     few, many = need_of(federation_of()), need_of(federation_of(**larger))
     assert many[part] / few[part] == pytest.approx(times, rel=0.15)
 
@@ -58,26 +58,28 @@ def test_adjacencies_grow_with_edges_and_smoothed_features_with_features():
         ("gcn", 1),
         ("sgc-3", 1),
         ("sign-3", 3),
-    ):  # that are kept, each 144 more numbers a node
+    ):  # each keeps 144 more numbers per node
         narrow, wide = need_of(federation_of(), spec), need_of(federation_of(features=160), spec)
         assert wide[GRAPHS] - narrow[GRAPHS] == pytest.approx(
             hops * 2000 * 144 * 4, rel=0.05, abs=1e4
         ), spec
 
 
-def test_what_runs_at_once_and_wider_or_deeper_models_need_more():
+def test_concurrent_clients_and_larger_models_need_more():
     federation = federation_of()
     once = need_of(federation)
     assert need_of(federation, at_once=4)[STEP] == pytest.approx(4 * once[STEP], rel=0.15)
     assert (
         need_of(federation, at_once=9)[STEP] == need_of(federation, at_once=4)[STEP]
-    )  # there are four
+    )  # all four clients
     assert need_of(federation, "gcn-2x256")[STEP] > 3 * once[STEP]
     assert need_of(federation, "gcn-4x64")[STEP] > 2 * once[STEP]
-    assert need_of(federation, "gat-2x64")[STEP] > 1.5 * once[STEP]  # numbers for every edge
+    assert (
+        need_of(federation, "gat-2x64")[STEP] > 1.5 * once[STEP]
+    )  # it saves numbers for every edge
 
 
-def test_weights_are_those_of_the_model():
+def test_weights_are_counted_from_the_model():
     weights = need_of(federation_of(), "gcn-2x64")[WEIGHTS]
     assert weights == 4 * (16 * 64 + 64 + 64 * 4 + 4) * 4 * (
         memory.COPIES_AT_CLIENT + memory.COPIES_AT_SERVER
@@ -93,7 +95,7 @@ def test_different_models_add_up():
     assert mixed[STEP] == pytest.approx(max(gcn[STEP], sgc[STEP]), rel=0.1)
 
 
-def test_inductive_clients_train_on_a_graph_of_their_own():
+def test_inductive_clients_train_on_a_copy():
     assert need_of(federation_of(inductive=True))[GRAPHS] > 1.2 * need_of(federation_of())[GRAPHS]
 
 
@@ -102,7 +104,7 @@ def test_graph_tasks():
     assert need_of(federation, "gin-2x16")[STEP] > 0
 
 
-def test_prediction_leaves_federation_and_random_state_alone():
+def test_prediction_does_not_change_federation_and_random_state():
     federation = federation_of(nodes=300)
     before = torch.get_rng_state()
     need_of(federation)
@@ -110,12 +112,12 @@ def test_prediction_leaves_federation_and_random_state_alone():
     assert not any(graph._cache for graph in federation.graphs)
 
 
-def test_memory_shared_by_several_counts_once():
+def test_shared_memory_counts_once():
     x = torch.zeros(100)
     assert sum(memory._reachable([x, x.view(10, 10), {"again": x[:5]}, x.numpy()]).values()) == 400
 
 
-def test_too_much_is_refused_with_what_takes_the_most_and_what_to_do(monkeypatch):
+def test_a_run_that_needs_too_much_is_refused_with_advice(monkeypatch):
     need = Need({GRAPHS: 300 * MB, STEP: 5000 * MB, BUILDING: 20 * MB, WEIGHTS: 10 * MB})
     monkeypatch.setattr(memory, "available", lambda: 5_331 * MB)
     assert require(need) > 5_330
@@ -126,25 +128,25 @@ def test_too_much_is_refused_with_what_takes_the_most_and_what_to_do(monkeypatch
         require(need)
     assert "a training step takes the most: try more clients" in str(caught.value).lower()
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(memory, "available", lambda: None)  # nobody knows: nothing is refused
+    monkeypatch.setattr(memory, "available", lambda: None)  # unknown: nothing is refused
     assert require(need) > 5_330
 
 
-def test_a_run_that_cannot_fit_ends_before_it_starts(monkeypatch, node_federation, tmp_path):
+def test_a_refused_run_writes_nothing(monkeypatch, node_federation, tmp_path):
     monkeypatch.setattr(memory, "available", lambda: 1000)
     with pytest.raises(ConfigError, match="memory: this run needs about"):
         run("fedavg", node_federation, model="gcn-2x8", rounds=1, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_the_summary_has_what_was_foreseen_beside_what_was_held(node_federation):
+def test_the_summary_has_predicted_and_measured_memory(node_federation):
     summary = run("fedavg", node_federation, model="gcn-2x8", rounds=1).summary
     assert (
         0.9 * summary["peak_rss_mb"] < summary["memory_predicted_mb"] < 1.5 * summary["peak_rss_mb"]
     )
 
 
-def test_what_the_machine_has(tmp_path):
+def test_the_memory_of_the_machine_is_read(tmp_path):
     assert available() > 0
     meminfo = tmp_path / "meminfo"
     assert memory._machine_has(meminfo) is None
@@ -152,7 +154,7 @@ def test_what_the_machine_has(tmp_path):
     assert memory._machine_has(meminfo) == 70 * 1024
 
 
-def test_what_a_container_has(tmp_path):
+def test_the_memory_of_a_container_is_read(tmp_path):
     assert memory._container_has(tmp_path) is None
     old = tmp_path / "memory"
     old.mkdir()
@@ -168,25 +170,25 @@ def test_what_a_container_has(tmp_path):
     assert memory._container_has(tmp_path) == 150
 
 
-def test_clients_need_not_be_alike():
+def test_clients_may_differ_in_size():
     alike, unlike = federation_of(clients=2), federation_of(clients=2)
     one, other = unlike.graphs
     small = other.subgraph(torch.arange(10))
     assert need_of(replace(unlike, graphs=(one, small)))[STEP] == pytest.approx(
         need_of(alike)[STEP], rel=0.3
-    )  # the larger one's
+    )  # that of the larger client
 
 
-def test_clients_in_step_hold_their_graphs_twice_and_all_steps_at_once(monkeypatch):
+def test_clients_in_lockstep_have_graphs_twice_and_step_at_once(monkeypatch):
     federation = federation_of()
-    alone, together = need_of(federation, engine="loop"), need_of(federation, engine="stacked")
-    assert together[GRAPHS] == pytest.approx(2 * alone[GRAPHS])
-    assert together[STEP] == pytest.approx(4 * alone[STEP], rel=0.15)
-    monkeypatch.setattr("fedloom.engines.stacked.GROUP_BYTES", 0)
+    alone, lockstep = need_of(federation, engine="loop"), need_of(federation, engine="stacked")
+    assert lockstep[GRAPHS] == pytest.approx(2 * alone[GRAPHS])
+    assert lockstep[STEP] == pytest.approx(4 * alone[STEP], rel=0.15)
+    monkeypatch.setattr("fedloom.engines.stacked.engine.GROUP_BYTES", 0)
     assert need_of(federation, engine="stacked") == alone
 
 
-def test_parties_in_processes_of_their_own_take_memory_each():
+def test_each_party_process_needs_memory():
     federation = federation_of()
     loop, flower = (need_of(federation, engine=engine) for engine in ("loop", "flower"))
     assert flower == {**loop, PROCESSES: federation.num_clients * memory.PROCESS}

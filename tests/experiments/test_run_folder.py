@@ -1,4 +1,4 @@
-"""Run folders read back by whoever comes later: what can be used, and why the rest cannot."""
+"""Run folders: which can be used, and why others cannot."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def finished(tmp_path_factory, node_federation):
 
 @pytest.fixture
 def copy(finished, tmp_path):
-    """Call it with a name and what to change in the summary: gives a copy of the folder."""
+    """Returns a function that copies the folder and changes entries of the summary."""
 
     def make(name, **changed):
         folder = tmp_path / name
@@ -54,7 +54,7 @@ def test_a_finished_run_is_read_back(finished):
     assert found.curve[-1]["bytes_down"] == found.summary["traffic"]["bytes_down"]
     assert "clients" not in found.curve[0]
     assert "clients" in read_history(finished)[0]
-    assert [c["name"] for c in found.sizes["clients"]] == ["0", "1", "2", "3"]
+    assert [c["name"] for c in found.partition["clients"]] == ["0", "1", "2", "3"]
 
 
 def test_traffic_by_round_only_grows(finished):
@@ -101,7 +101,7 @@ REASONS = {
         lambda copy: _without(copy("x"), "history.jsonl"),
         "damaged: history.jsonl ends with round 0",
     ),
-    "holdings": (lambda copy: _spoilt(copy("x"), "holdings.json", "[]"), "damaged: ValueError"),
+    "partition": (lambda copy: _spoilt(copy("x"), "partition.json", "[]"), "damaged: ValueError"),
 }
 
 
@@ -116,7 +116,7 @@ def _spoilt(folder, name, text='{"status": "comp'):
 
 
 @pytest.mark.parametrize("case", REASONS)
-def test_what_cannot_be_used_is_named_with_its_reason_and_the_rest_stays(case, copy, finished):
+def test_an_unusable_folder_is_left_out_with_a_reason(case, copy, finished):
     make, words = REASONS[case]
     bad = make(copy)
     runs, left_out = gather([finished, bad])
@@ -126,7 +126,7 @@ def test_what_cannot_be_used_is_named_with_its_reason_and_the_rest_stays(case, c
     assert re.search(words, reason)
 
 
-def test_a_line_that_is_being_written_does_not_count(copy):
+def test_an_incomplete_line_does_not_count(copy):
     folder = copy("x")
     with open(folder / "history.jsonl", "a") as file:
         file.write('{"round": 4, "acc')
@@ -145,8 +145,12 @@ def test_folders_are_found_below_others(copy, tmp_path, finished):
     assert read_summary(tmp_path) is None
 
 
-def test_reading_folders_does_not_wait_for_torch():
-    script = "import sys, fedloom.comparison, fedloom.figures; print('torch' in sys.modules)"
+def test_reading_folders_does_not_import_torch():
+    script = (
+        "import sys\n"
+        "from fedloom.experiments.report import comparison, figures\n"
+        "print('torch' in sys.modules)"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, check=True

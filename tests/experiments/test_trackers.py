@@ -1,4 +1,7 @@
-"""Trackers: what TensorBoard and MLflow read back are the history's numbers, once each, and whatever they cannot do stops no run."""
+"""Trackers: TensorBoard and MLflow hold the numbers of the history, each once.
+
+A tracker that fails does not stop the run.
+"""
 
 import json
 import math
@@ -28,13 +31,18 @@ NEEDS = {
         find_spec("mlflow") is None, reason="the extra 'mlflow' is not installed"
     ),
 }
-BOTH = [pytest.param(name, marks=mark) for name, mark in NEEDS.items()]
+# MLflow takes seconds to import and to create its database.
+MLFLOW = [NEEDS["mlflow"], pytest.mark.slow]
+BOTH = [
+    pytest.param("tensorboard", marks=NEEDS["tensorboard"]),
+    pytest.param("mlflow", marks=MLFLOW),
+]
 SETTINGS = {"model": "gcn-2x8", "rounds": 4, "finetune": 2, "checkpoint_every": 1}
 
 
 @pytest.fixture(scope="module")
 def empty_store(tmp_path_factory):
-    """A store of MLflow without a run: to make its tables takes seconds."""
+    """Returns an MLflow database without runs: creating its tables takes seconds."""
     if find_spec("mlflow") is None:
         return None
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
@@ -45,11 +53,12 @@ def empty_store(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _own_store(monkeypatch, tmp_path, empty_store, request):
+def _own_store(monkeypatch, tmp_path, request):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
-    if empty_store and "mlflow" in request.node.name:
-        shutil.copy(empty_store, tmp_path)
+    uses_mlflow = "mlflow" in request.node.name and request.node.get_closest_marker("slow")
+    if uses_mlflow and (store := request.getfixturevalue("empty_store")):
+        shutil.copy(store, tmp_path)
 
 
 def events(place):
@@ -61,7 +70,7 @@ def events(place):
 
 
 def of_tensorboard(folder):
-    """{name: [(step, value)]} in the run's events."""
+    """Returns {name: [(step, value)]} of the run's events."""
     found = events(folder / "tensorboard")
     return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
@@ -91,7 +100,7 @@ READERS = {"tensorboard": of_tensorboard, "mlflow": of_mlflow}
 
 
 def expected(folder, name, clients=False):
-    """What the run's own files say, as the tracker's numbers are kept: TensorBoard's are single precision."""
+    """Returns the numbers of the run's own files; in single precision for TensorBoard."""
     kept = (
         (lambda x: struct.unpack("f", struct.pack("f", x))[0]) if name == "tensorboard" else float
     )
@@ -131,9 +140,12 @@ def test_points_are_an_entrys_own_numbers():
     }
     scored = {**entry, "stage": "finetune", "accuracy": 0.5, "auc": None, "clients": [row]}
     assert points(scored, True) == {
-        "finetune/scores/accuracy": 0.5, "finetune/traffic/bytes_up": 10, "finetune/traffic/bytes_down": 20,
-        "finetune/time/seconds": 1.5, "finetune/clients/a/accuracy": 0.25,
-    }  # fmt: skip
+        "finetune/scores/accuracy": 0.5,
+        "finetune/traffic/bytes_up": 10,
+        "finetune/traffic/bytes_down": 20,
+        "finetune/time/seconds": 1.5,
+        "finetune/clients/a/accuracy": 0.25,
+    }
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -172,6 +184,7 @@ def test_tensorboard_has_parameters_and_how_the_run_ended(node_federation, tmp_p
     assert f"- run_folder: {folder}" in text.decode()
 
 
+@pytest.mark.slow
 @NEEDS["mlflow"]
 def test_mlflow_has_parameters_tags_and_an_experiment_for_the_task(node_federation, tmp_path):
     folder = tmp_path / "x"
@@ -188,15 +201,16 @@ def test_mlflow_has_parameters_tags_and_an_experiment_for_the_task(node_federati
     assert client_of(folder).get_experiment(found.info.experiment_id).name == "synthetic-random"
 
 
+@pytest.mark.slow
 @NEEDS["mlflow"]
-def test_mlflow_goes_where_the_environment_says(node_federation, tmp_path, monkeypatch):
+def test_mlflow_uses_the_uri_of_the_environment(node_federation, tmp_path, monkeypatch):
     from mlflow.tracking import MlflowClient
 
     uri = f"sqlite:///{tmp_path}/elsewhere.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     run(
         "fedavg", node_federation, track="mlflow", model="gcn-2x8", rounds=1, seed=3
-    )  # also without a folder
+    )  # also for a run without a folder
     (found,) = MlflowClient(uri).search_runs(
         [e.experiment_id for e in MlflowClient(uri).search_experiments()]
     )
@@ -207,7 +221,7 @@ def test_mlflow_goes_where_the_environment_says(node_federation, tmp_path, monke
 
 
 @NEEDS["tensorboard"]
-def test_tensorboard_goes_where_it_is_told_and_not_among_others_events(node_federation, tmp_path):
+def test_tensorboard_writes_to_a_given_folder_without_other_events(node_federation, tmp_path):
     settings = {"model": "gcn-2x8", "rounds": 2}
     run("fedavg", node_federation, track=f"tensorboard:{tmp_path}/t", **settings)
     assert len(events(tmp_path / "t").Scalars("scores/accuracy")) == 2
@@ -224,35 +238,38 @@ def test_tensorboard_goes_where_it_is_told_and_not_among_others_events(node_fede
         run("fedavg", node_federation, track="tensorboard", **settings)
 
 
-# ---- going on ----
+# ---- resumed runs ----
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize(
-    "where", ["round-unclosed:3", "round-closed:3", "checkpoint-half:3", "summary-half"]
+    "where",
+    [
+        "round-closed:3",
+        *(
+            pytest.param(where, marks=pytest.mark.slow)
+            for where in ("round-unclosed:3", "checkpoint-half:3", "summary-half")
+        ),
+    ],
 )
-def test_a_run_that_was_killed_is_tracked_on_without_double_points(
-    name, where, node_federation, tmp_path
-):
+def test_a_resumed_run_is_tracked_without_double_points(name, where, node_federation, tmp_path):
     folder = tmp_path / "x"
     assert crash_at(
         where, lambda: run("fedavg", node_federation, out=folder, track=name, **SETTINGS)
     )
     run("fedavg", node_federation, out=folder, track=name, resume=True, **SETTINGS)
-    told, own = READERS[name](folder), expected(folder, name)
-    if (
-        name == "mlflow"
-    ):  # a round that was told before the kill, and done again, took another time then
-        steps = [{k: [s for s, _ in v] for k, v in each.items()} for each in (told, own)]
+    tracked, own = READERS[name](folder), expected(folder, name)
+    if name == "mlflow":  # a round that ran twice took another time when it was tracked
+        steps = [{k: [s for s, _ in v] for k, v in each.items()} for each in (tracked, own)]
         assert steps[0] == steps[1]
-        told, own = ({k: v for k, v in each.items() if "seconds" not in k} for each in (told, own))
-    assert told == own
+        tracked, own = (
+            {k: v for k, v in each.items() if "seconds" not in k} for each in (tracked, own)
+        )
+    assert tracked == own
     if name == "tensorboard":
         assert len(list((folder / "tensorboard").iterdir())) == 1
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_who_begins_to_track_in_the_middle_hears_of_the_earlier_rounds(
-    name, node_federation, tmp_path
-):
+def test_a_tracker_added_at_a_resume_gets_the_earlier_rounds(name, node_federation, tmp_path):
     folder = tmp_path / "x"
     assert crash_at(
         "round-closed:3", lambda: run("fedavg", node_federation, out=folder, **SETTINGS)
@@ -261,8 +278,9 @@ def test_who_begins_to_track_in_the_middle_hears_of_the_earlier_rounds(
     assert READERS[name](folder) == expected(folder, name)
 
 
+@pytest.mark.slow
 @NEEDS["mlflow"]
-def test_mlflow_learns_how_a_run_failed_and_that_it_went_on(node_federation, tmp_path):
+def test_mlflow_has_the_status_of_a_run_that_failed_and_resumed(node_federation, tmp_path):
     folder = tmp_path / "x"
 
     def stop(entry, planned):
@@ -307,9 +325,7 @@ class Failing(Tracker):
 
 
 @pytest.mark.parametrize("at", ["begin", "add", "end", "never"])
-def test_a_tracker_that_fails_is_one_line_of_warning_and_the_run_goes_on(
-    at, node_federation, tmp_path, recwarn
-):
+def test_a_failing_tracker_is_a_warning_and_the_run_goes_on(at, node_federation, tmp_path, recwarn):
     other, plain = Failing("never"), run("fedavg", node_federation, **SETTINGS)
     failing = Failing(at)
     result = run("fedavg", node_federation, out=tmp_path / "x", track=[failing, other], **SETTINGS)
@@ -327,8 +343,9 @@ def test_a_tracker_that_fails_is_one_line_of_warning_and_the_run_goes_on(
         assert failing.heard.count(at) == 1
 
 
+@pytest.mark.slow
 @NEEDS["mlflow"]
-def test_a_server_that_is_not_there_stops_nobody(node_federation, tmp_path, monkeypatch):
+def test_a_missing_mlflow_server_does_not_stop_the_run(node_federation, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.warns(UserWarning, match="tracker mlflow fails .*; the run goes on without it"):
         result = run(
@@ -342,7 +359,7 @@ def test_a_server_that_is_not_there_stops_nobody(node_federation, tmp_path, monk
 
 
 @NEEDS["tensorboard"]
-def test_a_folder_that_cannot_be_written_stops_nobody(node_federation, tmp_path):
+def test_an_unwritable_folder_does_not_stop_the_run(node_federation, tmp_path):
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match=r"tracker tensorboard fails \(NotADirectoryError"):
         result = run(
@@ -362,7 +379,7 @@ def test_trackers_are_made_by_name():
     assert make_trackers(own) == make_trackers([own]) == [own]
     with pytest.raises(
         ConfigError,
-        match=r"unknown tracker 'tensorbord'. Did you mean 'tensorboard'\? Valid: mlflow, tensorboard",
+        match=r"unknown tracker 'tensorbord'. Did you mean 'tensorboard'\? Valid: mlflow, tensor",
     ):
         make_trackers("tensorbord")
     with pytest.raises(
@@ -372,8 +389,9 @@ def test_trackers_are_made_by_name():
 
 
 @NEEDS["tensorboard"]
+@pytest.mark.slow
 @NEEDS["mlflow"]
-def test_a_tracker_is_said_as_it_was_asked_for(tmp_path, monkeypatch):
+def test_a_tracker_knows_its_own_specification(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@host")
     found = make_trackers(["tensorboard+clients:t", " mlflow , mlflow:http://host:5000"])
     assert [type(t) for t in found] == [TensorBoard, MLflow, MLflow]
@@ -385,7 +403,7 @@ def test_a_tracker_is_said_as_it_was_asked_for(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "mlflow"])
-def test_what_is_not_installed_is_said_before_the_run(name, node_federation, tmp_path, monkeypatch):
+def test_a_missing_package_is_named_before_the_run(name, node_federation, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(
         ConfigError,
@@ -395,7 +413,7 @@ def test_what_is_not_installed_is_said_before_the_run(name, node_federation, tmp
     assert not (tmp_path / "x").exists()
 
 
-def test_a_damaged_note_is_named(node_federation, tmp_path):
+def test_a_damaged_tracking_file_is_named(node_federation, tmp_path):
     folder = tmp_path / "x"
     assert crash_at(
         "round-closed:3",
@@ -409,7 +427,7 @@ def test_a_damaged_note_is_named(node_federation, tmp_path):
 
 @NEEDS["tensorboard"]
 @pytest.mark.filterwarnings("default")
-def test_the_command_line_tracks_and_goes_on_tracking(tmp_path, monkeypatch, capsys):
+def test_the_command_line_tracks_runs_and_resumed_runs(tmp_path, monkeypatch, capsys):
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["fedloom", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
@@ -454,15 +472,19 @@ def test_the_command_line_tracks_and_goes_on_tracking(tmp_path, monkeypatch, cap
     )
 
 
-def test_nothing_of_a_tracker_is_imported_unless_it_is_asked_for():
-    script = "import sys, fedloom.commands, fedloom.runs; print(*(m in sys.modules for m in ('tensorboard', 'mlflow', 'optuna')))"
+@pytest.mark.slow
+def test_packages_of_trackers_are_imported_only_when_used():
+    script = (
+        "import sys, fedloom.commands, fedloom.experiments.run\n"
+        "print(*(m in sys.modules for m in ('tensorboard', 'mlflow', 'optuna')))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ
     )
     assert done.stdout.split() == ["False"] * 3
 
 
-def test_own_trackers_hear_of_every_entry(node_federation):
+def test_a_users_tracker_gets_every_entry(node_federation):
     heard = []
 
     class Own(Tracker):

@@ -1,4 +1,4 @@
-"""Tuning: declared ranges, trials by validation alone, studies that go on as if nobody had stopped them, and the recipe they end in."""
+"""Tuning: declared ranges, trials by validation accuracy, resumed studies, the recipe."""
 
 import json
 import sys
@@ -20,9 +20,11 @@ from fedloom.experiments.tune import Range, declared, read_range, search_space, 
 pytest.importorskip("optuna", reason="the extra 'tune' is not installed")
 
 TOY = {
-    "data": {"dataset": "synthetic:nodes=120,classes=3,features=6", "split": "40/30/30"}, "partition": {"name": "random", "clients": 3},
-    "model": {"name": "gcn-2x8"}, "method": {"name": "fedprox", "rounds": 2},
-}  # fmt: skip
+    "data": {"dataset": "synthetic:nodes=120,classes=3,features=6", "split": "40/30/30"},
+    "partition": {"name": "random", "clients": 3},
+    "model": {"name": "gcn-2x8"},
+    "method": {"name": "fedprox", "rounds": 2},
+}
 OVER = ["method.lr", "method.mu"]
 
 
@@ -36,7 +38,7 @@ def field_of(cls, name):
 
 # ---- ranges ----
 @pytest.mark.parametrize("name", method_names())
-def test_what_a_method_declares_is_allowed_and_holds_its_default(name):
+def test_declared_ranges_are_valid_and_contain_the_default(name):
     recipe = make_recipe({"method": {"name": name}})
     found = declared(recipe)
     defaults = {f"method.{f.name}": default_of(f) for f in fields(method_class(name))} | {
@@ -75,7 +77,7 @@ def test_a_range_is_read(name, text, expected):
         ("method.learning", "unknown setting of method 'fedprox': 'learning'.*Valid: .*lr"),
         ("model.droput", "unknown setting in .model.: 'droput'. Did you mean 'dropout'"),
         ("method.name=fedavg,local", "unknown setting of method"),
-        ("data.dataset=cora,pubmed", "data.dataset is not tuned.*method and model"),
+        ("data.dataset=cora,pubmed", "data.dataset cannot be tuned.*method and model"),
         ("method.lr=0..0.1", "method.lr is 0, must be a number above 0"),
         ("method.lr=0.1..0.01", "low must be below high"),
         ("method.epochs=1.5..3", "method.epochs is 1.5, must be a whole number at least 1"),
@@ -91,7 +93,7 @@ def test_a_range_is_read(name, text, expected):
         ("", "--over takes table.key"),
     ],
 )
-def test_what_cannot_be_tuned_is_named(over, words):
+def test_a_setting_that_cannot_be_tuned_is_named(over, words):
     with pytest.raises(ConfigError, match=words):
         search_space(make_recipe(TOY), [over])
 
@@ -102,11 +104,14 @@ def test_several_settings_may_be_named_at_once():
         recipe, ["method.lr,method.epochs=1,2,5,model.dropout", "method.mu=0.5..0.9"]
     )
     assert {key: values.text for key, values in found.items()} == {
-        "method.lr": "0.001..0.1", "method.epochs": "1,2,5", "model.dropout": "0..0.8", "method.mu": "0.5..0.9",
-    }  # fmt: skip
+        "method.lr": "0.001..0.1",
+        "method.epochs": "1,2,5",
+        "model.dropout": "0..0.8",
+        "method.mu": "0.5..0.9",
+    }
 
 
-def test_settings_of_the_other_task_are_left_alone():
+def test_settings_of_the_other_task_are_not_tuned():
     recipe = make_recipe(TOY)
     assert "method.batch_size" in search_space(recipe, [], "graph")
     assert "method.batch_size" not in search_space(recipe, [], "node")
@@ -115,12 +120,12 @@ def test_settings_of_the_other_task_are_left_alone():
 # ---- a study ----
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """A study that nobody disturbed, with more trials than the sampler draws blindly."""
+    """Returns a study without interruption, with more trials than the sampler draws at random."""
     folder = tmp_path_factory.mktemp("tuned") / "x"
     return tune(TOY, folder, over=OVER, trials=13, seeds=2, command="fedloom tune ...")
 
 
-def test_the_first_trial_is_the_recipe_as_given_and_the_best_is_what_is_written(unbroken, tmp_path):
+def test_the_first_trial_is_the_given_recipe_and_the_best_is_written(unbroken, tmp_path):
     given = [
         make_recipe({**TOY, "run": {"seed": seed}}).execute().summary["val_accuracy"]
         for seed in (0, 1)
@@ -138,7 +143,7 @@ def test_the_first_trial_is_the_recipe_as_given_and_the_best_is_what_is_written(
     assert (tables["method"]["lr"], tables["method"]["mu"]) == tuple(
         unbroken.best.settings.values()
     )
-    assert tables["partition"]["seed"] == -1  # another seed is another partition, as before
+    assert tables["partition"]["seed"] == -1  # the partition still follows the run's seed
     again = [
         make_recipe({**tables, "run": {**tables["run"], "seed": s}})
         .execute()
@@ -152,7 +157,7 @@ def test_the_first_trial_is_the_recipe_as_given_and_the_best_is_what_is_written(
     assert f"{100 * unbroken.given.validation:.2f} %" in comment
 
 
-def test_every_trial_is_a_run_folder_for_each_seed(unbroken):
+def test_every_trial_has_a_run_folder_for_each_seed(unbroken):
     folder = unbroken.recipe.parent / "trials"
     assert sorted(p.name for p in folder.iterdir()) == [
         f"{n:03d}-s{s}" for n in range(13) for s in (0, 1)
@@ -164,7 +169,7 @@ def test_every_trial_is_a_run_folder_for_each_seed(unbroken):
     assert sum(marks) / 2 == unbroken.best.validation
 
 
-def test_the_journal_is_lines_of_json_that_optuna_reads(unbroken):
+def test_the_journal_is_json_lines_that_optuna_reads(unbroken):
     import optuna
 
     journal = unbroken.recipe.parent / "study.jsonl"
@@ -179,9 +184,16 @@ def test_the_journal_is_lines_of_json_that_optuna_reads(unbroken):
 
 
 @pytest.mark.parametrize(
-    "where", ["config-half:2", "round-closed:9", "summary-half:8", "summary-in-place:24"]
+    "where",
+    [
+        "round-closed:9",
+        *(
+            pytest.param(where, marks=pytest.mark.slow)
+            for where in ("config-half:2", "summary-half:8", "summary-in-place:24")
+        ),
+    ],
 )
-def test_a_study_that_was_killed_goes_on_as_if_it_had_not_been(where, unbroken, tmp_path):
+def test_a_killed_study_resumes_with_the_same_result(where, unbroken, tmp_path):
     folder = tmp_path / "x"
     assert crash_at(where, lambda: tune(TOY, folder, over=OVER, trials=13, seeds=2))
     with open(folder / "study.jsonl", "ab") as journal:
@@ -197,12 +209,10 @@ def test_a_study_that_was_killed_goes_on_as_if_it_had_not_been(where, unbroken, 
     )
     assert tuned.trials == unbroken.trials
     assert tuned.best == unbroken.best
-    assert ended == list(range(ended[0], 13))  # those before were not done again
+    assert ended == list(range(ended[0], 13))  # earlier trials did not run again
 
 
-def test_a_trial_that_is_interrupted_is_done_again_and_others_are_not(
-    unbroken, tmp_path, monkeypatch
-):
+def test_only_an_interrupted_trial_runs_again(unbroken, tmp_path, monkeypatch):
     asked, real = [], tuning.validate
 
     def stopped(tables, seeds, folder, number):
@@ -219,9 +229,7 @@ def test_a_trial_that_is_interrupted_is_done_again_and_others_are_not(
     assert tuned.trials == unbroken.trials[:4]
 
 
-def test_a_budget_that_is_used_up_asks_for_no_run_and_a_larger_one_goes_on(
-    unbroken, tmp_path, monkeypatch
-):
+def test_a_larger_budget_continues_the_study(unbroken, tmp_path, monkeypatch):
     settings = {"over": OVER, "seeds": 2}
     tune(TOY, tmp_path, trials=2, **settings)
     with monkeypatch.context() as patch:
@@ -230,7 +238,7 @@ def test_a_budget_that_is_used_up_asks_for_no_run_and_a_larger_one_goes_on(
     assert tune(TOY, tmp_path, trials=3, **settings).trials == unbroken.trials[:3]
 
 
-def test_minutes_count_in_all_starts_together(tmp_path, monkeypatch):
+def test_minutes_count_over_all_starts(tmp_path, monkeypatch):
     clock = [1000.0]
 
     def a_minute_each(*_):
@@ -241,13 +249,13 @@ def test_minutes_count_in_all_starts_together(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "validate", a_minute_each)
     first = tune(TOY, tmp_path, over=OVER, minutes=3)
     assert (len(first.trials), first.ended) == (3, "3 minutes are over")
-    clock[0] += 3600  # nobody was tuning
+    clock[0] += 3600  # the study was not running
     assert len(tune(TOY, tmp_path, over=OVER, minutes=3).trials) == 3
     assert len(tune(TOY, tmp_path, over=OVER, minutes=5).trials) == 5
 
 
-def test_a_trial_that_fails_is_noted_and_the_study_goes_on(tmp_path):
-    # α and β of FedGKC may not be more than 1 together.
+def test_a_failed_trial_is_recorded_and_the_study_goes_on(tmp_path):
+    # The sum of α and β of FedGKC may not exceed 1.
     tables = {
         **TOY,
         "method": {"name": "fedgkc", "rounds": 1, "alpha": 0.5, "beta": 0.25, "copilot": "gcn-2x8"},
@@ -261,18 +269,18 @@ def test_a_trial_that_fails_is_noted_and_the_study_goes_on(tmp_path):
     assert "4 trials, 2 of them failed" in tuned.recipe.read_text()
 
 
-def test_if_all_fail_the_first_reason_is_told(tmp_path, monkeypatch):
+def test_if_all_trials_fail_the_first_reason_is_named(tmp_path, monkeypatch):
     def diverges(tables, seeds, folder, number):
         raise RuntimeError(f"no number, {number}")
 
     monkeypatch.setattr(tuning, "validate", diverges)
     with pytest.raises(
-        ConfigError, match="of 2 trials none could be run; the first: RuntimeError: no number, 0"
+        ConfigError, match="all 2 trials failed; the first: RuntimeError: no number, 0"
     ):
         tune(TOY, tmp_path, over=OVER, trials=2)
 
 
-def test_an_error_of_the_disk_is_not_the_trials(tmp_path, monkeypatch):
+def test_a_disk_error_does_not_count_as_a_failed_trial(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -283,7 +291,7 @@ def test_an_error_of_the_disk_is_not_the_trials(tmp_path, monkeypatch):
     assert tune(TOY, tmp_path, over=OVER, trials=1).given is not None
 
 
-def test_a_value_beyond_its_range_is_tried_first_all_the_same(tmp_path):
+def test_a_given_value_outside_its_range_is_still_tried_first(tmp_path):
     tuned = tune(
         toy(lr=0.5, weight_decay=0.0),
         tmp_path,
@@ -297,7 +305,7 @@ def test_a_value_beyond_its_range_is_tried_first_all_the_same(tmp_path):
     )
 
 
-def test_nobody_looks_at_test_scores(tmp_path, monkeypatch):
+def test_tuning_does_not_use_test_scores(tmp_path, monkeypatch):
     class Sealed(dict):
         def __getitem__(self, key):
             assert key in ("val_accuracy",), key
@@ -333,13 +341,13 @@ def test_nobody_looks_at_test_scores(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_what_makes_no_study_is_refused_before_anything_is_written(change, words, tmp_path):
+def test_an_impossible_study_is_refused_before_anything_is_written(change, words, tmp_path):
     with pytest.raises(ConfigError, match=words):
         tune(change.pop("tables", TOY), tmp_path / "x", over=OVER, **change)
     assert not (tmp_path / "x").exists()
 
 
-def test_nothing_to_tune_is_said(tmp_path, monkeypatch):
+def test_a_method_without_ranges_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "declared", lambda recipe, task="": {})
     with pytest.raises(ConfigError, match="nothing to tune: method 'fedprox' declares no range"):
         tune(TOY, tmp_path)
@@ -353,7 +361,7 @@ def test_a_folder_holds_one_study(tmp_path):
         ({"seeds": 2}, r"seeds: \[0\], not \[0, 1\]"),
     ]:
         settings = {"tables": TOY, "over": OVER, **other}
-        with pytest.raises(ConfigError, match=f"holds a study of something else .*{words}"):
+        with pytest.raises(ConfigError, match=f"holds another study .*{words}"):
             tune(settings.pop("tables"), tmp_path, **settings)
 
 
@@ -375,7 +383,8 @@ def test_a_damaged_study_and_runs_of_another_one_are_named(tmp_path):
 
 
 # ---- processes ----
-def test_trials_in_processes_give_what_they_give_here(unbroken, tmp_path):
+@pytest.mark.slow
+def test_trials_in_processes_give_the_same_results(unbroken, tmp_path):
     tuned = tune(TOY, tmp_path, over=OVER, trials=3, seeds=2, jobs=2)
     assert tuned.trials[:1] == unbroken.trials[:1]
     for trial in tuned.trials:
@@ -453,7 +462,7 @@ def test_the_command_prints_the_best_trials_and_writes_a_recipe_that_runs(here, 
     assert json.loads(told)["recipe"] == str(recipe.relative_to(tmp_path))
 
 
-def test_the_command_says_what_is_wrong(here, monkeypatch):
+def test_the_command_names_a_mistake(here, monkeypatch):
     assert here("tune", *SMALL, "--over", "method.lr=5")[::2] == (
         2,
         "fedloom: tune: method.lr from '5': give two choices or more, each once\n",
@@ -465,5 +474,5 @@ def test_the_command_says_what_is_wrong(here, monkeypatch):
     )
 
 
-def test_a_methods_ranges_are_shown(here):
+def test_the_ranges_of_a_method_are_shown(here):
     assert "1e-4..1" in here("methods", "fedprox")[1]

@@ -1,6 +1,7 @@
-"""Checkpoints: what the next round depends on, in a file that tells whether it is whole. The latest is kept, and the one before it.
+"""Checkpoints: everything that the next round depends on, in a file that detects damage.
 
-A checkpoint is a safetensors file. Its header holds the SHA-256 of the whole file, taken while zeros stood in that place.
+A folder keeps the latest checkpoint and the one before it. A checkpoint is a safetensors file. Its
+header holds the SHA-256 of the whole file, computed with zeros in place of the digest.
 """
 
 from __future__ import annotations
@@ -18,38 +19,46 @@ from fedloom._system import write_atomic
 from fedloom.core.message import Message, flatten, unflatten
 from fedloom.errors import DataError
 
-FORMAT = "fedloom-checkpoint/2"  # the first one had neither a format nor a SHA-256
+FORMAT = "fedloom-checkpoint/2"  # version 1 had neither a format nor a SHA-256
 LATEST, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
 _BLANK = "0" * 64
 
 
 class Checkpoint(NamedTuple):
-    """about: whatever JSON can say. state: nested tensors, of the server and of the clients."""
+    """The state of a run after a round.
+
+    Attributes:
+        about: Values that JSON can represent.
+        state: Nested tensors of the server and of the clients.
+    """
 
     about: dict[str, Any]
     state: Message
 
 
 class DamagedCheckpointWarning(UserWarning):
-    """The latest checkpoint cannot be used, the one before it is."""
+    """The latest checkpoint is damaged, and the previous one is used."""
 
 
 def write(folder: Path, checkpoint: Checkpoint) -> None:
-    """Makes it the folder's latest checkpoint, and the latest the previous one; at any instant one of them is there, whole."""
+    """Writes the folder's latest checkpoint. The latest one so far becomes the previous one.
+
+    At any instant the folder has a complete checkpoint.
+    """
     write_atomic(folder / LATEST, encode(checkpoint), keep=folder / PREVIOUS)
 
 
 def read(folder: Path) -> Checkpoint | None:
-    """A folder's latest checkpoint that is whole, with a warning if it had to be the previous one; None if there never was any.
+    """Returns the folder's latest complete checkpoint; None if there is none.
 
-    DataError if there are some and none is whole.
+    Warns if it is the previous one. Raises a DataError if all checkpoints are damaged.
     """
     damaged: list[str] = []
     for name in (LATEST, PREVIOUS):
         try:
-            found = decode((folder / name).read_bytes())
+            checkpoint = decode((folder / name).read_bytes())
         except FileNotFoundError:
-            continue  # none yet; or the process died after the latest became the previous one
+            continue  # none yet, or the process died while it renamed the latest one
         except (DataError, OSError) as error:
             damaged.append(f"{name} in {str(folder)!r} {error}")
             continue
@@ -59,36 +68,37 @@ def read(folder: Path) -> Checkpoint | None:
                 DamagedCheckpointWarning,
                 stacklevel=2,
             )
-        return found
+        return checkpoint
     if damaged:
         raise DataError(
-            f"resume: {'; '.join(damaged)}. Without checkpoints the run begins again: remove them"
+            f"resume: {'; '.join(damaged)}. Remove them to run again from the beginning"
         )
     return None
 
 
 def encode(checkpoint: Checkpoint) -> bytes:
-    """A checkpoint as the content of a file."""
+    """Returns a checkpoint as the content of a file."""
     metadata = {"format": FORMAT, "about": json.dumps(checkpoint.about), "sha256": _BLANK}
     content = save(flatten(checkpoint.state), metadata)
     return content.replace(_seal(_BLANK), _seal(hashlib.sha256(content).hexdigest()), 1)
 
 
 def decode(content: bytes) -> Checkpoint:
-    """The inverse of `encode`; DataError if a single bit is not as it was, or the format is another."""
+    """Reads the content of a file. The inverse of `encode`.
+
+    Raises a DataError if a single bit has changed, or if the format is another.
+    """
     try:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        said = header["__metadata__"]
-        if said.get("format") != FORMAT:
-            raise DataError(
-                f"has format {said.get('format', 'fedloom-checkpoint/1')!r}, this fedloom reads {FORMAT!r}"
-            )
-        if (
-            hashlib.sha256(content.replace(_seal(said["sha256"]), _seal(_BLANK), 1)).hexdigest()
-            != said["sha256"]
-        ):
+        metadata = header["__metadata__"]
+        if metadata.get("format") != FORMAT:
+            found = metadata.get("format", "fedloom-checkpoint/1")
+            raise DataError(f"has format {found!r}, this fedloom reads {FORMAT!r}")
+        digest = metadata["sha256"]
+        blank = content.replace(_seal(digest), _seal(_BLANK), 1)
+        if hashlib.sha256(blank).hexdigest() != digest:
             raise DataError("is damaged (its SHA-256 is another)")
-        return Checkpoint(json.loads(said["about"]), unflatten(load(content)))
+        return Checkpoint(json.loads(metadata["about"]), unflatten(load(content)))
     except DataError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
@@ -96,5 +106,8 @@ def decode(content: bytes) -> Checkpoint:
 
 
 def _seal(digest: str) -> bytes:
-    """How the header says it. Inside of a text its quotes would be escaped, so this is the only place."""
+    """Returns the header's entry of the digest.
+
+    Inside of a text its quotes would be escaped, so it occurs once.
+    """
     return f'"sha256":"{digest}"'.encode()

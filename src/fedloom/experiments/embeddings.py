@@ -1,7 +1,8 @@
-"""Embeddings in 2-D: what the models in a run folder make of the nodes that they predict. Made on demand, and kept in the folder.
+"""Embeddings in two dimensions of the items that a run's models classify.
 
-The federation is loaded and divided again, and what the method does before its rounds is done again, as when a run is resumed: both give
-what they gave the first time. Then the clients get the models that the run ended with.
+They are computed on demand and kept in the run folder. The federation is loaded and divided again,
+and the method's set-up is repeated, as when a run is resumed. Both give the same results as the
+first time. Then the clients load the final models of the run.
 """
 
 from __future__ import annotations
@@ -38,17 +39,23 @@ from fedloom.privacy.secure_aggregation import aggregation_for, responder_for
 
 WAYS = ("pca", "tsne")
 TABLES = ("data", "partition", "model", "method", "run")
-WIDTH = 50  # of what t-SNE begins with: the principal components
+WIDTH = 50  # number of principal components that t-SNE starts from
 
 
 def embed(
     folder: str | Path, clients: Sequence[str] | None = None, most: int = 2000, how: str = "tsne"
 ) -> Figure:
-    """The figure of a completed run's embeddings, coloured by class and by client; it is left in the folder for reports to come.
+    """Returns the figure of a completed run's embeddings, coloured by class and by client.
 
-    clients: whose nodes (all). most: how many of them, drawn at random. how: "pca", or "tsne" of the principal components. Labels, also
-    those of test nodes, give nothing but colours. DataError if the folder has no models, or the federation cannot be made again from its
-    config: a run from Python, or of a deployment.
+    The figure is kept in the folder for later reports. Labels, including those of test items, only
+    choose colours. Raises a DataError if the folder has no models, or if its config cannot restore
+    the federation: it cannot for a run from Python or of a deployment.
+
+    Args:
+        folder: The run folder.
+        clients: The clients whose items are shown. The default is all.
+        most: The largest number of items. More are sampled at random.
+        how: "pca", or "tsne" of the principal components.
     """
     if how not in WAYS:
         raise unknown("way to two dimensions: how", how, WAYS)
@@ -77,14 +84,16 @@ def embed(
     width = min(z.shape[1] for z, _ in found)
     if any(z.shape[1] != width for z, _ in found):
         raise DataError(
-            f"run: {str(folder)!r}: clients' embeddings differ in width; choose clients with the same model"
+            f"run: {str(folder)!r}: clients' embeddings differ in width; "
+            "choose clients with the same model"
         )
     rows, classes = torch.cat([z for z, _ in found]).numpy(), torch.cat(labels).numpy()
     owners = np.repeat(np.arange(len(chosen)), [len(y) for y in labels])
     taken = np.flatnonzero(classes >= 0)
     if len(taken) < 3:
         raise DataError(
-            f"run: {str(folder)!r}: the chosen clients have {len(taken)} labelled items, a picture needs 3"
+            f"run: {str(folder)!r}: the chosen clients have {len(taken)} labelled items, "
+            "a figure needs 3"
         )
     if len(taken) > most:
         taken = np.sort(np.random.default_rng(0).choice(taken, most, replace=False))
@@ -109,30 +118,39 @@ def _figure(
     owners: list[int],
     names: list[str],
 ) -> Figure:
-    what = (
-        "what the models make of an item just before they classify it"
-        if inner
-        else "the class scores that items are given"
-    )
+    what = "the last hidden representation" if inner else "the class scores"
     way = {
         "pca": "two principal components",
-        "tsne": "t-SNE: neighbours are alike, distances between groups say little",
+        "tsne": "t-SNE: neighbours are alike, distances between groups mean little",
     }[how]
     panels = [{"title": "", "points": points, "classes": classes, "clients": owners}]
-    caption = f"{len(points):,} items in two dimensions, by {what} ({way}). Labels give the colours alone."
+    caption = (
+        f"{len(points):,} items in two dimensions, by {what} of the models ({way}). "
+        "Labels only choose the colours."
+    )
     return {
-        "id": "embeddings", "title": "Embeddings", "caption": caption, "section": "pictures", "kind": "scatter", "panels": panels,
+        "id": "embeddings",
+        "title": "Embeddings",
+        "caption": caption,
+        "section": "pictures",
+        "kind": "scatter",
+        "panels": panels,
         "client_names": names,
-    }  # fmt: skip
+    }
 
 
 def reduced(rows: NDArray[np.float32], how: str) -> NDArray[np.float64]:
-    """Rows [n, width] in two dimensions, from 0 to 1, the same for the same rows."""
+    """Returns rows [n, width] as points in two dimensions, from 0 to 1. It is deterministic.
+
+    Args:
+        rows: The embeddings.
+        how: "pca" or "tsne".
+    """
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE
 
     if not np.ptp(rows, axis=0).any():
-        return np.full((len(rows), 2), 0.5)  # all alike
+        return np.full((len(rows), 2), 0.5)  # all rows are equal
     wide = min(WIDTH if how == "tsne" else 2, *rows.shape)
     points = PCA(wide, svd_solver="full", random_state=0).fit_transform(rows.astype(np.float64))
     if how == "tsne" and len(rows) > 3:
@@ -146,11 +164,12 @@ def reduced(rows: NDArray[np.float32], how: str) -> NDArray[np.float64]:
     return 0.5 + (points - (low + high) / 2) / max(float((high - low).max()), 1e-9)
 
 
-# ---- from a folder back to clients ----
+# ---- clients from a folder ----
 def _recipe(folder: Path, config: Mapping[str, Any]) -> Recipe:
     if "partition" not in config or "deployment" in config:
         raise DataError(
-            f"run: {str(folder)!r}: its federation was given from Python, or by parties; it cannot be made again from config.json"
+            f"run: {str(folder)!r}: its federation was given from Python, or by parties; "
+            "it cannot be made again from config.json"
         )
     try:
         return make_recipe({name: config[name] for name in TABLES if name in config})
@@ -161,11 +180,11 @@ def _recipe(folder: Path, config: Mapping[str, Any]) -> Recipe:
 
 
 class _Ready(Exception):  # noqa: N818
-    """The rounds would begin."""
+    """The set-up is over."""
 
 
 class _Watcher:
-    """Ends a run where its rounds would begin."""
+    """Ends a run before its first round."""
 
     def entered_rounds(self, server: Server, count: int) -> int:
         raise _Ready
@@ -174,20 +193,20 @@ class _Watcher:
         raise AssertionError("there are no rounds")
 
     def evaluated(self, server: Server, replies: Replies, stage: str) -> None:
-        """Scores before the rounds are in the history already."""
+        """Ignores scores before the rounds: they are in the history already."""
 
     def evaluated_in_sum(self, server: Server, total: Message, stage: str) -> None:
-        """The same."""
+        """Ignores them as `evaluated` does."""
 
 
 def _prepared(recipe: Recipe) -> tuple[dict[str, Client], Method]:
-    """The clients as they were when the rounds began, and the method."""
+    """Returns the clients as they were before the first round, and the method."""
     method = make_method(recipe.method, recipe.method_settings)
     divided = recipe.federation()
     federation: Federation = (divided.merged() if method.centralized else divided).check()
-    rules, model = recipe.run, recipe.model
+    settings, model = recipe.run, recipe.model
     facts = agree_on_facts(
-        method, recipe.method, federation.roster, model.name, model.dropout, rules
+        method, recipe.method, federation.roster, model.name, model.dropout, settings
     )
     graphs = zip(federation.names, federation.graphs, strict=True)
     engine = Engine(
@@ -196,9 +215,9 @@ def _prepared(recipe: Recipe) -> tuple[dict[str, Client], Method]:
             Client(name, graph, facts, federation.inductive, responder_for(facts))
             for name, graph in graphs
         ),
-        rules.faults,
+        settings.faults,
     )
-    evaluated = chosen_evaluation(method, recipe.method, rules.evaluation)
+    evaluated = chosen_evaluation(method, recipe.method, settings.evaluation)
     with suppress(_Ready):
         method.run(
             Server(
@@ -216,58 +235,67 @@ def _prepared(recipe: Recipe) -> tuple[dict[str, Client], Method]:
 def _embedded(
     folder: Path, method: Method, client: Client, models: Mapping[str, Message], evaluated: str
 ) -> tuple[Tensor, bool]:
-    """Rows [items, width] by which a client's items are predicted, and whether they are embeddings: class scores if there are none."""
+    """Returns rows [items, width] of a client's items, and whether they are embeddings.
+
+    They are class scores if the method has no embeddings.
+    """
     owner = "server" if evaluated != "local" and "server" in models else client.name
     if owner not in models:
         raise DataError(
-            f"run: {str(folder)!r}: there is no models/{owner}.safetensors, which the run was scored with"
+            f"run: {str(folder)!r}: there is no models/{owner}.safetensors, "
+            "which the run was scored with"
         )
     try:
         if owner == client.name:
             load_weights(client.state["model"], models[owner])
         with torch.no_grad():
-            return _made_of(method, client, None if owner == client.name else models[owner])
+            return _embeddings(method, client, None if owner == client.name else models[owner])
     except FedloomError:
         raise
     except (LookupError, RuntimeError, ValueError, AssertionError) as error:
         raise DataError(
-            f"run: {str(folder)!r}: models alone do not bring back what client {client.name!r} predicted with: this method changes more "
-            f"in its rounds ({type(error).__name__}: {error})"
+            f"run: {str(folder)!r}: models alone do not bring back client {client.name!r}: "
+            f"this method changes more in its rounds ({type(error).__name__}: {error})"
         ) from error
 
 
-def _made_of(method: Method, client: Client, model: Message | None) -> tuple[Tensor, bool]:
-    """What the extractor of the last model that has a part in the client's predictions gives, if nothing else has one."""
+def _embeddings(method: Method, client: Client, model: Message | None) -> tuple[Tensor, bool]:
+    """Returns the input of the last classifier that the client's predictions use.
+
+    Returns class scores, and False, if the predictions do not come from one classifier.
+    """
     seen: list[Tensor] = []
     scored: list[Tensor] = []
-    for net in _models(client.state):
-        _listen(net, "items", seen)
-        _listen(net, "logits", scored)
+    for own in _models(client.state):
+        _record(own, "items", seen)
+        _record(own, "logits", scored)
     logits = method.predict(client, model)
     items = client.full_graph.num_items
-    # A method may work on a graph with further nodes, behind the client's own.
+    # A method may append further nodes to the client's own.
     alone = not scored or torch.equal(scored[-1][:items], logits)
     return (seen[-1][:items], True) if seen and alone else (logits, False)
 
 
-def _listen(net: Model, name: str, heard: list[Tensor]) -> None:
-    """Has a model's function of that name put what it gives into a list, too."""
-    speak = getattr(net, name)
+def _record(model: Model, name: str, outputs: list[Tensor]) -> None:
+    """Makes a model's function append its outputs to a list."""
+    function = getattr(model, name)
 
-    def spoken(*args: Any) -> Tensor:
-        heard.append(speak(*args))
-        return heard[-1]
+    def recorded(*args: Any) -> Tensor:
+        outputs.append(function(*args))
+        return outputs[-1]
 
-    object.__setattr__(net, name, spoken)
+    object.__setattr__(model, name, recorded)
 
 
 def _models(state: Mapping[str, Any]) -> list[Model]:
-    """The models that a state holds, also inside others."""
-    held = [
+    """Returns the models that a state holds, also nested ones."""
+    modules = [
         module
         for value in state.values()
         if isinstance(value, nn.Module)
         for module in value.modules()
     ]
-    held += [net for value in state.values() if isinstance(value, dict) for net in _models(value)]
-    return [module for module in held if isinstance(module, Model)]
+    modules += [
+        model for value in state.values() if isinstance(value, dict) for model in _models(value)
+    ]
+    return [module for module in modules if isinstance(module, Model)]

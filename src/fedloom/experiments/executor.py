@@ -1,4 +1,7 @@
-"""Who carries out the cells of a grid: processes of this machine, or a Ray cluster. A cell that fails, or dies, takes no other along."""
+"""Executors: run the cells of a grid in processes of this machine, or on a Ray cluster.
+
+A cell that fails or dies does not affect the others.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ from fedloom._system import graceful_signals, write_atomic
 from fedloom.errors import FedloomError
 from fedloom.experiments.grid import Cell, is_done, run_cell
 
-PATIENCE = 5.0  # seconds that a run has to put its folder in order, once it is told to stop
+STOP_SECONDS = 30.0  # that a run has to write its folder after a signal
 
 
 class Step(NamedTuple):
-    """A running cell has come to a round."""
+    """A running cell has finished a round."""
 
     cell: Cell
     round: int
@@ -35,7 +38,7 @@ class Step(NamedTuple):
 
 
 class End(NamedTuple):
-    """A cell has ended; cause: why, if it is not completed."""
+    """A cell has ended. `cause` says why it is not completed."""
 
     cell: Cell
     status: Literal["completed", "failed", "stopped"]
@@ -43,75 +46,85 @@ class End(NamedTuple):
 
 
 class Executor(Protocol):
-    """Takes `size` cells at a time."""
+    """Runs `size` cells at a time."""
 
     size: int
 
     def start(self, cell: Cell) -> None:
-        """Begins with a cell."""
+        """Starts a cell."""
 
     def events(self, seconds: float) -> list[Step | End]:
-        """What has happened, as soon as something has; nothing if `seconds` have passed."""
+        """Waits for events and returns them; an empty list after `seconds`."""
 
     def stop(self) -> None:
-        """Has what is running put its folder in order, and ends it."""
+        """Ends the running cells. They write their folders first."""
 
 
 @dataclass
 class State:
-    """How far a grid is. `watch` of `execute` gets it at every change."""
+    """The progress of a grid. `execute` passes it to `watch` at every change.
+
+    Attributes:
+        cells: All cells.
+        kept: The cells that were completed before.
+        running: {name: last step} of the running cells.
+        started: {name: start time}.
+        ended: {name: end} of the cells that ended now.
+        seconds: {name: duration} of these cells.
+        size: How many cells run at a time.
+    """
 
     cells: list[Cell]
-    kept: list[Cell]  # were done before
-    began: float = field(default_factory=time.monotonic)
-    running: dict[str, Step] = field(default_factory=dict)  # by name
+    kept: list[Cell]
+    running: dict[str, Step] = field(default_factory=dict)
     started: dict[str, float] = field(default_factory=dict)
     ended: dict[str, End] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)  # that cells have taken
+    seconds: dict[str, float] = field(default_factory=dict)
     size: int = 1
 
     @property
     def failed(self) -> list[End]:
-        """Cells that are not completed."""
+        """The cells that did not complete."""
         return [end for end in self.ended.values() if end.status != "completed"]
 
     @property
     def done(self) -> int:
-        """How many cells are over, kept ones too."""
+        """The number of cells that ended, including those that were completed before."""
         return len(self.kept) + len(self.ended)
 
     def seconds_left(self) -> float | None:
-        """About how long it will take, by what cells of the same method and size have taken; None while nothing is known."""
-        now, known = (
-            time.monotonic(),
-            {
-                name: took
-                for name, took in self.seconds.items()
-                if self.ended[name].status == "completed"
-            },
-        )
+        """Estimates the remaining time from cells of the same kind or method.
+
+        Returns None while nothing is known.
+        """
+        now = time.monotonic()
+        known = {
+            name: seconds
+            for name, seconds in self.seconds.items()
+            if self.ended[name].status == "completed"
+        }
         for name, step in self.running.items():
             if step.round and step.planned:
                 known[name] = (now - self.started[name]) * step.planned / step.round
         if not known:
             return None
-        alike: dict[Any, list[float]] = {}  # what cells of a kind, and of a method, have taken
-        over = {cell.name for cell in self.kept} | self.ended.keys()
+        alike: dict[Any, list[float]] = {}  # durations by kind of cell, and by method
+        ended = {cell.name for cell in self.kept} | self.ended.keys()
         for cell in self.cells:
             if cell.name in known:
                 for kind in (_kind(cell), cell.method):
                     alike.setdefault(kind, []).append(known[cell.name])
         total, typical = 0.0, mean(known.values())
         for cell in self.cells:
-            if cell.name not in over:
-                found = alike.get(_kind(cell)) or alike.get(cell.method)
+            if cell.name not in ended:
+                durations = alike.get(_kind(cell)) or alike.get(cell.method)
                 spent = now - self.started[cell.name] if cell.name in self.running else 0.0
-                total += max((mean(found) if found else typical) - spent, 0.0)
+                total += max((mean(durations) if durations else typical) - spent, 0.0)
         return total / min(self.size, max(len(self.cells) - self.done, 1))
 
 
 def _kind(cell: Cell) -> tuple[Any, ...]:
-    """What runs of about the same length have in common."""
+    """Returns what runs of about the same duration have in common."""
     tables = cell.tables
     return (
         cell.method,
@@ -125,9 +138,15 @@ def _kind(cell: Cell) -> tuple[Any, ...]:
 def execute(
     cells: Iterable[Cell], executor: Executor, watch: Callable[[State, Step | End | None], None]
 ) -> State:
-    """Runs all cells that are not done, as many at a time as the crew takes. watch: hears of every step and end.
+    """Runs all cells that are not completed. Returns the final state.
 
-    A cell that fails is noted, and the others go on. Ctrl-C stops what is running in order, and is raised again.
+    If a cell fails, the others go on. After Ctrl-C the running cells write their folders and end,
+    and KeyboardInterrupt is raised.
+
+    Args:
+        cells: The cells.
+        executor: Runs them.
+        watch: Called with the state and each step and end; first with None.
     """
     wanted = list({cell.name: cell for cell in cells}.values())
     kept = [cell for cell in wanted if is_done(cell)]
@@ -140,20 +159,16 @@ def execute(
             while todo and len(state.running) < executor.size:
                 cell = todo.pop(0)
                 executor.start(cell)
-                state.running[cell.name], state.started[cell.name] = (
-                    Step(cell, 0, 0, None),
-                    time.monotonic(),
-                )
+                state.running[cell.name] = Step(cell, 0, 0, None)
+                state.started[cell.name] = time.monotonic()
             for event in executor.events(0.5):
                 name = event.cell.name
                 if isinstance(event, Step):
                     state.running[name] = event
                 else:
                     del state.running[name]
-                    state.ended[name], state.seconds[name] = (
-                        event,
-                        time.monotonic() - state.started[name],
-                    )
+                    state.ended[name] = event
+                    state.seconds[name] = time.monotonic() - state.started[name]
                 watch(state, event)
     finally:
         executor.stop()
@@ -161,38 +176,42 @@ def execute(
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # ---- processes of this machine ----
 class Processes:
-    """A process for each cell, forked: nothing is imported again. It ends with its cell, or when this process is gone."""
+    """Runs each cell in a forked process, which need not import anything again.
+
+    The process ends with its cell, or when the parent process ends. `size` 0 is the number of
+    cores.
+    """
 
     def __init__(self, size: int = 0):
         self.size = size or cores()
         self._fork = multiprocessing.get_context("fork")
-        self._at_work: dict[Any, tuple[Cell, BaseProcess]] = {}  # by the pipe they report through
+        self._running: dict[Any, tuple[Cell, BaseProcess]] = {}  # by pipe
 
     def start(self, cell: Cell) -> None:
-        """Begins with a cell."""
+        """Starts a cell."""
         here, there = self._fork.Pipe(duplex=False)
         process = self._fork.Process(target=_work, args=(cell, there), name=cell.name)
         process.start()
         there.close()
-        self._at_work[here] = cell, process
+        self._running[here] = cell, process
 
     def events(self, seconds: float) -> list[Step | End]:
-        """What has happened, as soon as something has; nothing if `seconds` have passed."""
+        """Waits for events and returns them; an empty list after `seconds`."""
         found: list[Step | End] = []
-        pipes: list[Any] = wait(list(self._at_work), seconds)
+        pipes: list[Any] = wait(list(self._running), seconds)
         for pipe in pipes:
-            cell, process = self._at_work[pipe]
+            cell, process = self._running[pipe]
             try:
                 kind, *content = pipe.recv_bytes().decode().split("\t", 3)
-            except EOFError:  # it ended without a word
+            except EOFError:  # the process died
                 process.join()
-                found.append(self._over(pipe, End(cell, "failed", _how_it_ended(process.exitcode))))
+                found.append(self._close(pipe, End(cell, "failed", _exit_cause(process.exitcode))))
                 continue
             if kind == "round":
                 done, planned, validation = content
@@ -202,29 +221,29 @@ class Processes:
             else:
                 status, cause = content
                 process.join()
-                found.append(self._over(pipe, End(cell, status, cause)))
+                found.append(self._close(pipe, End(cell, status, cause)))
         return found
 
-    def _over(self, pipe: Any, end: End) -> End:
-        del self._at_work[pipe]
+    def _close(self, pipe: Any, end: End) -> End:
+        del self._running[pipe]
         pipe.close()
         return end
 
     def stop(self) -> None:
-        """Has what is running put its folder in order; what takes longer than a few seconds is killed."""
-        processes = [process for _, process in self._at_work.values()]
+        """Ends the running cells. A process that needs too long is killed."""
+        processes = [process for _, process in self._running.values()]
         for process in processes:
             process.terminate()
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + STOP_SECONDS
         for process in processes:
             process.join(max(0.0, until - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._at_work.clear()
+        self._running.clear()
 
 
-def _how_it_ended(code: int | None) -> str:
+def _exit_cause(code: int | None) -> str:
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         return f"its process was ended by {name}" + (
@@ -234,17 +253,16 @@ def _how_it_ended(code: int | None) -> str:
 
 
 def _work(cell: Cell, pipe: Connection) -> None:
-    """In a process of its own: carries out a cell and reports. What went wrong is a line for whoever asked for the grid."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal's Ctrl-C reaches all processes: whoever runs the grid tells this one to stop
+    """Runs a cell in a process of its own and reports through the pipe."""
+    # Ctrl-C in a terminal reaches all processes. The parent tells this one to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    told = 0.0
+    reported = 0.0
 
-    def tell(entry: dict[str, Any], planned: int) -> None:
-        nonlocal told
-        if time.monotonic() - told > 0.2:  # rounds may take less than a screen needs
-            told = time.monotonic()
+    def report(entry: dict[str, Any], planned: int) -> None:
+        nonlocal reported
+        if time.monotonic() - reported > 0.2:  # rounds may be faster than a screen
+            reported = time.monotonic()
             pipe.send_bytes(
                 f"round\t{entry['round']}\t{planned}\t{entry.get('val_accuracy') or ''}".encode()
             )
@@ -252,16 +270,16 @@ def _work(cell: Cell, pipe: Connection) -> None:
     status, cause = "completed", ""
     try:
         with graceful_signals():
-            run_cell(cell, tell)
+            run_cell(cell, report)
     except (KeyboardInterrupt, SystemExit):
         status, cause = "stopped", "interrupted"
-    except Exception as error:  # noqa: BLE001  (whatever it is, the grid goes on and says so)
+    except Exception as error:  # noqa: BLE001  (the grid reports it and goes on)
         status, cause = "failed", in_words(error)
     pipe.send_bytes(f"end\t{status}\t{cause}".encode())
 
 
 def in_words(error: BaseException) -> str:
-    """An error as a line; of what a user gave, it says enough by itself."""
+    """Returns an error as one line, without its type if it is a FedloomError."""
     text = " ".join(str(error).split())
     return text if isinstance(error, FedloomError) else f"{type(error).__name__}: {text}"
 
@@ -270,37 +288,38 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
-    os.kill(os.getpid(), signal.SIGTERM)  # the run puts its folder in order
-    time.sleep(PATIENCE)
+    os.kill(os.getpid(), signal.SIGTERM)  # the run writes its folder
+    time.sleep(STOP_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 # ---- a Ray cluster ----
 class Cluster:
-    """A task for each cell on a Ray cluster (extra `ray`); its folder comes back as bytes. Which cluster: see `fedloom.engines.ray`.
+    """Runs each cell as a task on a Ray cluster (extra `ray`). Its folder is returned as bytes.
 
-    Datasets, and methods from files of your own, must be where they are here on every machine.
+    `fedloom.engines.ray` says how the cluster is chosen. Datasets and method files of your own must
+    be at the same path on every machine.
     """
 
     def __init__(self, size: int = 0):
-        from fedloom.engines.ray import connect  # says what to install if there is no Ray
+        from fedloom.engines.ray import connect  # raises if Ray is not installed
 
         self._started = connect()
         self._ray: Any = importlib.import_module("ray")
         self.size = size or int(self._ray.cluster_resources().get("CPU", 1))
-        self._task = self._ray.remote(num_cpus=1, max_retries=0)(_work_elsewhere)
-        self._at_work: dict[Any, Cell] = {}
+        self._task = self._ray.remote(num_cpus=1, max_retries=0)(_work_remotely)
+        self._running: dict[Any, Cell] = {}
 
     def start(self, cell: Cell) -> None:
-        """Begins with a cell."""
-        self._at_work[self._task.remote(cell)] = cell
+        """Starts a cell."""
+        self._running[self._task.remote(cell)] = cell
 
     def events(self, seconds: float) -> list[Step | End]:
-        """What has ended, as soon as something has; nothing if `seconds` have passed."""
-        ready, _ = self._ray.wait(list(self._at_work), timeout=seconds)
+        """Waits for cells to end and returns them; an empty list after `seconds`."""
+        ready, _ = self._ray.wait(list(self._running), timeout=seconds)
         found: list[Step | End] = []
         for answer in ready:
-            cell = self._at_work.pop(answer)
+            cell = self._running.pop(answer)
             try:
                 cause, files = self._ray.get(answer)
             except self._ray.exceptions.RayError as error:
@@ -311,29 +330,32 @@ class Cluster:
         return found
 
     def stop(self) -> None:
-        """Ends what is running, and Ray if it was started here."""
-        for answer in self._at_work:
+        """Ends the running cells, and Ray if it was started here."""
+        for answer in self._running:
             self._ray.cancel(answer, force=True)
-        self._at_work.clear()
+        self._running.clear()
         if self._started:
             self._ray.shutdown()
 
 
-def _work_elsewhere(cell: Cell) -> tuple[str, dict[str, bytes]]:
-    """On whatever machine: carries out a cell in a folder of its own; gives what went wrong, if anything, and the folder's files."""
+def _work_remotely(cell: Cell) -> tuple[str, dict[str, bytes]]:
+    """Runs a cell in a temporary folder on any machine.
+
+    Returns the cause of a failure, or an empty text, and the folder's files.
+    """
     cause = ""
     with tempfile.TemporaryDirectory() as place:
         there = replace(cell, folder=Path(place) / cell.name)
         try:
             run_cell(there)
-        except Exception as error:  # noqa: BLE001  (whatever it is, the grid goes on and says so)
+        except Exception as error:  # noqa: BLE001  (the grid reports it and goes on)
             cause = in_words(error)
         files = sorted(path for path in there.folder.rglob("*") if path.is_file())
         return cause, {str(path.relative_to(there.folder)): path.read_bytes() for path in files}
 
 
 def _unpack(files: dict[str, bytes], folder: Path) -> None:
-    """Puts files into a folder in one step, in place of an unfinished run of the same cell."""
+    """Writes files into a folder in one step. Replaces an unfinished run of the same cell."""
     fresh = folder.with_name(f".{folder.name}.new")
     for place in (fresh, folder):
         shutil.rmtree(place, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A run's history: an entry for each round, and for each evaluation outside of the rounds."""
+"""History: an entry for each round, and for each evaluation outside of rounds."""
 
 from __future__ import annotations
 
@@ -15,77 +15,85 @@ Entry: TypeAlias = dict[str, Any]
 
 
 class History:
-    """Adds entries to a folder's history.jsonl; in memory is what patience and the summary need, however many rounds there are.
+    """Appends entries to a folder's history.jsonl.
 
-    Without a folder all entries are kept, in `entries`. patience: see RunSettings.
+    Its memory does not grow with the rounds: it holds what early stopping and the summary need.
+    Without a folder, `entries` holds all entries.
+
+    Attributes:
+        round: The round of the last entry.
+        absences: The counts of absences so far.
     """
 
     def __init__(self, folder: Path | None, patience: int):
         self._log = AppendLog(folder / HISTORY) if folder else None
         self.entries: list[Entry] = []
-        self.round = 0  # of the last entry
+        self.round = 0
         self.absences = AbsenceCounts()
         self._stage = ""  # of the last evaluation
         self._best: dict[str, Entry] = {}  # by stage
         self._last: dict[str, Entry] = {}
-        self._recent: deque[float] = deque(
-            maxlen=patience
-        )  # validation accuracies: as many as patience allows,
-        self._before = float("-inf")  # and the best of all that came earlier
+        # The last `patience` validation accuracies, and the best of all earlier ones.
+        self._recent: deque[float] = deque(maxlen=patience)
+        self._before = float("-inf")
 
     def add(self, entry: Entry) -> None:
-        """Writes an entry down."""
+        """Appends an entry."""
         if self._log:
             self._log.append((json.dumps(entry) + "\n").encode())
         else:
             self.entries.append(entry)
         self._note(entry)
 
-    def go_on_from(self, size: int) -> None:
-        """Takes the first `size` bytes of the file for its own. ValueError if they are not there, or are no entries."""
+    def resume(self, size: int) -> None:
+        """Reads the first `size` bytes of the file.
+
+        Raises a ValueError if the file is shorter or holds no entries.
+        """
         assert self._log is not None
         self._log.size = size
         for line in self._log.read().splitlines():
             self._note(json.loads(line))
 
-    def cut(self) -> None:
-        """Takes whatever else is in the file away."""
+    def truncate(self) -> None:
+        """Removes the rest of the file."""
         assert self._log is not None
         self._log.truncate()
 
     def sync(self) -> int:
-        """Waits until the file is on the disk; gives how many bytes it has."""
+        """Flushes the file to the disk. Returns its number of bytes."""
         assert self._log is not None
         return self._log.sync()
 
     def scored(self) -> tuple[Entry, Entry]:
-        """The entry that counts and the last one, of the stage that was evaluated last: after fine-tuning, what counts is fine-tuned.
+        """Returns the best entry and the last entry of the stage that was evaluated last.
 
-        What counts is the first of those with the best validation accuracy; the last if there is nothing to choose by. Empty ones if
-        nothing was evaluated.
+        After fine-tuning, these are entries of fine-tuning. The best entry is the first one with
+        the best validation accuracy, or the last one if there are no validation items. Both are
+        empty if nothing was evaluated.
         """
         best, last = self._best.get(self._stage, {}), self._last.get(self._stage, {})
         return (best if best.get("val_accuracy") is not None else last), last
 
     def out_of_patience(self) -> bool:
-        """Whether the last evaluations, as many as patience allows, were no better than one before them."""
+        """Returns whether the last `patience` evaluations were no better than an earlier one."""
         return bool(self._recent) and max(self._recent) <= self._before
 
     def _note(self, entry: Entry) -> None:
         self.round = entry["round"]
         self.absences.add(entry)
-        mark = entry.get("val_accuracy")
-        if mark is not None and self._recent.maxlen:
+        validation = entry.get("val_accuracy")
+        if validation is not None and self._recent.maxlen:
             if len(self._recent) == self._recent.maxlen:
                 self._before = max(self._before, self._recent[0])
-            self._recent.append(mark)
+            self._recent.append(validation)
         if "accuracy" in entry:
             self._stage = entry["stage"]
             self._last[self._stage] = entry
-            if self._stage not in self._best or _mark(entry) > _mark(self._best[self._stage]):
+            if self._stage not in self._best or _rank(entry) > _rank(self._best[self._stage]):
                 self._best[self._stage] = entry
 
 
-def _mark(entry: Entry) -> float:
-    """What rounds are compared by; any validation is better than none."""
+def _rank(entry: Entry) -> float:
+    """Returns what rounds are compared by. Any validation accuracy is better than none."""
     return -1.0 if entry["val_accuracy"] is None else entry["val_accuracy"]

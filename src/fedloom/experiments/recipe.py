@@ -1,4 +1,4 @@
-"""Recipes: a run written down as five small tables (TOML), checked field by field, and carried out."""
+"""Recipes: a run as small tables (TOML), checked field by field."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedloom.data.graph import FLOWS
 from fedloom.data.partition import divide, partition_settings
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiments.result import Result
-from fedloom.experiments.run import agree_on_facts, run
+from fedloom.experiments.run import agree_on_facts, require_unreserved, run
 from fedloom.experiments.settings import RunSettings, chosen_evaluation
 from fedloom.experiments.trackers import Track
 from fedloom.nn.build import parse_spec
@@ -27,36 +27,35 @@ from fedloom.nn.build import parse_spec
 
 @dataclass(frozen=True)
 class DataTable:
-    """[data]: which graph, and which of its items train, validate and test."""
+    """[data]: the graph, and its division into training, validation and test items."""
 
     dataset: str = setting(
         "cora",
         "a name (see `fedloom datasets`), a folder with graph.toml, or synthetic:key=value,...",
     )
     split: str = setting(
-        "",
-        'shares such as "20/40/40", "global 10/10/80", or "public" (empty = the dataset\'s usual one)',
+        "", 'shares: "20/40/40", "global 10/10/80", or "public" (empty = the dataset\'s default)'
     )
     inductive: bool = setting(False, "validation and test items are absent during training")
     flow: str = setting(
         "forward",
-        "which way messages run along directed edges; both = take the graph as undirected",
+        "direction of messages along directed edges; both = the graph is undirected",
         choices=FLOWS,
     )
     public_split: int = setting(
-        0, "which of the dataset's own splits, if it has several", at_least=0
+        0, "number of the public split, if the dataset has several", at_least=0
     )
 
 
 @dataclass(frozen=True)
 class PartitionTable:
-    """[partition]: who holds what. Further keys are the partitioner's own options."""
+    """[partition]: how the graph is divided over clients. Other keys are the partitioner's."""
 
     name: str = setting("louvain", "see `fedloom partitions`")
     clients: int = setting(10, "number of clients", at_least=1)
     cross_edges: str = setting(
         "auto",
-        "whether clients know the edges that were cut; auto = if the method works on them",
+        "whether clients know the edges between them; auto = if the method uses them",
         choices=("auto", "none", "known"),
     )
     seed: int = setting(-1, "seed of partition and split (-1 = the run's seed)", at_least=-1)
@@ -64,33 +63,32 @@ class PartitionTable:
 
 @dataclass(frozen=True)
 class ModelTable:
-    """[model]: what the clients train."""
+    """[model]: the clients' models."""
 
     name: str = setting(
-        "gcn",
-        'a spec such as "gcn" or "gcn-4x128", or several, separated by commas, dealt over the clients',
+        "gcn", 'a spec such as "gcn" or "gcn-4x128"; several, separated by commas, are used in turn'
     )
     dropout: float = setting(
-        0.5, "share of the hidden units dropped in training", at_least=0, below=1, tune="0..0.8"
+        0.5, "share of hidden units dropped in training", at_least=0, below=1, tune="0..0.8"
     )
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """[expect]: what the recipe should give, for `make reproduce`; a run itself ignores it."""
+    """[expect]: the expected result, for `make reproduce`. A run ignores it."""
 
-    metric: str = setting("accuracy", "which entry of the summary, in percent here")
-    at_least: float = setting(0.0, "the mean over the seeds must reach this")
-    at_most: float = setting(100.0, "and not exceed this")
-    seeds: int = setting(3, "over how many seeds", at_least=1)
+    metric: str = setting("accuracy", "entry of the summary; the values here are in percent")
+    at_least: float = setting(0.0, "lower bound of the mean over the seeds")
+    at_most: float = setting(100.0, "upper bound of the mean over the seeds")
+    seeds: int = setting(3, "number of seeds", at_least=1)
     minutes: float = setting(
-        0.0, "about how long all seeds take on two cores, Local beside them (0 = not known)"
+        0.0, "approximate time of all seeds and Local's on two cores (0 = unknown)"
     )
-    paper: float = setting(-1.0, "what the paper prints, in percent (-1 = nothing)")
+    paper: float = setting(-1.0, "the paper's value in percent (-1 = none)")
     also: str = setting(
-        "", 'what it prints besides for the same runs, such as "f1_macro 61.58, auc 79.4"'
+        "", 'other values that the paper prints for the same runs: "f1_macro 61.58, auc 79.4"'
     )
-    source: str = setting("", "where the expected value comes from")
+    source: str = setting("", "where the paper prints the value")
 
 
 TABLES: dict[str, Any] = {
@@ -104,7 +102,13 @@ TABLES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A checked recipe. `options` are the partitioner's own settings, `method_settings` the method's."""
+    """A checked recipe.
+
+    Attributes:
+        method: The method's name, or the path of a method file.
+        method_settings: The method's settings.
+        options: The partitioner's own settings.
+    """
 
     data: DataTable
     partition: PartitionTable
@@ -116,28 +120,33 @@ class Recipe:
     options: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> dict[str, Any]:
-        """The whole recipe, every default filled in: what the run folder keeps, and what runs again as it is."""
+        """Returns all tables with every default, as the run folder keeps them.
+
+        The result is itself a recipe.
+        """
         method = make_method(self.method, self.method_settings)
-        resolved = {"cross_edges": self.cross_edges, "seed": self.partition_seed}
-        partition = {
-            **_values(self.partition),
-            **resolved,
-            **partition_settings(self.partition.name),
-            **self.options,
-        }
         return {
-            "data": {**_values(self.data), "split": self.split}, "partition": partition, "model": _values(self.model),
-            "method": {"name": self.method, **method.settings()}, "run": _values(self.run),
-        }  # fmt: skip
+            "data": {**_values(self.data), "split": self.split},
+            "partition": {
+                **_values(self.partition),
+                "cross_edges": self.cross_edges,
+                "seed": self.partition_seed,
+                **partition_settings(self.partition.name),
+                **self.options,
+            },
+            "model": _values(self.model),
+            "method": {"name": self.method, **method.settings()},
+            "run": _values(self.run),
+        }
 
     @property
     def partition_seed(self) -> int:
-        """Seed of partition and split."""
+        """The seed of partition and split."""
         return self.run.seed if self.partition.seed < 0 else self.partition.seed
 
     @property
     def cross_edges(self) -> str:
-        """Whether clients know the edges that were cut: what was asked for, else what the method needs."""
+        """Whether clients know the edges between them: as set, else as the method needs."""
         if self.partition.cross_edges != "auto":
             return self.partition.cross_edges
         return (
@@ -146,7 +155,7 @@ class Recipe:
 
     @property
     def split(self) -> str:
-        """The split, the dataset's usual one if none was asked for."""
+        """The split: as set, else the dataset's default."""
         usual = (
             catalogue()[self.data.dataset].split if self.data.dataset in catalogue() else "20/40/40"
         )
@@ -156,32 +165,60 @@ class Recipe:
         """Loads the graph and divides it."""
         graph = load(self.data.dataset, public_split=self.data.public_split).flowing(self.data.flow)
         return divide(
-            graph, self.partition.clients, self.partition.name, self.partition_seed,
+            graph,
+            self.partition.clients,
+            self.partition.name,
+            self.partition_seed,
             cross_edges=self.cross_edges,  # type: ignore[arg-type]  # one of its choices
-            split=self.split, inductive=self.data.inductive, options=self.options,
-        )  # fmt: skip
+            split=self.split,
+            inductive=self.data.inductive,
+            options=self.options,
+        )
 
     def check(self, federation: Federation) -> None:
-        """Raises a ConfigError if the recipe's method and models do not fit the federation: before anything runs."""
+        """Raises a ConfigError if the method and the models do not fit the federation."""
         method = make_method(self.method, self.method_settings)
         agree_on_facts(
             method, self.method, federation.roster, self.model.name, self.model.dropout, self.run
         )
 
     def execute(
-        self, out: Path | None = None, on_round: Callable[[dict[str, Any], int], None] | None = None, *,
-        on_start: Callable[[dict[str, Any]], None] | None = None, resume: bool = False, federation: Federation | None = None,
+        self,
+        out: Path | None = None,
+        on_round: Callable[[dict[str, Any], int], None] | None = None,
+        *,
+        on_start: Callable[[dict[str, Any]], None] | None = None,
+        resume: bool = False,
+        federation: Federation | None = None,
         track: Track = (),
-    ) -> Result:  # fmt: skip
-        """Runs the recipe; `federation` spares dividing the graph again when several methods run on the same one."""
-        config = self.config()  # a misspelt setting should not wait for the data
+    ) -> Result:
+        """Runs the recipe.
+
+        Args:
+            out: The run folder. None keeps the result in memory.
+            on_round: Called with each history entry and the number of rounds.
+            on_start: Called when the engine is ready.
+            resume: Continue the run in `out`.
+            federation: The divided graph, if it is already there.
+            track: As in `fedloom.run`.
+        """
+        config = self.config()  # a misspelt setting fails before the data are loaded
         began = time.perf_counter()
         federation = federation or self.federation()
         return run(
-            self.method, federation, model=self.model.name, dropout=self.model.dropout, out=out, on_round=on_round, on_start=on_start,
-            resume=resume, track=track, config=config, seconds_loading=time.perf_counter() - began,
-            **_values(self.run), **self.method_settings,
-        )  # fmt: skip
+            {"name": self.method, **self.method_settings},
+            federation,
+            model=self.model.name,
+            dropout=self.model.dropout,
+            settings=self.run,
+            out=out,
+            on_round=on_round,
+            on_start=on_start,
+            resume=resume,
+            track=track,
+            config=config,
+            seconds_loading=time.perf_counter() - began,
+        )
 
 
 def _values(table: Any) -> dict[str, Any]:
@@ -189,7 +226,7 @@ def _values(table: Any) -> dict[str, Any]:
 
 
 def read_tables(path: Path) -> dict[str, dict[str, Any]]:
-    """The tables of a TOML file, unchecked. DataError if it cannot be read."""
+    """Returns the tables of a TOML file, unchecked. Raises a DataError if it cannot be read."""
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
@@ -199,40 +236,46 @@ def read_tables(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def to_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """Tables as a TOML file that `read_tables` reads as they were: texts, numbers, true or false, and lists of these."""
+    """Returns tables as the text of a TOML file, which `read_tables` reads back unchanged.
+
+    Values are texts, numbers, true or false, and lists of these.
+    """
     lines = {
-        name: [f"{_toml_key(key)} = {_toml(value)}\n" for key, value in table.items()]
+        name: [f"{toml_key(key)} = {toml_value(value)}\n" for key, value in table.items()]
         for name, table in tables.items()
     }
-    return "\n".join(
-        f"[{_toml_key(name)}]\n{''.join(of_table)}" for name, of_table in lines.items()
-    )
+    return "\n".join(f"[{toml_key(name)}]\n{''.join(of_table)}" for name, of_table in lines.items())
 
 
-def _toml_key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
+def toml_key(name: str) -> str:
+    """Returns a key as TOML writes it, in quotes if it needs them."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Returns a value as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace(
-            "\x7f", r"\u007f"
-        )  # the one character that TOML escapes and JSON does not
+        text = json.dumps(value, ensure_ascii=False)
+        return text.replace("\x7f", r"\u007f")  # TOML escapes this character, JSON does not
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(toml_value, value))}]"
     raise ConfigError(
-        f"recipe: {value!r} cannot be written as TOML; valid: a text, a number, true or false, a list of these"
+        f"recipe: {value!r} cannot be written as TOML; "
+        "valid: a text, a number, true or false, a list of these"
     )
 
 
 def override(
     tables: dict[str, dict[str, Any]], assignments: Iterable[str]
 ) -> dict[str, dict[str, Any]]:
-    """Tables with assignments such as "method.lr=0.02" applied. Values are read as TOML; what is not TOML is a text."""
+    """Returns a copy of the tables with assignments such as "method.lr=0.02" applied.
+
+    Values are read as TOML. A value that is not TOML is a text.
+    """
     changed = {
         name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()
     }
@@ -250,7 +293,7 @@ def override(
 
 
 def read_value(text: str) -> Any:
-    """A value as TOML writes it; what is not TOML is a text."""
+    """Reads a value as TOML writes it; returns the text itself if it is not TOML."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -258,7 +301,10 @@ def read_value(text: str) -> Any:
 
 
 def make_recipe(tables: Mapping[str, Any]) -> Recipe:
-    """Checks tables and gives the recipe. Every mistake is a ConfigError that names table, key and what would be valid."""
+    """Checks tables and returns the recipe.
+
+    Every mistake is a ConfigError that names the table, the key and the valid values.
+    """
     for name, content in tables.items():
         if name not in (*TABLES, "method"):
             raise unknown("table of a recipe:", name, (*TABLES, "method"))
@@ -268,7 +314,9 @@ def make_recipe(tables: Mapping[str, Any]) -> Recipe:
     method = given["method"].pop("name", "fedavg")
     if not isinstance(method, str):
         raise ConfigError(f"method.name is {method!r}, must be a text")
-    method_fields = {f.name: f for f in fields(method_class(method, given["method"]))}
+    cls = method_class(method, given["method"])
+    require_unreserved(cls, method)
+    method_fields = {f.name: f for f in fields(cls)}
     for key, value in given["method"].items():
         if key not in method_fields:
             raise unknown(f"setting of method {method!r}:", key, method_fields)
@@ -282,12 +330,15 @@ def make_recipe(tables: Mapping[str, Any]) -> Recipe:
     built = {name: table(name, TABLES[name], given[name]) for name in TABLES}
     for spec in built["model"].name.split(","):
         parse_spec(spec.strip().lower())
-    chosen_evaluation(method_class(method, given["method"]), method, built["run"].evaluation)
+    chosen_evaluation(cls, method, built["run"].evaluation)
     return Recipe(method=method, method_settings=given["method"], options=options, **built)
 
 
 def table(name: str, cls: Any, given: Any) -> Any:
-    """A table of a TOML file as the dataclass that describes it; a ConfigError that names table, key and what would be valid."""
+    """Returns a table of a TOML file as the dataclass that describes it.
+
+    Raises a ConfigError that names the table, the key and the valid values.
+    """
     if not isinstance(given, Mapping):
         raise ConfigError(f"{name} is {given!r}, must be a table: [{name}]")
     known = {f.name: f for f in fields(cls)}

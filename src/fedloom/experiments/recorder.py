@@ -1,4 +1,4 @@
-"""Recorder: keeps what happens in a run, in memory or in its folder, and resumes it."""
+"""Recorder: records a run, in memory or in its folder, and resumes it."""
 
 from __future__ import annotations
 
@@ -36,48 +36,87 @@ from fedloom.experiments.trackers import Begun, Tracking
 from fedloom.nn import metrics
 from fedloom.privacy.secure_aggregation import aggregation_for
 
+OnRound: TypeAlias = Callable[[dict[str, Any], int], None]  # a history entry, number of rounds
+OnStart: TypeAlias = Callable[[dict[str, Any]], None]  # `engine` and `engine_details`
 Scores: TypeAlias = dict[str, float | None]
+_PACKAGES = (
+    "fedloom",
+    "torch",
+    "torch_geometric",
+    "numpy",
+    "scipy",
+    "scikit-network",
+    "pymetis",
+    "safetensors",
+    "cryptography",
+)
 
 
 class Recorder:
-    """Keeps what happens in a run, line by line in its folder if it has one: whatever ends the run, the folder can be read."""
+    """Records a run. Its folder, if it has one, is readable however the run ends.
+
+    Attributes:
+        roster: The clients and their sizes.
+        settings: The run settings.
+        folder: The run folder; None keeps everything in memory.
+        config: The run's origin, as config.json keeps it.
+        predicted_mb: The predicted peak of memory.
+        partition: Label counts per client, in a simulation.
+        joint_artifacts: Returns the artifacts of all clients together, in a simulation.
+        tracking: The trackers.
+        history: The entries so far.
+        planned: The number of rounds.
+    """
 
     def __init__(
         self,
         roster: Roster,
         settings: RunSettings,
         folder: Path | None,
-        on_round: Any,
-        on_start: Any = None,
+        on_round: OnRound | None,
+        on_start: OnStart | None = None,
     ):
         self.roster, self.settings, self.folder = roster, settings, folder
         self.on_round, self.on_start = on_round, on_start
         self.config: dict[str, Any] = {}
-        self.predicted_mb = 0.0  # peak of memory, as it was foreseen
-        self.partition: dict[str, Any] = {}  # label counts per client, in a simulation
-        self.joint_artifacts: Callable[[], Message] = (
-            dict  # of all clients together, in a simulation
-        )
+        self.predicted_mb = 0.0
+        self.partition: dict[str, Any] = {}
+        self.joint_artifacts: Callable[[], Message] = dict
         self.tracking = Tracking()
         self.history = History(folder, settings.patience)
         self.planned = 0
         self._made: Engine | None = None
         self._evaluation: dict[str, Any] = {}
-        self._pending: tuple[Checkpoint, Ledger] | None = (
-            None  # read, and to be put back when the round loop begins
-        )
+        # A checkpoint and its ledger, from reading them until the rounds begin.
+        self._pending: tuple[Checkpoint, Ledger] | None = None
 
     @property
     def engine(self) -> Engine:
-        """The engine of the run; it exists while the run is executed."""
+        """The engine. It exists while the run executes."""
         assert self._made is not None
         return self._made
 
     def execute(
-        self, name: str, method: Method, facts: Facts, make: Callable[[], Engine], resume: bool, seconds_loading: float
-    ) -> Result:  # fmt: skip
-        """Runs the method in the engine that `make` gives, and writes the folder; also when it ends by an error or Ctrl-C, which is
-        raised again."""
+        self,
+        name: str,
+        method: Method,
+        facts: Facts,
+        make: Callable[[], Engine],
+        resume: bool,
+        seconds_loading: float,
+    ) -> Result:
+        """Runs the method and writes the folder.
+
+        The folder is also written if the run ends by an error or a signal, which is raised again.
+
+        Args:
+            name: The method's name.
+            method: The method.
+            facts: What every party knows.
+            make: Returns the engine.
+            resume: Continue the run in the folder.
+            seconds_loading: The time that loading the data took.
+        """
         self.name = name
         settings = self.settings
         evaluated = chosen_evaluation(method, name, settings.evaluation)
@@ -102,13 +141,11 @@ class Recorder:
                 return read_run(self.folder)
             self._reopen(self.folder)
         elif self.folder:
-            _put_json(self.folder / "config.json", self.config)
+            _write_json(self.folder / "config.json", self.config)
         if self.folder and self.partition:
-            _put_json(self.folder / PARTITION, self.partition)
-        kept = (
-            entries(self.folder) if self.folder and resume else ()
-        )  # read one by one, and only if somebody wants to know
-        self.tracking.begin(Begun(self.config, self.roster.about, name, self.folder), kept)
+            _write_json(self.folder / PARTITION, self.partition)
+        earlier = entries(self.folder) if self.folder and resume else ()  # read only if tracked
+        self.tracking.begin(Begun(self.config, self.roster.about, name, self.folder), earlier)
         self.server = server = Server(
             method, facts, self._call, policy, self, aggregation_for(facts)
         )
@@ -123,12 +160,14 @@ class Recorder:
                 crash_point("nothing-asked")
                 method.run(server)
                 self.engine.finish()
-            except BaseException as error:  # noqa: BLE001  (it is raised as soon as the folder is in order)
+            except BaseException as error:  # noqa: BLE001  (raised below, after the folder is written)
                 failure = error
             gc.unfreeze()
             with deferred_signals():
                 result, failure = self._finish(server, failure, evaluated)
-        del self.server  # it knows this recorder: in a circle, both would keep all graphs until Python looks for garbage
+        # The server refers to this recorder. The cycle would keep all graphs in memory until the
+        # next garbage collection.
+        del self.server
         try:
             self.tracking.end(result.summary)
         finally:
@@ -137,14 +176,13 @@ class Recorder:
         return result
 
     def _reopen(self, folder: Path) -> None:
-        """Cuts the folder's files back to where the run goes on: to its checkpoint, to nothing if it has none."""
+        """Truncates the folder's files to the checkpoint; to nothing if there is none."""
         found = checkpoint.read(folder)
         if found:
             self._pending = found, self._read_records(folder, found)
-        (folder / "summary.json").unlink(
-            missing_ok=True
-        )  # of the run that stopped; killed from here on, it is unfinished
-        self.history.cut()
+        # This summary is of the stopped run. If the process is killed now, the run is unfinished.
+        (folder / "summary.json").unlink(missing_ok=True)
+        self.history.truncate()
         (self._pending[1] if self._pending else Ledger()).write(folder)
 
     def _call(self, phase: str, messages: dict[str, Message]) -> Mapping[str, Message | Absent]:
@@ -155,26 +193,29 @@ class Recorder:
         return answers
 
     def _engine(self) -> dict[str, Any]:
-        about = self._made.details() if self._made else {}
+        details = self._made.details() if self._made else {}
         return {
             "engine": self.settings.engine,
-            "engine_details": {"threads": self.settings.threads, **about},
+            "engine_details": {"threads": self.settings.threads, **details},
         }
 
     # ---- called by the server ----
     def entered_rounds(self, server: Server, count: int) -> int:
-        """The loop begins: set-up is over; after a resume, put everything back to the checkpoint."""
+        """The set-up is over. Returns the number of finished rounds.
+
+        After a resume it restores the checkpoint.
+        """
         self.planned = count
         self._loop_began = time.perf_counter()
         self.seconds["setup"] = self._loop_began - self._began
-        gc.freeze()  # what is there stays: of a thousand clients, Python need not look for garbage again and again
+        gc.freeze()  # clients stay: the collector need not visit a thousand of them again and again
         if self._pending is None:
-            self._write_down(server)
+            self._append(server)
             return 0
-        return self._put_back(server)
+        return self._restore(server)
 
     def evaluated(self, server: Server, replies: Replies, stage: str) -> None:
-        """Turns the clients' confusion matrices into scores, each client's and averaged."""
+        """Turns the clients' confusion matrices into scores of each client and averages."""
         columns = metrics.all_scores(*(replies.stack(name) for name in ("val", "test", "auc")))
         rows: list[dict[str, Any]] = [
             {"id": c, **dict(zip(columns, values, strict=True))}
@@ -189,7 +230,7 @@ class Recorder:
         self._note(server, stage, weighted, plain, {"clients": rows})
 
     def evaluated_in_sum(self, server: Server, total: Message, stage: str) -> None:
-        """The averages alone: in a secure run nobody learns a client's scores."""
+        """Records averages. In a secure run the server does not see a client's scores."""
         self._note(server, stage, *metrics.added_scores(total["scores"]), {})
 
     def _note(
@@ -205,7 +246,7 @@ class Recorder:
             self._close_entry(server)
 
     def finished_round(self, server: Server) -> bool:
-        """Writes the round down; tells whether patience has run out."""
+        """Records the round. Returns whether the run stops early."""
         crash_point("round-unclosed")
         self._close_entry(server)
         every = self.settings.checkpoint_every
@@ -228,13 +269,13 @@ class Recorder:
         entry |= server.absences.report()
         self._evaluation = {}
         if self._pending is not None:
-            return  # set-up is being done again, and this was written down the first time
-        self._write_down(server, entry)
+            return  # a resumed run repeats its set-up, which is in the history already
+        self._append(server, entry)
         self.tracking.add(entry)
         if self.on_round:
             self.on_round(entry, self.planned)
 
-    def _write_down(self, server: Server, entry: dict[str, Any] | None = None) -> None:
+    def _append(self, server: Server, entry: dict[str, Any] | None = None) -> None:
         with deferred_signals():
             if entry is not None:
                 self.history.add(entry)
@@ -244,7 +285,10 @@ class Recorder:
     def _finish(
         self, server: Server, failure: BaseException | None, evaluation: str
     ) -> tuple[Result, BaseException | None]:
-        """Writes what is left to write. Gives the result, and what ended the run if it is not completed."""
+        """Writes models, artifacts and summary.
+
+        Returns the result, and the error that ended the run if it did not complete.
+        """
         now = time.perf_counter()
         self.seconds["evaluate"] = server.seconds_evaluating
         self.seconds["train"] = max(0.0, now - self._loop_began - server.seconds_evaluating)
@@ -253,86 +297,109 @@ class Recorder:
         try:
             if self._pending is None:
                 final = self._models(server)
-                self._keep_models(server, final)
+                self._write_models(server, final)
                 if self.folder and failure is None:
-                    self._keep_exhibits(self.folder)
-            else:  # a resume that ended in set-up: all is as the checkpoint says
+                    self._write_artifacts(self.folder)
+            else:  # a resumed run that ended in its set-up: the records are as in the checkpoint
                 self._put_back_records(server)
-        except Exception as error:  # noqa: BLE001  (it is raised unless another one was first; the summary has to be written)
+        except Exception as error:  # noqa: BLE001  (raised after the summary is written)
             failure = _first_of(failure, error)
         summary = self._summary(server, failure, evaluation)
         if self.folder:
             try:
-                _put_json(self.folder / "summary.json", summary)
+                _write_json(self.folder / "summary.json", summary)
             except OSError as error:
                 failure = _first_of(failure, error)
         return Result(summary, final, self.folder, self.history.entries), failure
 
     def _models(self, server: Server) -> dict[str, Message]:
         final = self._made.models() if self._made else {}
-        return (
-            {**final, "server": server.state["model"]}
-            if isinstance(server.state.get("model"), dict)
-            else final
-        )
+        common = server.state.get("model")
+        return {**final, "server": common} if isinstance(common, dict) else final
 
-    def _keep_models(self, server: Server, final: Mapping[str, Message]) -> None:
-        """The ledger's last rows, and everybody's model."""
+    def _write_models(self, server: Server, final: Mapping[str, Message]) -> None:
+        """Writes the last rows of the ledger, and the models of all clients and the server."""
         if not self.folder:
             return
         server.ledger.write(self.folder)
-        _put_tensors(self.folder / "models", final)
+        _write_tensors(self.folder / "models", final)
 
-    def _keep_exhibits(self, folder: Path) -> None:
-        """For pictures: what clients have to show of themselves, a file each, and what there is to show of all. Often nothing."""
-        if shown := self.engine.artifacts():
-            _put_tensors(folder / "artifacts", shown)
-        if of_all := self.joint_artifacts():
-            write_atomic(folder / "artifacts.safetensors", _as_bytes(of_all))
+    def _write_artifacts(self, folder: Path) -> None:
+        """Writes the artifacts for figures: a file per client, and one of all clients together."""
+        if of_clients := self.engine.artifacts():
+            _write_tensors(folder / "artifacts", of_clients)
+        if joint := self.joint_artifacts():
+            write_atomic(folder / "artifacts.safetensors", _as_bytes(joint))
 
     def _summary(
         self, server: Server, failure: BaseException | None, evaluation: str
     ) -> dict[str, Any]:
-        at_best, last = self.history.scored()
-        self.history.absences.add(server.absences.report())  # of a round that was not finished
+        best, last = self.history.scored()
+        self.history.absences.add(server.absences.report())  # of an unfinished round
         about = self.roster.about
+        means = [m for m in metrics.METRICS if m != "val_accuracy"]
         return {
-            "format": FORMAT, **_ending(failure),
-            "method": self.name, "dataset": about["dataset"],
-            "partition": about.get("partition"), "clients": about["clients"],
-            "model": self.config.get("model", {}).get("name"), "seed": self.settings.seed, **self._engine(),
-            "task": self.roster.task, "evaluation": evaluation,
-            "rounds": self.history.round, "best_round": at_best.get("round"),
-            **{m: at_best.get(m) for m in metrics.METRICS},
-            **{f"{m}_mean": at_best.get(f"{m}_mean") for m in metrics.METRICS if m != "val_accuracy"},
+            "format": FORMAT,
+            **_ending(failure),
+            "method": self.name,
+            "dataset": about["dataset"],
+            "partition": about.get("partition"),
+            "clients": about["clients"],
+            "model": self.config.get("model", {}).get("name"),
+            "seed": self.settings.seed,
+            **self._engine(),
+            "task": self.roster.task,
+            "evaluation": evaluation,
+            "rounds": self.history.round,
+            "best_round": best.get("round"),
+            **{m: best.get(m) for m in metrics.METRICS},
+            **{f"{m}_mean": best.get(f"{m}_mean") for m in means},
             "final_accuracy": last.get("accuracy"),
-            "per_client": self._per_client(at_best),
+            "per_client": self._per_client(best),
             "without_training_items": self.roster.without_training,
-            "secure": server.aggregation.summary(server), "notes": server.notes, **self.history.absences.summary(),
-            "traffic": server.ledger.traffic(), "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
+            "secure": server.aggregation.summary(server),
+            "notes": server.notes,
+            **self.history.absences.summary(),
+            "traffic": server.ledger.traffic(),
+            "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
             "memory_predicted_mb": round(self.predicted_mb, 1),
             "peak_rss_mb": round(self._made.peak_mb() if self._made else peak_memory() / 2**20, 1),
-            "history_hash": server.history_hash.hex(), "versions": _versions(), "config": self.config,
-        }  # fmt: skip
+            "history_hash": server.history_hash.hex(),
+            "versions": _versions(),
+            "config": self.config,
+        }
 
-    def _per_client(self, at_best: dict[str, Any]) -> list[dict[str, Any]]:
-        scored = {row["id"]: row for row in at_best.get("clients", [])}
-        return [
-            {
-                "id": held.name, **{count: getattr(held, count) for count in ("nodes", "items", "train", "val", "test")},
-                "accuracy": scored.get(held.name, {}).get("accuracy"), "f1": scored.get(held.name, {}).get("f1_macro"),
-                **{m: scored.get(held.name, {}).get(m) for m in ("f1_macro", "f1_present", "f1_weighted", "auc", "val_accuracy")},
-            }
-            for held in self.roster.sizes
-        ]  # fmt: skip
+    def _per_client(self, best: dict[str, Any]) -> list[dict[str, Any]]:
+        counts = ("nodes", "items", "train", "val", "test")
+        scores = ("f1_macro", "f1_present", "f1_weighted", "auc", "val_accuracy")
+        scored = {row["id"]: row for row in best.get("clients", [])}
+        rows = []
+        for size in self.roster.sizes:
+            row = scored.get(size.name, {})
+            rows.append(
+                {
+                    "id": size.name,
+                    **{count: getattr(size, count) for count in counts},
+                    "accuracy": row.get("accuracy"),
+                    "f1": row.get("f1_macro"),
+                    **{m: row.get(m) for m in scores},
+                }
+            )
+        return rows
 
     # ---- checkpoints ----
     def _save_checkpoint(self, folder: Path, server: Server) -> None:
-        """Everything the next round depends on, and how far history and ledger were; they are on the disk before it says so."""
+        """Saves everything that the next round depends on, and the sizes of history and ledger.
+
+        History and ledger are flushed to the disk first.
+        """
         about = {
-            "round": server.round, "hash": server.history_hash.hex(), "notes": server.notes,
-            "bytes": {"history": self.history.sync(), "ledger": server.ledger.sync()}, "absences": server.absences.saved(),
-        }  # fmt: skip
+            "round": server.round,
+            "hash": server.history_hash.hex(),
+            "notes": server.notes,
+            "bytes": {"history": self.history.sync(), "ledger": server.ledger.sync()},
+            "absences": server.absences.saved(),
+        }
         state = snapshot(
             {
                 "server": {"state": server.state, "streams": server.streams},
@@ -343,17 +410,21 @@ class Recorder:
             checkpoint.write(folder, Checkpoint(about, state))
 
     def _require_same_run(self, folder: Path) -> None:
+        """Raises a ConfigError if the run in the folder has another seed, or differs in `secure`.
+
+        The engine and the number of rounds may differ.
+        """
         of_run = read_config(folder).get("run", {})
-        for key in ("seed", "secure"):  # an engine or a number of rounds may be another
+        for key in ("seed", "secure"):
             if (was := of_run.get(key)) != getattr(self.settings, key):
                 raise ConfigError(
                     f"resume: the run in {str(folder)!r} has run.{key} = {json.dumps(was)}"
                 )
 
     def _read_records(self, folder: Path, found: Checkpoint) -> Ledger:
-        """History and ledger as they were at the checkpoint."""
+        """Reads history and ledger as they were at the checkpoint."""
         try:
-            self.history.go_on_from(found.about["bytes"]["history"])
+            self.history.resume(found.about["bytes"]["history"])
             return Ledger.read(folder, found.about["bytes"]["ledger"])
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise DataError(f"resume: {str(folder)!r} is damaged ({error})") from error
@@ -364,31 +435,32 @@ class Recorder:
         server.history_hash, server.notes = bytes.fromhex(found.about["hash"]), found.about["notes"]
         return found
 
-    def _put_back(self, server: Server) -> int:
-        server.catch_up()  # before the ledger is put back: this, too, was written down the first time
+    def _restore(self, server: Server) -> int:
+        """Restores the checkpoint. Returns its round."""
+        server.catch_up()  # before the ledger is restored, which contains this exchange already
         found = self._put_back_records(server)
-        kept = found.state.get("server", {})
-        restore(server.state, kept.get("state", {}))
-        for purpose, state in kept.get("streams", {}).items():
+        of_server = found.state.get("server", {})
+        restore(server.state, of_server.get("state", {}))
+        for purpose, state in of_server.get("streams", {}).items():
             server.rng(purpose).set_state(state)
         self.engine.restore(found.state.get("clients", {}))
         server.seconds_evaluating, server.over = 0.0, self.history.out_of_patience()
         return int(found.about["round"])
 
 
-def _put_json(path: Path, content: Mapping[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_atomic(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def _put_tensors(place: Path, messages: Mapping[str, Message]) -> None:
-    """Puts messages into a folder, each in a file that is named after its owner."""
+def _write_tensors(place: Path, messages: Mapping[str, Message]) -> None:
+    """Writes messages into a folder, each into a file with its owner's name."""
     place.mkdir(exist_ok=True)
 
-    def keep(owner: str) -> None:
+    def write(owner: str) -> None:
         write_atomic(place / f"{owner}.safetensors", _as_bytes(messages[owner]), place.name)
 
-    with ThreadPoolExecutor(16) as pool:  # a disk is as long with one file as with many at a time
-        list(pool.map(keep, messages))
+    with ThreadPoolExecutor(16) as pool:  # flushing many files takes as long as flushing one
+        list(pool.map(write, messages))
 
 
 def _as_bytes(message: Message) -> bytes:
@@ -396,37 +468,23 @@ def _as_bytes(message: Message) -> bytes:
 
 
 def _ending(failure: BaseException | None) -> dict[str, str]:
-    """How a run ended, for its summary: completed, stopped from outside, or failed."""
+    """Returns the summary's `status`: completed, stopped from outside, or failed; and `cause`."""
     if failure is None:
         return {"status": "completed"}
-    if isinstance(failure, KeyboardInterrupt | SystemExit):
-        return {
-            "status": "stopped",
-            "cause": "interrupted" if isinstance(failure, KeyboardInterrupt) else "terminated",
-        }
+    if isinstance(failure, KeyboardInterrupt):
+        return {"status": "stopped", "cause": "interrupted"}
+    if isinstance(failure, SystemExit):
+        return {"status": "stopped", "cause": "terminated"}
     return {"status": "failed", "cause": f"{type(failure).__name__}: {failure}"}
 
 
 def _first_of(earlier: BaseException | None, error: Exception) -> BaseException:
-    """What ended a run when several things went wrong: the first of them, with a note of the other."""
+    """Returns the first of several errors that ended a run, with a note of the other."""
     if earlier is None:
         return error
-    earlier.add_note(
-        f"and then, while the folder was put in order: {type(error).__name__}: {error}"
-    )
+    earlier.add_note(f"and then, while the folder was written: {type(error).__name__}: {error}")
     return earlier
 
 
 def _versions() -> dict[str, str]:
-    packages = (
-        "fedloom",
-        "torch",
-        "torch_geometric",
-        "numpy",
-        "scipy",
-        "scikit-network",
-        "pymetis",
-        "safetensors",
-        "cryptography",
-    )
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}

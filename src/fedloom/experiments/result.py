@@ -1,4 +1,4 @@
-"""Result: what a run gives, in memory or read back from its folder."""
+"""Result: the outcome of a run, in memory or read from its folder."""
 
 from __future__ import annotations
 
@@ -17,23 +17,31 @@ from fedloom.experiments.run_folder import read_config, read_history, read_summa
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gives. `summary` is what `--json` prints; the properties are its most used entries."""
+    """The outcome of a run.
+
+    Attributes:
+        summary: What `--json` prints. The properties are its most used entries.
+        models: {client: weights}, and the server's under "server".
+        folder: The run folder, if there is one.
+        entries: The history of a run without a folder.
+    """
 
     summary: dict[str, Any]
     models: dict[str, Message] = field(default_factory=dict, repr=False)
     folder: Path | None = None
-    entries: list[dict[str, Any]] = field(
-        default_factory=list, repr=False
-    )  # of the history, if there is no folder to read it from
+    entries: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     @cached_property
     def history(self) -> list[dict[str, Any]]:
-        """An entry for each round, and for each evaluation outside of the rounds; read from the folder when first asked for."""
+        """An entry for each round, and for each evaluation outside of rounds.
+
+        It is read from the folder when first used.
+        """
         return read_history(self.folder) if self.folder else self.entries
 
     @property
     def accuracy(self) -> float | None:
-        """Test accuracy at the round with the best validation accuracy, weighted by the clients' sizes."""
+        """Test accuracy at the best validation round, clients weighted by size."""
         return self.summary["accuracy"]
 
     @property
@@ -43,18 +51,21 @@ class Result:
 
     @property
     def traffic(self) -> dict[str, Any]:
-        """Bytes and scalars up and down, in all and per phase."""
+        """Bytes and scalars up and down, in total and per phase."""
         return self.summary["traffic"]
 
 
 def read_run(folder: str | Path) -> Result:
-    """Reads a run folder back, also one of a run that was stopped or killed. DataError if it is not one or is damaged."""
+    """Reads a run folder, also one of a run that was stopped or killed.
+
+    Raises a DataError if it is not a run folder or is damaged.
+    """
     folder = Path(folder)
     summary = read_summary(folder)
     config = read_config(folder) if summary is None else summary["config"]
     try:
         history = read_history(folder)
-        kept = {
+        models = {
             path.stem: unflatten(load_file(path))
             for path in sorted((folder / "models").glob("*.safetensors"))
         }
@@ -66,4 +77,4 @@ def read_run(folder: str | Path) -> Result:
             "config": config,
             "rounds": history[-1]["round"] if history else 0,
         }
-    return Result(summary, kept, folder)
+    return Result(summary, models, folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -16,14 +16,14 @@ from fedloom._system import retained_memory
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts
 from fedloom.core.method import Method
-from fedloom.core.registry import make_method, method_class, name_of
+from fedloom.core.registry import make_method, name_of
 from fedloom.data.federation import Federation, Roster
 from fedloom.data.statistics import label_counts
 from fedloom.engines import engine_class
 from fedloom.engines.base import Engine
 from fedloom.errors import ConfigError
 from fedloom.experiments import memory_estimate
-from fedloom.experiments.recorder import Recorder
+from fedloom.experiments.recorder import OnRound, OnStart, Recorder
 from fedloom.experiments.result import Result
 from fedloom.experiments.run_folder import read_config
 from fedloom.experiments.settings import RunSettings
@@ -31,12 +31,9 @@ from fedloom.experiments.trackers import Track, Tracking
 from fedloom.nn.build import parse_spec
 from fedloom.privacy.secure_aggregation import require_cohort, responder_for
 
-OnRound = Callable[[dict[str, Any], int], None]  # a history entry, and the number of rounds
-OnStart = Callable[[dict[str, Any]], None]  # the summary's `engine` and `engine_details`
-
 
 def run(
-    method: str | Method,
+    method: str | Mapping[str, Any] | Method,
     federation: Federation,
     *,
     model: str = "gcn",
@@ -54,12 +51,13 @@ def run(
     """Runs a method on a federation.
 
     Args:
-        method: A name ("fedavg"), a path to a method file, or a Method.
+        method: A name ("fedavg"), a path to a method file, a Method, or the [method] table of a
+            recipe: {"name": "fedavg", "lr": 0.01}.
         federation: The parties' graphs.
         model: A spec ("gcn", "gcn-4x128"), or several separated by commas. The clients get them in
             turn.
         dropout: Share of hidden units dropped in training.
-        settings: How the run is carried out. The default is `RunSettings()`.
+        settings: Engine, seed, participation and so on. The default is `RunSettings()`.
         out: A folder for the run.
         on_round: Called with each history entry and the number of rounds.
         on_start: Called when the engine is ready.
@@ -70,13 +68,12 @@ def run(
         seconds_loading: Time that loading and dividing took; given by recipes.
         options: Fields of the method (`lr=0.01`) or of RunSettings (`seed=0`). A name that both
             have is an error.
+
+    Returns:
+        The scores, models and traffic of the run.
     """
-    of_run, of_method = _sorted_options(method, options)
+    name, chosen, of_run = _resolve_method(method, options)
     settings = replace(settings or RunSettings(), **of_run)
-    if isinstance(method, Method):
-        name, chosen = name_of(method), method
-    else:
-        name, chosen = method, make_method(method, of_method)
     divided, federation = federation, (federation.merged() if chosen.centralized else federation)
     federation.check()
     facts = agree_on_facts(chosen, name, federation.roster, model, dropout, settings)
@@ -101,36 +98,57 @@ def run(
         return recorder.execute(name, chosen, facts, engine, resume, seconds_loading)
 
 
-def _sorted_options(
-    method: str | Method, options: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the options that are run settings, and those that are the method's."""
-    of_run = {f.name for f in fields(RunSettings)}
-    base = options["base"] if "base" in options else None
-    cls = (
-        type(method)
-        if isinstance(method, Method)
-        else method_class(method, {"base": base} if base else {})
-    )
-    own = {f.name for f in fields(cls)}
-    arguments = {p.name for p in inspect.signature(run).parameters.values()} - {"options"}
-    for key in sorted(own & arguments):
-        raise ConfigError(
-            f"method: its setting {key!r} has the name of an argument of fedloom.run; rename it"
-        )
-    for key in options:
-        if key in of_run and key in own:
+def _resolve_method(
+    method: str | Mapping[str, Any] | Method, options: Mapping[str, Any]
+) -> tuple[str, Method, dict[str, Any]]:
+    """Returns the method's name, the method, and the options that are run settings.
+
+    Raises a ConfigError if an option could be a setting of the method or of the run.
+    """
+    known = {f.name for f in fields(RunSettings)}
+    of_run = {key: value for key, value in options.items() if key in known}
+    of_method = {key: value for key, value in options.items() if key not in known}
+    if not isinstance(method, str):
+        for key in of_method:
             raise ConfigError(
-                f"{key} is a setting of the method and of the run; pass "
-                f"settings=fedloom.RunSettings({key}=...) or a Method object with {key}=..."
+                f"{key}: the method is given with all its settings, as an object or a table; "
+                f"set {key} there. Valid options here: {', '.join(sorted(known))}"
             )
-    given = {key: value for key, value in options.items() if key not in of_run}
-    if isinstance(method, Method) and given:
-        raise ConfigError(
-            f"method is given as an object; its settings {', '.join(given)} belong in its "
-            "constructor"
-        )
-    return {key: value for key, value in options.items() if key in of_run}, given
+    if isinstance(method, Method):
+        name, chosen = name_of(method), method
+    else:
+        table = {"name": method, **of_method} if isinstance(method, str) else dict(method)
+        name = table.pop("name", None)
+        if not isinstance(name, str):
+            raise ConfigError(f"method.name is {name!r}, must be a text")
+        chosen = make_method(name, table)
+    require_unreserved(type(chosen), name)
+    own = {f.name for f in fields(chosen)}
+    for key in of_run:
+        if key in own:
+            raise ConfigError(
+                f"{key} is a setting of method {name!r} and of the run. Pass the run's as "
+                f"settings=fedloom.RunSettings({key}=...), and the method's in a table: "
+                f'fedloom.run({{"name": {name!r}, "{key}": ...}}, ...)'
+            )
+    return name, chosen, of_run
+
+
+def require_unreserved(method: type[Method], name: str) -> None:
+    """Raises a ConfigError if a setting of the method has a reserved name.
+
+    The arguments of `run` are reserved: it would take an option of that name for its own. So is
+    "name", which chooses the method in a [method] table.
+    """
+    arguments = {p.name for p in inspect.signature(run).parameters.values()} - {"options"}
+    reserved = sorted({*arguments, "name"})
+    own = {f.name for f in fields(method)}
+    for key in reserved:
+        if key in own:
+            raise ConfigError(
+                f"method {name!r}: its setting {key!r} has a reserved name; rename it. "
+                f"Reserved: {', '.join(reserved)}"
+            )
 
 
 def agree_on_facts(

@@ -1,4 +1,7 @@
-"""Run folders as whoever reads them later finds them: plain files. No torch, no live objects: reports and comparisons begin here."""
+"""Run folders: reads and checks their files.
+
+Reports and comparisons start here. This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,20 @@ from typing import Any, NamedTuple
 
 from fedloom.errors import DataError
 
-FORMAT = "fedloom-run/2"  # what a run folder's files hold, for who reads it later
-CONFIG, SUMMARY, HISTORY, PARTITION = (
-    "config.json",
-    "summary.json",
-    "history.jsonl",
-    "partition.json",
-)
+FORMAT = "fedloom-run/2"  # of the files in a run folder
+CONFIG, SUMMARY = "config.json", "summary.json"
+HISTORY, PARTITION = "history.jsonl", "partition.json"
+_REQUIRED = {
+    "method",
+    "dataset",
+    "clients",
+    "seed",
+    "per_client",
+    "traffic",
+    "seconds",
+    "rounds",
+    "accuracy",
+}
 
 
 class LeftOut(NamedTuple):
@@ -29,14 +39,17 @@ class LeftOut(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A completed run in a folder. The larger files are read when first asked for."""
+    """A completed run in a folder. The larger files are read when first used."""
 
     folder: Path
     summary: dict[str, Any]
 
     @cached_property
     def curve(self) -> list[dict[str, Any]]:
-        """The history without its clients: an entry for each round, and for each evaluation outside of the rounds."""
+        """The history without the clients' scores.
+
+        It has an entry for each round, and for each evaluation outside of rounds.
+        """
         return [
             {key: value for key, value in entry.items() if key not in ("clients", "participants")}
             for entry in entries(self.folder)
@@ -44,18 +57,18 @@ class Run:
 
     @cached_property
     def partition(self) -> dict[str, Any] | None:
-        """Who holds what; None if nobody was to know."""
+        """Label counts of each client; None for a run of a deployment, which does not know them."""
         path = self.folder / PARTITION
         return _read_object(path) if path.exists() else None
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the run was begun with, a recipe with every default filled in."""
+        """The run's origin: a recipe with every default."""
         return self.summary["config"]
 
     @property
     def knows_cross_edges(self) -> bool:
-        """Whether clients knew the edges to others that the division has cut: some methods work on them, others never see them."""
+        """Whether clients knew the edges between them. Some methods use them, others do not."""
         return any(
             self.config.get(table, {}).get("cross_edges") == "known"
             for table in ("partition", "data")
@@ -63,13 +76,13 @@ class Run:
 
 
 def gather(paths: Iterable[Path]) -> tuple[list[Run], list[LeftOut]]:
-    """The completed runs in these folders or below them, and what else is there with the reason why it is left out."""
+    """Returns the completed runs in or below folders, and the other run folders with a reason."""
     runs, left_out = [], []
     for path in paths:
-        found = find(path)
-        if not found:
+        folders = find(path)
+        if not folders:
             left_out.append(LeftOut(str(path), "there is no run folder"))
-        for folder in found:
+        for folder in folders:
             try:
                 runs.append(open_run(folder))
             except DataError as error:
@@ -78,7 +91,7 @@ def gather(paths: Iterable[Path]) -> tuple[list[Run], list[LeftOut]]:
 
 
 def find(path: Path) -> list[Path]:
-    """Run folders at or below a path, by name."""
+    """Returns the run folders at or below a path, sorted by name."""
     if is_run(path):
         return [path]
     inner = sorted(child for child in path.iterdir() if child.is_dir()) if path.is_dir() else []
@@ -86,47 +99,40 @@ def find(path: Path) -> list[Path]:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a run was begun in a folder."""
+    """Returns whether a folder holds a run, finished or not."""
     return (path / CONFIG).exists() or (path / SUMMARY).exists()
 
 
 def open_run(folder: Path) -> Run:
-    """The run in a folder, checked. DataError, with the reason alone, if it is not completed, damaged, or of another version."""
+    """Checks the run in a folder and returns it.
+
+    Raises a DataError, whose text is only the reason, if the run is not completed, damaged, or of
+    another version.
+    """
     try:
         summary = read_summary(folder)
         if summary is None:
             done = max((entry["round"] for entry in entries(folder)), default=0)
             raise DataError(f"unfinished: under way or killed, last round {done}")
         if summary["status"] != "completed":
-            raise DataError(
-                f"unfinished: {summary['status']}"
-                + (f" ({summary['cause']})" if summary.get("cause") else "")
-            )
+            cause = f" ({summary['cause']})" if summary.get("cause") else ""
+            raise DataError(f"unfinished: {summary['status']}{cause}")
         if summary.get("format") != FORMAT:
-            said = summary.get("format", "no format, so from before there were any")
+            found = summary.get("format", "no format, so from before there were any")
             raise DataError(
-                f"from another version: its summary says {said}, this one reads {FORMAT}"
+                f"from another version: its summary says {found}, this one reads {FORMAT}"
             )
         run = Run(folder, summary)
-        missing = {
-            "method",
-            "dataset",
-            "clients",
-            "seed",
-            "per_client",
-            "traffic",
-            "seconds",
-            "rounds",
-            "accuracy",
-        } - summary.keys()
+        missing = _REQUIRED - summary.keys()
         if missing:
             raise DataError(f"damaged: summary.json has no {', '.join(sorted(missing))}")
         last = max((entry["round"] for entry in run.curve), default=0)
         if last != summary["rounds"]:
             raise DataError(
-                f"damaged: history.jsonl ends with round {last}, summary.json with {summary['rounds']}"
+                f"damaged: history.jsonl ends with round {last}, "
+                f"summary.json with {summary['rounds']}"
             )
-        _ = run.sizes
+        _ = run.partition  # raises if it is damaged
     except DataError as error:
         raise DataError(str(error).removeprefix(f"run: {str(folder)!r} is ")) from error
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -135,7 +141,10 @@ def open_run(folder: Path) -> Run:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What the run in a folder was begun with. DataError if none was, or the file is damaged."""
+    """Returns the origin of the run in a folder.
+
+    Raises a DataError if the folder holds no run, or if the file is damaged.
+    """
     try:
         return _read_object(folder / CONFIG)
     except OSError as error:
@@ -147,7 +156,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """What a folder's summary.json says; None if there is none, because the run was killed or is still under way."""
+    """Returns the content of summary.json; None if the run was killed or is still under way."""
     try:
         summary = _read_object(folder / SUMMARY)
         if not {"status", "config"} <= summary.keys():
@@ -160,17 +169,20 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def is_completed(folder: Path) -> bool:
-    """Whether the run in a folder went to its end. DataError if its summary is damaged."""
+    """Returns whether the run in a folder completed. Raises a DataError if it is damaged."""
     return (read_summary(folder) or {}).get("status") == "completed"
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
-    """The entries in a run folder."""
+    """Returns the entries of the history in a run folder."""
     return list(entries(folder))
 
 
 def entries(folder: Path) -> Iterator[dict[str, Any]]:
-    """The entries one by one: those of a thousand clients take memory. A line without an end was being written when the run was killed."""
+    """Yields the entries of the history one by one: those of a thousand clients take memory.
+
+    Skips a last line without an end, which was being written when the run was killed.
+    """
     if not (folder / HISTORY).exists():
         return
     with open(folder / HISTORY) as file:

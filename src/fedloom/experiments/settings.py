@@ -1,4 +1,4 @@
-"""Run settings: how a run is carried out, whatever the method."""
+"""Run settings: seed, engine, participation, absences and so on, for any method."""
 
 from __future__ import annotations
 
@@ -27,24 +27,28 @@ class RunSettings:
     )
     evaluate_every: int = setting(1, "rounds between evaluations", at_least=1)
     patience: int = setting(
-        0, "stop after this many evaluations without a better validation accuracy (0 = never)",
+        0,
+        "stop after this many evaluations without a better validation accuracy (0 = never)",
         at_least=0,
-    )  # fmt: skip
+    )
     checkpoint_every: int = setting(0, "rounds between checkpoints (0 = none)", at_least=0)
     auc: bool = setting(False, "compute AUC also for more than two classes")
     upload: str = setting(
         "", "filters on weights sent to the server: float16, int8, topk=SHARE, or topk=SHARE,int8"
     )
     download: str = setting("", "filters on weights sent to the clients: float16 or int8")
-    secure: bool = setting(False, "the server learns masked sums of the replies and nothing else")
+    secure: bool = setting(False, "the server sees only masked sums of the replies")
     secure_threshold: float = setting(
-        2 / 3, "more than this share of a client's neighbourhood must stay to the end",
-        at_least=0.5, below=1,
-    )  # fmt: skip
+        2 / 3,
+        "more than this share of a client's neighbourhood must stay to the end",
+        at_least=0.5,
+        below=1,
+    )
     secure_neighbours: int = setting(
-        0, "clients that a client shares masks with (0 = all; about 100 for a thousand clients)",
+        0,
+        "clients that a client shares masks with (0 = all; about 100 for a thousand clients)",
         at_least=0,
-    )  # fmt: skip
+    )
     secure_bits: int = setting(64, "width of a masked number, 32 or 64", at_least=32, at_most=64)
     secure_range: float = setting(2.0**24, "largest absolute value that a client may add", above=0)
     threads: int = setting(1, "threads of a tensor operation", at_least=1, at_most=1024)
@@ -52,16 +56,19 @@ class RunSettings:
         0, "worker processes, in engines that have them (0 = as the cores allow)", at_least=0
     )
     quorum: float = setting(
-        1.0, "share of the asked clients that must answer; below 1 the others may be absent",
-        above=0, at_most=1,
-    )  # fmt: skip
+        1.0,
+        "share of the asked clients that must answer; below 1 the others may be absent",
+        above=0,
+        at_most=1,
+    )
     deadline: float = setting(
         0.0, "seconds that an exchange may take (0 = no limit; engines with deadlines)", at_least=0
     )
     grace: float = setting(
-        0.0, "seconds that the others have once a quorum has answered (0 = until the deadline)",
+        0.0,
+        "seconds that the others have once a quorum has answered (0 = until the deadline)",
         at_least=0,
-    )  # fmt: skip
+    )
     retries: int = setting(
         2, "how often absent clients are asked again before a round fails", at_least=0
     )
@@ -121,7 +128,13 @@ class RunSettings:
 
 
 def chosen_evaluation(method: Method | type[Method], name: str, asked: str) -> str:
-    """Returns which model is scored: the one asked for, or the method's default."""
+    """Returns which model is scored.
+
+    Args:
+        method: The method.
+        name: Its name, for the error message.
+        asked: "local", "global" or "common"; empty = the method's default.
+    """
     if asked and asked not in method.evaluations:
         raise unknown(f"run.evaluation for method {name!r}:", asked, method.evaluations)
     return asked or method.evaluations[0]

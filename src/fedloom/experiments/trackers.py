@@ -1,7 +1,9 @@
-"""Trackers: a run's rounds and result for TensorBoard and MLflow, beside its folder. One that fails is left behind: the run goes on.
+"""Trackers: send a run's rounds and result to TensorBoard and MLflow.
 
-`fedloom run --track tensorboard,mlflow`, or `fedloom.run(..., track="mlflow")`; "tensorboard+clients" has each client's scores too,
-"tensorboard:DIR" and "mlflow:URI" say where to. All numbers are the history's and the summary's, under the same names.
+Use `fedloom run --track tensorboard,mlflow`, or `fedloom.run(..., track="mlflow")`.
+"tensorboard+clients" adds each client's scores. "tensorboard:DIR" and "mlflow:URI" name the place.
+All numbers are those of the history and the summary, under the same names. If a tracker fails, the
+run goes on without it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import uuid
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
@@ -25,28 +27,43 @@ from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiments.history import Entry
 from fedloom.nn import metrics
 
-FILE = "tracking.json"  # in a run folder: who tracks it, and what they need to go on
+FILE = "tracking.json"  # in a run folder: its trackers, and what they need after a resume
 SCORES = (*metrics.METRICS, *(f"{m}_mean" for m in metrics.METRICS))
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A run that begins, or goes on; `remembered` is what `begin` gave the last time."""
+    """A run that starts or resumes.
+
+    Attributes:
+        config: The run's origin.
+        about: The federation: dataset, partition, clients.
+        method: The method's name.
+        folder: The run folder, if there is one.
+        remembered: What `Tracker.begin` returned the last time.
+    """
 
     config: Mapping[str, Any]
-    about: Mapping[str, Any]  # the federation: dataset, partition, clients
+    about: Mapping[str, Any]
     method: str
     folder: Path | None = None
     remembered: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """What the run is called where many are shown."""
+        """The name of the run in a list of runs."""
         return self.folder.name if self.folder else f"{self.method}-s{self.config['run']['seed']}"
 
 
 class Tracker(ABC):
-    """Base of all trackers, one's own too. Only `check` may refuse a run; what else goes wrong is a warning."""
+    """Base of all trackers, including your own.
+
+    Only `check` may refuse a run. Any other error of a tracker is a warning.
+
+    Attributes:
+        where: The place that `--track` names; empty = the default.
+        clients: Whether each client's scores are tracked too.
+    """
 
     name: ClassVar[str]
 
@@ -55,28 +72,40 @@ class Tracker(ABC):
 
     @property
     def spec(self) -> str:
-        """What `--track` would say."""
+        """The tracker as an argument of `--track`."""
         return f"{self.name}{'+clients' * self.clients}{f':{self.where}' if self.where else ''}"
 
-    def check(self, folder: Path | None, resume: bool) -> None:  # noqa: B027  (most take any run)
-        """Raises a ConfigError if a run in this folder cannot be tracked: before it starts."""
+    def check(self, folder: Path | None, resume: bool) -> None:  # noqa: B027  (most trackers accept any run)
+        """Raises a ConfigError, before the run starts, if it cannot be tracked."""
 
     @abstractmethod
     def begin(self, run: Begun) -> dict[str, Any]:
-        """The run begins or goes on. Gives what to remember for when it goes on another time."""
+        """The run starts or resumes. Returns what to remember for the next resume."""
 
     @abstractmethod
     def add(self, entry: Entry, step: int) -> None:
-        """An entry of the history; of a run that goes on, first all that are there already. step: where it is shown."""
+        """Adds an entry of the history. A resumed run adds its earlier entries first.
+
+        Args:
+            entry: The entry.
+            step: The position on the time axis.
+        """
 
     @abstractmethod
     def end(self, summary: Mapping[str, Any]) -> None:
-        """The run is over, well or not: `status` says so."""
+        """The run is over. The summary's `status` says how it ended."""
 
 
-# ---- what is told ----
+# ---- what is tracked ----
 def points(entry: Entry, clients: bool) -> dict[str, float]:
-    """An entry's numbers by name: scores, traffic so far, seconds, each client's scores if asked for. Scores of a later stage are apart."""
+    """Returns an entry's numbers by name: scores, traffic so far, seconds.
+
+    Scores of a later stage have a prefix.
+
+    Args:
+        entry: An entry of the history.
+        clients: Add each client's scores.
+    """
     stage = entry.get("stage", "train")
     before = "" if stage == "train" else f"{stage}/"
     found = {f"{before}scores/{m}": entry.get(m) for m in SCORES}
@@ -92,7 +121,7 @@ def points(entry: Entry, clients: bool) -> dict[str, float]:
 
 
 def result(summary: Mapping[str, Any]) -> dict[str, float]:
-    """A summary's numbers by name."""
+    """Returns a summary's numbers by name."""
     found = {
         f"summary/{key}": summary.get(key)
         for key in (*SCORES, "final_accuracy", "rounds", "best_round", "peak_rss_mb")
@@ -105,7 +134,10 @@ def result(summary: Mapping[str, Any]) -> dict[str, float]:
 def parameters(
     config: Mapping[str, Any], before: str = ""
 ) -> Iterator[tuple[str, bool | int | float | str]]:
-    """A config's values with the names that `--set` gives them; what is no number or text is JSON."""
+    """Yields a config's values under the names that `--set` uses.
+
+    Numbers and texts stay as they are. Other values become JSON.
+    """
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from parameters(value, f"{before}{key}.")
@@ -119,7 +151,7 @@ def parameters(
 
 
 def labels(summary: Mapping[str, Any], folder: Path | None) -> dict[str, str]:
-    """What is said of a run in words."""
+    """Returns the texts that describe a run."""
     said = {
         key: str(summary[key])
         for key in ("status", "cause", "method", "history_hash")
@@ -130,7 +162,10 @@ def labels(summary: Mapping[str, Any], folder: Path | None) -> dict[str, str]:
 
 # ---- TensorBoard ----
 class TensorBoard(Tracker):
-    """Writes an event file under RUN/tensorboard, or in `where`. `tensorboard --logdir runs` shows all runs there."""
+    """Writes an event file under RUN/tensorboard, or in `where`.
+
+    `tensorboard --logdir runs` shows all runs there.
+    """
 
     name = "tensorboard"
 
@@ -145,11 +180,13 @@ class TensorBoard(Tracker):
     def check(self, folder: Path | None, resume: bool) -> None:
         if not (self.where or folder):
             raise ConfigError(
-                "track: tensorboard needs a run folder (out), or a folder of its own: tensorboard:DIR"
+                "track: tensorboard needs a run folder (out), or a folder of its own: "
+                "tensorboard:DIR"
             )
         if self.where and not resume and any(Path(self.where).glob("events.out.tfevents.*")):
             raise ConfigError(
-                f"track: {self.where!r} holds the events of another run; choose another folder: tensorboard:DIR"
+                f"track: {self.where!r} holds the events of another run; "
+                "choose another folder: tensorboard:DIR"
             )
 
     def begin(self, run: Begun) -> dict[str, Any]:
@@ -159,13 +196,12 @@ class TensorBoard(Tracker):
 
         place = Path(self.where) if self.where else (run.folder or Path()) / "tensorboard"
         place.mkdir(parents=True, exist_ok=True)
-        if earlier := run.remembered.get(
-            "events"
-        ):  # all of it that counts is in the history, and is written again
+        if earlier := run.remembered.get("events"):
+            # The entries that count are in the history and are written again.
             (place / earlier).unlink(missing_ok=True)
         self._folder = run.folder
         path = place / f"events.out.tfevents.{int(time.time())}.{uuid.uuid4().hex[:8]}"
-        self._file = RecordWriter(open(path, "wb"))  # noqa: SIM115  (closed at the end)
+        self._file = RecordWriter(open(path, "wb"))  # noqa: SIM115  (closed in `end`)
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         self._write(
             Event(
@@ -198,21 +234,22 @@ class TensorBoard(Tracker):
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        told = Summary(
+        scalars = Summary(
             value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         )
-        self._write(Event(wall_time=time.time(), step=step, summary=told))
+        self._write(Event(wall_time=time.time(), step=step, summary=scalars))
 
     def _write(self, event: Any) -> None:
         self._file.write(event.SerializeToString())
-        self._file.flush()  # a run that is killed has shown all its rounds
+        self._file.flush()  # a killed run has written all its rounds
 
 
 # ---- MLflow ----
 class MLflow(Tracker):
-    """Makes an MLflow run at `where`, else at MLFLOW_TRACKING_URI, else in mlflow.db (SQLite) beside the run folders.
+    """Makes an MLflow run.
 
-    Its experiment is called after dataset and partition, unless `experiment` says otherwise.
+    It is made at `where`, else at MLFLOW_TRACKING_URI, else in mlflow.db (SQLite) in the folder of
+    the run folders. The experiment is `experiment`, or named after dataset and partition.
     """
 
     name = "mlflow"
@@ -220,10 +257,9 @@ class MLflow(Tracker):
     def __init__(self, where: str = "", clients: bool = False, experiment: str = ""):
         super().__init__(where, clients)
         self.experiment = experiment
-        self._uri = where or os.environ.get(
-            "MLFLOW_TRACKING_URI", ""
-        )  # in no file: there may be a password in it
-        # Nobody who runs a federation has asked for a report to MLflow's makers, or wants to wait for minutes until a server is given up.
+        # The URI is written to no file: it may contain a password.
+        self._uri = where or os.environ.get("MLFLOW_TRACKING_URI", "")
+        # No telemetry, and no waiting for minutes until a missing server is given up.
         for variable, value in {
             "DISABLE_TELEMETRY": "true",
             "HTTP_REQUEST_MAX_RETRIES": "2",
@@ -234,18 +270,15 @@ class MLflow(Tracker):
             () if self._uri and not self._uri.startswith("sqlite:") else ("sqlalchemy", "alembic")
         )
         _require("mlflow", "mlflow.tracking", *local)
-        logging.getLogger("mlflow.store.db.utils").setLevel(
-            logging.WARNING
-        )  # that it makes tables is no news
+        # Without this, MLflow logs each table that it creates.
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
 
     def begin(self, run: Begun) -> dict[str, Any]:
         from mlflow.tracking import MlflowClient
 
-        beside = (run.folder.parent if run.folder else Path()).resolve() / "mlflow.db"
-        self._client, self._folder = MlflowClient(self._uri or f"sqlite:///{beside}"), run.folder
-        self._logged: set[tuple[str, int]] = (
-            set()
-        )  # points that are there already, and are not to be there twice
+        database = (run.folder.parent if run.folder else Path()).resolve() / "mlflow.db"
+        self._client, self._folder = MlflowClient(self._uri or f"sqlite:///{database}"), run.folder
+        self._logged: set[tuple[str, int]] = set()  # points that MLflow has already
         if found := run.remembered.get("run_id"):
             self._id: str = found
             self._client.update_run(found, status="RUNNING")
@@ -286,7 +319,7 @@ class MLflow(Tracker):
     def _log(
         self, metrics: Sequence[Any] = (), params: Sequence[Any] = (), tags: Sequence[Any] = ()
     ) -> None:
-        """In pieces that a server takes."""
+        """Logs in batches that a server accepts."""
         from mlflow.entities import Metric, Param, RunTag
 
         now = int(time.time() * 1000)
@@ -308,7 +341,7 @@ class MLflow(Tracker):
 
 
 def _plain(name: str) -> str:
-    """A name as MLflow takes it: a client's may have other letters."""
+    """Returns a name in the characters that MLflow accepts."""
     return re.sub(r"[^\w./: -]", "_", name)
 
 
@@ -322,13 +355,16 @@ def _require(extra: str, *modules: str) -> None:
         ) from error
 
 
-# ---- all of a run ----
+# ---- the trackers of a run ----
 TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
 Track: TypeAlias = str | Tracker | Sequence[str | Tracker]
 
 
 def make_trackers(track: Track) -> list[Tracker]:
-    """Trackers by name ("tensorboard,mlflow+clients"), or as they are; ConfigError for an unknown one, or if its package is not there."""
+    """Returns trackers by name ("tensorboard,mlflow+clients"). Tracker objects stay as they are.
+
+    Raises a ConfigError for an unknown name, or if the tracker's package is not installed.
+    """
     given = [track] if isinstance(track, str | Tracker) else track
     specs = [
         part for each in given for part in (each.split(",") if isinstance(each, str) else [each])
@@ -351,7 +387,7 @@ def _make(spec: str) -> Tracker:
 
 
 def tracked(folder: Path) -> list[str]:
-    """What the run in a folder is tracked by, for when it goes on."""
+    """Returns the trackers of the run in a folder, for `--track`."""
     return list(_remembered(folder).get("track", ()))
 
 
@@ -368,7 +404,10 @@ def _remembered(folder: Path | None) -> dict[str, Any]:
 
 
 class Tracking:
-    """The trackers of one run. One that raises an error gets a line of warning and no further word; the run is never stopped by it."""
+    """The trackers of one run.
+
+    A tracker that raises an error is dropped with a warning. It never stops the run.
+    """
 
     def __init__(self, track: Track = ()):
         self.trackers = make_trackers(track)
@@ -379,29 +418,32 @@ class Tracking:
         for tracker in self.trackers:
             tracker.check(folder, resume)
 
-    def begin(self, run: Begun, kept: Iterable[Entry] = ()) -> None:
-        """The run begins, or goes on with what is kept of its history."""
+    def begin(self, run: Begun, earlier: Iterable[Entry] = ()) -> None:
+        """The run starts, or resumes with the entries that its history holds."""
         if not self.trackers:
             return
         before = _remembered(run.folder)
-        to_keep: dict[str, Any] = {
+        content: dict[str, Any] = {
             **before,
             "track": [t.spec for t in self.trackers if t.name in TRACKERS],
         }
 
         def begin(tracker: Tracker) -> None:
-            to_keep[tracker.name] = tracker.begin(
+            content[tracker.name] = tracker.begin(
                 replace(run, remembered=before.get(tracker.name) or {})
             )
 
         self._each(begin)
         if run.folder:
-            write_atomic(run.folder / FILE, (json.dumps(to_keep, indent=1) + "\n").encode())
-        for entry in kept:
+            write_atomic(run.folder / FILE, (json.dumps(content, indent=1) + "\n").encode())
+        for entry in earlier:
             self.add(entry)
 
     def add(self, entry: Entry) -> None:
-        """A further entry of the history. It is shown at its round; if its stage has several in one, at those that would follow."""
+        """Adds an entry of the history at the step of its round.
+
+        If a stage has several entries in one round, they take the following steps.
+        """
         if not self.trackers:
             return
         place = entry.get("stage", "train"), entry["round"]
@@ -413,11 +455,11 @@ class Tracking:
         """The run is over."""
         self._each(lambda tracker: tracker.end(summary))
 
-    def _each(self, work: Any) -> None:
+    def _each(self, work: Callable[[Tracker], object]) -> None:
         for tracker in list(self.trackers):
             try:
                 work(tracker)
-            except Exception as error:  # noqa: BLE001  (whatever a tracker cannot do, the run can do without it)
+            except Exception as error:  # noqa: BLE001  (the run goes on without the tracker)
                 self.trackers.remove(tracker)
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
                 warnings.warn(

@@ -1,8 +1,10 @@
-"""Tuning: Optuna looks through a method's declared ranges, by validation accuracy alone, and the best settings become a recipe.
+"""Tuning: Optuna searches a method's declared ranges by validation accuracy.
 
-A study lives in a folder: `study.jsonl` (Optuna's journal), a run folder for each trial and seed under `trials/`, and `recipe.toml`. Its
-first trial is the recipe as it was given. What a trial tries follows from the trials before it and its number, so that a study that was
-stopped, and goes on, is the one that was not (with one job; several finish in an order of their own).
+The best settings become a recipe. A study has a folder: `study.jsonl` (Optuna's journal), a run
+folder for each trial and seed under `trials/`, and `recipe.toml`. The first trial is the recipe as
+given. The settings of a trial depend only on its number and the trials before it. So a study that
+was stopped and continued equals one that was not stopped. This holds for one job: several jobs
+finish in varying order.
 """
 
 from __future__ import annotations
@@ -43,13 +45,17 @@ from fedloom.experiments.recipe import TABLES, ModelTable, Recipe, make_recipe, 
 from fedloom.experiments.result import read_run
 from fedloom.experiments.run_folder import is_completed, read_config
 
-TUNABLE = ("method", "model")  # tables: by anything else the task would be another one
-ATTEMPTS = 10, 200  # at a combination that was not tried yet: the sampler's, then drawn blindly
+TUNABLE = ("method", "model")  # tables; other settings would change the task
+OnTrial = Callable[["Trial", Sequence["Trial"]], None]  # a trial that ended, all that have ended
+ATTEMPTS = 10, 200  # to find a new combination: by the sampler, then at random
 
 
 @dataclass(frozen=True)
 class Range:
-    """What a setting may be while tuning: from low to high, or one of some choices. `text` says it as the user would."""
+    """The values that tuning tries for a setting: from low to high, or one of some choices.
+
+    `text` is the range as a user writes it.
+    """
 
     text: str
     low: float = 0.0
@@ -58,7 +64,7 @@ class Range:
     choices: tuple[Any, ...] = ()
 
     def distribution(self) -> Any:
-        """The same for Optuna."""
+        """Returns the range as Optuna's distribution."""
         from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
         if self.choices:
@@ -68,13 +74,20 @@ class Range:
         return FloatDistribution(self.low, self.high, log=self.log)
 
     def holds(self, value: Any) -> bool:
-        """Whether a value is one that the setting may be."""
+        """Returns whether a value is in the range."""
         return value in self.choices if self.choices else self.low <= value <= self.high
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial that is over. `validation` is the mean over the seeds of the validation accuracy; None if it failed, and `error` says why."""
+    """A trial that has ended.
+
+    Attributes:
+        number: The trial's number, from 0.
+        settings: {"table.key": value}.
+        validation: The mean validation accuracy over the seeds; None if the trial failed.
+        error: The reason of a failure.
+    """
 
     number: int
     settings: dict[str, Any]
@@ -84,28 +97,45 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a study gives: its trials in order, the best one, and where the recipe is. importance: of each setting, if it could be told."""
+    """The result of a study.
+
+    Attributes:
+        trials: The trials in order.
+        best: The best trial.
+        importance: The importance of each setting; empty if there are too few trials.
+        recipe: The path of the recipe.
+        ended: Why no further trial was made.
+    """
 
     trials: list[Trial]
     best: Trial
     importance: dict[str, float]
     recipe: Path
-    ended: str  # why no further trial was made
+    ended: str
 
     @property
     def given(self) -> Trial | None:
-        """The trial of the recipe as it was given; None if that failed."""
+        """The trial of the recipe as given; None if it failed."""
         return self.trials[0] if self.trials[0].validation is not None else None
 
 
 # ---- ranges ----
 def read_range(f: Any, text: str, where: str) -> Range:
-    """The range "low..high" or the choices "a,b,c" of a field; ConfigError if it cannot take one of these values."""
+    """Reads a range: "low..high" or the choices "a,b,c".
+
+    Raises a ConfigError if the setting cannot take one of these values.
+
+    Args:
+        f: The setting's dataclass field.
+        text: The range.
+        where: The setting's table.
+    """
     if ".." in text:
         ends = [read_value(end) for end in text.split("..", 1)]
         if not all(isinstance(end, int | float) and not isinstance(end, bool) for end in ends):
             raise ConfigError(
-                f"tune: {where}.{f.name} from {text!r}: low..high takes numbers; of anything else give choices: a,b,c"
+                f"tune: {where}.{f.name} from {text!r}: low..high takes numbers; "
+                "for other values give choices: a,b,c"
             )
         low, high = (check_setting(f, end, where) for end in ends)
         if not low < high:
@@ -120,7 +150,10 @@ def read_range(f: Any, text: str, where: str) -> Range:
 
 
 def declared(recipe: Recipe, task: str = "") -> dict[str, Range]:
-    """The ranges that a recipe's method and model declare; those of the other task's settings not among them, if a task is given."""
+    """Returns the ranges that a recipe's method and model declare.
+
+    With a task, it leaves out settings that only the other task uses.
+    """
     return {
         f"{table}.{f.name}": read_range(f, f.metadata["tune"], table)
         for table, of_table in _fields(recipe).items()
@@ -135,16 +168,23 @@ def _fields(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 
 def search_space(recipe: Recipe, over: Iterable[str], task: str = "") -> dict[str, Range]:
-    """What is tuned: "method.lr" over its declared range, "method.lr=0.001..0.1" over this one; all that is declared if nothing is said.
+    """Returns the settings to tune with their ranges.
 
-    An entry may hold several, separated by commas. ConfigError for what is no setting, has no range, or has one that it cannot take.
+    Raises a ConfigError for an unknown setting, a missing range, or values that are not valid.
+
+    Args:
+        recipe: The recipe.
+        over: "method.lr" takes its declared range, "method.lr=0.001..0.1" takes this one. An entry
+            may hold several, separated by commas. Empty: all settings with a declared range.
+        task: Leave out settings that only the other task uses.
     """
     known, found = declared(recipe, task), {}
     for key, text in _asked(over):
         table, _, name = key.partition(".")
         if table not in TUNABLE:
             raise ConfigError(
-                f"tune: {key} is not tuned: by another task's validation nothing is won; valid: settings of method and model"
+                f"tune: {key} cannot be tuned: it would change the task; "
+                "valid: settings of method and model"
             )
         if name not in (of_table := _fields(recipe)[table]):
             raise unknown(
@@ -157,18 +197,23 @@ def search_space(recipe: Recipe, over: Iterable[str], task: str = "") -> dict[st
         if text is None and key not in known:
             ranged = ", ".join(known) or "none"
             raise ConfigError(
-                f"tune: {key} has no declared range; give one, as in {key}=low..high or {key}=a,b,c; declared: {ranged}"
+                f"tune: {key} has no declared range; give one, as in {key}=low..high or "
+                f"{key}=a,b,c; declared: {ranged}"
             )
         found[key] = known[key] if text is None else read_range(of_table[name], text, table)
     if not (found := found or known):
         raise ConfigError(
-            f"tune: nothing to tune: method {recipe.method!r} declares no range; give one, as in --over method.lr=0.001..0.1"
+            f"tune: nothing to tune: method {recipe.method!r} declares no range; "
+            "give one, as in --over method.lr=0.001..0.1"
         )
     return found
 
 
 def _asked(over: Iterable[str]) -> Iterator[tuple[str, str | None]]:
-    """Keys with their ranges. What follows a comma and is no key is a further choice of the one before."""
+    """Yields keys with their ranges.
+
+    A piece after a comma that is not a key is a further choice of the key before it.
+    """
     pieces: list[str] = []
     for entry in over:
         for k, piece in enumerate(entry.split(",")):
@@ -190,36 +235,43 @@ def _asked(over: Iterable[str]) -> Iterator[tuple[str, str | None]]:
 def validate(
     tables: Mapping[str, Any], seeds: Sequence[int], folder: Path, number: int
 ) -> list[float]:
-    """Runs a trial, a run folder for each seed, and gives the validation accuracies. What is done already is read.
+    """Runs a trial and returns the validation accuracy of each seed.
 
-    It looks at no test score. Errors are the caller's: a combination that the method refuses, training that diverges.
+    Each seed has a run folder. Finished runs are read from it. Test scores are not used. Errors are
+    raised: a combination that the method refuses, or training that diverges.
+
+    Args:
+        tables: The recipe.
+        seeds: The seeds.
+        folder: The folder of the run folders.
+        number: The trial's number.
     """
-    marks = []
+    accuracies = []
     for seed in seeds:
         recipe = make_recipe({**tables, "run": {**tables.get("run", {}), "seed": seed}})
-        mark = _carry_out(recipe, folder / f"{number:03d}-s{seed}")
-        if mark is None:
-            raise _nothing_to_choose_by(recipe)
-        marks.append(mark)
-    return marks
+        accuracy = _run(recipe, folder / f"{number:03d}-s{seed}")
+        if accuracy is None:
+            raise _no_validation_items(recipe)
+        accuracies.append(accuracy)
+    return accuracies
 
 
-def _carry_out(recipe: Recipe, folder: Path) -> float | None:
-    """Runs a recipe in a folder, or goes on with it there, and gives the validation accuracy of the round that counts."""
+def _run(recipe: Recipe, folder: Path) -> float | None:
+    """Runs or resumes a recipe in a folder. Returns the best validation accuracy."""
     if not (folder / "config.json").exists():
-        shutil.rmtree(folder, ignore_errors=True)  # killed before anything was in it
+        shutil.rmtree(folder, ignore_errors=True)  # the process was killed before the first file
         result = recipe.execute(folder, federation=_federation(recipe))
     elif read_config(folder) != json.loads(json.dumps(recipe.config())):
         raise DataError(
-            f"tune: {str(folder)!r} holds another run than the study has there; choose another folder (--out)"
+            f"tune: {str(folder)!r} holds another run than that of the study; "
+            "choose another folder (--out)"
         )
     elif is_completed(folder):
         result = read_run(folder)
     else:
         result = recipe.execute(folder, federation=_federation(recipe), resume=True)
-    shutil.rmtree(
-        folder / "models", ignore_errors=True
-    )  # of hundreds of trials they would fill the disk, and a run can be repeated
+    # The models of hundreds of trials would fill the disk, and a run can be repeated.
+    shutil.rmtree(folder / "models", ignore_errors=True)
     return result.summary["val_accuracy"]
 
 
@@ -230,27 +282,45 @@ def _federation(recipe: Recipe) -> Federation:
 
 @lru_cache(maxsize=8)
 def _divided(tables: str) -> Federation:
-    """The federation of a trial: the next one has the same."""
+    """Returns the federation of a trial, cached for the next trials."""
     return make_recipe(json.loads(tables)).federation()
 
 
-def _nothing_to_choose_by(recipe: Recipe) -> ConfigError:
+def _no_validation_items(recipe: Recipe) -> ConfigError:
     return ConfigError(
-        f"tune: no client has a validation item to choose by, data.split is {recipe.split!r}; give it a validation share"
+        f"tune: no client has a validation item, data.split is {recipe.split!r}; "
+        "give it a validation share"
     )
 
 
 # ---- a study ----
 def tune(
-    tables: Mapping[str, Any], out: Path, *, over: Iterable[str] = (), trials: int = 30, minutes: float = 0.0, seeds: int = 1,
-    jobs: int = 1, command: str = "", on_trial: Callable[[Trial, Sequence[Trial]], None] | None = None,
-) -> Tuned:  # fmt: skip
-    """Tunes a recipe's settings in the folder `out`, or goes on there, and writes `out/recipe.toml`.
+    tables: Mapping[str, Any],
+    out: Path,
+    *,
+    over: Iterable[str] = (),
+    trials: int = 30,
+    minutes: float = 0.0,
+    seeds: int = 1,
+    jobs: int = 1,
+    command: str = "",
+    on_trial: OnTrial | None = None,
+) -> Tuned:
+    """Tunes the settings of a recipe and writes `out/recipe.toml`.
 
-    tables: the recipe. over: see `search_space`. trials, minutes: the budget, in all starts together, whichever is used up first; a trial
-    that has begun is finished (0 minutes = no limit). seeds: run.seed and those after it; a trial counts by their mean. jobs: trials at a
-    time, in processes of their own. command: what the recipe's comment names as its origin. on_trial: called with each trial that ends
-    here, and all that are over.
+    It continues the study in `out` if there is one. The budget is `trials` or `minutes`, whichever
+    is used up first, over all starts of the study. A trial that has started is finished.
+
+    Args:
+        tables: The recipe.
+        out: The folder of the study.
+        over: The settings to tune, see `search_space`.
+        trials: The number of trials.
+        minutes: The time in which trials start (0 = no limit).
+        seeds: How many seeds from run.seed on; a trial counts by their mean.
+        jobs: Concurrent trials, each in a process of its own.
+        command: The origin that the recipe's comment names.
+        on_trial: Called with each trial that ends here, and all trials that have ended.
     """
     optuna = _optuna()
     for name, count in (("trials", trials), ("seeds", seeds), ("jobs", jobs)):
@@ -263,19 +333,20 @@ def tune(
     recipe = make_recipe(tables)
     if jobs > 1 and has_workers(recipe.run.engine):
         raise ConfigError(
-            f"tune: jobs is {jobs}, engine {recipe.run.engine!r} has workers of its own; valid: 1, or another run.engine"
+            f"tune: jobs is {jobs}, engine {recipe.run.engine!r} has workers of its own; "
+            "valid: 1, or another run.engine"
         )
-    search_space(recipe, over := list(over))  # a misspelt setting should not wait for the data
+    search_space(recipe, over := list(over))  # a misspelt setting fails before the data are loaded
     federation = _federation(recipe)
     recipe.check(federation)
-    if not sum(holding.val for holding in federation.roster.sizes):
-        raise _nothing_to_choose_by(recipe)
+    if not sum(size.val for size in federation.roster.sizes):
+        raise _no_validation_items(recipe)
     space = search_space(recipe, over, federation.roster.task)
     with _alone_in(out):
         study = _Study(
             optuna, out, recipe, tables, space, [recipe.run.seed + k for k in range(seeds)]
         )
-        ended = study.go_on(trials, minutes * 60, jobs, on_trial or (lambda trial, over: None))
+        ended = study.run(trials, minutes * 60, jobs, on_trial or (lambda trial, ended: None))
         return study.conclude(ended, command)
 
 
@@ -292,10 +363,10 @@ def _optuna() -> Any:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Makes the folder, and keeps other processes from tuning in it. However this one ends, the system lets go of the lock."""
+    """Makes the folder and locks it. The system releases the lock when the process ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / "lock", "w")  # noqa: SIM115  (closed below)
+        file = open(folder / "lock", "w")  # noqa: SIM115  (closed by `with` below)
     except OSError as error:
         raise ConfigError(f"out: cannot write to {str(folder)!r} ({error.strerror})") from error
     with file:
@@ -307,7 +378,10 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 class _Held:
-    """Optuna's lock around its journal: `_alone_in` has seen to that, and one of Optuna's own would outlive a kill."""
+    """A lock for Optuna's journal that does nothing.
+
+    `_alone_in` locks the folder. A lock file of Optuna's would stay after the process is killed.
+    """
 
     def acquire(self) -> bool:
         return True
@@ -329,35 +403,23 @@ class _Study:
         seeds: list[int],
     ):
         complete = _complete(recipe)
-        self.optuna, self.out, self.recipe, self.tables, self.space, self.seeds = (
-            optuna,
-            out,
-            recipe,
-            tables,
-            space,
-            seeds,
-        )
+        self.optuna, self.out, self.recipe = optuna, out, recipe
+        self.tables, self.space, self.seeds = tables, space, seeds
         self.given = {
             key: complete[table][name] for key in space for table, _, name in [key.partition(".")]
         }
         self.distributions = {key: values.distribution() for key, values in space.items()}
         journal = out / "study.jsonl"
-        if (
-            journal.exists()
-        ):  # what follows the last line's end was being written when somebody killed the process
+        if journal.exists():  # a last line without an end was being written at a kill
             os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
         try:
             storage = optuna.storages.JournalStorage(
                 optuna.storages.journal.JournalFileBackend(str(journal), lock_obj=_Held())
             )
-            name, blind = (
-                "fedloom",
-                optuna.samplers.RandomSampler(seed=0),
-            )  # it is never asked: `_suggested` says what is tried
             self.study = optuna.create_study(
-                study_name=name,
+                study_name="fedloom",
                 storage=storage,
-                sampler=blind,
+                sampler=optuna.samplers.RandomSampler(seed=0),  # not used: see `_suggested`
                 direction="maximize",
                 load_if_exists=True,
             )
@@ -366,7 +428,7 @@ class _Study:
         self._require_same()
 
     def _require_same(self) -> None:
-        """ConfigError if the folder holds a study of something else."""
+        """Raises a ConfigError if the folder holds a study of another recipe or other ranges."""
         of_recipe = {
             f"{t}.{k}": v for t, table in _complete(self.recipe).items() for k, v in table.items()
         }
@@ -386,22 +448,16 @@ class _Study:
                 if kept.get(k) != about.get(k)
             ]
             raise ConfigError(
-                f"out: {str(self.out)!r} holds a study of something else ({'; '.join(other[:3])}); choose another --out"
+                f"out: {str(self.out)!r} holds another study ({'; '.join(other[:3])}); "
+                "choose another --out"
             )
 
     # ---- trials ----
-    def go_on(
-        self,
-        trials: int,
-        seconds: float,
-        jobs: int,
-        on_trial: Callable[[Trial, Sequence[Trial]], None],
-    ) -> str:
-        """Makes trials until the budget is used up; says what ended it."""
+    def run(self, trials: int, seconds: float, jobs: int, on_trial: OnTrial) -> str:
+        """Makes trials until the budget is used up. Returns what ended the study."""
         began, before = time.monotonic(), self.study.user_attrs.get("seconds", 0.0)
-        left = [
-            self.optuna.trial.Trial(self.study, t._trial_id) for t in self._in_state("RUNNING")
-        ]  # of a process that was killed
+        # Trials of a process that was killed.
+        left = [self.optuna.trial.Trial(self.study, t._trial_id) for t in self._in_state("RUNNING")]
         under_way: dict[Future[list[float]], Any] = {}
         ended = ""
         with _workers(jobs) as pool:
@@ -427,8 +483,9 @@ class _Study:
                 for future in done:
                     self._end(trial := under_way.pop(future), future)
                     self.study.set_user_attr("seconds", before + time.monotonic() - began)
-                    over = self.over()
-                    on_trial(next(t for t in over if t.number == trial.number), over)
+                    trials_so_far = self.trials()
+                    (last,) = (t for t in trials_so_far if t.number == trial.number)
+                    on_trial(last, trials_so_far)
         return ended
 
     def _in_state(self, *names: str) -> list[Any]:
@@ -437,7 +494,7 @@ class _Study:
         )
 
     def _new(self, trials: int) -> Any | None:
-        """Gives the next trial; None if there is none to make. All that it will try is in the journal in one step."""
+        """Returns the next trial; None if there is none. Writes its settings in one step."""
         if not self._in_state("WAITING"):
             if (number := len(self.study.trials)) >= trials:
                 return None
@@ -448,7 +505,7 @@ class _Study:
         return self.study.ask()
 
     def _begin(self, trial: Any) -> dict[str, Any]:
-        """A trial's settings; tells Optuna those that are among the ranges."""
+        """Returns a trial's settings, and tells Optuna those that are in their ranges."""
         tried = trial.user_attrs["tried"]
         for key in tried:
             values = self.space[key]
@@ -464,7 +521,7 @@ class _Study:
         return {key: tried.get(key, self.given[key]) for key in self.space}
 
     def _as_given(self) -> dict[str, Any]:
-        """The recipe's own values. One that is not in its range is not for the sampler to learn from."""
+        """Returns the recipe's own values. The sampler does not see those outside their ranges."""
         return {
             key: value
             for key, values in self.space.items()
@@ -472,7 +529,10 @@ class _Study:
         }
 
     def _suggested(self, number: int) -> dict[str, Any] | None:
-        """What a trial tries, by the trials so far and its number alone; None if nothing new is found."""
+        """Returns the settings of a trial; None if no new combination is found.
+
+        They depend only on the trials so far and the trial's number.
+        """
         so_far = self._in_state("COMPLETE", "FAIL", "RUNNING")
         tried = [self._settings(t.user_attrs["tried"]) for t in so_far]
         samplers = self.optuna.samplers
@@ -493,24 +553,28 @@ class _Study:
         return None
 
     def _end(self, trial: Any, future: Future[list[float]]) -> None:
-        """Notes how a trial went. An error of disk or data is not the trial's: it is raised, and the trial is done again another time."""
+        """Records the end of a trial.
+
+        An error of the disk or the data is raised: the trial runs again when the study continues.
+        """
         error = future.exception()
         if isinstance(error, BrokenExecutor):
             raise FedloomError(
-                "tune: a process with a trial died, for lack of memory perhaps; start again, with fewer --jobs"
+                "tune: a trial's process died, maybe for lack of memory; "
+                "start again, with fewer --jobs"
             ) from error
         if isinstance(error, OSError | DataError):
             raise error
         if error is None:
-            marks = future.result()
-            trial.set_user_attr("validation", marks)
-            self.study.tell(trial, sum(marks) / len(marks))
+            accuracies = future.result()
+            trial.set_user_attr("validation", accuracies)
+            self.study.tell(trial, sum(accuracies) / len(accuracies))
         else:
             trial.set_user_attr("error", f"{type(error).__name__}: {error}")
             self.study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
 
-    def over(self) -> list[Trial]:
-        """All trials that are over, in order."""
+    def trials(self) -> list[Trial]:
+        """Returns all trials that have ended, in order."""
         ended = self._in_state("COMPLETE", "FAIL")
         return [
             Trial(
@@ -524,12 +588,15 @@ class _Study:
 
     # ---- the end ----
     def conclude(self, ended: str, command: str) -> Tuned:
-        """Writes the recipe of the best trial, of several the first. ConfigError if none succeeded."""
-        trials = self.over()
+        """Writes the recipe of the best trial, the first of equal ones.
+
+        Raises a ConfigError if no trial succeeded.
+        """
+        trials = self.trials()
         succeeded = [t for t in trials if t.validation is not None]
         if not succeeded:
             reason = (
-                f"of {len(trials)} trials none could be run; the first: {trials[0].error}"
+                f"all {len(trials)} trials failed; the first: {trials[0].error}"
                 if trials
                 else f"no trial was made: {ended}"
             )
@@ -544,8 +611,8 @@ class _Study:
         return tuned
 
     def _importance(self, succeeded: int) -> dict[str, float]:
-        """How much of the difference between trials each setting makes, as far as so many can tell."""
-        if succeeded < 10 or len(self.space) < 2 or len({t.validation for t in self.over()}) < 3:
+        """Returns each setting's share of the differences; empty if there are too few trials."""
+        if succeeded < 10 or len(self.space) < 2 or len({t.validation for t in self.trials()}) < 3:
             return {}
         evaluator = self.optuna.importance.PedAnovaImportanceEvaluator()
         shared = [
@@ -563,7 +630,7 @@ class _Study:
 
 
 def _origin(tuned: Tuned, seeds: int, command: str) -> list[str]:
-    """Where a recipe comes from. Validation only: whoever chose by it has not seen a test score."""
+    """Returns the comment on a recipe's origin. It contains validation scores, no test scores."""
     failed = sum(t.validation is None for t in tuned.trials)
     count = f"{len(tuned.trials)} trials{f', {failed} of them failed' if failed else ''}"
     of = "one seed" if seeds == 1 else f"the mean of {seeds} seeds"
@@ -573,10 +640,13 @@ def _origin(tuned: Tuned, seeds: int, command: str) -> list[str]:
         else f"the recipe as given had {_percent(tuned.given)}"
     )
     return [
-        f"Tuned by: {' '.join(command.split())}" if command else "Tuned by fedloom.tune.tune",
+        f"Tuned by: {' '.join(command.split())}"
+        if command
+        else "Tuned by fedloom.experiments.tune.tune",
         f"Settings tuned: {', '.join(tuned.best.settings)}.",
-        f"Trial {tuned.best.number}, the best of {count}: validation accuracy {_percent(tuned.best)} ({of}); {before}.",
-        "It is the best of many on the same validation items, which flatters it: expect less elsewhere.",
+        f"Trial {tuned.best.number}, the best of {count}: "
+        f"validation accuracy {_percent(tuned.best)} ({of}); {before}.",
+        "It is the best of many on the same validation items, so expect less on other items.",
     ]
 
 
@@ -586,13 +656,13 @@ def _percent(trial: Trial) -> str:
 
 
 def _complete(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """The recipe with every default. Its partition still follows the run's seed, if it did."""
+    """Returns the recipe with every default. Its partition still follows the run's seed."""
     config = recipe.config()
     return {**config, "partition": {**config["partition"], "seed": recipe.partition.seed}}
 
 
 def _with(tables: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe's tables with some settings changed."""
+    """Returns a recipe's tables with some settings changed."""
     changed = {name: dict(table) for name, table in tables.items()}
     for key, value in settings.items():
         table, _, name = key.partition(".")
@@ -600,22 +670,25 @@ def _with(tables: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, A
     return changed
 
 
-# ---- where trials are run ----
+# ---- where trials run ----
 class _Here(Executor):
-    """Runs what it is given at once, in this process."""
+    """Runs work at once, in this process."""
 
     def submit(self, work: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
         future: Future[Any] = Future()
         try:
             future.set_result(work(*arguments, **named))
-        except Exception as error:  # noqa: BLE001  (as of any other executor: it is raised, or noted, by who reads the result)
+        except Exception as error:  # noqa: BLE001  (`Future.result` raises it)
             future.set_exception(error)
         return future
 
 
 @contextmanager
 def _workers(jobs: int) -> Iterator[Executor]:
-    """Where trials are run: so many processes, or this one for one job. Whatever ends this process, or the block by an error, ends them."""
+    """Yields an executor of `jobs` processes; of this process for one job.
+
+    The processes end when this process ends, or when the block ends by an error.
+    """
     if jobs == 1:
         yield _Here()
         return
@@ -632,9 +705,8 @@ def _workers(jobs: int) -> Iterator[Executor]:
 
 def _end_with_parent() -> None:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # Ctrl-C in a terminal is for all: at once, and without a word
+        # Ctrl-C in a terminal reaches all processes. This one ends at once and prints nothing.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def follow() -> None:
         parent = parent_process()
