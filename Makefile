@@ -21,7 +21,7 @@ setup: .venv/ready  ## the environment, in .venv
 	@touch $@
 
 demo: setup  ## FedAvg on Cora with 10 clients, with local and central training as baselines
-	$(BIN)/fedloom run examples/cora-louvain10-fedavg --baselines local,central
+	$(BIN)/fedloom run examples/cora-louvain-10-fedavg --baselines local,central
 
 test: setup check  ## lint, types, import direction and the quick tests
 	$(PYTEST) -n 2 --dist worksteal -m "not slow"

@@ -29,8 +29,8 @@ THOROUGH = ("fedavg", "fedstruct")  # methods that are tested with every fault a
 # Methods that cover all that the processes engine carries: sums, peer messages, plug-ins.
 IN_PROCESSES = ("fedavg", "fedgcn", "fedgh", "fedpg", "fedstruct", "opfgl")
 
-# Engines that must be bit-identical to the loop. Ray and Flower take seconds to start and have tests
-# of their own; the stacked engine rounds differently.
+# Engines that must be bit-identical to the loop. Ray and Flower take seconds to start and have
+# tests of their own; the stacked engine rounds differently.
 EXACT = [e for e in engine_names() if e not in ("loop", "ray", "flower", "stacked")]
 FAULTS = ("nan", "inf", "shape", "dtype", "missing", "extra")
 _cached = {}
@@ -53,7 +53,8 @@ def pytest_generate_tests(metafunc):
             cases = [
                 (*c, e) for e in EXACT for c in cases if e != "processes" or c[0] in IN_PROCESSES
             ]
-            return metafunc.parametrize(("name", "task", "engine"), cases)
+            metafunc.parametrize(("name", "task", "engine"), cases)
+            return
         if metafunc.function is test_every_setting_changes_something:
             slow = [
                 pytest.param(*c, marks=pytest.mark.slow) for c in cases if c[1] != tasks[c[0]][0]
