@@ -130,7 +130,7 @@ def resume(folder: Path, as_json: bool, track: str = "") -> None:
         track: The trackers from now on; empty = the same as before.
     """
     if is_completed(folder):
-        _say("this run is already completed")
+        _say("this run is completed")
         show(folder, as_json)
         return
     config = read_config(folder)
@@ -290,7 +290,7 @@ def _destination(path: Path) -> str:
     if path.name == "ca.crt":
         return "to every party, which recognises the coordinator by it"
     if path.suffix == ".key":
-        return f"secret: to party {path.stem} only"
+        return f"secret: to party {path.stem} and nobody else"
     return "to the coordinator"
 
 
@@ -375,7 +375,7 @@ def join(
     )
     status = take_part(member, _say, patience) if socket is None else stay(member, socket, _say)
     if member.errors.exists():
-        _say(f"errors whose text was not sent to the coordinator: {member.errors}")
+        _say(f"errors of this party whose words the coordinator was not told: {member.errors}")
     model = f"; this party's model: {member.model}" if member.model.exists() else ""
     _say(f"the run is {status}{model}")
 
