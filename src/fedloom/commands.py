@@ -139,9 +139,7 @@ def resume(folder: Path, as_json: bool, track: str = "") -> None:
             raise ConfigError("track: the run of a deployment is not tracked; valid: no --track")
         kept = config["deployment"]
         if "agreement" not in kept:
-            raise ConfigError(
-                f"{folder} is the run of a Flower app: `flwr run` again goes on with it"
-            )
+            raise ConfigError(f"{folder} is the run of a Flower app: `flwr run` again continues it")
         serve(
             Path(kept["agreement"]),
             Path(kept["keys"]),
@@ -290,7 +288,7 @@ def _destination(path: Path) -> str:
     if path.name == "ca.crt":
         return "to every party, which recognises the coordinator by it"
     if path.suffix == ".key":
-        return f"secret: to party {path.stem} and nobody else"
+        return f"secret: to party {path.stem} only"
     return "to the coordinator"
 
 
@@ -375,7 +373,7 @@ def join(
     )
     status = take_part(member, _say, patience) if socket is None else stay(member, socket, _say)
     if member.errors.exists():
-        _say(f"errors of this party whose words the coordinator was not told: {member.errors}")
+        _say(f"errors whose text was not sent to the coordinator: {member.errors}")
     model = f"; this party's model: {member.model}" if member.model.exists() else ""
     _say(f"the run is {status}{model}")
 
