@@ -264,8 +264,9 @@ def _opfgl() -> Iterator[Number]:
     )
     for partition in oneshot.PARTITIONS:
         columns = [(data, clients) for data in oneshot.DATASETS for clients in oneshot.CLIENTS]
-        for (data, clients), said in zip(columns, oneshot.PAPER[partition]["O-pFGL"], strict=True):
-            accuracy, f1 = oneshot.printed(said)
+        of_paper = oneshot.PAPER[partition]["O-pFGL"]
+        for (data, clients), printed in zip(columns, of_paper, strict=True):
+            accuracy, f1 = oneshot.printed(printed)
             where = f"{_title(data)} by {partition}, {clients} clients"
             rows = oneshot.methods(data, partition, clients)
             yield Number(
@@ -281,8 +282,8 @@ def _opfgl() -> Iterator[Number]:
                 seeds=oneshot.SEEDS,
                 also={"f1_macro": f1},
             )
-    for (data, partition), said in oneshot.PAPER_TEN.items():
-        accuracy, f1 = oneshot.printed(said)
+    for (data, partition), printed in oneshot.PAPER_TEN.items():
+        accuracy, f1 = oneshot.printed(printed)
         ours, local = (
             {**tables, "model": {**tables["model"], "name": oneshot.TEN}}
             for tables in (

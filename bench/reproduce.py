@@ -158,14 +158,14 @@ def line(number: Number, known: dict[str, Any], expect: Any) -> tuple[str, bool]
     ours = percent(known["ours"], number.metric)
     gap, name = compare(ours, number.paper)
     holds = ours is not None and expect.at_least <= ours <= expect.at_most
-    said = f"paper {number.paper:g}, gap {gap}: {name}" if number.paper else "no printed number"
+    text = f"paper {number.paper:g}, gap {gap}: {name}" if number.paper else "no printed number"
     both = " | ".join(
         f"{who} {spread(scores(known[key], number.metric))}"
         for who, key in (("ours", "ours"), ("Local", "local"))
     )
     wanted = f"{expect.at_least:g}" + (f" to {expect.at_most:g}" if expect.at_most < 100 else "")
     verdict = "" if holds else f" | OUT OF BOUNDS, expected {wanted}"
-    return f"{number.name}: {both} | {said}{verdict}", holds
+    return f"{number.name}: {both} | {text}{verdict}", holds
 
 
 def _git(*arguments: str) -> str:
@@ -225,14 +225,14 @@ def rows_of(number: Number, known: Known) -> list[list[str]]:
             if metric != number.metric
             else number.source
         )
-        said = "-" if paper is None else str(paper)
+        text = "-" if paper is None else str(paper)
         cells = [spread(list(scores(runs, metric))) for runs in (ours, local)]
         rows.append(
             [
                 what,
                 str(len(ours) or number.seeds),
                 *cells,
-                said,
+                text,
                 gap,
                 name,
                 made,
@@ -355,12 +355,12 @@ def main() -> None:
             known[number.name] = newer(
                 entry(number, *run(number, args.workers)), known.get(number.name)
             )
-            said, holds = line(number, known[number.name], expect[number.name])
+            text, holds = line(number, known[number.name], expect[number.name])
         except RuntimeError as error:  # raised by a sweep after all seeds have run
-            said, holds = f"{number.name}: FAILED: {error}", False
-        print(f"[{at}/{len(chosen)}] {said}", flush=True)
+            text, holds = f"{number.name}: FAILED: {error}", False
+        print(f"[{at}/{len(chosen)}] {text}", flush=True)
         if not holds:
-            bad[number.name] = said
+            bad[number.name] = text
         write(args.target, everything, known, command)
     if bad:
         print("\n".join(["these failed or are out of bounds:", *bad.values()]))

@@ -130,7 +130,7 @@ def resume(folder: Path, as_json: bool, track: str = "") -> None:
         track: The trackers from now on; empty = the same as before.
     """
     if is_completed(folder):
-        _say("this run is already completed")
+        _say("this run is completed")
         show(folder, as_json)
         return
     config = read_config(folder)
@@ -139,9 +139,7 @@ def resume(folder: Path, as_json: bool, track: str = "") -> None:
             raise ConfigError("track: the run of a deployment is not tracked; valid: no --track")
         kept = config["deployment"]
         if "agreement" not in kept:
-            raise ConfigError(
-                f"{folder} is the run of a Flower app: `flwr run` again goes on with it"
-            )
+            raise ConfigError(f"{folder} is the run of a Flower app: `flwr run` again continues it")
         serve(
             Path(kept["agreement"]),
             Path(kept["keys"]),

@@ -220,10 +220,10 @@ def test_a_failed_cell_is_named_and_the_others_go_on(tmp_path):
 def test_a_cell_whose_process_is_killed_is_named_and_the_others_go_on(tmp_path, monkeypatch):
     wanted = cells(toy("fedavg", method={"rounds": 1}), tmp_path)
 
-    def dies(each, tell):
+    def dies(each, report):
         if each.method == "fedavg":
             os.kill(os.getpid(), signal.SIGKILL)
-        run_cell(each, tell)
+        run_cell(each, report)
 
     monkeypatch.setattr(executor, "run_cell", dies)
     state = execute(wanted, Processes(2), nothing)

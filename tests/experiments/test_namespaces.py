@@ -70,7 +70,7 @@ def test_a_settings_object_and_a_method_table_keep_both(method_file, node_federa
     assert both(result) == (9, 3)
 
 
-def test_options_of_one_side_work_beside_a_settings_object(method_file, node_federation):
+def test_other_options_can_be_combined_with_a_settings_object(method_file, node_federation):
     settings = RunSettings(patience=3)
     mine = method_file("patience")
     result = run(mine, node_federation, model=MODEL, settings=settings, rounds=1, seed=2)

@@ -236,12 +236,12 @@ def test_a_mean_is_unknown_if_one_run_has_no_score():
 def test_a_result_below_its_bound_fails_and_a_gap_to_the_paper_does_not():
     known = {"ours": runs(0.70, 0.72), "local": runs(0.60, 0.62)}
     expect = make_recipe({"expect": {"at_least": 70.0}}).expect
-    said, holds = reproduce.line(number(), known, expect)
+    text, holds = reproduce.line(number(), known, expect)
     assert holds
-    assert "ours 71.0 ± 1.4 | Local 61.0 ± 1.4 | paper 80, gap -9.0: short by 9.0" in said
-    said, holds = reproduce.line(number(), known, replace(expect, at_least=71.5))
+    assert "ours 71.0 ± 1.4 | Local 61.0 ± 1.4 | paper 80, gap -9.0: short by 9.0" in text
+    text, holds = reproduce.line(number(), known, replace(expect, at_least=71.5))
     assert not holds
-    assert "OUT OF BOUNDS, expected 71.5" in said
+    assert "OUT OF BOUNDS, expected 71.5" in text
     assert not reproduce.line(number(), known, replace(expect, at_most=70.5))[1]
 
 
@@ -369,12 +369,12 @@ def test_a_failed_recipe_is_named_and_the_others_go_on(command, capsys):
         return runs(0.9, 0.9, 0.9, accuracy_mean=0.9), runs(0.7, 0.7, 0.7, accuracy_mean=0.7)
 
     code, target = command(outcome, *TWO)
-    said = capsys.readouterr().out
+    text = capsys.readouterr().out
     assert code == 1
-    assert "[1/2] fedgkc/cora-louvain-5: FAILED: 3 runs failed, the first of them x" in said
+    assert "[1/2] fedgkc/cora-louvain-5: FAILED: 3 runs failed, the first of them x" in text
     assert (
         "[2/2] fedgkc/cora-louvain-10: ours 90.0 ± 0.0 | Local 70.0 ± 0.0 | "
-        "paper 80.71, gap +9.3: above" in said
+        "paper 80.71, gap +9.3: above" in text
     )
     kept = json.loads(target.with_name("results-reproduction.json").read_text())
     assert list(kept) == ["fedgkc/cora-louvain-10"]
@@ -400,10 +400,10 @@ def test_examples_and_recipe_files_can_be_reproduced(command, capsys, tmp_path):
     mine.write_text("[method]\nname = 'fedavg'\n[expect]\nat_least = 50\nsource = 'here'\n")
     outcome = runs(0.9), runs(0.7)
     code, _ = command(lambda *_: outcome, "examples/cora-louvain-10-fedavg", mine)
-    said = capsys.readouterr().out
+    text = capsys.readouterr().out
     assert code == 0
-    assert "examples/cora-louvain-10-fedavg: ours 90.0" in said
-    assert f"{mine}: ours 90.0" in said
+    assert "examples/cora-louvain-10-fedavg: ours 90.0" in text
+    assert f"{mine}: ours 90.0" in text
 
 
 def test_workers_and_seeds_reach_the_sweep(monkeypatch):

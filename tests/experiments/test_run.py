@@ -566,9 +566,9 @@ def test_the_model_of_every_client_is_kept_under_any_name(node_federation, tmp_p
 # ---- what is scored ----
 def accuracy_of(weights, graph, classes=3):
     """Returns the test accuracy of a model's weights on a graph, without fedloom's metrics."""
-    net = build_model(MODEL, graph.num_features, classes, seed=0)
+    model = build_model(MODEL, graph.num_features, classes, seed=0)
     with torch.no_grad():
-        guess = torch.func.functional_call(net, weights, (graph,)).argmax(1)
+        guess = torch.func.functional_call(model, weights, (graph,)).argmax(1)
     return (guess[graph.test] == graph.y[graph.test]).double().mean().item()
 
 
@@ -702,10 +702,10 @@ def test_defaults_of_a_run():
 
 # ---- the result ----
 def test_a_result_describes_the_run(play):
-    told = []
-    result = play([4, 5], seed=3, on_round=lambda entry, planned: told.append((entry, planned)))
-    assert [planned for _, planned in told] == [2, 2]
-    assert [entry for entry, _ in told] == result.history
+    calls = []
+    result = play([4, 5], seed=3, on_round=lambda entry, planned: calls.append((entry, planned)))
+    assert [planned for _, planned in calls] == [2, 2]
+    assert [entry for entry, _ in calls] == result.history
     summary = result.summary
     assert {
         k: summary[k]

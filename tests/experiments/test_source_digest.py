@@ -138,7 +138,7 @@ class Mine(FedAvg):
 
 
 def test_a_users_file_counts_with_what_it_imports(tmp_path, monkeypatch, edit):
-    """Imports inside of functions count, and so do files beside the method's."""
+    """Imports inside of functions count, and so do files next to the method's file."""
     monkeypatch.syspath_prepend(str(tmp_path))
     mine, helper = tmp_path / "mine.py", tmp_path / "helper.py"
     mine.write_text(MINE)

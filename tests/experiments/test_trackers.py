@@ -123,11 +123,11 @@ def test_a_tracker_holds_the_numbers_of_history_and_summary(
 ):
     folder = tmp_path / "x"
     run("fedavg", node_federation, out=folder, track=name + "+clients" * clients, **SETTINGS)
-    told = READERS[name](folder)
-    assert told == expected(folder, name, clients)
-    assert len(told["scores/val_accuracy"]) == 4
-    assert [step for step, _ in told["finetune/scores/accuracy"]] == [4, 5]
-    assert ("clients/0/accuracy" in told) == clients
+    tracked = READERS[name](folder)
+    assert tracked == expected(folder, name, clients)
+    assert len(tracked["scores/val_accuracy"]) == 4
+    assert [step for step, _ in tracked["finetune/scores/accuracy"]] == [4, 5]
+    assert ("clients/0/accuracy" in tracked) == clients
 
 
 def test_points_are_an_entrys_own_numbers():
@@ -160,9 +160,9 @@ def test_a_secure_run_has_no_clients_scores(name, node_federation, tmp_path):
         model="gcn-2x8",
         rounds=2,
     )
-    told = READERS[name](folder)
-    assert len(told["scores/accuracy"]) == 2
-    assert not any("clients/" in key for key in told)
+    tracked = READERS[name](folder)
+    assert len(tracked["scores/accuracy"]) == 2
+    assert not any("clients/" in key for key in tracked)
 
 
 @NEEDS["tensorboard"]
@@ -462,12 +462,12 @@ def test_the_command_line_tracks_runs_and_resumed_runs(tmp_path, monkeypatch, ca
     assert call("resume", "x")[0] == 0
     assert of_tensorboard(tmp_path / "x") == expected(tmp_path / "x", "tensorboard")
     (tmp_path / "file").touch()
-    code, told = call(
+    code, stderr = call(
         "run", *small, "--rounds", 1, "--out", "y", "--track", f"tensorboard:{tmp_path}/file"
     )
     assert code == 0
     assert (
-        len([line for line in told.splitlines() if line.startswith("tracker tensorboard fails")])
+        len([line for line in stderr.splitlines() if line.startswith("tracker tensorboard fails")])
         == 1
     )
 

@@ -445,7 +445,7 @@ def test_the_command_prints_the_best_trials_and_writes_a_recipe_that_runs(here, 
     assert recipe.read_text().startswith("# Tuned by: fedloom tune --dataset synthetic:nodes=120")
     code, printed, progress = here("run", recipe, "--out", "r", "--json")
     assert code == 0, progress
-    code, told, _ = here(
+    code, output, _ = here(
         "tune",
         *SMALL,
         "--method",
@@ -458,8 +458,8 @@ def test_the_command_prints_the_best_trials_and_writes_a_recipe_that_runs(here, 
         3,
         "--json",
     )
-    assert json.loads(told)["best"]["validation"] == json.loads(printed)["val_accuracy"]
-    assert json.loads(told)["recipe"] == str(recipe.relative_to(tmp_path))
+    assert json.loads(output)["best"]["validation"] == json.loads(printed)["val_accuracy"]
+    assert json.loads(output)["recipe"] == str(recipe.relative_to(tmp_path))
 
 
 def test_the_command_names_a_mistake(here, monkeypatch):

@@ -118,7 +118,7 @@ def _figure(
     owners: list[int],
     names: list[str],
 ) -> Figure:
-    what = "the last hidden representation" if inner else "the class scores"
+    what = "the representation just before the classifier" if inner else "the class scores"
     way = {
         "pca": "two principal components",
         "tsne": "t-SNE: neighbours are alike, distances between groups mean little",

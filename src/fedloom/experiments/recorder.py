@@ -62,7 +62,7 @@ class Recorder:
         config: The run's origin, as config.json keeps it.
         predicted_mb: The predicted peak of memory.
         partition: Label counts per client, in a simulation.
-        joint_artifacts: Returns the artifacts of all clients together, in a simulation.
+        joint_artifacts: Returns the artifacts of all clients as one, in a simulation.
         tracking: The trackers.
         history: The entries so far.
         planned: The number of rounds.
@@ -325,7 +325,7 @@ class Recorder:
         _write_tensors(self.folder / "models", final)
 
     def _write_artifacts(self, folder: Path) -> None:
-        """Writes the artifacts for figures: a file per client, and one of all clients together."""
+        """Writes the artifacts for figures: a file per client, and one of all clients."""
         if of_clients := self.engine.artifacts():
             _write_tensors(folder / "artifacts", of_clients)
         if joint := self.joint_artifacts():

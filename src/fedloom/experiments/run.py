@@ -164,13 +164,13 @@ def agree_on_facts(
         tasks = " and ".join(method.tasks)
         raise ConfigError(f"method {name!r} does {tasks} tasks, the data are a {roster.task} task")
     specs = [spec.strip().lower() for spec in model.split(",")]
-    dealt = tuple(specs[k % len(specs)] for k in range(roster.num_clients))
-    if method.one_model and len(set(dealt)) > 1:
+    of_clients = tuple(specs[k % len(specs)] for k in range(roster.num_clients))
+    if method.one_model and len(set(of_clients)) > 1:
         raise ConfigError(
             f"model: method {name!r} averages weights and needs one model for all clients, "
             f"got {', '.join(specs)}"
         )
-    if method.shares_width() and len({parse_spec(spec).width for spec in dealt}) > 1:
+    if method.shares_width() and len({parse_spec(spec).width for spec in of_clients}) > 1:
         raise ConfigError(
             "model: all clients' models must share one embedding width for this method, "
             f"got {', '.join(specs)}"
@@ -197,7 +197,7 @@ def agree_on_facts(
         roster.num_classes,
         roster.task,
         roster.names,
-        dealt,
+        of_clients,
         dropout,
         settings.seed,
         settings.auc or roster.num_classes == 2,

@@ -18,7 +18,7 @@ from fedloom.core.registry import method_class
 from fedloom.engines import engine_class
 
 ROOT = Path(fedloom.__file__).parent
-# Where the search starts, beside the method and the engine. `recipe` loads and divides the data.
+# The search starts here, and at the method and the engine. `recipe` loads and divides the data.
 _ENTRY_POINTS = ("fedloom.experiments.run", "fedloom.experiments.recipe")
 # Modules that cannot change a run's numbers. The search does not enter them.
 _EXCLUDED = (
@@ -81,10 +81,10 @@ def _imports(path: Path) -> Iterator[Path]:
             for length in range(1, len(parts) + 1):  # importing a module runs its packages first
                 if found := _file_of(".".join(parts[:length])):
                     yield found
-        elif not path.is_relative_to(ROOT):  # a user's file may import files beside it
-            beside = path.parent.joinpath(*name.split(".")).with_suffix(".py")
-            if beside.is_file():
-                yield beside
+        elif not path.is_relative_to(ROOT):  # a user's file may import files of its folder
+            own = path.parent.joinpath(*name.split(".")).with_suffix(".py")
+            if own.is_file():
+                yield own
 
 
 @cache  # by content: an edited file is parsed again

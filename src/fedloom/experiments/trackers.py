@@ -152,12 +152,12 @@ def parameters(
 
 def labels(summary: Mapping[str, Any], folder: Path | None) -> dict[str, str]:
     """Returns the texts that describe a run."""
-    said = {
+    texts = {
         key: str(summary[key])
         for key in ("status", "cause", "method", "history_hash")
         if summary.get(key)
     }
-    return said | ({"run_folder": str(folder.resolve())} if folder else {})
+    return texts | ({"run_folder": str(folder.resolve())} if folder else {})
 
 
 # ---- TensorBoard ----
