@@ -499,15 +499,29 @@ built = st.builds(
 )
 
 
-@settings(max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
+any_bytes = (
     st.binary(max_size=300)
     | st.binary(max_size=200).map(raw)
     | mutants
     | mutants.map(refit)
     | built
 )
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(any_bytes)
+def test_some_bytes_are_refused_or_are_a_message(data):
+    refused_or_a_message(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(any_bytes)
 def test_any_bytes_are_refused_or_are_a_message(data):
+    refused_or_a_message(data)
+
+
+def refused_or_a_message(data):
     with watched() as seen:
         try:
             tensors = flatten(decode(data, "train"))

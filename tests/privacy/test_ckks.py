@@ -40,6 +40,7 @@ def test_sums_of_arrays_of_any_length(keys, size, dtype):
     assert np.allclose(keys.decrypt(blobs[0], size), arrays[0], rtol=0, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_hundreds_of_arrays_at_the_bound_are_exact_to_a_millionth(keys):
     """Measured: below 1e-7 for 300 independent ciphertexts, whatever the values."""
     rng = np.random.default_rng(0)

@@ -189,7 +189,14 @@ def test_every_dropout_pattern_of_three(threshold):
 
 
 @pytest.mark.parametrize(
-    ("threshold", "neighbours", "step"), [(0.5, 0, 1), (2 / 3, 0, 11), (0.8, 0, 11), (0.5, 2, 11)]
+    ("threshold", "neighbours", "step"),
+    [
+        pytest.param(0.5, 0, 1, marks=pytest.mark.slow),
+        (0.5, 0, 23),
+        (2 / 3, 0, 23),
+        (0.8, 0, 23),
+        (0.5, 2, 23),
+    ],
 )
 def test_every_dropout_pattern_of_five(threshold, neighbours, step):
     patterns = list(enumerate(every_pattern(5)))[:: 1 if MANY else step]
@@ -236,6 +243,15 @@ def cases(draw):
     return terms, sorted(shuffled[:n]), lost, draw(st.integers(0, 2**32)), population
 
 
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@given(case=cases())
+@example(case=(SecureTerms(), range(20), {p: STAGES[p % 4] for p in range(6)}, 2, 20))
+def test_some_random_dropout_patterns(case):
+    terms, positions, lost, seed, population = case
+    check_case(terms, positions, lost, seed, population)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(7200)
 @settings(max_examples=CASES, suppress_health_check=list(HealthCheck))
 @given(case=cases())
