@@ -32,7 +32,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def meddle(monkeypatch, name, change, before=False):
-    """Has `change(engine, content)` look at, and alter, what clients answer to a phase (or what they are sent)."""
+    """Lets `change(engine, content)` alter the replies to a phase, or its messages if `before`."""
     original = Loop.call
 
     def call(self, phase, messages):
@@ -63,7 +63,7 @@ def party(nodes, cross, **changes):
 
 # ---- the bound on what a private client answers ----
 def test_zeros_do_not_raise_the_bound(monkeypatch):
-    """An asker that pads single-node queries with explicit zeros looks as if it asked for sums over everything."""
+    """Single-node queries padded with explicit zeros look like sums over all nodes."""
     federation = with_few_labels(federation_of(random_graph(nodes=80), 3))
     leaked = []
 
@@ -117,7 +117,7 @@ def test_edges_that_are_there_twice_count_twice_wherever_the_cut_is(clients, wat
 
 
 def test_a_direction_on_which_the_ends_disagree_is_an_edge_that_one_side_knows():
-    """Node ids of different clients may be the same, so that the ids alone do not tell 0 -> 0 from 0 -> 0."""
+    """Clients may use the same node ids, so ids alone do not distinguish 0 -> 0 from 0 -> 0."""
     federation = Federation((party(3, [0, 0, 1, 1]), party(3, [0, 0, 0, 1])))
     with pytest.raises(
         MessageError, match="cross edge 0 -> 0: client '0' knows it, client '1' does not"
@@ -248,7 +248,7 @@ def test_blocks_that_did_not_arrive_are_counted(monkeypatch):
 
 
 def test_a_peer_that_asks_nothing_is_not_refused():
-    """A client without training nodes asks for no sums in training: 0 sums over 0 nodes were 'more than -1'."""
+    """A client without training nodes asks for 0 sums over 0 nodes, which is not too much."""
     federation = with_few_labels(federation_of(random_graph(nodes=80), 3))
     first, *others = federation.graphs
     bare = replace(first, train=torch.zeros_like(first.train))

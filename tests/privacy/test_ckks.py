@@ -1,4 +1,4 @@
-"""Sums under encryption: what comes back, how exactly, and that nothing damaged or secret passes."""
+"""Sums under encryption: exactness, damaged ciphertexts, and secrets that must not leave."""
 
 import struct
 import sys
@@ -19,7 +19,7 @@ def keys() -> ckks.Keys:
 
 
 def resealed(blob: np.ndarray, start: int, new: bytes) -> np.ndarray:
-    """The blob with other bytes from `start`, and a checksum that fits: damage that no accident makes."""
+    """Returns the blob with other bytes from `start` and a valid checksum: deliberate damage."""
     data = blob.tobytes()
     body = (data[:start] + new + data[start + len(new) :])[4:]
     return np.frombuffer(struct.pack("<I", zlib.crc32(body)) + body, np.uint8)
