@@ -344,13 +344,13 @@ def cuts(_canary):
     yield "another phase", encode({"w": torch.ones(2)}, "evaluate")
 
 
-FAMILIES = (pickles, archives, texts, headers, layouts, cuts)
+KINDS = (pickles, archives, texts, headers, layouts, cuts)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
-def test_no_payload_gets_in_or_gets_to_act(family, tmp_path):
+@pytest.mark.parametrize("kind", KINDS, ids=lambda f: f.__name__)
+def test_no_payload_gets_in_or_gets_to_act(kind, tmp_path):
     canary, accepted = tmp_path / "canary", []
-    payloads = dict(family(canary))
+    payloads = dict(kind(canary))
     for name, payload in payloads.items():
         text = ""
         with watched() as seen:
@@ -366,9 +366,7 @@ def test_no_payload_gets_in_or_gets_to_act(family, tmp_path):
 
 
 def test_there_are_enough_of_them(tmp_path):
-    payloads = [
-        payload for family in FAMILIES for payload in dict(family(tmp_path / "canary")).values()
-    ]
+    payloads = [payload for kind in KINDS for payload in dict(kind(tmp_path / "canary")).values()]
     assert len(set(payloads)) > 250
 
 

@@ -593,11 +593,11 @@ class Careless(Collector):
 
 @pytest.mark.parametrize("threshold", [0.5, 2 / 3])
 def test_every_client_refuses_what_a_careful_server_would_not_ask(threshold):
-    terms, everybody = SecureTerms(threshold), {p: set(range(5)) - {p} for p in range(5)}
+    terms, complete_graph = SecureTerms(threshold), {p: set(range(5)) - {p} for p in range(5)}
     vectors = random_vectors(range(5), terms)
     asked = 0
     for lost in [lost for i, lost in enumerate(every_pattern(5)) if i % 7 == 0]:
-        stage = verdict(everybody, terms.quorum(5), lost)
+        stage = verdict(complete_graph, terms.quorum(5), lost)
         if stage not in ("advertise", "share", "mask"):
             continue
         sums = Drive(terms, vectors, lost, collector=Careless)
