@@ -32,9 +32,15 @@ def filled():
 @pytest.mark.parametrize("phase", ["train", "a_longer_name"])
 @pytest.mark.parametrize(
     "message",
-    [MODEL, SIZE, {**MODEL, **SIZE}, {"x": torch.zeros(0, 5)}, {"h": torch.ones(3, dtype=torch.float16), "flag": torch.tensor(True)},
-     {"model": {"inner": {"deep": torch.ones(2, 3, 4).double()}}}],
-)  # fmt: skip
+    [
+        MODEL,
+        SIZE,
+        {**MODEL, **SIZE},
+        {"x": torch.zeros(0, 5)},
+        {"h": torch.ones(3, dtype=torch.float16), "flag": torch.tensor(True)},
+        {"model": {"inner": {"deep": torch.ones(2, 3, 4).double()}}},
+    ],
+)
 def test_a_booking_is_the_length_of_the_bytes_that_travel(message, phase):
     ledger = Ledger()
     ledger.book(4, phase, "up", {"a": message})
@@ -65,8 +71,12 @@ def test_totals_are_sums_and_measuring_is_apart():
     traffic = filled().traffic()
     up, down = len(encode({**MODEL, **SIZE}, "train")), len(encode(MODEL, "train"))
     assert traffic["phases"]["train"] == {
-        "bytes_up": 4 * up, "bytes_down": 4 * down, "scalars_up": 4 * 17, "scalars_down": 4 * 16, "messages": 8,
-    }  # fmt: skip
+        "bytes_up": 4 * up,
+        "bytes_down": 4 * down,
+        "scalars_up": 4 * 17,
+        "scalars_down": 4 * 16,
+        "messages": 8,
+    }
     setup = len(encode(SIZE, "setup"))
     assert traffic["phases"]["setup"] == {
         "bytes_up": 2 * setup,
@@ -75,9 +85,16 @@ def test_totals_are_sums_and_measuring_is_apart():
         "scalars_down": 0,
         "messages": 2,
     }
-    assert {key: traffic[key] for key in ("bytes_up", "bytes_down", "scalars_up", "scalars_down", "messages")} == {
-        "bytes_up": 4 * up + 2 * setup, "bytes_down": 4 * down, "scalars_up": 70, "scalars_down": 64, "messages": 10,
-    }  # fmt: skip
+    assert {
+        key: traffic[key]
+        for key in ("bytes_up", "bytes_down", "scalars_up", "scalars_down", "messages")
+    } == {
+        "bytes_up": 4 * up + 2 * setup,
+        "bytes_down": 4 * down,
+        "scalars_up": 70,
+        "scalars_down": 64,
+        "messages": 10,
+    }
     assert traffic["measuring"] == traffic["phases"]["evaluate"]
     assert traffic["measuring"]["scalars_up"] == 16
     json.dumps(traffic)

@@ -116,9 +116,16 @@ def test_format_phase_and_limit():
 
 @pytest.mark.parametrize(
     ("content", "named"),
-    [({"a": 1.0}, "'a'"), ({"a": {"b": [1]}}, "'a/b'"), ({"a/b": torch.ones(1)}, "a/b"), ({"a": {}}, "'a'"), ({"": torch.ones(1)}, "''"),
-     ({3: torch.ones(1)}, "3"), ({"a": torch.ones(1, dtype=torch.complex64)}, "complex64")],
-)  # fmt: skip
+    [
+        ({"a": 1.0}, "'a'"),
+        ({"a": {"b": [1]}}, "'a/b'"),
+        ({"a/b": torch.ones(1)}, "a/b"),
+        ({"a": {}}, "'a'"),
+        ({"": torch.ones(1)}, "''"),
+        ({3: torch.ones(1)}, "3"),
+        ({"a": torch.ones(1, dtype=torch.complex64)}, "complex64"),
+    ],
+)
 def test_only_tensors_travel(content, named):
     with pytest.raises(MessageError, match=named):
         encode(content, "train")
@@ -134,10 +141,13 @@ def test_check_names_the_tensor():
     good = {"n": torch.ones(5, 2), "w": torch.ones(3)}
     check(good, expected, "client 'a'")
     for bad, words in [
-        ({**good, "w": torch.ones(1)}, "'w' has shape"), ({**good, "w": torch.ones(3).double()}, "'w' has dtype"),
-        ({"n": good["n"]}, "'w' is missing"), ({**good, "x": torch.ones(1)}, "'x' is not expected"),
-        ({**good, "w": torch.full((3,), float("nan"))}, "'w' holds nan"), ({**good, "n": torch.ones(5, 3)}, "'n' has shape"),
-    ]:  # fmt: skip
+        ({**good, "w": torch.ones(1)}, "'w' has shape"),
+        ({**good, "w": torch.ones(3).double()}, "'w' has dtype"),
+        ({"n": good["n"]}, "'w' is missing"),
+        ({**good, "x": torch.ones(1)}, "'x' is not expected"),
+        ({**good, "w": torch.full((3,), float("nan"))}, "'w' holds nan"),
+        ({**good, "n": torch.ones(5, 3)}, "'n' has shape"),
+    ]:
         with pytest.raises(MessageError, match=words):
             check(bad, expected, "client 'a'")
 

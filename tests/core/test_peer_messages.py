@@ -32,7 +32,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def meddle(monkeypatch, name, change, before=False):
-    """Has `change(engine, content)` look at, and alter, what clients answer to a phase (or what they are sent)."""
+    """Lets `change(engine, content)` alter the replies to a phase, or its messages if `before`."""
     original = Loop.call
 
     def call(self, phase, messages):
@@ -63,7 +63,7 @@ def party(nodes, cross, **changes):
 
 # ---- the bound on what a private client answers ----
 def test_zeros_do_not_raise_the_bound(monkeypatch):
-    """An asker that pads single-node queries with explicit zeros looks as if it asked for sums over everything."""
+    """Single-node queries padded with explicit zeros look like sums over all nodes."""
     federation = with_few_labels(federation_of(random_graph(nodes=80), 3))
     leaked = []
 
@@ -117,7 +117,7 @@ def test_edges_that_are_there_twice_count_twice_wherever_the_cut_is(clients, wat
 
 
 def test_a_direction_on_which_the_ends_disagree_is_an_edge_that_one_side_knows():
-    """Node ids of different clients may be the same, so that the ids alone do not tell 0 -> 0 from 0 -> 0."""
+    """Clients may use the same node ids, so ids alone do not distinguish 0 -> 0 from 0 -> 0."""
     federation = Federation((party(3, [0, 0, 1, 1]), party(3, [0, 0, 0, 1])))
     with pytest.raises(
         MessageError, match="cross edge 0 -> 0: client '0' knows it, client '1' does not"
@@ -127,17 +127,17 @@ def test_a_direction_on_which_the_ends_disagree_is_an_edge_that_one_side_knows()
 
 def test_targets_in_another_order_are_refused(monkeypatch):
     def swap(engine, replies):
-        letter = replies["0"]["1"]
-        same = (letter["source"][1:] == letter["source"][:-1]) & (
-            letter["target"][1:] != letter["target"][:-1]
+        written = replies["0"]["1"]
+        same = (written["source"][1:] == written["source"][:-1]) & (
+            written["target"][1:] != written["target"][:-1]
         )
         at = int(same.nonzero()[0])
         for key in ("target", "position"):
-            letter[key][[at, at + 1]] = letter[key][[at + 1, at]].clone()
+            written[key][[at, at + 1]] = written[key][[at + 1, at]].clone()
 
     meddle(monkeypatch, "greet", swap)
     with pytest.raises(
-        MessageError, match="letter of '0': tensor 'target' lists the shared edges in another order"
+        MessageError, match="'0': tensor 'target' lists the shared edges in another order"
     ):
         go(federation_of(random_graph(), 3))
 
@@ -248,7 +248,7 @@ def test_blocks_that_did_not_arrive_are_counted(monkeypatch):
 
 
 def test_a_peer_that_asks_nothing_is_not_refused():
-    """A client without training nodes asks for no sums in training: 0 sums over 0 nodes were 'more than -1'."""
+    """A client without training nodes asks for 0 sums over 0 nodes, which is not too much."""
     federation = with_few_labels(federation_of(random_graph(nodes=80), 3))
     first, *others = federation.graphs
     bare = replace(first, train=torch.zeros_like(first.train))
@@ -268,7 +268,7 @@ def test_a_position_that_is_none_of_the_peers_is_refused(monkeypatch):
     meddle(monkeypatch, "greet", lambda _, replies: replies["0"]["1"]["position"].add_(1000))
     with pytest.raises(
         MessageError,
-        match=r"client '1': letter of '0': tensor 'position' holds a number outside 0 to \d+",
+        match=r"client '1': .*'0': tensor 'position' holds a number outside 0 to \d+",
     ):
         go(federation_of(random_graph(), 3))
 
@@ -283,7 +283,7 @@ def test_a_block_from_a_client_without_edges_to_here_is_refused(monkeypatch):
     meddle(monkeypatch, "offer", lambda _, replies: replies["2"].update({"0": block}))
     with pytest.raises(
         MessageError,
-        match="client '0': letter of '2': a block from a client that no own node gathers from",
+        match=r"client '0': .*'2': a block from a client that no own node gathers from",
     ):
         run("fedstruct", federation, model="dgcn-2x4", rounds=1, hops=2, d_s=4, hidden="")
 
@@ -295,7 +295,7 @@ def few():
 def test_more_training_rows_than_rows_are_refused(monkeypatch):
     meddle(monkeypatch, "request", lambda _, replies: replies["0"]["1"]["train"].add_(1000))
     with pytest.raises(
-        MessageError, match=r"client '1': letter of '0': tensor 'train' is \d+, must be 0 to \d+"
+        MessageError, match=r"client '1': .*'0': tensor 'train' is \d+, must be 0 to \d+"
     ):
         go(few(), private=True)
 
@@ -308,7 +308,7 @@ def test_sums_for_other_rows_than_asked_are_refused(monkeypatch):
     )
     with pytest.raises(
         MessageError,
-        match=r"client '1': letter of '0': tensor 'sums' has \d+ rows, not one for each asked node",
+        match=r"client '1': .*'0': tensor 'sums' has \d+ rows, not one for each asked node",
     ):
         go(few(), private=True)
 

@@ -1,4 +1,4 @@
-"""The waist: who gets asked, what they get, what comes back, who can reach whom; and state that survives."""
+"""Client and Server: requests, replies, rounds, random streams, peer messages and snapshots."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -82,9 +82,12 @@ class Toy(Method):
         """One of each kind of declaration."""
         f = client.facts
         return {
-            "model": weights(client.build()), "table": torch.ones(f.num_classes, f.num_features), "row": torch.ones(self.width, f.width),
-            "any": torch.ones(client.graph.num_nodes).double(), "count": torch.ones(f.num_clients, 3, dtype=torch.int64),
-        }  # fmt: skip
+            "model": weights(client.build()),
+            "table": torch.ones(f.num_classes, f.num_features),
+            "row": torch.ones(self.width, f.width),
+            "any": torch.ones(client.graph.num_nodes).double(),
+            "count": torch.ones(f.num_clients, 3, dtype=torch.int64),
+        }
 
     @phase(value="float32[]")
     def draw(self, client: Client):
@@ -93,13 +96,13 @@ class Toy(Method):
 
     @phase(x="=x")
     def mirror(self, client: Client, x):
-        """The same from everybody."""
+        """The same from all clients."""
         return {"x": x}
 
     @peer_messages(read_by="open_post")
     @phase(words="float32[n]", number="int64[]")
     def post(self, client: Client, scale):
-        """To everybody else: the own place in the order of clients, so many times."""
+        """Writes its position to all other clients, repeated."""
         own = NAMES.index(client.name)
         return {
             to: {"words": scale * torch.ones(own + 1), "number": torch.tensor(own)}
@@ -160,8 +163,14 @@ def facts(names=NAMES, models=None, seed=0, **more):
 def graph(nodes=6):
     lot = torch.arange(nodes) % 3
     return Graph(
-        torch.ones(nodes, 2), torch.tensor([[0, 1], [1, 0]]), lot, 3, train=lot == 0, val=lot == 1, test=lot == 2
-    )  # fmt: skip
+        torch.ones(nodes, 2),
+        torch.tensor([[0, 1], [1, 0]]),
+        lot,
+        3,
+        train=lot == 0,
+        val=lot == 1,
+        test=lot == 2,
+    )
 
 
 def make(
@@ -187,12 +196,14 @@ def make(
 
 
 # ---- client to client ----
-def test_letters_reach_whom_they_are_for_and_are_booked_both_ways():
+def test_peer_messages_reach_their_receivers_and_are_booked_both_ways():
     server, engine, toy = make()
     server.relay(toy.post, scale=torch.tensor(2.0))
     assert {name: list(client.state["post"]) for name, client in engine.clients.items()} == {
-        "b": ["a", "c"], "a": ["b", "c"], "c": ["a", "b"]
-    }  # fmt: skip
+        "b": ["a", "c"],
+        "a": ["b", "c"],
+        "c": ["a", "b"],
+    }
     assert engine.clients["b"].state["post"]["c"]["words"].tolist() == [2, 2, 2]
     phases = server.ledger.traffic()["phases"]
     assert (
@@ -200,7 +211,7 @@ def test_letters_reach_whom_they_are_for_and_are_booked_both_ways():
     )
 
 
-def test_who_does_not_write_is_missing_and_a_client_without_post_reads_nothing():
+def test_a_client_without_peer_messages_reads_an_empty_inbox():
     server, engine, toy = make()
     written = server.collect(toy.post, scale=torch.tensor(1.0))
     server.deliver(toy.post, {"a": {"b": written["a"]["b"]}})
@@ -231,7 +242,7 @@ def test_who_does_not_write_is_missing_and_a_client_without_post_reads_nothing()
         ),
     ],
 )
-def test_letters_are_held_against_what_is_declared(spoil, words, monkeypatch):
+def test_peer_messages_are_checked_against_their_declaration(spoil, words, monkeypatch):
     server, engine, toy = make()
     server._call = lambda phase, sent: {
         c: spoil(r) if c == "b" else r for c, r in engine.call(phase, sent).items()
@@ -240,7 +251,7 @@ def test_letters_are_held_against_what_is_declared(spoil, words, monkeypatch):
         server.relay(toy.post, scale=torch.tensor(1.0))
 
 
-def test_letters_are_relayed_and_nothing_else_is():
+def test_only_peer_messages_are_relayed():
     server, _, toy = make()
     with pytest.raises(
         ConfigError,
@@ -253,7 +264,7 @@ def test_letters_are_relayed_and_nothing_else_is():
         server.relay(toy.echo, x=torch.ones(1))
 
 
-def test_a_length_can_be_a_number_that_was_sent():
+def test_a_computed_schema_can_depend_on_the_message():
     server, engine, toy = make()
     assert server.sum(toy.table, count=torch.tensor(4))["rows"].tolist() == [[3.0] * 3] * 4
     server._call = lambda phase, sent: {
@@ -263,7 +274,7 @@ def test_a_length_can_be_a_number_that_was_sent():
         server.sum(toy.table, count=torch.tensor(4))
 
 
-def test_a_length_can_be_how_many_are_true_in_the_answer_itself():
+def test_a_length_can_be_the_number_of_true_entries_of_the_reply():
     server, engine, toy = make()
     assert all(reply["rows"].shape == (2, 2) for reply in server.ask(toy.some).values())
 
@@ -292,7 +303,7 @@ def test_a_length_can_be_how_many_are_true_in_the_answer_itself():
 
 
 # ---- asking ----
-def test_everybody_is_asked_in_client_order():
+def test_all_clients_are_asked_in_client_order():
     server, _, toy = make()
     replies = server.ask(toy.echo, x=torch.arange(3.0))
     assert list(replies) == ["b", "a", "c"]
@@ -300,7 +311,7 @@ def test_everybody_is_asked_in_client_order():
     assert all(torch.equal(r["seen"], torch.arange(3.0)) for r in replies.values())
 
 
-def test_each_gets_its_own_on_top_of_what_all_get():
+def test_each_adds_to_the_common_message():
     server, _, toy = make()
     replies = server.ask(
         toy.echo, x=torch.zeros(1), each={"c": {"y": torch.tensor(3.0)}, "b": {"x": torch.ones(2)}}
@@ -310,14 +321,14 @@ def test_each_gets_its_own_on_top_of_what_all_get():
     assert replies["b"]["seen"].tolist() == [1, 1]
 
 
-def test_chosen_clients_and_nobody_else():
+def test_only_the_chosen_clients_are_asked():
     server, engine, toy = make()
     assert list(server.ask(toy.silent, clients=["c", "b"])) == ["b", "c"]
     assert [name for name, client in engine.clients.items() if "visited" in client.state] == [
         "b",
         "c",
     ]
-    assert len(server.ask(toy.silent, each={})) == 0  # nobody, not everybody
+    assert len(server.ask(toy.silent, each={})) == 0  # no clients, not all clients
     assert len(server.ask(toy.silent, clients=[])) == 0
 
 
@@ -361,9 +372,12 @@ def test_declared_replies_pass_and_any_other_length_does_not():
         (3, 3),
     )
     for name, wrong in [
-        ("table", torch.ones(2, 3)), ("row", torch.ones(3, 4)), ("count", torch.ones(2, 3, dtype=torch.int64)),
-        ("any", torch.ones(6, 1).double()), ("model/classifier.bias", torch.ones(4)),
-    ]:  # fmt: skip
+        ("table", torch.ones(2, 3)),
+        ("row", torch.ones(3, 4)),
+        ("count", torch.ones(2, 3, dtype=torch.int64)),
+        ("any", torch.ones(6, 1).double()),
+        ("model/classifier.bias", torch.ones(4)),
+    ]:
         spoilt = unflatten({**flatten(reply), name: wrong})
         server._call = lambda phase, sent, spoilt=spoilt: {"b": spoilt}
         with pytest.raises(
@@ -393,11 +407,14 @@ def test_both_ways_are_booked_once_per_client():
     server.ask(toy.echo, x=torch.ones(2), clients=["a", "c"])
     server.ask(toy.silent)
     assert [(r.phase, r.direction, r.client, r.scalars) for r in server.ledger.rows] == [
-        ("echo", "down", "a", 2), ("echo", "down", "c", 2), ("echo", "up", "a", 3), ("echo", "up", "c", 3)
-    ]  # fmt: skip
+        ("echo", "down", "a", 2),
+        ("echo", "down", "c", 2),
+        ("echo", "up", "a", 3),
+        ("echo", "up", "c", 3),
+    ]
 
 
-def test_those_who_do_not_answer_are_left_out():
+def test_silent_clients_are_left_out():
     server, engine, toy = make()
     server._call = lambda phase, sent: {
         k: v for k, v in engine.call(phase, sent).items() if k != "a"
@@ -407,7 +424,7 @@ def test_those_who_do_not_answer_are_left_out():
     assert replies.mean()["seen"].tolist() == [1]
 
 
-def test_nobody_shares_memory_with_anybody():
+def test_parties_share_no_memory():
     server, engine, toy = make()
     sent = torch.zeros(2)
     replies = server.ask(toy.echo, x=sent, y=torch.ones(2))
@@ -420,7 +437,7 @@ def test_nobody_shares_memory_with_anybody():
     assert replies["c"]["seen"].tolist() == [1, 1]
 
 
-def test_a_server_has_no_way_to_a_graph():
+def test_a_server_cannot_reach_a_graph():
     server, engine, _ = make()
     reachable = [
         value
@@ -441,9 +458,9 @@ def test_the_parties_of_a_secure_run_need_their_side_of_secure_aggregation():
 
 
 # ---- replies ----
-def answered(together):
+def answered(form):
     return Replies(
-        together(
+        form(
             {
                 "b": {"w": torch.tensor([1.0, 2.0]), "g": {"n": torch.tensor(2)}},
                 "a": {"w": torch.tensor([3.0, 6.0]), "g": {"n": torch.tensor(4)}},
@@ -452,9 +469,9 @@ def answered(together):
     )
 
 
-@pytest.mark.parametrize("together", [dict, batched], ids=["one by one", "in one"])
-def test_sum_mean_stack_and_column(together):
-    replies = partial(answered, together)
+@pytest.mark.parametrize("form", [dict, batched], ids=["dict", "batch"])
+def test_sum_mean_stack_and_column(form):
+    replies = partial(answered, form)
     total = replies().sum()
     assert total["w"].tolist() == [4, 8]
     assert total["g"]["n"].item() == 6
@@ -467,9 +484,9 @@ def test_sum_mean_stack_and_column(together):
     assert list(replies().column("g")) == ["b", "a"]
 
 
-@pytest.mark.parametrize("together", [dict, batched], ids=["one by one", "in one"])
-def test_sums_leave_the_replies_alone(together):
-    came = answered(together)
+@pytest.mark.parametrize("form", [dict, batched], ids=["dict", "batch"])
+def test_sums_leave_the_replies_alone(form):
+    came = answered(form)
     came.sum()["w"].fill_(0)
     came.mean()["w"].fill_(0)
     assert came["b"]["w"].tolist() == [1, 2]
@@ -498,7 +515,7 @@ def test_the_server_sums_and_averages_what_it_asks_for():
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-def test_a_nonsense_weight_is_refused_with_its_client(weight):
+def test_an_invalid_weight_is_refused_with_its_client(weight):
     with pytest.raises(
         MessageError, match=r"client 'a': weight is .* must be finite, not negative and at most"
     ):
@@ -508,7 +525,7 @@ def test_a_nonsense_weight_is_refused_with_its_client(weight):
 
 
 @pytest.mark.parametrize("how", ["sum", "mean"])
-def test_when_nobody_answers_that_is_what_the_error_says(how):
+def test_a_sum_of_no_replies_is_an_error(how):
     with pytest.raises(MessageError, match="nobody answered"):
         getattr(Replies({}), how)()
 
@@ -536,7 +553,7 @@ def test_participants_are_drawn_without_replacement_by_seed_alone():
     assert all(60 < held.count(name) < 120 for name in MANY)  # 90 expected
 
 
-def test_rounds_are_numbered_and_end_with_everybody():
+def test_rounds_are_numbered_and_all_clients_are_asked_afterwards():
     watcher = Watcher()
     server, _, toy = make(MANY, 0.2, watcher=watcher)
     assert server.round == 0
@@ -550,7 +567,7 @@ def test_rounds_are_numbered_and_end_with_everybody():
     assert watcher.planned == 3
 
 
-def test_rounds_go_on_after_those_that_are_done_and_stop_when_told():
+def test_rounds_continue_after_the_finished_ones_and_stop_when_told():
     server, *_ = make(watcher=Watcher(done=4, stop_after=6))
     assert list(server.rounds(9)) == [5, 6]
     server, *_ = make(watcher=Watcher(done=9))
@@ -561,7 +578,7 @@ def test_rounds_go_on_after_those_that_are_done_and_stop_when_told():
 @pytest.mark.parametrize(
     ("every", "scored"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (3, [3, 5]), (9, [5])]
 )
-def test_evaluation_is_every_so_many_rounds_and_in_the_last(every, scored):
+def test_evaluation_is_every_few_rounds_and_in_the_last(every, scored):
     watcher = Watcher()
     server, engine, _ = make(MANY[:3], 0.4, evaluate_every=every, watcher=watcher)
     for client in engine.clients.values():
@@ -699,7 +716,7 @@ def test_a_client_without_training_graphs_has_no_batch_and_a_node_task_one():
 
 
 # ---- history ----
-def test_the_history_hash_hangs_on_every_byte_both_ways_and_on_who_said_it():
+def test_the_history_hash_depends_on_all_bytes_and_clients_both_ways():
     def after(value=2.0, clients=NAMES, number=1, spoil=None):
         server, engine, toy = make()
         server.round = number
@@ -724,14 +741,17 @@ def test_the_history_hash_hangs_on_every_byte_both_ways_and_on_who_said_it():
 # ---- what survives ----
 def learner(kind, momentum_steps):
     """A state with one of everything, after some steps."""
-    net = nn.Linear(3, 2)
+    model = nn.Linear(3, 2)
     with torch.no_grad():
-        net.weight.copy_(torch.arange(6.0).view(2, 3) / 10)
-        net.bias.zero_()
+        model.weight.copy_(torch.arange(6.0).view(2, 3) / 10)
+        model.bias.zero_()
     state = {
-        "model": net, "optimizer": make_optimizer(kind, net.parameters(), 0.1, 0.01), "rng": torch.Generator().manual_seed(3),
-        "deep": {"er": {"t": torch.arange(4.0), "n": torch.tensor(0)}}, "empty": {},
-    }  # fmt: skip
+        "model": model,
+        "optimizer": make_optimizer(kind, model.parameters(), 0.1, 0.01),
+        "rng": torch.Generator().manual_seed(3),
+        "deep": {"er": {"t": torch.arange(4.0), "n": torch.tensor(0)}},
+        "empty": {},
+    }
     train(state, momentum_steps)
     return state
 
@@ -745,7 +765,7 @@ def train(state, steps):
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_a_restored_state_goes_on_as_the_one_that_was_saved(kind, steps):
+def test_a_restored_state_continues_like_the_saved_one(kind, steps):
     original, again = learner(kind, steps), learner(kind, 0)
     saved = unflatten(flatten(snapshot(original)))  # as a checkpoint has it
     addresses = [p.data_ptr() for p in again["model"].parameters()]
@@ -802,7 +822,7 @@ def test_tensors_appear_disappear_and_change_their_shape():
 
 
 @pytest.mark.parametrize("thing", [3, "text", [torch.ones(1)], None])
-def test_what_cannot_be_saved_is_refused_by_kind(thing):
+def test_a_state_that_cannot_be_saved_is_refused_by_type(thing):
     with pytest.raises(
         TypeError, match=f"state holds a {type(thing).__name__}; valid: tensors, models"
     ):
@@ -829,7 +849,7 @@ class Told:
         ({"y": torch.ones(2)}, "tensor 'x' is missing"),
     ],
 )
-def test_many_replies_in_one_are_held_to_what_is_expected(wrong, says):
+def test_a_batch_of_replies_is_checked(wrong, says):
     @dataclass(frozen=True)
     class Echo(Method):
         """Answers what it got."""
@@ -844,8 +864,8 @@ def test_many_replies_in_one_are_held_to_what_is_expected(wrong, says):
 
     facts = Facts(4, 2, "node", ("a", "b", "c"), ("gcn-2x4",) * 3)
     good = {"x": torch.ones(2)}
-    everybody_wrong = "nan" not in says
-    answers = {c: wrong if everybody_wrong or c == "b" else good for c in facts.clients}
+    all_wrong = "nan" not in says
+    answers = {c: wrong if all_wrong or c == "b" else good for c in facts.clients}
     method = Echo()
     server = Server(
         method, facts, lambda phase, messages: batched(answers), RoundPolicy("local"), Told()
@@ -854,7 +874,7 @@ def test_many_replies_in_one_are_held_to_what_is_expected(wrong, says):
         server.ask(method.echo, x=torch.ones(2))
 
 
-def test_fingerprints_differ_with_any_bit_and_not_with_the_way_a_tensor_lies_in_memory():
+def test_fingerprints_depend_on_values_and_not_on_strides():
     for size in (3, 4000):
         tensor = torch.arange(float(size * 3)).view(size, 3)
         seen = {fingerprint(tensor)}

@@ -177,7 +177,8 @@ def test_workers_is_a_setting_of_engines_with_workers():
     assert RunSettings(engine="processes", workers=3).workers == 3
     with pytest.raises(
         ConfigError,
-        match=r"run\.workers is 2, engine 'loop' has none; valid: 0, or run\.engine processes or ray",
+        match=r"run\.workers is 2, engine 'loop' has none; "
+        r"valid: 0, or run\.engine processes or ray",
     ):
         RunSettings(workers=2)
     with pytest.raises(ConfigError, match=r"run\.workers is -1, must be a whole number at least 0"):

@@ -79,10 +79,14 @@ def test_a_missing_ray_package_is_named(monkeypatch):
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
-        ("fedavg", {}), ("fedproto", {"model": "gcn-2x8,gat-2x8,sage-2x8"}), ("fedstruct", {"secure": True}),
-        ("opfgl", {**test_opfgl.QUICK, "secure": True}), ("fedgh", test_fedgh.QUICK), (OWN_METHOD, {}),
+        ("fedavg", {}),
+        ("fedproto", {"model": "gcn-2x8,gat-2x8,sage-2x8"}),
+        ("fedstruct", {"secure": True}),
+        ("opfgl", {**test_opfgl.QUICK, "secure": True}),
+        ("fedgh", test_fedgh.QUICK),
+        (OWN_METHOD, {}),
     ],
-)  # fmt: skip
+)
 def test_methods_of_every_kind_are_bit_identical_to_the_loop(
     method, settings, cross_federation, local_ray
 ):

@@ -1,4 +1,4 @@
-"""Sums under encryption: what comes back, how exactly, and that nothing damaged or secret passes."""
+"""Sums under encryption: exactness, damaged ciphertexts, and secrets that must not leave."""
 
 import struct
 import sys
@@ -19,7 +19,7 @@ def keys() -> ckks.Keys:
 
 
 def resealed(blob: np.ndarray, start: int, new: bytes) -> np.ndarray:
-    """The blob with other bytes from `start`, and a checksum that fits: damage that no accident makes."""
+    """Returns the blob with other bytes from `start` and a valid checksum: deliberate damage."""
     data = blob.tobytes()
     body = (data[:start] + new + data[start + len(new) :])[4:]
     return np.frombuffer(struct.pack("<I", zlib.crc32(body)) + body, np.uint8)
@@ -40,6 +40,7 @@ def test_sums_of_arrays_of_any_length(keys, size, dtype):
     assert np.allclose(keys.decrypt(blobs[0], size), arrays[0], rtol=0, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_hundreds_of_arrays_at_the_bound_are_exact_to_a_millionth(keys):
     """Measured: below 1e-7 for 300 independent ciphertexts, whatever the values."""
     rng = np.random.default_rng(0)

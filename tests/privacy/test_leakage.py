@@ -82,9 +82,14 @@ def test_the_theorems_numbers():
     assert forward_noise_epsilon(0.3, 2.0, 1e-6) == pytest.approx(by_hand)
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    ((1.0, 1.0), "alpha_bar is 1.0, must be at least 0 and below 1"), ((0.5, 0.0), "bound is 0.0"), ((0.5, 1.0, 1.0), "delta 1.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((1.0, 1.0), "alpha_bar is 1.0, must be at least 0 and below 1"),
+        ((0.5, 0.0), "bound is 0.0"),
+        ((0.5, 1.0, 1.0), "delta 1.0"),
+    ],
+)
 def test_what_the_theorem_does_not_cover_is_refused(arguments, words):
     with pytest.raises(ConfigError, match=words):
         forward_noise_epsilon(*arguments)

@@ -1,4 +1,4 @@
-"""Secure sums at the waist: what travels in a secure run, what clients refuse, and what happens when they drop out."""
+"""Secure aggregation: what travels in a secure run, what clients refuse, and dropouts."""
 
 from dataclasses import dataclass, replace
 
@@ -225,9 +225,11 @@ def test_nothing_in_the_clear_but_rosters_keys_ciphertexts_and_pads():
         for name, t in flatten(r).items()
     }
     assert up == {
-        ("advertise_keys", "keys", "torch.uint8"), ("share_keys", "shares", "torch.uint8"),
-        ("numbers", "masked", "torch.int64"), ("unmask", "revealed", "torch.uint8"),
-    }  # fmt: skip
+        ("advertise_keys", "keys", "torch.uint8"),
+        ("share_keys", "shares", "torch.uint8"),
+        ("numbers", "masked", "torch.int64"),
+        ("unmask", "revealed", "torch.uint8"),
+    }
     # Uniform over 64 bits, where the numbers themselves are below 2^45.
     assert (words_of(engine).double().abs() > 2**50).float().mean() > 0.9
     assert len(set(words_of(engine).flatten().tolist())) == words_of(engine).numel()
@@ -299,9 +301,12 @@ def ask(engine, phase, client="a", **message):
 def begin(server, engine, method, **changes):
     """The first request of a sum, as a server that may deviate sends it."""
     proposal = {
-        "run": torch.zeros(16, dtype=torch.uint8), "number": torch.tensor(1), "roster": torch.ones(len(NAMES), dtype=torch.bool),
-        "threshold": torch.tensor(6), **changes,
-    }  # fmt: skip
+        "run": torch.zeros(16, dtype=torch.uint8),
+        "number": torch.tensor(1),
+        "roster": torch.ones(len(NAMES), dtype=torch.bool),
+        "threshold": torch.tensor(6),
+        **changes,
+    }
     return ask(engine, "advertise_keys", **proposal)
 
 

@@ -1,4 +1,4 @@
-"""Secret sharing: exhaustive in small fields, where secrecy can be counted, and at random in the field that is used."""
+"""Secret sharing: exhaustive in small fields, where secrecy is counted; random in the real one."""
 
 from collections import Counter
 from itertools import combinations, product
@@ -68,7 +68,7 @@ def test_every_secret_comes_back_from_every_subset_of_t_shares(prime):
 
 @pytest.mark.parametrize(("prime", "threshold"), [(5, 2), (5, 3), (7, 2), (7, 3), (7, 4), (11, 3)])
 def test_fewer_than_t_shares_are_consistent_with_every_secret_equally(prime, threshold):
-    """Over all polynomials: whatever t - 1 parties hold, every secret made it in exactly as many ways, one."""
+    """Over all polynomials, every secret explains the shares of t - 1 parties in one way."""
     for chosen in combinations(range(1, prime), threshold - 1):
         ways = Counter()
         for secret, *others in product(range(prime), repeat=threshold):

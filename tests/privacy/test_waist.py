@@ -1,4 +1,4 @@
-"""Secure sums at the waist keep to what plain ones keep to: declared replies, weights, types, errors that name things and tell nothing."""
+"""Secure runs keep the rules of plain runs: declared replies, weights, types, error messages."""
 
 import io
 from dataclasses import dataclass, replace

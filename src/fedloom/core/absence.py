@@ -151,7 +151,7 @@ class AbsenceTracker:
         self._resumed = dict(saved)
 
     def absent_in_setup(self) -> dict[str, Absent]:
-        """Returns who missed the next exchange before the rounds, in the run that is resumed.
+        """Returns the clients that missed the next exchange before the rounds, before the resume.
 
         The repeated set-up leaves out the same clients, so that it has the same result.
         """

@@ -144,6 +144,6 @@ class PlainResponder:
 
 
 def addresses_of(written: Mapping[str, Message]) -> dict[str, Message]:
-    """Who writes to whom, without content: ciphertexts differ in every run, this does not."""
+    """Returns senders and receivers without content. Ciphertexts differ in every run."""
     empty = torch.zeros(0)
     return {c: dict.fromkeys(sorted(sent), empty) for c, sent in written.items() if sent}

@@ -83,7 +83,7 @@ class SecureTerms:
 
 @dataclass(frozen=True)
 class Facts:
-    """Sizes, the task, and each client's model. Nothing about anybody's data.
+    """Sizes, the task, and each client's model. Nothing about a client's data.
 
     Args:
         num_features: Width of the node features.

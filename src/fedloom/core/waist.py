@@ -61,7 +61,7 @@ class Waist:
         round: The current round; 0 before the first one.
         in_round: Whether a round is under way.
         ledger: All messages, booked.
-        absences: Who did not answer, and what follows from it.
+        absences: The clients that did not answer, and what follows from it.
         history_hash: The digest of all exchanges so far.
     """
 
@@ -137,7 +137,7 @@ class Waist:
     ) -> Replies:
         """`exchange` for one of several stages, such as those of a secure sum.
 
-        Nobody is asked twice. The caller decides how many answers are enough and what follows.
+        No client is asked twice. The caller decides how many answers are enough and what follows.
 
         lost: receives the clients that are absent.
         """
@@ -198,7 +198,7 @@ class Waist:
         return {c: message for c, message in messages.items() if c not in absent}, absent
 
     def _repeat_setup(self, number: int, clients: Sequence[str]) -> dict[str, Absent]:
-        """Repeats an exchange before the rounds with clients that missed it. Returns who failed."""
+        """Repeats an exchange before the rounds with some clients. Returns those that failed."""
         missed = self.absences.setup[number]
         messages = {c: missed.messages[c] for c in clients}
         came, lost = self._send(missed.name, messages, None, missed.book_as)
@@ -259,7 +259,7 @@ class Waist:
     ) -> tuple[Mapping[str, Message], dict[str, Absent]]:
         """Returns the replies that fit their schema, and why there are no others.
 
-        expected: None if nobody reads the replies.
+        expected: None if the replies are not read.
         """
         sent = self._encoded(name, messages)
         self.ledger.book(self.round, name, "down", sent, book_as)

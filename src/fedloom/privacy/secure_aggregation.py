@@ -126,13 +126,13 @@ class SecureResponder:
     def _advertise(
         self, client: Client, run: Tensor, number: Tensor, roster: Tensor, threshold: Tensor
     ) -> Message:
-        who, fresh = f"client {client.name!r} refuses", {"run": run, "number": torch.tensor(0)}
+        refusal, fresh = f"client {client.name!r} refuses", {"run": run, "number": torch.tensor(0)}
         known = client.state.setdefault("secure_sums", fresh)
         if not torch.equal(known["run"], run):
-            raise Refusal(f"{who}: the run's id changed")
+            raise Refusal(f"{refusal}: the run's id changed")
         if number.is_floating_point() or number <= known["number"]:
             last = int(known["number"])
-            raise Refusal(f"{who}: sum {int(number)} was asked for before, the last was {last}")
+            raise Refusal(f"{refusal}: sum {int(number)} was asked for before, the last was {last}")
         known["number"] = number
         position, population = client.facts.clients.index(client.name), client.facts.num_clients
         self.member = Member(
@@ -160,7 +160,7 @@ class SecureResponder:
     def _masked(
         self, method: Method, client: Client, bound: BoundPhase, message: Message
     ) -> Message:
-        phase, who = bound.phase, f"client {client.name!r} in {bound.name!r}"
+        phase, sender = bound.phase, f"client {client.name!r} in {bound.name!r}"
         if self.member is None or "shared" not in message.get("secure", {}):
             raise Refusal(
                 f"client {client.name!r} refuses to answer {bound.name!r} in the clear: "
@@ -174,7 +174,7 @@ class SecureResponder:
         if "weights" in phase.reply.values():
             model = model_schema(client.facts.model_of[client.name], client.facts)
         # The server sees sums, so only the client can check its reply.
-        check(reply, phase.reply_schema(method, client.facts, own, model), who)
+        check(reply, phase.reply_schema(method, client.facts, own, model), sender)
         tensors = flatten(reply)
         if weight is not None:
             tensors = {name: tensor.double() * weight for name, tensor in tensors.items()}
@@ -188,7 +188,7 @@ class SecureResponder:
             vector = secure_sum.encode(arrays, terms, self.member.parties)
         except MessageError as error:
             scaled = "" if weight is None else ", times the weight of the client"
-            raise MessageError(f"{who}: {error}{scaled}") from None
+            raise MessageError(f"{sender}: {error}{scaled}") from None
         return {"masked": _tensor(self.member.mask(vector, message["secure"]["shared"].numpy()))}
 
     # ---- peer messages ----

@@ -273,7 +273,7 @@ class Member:
         terms: The terms that the client agreed to.
         run: The run's id, 16 bytes.
         number: The number of the sum in the run.
-        roster: bool[population], who is asked; the server proposes it.
+        roster: bool[population], the parties that are asked; the server proposes it.
         threshold: t; the server proposes it.
     """
 
@@ -334,7 +334,7 @@ class Member:
 
         Args:
             keys: The neighbours' two public keys, uint8[m-1, 64].
-            answered: Who advertised.
+            answered: The parties that advertised.
         """
         self._begin("share")
         self._narrow(answered, "answered")
@@ -375,7 +375,7 @@ class Member:
 
         Args:
             vector: The result of `encode`.
-            shared: Who shared.
+            shared: The parties that shared.
         """
         if vector.dtype not in (np.uint32, np.uint64) or vector.ndim != 1:
             raise MessageError(
@@ -509,7 +509,7 @@ class Collector:
         terms: The terms of the sum.
         run: The run's id, 16 bytes.
         number: The number of the sum in the run.
-        roster: bool[population], who is asked.
+        roster: bool[population], the parties that are asked.
         size: The number of entries of a vector.
 
     Attributes:
@@ -585,7 +585,7 @@ class Collector:
         for _, vector in self._take("mask", arrivals, self.terms.word, (self.size,)):
             self._total += vector
         self._survived = self._here
-        # A party without a surviving neighbour is in nobody's pads.
+        # A party without a surviving neighbour is in no remaining pad.
         self._lost = shared & ~self._survived & self._survived[self._near].any(axis=1)
         self._require_quorum(self._survived | self._lost, "sent their vectors")
         survivors = self._flags(self._survived)
@@ -669,7 +669,7 @@ class Collector:
         dtype: DTypeLike,
         shape: tuple[int, ...],
     ) -> Iterator[tuple[int, NDArray]]:
-        """Checks replies one by one and yields (row, array). Then stores who replied."""
+        """Checks replies one by one and yields (row, array). Then stores which parties replied."""
         if stage != self._expects:
             raise MessageError(
                 f"secure sum: replies to {stage}, but what is due is: {self._expects}"
