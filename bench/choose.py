@@ -2,18 +2,18 @@
 
 Test scores are not shown.
 
-python bench/choose.py recipes/cora-random10-fedsgd-dgcn.toml \\
+python bench/choose.py examples/cora-random-10-fedsgd-dgcn \\
     method.lr=0.005,0.01,0.02 method.weight_decay=0.0005,0.002 [--seeds 3]
 """
 
 import argparse
 from itertools import product
-from pathlib import Path
 from statistics import mean
 
 from sweep import spread, sweep
 
-from fedloom.experiments.recipe import make_recipe, override, read_tables
+from fedloom.experiments.recipe import make_recipe, override
+from fedloom.experiments.recipe_files import find_tables
 
 
 def main() -> None:
@@ -21,11 +21,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("recipe", type=Path)
+    parser.add_argument("recipe", help="PAPER/ENTRY or a TOML file")
     parser.add_argument("choices", nargs="+", help="table.key=value,value,...")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
-    tables = read_tables(options.recipe)
+    tables = find_tables(options.recipe)
     axes = [
         [f"{key}={value}" for value in values.split(",")]
         for key, _, values in (c.partition("=") for c in options.choices)

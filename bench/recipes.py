@@ -2,7 +2,7 @@
 
 There is one entry for each number that a paper prints for its own method and that can be run here.
 The runs and the printed numbers come from the files that make the tables (bench/fedstruct.py and so
-on). The expected values and the times come from the results in the repository (results-*.json).
+on). The expected values and the times come from the results in the repository (bench/results).
 recipes/examples.toml is written by hand.
 
 python bench/recipes.py      (tests/experiments/test_recipes.py fails if a file is out of date)
@@ -79,7 +79,7 @@ class Number:
         protocol: How the run differs from the paper's, in words.
         tables: The recipe.
         local: Local's recipe on the same federation.
-        kept: Names the file with kept results: results-KEPT.json.
+        kept: Names the file with kept results: bench/results/KEPT.json.
         label: The name of the runs there, which may be missing.
         local_label: The name of Local's runs there.
         also: Other printed numbers of the same run, {metric: percent}.
@@ -117,12 +117,12 @@ class Number:
 
 def kept_file(name: str) -> Path:
     """Returns the file with the results that bench/NAME.py made."""
-    return ROOT / "docs" / f"results{name and '-'}{name}.json"
+    return ROOT / "bench" / "results" / f"{name or 'grid'}.json"
 
 
 @cache
 def kept_results(name: str) -> dict[str, list[dict[str, Any]]]:
-    """Returns {label: runs by seed} of results-NAME.json; empty if there is no such file."""
+    """Returns {label: runs by seed} of bench/results/NAME.json; empty if there is no such file."""
     path = kept_file(name)
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -655,7 +655,7 @@ def _kept(number: Number) -> str:
         return ""
     score = 100 * mean(s[number.metric] for s in ours)
     floor = "; at_least was set with the method" if number.name in FLOORS else ""
-    where = f'results-{number.kept}.json, "{number.label}"'
+    where = f'bench/results/{number.kept or "grid"}.json, "{number.label}"'
     return _filled(f"Kept: {score:.1f} over {len(ours)} seeds ({where}){floor}.")
 
 

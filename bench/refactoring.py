@@ -4,12 +4,15 @@
     python bench/refactoring.py record after.json      # in this one
     python bench/refactoring.py compare before.json after.json
 
-`make refactoring BASE=<commit>` does all three. Every method runs on three small federations (a node
-task, a node task with known cross edges, a graph task) in the loop, wire and stacked engines, and
-once with secure sums, with half of the clients in a round, and with mixed architectures. In the loop
-engine it also runs once with another value of each of its settings. Recorded are the history hash,
-the ledger's totals, all scores and a fingerprint of the final weights.
-Files of two machines cannot be compared: their BLAS libraries round differently.
+`make refactoring BASE=<commit>` does all three. Every method runs on three small federations (a
+node task, a node task with known cross edges, a graph task) in the loop, wire and stacked engines.
+It also runs with secure sums, with half of the clients in a round, with mixed architectures, and
+with another value of each of its settings. The script records the history hash, the ledger's
+totals, all scores and a fingerprint of the final weights.
+
+Files of two machines cannot be compared: their BLAS libraries round differently. The sizes of
+ciphertexts differ from run to run, so FedStruct with `encrypt = true` always differs by a few
+bytes.
 """
 
 import argparse
@@ -124,7 +127,7 @@ def record_method(pair):
     quick = getattr(own, "QUICK", {})
     for number, field in enumerate(fields(fedloom.method_class(name, quick))):
         value = another_value(own, field, quick.get(field.name, field.default))
-        beside = getattr(own, "NEEDS", getattr(own, "BESIDE", {})).get(field.name, {})
+        beside = getattr(own, "NEEDS", {}).get(field.name, {})
         if value is not None:
             changed = {**beside, field.name: value}
             found[f"{name} {task} setting {number}"] = result_of(name, module, known[task], changed)

@@ -52,7 +52,7 @@ METRICS = {
     "auc": "AUC",
 }
 Runs = list[dict[str, Any]]
-Known = dict[str, dict[str, Any]]  # {recipe: its entry in results-reproduction.json}
+Known = dict[str, dict[str, Any]]  # {recipe: its entry in reproduction.json}
 
 
 # ---- verdicts ----
@@ -132,7 +132,7 @@ def digest(number: Number) -> str:
 
 
 def entry(number: Number, ours: Runs, local: Runs) -> dict[str, Any]:
-    """Returns a number's entry in results-reproduction.json."""
+    """Returns a number's entry in reproduction.json."""
     keys = ("seed", *METRICS, "val_accuracy", "best_round", "history_hash", "engine")
     short = lambda s: {**{k: s[k] for k in keys if k in s}, "seconds": s["seconds"]["total"]}  # noqa: E731
     changed = "+" if _git("status", "--porcelain", "src") else ""
@@ -295,7 +295,7 @@ def section(everything: Sequence[Number], known: Known, command: str) -> str:
 
 
 def remembered(path: Path, everything: Sequence[Number]) -> Known:
-    """Returns the entries of results-reproduction.json whose recipes have not changed."""
+    """Returns the entries of reproduction.json whose recipes have not changed."""
     kept = json.loads(path.read_text()) if path.exists() else {}
     return {
         n.name: kept[n.name]
@@ -304,12 +304,14 @@ def remembered(path: Path, everything: Sequence[Number]) -> Known:
     }
 
 
-def write(target: Path, everything: Sequence[Number], known: Known, command: str) -> None:
-    """Writes results-reproduction.json, and the section of the Markdown file next to it."""
+def write(
+    target: Path, results: Path, everything: Sequence[Number], known: Known, command: str
+) -> None:
+    """Writes the results as JSON, and the section of the Markdown file."""
     lines = [
         f"{json.dumps(n.name)}: {json.dumps(known[n.name])}" for n in everything if n.name in known
     ]
-    target.with_name("results-reproduction.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    results.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     put_between(target, "reproduction", section(everything, known, command))
 
 
@@ -334,6 +336,12 @@ def main() -> None:
         default=ROOT / "docs" / "results.md",
         help="the Markdown file with the section",
     )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=ROOT / "bench" / "results" / "reproduction.json",
+        help="the results as JSON",
+    )
     args = parser.parse_args()
     examples = [from_recipe(f"{EXAMPLES}/{entry}") for entry in entries(EXAMPLES)]
     everything = [*examples, *numbers()]
@@ -343,13 +351,13 @@ def main() -> None:
     minutes = {name: e.minutes or math.inf for name, e in expect.items()}
     if args.within:
         chosen = short_ones(chosen, minutes, args.within)
-    known = remembered(args.target.with_name("results-reproduction.json"), everything)
+    known = remembered(args.results, everything)
     command = " ".join(["python", "bench/reproduce.py", *sys.argv[1:]])
     fedgh.remember_pseudo_graphs()
     bad = {}
     if args.write:
         chosen = []
-        write(args.target, everything, known, command)
+        write(args.target, args.results, everything, known, command)
     for at, number in enumerate(sorted(chosen, key=lambda n: minutes[n.name]), 1):
         try:
             known[number.name] = newer(
@@ -361,7 +369,7 @@ def main() -> None:
         print(f"[{at}/{len(chosen)}] {text}", flush=True)
         if not holds:
             bad[number.name] = text
-        write(args.target, everything, known, command)
+        write(args.target, args.results, everything, known, command)
     if bad:
         print("\n".join(["these failed or are out of bounds:", *bad.values()]))
     sys.exit(1 if bad else 0)

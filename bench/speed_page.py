@@ -87,7 +87,7 @@ def _rounds(parts: dict[str, list[Row]], titles: dict[str, str]) -> list[str]:
                 f"{ROUNDS[name]}x",
             ]
         )
-    note = "[Decision 9](decisions/9-in-step.md) explains the goals that are missed."
+    note = "[Decision 9](decisions/9-lockstep.md) explains the goals that are missed."
     return ["## A round of FedAvg", "", *table(head, body), "", note]
 
 

@@ -93,7 +93,7 @@ def make_tables(
     """The command of a file that fills tables in a Markdown file.
 
     Runs what is not in runs/NAME, then writes the text of each section. The results go to
-    results-NAME.json next to the Markdown file. Runs that are not in runs/ are read from there.
+    bench/results/NAME.json. Runs that are not in runs/ are read from there.
 
     Args:
         about: The file's docstring.
@@ -129,7 +129,7 @@ def make_tables(
     found = sweep(recipes, seeds, show, Path(f"runs/{name}"), run=not args.write)
     if args.only:
         return
-    kept = args.target.with_name(f"results-{name}.json")
+    kept = Path(__file__).parent / "results" / f"{name}.json"
     found = {
         label: runs for label, runs in {**_remembered(kept), **found}.items() if label in cells
     }

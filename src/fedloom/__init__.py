@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from fedloom.experiments.run import run as run
     from fedloom.experiments.settings import RunSettings as RunSettings
 
-# Public names by module. They are imported when first used: `fedloom --help` does not wait for torch.
+# Public names by module, imported when first used: `fedloom --help` does not wait for torch.
 _MODULES = {
     "core.method": ("Method",),
     "core.registry": ("method_class", "method_names"),

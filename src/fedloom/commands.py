@@ -335,7 +335,7 @@ def serve(
             wait=wait,
             resumed=resumed,
             origin=origin,
-            say=_say,
+            log=_say,
             on_round=on_round,
         )
 
@@ -358,7 +358,7 @@ def join(
     """Takes part in a federation until the run ends. `fedloom.cli.join` describes the options."""
     from fedloom.deploy.agreement import read_agreement, require_tls
     from fedloom.deploy.keys import read_party_key
-    from fedloom.deploy.party import Party, stay, take_part
+    from fedloom.deploy.party import Party, run_party, run_party_at_socket
 
     agreed = read_agreement(agreement)
     if socket is None:
@@ -371,7 +371,10 @@ def join(
         state or Path(f"fedloom-{party}"),
         tell_errors,
     )
-    status = take_part(member, _say, patience) if socket is None else stay(member, socket, _say)
+    if socket is None:
+        status = run_party(member, _say, patience)
+    else:
+        status = run_party_at_socket(member, socket, _say)
     if member.errors.exists():
         _say(f"errors whose text was not sent to the coordinator: {member.errors}")
     model = f"; this party's model: {member.model}" if member.model.exists() else ""

@@ -199,7 +199,7 @@ def spoil_cipher(monkeypatch, values):
 
     def change(engine, replies):
         one = engine.clients["1"]
-        public = one.memory["keys"].public
+        public = one.memory["fedstruct"].keys.public
         replies["0"]["1"]["cipher"] = torch.from_numpy(
             ckks.encrypt(public, values(one.graph.num_nodes * 60))
         )
@@ -283,7 +283,7 @@ def test_a_block_from_a_client_without_edges_to_here_is_refused(monkeypatch):
     meddle(monkeypatch, "offer", lambda _, replies: replies["2"].update({"0": block}))
     with pytest.raises(
         MessageError,
-        match=r"client '0': .*'2': a block from a client that no own node gathers from",
+        match=r"client '0': .*'2': a block from a client without edges to this one",
     ):
         run("fedstruct", federation, model="dgcn-2x4", rounds=1, hops=2, d_s=4, hidden="")
 

@@ -315,8 +315,9 @@ def test_results_are_written_and_read_and_dropped_if_the_recipe_changes(made_up,
     target = tmp_path / "results.md"
     target.write_text("before\n<!-- reproduction -->\n<!-- /reproduction -->\nafter\n")
     known = {made_up.name: reproduce.entry(made_up, runs(0.82, 0.84), runs(0.70, 0.70))}
-    reproduce.write(target, [made_up], known, "python bench/reproduce.py")
-    text, kept = target.read_text(), tmp_path / "results-reproduction.json"
+    kept = tmp_path / "reproduction.json"
+    reproduce.write(target, kept, [made_up], known, "python bench/reproduce.py")
+    text = target.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "- **FedGKC**: printed numbers: 1; 1 reached" in text
@@ -324,7 +325,7 @@ def test_results_are_written_and_read_and_dropped_if_the_recipe_changes(made_up,
     assert "cores. fedloom 9." in text
     again = reproduce.remembered(kept, [made_up])
     assert again == known
-    reproduce.write(target, [made_up], again, "python bench/reproduce.py")
+    reproduce.write(target, kept, [made_up], again, "python bench/reproduce.py")
     assert target.read_text() == text
     changed = replace(made_up, tables={**made_up.tables, "method": {"name": "fedavg", "rounds": 3}})
     assert reproduce.remembered(kept, [changed]) == {}
@@ -350,7 +351,16 @@ def command(monkeypatch, tmp_path):
         monkeypatch.setattr(reproduce, "run", outcome)
         monkeypatch.setattr(reproduce.fedgh, "remember_pseudo_graphs", lambda: None)
         monkeypatch.setattr(
-            sys, "argv", ["reproduce.py", "--target", str(target), *map(str, arguments)]
+            sys,
+            "argv",
+            [
+                "reproduce.py",
+                "--target",
+                str(target),
+                "--results",
+                str(target.with_name("reproduction.json")),
+                *map(str, arguments),
+            ],
         )
         with pytest.raises(SystemExit) as ended:
             reproduce.main()
@@ -376,7 +386,7 @@ def test_a_failed_recipe_is_named_and_the_others_go_on(command, capsys):
         "[2/2] fedgkc/cora-louvain-10: ours 90.0 ± 0.0 | Local 70.0 ± 0.0 | "
         "paper 80.71, gap +9.3: above" in text
     )
-    kept = json.loads(target.with_name("results-reproduction.json").read_text())
+    kept = json.loads(target.with_name("reproduction.json").read_text())
     assert list(kept) == ["fedgkc/cora-louvain-10"]
 
 

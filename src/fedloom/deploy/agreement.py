@@ -26,12 +26,10 @@ setting, and names the differences. The parties agree on public keys, not on the
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from inspect import getfile
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +46,7 @@ from fedloom.deploy.keys import PublicKey, public_key_of, read_public_key, requi
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiments.recipe import ModelTable, read_tables, table
 from fedloom.experiments.settings import RunSettings, chosen_evaluation
+from fedloom.experiments.source_digest import code_behind
 from fedloom.nn.build import parse_spec
 
 OWN_SPLIT = "own"
@@ -126,7 +125,7 @@ class Agreement:
             "method": {
                 "name": Path(self.method).name,
                 **method.settings(),
-                "code": code_of(type(method)),
+                "code": code_behind(self.method, method.settings().get("base")),
             },
             "run": run,
         }
@@ -153,17 +152,6 @@ class Agreement:
         if self.data.split == OWN_SPLIT:
             return graph
         return apply_split(graph, self.data.split, self.run.seed, names=[party])
-
-
-def code_of(cls: type[Method]) -> str:
-    """Returns a digest of the files that define a method's class and its parents.
-
-    All parties must run the same code.
-    """
-    files = {Path(getfile(c)) for c in cls.__mro__ if c.__module__ not in ("builtins", "abc")}
-    ordered = sorted(files, key=lambda f: f.name)
-    digests = b"".join(hashlib.sha256(file.read_bytes()).digest() for file in ordered)
-    return hashlib.sha256(digests).hexdigest()
 
 
 def differences(

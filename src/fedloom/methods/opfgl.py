@@ -262,6 +262,10 @@ class OpFGL(Method):
         statistics = self.statistics(client)
         return {"reported": (statistics["count"] > 0).long(), **statistics}
 
+    def single_replies(self) -> tuple[str, ...]:
+        """None: `gather` asks for `statistics` only if the run is not secure."""
+        return ()
+
     # ---- server ----
     def gather(self, server: Server) -> Message:
         """Returns the sums of `secure_statistics` over the clients, also in a plain run."""

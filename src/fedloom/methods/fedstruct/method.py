@@ -413,6 +413,10 @@ class FedStruct(FedSGD, GlobalPruning, EncryptedBlocks, FixedFeatures, PrivateSu
         h: Tensor = torch.func.functional_call(local_model, model["feature"], (graph,))
         return h + z
 
+    def single_replies(self) -> tuple[str, ...]:
+        """`reveal`, if the server computes the structure features (App. H)."""
+        return ("reveal",) if self.structure in ("node2vec", "gdv") else ()
+
     # ---- the server ----
     def run(self, server: Server) -> None:
         """Algorithms 3, 1 and 2."""
