@@ -187,7 +187,8 @@ def _blame(name: str) -> dict[int, str]:
     dates = {
         commit[:7]: date
         for commit, date in (
-            row.split() for row in _git("log", "--format=%H %cs", "--", path).splitlines()
+            row.split()
+            for row in _git("log", "--follow", "--format=%H %cs", "--", path).splitlines()
         )
     }
     return {at: f"{dates.get(commit, '')} {commit}".strip() for at, commit in enumerate(commits)}

@@ -55,7 +55,7 @@ def test_every_part_has_a_table(speed):
 def test_an_unknown_part_is_refused(speed, monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(speed, monkeypatch, "cora11", "--keep", tmp_path / "kept.jsonl")
-    assert "no part cora11; there are cora10, " in capsys.readouterr().err
+    assert "unknown part cora11. Valid: cora10, " in capsys.readouterr().err
 
 
 def test_the_plain_loop_learns(speed, node_federation):
@@ -73,7 +73,7 @@ def test_exponents(speed):
 
 
 def test_a_job_prints_its_measurement(speed, capsys, monkeypatch):
-    run(speed, monkeypatch, "--job", "crowded", json.dumps({"count": 2, "method": "fedproto"}))
+    run(speed, monkeypatch, "--job", "many_clients", json.dumps({"count": 2, "method": "fedproto"}))
     assert json.loads(capsys.readouterr().out).keys() == {"ms", "mb"}
 
 

@@ -59,7 +59,7 @@ def test_hundreds_of_arrays_at_the_bound_are_exact_to_a_millionth(keys):
 
 
 def test_the_largest_sum_does_not_wrap_around(keys):
-    """The same ciphertext over and over: noise adds up in step, the worst case."""
+    """The same ciphertext over and over: all noise has one sign, the worst case."""
     values = np.array([ckks.BOUND, -ckks.BOUND, 0.0])
     full = ckks.add(keys.public, [ckks.encrypt(keys.public, values)] * ckks.TERMS)
     assert np.allclose(keys.decrypt(full, 3), ckks.TERMS * values, rtol=0, atol=5e-6)

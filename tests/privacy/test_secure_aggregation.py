@@ -373,7 +373,7 @@ def test_secrets_are_never_part_of_a_checkpoint():
 # ---- configuration ----
 def test_a_method_that_needs_single_replies_is_refused_with_the_phase(node_federation):
     with pytest.raises(
-        ConfigError, match=r"run.secure: this method asks for every client's own answer to 'size'"
+        ConfigError, match=r"run.secure: this method asks for every client's own answer to 'train'"
     ):
         run("scaffold", node_federation, model="gcn-2x8", rounds=1, secure=True)
 

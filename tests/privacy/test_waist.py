@@ -295,9 +295,7 @@ def test_the_contract_notices_that_a_method_no_longer_runs_secure(monkeypatch, n
 
     monkeypatch.setattr(FedAvg, "run", run_in_the_clear)
     with pytest.raises((AssertionError, ConfigError, pytest.fail.Exception)):
-        contract.test_secure_sums_agree_with_plain_ones_or_the_method_is_refused(
-            "fedavg", node_federation
-        )
+        contract.test_secure_sums_agree_with_plain_ones_or_are_refused("fedavg", node_federation)
 
 
 # ---- runs ----

@@ -125,7 +125,7 @@ class Agreement:
             "method": {
                 "name": Path(self.method).name,
                 **method.settings(),
-                "code": code_behind(self.method, method.settings().get("base")),
+                "code": code_behind(self.method_path, method.settings().get("base")),
             },
             "run": run,
         }

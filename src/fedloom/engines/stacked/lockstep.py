@@ -38,7 +38,7 @@ class Group:
         if key in self._cache:
             self._cache.move_to_end(key)
         else:
-            self._cache[key] = (objects, make())  # holding the objects keeps their ids unique
+            self._cache[key] = (objects, make())  # a reference keeps their ids unique
             if len(self._cache) > self.CACHE_LIMIT:
                 self._cache.popitem(last=False)
         made: T = self._cache[key][1]
