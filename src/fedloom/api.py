@@ -33,7 +33,7 @@ from fedloom.nn.training import (
 )
 from fedloom.nn.weights import (
     Weights,
-    body,
+    extractor_weights,
     inner_product,
     load_weights,
     squared_distance,
@@ -66,8 +66,8 @@ __all__ = [
     "Weights",
     "averaged",
     "backward",
-    "body",
     "build_model",
+    "extractor_weights",
     "flatten",
     "forward_with",
     "inner_product",

@@ -258,7 +258,7 @@ def test_a_peer_that_asks_nothing_is_not_refused():
 
 def test_a_graph_with_cross_edges_is_not_turned_round_by_half():
     with pytest.raises(DataError, match="flow: turn the edges round before the graph is divided"):
-        party(3, [0, 0, 1, 1]).flowing("reversed")
+        party(3, [0, 0, 1, 1]).with_flow("reversed")
 
 
 # ---- what readers check ----

@@ -584,11 +584,11 @@ def test_flow_reverses_edges_or_adds_the_reversed_ones() -> None:
     graph = Graph(
         torch.ones(3, 1), torch.tensor([[0, 1, 1], [1, 0, 2]]), torch.zeros(3, dtype=torch.int64), 1
     )
-    assert graph.flowing("forward") is graph
-    assert graph.flowing("reversed").edge_index.tolist() == [[1, 0, 2], [0, 1, 1]]
-    assert graph.flowing("both").edge_index.tolist() == [[0, 1, 1, 2], [1, 0, 2, 1]]
+    assert graph.with_flow("forward") is graph
+    assert graph.with_flow("reversed").edge_index.tolist() == [[1, 0, 2], [0, 1, 1]]
+    assert graph.with_flow("both").edge_index.tolist() == [[0, 1, 1, 2], [1, 0, 2, 1]]
     weighted = replace(graph, edge_weight=torch.tensor([1.0, 2.0, 3.0]))
-    assert weighted.flowing("reversed").edge_weight.tolist() == [1, 2, 3]
-    assert weighted.flowing("both").edge_weight.tolist() == [1, 2, 3, 3]
+    assert weighted.with_flow("reversed").edge_weight.tolist() == [1, 2, 3]
+    assert weighted.with_flow("both").edge_weight.tolist() == [1, 2, 3, 3]
     with pytest.raises(ValueError, match="unknown flow 'back'"):
-        graph.flowing("back")
+        graph.with_flow("back")

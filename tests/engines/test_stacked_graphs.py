@@ -27,7 +27,7 @@ from fedloom.engines.stacked.tensors import (
     split_rows,
 )
 from fedloom.nn.architectures import ARCHITECTURES
-from fedloom.nn.augment import thinned
+from fedloom.nn.augment import random_view
 from fedloom.nn.build import build_model
 from fedloom.nn.losses import training_loss
 from fedloom.nn.metrics import held_out
@@ -121,7 +121,8 @@ def test_views_batched_equal_alone(name, sparse):
 
     def seen():
         return [
-            thinned(graph, 0.3, 0.4, Generator().manual_seed(k)) for k, graph in enumerate(parts)
+            random_view(graph, 0.3, 0.4, Generator().manual_seed(k))
+            for k, graph in enumerate(parts)
         ]
 
     alone = [everything(f"{name}-2x8{plus}{option}", "node", seen())(k) for k in range(4)]

@@ -6,7 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.errors import MessageError
-from fedloom.methods._shared.prototypes import class_means, class_sums, clusters, table_of, told
+from fedloom.methods._shared.prototypes import (
+    class_means,
+    class_sums,
+    clusters,
+    pack_table,
+    table_of,
+)
 
 
 def test_means_and_sums_use_the_items_in_the_mask():
@@ -22,7 +28,7 @@ def test_means_and_sums_use_the_items_in_the_mask():
 def test_a_table_is_restored_and_absent_entries_never_travel(classes, depth, width, random):
     present = torch.tensor([[random.random() < 0.6 for _ in range(depth)] for _ in range(classes)])
     table = torch.randn(classes, depth, width).masked_fill(~present.unsqueeze(-1), 0.0)
-    sent = told(table, present)
+    sent = pack_table(table, present)
     assert len(sent["prototypes"]) == int(present.sum())
     assert (sent["prototypes"] != 0).any(1).all()
     assert torch.equal(table_of(**sent), table)
@@ -30,13 +36,13 @@ def test_a_table_is_restored_and_absent_entries_never_travel(classes, depth, wid
 
 def test_entries_of_few_items_and_zero_entries_are_not_sent():
     table, present = torch.eye(3), torch.tensor([True, True, True])
-    assert told(table, present, 3, torch.tensor([2, 3, 4]))["present"].tolist() == [
+    assert pack_table(table, present, 3, torch.tensor([2, 3, 4]))["present"].tolist() == [
         False,
         True,
         True,
     ]
     table[1] = 0
-    assert told(table, present)["present"].tolist() == [True, False, True]
+    assert pack_table(table, present)["present"].tolist() == [True, False, True]
 
 
 def test_a_table_with_another_number_of_rows_is_refused():

@@ -13,7 +13,7 @@ from fedloom.data.federation import Federation
 from fedloom.experiments.run import run
 from fedloom.methods.fednh import FedNH, embed_with, maximally_separated, updated_prototypes
 from fedloom.nn.training import make_optimizer, step
-from fedloom.nn.weights import body, weights
+from fedloom.nn.weights import extractor_weights, weights
 
 SMALL = {"model": "gcn-2x8", "rounds": 3}
 
@@ -120,7 +120,7 @@ def test_a_downloaded_model_predicts(federation):
     W = maximally_separated(federation.num_classes, 8, rng(9))
     expected = method.logits(other.embed(client.full_graph), W)
     assert torch.allclose(
-        method.predict(client, body(weights(other)) | {"prototypes": W}), expected
+        method.predict(client, extractor_weights(weights(other)) | {"prototypes": W}), expected
     )
     assert torch.equal(
         embed_with(client.state["model"], weights(other), client.full_graph),
@@ -132,7 +132,7 @@ def test_only_the_extractor_learns(node_federation):
     method, client, W = scene(node_federation, lr=0.1)
     model = client.state["model"]
     before, kept = {k: t.clone() for k, t in weights(model).items()}, W.clone()
-    reply = method.train(client, body(weights(model)), W)
+    reply = method.train(client, extractor_weights(weights(model)), W)
     assert torch.equal(W, kept)
     for name, tensor in weights(model).items():
         assert torch.equal(tensor, before[name]) == name.startswith("classifier.")
@@ -148,7 +148,7 @@ def test_one_client_trains_as_a_plain_loop_does(node_federation):
     optimizer = make_optimizer("adam", model.layers.parameters(), 0.01, 5e-4)
     for _ in range(9):
         step(optimizer, client.loss(5 * F.normalize(model.embed(client.graph)) @ W.T, client.graph))
-    for name, tensor in body(weights(model)).items():
+    for name, tensor in extractor_weights(weights(model)).items():
         assert torch.allclose(result.models["server"][name], tensor, atol=1e-5), name
 
 

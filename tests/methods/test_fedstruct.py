@@ -41,13 +41,13 @@ def federation_of(graph, clients=4, seed=0, split="40/30/30"):
 
 
 def with_few_labels(federation):
-    def thinned(graph):
+    def random_view(graph):
         some = torch.arange(graph.num_nodes) % 3 == 0
         return replace(
             graph, train=graph.train & some, val=graph.val & some, test=graph.test & some
         )
 
-    return replace(federation, graphs=tuple(map(thinned, federation.graphs)), whole=None)
+    return replace(federation, graphs=tuple(map(random_view, federation.graphs)), whole=None)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from fedloom.core.message import flatten
 from fedloom.data.federation import Federation
 from fedloom.engines.loop import Engine as Loop
 from fedloom.experiments.run import run
-from fedloom.methods._shared.prototypes import clusters, told
+from fedloom.methods._shared.prototypes import clusters, pack_table
 from fedloom.methods.fpl import FPL, cluster_means, contrast
 
 SMALL = {"model": "gcn-2x8", "rounds": 3}
@@ -122,7 +122,7 @@ def test_a_small_temperature_does_not_overflow():
 def test_each_class_is_clustered_separately():
     left, right = torch.tensor([[1.0, 0.0], [1.0, 0.1]]), torch.tensor([[0.0, 1.0], [0.1, 1.0]])
     replies = [
-        told(torch.stack([point, -point]), torch.tensor([True, k == 3]))
+        pack_table(torch.stack([point, -point]), torch.tensor([True, k == 3]))
         for k, point in enumerate(torch.cat([left, right]))
     ]
     means = cluster_means(replies)
@@ -134,7 +134,7 @@ def test_each_class_is_clustered_separately():
 def test_clusters_do_not_depend_on_the_order_of_clients(clients, seed):
     rng = torch.Generator().manual_seed(seed)
     replies = [
-        told(torch.randn(3, 4, generator=rng), torch.rand(3, generator=rng) < 0.7)
+        pack_table(torch.randn(3, 4, generator=rng), torch.rand(3, generator=rng) < 0.7)
         for _ in range(clients)
     ]
     one, other = cluster_means(replies), cluster_means(replies[::-1])
@@ -154,7 +154,7 @@ def test_clusters_do_not_depend_on_the_order_of_clients(clients, seed):
 
 
 def test_without_prototypes_there_are_no_clusters():
-    assert cluster_means([told(torch.ones(2, 4), torch.zeros(2, dtype=torch.bool))] * 3) == {}
+    assert cluster_means([pack_table(torch.ones(2, 4), torch.zeros(2, dtype=torch.bool))] * 3) == {}
 
 
 def test_what_travels(node_federation, monkeypatch):

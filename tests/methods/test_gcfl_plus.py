@@ -17,7 +17,7 @@ from fedloom.errors import ConfigError
 from fedloom.experiments.run import run
 from fedloom.methods.gcfl_plus import GCFLPlus, dtw, minimum_cut
 from fedloom.methods.local import Local
-from fedloom.nn.weights import body, load_weights, weights
+from fedloom.nn.weights import extractor_weights, load_weights, weights
 
 QUICK = {"after": 1, "sequence": 2, "eps1": 1e9, "eps2": 0.0}  # a split in the second round
 OTHER = {"eps1": 0.0, "eps2": 1e9}
@@ -113,7 +113,7 @@ def test_without_a_split_it_is_fedavg_of_the_extractor_with_private_heads(graph_
         {name: torch.tensor(client.graph.num_items) for name, client in clients.items()},
         Local(),
     )
-    shared = body(weights(facts.build("gin-2x8", "server")))
+    shared = extractor_weights(weights(facts.build("gin-2x8", "server")))
     for client in clients.values():
         local.setup(client)
     for _ in range(4):
@@ -121,9 +121,9 @@ def test_without_a_split_it_is_fedavg_of_the_extractor_with_private_heads(graph_
             model = client.state["model"]
             load_weights(model, weights(model) | shared)
             local.train(client)
-        shared = Replies({n: body(weights(c.state["model"])) for n, c in clients.items()}).mean(
-            size
-        )
+        shared = Replies(
+            {n: extractor_weights(weights(c.state["model"])) for n, c in clients.items()}
+        ).mean(size)
     for name, client in clients.items():
         assert all(
             torch.equal(t, result.models[name][key])

@@ -15,7 +15,7 @@ from fedloom.experiments.run import run
 from fedloom.methods import lg_fedavg
 from fedloom.methods.lg_fedavg import first_head
 from fedloom.methods.local import Local
-from fedloom.nn.weights import body, load_weights, weights
+from fedloom.nn.weights import extractor_weights, load_weights, weights
 
 CONTRACT_MODELS = "gcn-2x8+linear,gat-2x8+linear,sage-2x8+linear"
 SMALL = {"model": "gcn-2x8", "rounds": 3}
@@ -103,7 +103,7 @@ def test_only_heads_travel_and_extractors_stay_different(federation, monkeypatch
             }[phase]
         )
     same = run("lg-fedavg", federation, **SMALL)
-    first, second = (body(same.models[c]) for c in ("0", "1"))
+    first, second = (extractor_weights(same.models[c]) for c in ("0", "1"))
     assert all(not torch.equal(first[key], second[key]) for key in first)
     assert result.summary["status"] == "completed"
 
@@ -167,7 +167,7 @@ def test_a_client_without_labels_returns_the_head_unchanged(node_federation, mon
         "lg-fedavg", replace(node_federation, graphs=(bare, *graphs[1:]), whole=None), **SMALL
     )
     untrained = weights(facts_of(node_federation, "gcn-2x8").build("gcn-2x8", "0", "init"))
-    assert gap(body(result.models["0"]), body(untrained)) == 0
+    assert gap(extractor_weights(result.models["0"]), extractor_weights(untrained)) == 0
     rounds = [(sent["0"], replies["0"]) for phase, sent, replies in exchanges if phase == "train"]
     assert all(gap(sent, reply) == 0 for sent, reply in rounds)
 

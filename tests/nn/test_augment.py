@@ -7,7 +7,7 @@ import torch
 
 from fedloom.data.graph import Graph
 from fedloom.nn.architectures import ARCHITECTURES
-from fedloom.nn.augment import thinned
+from fedloom.nn.augment import random_view
 from fedloom.nn.build import build_model
 
 KINDS = ("sym", "row", "mean", "sum", "sym-bare")
@@ -66,7 +66,7 @@ def plain(view, whole):
 )
 def test_adjacencies_and_their_transposes_equal_those_of_a_graph_built_from_scratch(how):
     whole = some_graph(**how)
-    view = thinned(whole, 0.5, 0.3, rng())
+    view = random_view(whole, 0.5, 0.3, rng())
     same = plain(view, whole)
     for kind in KINDS:
         assert torch.allclose(view.adjacency(kind).dense(), same.adjacency(kind).dense(), atol=1e-6)
@@ -81,7 +81,7 @@ def test_adjacencies_and_their_transposes_equal_those_of_a_graph_built_from_scra
 @pytest.mark.parametrize("sparse", [False, True])
 def test_every_model_gives_a_view_the_outputs_of_the_same_plain_graph(name, options, sparse):
     whole = some_graph(sparse=sparse)
-    view = thinned(whole, 0.5, 0.3, rng())
+    view = random_view(whole, 0.5, 0.3, rng())
     model = build_model(f"{name}-2x16{options}", 20, 3, seed=0)
     assert torch.allclose(model(view), model(plain(view, whole)), atol=1e-5)
     assert view.sparse_x is None or torch.equal(view.sparse_x.dense(), view.x)
@@ -100,7 +100,7 @@ def test_repeated_edges_self_loops_and_zero_weights(seed):
         num_classes=2,
         edge_weight=weight,
     )
-    view = thinned(whole, 0.4, 0.0, rng(seed))
+    view = random_view(whole, 0.4, 0.0, rng(seed))
     same = replace(whole, edge_index=view.edge_index, edge_weight=view.edge_weight)
     for kind in KINDS:
         assert torch.allclose(view.adjacency(kind).dense(), same.adjacency(kind).dense(), atol=1e-6)
@@ -111,7 +111,7 @@ def test_repeated_edges_self_loops_and_zero_weights(seed):
 
 def test_gradients_through_a_view_equal_those_of_a_graph_built_from_scratch():
     whole = some_graph(weighted=True)
-    view = thinned(whole, 0.5, 0.3, rng())
+    view = random_view(whole, 0.5, 0.3, rng())
     found = []
     for graph in (view, plain(view, whole)):
         model = build_model("sage-2x8", 20, 3, seed=0)
@@ -124,7 +124,7 @@ def test_both_directions_of_an_edge_are_dropped_jointly_and_at_the_given_rate():
     whole = some_graph(400)
     gone = []
     for seed in range(30):
-        view = thinned(whole, 0.3, 0.5, rng(seed))
+        view = random_view(whole, 0.3, 0.5, rng(seed))
         pairs = set(map(tuple, view.edge_index.T.tolist()))
         assert {(j, i) for i, j in pairs} == pairs
         assert pairs <= set(map(tuple, whole.edge_index.T.tolist()))
@@ -137,7 +137,7 @@ def test_both_directions_of_an_edge_are_dropped_jointly_and_at_the_given_rate():
 def test_columns_are_masked_for_all_nodes_and_the_original_graph_is_unchanged():
     whole = some_graph()
     before = whole.x.clone(), whole.edge_index.clone(), whole.adjacency().dense()
-    view = thinned(whole, 0.5, 0.5, rng())
+    view = random_view(whole, 0.5, 0.5, rng())
     masked = view.columns == 0
     assert 0 < masked.sum() < 20
     assert not view.x[:, masked].any()
@@ -150,7 +150,7 @@ def test_columns_are_masked_for_all_nodes_and_the_original_graph_is_unchanged():
 
 def test_dropping_nothing_and_dropping_everything():
     whole = some_graph()
-    same, bare = thinned(whole, 0.0, 0.0, rng()), thinned(whole, 1.0, 1.0, rng())
+    same, bare = random_view(whole, 0.0, 0.0, rng()), random_view(whole, 1.0, 1.0, rng())
     for kind in KINDS:
         assert torch.allclose(same.adjacency(kind).dense(), whole.adjacency(kind).dense())
     assert torch.equal(same.x, whole.x)
@@ -161,7 +161,7 @@ def test_dropping_nothing_and_dropping_everything():
 
 def test_views_of_a_graph_without_edges_and_of_a_graph_level_dataset():
     edgeless = replace(some_graph(), edge_index=torch.zeros(2, 0, dtype=torch.int64))
-    assert thinned(edgeless, 0.5, 0.5, rng()).num_edges == 0
+    assert random_view(edgeless, 0.5, 0.5, rng()).num_edges == 0
     union = Graph(
         x=torch.ones(4, 2),
         edge_index=torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]]),
@@ -170,4 +170,4 @@ def test_views_of_a_graph_without_edges_and_of_a_graph_level_dataset():
         batch=torch.tensor([0, 0, 1, 1]),
     )
     model = build_model("gin-2x8", 2, 2, "graph", seed=0)
-    assert model(thinned(union, 0.5, 0.0, rng())).shape == (2, 2)
+    assert model(random_view(union, 0.5, 0.0, rng())).shape == (2, 2)

@@ -7,7 +7,7 @@ from tests.watching import Largest
 
 from fedloom.errors import ConfigError
 from fedloom.nn import nearest as module
-from fedloom.nn.nearest import above, linked_to_nearest, nearest, other_pairs, pairs
+from fedloom.nn.nearest import above, nearest, nearest_edges, pairs, random_non_edges
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_pairs_above_a_threshold_equal_those_of_the_full_matrix(z, in_blocks):
 def test_few_rows(n):
     z = torch.ones(n, 3)
     assert nearest(z, 5).shape == (n, max(n - 1, 0))
-    assert linked_to_nearest(z, 5).shape == (2, n * max(n - 1, 0))
+    assert nearest_edges(z, 5).shape == (2, n * max(n - 1, 0))
     assert above(z, 0.0, 10).shape == (2, n // 2)
 
 
@@ -63,8 +63,8 @@ def test_the_full_matrix_is_never_in_memory(monkeypatch):
 def test_other_pairs_contain_no_edges():
     edges = torch.tensor([[0, 0, 1], [1, 2, 3]])
     for seed in range(20):
-        drawn = other_pairs(edges, 5, torch.Generator().manual_seed(seed))
+        drawn = random_non_edges(edges, 5, torch.Generator().manual_seed(seed))
         assert (drawn[0] < drawn[1]).all()
         assert not {(0, 1), (0, 2), (1, 3)} & set(map(tuple, drawn.T.tolist()))
     # Here all pairs are edges.
-    assert other_pairs(torch.tensor([[0], [1]]), 2, torch.Generator()).shape[1] == 0
+    assert random_non_edges(torch.tensor([[0], [1]]), 2, torch.Generator()).shape[1] == 0

@@ -10,7 +10,7 @@ from torch import nn
 
 from fedloom.nn.training import make_optimizer, step
 from fedloom.nn.weights import (
-    body,
+    extractor_weights,
     inner_product,
     load_weights,
     squared_distance,
@@ -49,7 +49,7 @@ def test_a_copy_of_a_model_has_its_own_weights():
 
 def test_the_body_is_everything_but_the_classifier():
     tensors = {"layers.0.weight": torch.ones(1), "classifier.weight": torch.ones(1)}
-    assert list(body(tensors)) == ["layers.0.weight"]
+    assert list(extractor_weights(tensors)) == ["layers.0.weight"]
 
 
 def test_loading_is_in_place_so_that_the_optimiser_stays_valid():

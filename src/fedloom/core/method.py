@@ -97,7 +97,7 @@ class Method(ABC):
     def evaluate_sum(self, client: Client, model: Message | None = None) -> Message:
         """`evaluate` for a secure run: scores whose sum over clients gives the averages."""
         reply, items = self.evaluate(client, model), client.full_graph.num_items
-        scores = metrics.scores_to_add(reply["val"], reply["test"], reply["auc"], items)
+        scores = metrics.additive_scores(reply["val"], reply["test"], reply["auc"], items)
         return {"scores": scores}
 
     def predict(self, client: Client, model: Message | None) -> torch.Tensor:

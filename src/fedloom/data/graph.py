@@ -166,7 +166,7 @@ class Graph:
         return parameter
 
     # ---- derived graphs ----
-    def flowing(self, way: str) -> Graph:
+    def with_flow(self, way: str) -> Graph:
         """Returns the graph with another direction of its edges.
 
         way: "forward" keeps the edges, "reversed" reverses them, "both" contains each edge once in

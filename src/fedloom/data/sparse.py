@@ -138,7 +138,7 @@ def block_diagonal(blocks: Sequence[Sparse]) -> Sparse:
     return made
 
 
-def below_each_other(blocks: Sequence[Sparse]) -> Sparse:
+def vertical_stack(blocks: Sequence[Sparse]) -> Sparse:
     """Returns the vertical concatenation of matrices that have the same number of columns."""
     return Sparse(
         *_concatenated(blocks, repeat(0)), (sum(b.shape[0] for b in blocks), blocks[0].shape[1])

@@ -163,7 +163,9 @@ class Recipe:
 
     def federation(self) -> Federation:
         """Loads the graph and divides it."""
-        graph = load(self.data.dataset, public_split=self.data.public_split).flowing(self.data.flow)
+        graph = load(self.data.dataset, public_split=self.data.public_split).with_flow(
+            self.data.flow
+        )
         return divide(
             graph,
             self.partition.clients,

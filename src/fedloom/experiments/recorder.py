@@ -231,7 +231,7 @@ class Recorder:
 
     def evaluated_in_sum(self, server: Server, total: Message, stage: str) -> None:
         """Records averages. In a secure run the server does not see a client's scores."""
-        self._note(server, stage, *metrics.added_scores(total["scores"]), {})
+        self._note(server, stage, *metrics.mean_scores(total["scores"]), {})
 
     def _note(
         self, server: Server, stage: str, by_size: Scores, plain: Scores, more: dict[str, Any]

@@ -63,7 +63,7 @@ from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError, MessageError
 from fedloom.methods._shared.copilot import Outputs, WithCopilot, copilot_weights, divergence
-from fedloom.nn.augment import thinned
+from fedloom.nn.augment import random_view
 from fedloom.nn.build import parse_spec
 from fedloom.nn.training import outputs
 from fedloom.nn.weights import load_weights, weights
@@ -238,8 +238,8 @@ class FedGKC(WithCopilot):
     def itself(self, client: Client, batch: Graph) -> Tensor:
         """Returns L_self: the own model on a weak view teaches it on a strong one (Eq. 4, 5)."""
         model, rng, noise = client.state["model"], client.rng("views"), client.rng("views' dropout")
-        weak = thinned(batch, self.weak_edges, self.weak_columns, rng)
-        strong = thinned(batch, self.strong_edges, self.strong_columns, rng)
+        weak = random_view(batch, self.weak_edges, self.weak_columns, rng)
+        strong = random_view(batch, self.strong_edges, self.strong_columns, rng)
         z_strong, strong_logits = outputs(model, strong, noise)
         with torch.set_grad_enabled(self.symmetric):
             z_weak, weak_logits = outputs(model, weak)

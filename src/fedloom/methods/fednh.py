@@ -52,7 +52,7 @@ from fedloom.methods.fedavg import FedAvg
 from fedloom.nn.layers import dropout
 from fedloom.nn.model import Model
 from fedloom.nn.training import step
-from fedloom.nn.weights import body, load_weights, weights
+from fedloom.nn.weights import extractor_weights, load_weights, weights
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class FedNH(FedAvg):
             sums, counts = class_sums(z, graph.y, graph.train, client.facts.num_classes)
         share = counts / self.size(client)["size"]  # the mean over clients multiplies by n_k
         return {
-            "model": body(weights(local_model)),
+            "model": extractor_weights(weights(local_model)),
             "directions": share.unsqueeze(1) * F.normalize(sums),
         }
 
@@ -148,7 +148,7 @@ class FedNH(FedAvg):
         state, facts = server.state, server.facts
         W = maximally_separated(facts.num_classes, facts.width, server.rng("prototypes"))
         server.ask(self.setup, prototypes=W)
-        state["model"] = body(server.model()) | {"prototypes": W}
+        state["model"] = extractor_weights(server.model()) | {"prototypes": W}
         for _ in server.rounds(self.rounds):
             W = state["model"]["prototypes"]
             mean = server.mean(self.train, model=extractor(state["model"]), prototypes=W)
@@ -168,7 +168,9 @@ class FedNH(FedAvg):
 
 def extractor(model: Message) -> Message:
     """Returns θ of a model that also has W."""
-    return {name: tensor for name, tensor in body(model).items() if name != "prototypes"}
+    return {
+        name: tensor for name, tensor in extractor_weights(model).items() if name != "prototypes"
+    }
 
 
 class Extractor(nn.Module):

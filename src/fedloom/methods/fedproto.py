@@ -39,7 +39,7 @@ from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
 from fedloom.methods._shared.local_training import LocalTraining
-from fedloom.methods._shared.prototypes import class_sums, table_of, told
+from fedloom.methods._shared.prototypes import class_sums, pack_table, table_of
 from fedloom.nn.model import Model
 
 
@@ -121,7 +121,7 @@ class FedProto(LocalTraining):
         for _ in server.rounds(self.rounds):
             total = server.sum(self.train, **state["known"])
             means = total["sums"] / total["counts"].clamp(min=1).unsqueeze(1)
-            state["known"] = told(means, total["counts"] > 0)
+            state["known"] = pack_table(means, total["counts"] > 0)
             server.evaluate()
 
 

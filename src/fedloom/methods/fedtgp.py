@@ -32,7 +32,7 @@ from fedloom.core.phase import phase
 from fedloom.core.replies import Replies
 from fedloom.core.server import Server
 from fedloom.core.settings import setting
-from fedloom.methods._shared.prototypes import class_means, told
+from fedloom.methods._shared.prototypes import class_means, pack_table
 from fedloom.methods.fedproto import FedProto
 from fedloom.nn.training import make_optimizer, seeded, step
 
@@ -71,7 +71,7 @@ class FedTGP(FedProto):
         means, counts = class_means(
             self.embeddings(client), client.graph.y, client.graph.train, client.facts.num_classes
         )
-        return told(means, counts > 0, self.floor, counts)
+        return pack_table(means, counts > 0, self.floor, counts)
 
     # ---- the server's side ----
     def begin(self, server: Server, entries: int) -> None:
@@ -112,7 +112,7 @@ class FedTGP(FedProto):
         margin = self.margin(means[counts > 0])
         for _ in range(self.server_steps if len(uploads) else 0):
             step(state["optimizer"], self.contrast(state["anchors"](), uploads, label, margin))
-        return told(state["anchors"]().detach(), counts > 0)
+        return pack_table(state["anchors"]().detach(), counts > 0)
 
     def run(self, server: Server) -> None:
         """Algorithm 1."""

@@ -62,13 +62,13 @@ from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
 from fedloom.data.seeds import stream_seed
 from fedloom.data.sparse import weighted
-from fedloom.methods._shared.prototypes import told
+from fedloom.methods._shared.prototypes import pack_table
 from fedloom.methods.fedavg import FedAvg
 from fedloom.methods.fednh import embed_with
 from fedloom.methods.fpl import cluster_means
 from fedloom.nn.build import build_model
 from fedloom.nn.model import Model
-from fedloom.nn.nearest import linked_to_nearest, pairs
+from fedloom.nn.nearest import nearest_edges, pairs
 from fedloom.nn.training import make_optimizer, outputs
 from fedloom.nn.weights import load_weights, weights
 
@@ -164,7 +164,7 @@ class FGGP(FedAvg):
         return {
             "model": weights(local_model),
             "sampler": weights(state["sampler"]),
-            **told(table, present),
+            **pack_table(table, present),
         }
 
     def objective(self, client: Client, batch: Graph, model: Model, received: Message) -> Tensor:
@@ -260,7 +260,7 @@ def candidates(graph: Graph, z: Tensor, neighbours: int) -> Graph:
 
     The edges with i < j come first, then their reverses.
     """
-    edges = torch.cat([graph.edge_index, linked_to_nearest(F.normalize(z), neighbours)], 1)
+    edges = torch.cat([graph.edge_index, nearest_edges(F.normalize(z), neighbours)], 1)
     joined = pairs(edges, graph.num_nodes)
     suggested = replace(graph, edge_index=torch.cat([joined, joined.flip(0)], 1), edge_weight=None)
     suggested.cached("features", lambda: graph.sparse_x)

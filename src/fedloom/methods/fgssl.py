@@ -1,10 +1,10 @@
-"""FGSSL: on thinned graphs, clients match the global model's classes and neighbourhoods.
+"""FGSSL: on random_view graphs, clients match the global model's classes and neighbourhoods.
 
 Huang, Wan, Ye, Du: "Federated Graph Semantic and Structural Learning", IJCAI 2023.
 
 What travels: as in FedAvg.
 
-    G_w, G_s = the graph with few and with many of its edges and feature          `thinned`
+    G_w, G_s = the graph with few and with many of its edges and feature          `random_view`
                columns missing, drawn at every step
     z, f   = embeddings and logits of the trained model on G_s                    `objective`
     z°, f° = embeddings and logits of the downloaded model on G_w                 `objective`
@@ -41,7 +41,7 @@ from fedloom.core.phase import averaged, phase
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
 from fedloom.methods.fedavg import FedAvg
-from fedloom.nn.augment import thinned
+from fedloom.nn.augment import random_view
 from fedloom.nn.model import Model
 from fedloom.nn.training import outputs
 from fedloom.nn.weights import load_weights
@@ -97,8 +97,8 @@ class FGSSL(FedAvg):
         if not (self.semantic or self.structural):
             return plain
         rng = client.rng("views")
-        weak = thinned(batch, self.weak_edges, self.weak_columns, rng)
-        strong = thinned(batch, self.strong_edges, self.strong_columns, rng)
+        weak = random_view(batch, self.weak_edges, self.weak_columns, rng)
+        strong = random_view(batch, self.strong_edges, self.strong_columns, rng)
         with torch.no_grad():
             z_global, f_global = outputs(client.memory["global"], weak)
         z, f = outputs(model, strong, client.rng("strong"))

@@ -41,7 +41,7 @@ from fedloom.core.replies import Replies
 from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
-from fedloom.methods._shared.prototypes import class_means, clusters, table_of, told
+from fedloom.methods._shared.prototypes import class_means, clusters, pack_table, table_of
 from fedloom.methods.fedavg import FedAvg
 from fedloom.nn.model import Model
 from fedloom.nn.weights import load_weights, weights
@@ -86,7 +86,7 @@ class FPL(FedAvg):
             means, counts = class_means(
                 local_model.embed(graph), graph.y, graph.train, client.facts.num_classes
             )
-        return {"model": weights(local_model), **told(means, counts > 0)}
+        return {"model": weights(local_model), **pack_table(means, counts > 0)}
 
     def objective(self, client: Client, batch: Graph, model: Model, received: Message) -> Tensor:
         """Returns CE + λ_1 L_1 + λ_2 L_2. One forward pass serves all terms.

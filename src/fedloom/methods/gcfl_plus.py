@@ -40,7 +40,7 @@ from fedloom.core.replies import Replies
 from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.methods._shared.local_training import LocalTraining
-from fedloom.nn.weights import body, load_weights, weights
+from fedloom.nn.weights import extractor_weights, load_weights, weights
 
 
 def dtw(one: Tensor, other: Tensor) -> float:
@@ -101,7 +101,7 @@ class GCFLPlus(LocalTraining):
         local_model = client.state["model"]
         load_weights(local_model, weights(local_model) | model)
         self.descend(client, local_model, model)
-        return {"model": body(weights(local_model))}
+        return {"model": extractor_weights(weights(local_model))}
 
     # ---- at the server ----
     def updates(self, server: Server, replies: Replies) -> dict[str, Tensor]:
@@ -155,7 +155,9 @@ class GCFLPlus(LocalTraining):
         """Clients train; the server splits clusters and averages within them."""
         server.ask(self.setup)
         state, facts = server.state, server.facts
-        state["extractors"] = {"0": body(weights(facts.build(facts.models[0], "server")))}
+        state["extractors"] = {
+            "0": extractor_weights(weights(facts.build(facts.models[0], "server")))
+        }
         state["cluster"] = torch.zeros(len(server.clients), dtype=torch.int64)
         state["norms"] = {}
         for number in server.rounds(self.rounds):

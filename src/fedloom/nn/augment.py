@@ -20,7 +20,7 @@ from fedloom.data.sparse import Sparse
 
 
 class View(Graph):
-    """A graph without some edges and feature columns; see `thinned`.
+    """A graph without some edges and feature columns; see `random_view`.
 
     Attributes:
         whole: The original graph.
@@ -150,7 +150,7 @@ def entries(graph: Graph) -> Entries:
     return graph.cached("entries", lambda: Entries(graph))
 
 
-def thinned(graph: Graph, edges: float, columns: float, rng: Generator) -> Graph:
+def random_view(graph: Graph, edges: float, columns: float, rng: Generator) -> Graph:
     """Returns a random view of a graph. The graph itself is not changed.
 
     Args:

@@ -91,20 +91,20 @@ def all_scores(val: Tensor, test: Tensor, areas: Tensor) -> dict[str, list[float
     return {**scores(test), "auc": auc, "val_accuracy": scores(val)["accuracy"]}
 
 
-def scores_to_add(val: Tensor, test: Tensor, areas: Tensor, items: int) -> Tensor:
+def additive_scores(val: Tensor, test: Tensor, areas: Tensor, items: int) -> Tensor:
     """Returns a client's METRICS as rows (items · value, items, value, 1), one per metric.
 
-    The sum of these rows over clients is enough to compute both means; see `added_scores`.
+    The sum of these rows over clients is enough to compute both means; see `mean_scores`.
     """
     columns = all_scores(*(t.unsqueeze(0) for t in (val, test, areas))).values()
     rows = [(0.0,) * 4 if v is None else (items * v, items, v, 1.0) for (v,) in columns]
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def added_scores(total: Tensor) -> tuple[dict[str, float | None], dict[str, float | None]]:
+def mean_scores(total: Tensor) -> tuple[dict[str, float | None], dict[str, float | None]]:
     """Returns the METRICS averaged by size, and averaged over clients.
 
-    total: the sum of `scores_to_add` over clients.
+    total: the sum of `additive_scores` over clients.
     """
     rows = dict(zip(METRICS, total.tolist(), strict=True))
     by_size = {m: row[0] / row[1] if row[1] > 0 else None for m, row in rows.items()}

@@ -39,7 +39,7 @@ def nearest(z: Tensor, count: int) -> Tensor:
     )
 
 
-def linked_to_nearest(z: Tensor, count: int) -> Tensor:
+def nearest_edges(z: Tensor, count: int) -> Tensor:
     """Returns edges from every row to its `count` nearest rows, [2, n * count]."""
     near = nearest(z, count)
     return torch.stack([torch.arange(len(z)).repeat_interleave(near.shape[1]), near.flatten()])
@@ -71,7 +71,7 @@ def pairs(ends: Tensor, n: int) -> Tensor:
     return torch.stack([key // n, key % n])
 
 
-def other_pairs(edges: Tensor, n: int, rng: Generator) -> Tensor:
+def random_non_edges(edges: Tensor, n: int, rng: Generator) -> Tensor:
     """Returns random pairs i < j of n nodes that are not edges, about as many as edges.
 
     edges: pairs i < j, [2, edges].

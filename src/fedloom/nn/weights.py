@@ -40,7 +40,7 @@ def weights(model: nn.Module) -> Weights:
     return {name: p.detach() for name, p in _parameters(model).items()}
 
 
-def body(model: Weights) -> Weights:
+def extractor_weights(model: Weights) -> Weights:
     """Returns the weights of the extractor: all but the head's."""
     return {name: tensor for name, tensor in model.items() if not name.startswith("classifier.")}
 

@@ -17,7 +17,7 @@ from sklearn.metrics import roc_auc_score
 from torch import Generator, Tensor
 
 from fedloom.errors import ConfigError
-from fedloom.nn.nearest import other_pairs, pairs
+from fedloom.nn.nearest import pairs, random_non_edges
 
 ROWS = 1024  # rows of the similarity matrix in memory at once
 
@@ -65,7 +65,7 @@ def edge_auc(edge_index: Tensor, sent: Tensor, links: Tensor, rng: Generator) ->
     """
     n = len(sent)
     edges, linked = pairs(edge_index, n), pairs(links, n)
-    others = other_pairs(edges, n, rng)
+    others = random_non_edges(edges, n, rng)
     if not edges.shape[1] or not others.shape[1]:
         return float("nan")
     unit, (one, other) = F.normalize(sent - sent.mean(0)), torch.cat([edges, others], 1)

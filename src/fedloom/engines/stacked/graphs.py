@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 
 from fedloom.data.graph import Graph
 from fedloom.data.matmul import matmul
-from fedloom.data.sparse import Sparse, below_each_other, block_diagonal
+from fedloom.data.sparse import Sparse, block_diagonal, vertical_stack
 from fedloom.engines.stacked.lockstep import Group
 from fedloom.engines.stacked.matmul import all_equal, blockwise, in_blocks, split
 from fedloom.nn.augment import View
@@ -96,7 +96,7 @@ class GraphStack(Graph):
     @property
     def sparse_x(self) -> Sparse | None:
         """All features, concatenated, as a sparse matrix. A stack is all sparse or all dense."""
-        return self._features(below_each_other)
+        return self._features(vertical_stack)
 
     def _features(self, put: Callable[[Sequence[Sparse]], Sparse]) -> Sparse | None:
         def make() -> Sparse | None:
@@ -112,7 +112,7 @@ class GraphStack(Graph):
     # ---- parameters: [in, out] for all graphs, or [graphs, in, out] ----
     def project(self, weight: Tensor) -> Tensor:
         """Returns x @ weight; each graph may have its own weight."""
-        sparse = self._features(below_each_other if weight.dim() == 2 else block_diagonal)
+        sparse = self._features(vertical_stack if weight.dim() == 2 else block_diagonal)
         return (
             self.matmul(self.x)(weight)
             if sparse is None

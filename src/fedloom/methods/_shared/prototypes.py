@@ -41,7 +41,9 @@ def class_means(z: Tensor, y: Tensor, mask: Tensor, num_classes: int) -> tuple[T
     return sums / counts.clamp(min=1).unsqueeze(1), counts
 
 
-def told(table: Tensor, present: Tensor, floor: int = 1, behind: Tensor | None = None) -> Message:
+def pack_table(
+    table: Tensor, present: Tensor, floor: int = 1, behind: Tensor | None = None
+) -> Message:
     """Returns a table as it travels: its present entries [number of entries, p], and the mask.
 
     An entry that is exactly zero is left out: it has no direction. That happens if all units of the
@@ -60,7 +62,7 @@ def told(table: Tensor, present: Tensor, floor: int = 1, behind: Tensor | None =
 
 
 def table_of(prototypes: Tensor, present: Tensor, sender: str = "message") -> Tensor:
-    """Returns the table [..., p] of a message from `told`, with zeros where an entry is absent.
+    """Returns the table [..., p] of a packed message, with zeros where an entry is absent.
 
     sender: the writer of the message, for errors.
     """

@@ -85,7 +85,7 @@ from fedloom.methods.fedgh.vgae import (
     units,
 )
 from fedloom.nn.build import build_model
-from fedloom.nn.nearest import linked_to_nearest, other_pairs, pairs
+from fedloom.nn.nearest import nearest_edges, pairs, random_non_edges
 from fedloom.nn.training import seeded
 
 
@@ -208,7 +208,7 @@ class FedGH(Plugin):
             mu, log_sigma = model(seen)
             H = mu + log_sigma.exp() * torch.randn(mu.shape, generator=rng)
             return (
-                edge_loss(H, edges, other_pairs(edges, graph.num_nodes, rng))
+                edge_loss(H, edges, random_non_edges(edges, graph.num_nodes, rng))
                 + self.feature_loss * feature_loss(model.decoder(H))
                 + self.kl_weight * divergence(mu, log_sigma)
             )
@@ -251,7 +251,7 @@ class FedGH(Plugin):
             centre, scale = units(graph.x)
             x = centre + scale * model.decoder(H)
         edges = pairs(graph.edge_index, n).shape[1]
-        return x, pairs(linked_to_nearest(F.normalize(H), -(-edges // n)), n)
+        return x, pairs(nearest_edges(F.normalize(H), -(-edges // n)), n)
 
     def pseudo_graph(self, client: Client) -> tuple[Tensor, Tensor]:
         """Returns X̂ [n, d] and the pairs of Â [2, edges]. Row i stands for the client's node i."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedloom.core.message import Message
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError, MessageError
-from fedloom.nn.nearest import above, linked_to_nearest, pairs
+from fedloom.nn.nearest import above, nearest_edges, pairs
 
 MOST_EDGES = 100  # per node: the most that similarity above τ may add on average
 NO_EDGES = torch.zeros(2, 0, dtype=torch.int64)
@@ -78,7 +78,7 @@ def refined(graph: Graph, H: Tensor, scale: float, count: int, threshold: float)
     """
     n, unit = graph.num_nodes, directions(H)
     some = (unit != 0).any(1).nonzero().flatten()  # a row of zeros is similar to no node
-    near = [linked_to_nearest(unit[some], count) if count else NO_EDGES]
+    near = [nearest_edges(unit[some], count) if count else NO_EDGES]
     if threshold < 1:
         try:
             near.append(above(unit[some], threshold, MOST_EDGES * n))

@@ -76,7 +76,7 @@ from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
 from fedloom.data.seeds import stream_seed
-from fedloom.methods._shared.prototypes import class_means, table_of, told
+from fedloom.methods._shared.prototypes import class_means, pack_table, table_of
 from fedloom.methods.fedpg.neighbourhoods import (
     Attention,
     Neighbourhoods,
@@ -209,7 +209,7 @@ class FedPG(FedTGP):
         around, classes = self.neighbourhoods(client, client.graph, z), client.facts.num_classes
         with torch.no_grad():
             table, there, items = self.prototypes(client, z, around)
-        sent = told(self.disturbed(client, table), there, self.floor, items)
+        sent = pack_table(self.disturbed(client, table), there, self.floor, items)
         centres = torch.bincount(around.label[around.label >= 0], minlength=classes)
         # A class whose own mean is not sent may still be sent at other hops. It then counts as if
         # it had just enough items.
