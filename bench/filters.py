@@ -2,8 +2,9 @@
 
     python bench/filters.py docs/filters.md
 
-Finished runs are cached in bench/results/filters.json. The table goes between two markers of the
-page. Learning rate and rounds are the defaults; nothing is tuned.
+Every row has two scores: of the clients' own models after local training, and of the global model
+that clients download. Finished runs are cached in bench/results/filters.json. The table goes between
+two markers of the page. Learning rate and rounds are the defaults; nothing is tuned.
 """
 
 import json
@@ -27,6 +28,7 @@ ROWS = {
     "int8 both ways": {"upload": "int8", "download": "int8"},
     "topk=0.1 up": {"upload": "topk=0.1"},
     "topk=0.01 up": {"upload": "topk=0.01"},
+    "topk=0.001 up": {"upload": "topk=0.001"},
     "topk=0.1,int8 up, int8 down": {"upload": "topk=0.1,int8", "download": "int8"},
     "topk=0.01,int8 up, int8 down": {"upload": "topk=0.01,int8", "download": "int8"},
 }
@@ -41,6 +43,10 @@ def results():
         for seed in SEEDS:
             federation = fedloom.divide(graph, 10, "louvain", seed, split="20/40/40")
             cases = {label: ("fedavg", settings) for label, settings in ROWS.items()}
+            cases |= {
+                f"{label}, global": ("fedavg", {**settings, "evaluation": "global"})
+                for label, settings in ROWS.items()
+            }
             cases |= {name: (name, {}) for name in BASELINES}
             for label, (method, settings) in cases.items():
                 key = f"{dataset}/{label}/{seed}"
@@ -63,16 +69,20 @@ def results():
 
 def table(known):
     """The results as Markdown: mean and standard deviation over seeds, MB of all clients."""
-    lines = [
-        "| filters | Cora | up, MB | down, MB | PubMed | up, MB | down, MB |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    columns = [f"{data} {what}" for data in ("Cora", "PubMed") for what in ("local", "global")]
+    columns = [*columns[:2], "up, MB", "down, MB", *columns[2:], "up, MB", "down, MB"]
+    lines = [f"| filters | {' | '.join(columns)} |", "|---" * 9 + "|"]
     for label in (*ROWS, *BASELINES):
         cells = []
         for dataset in ("cora", "pubmed"):
+            for suffix in ("", ", global"):
+                if suffix and label in BASELINES:
+                    cells.append("-")
+                    continue
+                runs = [known[f"{dataset}/{label}{suffix}/{seed}"] for seed in SEEDS]
+                scores = [100 * run["accuracy"] for run in runs]
+                cells.append(f"{mean(scores):.2f} ± {stdev(scores):.2f}")
             runs = [known[f"{dataset}/{label}/{seed}"] for seed in SEEDS]
-            scores = [100 * run["accuracy"] for run in runs]
-            cells.append(f"{mean(scores):.2f} ± {stdev(scores):.2f}")
             cells += [f"{mean(run[way] for run in runs) / 1e6:.1f}" for way in ("up", "down")]
         name = label if label in BASELINES else f"fedavg, {label}"
         lines.append(f"| {name} | {' | '.join(cells)} |")
