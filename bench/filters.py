@@ -3,8 +3,8 @@
     python bench/filters.py docs/filters.md
 
 Every row has two scores: of the clients' own models after local training, and of the global model
-that clients download. Finished runs are cached in bench/results/filters.json. The table goes between
-two markers of the page. Learning rate and rounds are the defaults; nothing is tuned.
+that clients download. Finished runs are cached in bench/results/filters.json. The table goes
+between two markers of the page. Learning rate and rounds are the defaults; nothing is tuned.
 """
 
 import json
