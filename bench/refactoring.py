@@ -127,9 +127,11 @@ def record_method(pair):
     quick = getattr(own, "QUICK", {})
     for number, field in enumerate(fields(fedloom.method_class(name, quick))):
         value = another_value(own, field, quick.get(field.name, field.default))
-        beside = getattr(own, "NEEDS", {}).get(field.name, {})
+        # NEEDS had another name in commits before the redesign.
+        needs = getattr(own, "NEEDS", None) or getattr(own, "BESIDE", {})
+        needed = needs.get(field.name, {})
         if value is not None:
-            changed = {**beside, field.name: value}
+            changed = {**needed, field.name: value}
             found[f"{name} {task} setting {number}"] = result_of(name, module, known[task], changed)
     return found
 

@@ -186,7 +186,7 @@ def agree_on_facts(
     if secure and (single := method.single_replies()):
         raise ConfigError(
             f"run.secure: this method asks for every client's own answer to {single[0]!r}; "
-            "a secure run gives sums only (see `fedloom methods` for methods that need no more)"
+            "a secure run gives sums only (see `fedloom methods NAME`)"
         )
     if secure:
         cohort = round(settings.participation * roster.num_clients)

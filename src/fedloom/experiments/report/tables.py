@@ -334,6 +334,9 @@ def method(name: str, cls: type[Method]) -> RenderableType:
         phases.add_row(key, ", ".join(phase.parameters) or "-", answers or "-")
     disclosed = cls.discloses_to_server or "nothing as large as the data"
     facts = [f"evaluation: {', '.join(cls.evaluations)}", f"tasks: {', '.join(cls.tasks)}"]
+    single = cls().single_replies()
+    needs = f"not possible, it needs each reply to {', '.join(single)}" if single else "possible"
+    facts.append(f"secure sums: {needs}")
     facts.append(f"the server learns: {disclosed}")
     if cls.uses_cross_edges:
         facts.append("uses the edges between clients (partition.cross_edges)")
