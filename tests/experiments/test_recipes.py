@@ -89,7 +89,7 @@ def test_an_unknown_recipe_names_the_nearest_and_the_valid_ones(name, words):
 
 
 def test_a_missing_file_and_an_unknown_paper_are_named():
-    with pytest.raises(DataError, match=r"cannot read 'missing\.toml'"):
+    with pytest.raises(DataError, match=r"there is no file 'missing\.toml'"):
         find_tables("missing.toml")
     with pytest.raises(ConfigError, match=r"paper with recipes: 'opfl'\. Did you mean 'opfgl'"):
         entries("opfl")

@@ -21,7 +21,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from fedloom.errors import ConfigError, unknown
+from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiments.recipe import read_tables
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -60,8 +60,13 @@ def find_tables(name: str) -> Tables:
         ConfigError: There is no such recipe. It names the nearest and the valid ones.
         DataError: The file cannot be read.
     """
-    if name.endswith(".toml") or Path(name).is_file():
+    if Path(name).is_file():
         return read_tables(Path(name))
+    if name.endswith(".toml"):
+        raise DataError(
+            f"recipe: there is no file {name!r}; valid: a TOML file, or PAPER/ENTRY as "
+            "`fedloom recipes` lists them"
+        )
     paper, slash, entry = name.partition("/")
     if paper in papers() and slash:
         known = entries(paper)
