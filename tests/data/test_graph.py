@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fedloom
 from fedloom.data.federation import Federation, disjoint_union
 from fedloom.data.graph import SPARSE_FEATURES_BELOW, Graph
 from fedloom.data.sparse import Sparse
@@ -592,3 +594,35 @@ def test_flow_reverses_edges_or_adds_the_reversed_ones() -> None:
     assert weighted.with_flow("both").edge_weight.tolist() == [1, 2, 3, 3]
     with pytest.raises(ValueError, match="unknown flow 'back'"):
         graph.with_flow("back")
+
+
+def test_names_of_items_follow_the_items_into_parts() -> None:
+    graph = fedloom.synthetic(nodes=60)
+    ids = np.array([f"account-{k}" for k in range(60)])
+    classes = tuple(f"class {c}" for c in range(graph.num_classes))
+    named = replace(graph, ids=ids, class_names=classes).check()
+    assert named.item_ids is named.ids
+    assert named.classes == classes
+    assert graph.classes == tuple(str(c) for c in range(graph.num_classes))
+    federation = fedloom.divide(named, clients=3, partition="louvain", seed=0)
+    for part in federation.graphs:
+        assert part.ids is not None
+        assert part.ids.tolist() == ids[part.node_id.numpy()].tolist()
+        assert part.class_names == classes
+    chosen = named.select_items(torch.tensor([7, 3]))
+    assert chosen.item_ids.tolist() == ["account-7", "account-3"]
+    assert federation.class_names == classes
+
+
+@pytest.mark.parametrize(
+    ("field", "names", "error"),
+    [
+        ("ids", np.array(["a"]), "ids has 1 names for 60 items"),
+        ("ids", np.array(["a"] * 60), "ids has the same name twice"),
+        ("class_names", ("a",), "class_names has 1 names"),
+        ("feature_names", ("a",), "feature_names has 1 names"),
+    ],
+)
+def test_wrong_names_are_refused(field: str, names: object, error: str) -> None:
+    with pytest.raises(DataError, match=error):
+        replace(fedloom.synthetic(nodes=60), **{field: names}).check()

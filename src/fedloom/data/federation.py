@@ -54,6 +54,8 @@ class Roster:
     inductive: bool = False
     knows_cross_edges: bool = False
     about: Mapping[str, Any] = field(default_factory=dict)
+    class_names: tuple[str, ...] = ()
+    feature_names: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -109,6 +111,16 @@ class Federation:
         return self.graphs[0].num_classes
 
     @property
+    def class_names(self) -> tuple[str, ...]:
+        """The classes' own names, in the order of their numbers. Empty: unnamed."""
+        return next((g.class_names for g in self.graphs if g.class_names), ())
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """The names of the features. Empty: unnamed."""
+        return next((g.feature_names for g in self.graphs if g.feature_names), ())
+
+    @property
     def task(self) -> Task:
         """ "node" or "graph"."""
         return self.graphs[0].task
@@ -137,6 +149,13 @@ class Federation:
                         f"{fact} differs between parties: "
                         f"{self.names[0]!r} has {theirs}, {name!r} has {mine}"
                     )
+            for fact in ("class_names", "feature_names"):
+                mine, theirs = getattr(graph, fact), getattr(first, fact)
+                if mine and theirs and mine != theirs:
+                    raise DataError(
+                        f"{fact} differ between parties: {self.names[0]!r} has "
+                        f"{', '.join(theirs)}; {name!r} has {', '.join(mine)}"
+                    )
             owners = graph.cross_edges[2].unique().tolist()
             for owner in owners:
                 if not 0 <= owner < len(self.graphs) or self.names[owner] == name:
@@ -155,7 +174,15 @@ class Federation:
         knows = any(graph.cross_edges.shape[1] for graph in self.graphs)
         about = {"dataset": self.graphs[0].name, "clients": self.num_clients, **self.about}
         return Roster(
-            sizes, self.num_features, self.num_classes, self.task, self.inductive, knows, about
+            sizes,
+            self.num_features,
+            self.num_classes,
+            self.task,
+            self.inductive,
+            knows,
+            about,
+            self.class_names,
+            self.feature_names,
         )
 
     def merged(self) -> Federation:
@@ -188,4 +215,6 @@ def disjoint_union(graphs: Iterable[Graph]) -> Graph:
         node_id=torch.cat([g.node_id for g in parts]),
         batch=batch,
         name=parts[0].name,
+        class_names=parts[0].class_names,
+        feature_names=parts[0].feature_names,
     )

@@ -47,6 +47,10 @@ class Graph:
             number), direction (0: own to remote, 1: remote to own). The default is none.
         batch: The item (graph) of each node, [nodes] int64, ascending. None: items are nodes.
         name: The name in error messages and records.
+        ids: The items' own names, [items] text, such as the account numbers of a bank. They stay
+            with the graph and never travel. None: the numbers in `node_id`, or of the graphs.
+        class_names: The classes' own names, in the order of their numbers. Empty: the numbers.
+        feature_names: The names of the columns of `x`. Empty: unnamed.
     """
 
     x: Tensor
@@ -61,6 +65,9 @@ class Graph:
     cross_edges: Tensor = None  # type: ignore[assignment]
     batch: Tensor | None = None
     name: str = "graph"
+    ids: np.ndarray | None = None
+    class_names: tuple[str, ...] = ()
+    feature_names: tuple[str, ...] = ()
     transient: ClassVar[bool] = False  # whether the graph is used only once and caching is useless
     # Results that depend on this graph (see `cached`). It is not an argument of the constructor,
     # because `replace` must never pass it to a graph with other edges.
@@ -105,6 +112,19 @@ class Graph:
     def task(self) -> Task:
         """The unit of prediction, "node" or "graph"."""
         return "node" if self.batch is None else "graph"
+
+    # ---- names ----
+    @property
+    def item_ids(self) -> np.ndarray:
+        """The items' own names; without them, the numbers of the nodes or small graphs."""
+        if self.ids is not None:
+            return self.ids
+        return self.node_id.numpy() if self.batch is None else np.arange(self.num_items)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes; without them, their numbers as text."""
+        return self.class_names or tuple(str(c) for c in range(self.num_classes))
 
     # ---- products that models use, computed once per graph ----
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -226,6 +246,7 @@ class Graph:
             edge_weight=None if self.edge_weight is None else self.edge_weight[inside],
             node_id=self.node_id[index],
             cross_edges=cross,
+            ids=None if self.ids is None else self.ids[index.numpy()],
         )
 
     def select_items(self, keep: Tensor) -> Graph:
@@ -246,7 +267,7 @@ class Graph:
         nodes = nodes[: int((place[self.batch] >= 0).sum())]
         unlabelled = torch.full((self.num_nodes,), -1)
         none = torch.zeros(self.num_nodes, dtype=torch.bool)
-        flat = replace(self, batch=None, y=unlabelled, train=none, val=none, test=none)
+        flat = replace(self, batch=None, y=unlabelled, train=none, val=none, test=none, ids=None)
         flat = flat.subgraph(nodes)
         return replace(
             flat,
@@ -255,6 +276,7 @@ class Graph:
             train=self.train[index],
             val=self.val[index],
             test=self.test[index],
+            ids=None if self.ids is None else self.ids[index.numpy()],
         )
 
     def training_view(self, inductive: bool) -> Graph:
@@ -360,6 +382,16 @@ class Graph:
             raise DataError(f"{where}: cross_edges: directions must be 0 or 1")
         if len(self.node_id) != n:
             raise DataError(f"{where}: node_id has {len(self.node_id)} values for {n} nodes")
+        named = {
+            "ids": (self.ids, len(self.y), "items"),
+            "class_names": (self.class_names or None, self.num_classes, "classes"),
+            "feature_names": (self.feature_names or None, self.num_features, "features"),
+        }
+        for key, (names, count, what) in named.items():
+            if names is not None and len(names) != count:
+                raise DataError(f"{where}: {key} has {len(names)} names for {count} {what}")
+            if names is not None and key != "feature_names" and len(set(names)) != count:
+                raise DataError(f"{where}: {key} has the same name twice")
         return self
 
 

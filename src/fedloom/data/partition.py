@@ -156,6 +156,7 @@ def cut(graph: Graph, owner: Tensor, clients: int) -> list[Graph]:
             cross_edges=graph.cross_edges[:, :0],
             batch=None if graph.batch is None else place[graph.batch[nodes[k]]],
             name=f"{graph.name}/{k}",
+            ids=None if graph.ids is None else graph.ids[items[k].numpy()],
         )
         for k in range(clients)
     ]
