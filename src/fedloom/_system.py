@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import resource
 import signal
@@ -13,8 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
+from types import ModuleType
 
-from fedloom.errors import unknown
+from fedloom.errors import ConfigError, unknown
 
 # ---- crash points: named places at which a test kills the process ----
 
@@ -271,3 +273,25 @@ def peak_memory() -> int:
             return int(values["VmHWM"].split()[0]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+# ---- a user's own code ----
+def import_file(path: Path, field: str) -> ModuleType:
+    """Imports a user's Python file. Raises a ConfigError if it cannot be imported.
+
+    field: the setting that names the file, for the error message.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{field}: there is no file {str(path)!r}")
+    spec = importlib.util.spec_from_file_location(f"fedloom_user_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and inspect look it up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(
+            f"{field}: {str(path)!r} cannot be imported ({type(error).__name__}: {error})"
+        ) from error
+    return module

@@ -15,6 +15,7 @@ from fedloom.data.seeds import stream_seed
 from fedloom.errors import ConfigError
 from fedloom.nn.build import build_model, parse_spec
 from fedloom.nn.model import Model
+from fedloom.nn.own_model import is_own
 from fedloom.nn.weights import weights
 
 
@@ -123,7 +124,11 @@ class Facts:
     @property
     def width(self) -> int:
         """Embedding width p, the same for every client's model."""
-        return parse_spec(self.models[0]).width
+        return self.width_of(self.models[0])
+
+    def width_of(self, spec: str) -> int:
+        """Returns the embedding width of a model."""
+        return _width_of_own(spec, self) if is_own(spec) else parse_spec(spec).width
 
     def build(self, spec: str, *stream: object) -> Model:
         """Returns a model for this task, initialised from the random stream of the given names."""
@@ -131,6 +136,11 @@ class Facts:
         return build_model(
             spec, self.num_features, self.num_classes, self.task, dropout=self.dropout, seed=seed
         )
+
+
+@lru_cache(maxsize=64)
+def _width_of_own(spec: str, facts: Facts) -> int:
+    return facts.build(spec, "server").width
 
 
 @lru_cache(maxsize=64)

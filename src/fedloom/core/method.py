@@ -38,6 +38,8 @@ class Method(ABC):
         uses_cross_edges: It works on the edges between clients, which both owners must know.
         transductive: It must see all nodes before training, without their labels.
         tasks: The tasks that it can do.
+        needs_of_model: What it needs of a client's model. "logits": any model. "embeddings": a
+            model with an extractor and a head. "architecture": one of fedloom's own.
         validates: Clients choose between models by their validation items.
         min_replies: The fewest replies that an exchange can continue with, whatever the quorum.
         requires_all: Phases that no client may be absent from, whatever the quorum.
@@ -54,6 +56,7 @@ class Method(ABC):
     uses_cross_edges: ClassVar[bool] = False
     transductive: ClassVar[bool] = False
     tasks: ClassVar[tuple[str, ...]] = ("node", "graph")
+    needs_of_model: ClassVar[str] = "logits"
     validates: ClassVar[bool] = False
     min_replies: ClassVar[int] = 1
     requires_all: ClassVar[tuple[str, ...]] = ()

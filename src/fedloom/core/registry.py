@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import pkgutil
-import sys
 import types
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from fedloom._system import import_file
 from fedloom.core.method import Method, Plugin, composed
 from fedloom.core.settings import check_setting
 from fedloom.errors import ConfigError, unknown
@@ -42,7 +41,7 @@ def method_class(
         settings: The settings of the method. A plug-in's `base` is among them.
     """
     if name.endswith(".py"):
-        module = _import_file(Path(name))
+        module = import_file(Path(name), "method")
     else:
         known = method_names()
         if name.lower() not in known:
@@ -64,23 +63,6 @@ def method_class(
     (base,) = (f for f in fields(found) if f.name == "base")
     after = check_setting(base, settings.get("base", base.default), "method")
     return composed(found, method_class(after), after)
-
-
-def _import_file(path: Path) -> types.ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"method: there is no file {str(path)!r}")
-    spec = importlib.util.spec_from_file_location(f"fedloom_user_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and inspect look it up there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(
-            f"method: {str(path)!r} cannot be imported ({type(error).__name__}: {error})"
-        ) from error
-    return module
 
 
 def make_method(name: str, settings: Mapping[str, Any]) -> Method:

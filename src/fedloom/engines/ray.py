@@ -34,6 +34,7 @@ from fedloom.data.graph import Graph
 from fedloom.engines import loop
 from fedloom.engines._workers import Content, Failures, WorkerEngine, WorkerError, execute
 from fedloom.errors import ConfigError
+from fedloom.nn.own_model import OwnSpec
 from fedloom.privacy.secure_aggregation import responder_for
 
 # Ray reads these when it is imported.
@@ -45,6 +46,8 @@ try:
 except ImportError as error:
     raise ConfigError("run.engine 'ray' needs Ray: pip install 'fedloom[ray]'") from error
 
+# Packages that other processes can import. All other modules are sent with what refers to them.
+_IMPORTABLE = {"fedloom", "torch", "torch_geometric", *sys.stdlib_module_names}
 # A client's name, its graph's tensors, the graph's other fields, and whether it is inductive.
 PackedClient = tuple[str, bytes, dict[str, Any], bool]
 PackedMessage = tuple[list[str], bytes]  # the clients of a message, and its bytes
@@ -73,10 +76,12 @@ class Engine(WorkerEngine[RayShare]):
 
     def start(self, method: Method, groups: list[list[Client]]) -> None:
         """Starts an actor for each group, spread over the machines, and waits for all of them."""
-        for cls in type(method).__mro__:
-            if cls.__module__.partition(".")[0] not in {"fedloom", *sys.stdlib_module_names}:
-                # Other processes cannot import it.
-                cloudpickle.register_pickle_by_value(sys.modules[cls.__module__])
+        own = [s.source for s in groups[0][0].facts.models if isinstance(s, OwnSpec)]
+        modules = {cls.__module__ for cls in type(method).__mro__}
+        modules |= {getattr(source, "__module__", type(source).__module__) for source in own}
+        for module in modules:
+            if module.partition(".")[0] not in _IMPORTABLE:
+                cloudpickle.register_pickle_by_value(sys.modules[module])
         actor = ray.remote(Worker).options(scheduling_strategy="SPREAD")
         for group in groups:
             packed = (ray.put(_packed(c)) for c in group)

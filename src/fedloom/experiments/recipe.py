@@ -22,7 +22,7 @@ from fedloom.experiments.result import Result
 from fedloom.experiments.run import agree_on_facts, require_unreserved, run
 from fedloom.experiments.settings import RunSettings, chosen_evaluation
 from fedloom.experiments.trackers import Track
-from fedloom.nn.build import parse_spec
+from fedloom.nn.build import parse_spec, split_specs
 
 
 @dataclass(frozen=True)
@@ -330,8 +330,8 @@ def make_recipe(tables: Mapping[str, Any]) -> Recipe:
         if key not in valid:
             raise unknown("setting in [partition]:", key, (*own, *valid))
     built = {name: table(name, TABLES[name], given[name]) for name in TABLES}
-    for spec in built["model"].name.split(","):
-        parse_spec(spec.strip().lower())
+    for spec in split_specs(built["model"].name):
+        parse_spec(spec)
     chosen_evaluation(cls, method, built["run"].evaluation)
     return Recipe(method=method, method_settings=given["method"], options=options, **built)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,15 +28,18 @@ from fedloom.experiments.result import Result
 from fedloom.experiments.run_folder import read_config
 from fedloom.experiments.settings import RunSettings
 from fedloom.experiments.trackers import Track, Tracking
-from fedloom.nn.build import parse_spec
+from fedloom.nn.build import architectures, split_specs
+from fedloom.nn.own_model import OwnModel, OwnSpec, Source, is_own, own_spec
 from fedloom.privacy.secure_aggregation import require_cohort, responder_for
+
+ModelSource: TypeAlias = str | Source
 
 
 def run(
     method: str | Mapping[str, Any] | Method,
     federation: Federation,
     *,
-    model: str = "gcn",
+    model: ModelSource | Sequence[ModelSource] = "gcn",
     dropout: float = 0.5,
     settings: RunSettings | None = None,
     out: str | Path | None = None,
@@ -54,8 +57,10 @@ def run(
         method: A name ("fedavg"), a path to a method file, a Method, or the [method] table of a
             recipe: {"name": "fedavg", "lr": 0.01}.
         federation: The parties' graphs.
-        model: A spec ("gcn", "gcn-4x128"), or several separated by commas. The clients get them in
-            turn.
+        model: A spec ("gcn", "gcn-4x128"); your own torch module: its class, a function
+            (num_features, num_classes) -> module, a module that every client copies, or
+            "file.py:Class"; or several of these, as a list or separated by commas. The clients get
+            them in turn.
         dropout: Share of hidden units dropped in training.
         settings: Engine, seed, participation and so on. The default is `RunSettings()`.
         out: A folder for the run.
@@ -72,8 +77,8 @@ def run(
     Returns:
         The scores, models and traffic of the run.
     """
-    name, chosen, of_run = _resolve_method(method, options)
-    settings = replace(settings or RunSettings(), **of_run)
+    name, chosen, changes = _resolve_method(method, options)
+    settings = replace(settings or RunSettings(), **changes)
     divided, federation = federation, (federation.merged() if chosen.centralized else federation)
     federation.check()
     facts = agree_on_facts(chosen, name, federation.roster, model, dropout, settings)
@@ -86,7 +91,9 @@ def run(
     recorder.predicted_mb = predicted_mb
     recorder.partition = label_counts(divided) if recorder.folder else {}
     recorder.joint_artifacts = partial(chosen.joint_artifacts, federation)
-    recorder.config = dict(config or _config(name, chosen, federation, model, dropout, settings))
+    recorder.config = dict(
+        config or _config(name, chosen, federation, _as_text(model), dropout, settings)
+    )
 
     def engine() -> Engine:
         graphs = zip(federation.names, federation.graphs, strict=True)
@@ -151,30 +158,53 @@ def require_unreserved(method: type[Method], name: str) -> None:
             )
 
 
+def model_specs(model: ModelSource | Sequence[ModelSource]) -> list[str]:
+    """Returns the specs of the models that clients get in turn.
+
+    model: as in `run`.
+    """
+    sources = model if isinstance(model, Sequence) and not isinstance(model, str) else [model]
+    if not sources:
+        raise ConfigError("model is empty; give a name (`fedloom models`) or a module")
+    found: list[str] = []
+    for source in sources:
+        if isinstance(source, str) and not isinstance(source, OwnSpec):
+            found += [own_spec(s) if is_own(s) else s for s in split_specs(source)]
+        else:
+            found.append(own_spec(source))
+    return found
+
+
+def _as_text(model: ModelSource | Sequence[ModelSource]) -> str:
+    return model if isinstance(model, str) else ",".join(model_specs(model))
+
+
 def agree_on_facts(
-    method: Method, name: str, roster: Roster, model: str, dropout: float, settings: RunSettings
+    method: Method,
+    name: str,
+    roster: Roster,
+    model: ModelSource | Sequence[ModelSource],
+    dropout: float,
+    settings: RunSettings,
 ) -> Facts:
     """Returns what every party will know before training.
 
-    Raises a ConfigError if method, models, data and settings do not fit each other.
+    Takes the arguments of `run`. Raises a ConfigError if method, models, data and settings do not
+    fit each other.
     """
     if not 0 <= dropout < 1:
         raise ConfigError(f"model.dropout is {dropout!r}, must be at least 0 and below 1")
     if roster.task not in method.tasks:
         tasks = " and ".join(method.tasks)
         raise ConfigError(f"method {name!r} does {tasks} tasks, the data are a {roster.task} task")
-    specs = [spec.strip().lower() for spec in model.split(",")]
+    specs = model_specs(model)
     of_clients = tuple(specs[k % len(specs)] for k in range(roster.num_clients))
     if method.one_model and len(set(of_clients)) > 1:
         raise ConfigError(
             f"model: method {name!r} averages weights and needs one model for all clients, "
             f"got {', '.join(specs)}"
         )
-    if method.shares_width() and len({parse_spec(spec).width for spec in of_clients}) > 1:
-        raise ConfigError(
-            "model: all clients' models must share one embedding width for this method, "
-            f"got {', '.join(specs)}"
-        )
+    _require_fitting_models(method, name, specs)
     if method.transductive and roster.inductive:
         raise ConfigError(
             f"data.inductive: method {name!r} must see all nodes before training, "
@@ -205,8 +235,31 @@ def agree_on_facts(
         settings.upload,
         settings.download,
     )
+    if method.shares_width() and len({facts.width_of(spec) for spec in of_clients}) > 1:
+        raise ConfigError(
+            "model: all clients' models must share one embedding width for this method, "
+            f"got {', '.join(specs)}"
+        )
+    for spec in filter(is_own, dict.fromkeys(of_clients)):
+        built = facts.build(spec, "server")
+        assert isinstance(built, OwnModel)
+        if method.needs_of_model == "embeddings" and not built.split:
+            raise ConfigError(
+                f"model {spec!r}: method {name!r} needs embeddings and a head. Give the module a "
+                "method embed(x, edge_index) and a module head, so that forward returns "
+                "head(embed(x, edge_index)) (docs/own-model.md)"
+            )
     method.check(facts)
     return facts
+
+
+def _require_fitting_models(method: Method, name: str, specs: Sequence[str]) -> None:
+    if method.needs_of_model == "architecture" and any(map(is_own, specs)):
+        own = next(filter(is_own, specs))
+        raise ConfigError(
+            f"model {own!r}: method {name!r} works inside fedloom's own "
+            f"architectures; valid: {', '.join(architectures())}"
+        )
 
 
 def _require_cross_edges(name: str, roster: Roster) -> None:

@@ -84,6 +84,7 @@ class FedATH(FedAvg):
     )
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
+    needs_of_model: ClassVar[str] = "architecture"
 
     def check(self, facts: Facts) -> None:
         """Raises a ConfigError if a model ignores edge weights."""

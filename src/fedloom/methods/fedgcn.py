@@ -148,6 +148,7 @@ class FedGCN(FedAvg, FedSGD):
         "with two hops also the source's degree and the scaled sum of its and all its neighbours' "
         "features"
     )
+    needs_of_model: ClassVar[str] = "architecture"
 
     # ---- before training ----
     @peer_messages(read_by="read_sums")

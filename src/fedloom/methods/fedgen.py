@@ -127,6 +127,7 @@ class FedGen(LocalTraining):
     discloses_to_peers: ClassVar[str] = (
         "the label distribution of all clients of a round; with two clients, each other's"
     )
+    needs_of_model: ClassVar[str] = "architecture"  # the server builds its linear heads
 
     # ---- at a client ----
     @phase()

@@ -148,6 +148,7 @@ class FedGKC(WithCopilot):
     volume: str = setting("nodes", "n_k, what a client's volume counts", choices=("nodes", "train"))
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
+    needs_of_model: ClassVar[str] = "embeddings"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,10 +163,10 @@ class FedGKC(WithCopilot):
         super().check(facts)
         width = parse_spec(self.copilot).width
         for spec in facts.models if self.beta else ():
-            if parse_spec(spec).width != width:
+            if (found := facts.width_of(spec)) != width:
                 raise ConfigError(
                     f"method.copilot: {self.copilot!r} has embeddings {width} wide, model {spec!r} "
-                    f"has {parse_spec(spec).width}; they must be equal, or method.beta = 0"
+                    f"has {found}; they must be equal, or method.beta = 0"
                 )
 
     # ---- the client's side ----

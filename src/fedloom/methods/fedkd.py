@@ -31,6 +31,7 @@ the whole model.
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -85,6 +86,8 @@ class FedKD(WithCopilot):
     end: float = setting(
         0.98, "T_end, the share in the last round", above=0, at_most=1, tune="0.95..0.99"
     )
+
+    needs_of_model: ClassVar[str] = "embeddings"
 
     @phase()
     def setup(self, client: Client) -> Message:

@@ -71,6 +71,7 @@ class FedNH(FedAvg):
     discloses_to_peers: ClassVar[str] = (
         "directions of class means over all clients; of a single client if no other has the class"
     )
+    needs_of_model: ClassVar[str] = "embeddings"
 
     @phase()
     def setup(self, client: Client, prototypes: Tensor) -> Message:

@@ -60,6 +60,7 @@ class FedProto(LocalTraining):
     discloses_to_peers: ClassVar[str] = (
         "class means over all clients; of a single client if no other has the class"
     )
+    needs_of_model: ClassVar[str] = "embeddings"
 
     @summed
     @phase(sums="float32[C,p]", counts="int64[C]")

@@ -91,6 +91,7 @@ class FedSpray(LocalTraining):
         "structure proxies, learnt by all clients that have the class; "
         "by a single client if no other has it"
     )
+    needs_of_model: ClassVar[str] = "embeddings"
 
     # ---- the client's side ----
     @phase()

@@ -146,6 +146,7 @@ class FedStar(LocalTraining):
 
     tasks: ClassVar[tuple[str, ...]] = ("graph",)
     one_model: ClassVar[bool] = True
+    needs_of_model: ClassVar[str] = "architecture"
 
     def build(self, facts: Facts, *stream: object) -> TwoChannels:
         """Returns a fresh model with the depth and width of the run's spec.

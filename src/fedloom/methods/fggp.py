@@ -122,6 +122,7 @@ class FGGP(FedAvg):
     discloses_to_peers: ClassVar[str] = (
         "cluster prototypes, means over few clients; of a single client if no other has the class"
     )
+    needs_of_model: ClassVar[str] = "architecture"
 
     @phase()
     def setup(self, client: Client) -> Message:

@@ -75,6 +75,7 @@ class FGSSL(FedAvg):
     )
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
+    needs_of_model: ClassVar[str] = "embeddings"
 
     @phase()
     def setup(self, client: Client) -> Message:

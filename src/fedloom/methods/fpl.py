@@ -68,6 +68,7 @@ class FPL(FedAvg):
     discloses_to_peers: ClassVar[str] = (
         "cluster prototypes, means over few clients; of a single client if no other has the class"
     )
+    needs_of_model: ClassVar[str] = "embeddings"
 
     @phase(model="~model", prototypes="float32[*present,p]", present="bool[C]")
     def train(

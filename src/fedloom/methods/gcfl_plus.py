@@ -94,6 +94,7 @@ class GCFLPlus(LocalTraining):
 
     tasks: ClassVar[tuple[str, ...]] = ("graph",)
     one_model: ClassVar[bool] = True
+    needs_of_model: ClassVar[str] = "embeddings"
 
     @phase(model="~model")
     def train(self, client: Client, model: Message) -> Message:

@@ -24,6 +24,7 @@ client the paper predicts with an ensemble of all clients' models; here there ar
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts
@@ -38,6 +39,8 @@ from fedloom.nn.weights import load_weights, weights
 @dataclass(frozen=True)
 class LGFedAvg(LocalTraining):
     """Local training under a common head."""
+
+    needs_of_model: ClassVar[str] = "embeddings"
 
     def check(self, facts: Facts) -> None:
         """Raises a ConfigError if the models' heads differ in kind or shape."""

@@ -16,6 +16,7 @@ benchmarks.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,8 @@ class Moon(FedAvg):
 
     mu: float = setting(1.0, "μ, weight of the contrastive term", at_least=0, tune="0.1..10")
     tau: float = setting(0.5, "τ, temperature", above=0, tune="0.1..1")
+
+    needs_of_model: ClassVar[str] = "embeddings"
 
     @phase()
     def setup(self, client: Client) -> Message:

@@ -31,19 +31,19 @@ from fedloom.nn.layers import (
     dropout,
     maximum,
 )
-from fedloom.nn.model import Model
+from fedloom.nn.model import Architecture
 from fedloom.nn.smoothing import polynomial, power
 
 # ---- message passing ----
 
 
-class LayeredModel(Model):
+class LayeredModel(Architecture):
     """Base class of models that repeat one kind of layer.
 
     Dropout is applied to the input of every layer but the first.
     """
 
-    accepts = Model.accepts | {"jk"}
+    accepts = Architecture.accepts | {"jk"}
     layer: ClassVar[type[Dense]]
 
     @classmethod
@@ -129,7 +129,7 @@ class GIN(LayeredModel):
     pooling = "sum"
 
 
-class GCNII(Model):
+class GCNII(Architecture):
     """Deep convolutions with initial residual and identity mapping (Chen et al., ICML 2020)."""
 
     ALPHA, THETA = 0.1, 0.5  # the paper's α and λ for citation graphs
@@ -154,7 +154,7 @@ class GCNII(Model):
 # ---- smoothed features: LAYERS = K hops ----
 
 
-class SGC(Model):
+class SGC(Architecture):
     """A linear model of smoothed features, S^K X W (Wu et al., ICML 2019).
 
     W is a product of two factors, so that there is an embedding.
@@ -183,7 +183,7 @@ class SSGC(SGC):
         return (self.ALPHA,) + ((1 - self.ALPHA) / self.spec.layers,) * self.spec.layers
 
 
-class SIGN(Model):
+class SIGN(Architecture):
     """A two-layer MLP on all concatenated hops, [X ‖ SX ‖ ... ‖ S^K X] (Frasca et al., 2020).
 
     The hops are concatenated before the first layer, as in O-pFGL.
@@ -204,7 +204,7 @@ class SIGN(Model):
         return F.relu(self.layers[0](concatenated, graph))
 
 
-class GAMLP(Model):
+class GAMLP(Architecture):
     """Attention over hops for each node, against a reference (JK form: Zhang et al., KDD 2022).
 
     The reference is computed from all hops.
@@ -240,7 +240,7 @@ class GAMLP(Model):
 # ---- smoothed predictions: LAYERS = K hops ----
 
 
-class APPNP(Model):
+class APPNP(Architecture):
     """A two-layer MLP, then K steps of personalised PageRank (Gasteiger et al., ICLR 2019).
 
     PageRank propagates the predictions of the MLP.
@@ -293,7 +293,7 @@ class DGCN(APPNP):
         return power(self.spec.layers)
 
 
-ARCHITECTURES: dict[str, type[Model]] = {
+ARCHITECTURES: dict[str, type[Architecture]] = {
     model.__name__.lower(): model
     for model in (MLP, GCN, GAT, SAGE, GIN, GCNII, SGC, SSGC, SIGN, GAMLP, APPNP, DGCN)
 }

@@ -14,6 +14,9 @@ of the embedding. Options:
 In a graph-level task, the extractor ends with pooling the nodes of each graph, and the head is
 linear.
 
+A user's own torch module is named `file.py:Class`, or `file.py` if that has one module class
+(`fedloom.nn.own_model`).
+
 There is no training flag. Dropout is applied if and only if a `torch.Generator` is passed as `rng`,
 and it draws only from that generator. There is no BatchNorm: its running statistics are private
 data, and averaging them over parties breaks them. LayerNorm replaces it.
@@ -29,6 +32,7 @@ from fedloom.data.graph import Task
 from fedloom.errors import ConfigError, unknown
 from fedloom.nn.architectures import ARCHITECTURES, LayeredModel
 from fedloom.nn.model import Model, Spec
+from fedloom.nn.own_model import build_own, is_own, own_spec
 
 
 def architectures() -> dict[str, str]:
@@ -36,8 +40,19 @@ def architectures() -> dict[str, str]:
     return {name: str(model.__doc__).splitlines()[0] for name, model in ARCHITECTURES.items()}
 
 
+def split_specs(text: str) -> list[str]:
+    """Returns the specs of a text such as "gcn,gat-2x32". The clients get them in turn."""
+    parts = [part.strip() for part in text.split(",")]
+    return [part if is_own(part) else part.lower() for part in parts]
+
+
 def parse_spec(spec: str) -> Spec:
-    """Returns the parts of a spec, or raises a ConfigError that names the wrong part."""
+    """Returns the parts of a spec, or raises a ConfigError that names the wrong part.
+
+    A user's own model has one part, its name. The width of its embedding is known once it is built.
+    """
+    if is_own(spec):
+        return Spec(own_spec(spec))
     head, *options = spec.split("+")
     name, dash, size = head.partition("-")
     if name not in ARCHITECTURES:
@@ -87,6 +102,8 @@ def build_model(
     """
     if not 0 <= dropout < 1:
         raise ConfigError(f"dropout is {dropout}, must be at least 0 and below 1, e.g. 0.5")
+    if is_own(spec):
+        return build_own(own_spec(spec), num_features, num_classes, task, dropout, seed)
     parts = parse_spec(spec)
     model = ARCHITECTURES[parts.name](parts, num_features, num_classes, task, dropout)
     rng = Generator().manual_seed(seed)

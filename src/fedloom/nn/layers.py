@@ -19,7 +19,7 @@ from fedloom.errors import ConfigError
 from fedloom.nn.smoothing import power
 
 if TYPE_CHECKING:
-    from fedloom.nn.model import Model
+    from fedloom.nn.model import Architecture
 
 Product = Callable[[Tensor], Tensor]  # W ↦ h W
 
@@ -97,7 +97,7 @@ class Dense(nn.Module):
         """
         return self.add_bias(times(self.weight), graph)
 
-    def of_features(self, model: Model, graph: Graph) -> Tensor:
+    def of_features(self, model: Architecture, graph: Graph) -> Tensor:
         """Returns the output of the layer as the first layer of a model."""
         return self(model.features(graph), graph)
 
@@ -113,7 +113,7 @@ class Convolution(Dense):
         """Returns the output [nodes, num_out]; see `Dense`."""
         return self.add_bias(graph.propagate(times(self.weight)), graph)
 
-    def of_features(self, model: Model, graph: Graph) -> Tensor:
+    def of_features(self, model: Architecture, graph: Graph) -> Tensor:
         """Returns (S X) W + b. S X is cached if that is faster."""
         return self.add_bias(model.features(graph, power(1))(self.weight), graph)
 

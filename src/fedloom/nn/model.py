@@ -41,8 +41,48 @@ class Model(nn.Module, ABC):
     """An extractor and a head. `fedloom.nn.build` builds models.
 
     The names of the head's parameters start with "classifier.". All other parameters belong to the
-    extractor. The state consists of float32 parameters. There are no buffers. A subclass defines
-    the layers and their output for every node.
+    extractor. The parameters are float32 and are the whole state: no buffer travels. There is no
+    training flag: dropout is applied if and only if `rng` is given.
+
+    Attributes:
+        width: The width of the embedding.
+        task: "node" or "graph".
+        dropout: The probability of dropout in front of the head.
+        form: Equal for models that differ only in their parameters.
+        linear: Whether only the extractor uses the edges.
+        classifier: The head.
+    """
+
+    width: int
+    task: Task
+    dropout: float
+    form: str
+    linear: bool
+    classifier: nn.Module
+
+    @abstractmethod
+    def items(self, graph: Graph, rng: Noise | None) -> Tensor:
+        """Returns the output of the extractor for every item, [items, width]."""
+
+    @abstractmethod
+    def logits(self, z: Tensor, graph: Graph, rng: Noise | None) -> Tensor:
+        """Returns the output of the head for every item, [items, classes]."""
+
+    def embed(self, graph: Graph, rng: Generator | None = None) -> Tensor:
+        """Returns the embeddings of a graph's items, [items, width]."""
+        return embed(self, graph, rng)
+
+    def head(self, z: Tensor, graph: Graph, rng: Generator | None = None) -> Tensor:
+        """Returns logits [items, classes] from embeddings [items, width] and their graph."""
+        return head(self, graph, rng, z)
+
+    def forward(self, graph: Graph, rng: Generator | None = None) -> Tensor:
+        """Returns the logits of a graph's items, [items, classes]."""
+        return forward(self, graph, rng)
+
+
+class Architecture(Model):
+    """Base of fedloom's own architectures. A subclass defines the layers and their output.
 
     Attributes:
         accepts: The options that a spec of this architecture may have.
@@ -96,26 +136,19 @@ class Model(nn.Module, ABC):
     def items(self, graph: Graph, rng: Noise | None) -> Tensor:
         """Returns the output of the extractor for every item, [items, width]."""
         h = self.nodes(graph, rng)
-        return h if self.task == "node" else _pool(graph, self.pooling) @ h
+        return h if self.task == "node" else pooling_matrix(graph, self.pooling) @ h
 
     def logits(self, z: Tensor, graph: Graph, rng: Noise | None) -> Tensor:
         """Returns the output of the head for every item, [items, classes]."""
         return self.classifier(graph.matmul(dropout(z, self.dropout, rng)), graph)
 
-    def embed(self, graph: Graph, rng: Generator | None = None) -> Tensor:
-        """Returns the embeddings of a graph's items, [items, width]."""
-        return embed(self, graph, rng)
 
-    def head(self, z: Tensor, graph: Graph, rng: Generator | None = None) -> Tensor:
-        """Returns logits [items, classes] from embeddings [items, width] and their graph."""
-        return head(self, graph, rng, z)
+def pooling_matrix(graph: Graph, how: str) -> Sparse:
+    """Returns the matrix [items, nodes] that pools the nodes of each small graph.
 
-    def forward(self, graph: Graph, rng: Generator | None = None) -> Tensor:
-        """Returns the logits of a graph's items, [items, classes]."""
-        return forward(self, graph, rng)
+    how: "mean" or "sum".
+    """
 
-
-def _pool(graph: Graph, how: str) -> Sparse:
     def make() -> Sparse:
         batch = graph.batch
         assert batch is not None, "a graph-level model got a graph without `batch`"

@@ -28,7 +28,6 @@ from fedloom.engines.stacked.lockstep import Group, run_lockstep
 from fedloom.engines.stacked.operations import BATCHED
 from fedloom.engines.stacked.parameters import unstack
 from fedloom.engines.stacked.tensors import lazy_copies
-from fedloom.nn.build import parse_spec
 
 GROUP_BYTES = 128e6  # working set of a group: parameters, moments, gradients, activations
 
@@ -154,4 +153,4 @@ def working_set(facts: Facts, client: str, nodes: int) -> float:
     """Returns about how many bytes a training step of a client touches."""
     spec = facts.model_of[client]
     parameters = sum(math.prod(shape) for _, _, shape in model_schema(spec, facts))
-    return 4 * (4 * parameters + 8 * nodes * parse_spec(spec).width)
+    return 4 * (4 * parameters + 8 * nodes * facts.width_of(spec))

@@ -173,6 +173,7 @@ class FedPG(FedTGP):
         "B, a mix of G and the prototypes of similar clients; of a single client, if there is one "
         "peer and alpha = 0"
     )
+    needs_of_model: ClassVar[str] = "embeddings"
 
     @property
     def depth(self) -> int:
