@@ -177,3 +177,12 @@ def test_the_digest_does_not_depend_on_where_a_users_file_is(tmp_path):
 )
 def test_imports_are_read_from_source(source, package, names):
     assert list(digests._names_in(source.encode(), package)) == names
+
+
+def test_an_own_model_counts(tmp_path) -> None:
+    net = tmp_path / "net.py"
+    net.write_text("a = 1\n")
+    first = code_behind("fedavg", model=f"gcn,{net}:Net")
+    assert first != code_behind("fedavg", model="gcn")
+    net.write_text("a = 2\n")
+    assert first != code_behind("fedavg", model=f"gcn,{net}:Net")

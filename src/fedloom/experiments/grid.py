@@ -216,7 +216,7 @@ def cell(tables: Tables, out: Path) -> Cell:
     recipe = make_recipe(tables)
     config = recipe.config()
     base = config["method"].get("base")
-    code = code_behind(recipe.method, base, recipe.run.engine)
+    code = code_behind(recipe.method, base, recipe.run.engine, recipe.model.name)
     identity = json.dumps([config, code], sort_keys=True)
     parts = [
         Path(recipe.data.dataset).name,

@@ -16,6 +16,8 @@ from pathlib import Path
 import fedloom
 from fedloom.core.registry import method_class
 from fedloom.engines import engine_class
+from fedloom.nn.build import split_specs
+from fedloom.nn.own_model import is_own
 
 ROOT = Path(fedloom.__file__).parent
 # The search starts here, and at the method and the engine. `recipe` loads and divides the data.
@@ -33,21 +35,26 @@ _EXCLUDED = (
 )
 
 
-def code_behind(method: str, base: str | None = None, engine: str = "loop") -> str:
+def code_behind(
+    method: str, base: str | None = None, engine: str = "loop", model: str = ""
+) -> str:
     """Returns a digest of the source files that a run imports.
 
     Args:
         method: A method's name, or the path of a method file.
         base: The method that a plug-in prepares the clients for; None for other methods.
         engine: The engine's name.
+        model: The clients' models. The files of the user's own models count.
     """
     digest = hashlib.sha256()
-    for path in imported_files(method, base, engine):
+    for path in imported_files(method, base, engine, model):
         digest.update(hashlib.sha256(_read(path)).digest())
     return digest.hexdigest()
 
 
-def imported_files(method: str, base: str | None = None, engine: str = "loop") -> list[Path]:
+def imported_files(
+    method: str, base: str | None = None, engine: str = "loop", model: str = ""
+) -> list[Path]:
     """Returns the files that a run imports: those of fedloom, and the user's own.
 
     Takes the same arguments as `code_behind`. The order is the same on every machine.
@@ -59,6 +66,8 @@ def imported_files(method: str, base: str | None = None, engine: str = "loop") -
     users = [name for name in modules if name.startswith("fedloom_user_")]
     found = {path for path in map(_file_of, roots) if path is not None}
     found |= {Path(str(sys.modules[name].__file__)).resolve() for name in users}
+    own = [spec.partition(":")[0] for spec in split_specs(model) if is_own(spec)]
+    found |= {Path(path).resolve() for path in own}
     todo = list(found)
     while todo:
         new = set(_imports(todo.pop())) - found
