@@ -25,6 +25,8 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -273,10 +275,11 @@ def peer_messages(read_by: str, encrypted: bool = True) -> Callable[[Phase], Pha
     return mark
 
 
-def phases_of(method: type) -> dict[str, Phase]:
+@lru_cache(maxsize=256)
+def phases_of(method: type) -> Mapping[str, Phase]:
     """Returns the phases of a method class, by name."""
     found = {name: inspect.getattr_static(method, name) for name in dir(method)}
-    return {name: value for name, value in found.items() if isinstance(value, Phase)}
+    return MappingProxyType({n: value for n, value in found.items() if isinstance(value, Phase)})
 
 
 def _documented(marked: Phase) -> Phase:
