@@ -12,8 +12,9 @@
     bank-b = "bank-b.pub"
 
     [data]                               # what every party's graph must match
-    num_features = 128
-    num_classes = 4
+    class_names = ["ok", "fraud"]        # the classes, in the order of their numbers
+    feature_names = ["age", "balance"]   # the columns, in order; or only their number:
+                                         # num_classes = 2, num_features = 128
     task = "node"
     split = "20/40/40"                   # "own": each graph has its own training, validation
                                          # and test masks
@@ -22,6 +23,8 @@
 
 A party does only what its own copy says. It refuses a coordinator with another method, model or
 setting, and names the differences. The parties agree on public keys, not on the names of files.
+Classes and columns of a party's graph are brought into the agreed order by their names
+(`fedloom.deploy.names`).
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,7 @@ from fedloom.data.graph import Graph
 from fedloom.data.split import apply_split, check_split
 from fedloom.deploy.envelope import VERSION as ENVELOPE_VERSION
 from fedloom.deploy.keys import PublicKey, public_key_of, read_public_key, require_party_name
+from fedloom.deploy.names import align_classes, align_features
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiments.recipe import ModelTable, read_tables, table
 from fedloom.experiments.settings import RunSettings, chosen_evaluation
@@ -68,6 +72,8 @@ class DataTable:
 
     num_features: int = setting(0, "width of the node features", at_least=1)
     num_classes: int = setting(0, "number of classes over all parties", at_least=1)
+    class_names: tuple[str, ...] = setting((), "the classes, in the order of their numbers")
+    feature_names: tuple[str, ...] = setting((), "the columns of the node features, in order")
     task: str = setting("node", "what is predicted", choices=("node", "graph"))
     split: str = setting("20/40/40", 'shares per class, or "own": the masks of each graph')
     inductive: bool = setting(False, "validation and test items are absent during training")
@@ -120,7 +126,7 @@ class Agreement:
         return {
             "wire": {"messages": FORMAT, "envelopes": ENVELOPE_VERSION},
             "parties": {name: key.text() for name, key in self.parties.items()},
-            "data": {f.name: getattr(self.data, f.name) for f in fields(DataTable)},
+            "data": {f.name: _json(getattr(self.data, f.name)) for f in fields(DataTable)},
             "model": {f.name: getattr(self.model, f.name) for f in fields(ModelTable)},
             "method": {
                 "name": Path(self.method).name,
@@ -133,22 +139,20 @@ class Agreement:
     def graph(self, path: Path, party: str) -> Graph:
         """Returns a party's graph, split as agreed. Raises DataError if it does not match.
 
+        Classes and features are in the agreed order. A warning says what had to be assumed.
+
         path: a folder of tables, or a file that `from_file` reads.
         """
         graph = from_folder(path) if path.is_dir() else from_file(path)
+        where = f"party {party!r}: {str(path)!r}"
+        graph = align_features(graph, self.data.feature_names, where)
         for fact in ("num_features", "task"):
             if (actual := getattr(graph, fact)) != (agreed := getattr(self.data, fact)):
                 raise DataError(
                     f"party {party!r}: {fact} of {str(path)!r} is {actual}, "
                     f"the agreement says {agreed}"
                 )
-        if len(graph.y) and (highest := int(graph.y.max())) >= self.data.num_classes:
-            raise DataError(
-                f"party {party!r}: {str(path)!r} has a class {highest}, the agreement says "
-                f"num_classes = {self.data.num_classes} (0 to {self.data.num_classes - 1})"
-            )
-        copied = {f.name: getattr(graph, f.name) for f in fields(Graph) if f.init}
-        graph = Graph(**copied | {"num_classes": self.data.num_classes})
+        graph = align_classes(graph, self.data.class_names, self.data.num_classes, where)
         if self.data.split == OWN_SPLIT:
             return graph
         return apply_split(graph, self.data.split, self.run.seed, names=[party])
@@ -187,6 +191,7 @@ def read_agreement(path: Path) -> Agreement:
         of_run["engine"] = "flower"
         of_run.setdefault("checkpoint_every", 1)  # every deployment can be resumed
     built = {name: table(name, cls, tables.get(name, {})) for name, cls in TABLES.items()}
+    built["data"] = _counted(built["data"])
     parties = tables.get("parties", {})
     if not parties:
         raise ConfigError(
@@ -224,6 +229,29 @@ def read_agreement(path: Path) -> Agreement:
     if agreement.authority is not None and not agreement.authority.is_file():
         raise ConfigError(f"federation.authority: there is no file {str(agreement.authority)!r}")
     return agreement
+
+
+def _counted(data: DataTable) -> DataTable:
+    """Returns [data] with the numbers of classes and features, which names may stand for."""
+    counted: dict[str, Any] = {}
+    for number, names in (("num_classes", "class_names"), ("num_features", "feature_names")):
+        given, count = getattr(data, names), getattr(data, number)
+        valid = isinstance(given, list | tuple) and all(isinstance(n, str) and n for n in given)
+        if not valid or len(set(given)) < len(given):
+            raise ConfigError(f"data.{names} is {given!r}, must be a list of different names")
+        if not given and not count:
+            raise ConfigError(f"data.{number} is missing: give it, or {names}")
+        if given and count and count != len(given):
+            raise ConfigError(
+                f"data.{number} is {count}, but data.{names} has {len(given)} names; remove one"
+            )
+        counted |= {names: tuple(given), number: len(given) or count}
+    return replace(data, **counted)
+
+
+def _json(value: Any) -> Any:
+    """Returns a setting as JSON, so that it can be compared with one that was received."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _public_key(field: str, given: object, folder: Path) -> PublicKey:

@@ -9,6 +9,8 @@ the method or one of these control orders:
     fedloom_begin     facts, agreement, nonce     none; an error if the party refuses the run
     fedloom_keep      mark                        none; the party saves its state in its own folder
     fedloom_restore   mark                        none; the party restores that state
+    fedloom_local     seconds                     whether its Local baseline is done or declined;
+                                                  the party trains it for about that long
     fedloom_finish    status                      none; the party saves its model in its own folder
                                                   and ends
 
@@ -39,16 +41,19 @@ from safetensors.torch import save
 from fedloom._system import write_atomic
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts, SecureTerms
-from fedloom.core.message import decode, encode, flatten
+from fedloom.core.message import Message, decode, encode, flatten
 from fedloom.core.method import Method
 from fedloom.core.phase import phases_of
 from fedloom.data.graph import Graph
 from fedloom.deploy.agreement import Agreement, differences, size_of
+from fedloom.deploy.baseline import PROGRAM as LOCAL_PROGRAM
+from fedloom.deploy.baseline import LocalBaseline, LocalScores
 from fedloom.deploy.envelope import EnvelopeError, Header, Kind, open_order, sign
 from fedloom.deploy.framing import receive_frame, send_frame
 from fedloom.deploy.keys import PartyKey
 from fedloom.deploy.party_transport import PartyTransport, RefusedError, UnreachableError
-from fedloom.errors import ConfigError, DataError, FedloomError, MessageError, unknown
+from fedloom.deploy.scores import OwnHistory, observed, scores_of
+from fedloom.errors import ConfigError, DataError, FedloomError, MessageError, Refusal, unknown
 from fedloom.experiments import checkpoint
 from fedloom.nn.weights import weights
 from fedloom.privacy.secure_aggregation import responder_for
@@ -59,7 +64,11 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 0.5
 REFUSED_SECONDS = 10.0  # after which a party gives up on a coordinator that refuses it
 ERROR_LENGTH = 1000  # characters of an error message that the coordinator receives
 
+LOCAL_SECONDS = 10.0  # of the Local baseline's training in one order, at most
+HISTORY = "history.jsonl"  # the party's own scores, in the folder of a run's states
+
 Log = Callable[[str], None]  # called with a line for each event
+OnScores = Callable[[dict[str, Any]], None]  # called with a round and its scores
 
 
 class LostStateError(FedloomError):
@@ -95,6 +104,8 @@ class Party:
         key: The party's key.
         graph: The party's graph.
         folder: Where the party saves its states and, at the end, its model.
+        baseline: Whether the party computes its Local baseline after the rounds.
+        on_scores: Called with the party's own scores in each evaluation.
         tell_errors: Whether the coordinator receives the message of every error. A message may
             contain values of the graph. By default the coordinator receives the messages of
             fedloom's own errors; of any other error it receives the type and a number. The folder's
@@ -109,6 +120,9 @@ class Party:
         graph: Graph,
         folder: Path,
         tell_errors: bool = False,
+        *,
+        baseline: bool = False,
+        on_scores: OnScores = lambda row: None,
     ):
         if name not in agreement.parties:
             raise unknown("party", name, agreement.parties)
@@ -117,13 +131,18 @@ class Party:
         self.agreement, self.name, self.key = agreement, name, key
         self.graph, self.folder, self.tell_errors = graph, folder, tell_errors
         self.agreed = agreement.agreed()
-        self.status = ""
+        self.status, self.on_scores = "", on_scores
+        self._wants_baseline = baseline
+        self._local: LocalBaseline | None = None
         self._lineage = ""  # the id of the run, the same through every resume
         self._session = _Session("")  # the session that has begun the current run
         self._next = _Session("")  # a session that has said hello since
         self._to_restore = ""  # the state to restore before the first order of a round
         self._method: Method | None = None
         self._client: Client | None = None
+        self._local_client: Client | None = None  # that adds the Local score to a sum
+        self._round = 0  # of the phase that is executed
+        self._history: OwnHistory | None = None
 
     @property
     def model(self) -> Path:
@@ -167,6 +186,7 @@ class Party:
         during = {
             "fedloom_keep": self._save_state,
             "fedloom_restore": self._restore,
+            "fedloom_local": self._train_alone,
             "fedloom_finish": self._finish,
         }
         try:
@@ -226,10 +246,15 @@ class Party:
         facts = facts_from_json(order["facts"])
         self._require_agreed(facts)
         torch.set_num_threads(self.agreement.run.threads)
-        self._method, self._lineage = self.agreement.make_method(), _file_name(order, "lineage")
+        lineage = _file_name(order, "lineage")
+        if lineage != self._lineage:
+            self._local = None  # of another run
+        self._method, self._lineage = observed(self.agreement.make_method(), self._note), lineage
+        self._history = OwnHistory(self._state_folder() / HISTORY)
         self._session = session
         inductive = self.agreement.data.inductive
         self._client = Client(self.name, self.graph, facts, inductive, responder_for(facts))
+        self._local_client = None
         # A party that was restarted during a run continues from its last saved state.
         self._to_restore = self._latest_state() if order["rejoin"] else ""
         return {}
@@ -246,18 +271,64 @@ class Party:
             raise ConfigError(f"party {self.name!r}: the filters are not as agreed")
 
     def _perform(self, header: Header, body: bytes) -> bytes:
+        if header.phase.startswith(LOCAL_PROGRAM):
+            return self._perform_in_local_sum(header, body)
         method, client = self._ready()
         if self._to_restore and header.round > 0:
             self._restore({"mark": self._to_restore})
+        self._round = header.round
         message = decode(body, header.phase)
-        phase, plain = phases_of(type(method)).get(header.phase), client.facts.secure is None
-        if phase is None and (plain or hasattr(method, header.phase)):
-            raise MessageError(
-                f"{header.phase!r} is not a phase of method {self.agreement.method!r}"
-            )
-        if phase is not None and plain:
-            phase.require_names(message, f"to party {self.name!r}")
+        _require_phase(method, client, header.phase, message, self.agreement.method)
         return encode(client.perform(method, header.phase, message), header.phase)
+
+    def _note(self, reply: Message) -> None:
+        """Notes the party's own scores in an evaluation."""
+        assert self._history is not None
+        row = {"round": self._round, **scores_of(reply)}
+        self._history.add(row)
+        self.on_scores(row)
+
+    # ---- the Local baseline ----
+    def _train_alone(self, order: dict[str, Any]) -> dict[str, Any]:
+        method, client = self._ready()
+        if not self._wants_baseline:
+            return {"declined": True, "done": False}
+        done = self._baseline(method, client).train(min(float(order["seconds"]), LOCAL_SECONDS))
+        return {"declined": False, "done": done}
+
+    def _baseline(self, method: Method, client: Client) -> LocalBaseline:
+        if self._local is None:
+            self._local = LocalBaseline(
+                self.name,
+                self.graph,
+                client.facts,
+                method,
+                self.agreement.run,
+                self.agreement.data.inductive,
+            )
+        return self._local
+
+    def _perform_in_local_sum(self, header: Header, body: bytes) -> bytes:
+        """Executes a stage of the sum of all parties' Local scores."""
+        _, client = self._ready()
+        if self._local is None or not self._local.done:
+            raise Refusal(f"party {self.name!r} has no Local baseline")
+        if self._local_client is None:
+            facts = client.facts
+            self._local_client = Client(self.name, self.graph, facts, False, responder_for(facts))
+            self._local_client.memory["local"] = self._local.summand
+        method, phase = LocalScores(), header.phase.removeprefix(LOCAL_PROGRAM)
+        message = decode(body, header.phase)
+        _require_phase(method, self._local_client, phase, message, "Local scores")
+        return encode(self._local_client.perform(method, phase, message), header.phase)
+
+    def finish_baseline(self) -> dict[str, Any] | None:
+        """Returns the scores of the Local baseline, trained to its end; None if it is declined."""
+        if not self._wants_baseline or self._method is None or self._client is None:
+            return None
+        baseline = self._baseline(self._method, self._client)
+        baseline.train(math.inf)
+        return baseline.scores
 
     def _save_state(self, order: dict[str, Any]) -> dict[str, Any]:
         _, client = self._ready()
@@ -308,6 +379,20 @@ class Party:
 def state_folder(folder: Path, lineage: str) -> Path:
     """Returns where a party with that folder saves the states of a run."""
     return folder / "states" / lineage
+
+
+def _require_phase(
+    method: Method, client: Client, name: str, message: Message, called: str
+) -> None:
+    """Raises MessageError unless a phase of the method, or of secure sums, takes the message.
+
+    called: the method's name in the error message.
+    """
+    phase, plain = phases_of(type(method)).get(name), client.facts.secure is None
+    if phase is None and (plain or hasattr(method, name)):
+        raise MessageError(f"{name!r} is not a phase of method {called!r}")
+    if phase is not None and plain:
+        phase.require_names(message, f"to party {client.name!r}")
 
 
 def _file_name(order: dict[str, Any], key: str) -> str:

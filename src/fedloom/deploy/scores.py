@@ -1,0 +1,76 @@
+"""Scores: what a party sees of a run. They stay in the party's folder.
+
+A party scores models on its own held-out items when the method asks for an evaluation. `observed`
+notes these scores on the way, so that nothing is computed twice. In a secure run the coordinator
+sees only sums of them; the party sees its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from fedloom._system import write_atomic
+from fedloom.core.client import Client
+from fedloom.core.message import Message
+from fedloom.core.method import Method
+from fedloom.nn import metrics
+
+Row: TypeAlias = dict[str, Any]  # a round and its scores
+
+
+def observed(method: Method, note: Callable[[Message], None]) -> Method:
+    """Returns the same method, which hands every reply of its `evaluate` phase to `note`."""
+    kind = type(method)
+    phase = kind.evaluate
+
+    @functools.wraps(phase.function)
+    def evaluate(self: Method, client: Client, model: Message | None = None) -> Message:
+        reply = phase.function(self, client, model)
+        note(reply)
+        return reply
+
+    body = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+    watching = type(kind.__name__, (kind,), {**body, "evaluate": replace(phase, function=evaluate)})
+    made: Method = watching(**method.settings())
+    return made
+
+
+def scores_of(reply: Message) -> dict[str, float | None]:
+    """Returns the scores in a client's reply to `evaluate`."""
+    one = (reply[name].unsqueeze(0) for name in ("val", "test", "auc"))
+    return {name: values[0] for name, values in metrics.all_scores(*one).items()}
+
+
+class OwnHistory:
+    """The scores of a party, round by round, in a file.
+
+    A run that is resumed repeats rounds. The rows of a repeated round replace the earlier ones.
+
+    Args:
+        path: The file, one line of JSON for each evaluation. Rows that it holds are read.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        text = path.read_text() if path.exists() else ""
+        self.rows: list[Row] = [json.loads(line) for line in text.splitlines()]
+        self._added = 0  # rows since then
+
+    def add(self, row: Row) -> None:
+        """Appends the scores of an evaluation."""
+        kept = len(self.rows) - self._added
+        earlier = [old for old in self.rows[:kept] if old["round"] < row["round"]]
+        self.rows = [*earlier, *self.rows[kept:], row]
+        self._added += 1
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if len(earlier) < kept:
+            text = "".join(json.dumps(each) + "\n" for each in self.rows)
+            write_atomic(self.path, text.encode())
+        else:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
