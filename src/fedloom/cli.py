@@ -277,9 +277,18 @@ def join(
         Path | None, option("take orders from Flower's own SuperNode, at this Unix socket")
     ] = None,
     insecure: Insecure = False,
+    baseline: Annotated[
+        bool,
+        typer.Option(
+            "--baseline/--no-baseline",
+            help="train this party's own model too, without the others, to compare",
+        ),
+    ] = True,
 ) -> None:
     """Take part in a federation with a graph that stays on this machine (docs/deploy.md)."""
-    _commands().join(agreement, party, key, data, state, patience, tell_errors, socket, insecure)
+    _commands().join(
+        agreement, party, key, data, state, patience, tell_errors, socket, insecure, baseline
+    )
 
 
 @app.command()

@@ -354,31 +354,33 @@ def join(
     tell_errors: bool,
     socket: Path | None,
     insecure: bool,
+    baseline: bool,
 ) -> None:
     """Takes part in a federation until the run ends. `fedloom.cli.join` describes the options."""
-    from fedloom.deploy.agreement import read_agreement, require_tls
-    from fedloom.deploy.keys import read_party_key
-    from fedloom.deploy.party import Party, run_party, run_party_at_socket
+    from fedloom.deploy.join import join as take_part
 
-    agreed = read_agreement(agreement)
-    if socket is None:
-        require_tls(agreed, insecure)
-    member = Party(
-        agreed,
-        party,
-        read_party_key(key),
-        agreed.graph(data, party),
-        state or Path(f"fedloom-{party}"),
-        tell_errors,
-    )
-    if socket is None:
-        status = run_party(member, _say, patience)
-    else:
-        status = run_party_at_socket(member, socket, _say)
-    if member.errors.exists():
-        _say(f"errors whose text was not sent to the coordinator: {member.errors}")
-    model = f"; this party's model: {member.model}" if member.model.exists() else ""
-    _say(f"the run is {status}{model}")
+    with _warnings_as_lines(), _bar() as bar:
+        take_part(
+            agreement,
+            party,
+            key,
+            data,
+            state or Path(f"fedloom-{party}"),
+            patience=patience,
+            tell_errors=tell_errors,
+            socket=socket,
+            insecure=insecure,
+            baseline=baseline,
+            log=_say,
+            progress=partial(_live, bar, bar.add_task(party, total=None, score="")),
+        )
+
+
+def _live(bar: Progress, task: TaskID, done: int, planned: int, line: str) -> None:
+    """Shows a party's own scores: a live line on a terminal, else a line for each evaluation."""
+    bar.update(task, completed=done, total=planned, score=line)
+    if not err.is_terminal:
+        _say(f"round {done} of {planned}: {line}")
 
 
 # ---- tuning ----

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch
-
 from fedloom.core.absence import FaultPolicy
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts
@@ -26,7 +24,7 @@ from fedloom.core.registry import make_method, method_class
 from fedloom.core.server import RoundPolicy, Server
 from fedloom.data.graph import Graph
 from fedloom.deploy.scores import observed, scores_of
-from fedloom.errors import FedloomError, Refusal
+from fedloom.errors import ConfigError, MessageError, Refusal, RoundFailed
 from fedloom.experiments.history import History
 from fedloom.experiments.settings import RunSettings
 from fedloom.nn import metrics
@@ -92,9 +90,9 @@ class LocalBaseline:
         return {k: v for k, v in self._best.items() if k not in ("stage", "summand")}
 
     @property
-    def summand(self) -> torch.Tensor:
+    def summand(self) -> Message:
         """What the party adds to the sum of all parties' scores."""
-        found: torch.Tensor = self._best["summand"]
+        found: Message = self._best["summand"]
         return found
 
     @property
@@ -106,10 +104,10 @@ class LocalBaseline:
         if not self._round:
             method.setup(client)
         self._round += 1
-        method.train(client)
+        client.perform(method, "train", {})
         last = self._round == method.rounds
         if last or self._round % self._run.evaluate_every == 0:
-            summand = method.evaluate_sum(client)["scores"]
+            summand = method.evaluate_sum(client)
             scores = scores_of(self._replies.pop())
             self._history.add(
                 {"round": self._round, "stage": "train", **scores, "summand": summand}
@@ -123,15 +121,16 @@ class LocalScores(Method):
 
     @summed
     @phase(**Method.evaluate_sum.reply)
-    def evaluate_sum(self, client: Client) -> Message:  # type: ignore[override]
+    def evaluate_sum(self, client: Client) -> Message:
         """Returns what the party adds, once: two sums could differ in one party."""
         if "local" not in client.memory:
             raise Refusal(f"client {client.name!r} gives no score of its Local baseline")
-        return {"scores": client.memory.pop("local")}
+        summand: Message = client.memory.pop("local")
+        return summand
 
     def run(self, server: Server) -> None:
         """One sum over all parties."""
-        server.state["local"] = server.sum(self.evaluate_sum, clients=server.clients)["scores"]
+        server.state["local"] = server.sum(self.evaluate_sum, clients=server.clients)
 
 
 # ---- at the coordinator ----
@@ -176,10 +175,10 @@ def local_scores(
     server = Server(method, facts, call, policy, _Unobserved(), aggregation_for(facts))
     try:
         method.run(server)
-    except FedloomError as error:
+    except (ConfigError, MessageError, RoundFailed) as error:
         log(f"no Local baseline: {error}")
         return {}
-    by_size, plain = metrics.mean_scores(server.state["local"])
+    by_size, plain = metrics.mean_scores(server.state["local"]["scores"])
     return {**by_size, **{f"{name}_mean": value for name, value in plain.items()}}
 
 

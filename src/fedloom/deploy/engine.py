@@ -14,7 +14,7 @@ import shutil
 import socket
 import tempfile
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -46,17 +46,29 @@ JOIN_SECONDS = 120.0  # that the parties on this machine have to join
 
 
 class RemoteEngine:
-    """An engine over a coordinator whose parties have begun the run."""
+    """An engine over a coordinator whose parties have begun the run.
+
+    Args:
+        coordinator: The coordinator.
+        before_finish: Called before the parties are told that the run is completed.
+        prefix: What phases begin with on the wire, if they are not those of the agreed method.
+    """
 
     tolerates_failures: ClassVar[bool] = True
     supports_deadline: ClassVar[bool] = True
     round: int = 0
 
-    def __init__(self, coordinator: Coordinator):
-        self.coordinator = coordinator
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        before_finish: Callable[[], None] = lambda: None,
+        prefix: str = "",
+    ):
+        self.coordinator, self._before_finish, self._prefix = coordinator, before_finish, prefix
 
     def call(self, phase: str, messages: dict[str, Message]) -> Mapping[str, Message | Absent]:
         """Runs a phase at each client in `messages`. Returns each one's reply, or its absence."""
+        phase = f"{self._prefix}{phase}"
         bodies: dict[int, bytes] = {}  # a message that all receive is encoded once
         for message in messages.values():
             if id(message) not in bodies:
@@ -118,6 +130,7 @@ class RemoteEngine:
 
         After any other end, the parties wait for the coordinator to come back.
         """
+        self._before_finish()
         ready = sorted(self.coordinator.ready)
         self.coordinator.control(
             "fedloom_finish", {name: {"status": "completed"} for name in ready}
@@ -205,6 +218,7 @@ class Engine(RemoteEngine):
             "data": {
                 "num_features": graph.num_features,
                 "num_classes": graph.num_classes,
+                "class_names": list(graph.class_names),
                 "task": facts.task,
                 "split": OWN_SPLIT,
                 "inductive": clients[0].inductive,
@@ -278,7 +292,7 @@ def _decoded(answer: bytes, phase: str) -> Message | Absent:
         return Absent(f"refused: {error}", error)
 
 
-def _toml(value: bool | int | float | str) -> str:
+def _toml(value: bool | int | float | str | list[str]) -> str:
     """Returns a value as TOML."""
     if isinstance(value, bool):
         text = str(value).lower()

@@ -99,7 +99,9 @@ def align_features(graph: Graph, names: Sequence[str], where: str) -> Graph:
         more = [name for name in graph.feature_names if name not in names]
         parts = {"lacks": missing, "has, besides those of the agreement,": more}
         texts = [f"{verb} {', '.join(columns)}" for verb, columns in parts.items() if columns]
-        raise DataError(f"{where}: the features do not match the agreement: it {'; it '.join(texts)}")
+        raise DataError(
+            f"{where}: the features do not match the agreement: it {'; it '.join(texts)}"
+        )
     if tuple(names) == graph.feature_names:
         return graph
     order = [graph.feature_names.index(name) for name in names]

@@ -52,7 +52,7 @@ from fedloom.deploy.envelope import EnvelopeError, Header, Kind, open_order, sig
 from fedloom.deploy.framing import receive_frame, send_frame
 from fedloom.deploy.keys import PartyKey
 from fedloom.deploy.party_transport import PartyTransport, RefusedError, UnreachableError
-from fedloom.deploy.scores import OwnHistory, observed, scores_of
+from fedloom.deploy.scores import OwnHistory, gain, observed, scores_of, selection_of
 from fedloom.errors import ConfigError, DataError, FedloomError, MessageError, Refusal, unknown
 from fedloom.experiments import checkpoint
 from fedloom.nn.weights import weights
@@ -322,13 +322,32 @@ class Party:
         _require_phase(method, self._local_client, phase, message, "Local scores")
         return encode(self._local_client.perform(method, phase, message), header.phase)
 
-    def finish_baseline(self) -> dict[str, Any] | None:
-        """Returns the scores of the Local baseline, trained to its end; None if it is declined."""
-        if not self._wants_baseline or self._method is None or self._client is None:
-            return None
-        baseline = self._baseline(self._method, self._client)
-        baseline.train(math.inf)
-        return baseline.scores
+    def conclude(self) -> str:
+        """Ends the Local baseline and writes the party's scores.json. Returns a line about both.
+
+        Call it when the run has ended. The line is empty if there is nothing to compare.
+        """
+        if self._method is None or self._client is None or self._history is None:
+            return ""
+        metric = selection_of(self.agreement.run)
+        scores: dict[str, Any] = {
+            "party": self.name,
+            "status": self.status,
+            "selection": metric,
+            "class_names": list(self.graph.classes),
+            "federated": self._history.best(metric),
+            "local": None,
+            "history": self._history.rows,
+        }
+        if self._wants_baseline:
+            baseline = self._baseline(self._method, self._client)
+            baseline.train(math.inf)
+            scores["local"] = baseline.scores
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.folder / "scores.json", (json.dumps(scores, indent=1) + "\n").encode())
+        if scores["local"] is None:
+            return ""
+        return gain(scores["federated"], scores["local"], metric, f"test items of {self.name}")
 
     def _save_state(self, order: dict[str, Any]) -> dict[str, Any]:
         _, client = self._ready()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,6 +18,7 @@ from fedloom._system import write_atomic
 from fedloom.core.client import Client
 from fedloom.core.message import Message
 from fedloom.core.method import Method
+from fedloom.experiments.settings import RunSettings
 from fedloom.nn import metrics
 
 Row: TypeAlias = dict[str, Any]  # a round and its scores
@@ -46,6 +47,36 @@ def scores_of(reply: Message) -> dict[str, float | None]:
     return {name: values[0] for name, values in metrics.all_scores(*one).items()}
 
 
+def selection_of(run: RunSettings) -> str:
+    """Returns the metric that chooses the best round."""
+    return str(getattr(run, "selection", "accuracy"))
+
+
+def label(metric: str) -> str:
+    """Returns the name of a metric as people write it: "PR-AUC" for "pr_auc"."""
+    return {"auc": "AUC", "pr_auc": "PR-AUC", "ece": "ECE"}.get(metric, metric.replace("_", " "))
+
+
+def gain(federated: Mapping[str, Any], local: Mapping[str, Any], metric: str, whose: str) -> str:
+    """Returns a line that compares federated scores with those of the Local baseline.
+
+    Args:
+        federated: Scores of the federated model.
+        local: Scores of the Local baseline.
+        metric: The metric to compare.
+        whose: Whose scores they are, in words.
+    """
+    ours, alone = federated.get(metric), local.get(metric)
+    if ours is None or alone is None:
+        return f"federated and Local ({label(metric)}, {whose}) cannot be compared: no test items"
+    difference = round(ours, 3) - round(alone, 3)
+    verb = "gains" if difference >= 0 else "loses"
+    return (
+        f"federated {ours:.3f}, Local {alone:.3f} ({label(metric)}, {whose}): "
+        f"federating {verb} {abs(difference):.3f}"
+    )
+
+
 class OwnHistory:
     """The scores of a party, round by round, in a file.
 
@@ -60,6 +91,13 @@ class OwnHistory:
         text = path.read_text() if path.exists() else ""
         self.rows: list[Row] = [json.loads(line) for line in text.splitlines()]
         self._added = 0  # rows since then
+
+    def best(self, metric: str) -> Row:
+        """Returns the first row with the best validation score; the last row if none has one."""
+        scored = [row for row in self.rows if row.get(f"val_{metric}") is not None]
+        if not scored:
+            return self.rows[-1] if self.rows else {}
+        return max(scored, key=lambda row: float(row[f"val_{metric}"]))
 
     def add(self, row: Row) -> None:
         """Appends the scores of an evaluation."""

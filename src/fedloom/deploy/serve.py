@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 from collections.abc import Callable
@@ -9,13 +10,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from fedloom._system import write_atomic
 from fedloom.data.federation import PartySize
 from fedloom.deploy.agreement import Agreement, host_and_port, require_tls
+from fedloom.deploy.baseline import PROGRAM, local_scores
 from fedloom.deploy.coordinator import Coordinator
 from fedloom.deploy.coordinator_transport import Address, CoordinatorTransport, SuperLinkError
 from fedloom.deploy.engine import RemoteEngine
 from fedloom.deploy.keys import read_party_key, require_private
 from fedloom.deploy.party import Log
+from fedloom.deploy.scores import gain, selection_of
 from fedloom.deploy.transport import Transport
 from fedloom.experiments.recorder import Recorder
 from fedloom.experiments.result import Result
@@ -117,12 +121,26 @@ def _run_session(
 
     coordinator.on_join = on_join
 
+    local: dict[str, float | None] = {}
+
+    def ask_for_baselines() -> None:
+        ready = sorted(coordinator.ready)
+        call = RemoteEngine(coordinator, prefix=PROGRAM).call
+        local.update(local_scores(ready, facts, coordinator.control, call, log))
+
     def engine() -> RemoteEngine:
         coordinator.begin(facts)
-        return RemoteEngine(coordinator)
+        return RemoteEngine(coordinator, ask_for_baselines)
 
     with threads(settings.threads):
-        return recorder.execute(Path(agreement.method).stem, method, facts, engine, resume, 0.0)
+        name = Path(agreement.method).stem
+        result = recorder.execute(name, method, facts, engine, resume, 0.0)
+    if local:
+        result.summary["local"] = local
+        content = json.dumps(result.summary, indent=1) + "\n"
+        write_atomic(folder / "summary.json", content.encode())
+        log(gain(result.summary, local, selection_of(settings), "average over the parties"))
+    return result
 
 
 def _address(agreement: Agreement, keys: Path) -> Address:
