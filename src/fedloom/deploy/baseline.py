@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fedloom.core.absence import FaultPolicy
+from fedloom.core.class_weight import BALANCED, balanced_weights
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts
 from fedloom.core.message import Absent, Message
@@ -25,6 +26,7 @@ from fedloom.core.server import RoundPolicy, Server
 from fedloom.data.graph import Graph
 from fedloom.deploy.scores import observed, scores_of
 from fedloom.errors import ConfigError, MessageError, Refusal, RoundFailed
+from fedloom.experiments.federated_encoding import NoRounds
 from fedloom.experiments.history import History
 from fedloom.experiments.settings import RunSettings
 from fedloom.nn import metrics
@@ -72,7 +74,7 @@ class LocalBaseline:
         self._replies: list[Message] = []
         self._method: Any = observed(local_method(method), self._replies.append)
         self._client = Client(name, graph, alone, inductive)
-        self._history, self._run, self._round = History(None, run.patience), run, 0
+        self._history, self._run, self._round = History(None, run.patience, run.selection), run, 0
         self.done = False
 
     def train(self, seconds: float) -> bool:
@@ -102,13 +104,16 @@ class LocalBaseline:
     def _train_round(self) -> None:
         method, client = self._method, self._client
         if not self._round:
+            if client.facts.class_weight == BALANCED:  # by the party's own labels
+                counts = method.count_labels(client)["counts"]
+                method.weigh_classes(client, weights=balanced_weights(counts))
             method.setup(client)
         self._round += 1
         client.perform(method, "train", {})
         last = self._round == method.rounds
         if last or self._round % self._run.evaluate_every == 0:
             summand = method.evaluate_sum(client)
-            scores = scores_of(self._replies.pop())
+            scores = scores_of(self._replies.pop(), self._run.selection)
             self._history.add(
                 {"round": self._round, "stage": "train", **scores, "summand": summand}
             )
@@ -172,29 +177,12 @@ def local_scores(
             return {}
     method = LocalScores()
     policy = RoundPolicy("local", faults=FaultPolicy(), retries=0)
-    server = Server(method, facts, call, policy, _Unobserved(), aggregation_for(facts))
+    server = Server(method, facts, call, policy, NoRounds(), aggregation_for(facts))
     try:
         method.run(server)
     except (ConfigError, MessageError, RoundFailed) as error:
         log(f"no Local baseline: {error}")
         return {}
-    by_size, plain = metrics.mean_scores(server.state["local"]["scores"])
+    total = server.state["local"]
+    by_size, plain = metrics.mean_scores(total["scores"], total["more"], facts.selection)
     return {**by_size, **{f"{name}_mean": value for name, value in plain.items()}}
-
-
-class _Unobserved:
-    """The observer of a server whose exchanges are no rounds and no evaluations."""
-
-    def entered_rounds(self, server: Server, count: int) -> int:
-        """Begins at the first round."""
-        return 0
-
-    def finished_round(self, server: Server) -> bool:
-        """Never stops the loop."""
-        return False
-
-    def evaluated(self, server: Server, replies: Any, stage: str) -> None:
-        """Does nothing."""
-
-    def evaluated_in_sum(self, server: Server, total: Message, stage: str) -> None:
-        """Does nothing."""

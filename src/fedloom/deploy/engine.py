@@ -202,6 +202,9 @@ class Engine(RemoteEngine):
             "threads": torch.get_num_threads(),
             "upload": facts.upload,
             "download": facts.download,
+            "selection": facts.selection,
+            "top_k": facts.top_k,
+            "class_weight": facts.class_weight,
         }
         if facts.secure is not None:
             terms = {

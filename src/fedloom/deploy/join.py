@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from fedloom.deploy.agreement import read_agreement, require_tls
 from fedloom.deploy.keys import read_party_key
 from fedloom.deploy.party import Log, Party, run_party, run_party_at_socket
-from fedloom.deploy.scores import label, selection_of
+from fedloom.deploy.scores import label
 
 Progress: TypeAlias = Callable[[int, int, str], None]  # the round, the number of rounds, the scores
 
@@ -48,7 +48,7 @@ def join(
     agreed = read_agreement(agreement)
     if socket is None:
         require_tls(agreed, insecure)
-    metric, rounds = selection_of(agreed.run), agreed.make_method().rounds
+    metric, rounds = agreed.run.selection, agreed.make_method().rounds
 
     def on_scores(row: dict[str, Any]) -> None:
         values = {"validation": row.get(f"val_{metric}"), "test": row.get(metric)}

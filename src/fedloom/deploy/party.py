@@ -52,7 +52,7 @@ from fedloom.deploy.envelope import EnvelopeError, Header, Kind, open_order, sig
 from fedloom.deploy.framing import receive_frame, send_frame
 from fedloom.deploy.keys import PartyKey
 from fedloom.deploy.party_transport import PartyTransport, RefusedError, UnreachableError
-from fedloom.deploy.scores import OwnHistory, gain, observed, scores_of, selection_of
+from fedloom.deploy.scores import OwnHistory, gain, observed, scores_of
 from fedloom.errors import ConfigError, DataError, FedloomError, MessageError, Refusal, unknown
 from fedloom.experiments import checkpoint
 from fedloom.nn.weights import weights
@@ -269,6 +269,9 @@ class Party:
             raise ConfigError(f"party {self.name!r}: the terms of secure sums are not as agreed")
         if (facts.upload, facts.download) != (settings.upload, settings.download):
             raise ConfigError(f"party {self.name!r}: the filters are not as agreed")
+        for name in ("selection", "top_k", "class_weight"):
+            if getattr(facts, name) != getattr(settings, name):
+                raise ConfigError(f"party {self.name!r}: {name} is not as agreed")
 
     def _perform(self, header: Header, body: bytes) -> bytes:
         if header.phase.startswith(LOCAL_PROGRAM):
@@ -284,7 +287,7 @@ class Party:
     def _note(self, reply: Message) -> None:
         """Notes the party's own scores in an evaluation."""
         assert self._history is not None
-        row = {"round": self._round, **scores_of(reply)}
+        row = {"round": self._round, **scores_of(reply, self.agreement.run.selection)}
         self._history.add(row)
         self.on_scores(row)
 
@@ -329,7 +332,7 @@ class Party:
         """
         if self._method is None or self._client is None or self._history is None:
             return ""
-        metric = selection_of(self.agreement.run)
+        metric = self.agreement.run.selection
         scores: dict[str, Any] = {
             "party": self.name,
             "status": self.status,

@@ -18,7 +18,6 @@ from fedloom._system import write_atomic
 from fedloom.core.client import Client
 from fedloom.core.message import Message
 from fedloom.core.method import Method
-from fedloom.experiments.settings import RunSettings
 from fedloom.nn import metrics
 
 Row: TypeAlias = dict[str, Any]  # a round and its scores
@@ -41,15 +40,17 @@ def observed(method: Method, note: Callable[[Message], None]) -> Method:
     return made
 
 
-def scores_of(reply: Message) -> dict[str, float | None]:
-    """Returns the scores in a client's reply to `evaluate`."""
-    one = (reply[name].unsqueeze(0) for name in ("val", "test", "auc"))
-    return {name: values[0] for name, values in metrics.all_scores(*one).items()}
+def scores_of(reply: Message, selection: str) -> dict[str, float | None]:
+    """Returns the scores in a client's reply to `evaluate`, and its training loss.
 
-
-def selection_of(run: RunSettings) -> str:
-    """Returns the metric that chooses the best round."""
-    return str(getattr(run, "selection", "accuracy"))
+    selection: the metric that chooses the best round.
+    """
+    parts = ("val", "test", "auc", "probabilistic")
+    one = [reply[name].unsqueeze(0) for name in parts if name in reply]
+    columns = metrics.all_scores(*one, selection=selection)
+    loss = float(reply.get("loss", metrics.UNDEFINED))
+    found = {name: values[0] for name, values in columns.items()}
+    return found | {"loss": loss if loss >= 0 else None}
 
 
 def label(metric: str) -> str:
@@ -70,6 +71,8 @@ def gain(federated: Mapping[str, Any], local: Mapping[str, Any], metric: str, wh
     if ours is None or alone is None:
         return f"federated and Local ({label(metric)}, {whose}) cannot be compared: no test items"
     difference = round(ours, 3) - round(alone, 3)
+    if metric in metrics.MINIMISED:
+        difference = -difference
     verb = "gains" if difference >= 0 else "loses"
     return (
         f"federated {ours:.3f}, Local {alone:.3f} ({label(metric)}, {whose}): "
@@ -97,7 +100,8 @@ class OwnHistory:
         scored = [row for row in self.rows if row.get(f"val_{metric}") is not None]
         if not scored:
             return self.rows[-1] if self.rows else {}
-        return max(scored, key=lambda row: float(row[f"val_{metric}"]))
+        sign = -1.0 if metric in metrics.MINIMISED else 1.0
+        return max(scored, key=lambda row: sign * float(row[f"val_{metric}"]))
 
     def add(self, row: Row) -> None:
         """Appends the scores of an evaluation."""

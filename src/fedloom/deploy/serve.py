@@ -19,7 +19,7 @@ from fedloom.deploy.coordinator_transport import Address, CoordinatorTransport, 
 from fedloom.deploy.engine import RemoteEngine
 from fedloom.deploy.keys import read_party_key, require_private
 from fedloom.deploy.party import Log
-from fedloom.deploy.scores import gain, selection_of
+from fedloom.deploy.scores import gain
 from fedloom.deploy.transport import Transport
 from fedloom.experiments.recorder import Recorder
 from fedloom.experiments.result import Result
@@ -139,7 +139,7 @@ def _run_session(
         result.summary["local"] = local
         content = json.dumps(result.summary, indent=1) + "\n"
         write_atomic(folder / "summary.json", content.encode())
-        log(gain(result.summary, local, selection_of(settings), "average over the parties"))
+        log(gain(result.summary, local, settings.selection, "average over the parties"))
     return result
 
 
