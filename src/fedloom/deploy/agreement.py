@@ -19,6 +19,10 @@
     split = "20/40/40"                   # "own": each graph has its own training, validation
                                          # and test masks
 
+    [data.columns]                       # raw columns, which the parties encode together; they
+    amount = { scale = "log" }           # replace feature_names (`fedloom.data.encoding`)
+    country = "category"
+
     [model], [method], [run]             # as in a recipe
 
 A party does only what its own copy says. It refuses a coordinator with another method, model or
@@ -32,7 +36,8 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +45,7 @@ from fedloom.core.message import FORMAT
 from fedloom.core.method import Method
 from fedloom.core.registry import make_method, method_class
 from fedloom.core.settings import check_setting, setting
+from fedloom.data.encoding import Encoding
 from fedloom.data.federation import PartySize
 from fedloom.data.files import from_file, from_folder
 from fedloom.data.graph import Graph
@@ -77,6 +83,12 @@ class DataTable:
     task: str = setting("node", "what is predicted", choices=("node", "graph"))
     split: str = setting("20/40/40", 'shares per class, or "own": the masks of each graph')
     inductive: bool = setting(False, "validation and test items are absent during training")
+    columns: Mapping[str, Any] = field(
+        default_factory=dict, metadata={"help": "raw columns of the tables, and how to encode them"}
+    )
+    encoding: Mapping[str, Any] = field(
+        default_factory=dict, metadata={"help": "what all columns share: fill, scale, min_count"}
+    )
 
 
 TABLES: dict[str, Any] = {
@@ -100,6 +112,14 @@ class Agreement:
     parties: Mapping[str, PublicKey]
     coordinator: PublicKey
     folder: Path
+
+    @cached_property
+    def encoding(self) -> Encoding | None:
+        """The declared encoding of raw columns, not fitted; None if features are numbers already.
+
+        Its columns are sorted by name, so that their order in a copy does not matter.
+        """
+        return _declared(self.data)
 
     def make_method(self) -> Method:
         """Returns the method, with its settings."""
@@ -139,7 +159,8 @@ class Agreement:
     def graph(self, path: Path, party: str) -> Graph:
         """Returns a party's graph, split as agreed. Raises DataError if it does not match.
 
-        Classes and features are in the agreed order. A warning says what had to be assumed.
+        Classes and features are in the agreed order. A warning says what had to be assumed. If the
+        agreement declares raw columns, the graph is a `RawGraph`, which is not encoded yet.
 
         path: a folder of tables, or a file that `from_file` reads.
         """
@@ -231,15 +252,32 @@ def read_agreement(path: Path) -> Agreement:
     return agreement
 
 
+def _declared(data: DataTable) -> Encoding | None:
+    for key in ("columns", "encoding"):
+        if not isinstance(getattr(data, key), Mapping):
+            raise ConfigError(
+                f"data.{key} is {getattr(data, key)!r}, must be a table: [data.{key}]"
+            )
+    if not data.columns:
+        if data.encoding:
+            raise ConfigError("data.encoding: there is no [data.columns] that it could apply to")
+        return None
+    return Encoding.of(dict(sorted(data.columns.items())), data.encoding, "data.")
+
+
 def _counted(data: DataTable) -> DataTable:
     """Returns [data] with the numbers of classes and features, which names may stand for."""
     counted: dict[str, Any] = {}
+    encoded = _declared(data) is not None
+    if encoded and (data.feature_names or data.num_features):
+        given = "feature_names" if data.feature_names else "num_features"
+        raise ConfigError(f"data.{given}: [data.columns] gives the features; remove one")
     for number, names in (("num_classes", "class_names"), ("num_features", "feature_names")):
         given, count = getattr(data, names), getattr(data, number)
         valid = isinstance(given, list | tuple) and all(isinstance(n, str) and n for n in given)
         if not valid or len(set(given)) < len(given):
             raise ConfigError(f"data.{names} is {given!r}, must be a list of different names")
-        if not given and not count:
+        if not given and not count and not (encoded and number == "num_features"):
             raise ConfigError(f"data.{number} is missing: give it, or {names}")
         if given and count and count != len(given):
             raise ConfigError(
@@ -296,10 +334,10 @@ def require_tls(agreement: Agreement, insecure: bool) -> None:
         "federation.address": agreement.federation.address,
         "federation.listen": agreement.federation.listen,
     }
-    for field, text in addresses.items():
-        if text and not is_loopback(host_and_port(text, field)[0]):
+    for key, text in addresses.items():
+        if text and not is_loopback(host_and_port(text, key)[0]):
             raise ConfigError(
-                f"federation.authority is missing, and {field} is {text!r}: without TLS only "
+                f"federation.authority is missing, and {key} is {text!r}: without TLS only "
                 "addresses of this machine are allowed (127.0.0.1)"
             )
     if not insecure:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from fedloom.core.absence import FaultPolicy
 from fedloom.core.class_weight import BALANCED, balanced_weights
@@ -124,6 +124,8 @@ class LocalBaseline:
 class LocalScores(Method):
     """Adds up the scores of the parties' Local baselines."""
 
+    requires_all: ClassVar[tuple[str, ...]] = ("evaluate_sum",)
+
     @summed
     @phase(**Method.evaluate_sum.reply)
     def evaluate_sum(self, client: Client) -> Message:
@@ -176,7 +178,7 @@ def local_scores(
             log(f"no Local baseline: {', '.join(waiting)} did not finish it in time")
             return {}
     method = LocalScores()
-    policy = RoundPolicy("local", faults=FaultPolicy(), retries=0)
+    policy = RoundPolicy("local", faults=FaultPolicy(quorum=0.5), retries=0)
     server = Server(method, facts, call, policy, NoRounds(), aggregation_for(facts))
     try:
         method.run(server)

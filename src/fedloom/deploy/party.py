@@ -6,7 +6,10 @@ the method or one of these control orders:
     order             content                     answer
     fedloom_hello     none                        what the party has agreed to, the size of its
                                                   graph, and a fresh nonce
-    fedloom_begin     facts, agreement, nonce     none; an error if the party refuses the run
+    fedloom_fit       agreement, nonce            none; the fit of the encoding begins, if raw
+                                                  columns are agreed (`fedloom.deploy.encode`)
+    fedloom_begin     facts, agreement, nonce,    none; an error if the party refuses the run
+                      encoding
     fedloom_keep      mark                        none; the party saves its state in its own folder
     fedloom_restore   mark                        none; the party restores that state
     fedloom_local     seconds                     whether its Local baseline is done or declined;
@@ -28,7 +31,8 @@ import secrets
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
@@ -44,10 +48,14 @@ from fedloom.core.facts import Facts, SecureTerms
 from fedloom.core.message import Message, decode, encode, flatten
 from fedloom.core.method import Method
 from fedloom.core.phase import phases_of
+from fedloom.data.encoding import Encoding
 from fedloom.data.graph import Graph
 from fedloom.deploy.agreement import Agreement, differences, size_of
 from fedloom.deploy.baseline import PROGRAM as LOCAL_PROGRAM
 from fedloom.deploy.baseline import LocalBaseline, LocalScores
+from fedloom.deploy.encode import FILE as ENCODING_FILE
+from fedloom.deploy.encode import PROGRAM as FIT_PROGRAM
+from fedloom.deploy.encode import encoded, fit_facts, fit_method
 from fedloom.deploy.envelope import EnvelopeError, Header, Kind, open_order, sign
 from fedloom.deploy.framing import receive_frame, send_frame
 from fedloom.deploy.keys import PartyKey
@@ -102,7 +110,7 @@ class Party:
         agreement: The party's own copy of the agreement.
         name: The party's name.
         key: The party's key.
-        graph: The party's graph.
+        graph: The party's graph; a `RawGraph` if the agreement declares raw columns.
         folder: Where the party saves its states and, at the end, its model.
         baseline: Whether the party computes its Local baseline after the rounds.
         on_scores: Called with the party's own scores in each evaluation.
@@ -130,6 +138,7 @@ class Party:
             raise ConfigError(f"key: it does not match the key of party {name!r} in the agreement")
         self.agreement, self.name, self.key = agreement, name, key
         self.graph, self.folder, self.tell_errors = graph, folder, tell_errors
+        self._raw = graph  # before it is encoded
         self.agreed = agreement.agreed()
         self.status, self.on_scores = "", on_scores
         self._wants_baseline = baseline
@@ -140,6 +149,7 @@ class Party:
         self._to_restore = ""  # the state to restore before the first order of a round
         self._method: Method | None = None
         self._client: Client | None = None
+        self._fit_client: Client | None = None  # that takes part in the fit of the encoding
         self._local_client: Client | None = None  # that adds the Local score to a sum
         self._round = 0  # of the phase that is executed
         self._history: OwnHistory | None = None
@@ -182,7 +192,11 @@ class Party:
         return sign(reply, answered, self.key)
 
     def _execute(self, header: Header, body: bytes, session: _Session) -> tuple[Kind, bytes]:
-        before = {"fedloom_hello": self._hello, "fedloom_begin": self._begin}
+        before = {
+            "fedloom_hello": self._hello,
+            "fedloom_fit": self._begin_fit,
+            "fedloom_begin": self._begin,
+        }
         during = {
             "fedloom_keep": self._save_state,
             "fedloom_restore": self._restore,
@@ -235,7 +249,8 @@ class Party:
             "knows_cross_edges": bool(self.graph.cross_edges.shape[1]),
         }
 
-    def _begin(self, order: dict[str, Any], session: _Session) -> dict[str, Any]:
+    def _require_current(self, order: dict[str, Any], session: _Session) -> None:
+        """Raises unless the order contains the party's nonce and what the party has agreed to."""
         if not session.nonce or order["nonce"] != session.nonce:
             raise MessageError("the nonce is not the one that the party has drawn: an old order")
         session.nonce = ""
@@ -243,7 +258,39 @@ class Party:
             raise ConfigError(
                 f"party {self.name!r} has agreed to something else: {'; '.join(found)}"
             )
+
+    def _begin_fit(self, order: dict[str, Any], session: _Session) -> dict[str, Any]:
+        self._require_current(order, session)
+        if self.agreement.encoding is None:
+            raise ConfigError(f"party {self.name!r}: no raw columns are agreed")
+        facts, inductive = fit_facts(self.agreement), self.agreement.data.inductive
+        self._fit_client = Client(self.name, self._raw, facts, inductive, responder_for(facts))
+        self._session = session
+        self._method = self._client = None  # the run that was, if any, is over
+        return {}
+
+    def _encode(self, order: dict[str, Any]) -> None:
+        """Encodes the party's table, if raw columns are agreed, and keeps the encoding."""
+        if self.agreement.encoding is None:
+            return
+        encoding = Encoding.from_json(order["encoding"])
+        with self._private_errors():
+            self.graph = encoded(self._raw, encoding, self.agreement.encoding, self.name)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.folder / ENCODING_FILE, (encoding.to_json() + "\n").encode())
+
+    @contextmanager
+    def _private_errors(self) -> Iterator[None]:
+        """Keeps the text of errors about the party's tables, which name cells, with the party."""
+        try:
+            yield
+        except DataError as error:
+            raise ValueError(str(error)) from error
+
+    def _begin(self, order: dict[str, Any], session: _Session) -> dict[str, Any]:
+        self._require_current(order, session)
         facts = facts_from_json(order["facts"])
+        self._encode(order)
         self._require_agreed(facts)
         torch.set_num_threads(self.agreement.run.threads)
         lineage = _file_name(order, "lineage")
@@ -254,7 +301,7 @@ class Party:
         self._session = session
         inductive = self.agreement.data.inductive
         self._client = Client(self.name, self.graph, facts, inductive, responder_for(facts))
-        self._local_client = None
+        self._fit_client = self._local_client = None
         # A party that was restarted during a run continues from its last saved state.
         self._to_restore = self._latest_state() if order["rejoin"] else ""
         return {}
@@ -274,6 +321,8 @@ class Party:
                 raise ConfigError(f"party {self.name!r}: {name} is not as agreed")
 
     def _perform(self, header: Header, body: bytes) -> bytes:
+        if header.phase.startswith(FIT_PROGRAM):
+            return self._perform_in_fit(header, body)
         if header.phase.startswith(LOCAL_PROGRAM):
             return self._perform_in_local_sum(header, body)
         method, client = self._ready()
@@ -283,6 +332,17 @@ class Party:
         message = decode(body, header.phase)
         _require_phase(method, client, header.phase, message, self.agreement.method)
         return encode(client.perform(method, header.phase, message), header.phase)
+
+    def _perform_in_fit(self, header: Header, body: bytes) -> bytes:
+        """Executes a phase of the fit of the encoding."""
+        if self._fit_client is None:
+            raise LostStateError(f"party {self.name!r} has not begun the fit of the encoding")
+        method, phase = fit_method(self.agreement), header.phase.removeprefix(FIT_PROGRAM)
+        message = decode(body, header.phase)
+        _require_phase(method, self._fit_client, phase, message, "fit of the encoding")
+        with self._private_errors():
+            reply = self._fit_client.perform(method, phase, message)
+        return encode(reply, header.phase)
 
     def _note(self, reply: Message) -> None:
         """Notes the party's own scores in an evaluation."""
