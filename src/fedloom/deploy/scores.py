@@ -95,13 +95,26 @@ class OwnHistory:
         self.rows: list[Row] = [json.loads(line) for line in text.splitlines()]
         self._added = 0  # rows since then
 
-    def best(self, metric: str) -> Row:
-        """Returns the first row with the best validation score; the last row if none has one."""
+    def best(self, stage: str, metric: str) -> Row:
+        """Returns the row that was marked last as the best of a stage.
+
+        If none was, it is the one with the best validation score, and the last one if none has
+        such a score.
+        """
+        marked = [row for row in self.rows if row.get("best_of") == stage]
+        if marked:
+            return marked[-1]
         scored = [row for row in self.rows if row.get(f"val_{metric}") is not None]
         if not scored:
             return self.rows[-1] if self.rows else {}
         sign = -1.0 if metric in metrics.MINIMISED else 1.0
         return max(scored, key=lambda row: sign * float(row[f"val_{metric}"]))
+
+    def mark_best(self, stage: str) -> None:
+        """Marks the last row: in the average over all parties, it is the best of a stage so far."""
+        if self.rows:
+            self.rows[-1]["best_of"] = stage
+            self._write()
 
     def add(self, row: Row) -> None:
         """Appends the scores of an evaluation."""
@@ -111,8 +124,11 @@ class OwnHistory:
         self._added += 1
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if len(earlier) < kept:
-            text = "".join(json.dumps(each) + "\n" for each in self.rows)
-            write_atomic(self.path, text.encode())
+            self._write()
         else:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+
+    def _write(self) -> None:
+        text = "".join(json.dumps(row) + "\n" for row in self.rows)
+        write_atomic(self.path, text.encode())

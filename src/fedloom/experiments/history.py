@@ -92,16 +92,21 @@ class History:
         the best validation score, or the last one if there is no such score. Both are empty if
         nothing was evaluated.
         """
-        best, last = self._best.get(self._stage, {}), self._last.get(self._stage, {})
-        return (best if self._selects(best) else last), last
+        return self._best.get(self._stage, {}), self._last.get(self._stage, {})
 
     def confusion(self) -> Matrix | None:
         """Returns the confusion matrix of the best entry; None if it is not known."""
-        kept = self.confusions.get(self._stage, {})
-        return kept.get("best" if self._selects(self._best.get(self._stage, {})) else "last")
+        return self.confusions.get(self._stage, {}).get("best")
 
-    def _selects(self, best: Entry) -> bool:
-        return best.get(self._selected) is not None
+    def leads(self, evaluation: Entry) -> bool:
+        """Returns whether an evaluation would become the one that `scored` returns as the best.
+
+        evaluation: an entry that is not added yet.
+        """
+        best = self._best.get(evaluation["stage"])
+        if best is None or best.get(self._selected) is None:
+            return True
+        return self._rank(evaluation) > self._rank(best)
 
     def out_of_patience(self) -> bool:
         """Returns whether the last `patience` evaluations were no better than an earlier one."""
@@ -117,8 +122,7 @@ class History:
         if "accuracy" in entry:
             self._stage = entry["stage"]
             self._last[self._stage] = entry
-            best = self._best.get(self._stage)
-            if best is None or self._rank(entry) > self._rank(best):
+            if self.leads(entry):
                 self._best[self._stage] = entry
 
     def _rank(self, entry: Entry) -> float:

@@ -97,7 +97,9 @@ def run(
         return engine_class(settings.engine)(chosen, clients, settings.faults, settings.workers)
 
     with threads(settings.threads), retained_memory():
-        return recorder.execute(name, chosen, facts, engine, resume, seconds_loading)
+        result = recorder.execute(name, chosen, facts, engine, resume, seconds_loading)
+    # A recipe can make the federation again.
+    return result if config else replace(result, federation=federation)
 
 
 def _resolve_method(
