@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fedloom.errors import DataError as DataError
     from fedloom.errors import FedloomError as FedloomError
     from fedloom.errors import MessageError as MessageError
+    from fedloom.experiments.federated_encoding import from_folders as from_folders
     from fedloom.experiments.report.partition_plot import plot_partition as plot_partition
     from fedloom.experiments.result import Result as Result
     from fedloom.experiments.result import read_run as read_run
@@ -64,6 +65,7 @@ _MODULES = {
     "data.statistics": ("partition_statistics",),
     "data.synthetic": ("synthetic", "synthetic_clients", "synthetic_graphs"),
     "errors": ("ConfigError", "DataError", "FedloomError", "MessageError"),
+    "experiments.federated_encoding": ("from_folders",),
     "experiments.report.partition_plot": ("plot_partition",),
     "experiments.result": ("Result", "read_run"),
     "experiments.run": ("run",),

@@ -451,8 +451,8 @@ class Encoding:
             raise DataError(f"the encoding is not fitted: the stage {self.stage!r} is missing")
 
     def _require_columns(self, table: Table) -> None:
-        for column in self.columns:
-            if column.kind != IGNORE:
+        for k, column in enumerate(self.columns):
+            if (self.kinds[k] if self.kinds else column.kind) != IGNORE:
                 table.column(column.name)
 
     # ---- as tensors and as JSON ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from fedloom.data.graph import Graph
 from fedloom.errors import DataError
 
-UNKNOWN = ("", "-1")  # labels of unlabelled items
+AnyGraph = TypeVar("AnyGraph", bound=Graph)
 
 
 def classes_of(
@@ -42,11 +43,12 @@ def classes_of(
         count = num_classes or len(names)
         if not count and known == list(range(len(known))):
             count = len(known)
-        elif not count:
+        elif not count and min(known) >= 0:
             names = tuple(str(number) for number in known)
             code = {t: known.index(n) if n in known else -1 for t, n in code.items()}
             count = len(known)
-        valid = f"0 to {count - 1}, or empty or -1 for unknown"
+        valid = f"0 to {count - 1}" if count else "0 or more"
+        valid += ", or empty or -1 for unknown"
     else:
         names = names or tuple(present)
         code = {text: number for number, text in enumerate(names)}
@@ -81,7 +83,7 @@ def union_of_classes(classes: Iterable[Sequence[str]]) -> tuple[str, ...]:
     return (*known, *new)
 
 
-def with_classes(graph: Graph, class_names: Sequence[str], party: str = "") -> Graph:
+def with_classes(graph: AnyGraph, class_names: Sequence[str], party: str = "") -> AnyGraph:
     """Returns the graph with its classes renumbered, by name.
 
     A graph without class names has the numbers of its classes as names.

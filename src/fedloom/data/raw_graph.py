@@ -23,10 +23,12 @@ class RawGraph(Graph):
     Attributes:
         table: The raw columns, one row per node.
         declared: The rules of the columns, as the folder declares them.
+        declares: Whether the folder declares anything about columns.
     """
 
     table: Table = None  # type: ignore[assignment]
     declared: Encoding = field(default_factory=lambda: Encoding(()))
+    declares: bool = False
 
     def subgraph(self, keep: Tensor) -> RawGraph:
         """Returns the induced subgraph of some nodes, with their rows of the table."""
@@ -53,6 +55,9 @@ class RawGraph(Graph):
         x, names = encoding.apply(self.table)
         if not len(names):
             raise DataError(f"{self.table.source}: all columns are ignored, no feature is left")
+        return replace(self.with_features(torch.from_numpy(x), names), encoding=encoding)
+
+    def with_features(self, x: Tensor, names: tuple[str, ...]) -> Graph:
+        """Returns the graph with features [nodes, features] of these names."""
         own = {f.name: getattr(self, f.name) for f in fields(Graph) if f.init}
-        own |= {"x": torch.from_numpy(x), "feature_names": names, "encoding": encoding}
-        return Graph(**own).check()
+        return Graph(**own | {"x": x, "feature_names": names}).check()

@@ -10,9 +10,11 @@ With secure sums the server sees nothing but the sums over all parties.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 from fedloom.core.absence import FaultPolicy
@@ -25,12 +27,17 @@ from fedloom.core.phase import Computed, phase, summed
 from fedloom.core.replies import Replies
 from fedloom.core.server import RoundPolicy, Server
 from fedloom.core.settings import setting
-from fedloom.data.encoding import STAGES, Encoding
+from fedloom.data.encoding import IGNORE, STAGES, Column, Encoding
+from fedloom.data.federation import Federation
+from fedloom.data.labels import union_of_classes, with_classes
 from fedloom.data.raw_graph import RawGraph
+from fedloom.data.split import DEFAULT_SPLIT, apply_split
+from fedloom.data.tables import read_declaration, read_folder, with_degrees
 from fedloom.engines.loop import Engine
 from fedloom.errors import ConfigError, DataError
 from fedloom.privacy.secure_aggregation import aggregation_for, require_cohort, responder_for
 
+LOG = logging.getLogger("fedloom.data")
 MODEL = "mlp-1x1"  # facts need a model, but nothing is trained here
 
 
@@ -158,6 +165,116 @@ def fit_encoding(
     server = Server(method, facts, engine.call, policy, NoRounds(), aggregation)
     method.run(server)
     return method.result(server), server.ledger
+
+
+def from_folders(
+    folders: Mapping[str, str | Path],
+    *,
+    secure: bool = False,
+    split: str = "",
+    seed: int = 0,
+    inductive: bool = False,
+    class_names: Sequence[str] | None = None,
+) -> Federation:
+    """Returns the federation of parties that each have a folder of tables.
+
+    The columns of all parties are encoded alike, by an encoding that is fitted by sums. Columns and
+    classes are matched by name, whatever their order. The rules of a column may be in the
+    graph.toml of any party; two parties may not declare different ones.
+
+    Args:
+        folders: The folder of each party, by name; see `fedloom.data.tables`.
+        secure: Whether the sums are secure. That needs at least 3 parties.
+        split: As in `apply_split`; each party splits its own items. The default is the parties' own
+            split if all have one, else "20/40/40".
+        seed: The seed of the split.
+        inductive: Whether training sees neither validation nor test items. The encoding is then
+            fitted on training items.
+        class_names: The classes by name, in order. A party with another class is refused. The
+            default is the union of all parties' classes.
+    """
+    if not folders:
+        raise ConfigError("folders is empty: give at least one party, as {name: folder}")
+    declared = merged_declaration({name: read_declaration(f) for name, f in folders.items()})
+    raw = {name: read_folder(folder, declared) for name, folder in folders.items()}
+    classes = tuple(class_names or _union_of_classes(raw))
+    raw = {name: with_classes(graph, classes, name) for name, graph in raw.items()}
+    own = all(bool(graph.train.any() and graph.test.any()) for graph in raw.values())
+    split = split or ("public" if own else DEFAULT_SPLIT)
+    for name, graph in raw.items():
+        done = apply_split(graph, split, seed, names=[name])
+        raw[name] = replace(graph, train=done.train, val=done.val, test=done.test)
+    Federation(tuple(raw.values()), tuple(raw)).check()
+    about: dict[str, Any] = {"dataset": "tables", "split": split, "split_seed": seed}
+    if declared.columns:
+        encoding, ledger = fit_encoding(declared, raw, secure=secure, inductive=inductive)
+        graphs = tuple(graph.encoded(encoding) for graph in raw.values())
+        traffic = ledger.traffic()
+        about["encoding_bytes"] = traffic["bytes_up"] + traffic["bytes_down"]
+    else:
+        graphs = tuple(with_degrees(graph) for graph in raw.values())
+    return Federation(graphs, tuple(raw), inductive=inductive, about=about).check()
+
+
+def merged_declaration(declared: Mapping[str, Encoding]) -> Encoding:
+    """Returns the rules of all parties' columns, in the order of the first party.
+
+    Raises a ConfigError if two parties declare different rules, and a DataError if a party lacks a
+    column that another one has.
+
+    declared: the rules that each party's folder declares.
+    """
+    rules: dict[str, tuple[Column, str]] = {}  # the rule of a column, and who declares it
+    for party, encoding in declared.items():
+        for column in encoding.columns:
+            known, whose = rules.get(column.name, (Column(column.name), party))
+            if Column(column.name) in (known, column):
+                rules[column.name] = (
+                    (column, party) if column != Column(column.name) else (known, whose)
+                )
+            elif known != column:
+                raise ConfigError(
+                    f"columns.{column.name}: {whose!r} and {party!r} declare different rules; "
+                    "declare it the same way, or at one party only"
+                )
+    for party, encoding in declared.items():
+        own = {column.name for column in encoding.columns}
+        for name, (rule, _) in rules.items():
+            if name not in own and rule.kind != IGNORE:
+                other = next(p for p, e in declared.items() if name in {c.name for c in e.columns})
+                raise DataError(
+                    f"party {party!r} has no column {name!r}, but {other!r} has; add it, or leave "
+                    f'it out everywhere: [columns] {name} = "ignore"'
+                )
+    settings: dict[str, Any] = {}
+    for key in ("bits", "min_count"):
+        default = getattr(Encoding(()), key)
+        found = {getattr(encoding, key) for encoding in declared.values()} - {default}
+        if len(found) > 1:
+            values = ", ".join(map(str, sorted(found)))
+            raise ConfigError(f"encoding.{key}: the parties declare different values: {values}")
+        settings[key] = found.pop() if found else default
+    return Encoding(tuple(rule for rule, _ in rules.values()), **settings)
+
+
+def _union_of_classes(graphs: Mapping[str, RawGraph]) -> tuple[str, ...]:
+    """Returns the classes of all parties. Refuses names at one party and numbers at another."""
+    labelled = {n: g for n, g in graphs.items() if g.class_names or bool((g.y >= 0).any())}
+    numbered = {n: all(c.isdigit() for c in g.classes) for n, g in labelled.items()}
+    if len(set(numbered.values())) > 1:
+        names = next(party for party, number in numbered.items() if not number)
+        numbers = next(party for party, number in numbered.items() if number)
+        raise DataError(
+            f"classes: {names!r} has names ({', '.join(graphs[names].classes)}), {numbers!r} has "
+            f"numbers ({', '.join(graphs[numbers].classes)}); set class_names in the graph.toml of "
+            f"{numbers!r}"
+        )
+    known = [g.classes for g in (labelled or graphs).values()]
+    union = union_of_classes(known)
+    for party, graph in labelled.items():
+        if missing := [name for name in union if name not in graph.classes]:
+            LOG.info("party %r has no class %s", party, ", ".join(missing))
+    return union
 
 
 class NoRounds:
