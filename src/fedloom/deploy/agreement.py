@@ -45,11 +45,13 @@ from fedloom.core.message import FORMAT
 from fedloom.core.method import Method
 from fedloom.core.registry import make_method, method_class
 from fedloom.core.settings import check_setting, setting
-from fedloom.data.encoding import Encoding
+from fedloom.data.columns import Table
+from fedloom.data.encoding import AUTO, Encoding
 from fedloom.data.federation import PartySize
 from fedloom.data.files import from_file, from_folder
 from fedloom.data.graph import Graph
 from fedloom.data.split import apply_split, check_split
+from fedloom.data.tables import read_folder
 from fedloom.deploy.envelope import VERSION as ENVELOPE_VERSION
 from fedloom.deploy.keys import PublicKey, public_key_of, read_public_key, require_party_name
 from fedloom.deploy.names import align_classes, align_features
@@ -164,10 +166,9 @@ class Agreement:
 
         path: a folder of tables, or a file that `from_file` reads.
         """
-        graph = from_folder(path) if path.is_dir() else from_file(path)
         where = f"party {party!r}: {str(path)!r}"
-        graph = align_features(graph, self.data.feature_names, where)
-        for fact in ("num_features", "task"):
+        graph = self._read(path, where)
+        for fact in ("num_features", "task") if self.encoding is None else ("task",):
             if (actual := getattr(graph, fact)) != (agreed := getattr(self.data, fact)):
                 raise DataError(
                     f"party {party!r}: {fact} of {str(path)!r} is {actual}, "
@@ -177,6 +178,36 @@ class Agreement:
         if self.data.split == OWN_SPLIT:
             return graph
         return apply_split(graph, self.data.split, self.run.seed, names=[party])
+
+    def _read(self, path: Path, where: str) -> Graph:
+        """Returns a party's graph with the agreed features, or with the agreed raw columns."""
+        if self.encoding is None:
+            graph = from_folder(path) if path.is_dir() else from_file(path)
+            if graph.encoding is not None:
+                columns = ", ".join(column.name for column in graph.encoding.columns)
+                raise DataError(
+                    f"{where} has columns that must be encoded ({columns}), which a party cannot "
+                    "do alone: declare them in [data.columns] of the agreement"
+                )
+            return align_features(graph, self.data.feature_names, where)
+        if not path.is_dir():
+            raise DataError(
+                f"{where} is a file: the agreement has [data.columns], give a folder of tables"
+            )
+        raw = read_folder(path)
+        require_columns(self.encoding, raw.table)
+        return raw
+
+
+def require_columns(encoding: Encoding, table: Table) -> None:
+    """Raises a DataError if a table lacks a declared column or has a cell that does not fit."""
+    if not any(column.kind == AUTO for column in encoding.columns):
+        encoding.fit(table)
+        return
+    encoding.summands(table)
+    for column in encoding.columns:
+        if column.kind in ("number", "boolean", "date"):
+            table.values(column.name, column.kind, column.format)
 
 
 def differences(
