@@ -10,6 +10,7 @@ NEED_FLOWER = (
     "test_coordinator",
     "test_deploy",
     "test_dishonest",
+    "test_encoding",
     "test_flower",
     "test_names",
     "test_party",
