@@ -137,3 +137,29 @@ def test_names_stand_for_their_number_and_are_agreed(agreement):
 def test_wrong_names_in_an_agreement_are_refused(agreement, data, words):
     with pytest.raises(ConfigError, match=words):
         agreement(data)
+
+
+# ---- two banks that number their classes differently ----
+def write_folder(folder, classes):
+    folder.mkdir()
+    names = ", ".join(f'"{name}"' for name in classes)
+    (folder / "graph.toml").write_text(f"class_names = [{names}]\n")
+    (folder / "nodes.csv").write_text("id,label,sum\na,fraud,9\nb,ok,1\nc,ok,2\nd,fraud,8\n")
+    (folder / "edges.csv").write_text("source,target\na,d\nb,c\n")
+    return folder
+
+
+def test_a_class_means_the_same_at_every_party(agreement, tmp_path):
+    read = agreement('class_names = ["ok", "fraud"]\nnum_features = 1\nsplit = "own"')
+    orders = {"one": ("ok", "fraud"), "other": ("fraud", "ok")}
+    graphs = [
+        read.graph(write_folder(tmp_path / name, order), "bank-a") for name, order in orders.items()
+    ]
+    assert [graph.y.tolist() for graph in graphs] == [[1, 0, 0, 1]] * 2
+
+
+def test_without_agreed_names_a_party_whose_classes_have_names_is_refused(agreement, tmp_path):
+    """Before names were agreed, fraud at one bank was ok at the other, and nobody noticed."""
+    read = agreement('num_classes = 2\nnum_features = 1\nsplit = "own"')
+    with pytest.raises(DataError, match="may number them differently; add class_names"):
+        read.graph(write_folder(tmp_path / "other", ("fraud", "ok")), "bank-a")
