@@ -527,7 +527,7 @@ def test_tables_and_recipes(tmp_path, monkeypatch):
     assert torch.equal(load("synthetic:nodes=60").x, graph.x)
     with pytest.raises(ConfigError, match="has no public split 1"):
         load("synthetic", public_split=1)
-    with pytest.raises(DataError, match=r"graph.toml: no such file"):
+    with pytest.raises(DataError, match=r"some/where: no such folder"):
         load("some/where")
     # A name in the catalogue precedes a folder of the same name.
     to_folder(graph, tmp_path / "enzymes")

@@ -41,14 +41,16 @@ def classes_of(
         code = {text: int(text) for text in present}
         known = sorted(set(code.values()) - {-1})
         count = num_classes or len(names)
-        if not count and known == list(range(len(known))):
-            count = len(known)
-        elif not count and min(known) >= 0:
-            names = tuple(str(number) for number in known)
-            code = {t: known.index(n) if n in known else -1 for t, n in code.items()}
-            count = len(known)
-        valid = f"0 to {count - 1}" if count else "0 or more"
+        valid = f"0 to {count - 1}" if count else "whole numbers from 0"
         valid += ", or empty or -1 for unknown"
+        if not count and known and known[0] < 0:
+            count = max(known[-1] + 1, 1)  # negative labels are refused below
+        elif not count:
+            count = len(known)
+            if known != list(range(count)):
+                names = tuple(str(number) for number in known)
+                rank = {number: k for k, number in enumerate(known)}
+                code = {text: rank.get(number, -1) for text, number in code.items()}
     else:
         names = names or tuple(present)
         code = {text: number for number, text in enumerate(names)}

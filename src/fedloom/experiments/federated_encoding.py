@@ -206,7 +206,7 @@ def from_folders(
         raw[name] = replace(graph, train=done.train, val=done.val, test=done.test)
     Federation(tuple(raw.values()), tuple(raw)).check()
     about: dict[str, Any] = {"dataset": "tables", "split": split, "split_seed": seed}
-    if declared.columns:
+    if any(column.kind != IGNORE for column in declared.columns):
         encoding, ledger = fit_encoding(declared, raw, secure=secure, inductive=inductive)
         graphs = tuple(graph.encoded(encoding) for graph in raw.values())
         traffic = ledger.traffic()
