@@ -298,7 +298,10 @@ class Party:
 
     def _keep_model(self, order: dict[str, Any]) -> dict[str, Any]:
         method, client = self._ready()
-        client.keep(method, _file_name(order, "stage"))
+        stage = order.get("stage")
+        if not isinstance(stage, str) or not stage or "/" in stage:
+            raise MessageError("stage is not a text without '/'")
+        client.keep(method, stage)
         return {}
 
     def _write_model(
