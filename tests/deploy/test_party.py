@@ -277,6 +277,8 @@ def test_a_party_refuses_a_run_that_it_has_not_agreed_to(sender, table, changed,
     [
         ({"num_features": 9}, "the facts do not match its graph"),
         ({"upload": "int8"}, "the filters are not as agreed"),
+        ({"class_weight": "balanced"}, "class_weight is not as agreed"),
+        ({"selection": "pr_auc"}, "selection is not as agreed"),
     ],
 )
 def test_a_party_refuses_facts_that_it_has_not_agreed_to(sender, changed, words):

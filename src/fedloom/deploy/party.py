@@ -453,7 +453,9 @@ class Party:
 
     def _keep_model(self, order: dict[str, Any]) -> dict[str, Any]:
         method, client = self._ready()
-        stage = _file_name(order, "stage")
+        stage = order.get("stage")
+        if not isinstance(stage, str) or not stage or "/" in stage:
+            raise MessageError("stage is not a text without '/'")
         client.keep(method, stage)
         if self._history is not None:
             self._history.mark_best(stage)

@@ -13,13 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedloom.core.message import Message, unflatten
-from fedloom.data.datasets import load
 from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiments.predictions import Predictions, joined
 from fedloom.experiments.run_folder import read_config, read_history, read_summary
-from fedloom.experiments.trained import WHICH, ModelCard, TrainedModel, read_model
+from fedloom.experiments.trained import WHICH, ModelCard, TrainedModel, read_data, read_model
 
 MODELS = "models"  # the folder of the models in a run folder
 
@@ -151,7 +150,7 @@ class Result:
         """
         if data is not None:
             model = self.model(client, which)
-            return model.predict(loaded(data, model.card.flow))
+            return model.predict(read_data(data, model.card))
         graphs = self.own_graphs(client)
         parts: dict[str, Predictions] = {}
         for name, graph in graphs.items():
@@ -176,7 +175,7 @@ class Result:
         """
         if data is not None:
             model = self.model(client, which)
-            return model.embeddings(loaded(data, model.card.flow))
+            return model.embeddings(read_data(data, model.card))
         if client is None:
             raise ConfigError(
                 "embeddings: give data, a client, or both; clients: "
@@ -222,11 +221,6 @@ class Result:
             return federation_of(self.summary["config"])
         except DataError as error:
             raise DataError(f"data: {error}; give data=...") from error
-
-
-def loaded(data: Any, flow: str) -> Any:
-    """Returns the graph that a text names, with the flow of the run; other data unchanged."""
-    return load(str(data)).with_flow(flow) if isinstance(data, str | Path) else data
 
 
 def read_run(folder: str | Path) -> Result:

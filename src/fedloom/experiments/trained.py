@@ -22,6 +22,7 @@ from fedloom.core.facts import Facts
 from fedloom.core.message import Message, flatten, unflatten
 from fedloom.core.method import OWN_LOGITS, Method
 from fedloom.core.registry import make_method
+from fedloom.data.datasets import load
 from fedloom.data.files import as_graph, from_pyg
 from fedloom.data.graph import Graph, Task
 from fedloom.errors import ConfigError, DataError, FedloomError
@@ -193,6 +194,16 @@ def load_model(path: str | Path) -> TrainedModel:
     """
     card, tensors = read_model(path)
     return TrainedModel(card, tensors)
+
+
+def read_data(data: Any, card: ModelCard) -> Any:
+    """Returns the graph that a text names, read as the data of the run; other data unchanged.
+
+    Args:
+        data: The name of a dataset, a folder of tables or a graph's file; or anything else.
+        card: The card of the model that is to predict.
+    """
+    return load(str(data)).with_flow(card.flow) if isinstance(data, str | Path) else data
 
 
 # ---- the module ----
