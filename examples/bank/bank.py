@@ -97,11 +97,10 @@ def write_tables(folder: Path, bank: Bank, count: int, seed: int, labelled: bool
         bank.delimiter,
     )
     names = ", ".join(f'"{name}"' for name in bank.classes)
+    labels = f'label = "status"\nclass_names = [{names}]\n' if labelled else ""
     (folder / "graph.toml").write_text(f"""\
 id = "account"
-label = "status"
-class_names = [{names}]
-source = "payer"
+{labels}source = "payer"
 target = "payee"
 weight = "amount"
 aggregate = "count"
@@ -166,12 +165,13 @@ name = "sage-2x32"
 [method]
 name = "fedavg"
 rounds = {rounds}
-epochs = 5
+epochs = 10
 
 [run]
 seed = 0
 selection = "pr_auc"
 class_weight = "balanced"
+checkpoint_every = 4
 secure = {secure}
 """
 
@@ -274,8 +274,8 @@ def main() -> None:
     """Plays the banks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="a new folder for everything")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--accounts", type=int, default=1500, help="per bank")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--accounts", type=int, default=2000, help="per bank")
     parser.add_argument("--secure", action="store_true", help="the coordinator sees only sums")
     given = parser.parse_args()
     if given.folder.exists():

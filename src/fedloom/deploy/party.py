@@ -478,6 +478,7 @@ class Party:
             stage,
             self.graph.class_names,
             self.graph.feature_names,
+            encoding=self.graph.encoding,
         )
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(path, model_bytes(card, tensors))

@@ -23,7 +23,8 @@ from fedloom.core.message import Message, flatten, unflatten
 from fedloom.core.method import OWN_LOGITS, Method
 from fedloom.core.registry import make_method
 from fedloom.data.datasets import load
-from fedloom.data.files import as_graph, from_pyg
+from fedloom.data.encoding import Encoding
+from fedloom.data.files import as_graph, from_folder, from_pyg, is_folder_of_tables
 from fedloom.data.graph import Graph, Task
 from fedloom.errors import ConfigError, DataError, FedloomError
 from fedloom.experiments.predictions import Predictions, predictions_of
@@ -54,6 +55,7 @@ class ModelCard:
         class_names: The classes' own names. Empty: their numbers.
         feature_names: The names of the features. Empty: unnamed.
         flow: The run's `data.flow`, which applies to a dataset when it is loaded.
+        encoding: What made the features of raw columns, as JSON. "": they were numbers.
     """
 
     owner: str
@@ -71,6 +73,7 @@ class ModelCard:
     class_names: tuple[str, ...] = ()
     feature_names: tuple[str, ...] = ()
     flow: str = "forward"
+    encoding: str = ""
 
     @property
     def facts(self) -> Facts:
@@ -103,6 +106,7 @@ class ModelCard:
         class_names: tuple[str, ...] = (),
         feature_names: tuple[str, ...] = (),
         flow: str = "forward",
+        encoding: Encoding | None = None,
     ) -> ModelCard:
         """Returns the card of an owner's model in a run.
 
@@ -117,6 +121,7 @@ class ModelCard:
             class_names: The classes' own names.
             feature_names: The names of the features.
             flow: The run's `data.flow`.
+            encoding: What made the features of raw columns.
         """
         return cls(
             owner,
@@ -134,6 +139,7 @@ class ModelCard:
             class_names,
             feature_names,
             flow,
+            "" if encoding is None else encoding.to_json(),
         )
 
 
@@ -203,7 +209,12 @@ def read_data(data: Any, card: ModelCard) -> Any:
         data: The name of a dataset, a folder of tables or a graph's file; or anything else.
         card: The card of the model that is to predict.
     """
-    return load(str(data)).with_flow(card.flow) if isinstance(data, str | Path) else data
+    if not isinstance(data, str | Path):
+        return data
+    if is_folder_of_tables(Path(data)):  # labels may be missing
+        encoding = Encoding.from_json(card.encoding) if card.encoding else None
+        return from_folder(data, encoding, card.classes).with_flow(card.flow)
+    return load(str(data)).with_flow(card.flow)
 
 
 # ---- the module ----
