@@ -36,11 +36,14 @@ if TYPE_CHECKING:
     from fedloom.errors import DataError as DataError
     from fedloom.errors import FedloomError as FedloomError
     from fedloom.errors import MessageError as MessageError
+    from fedloom.experiments.federated_encoding import from_folders as from_folders
     from fedloom.experiments.report.partition_plot import plot_partition as plot_partition
     from fedloom.experiments.result import Result as Result
     from fedloom.experiments.result import read_run as read_run
     from fedloom.experiments.run import run as run
     from fedloom.experiments.settings import RunSettings as RunSettings
+    from fedloom.experiments.trained import TrainedModel as TrainedModel
+    from fedloom.experiments.trained import load_model as load_model
 
 # Public names by module, imported when first used: `fedloom --help` does not wait for torch.
 _MODULES = {
@@ -62,10 +65,12 @@ _MODULES = {
     "data.statistics": ("partition_statistics",),
     "data.synthetic": ("synthetic", "synthetic_clients", "synthetic_graphs"),
     "errors": ("ConfigError", "DataError", "FedloomError", "MessageError"),
+    "experiments.federated_encoding": ("from_folders",),
     "experiments.report.partition_plot": ("plot_partition",),
     "experiments.result": ("Result", "read_run"),
     "experiments.run": ("run",),
     "experiments.settings": ("RunSettings",),
+    "experiments.trained": ("TrainedModel", "load_model"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_MODULE_OF)

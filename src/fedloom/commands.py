@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import sys
 import warnings
@@ -48,6 +49,9 @@ from fedloom.nn.build import architectures
 
 if TYPE_CHECKING:
     from fedloom.experiments.tune import Trial
+
+# `_print` prints the warnings of a run, so the logger need not.
+logging.getLogger("fedloom").addHandler(logging.NullHandler())
 
 Given = Mapping[str, Any]  # {"table.key": value}; None for an option that was not given
 OnRound = Callable[[dict[str, Any], int], None]
@@ -354,31 +358,33 @@ def join(
     tell_errors: bool,
     socket: Path | None,
     insecure: bool,
+    baseline: bool,
 ) -> None:
     """Takes part in a federation until the run ends. `fedloom.cli.join` describes the options."""
-    from fedloom.deploy.agreement import read_agreement, require_tls
-    from fedloom.deploy.keys import read_party_key
-    from fedloom.deploy.party import Party, run_party, run_party_at_socket
+    from fedloom.deploy.join import join as take_part
 
-    agreed = read_agreement(agreement)
-    if socket is None:
-        require_tls(agreed, insecure)
-    member = Party(
-        agreed,
-        party,
-        read_party_key(key),
-        agreed.graph(data, party),
-        state or Path(f"fedloom-{party}"),
-        tell_errors,
-    )
-    if socket is None:
-        status = run_party(member, _say, patience)
-    else:
-        status = run_party_at_socket(member, socket, _say)
-    if member.errors.exists():
-        _say(f"errors whose text was not sent to the coordinator: {member.errors}")
-    model = f"; this party's model: {member.model}" if member.model.exists() else ""
-    _say(f"the run is {status}{model}")
+    with _warnings_as_lines(), _bar() as bar:
+        take_part(
+            agreement,
+            party,
+            key,
+            data,
+            state or Path(f"fedloom-{party}"),
+            patience=patience,
+            tell_errors=tell_errors,
+            socket=socket,
+            insecure=insecure,
+            baseline=baseline,
+            log=_say,
+            progress=partial(_live, bar, bar.add_task(party, total=None, score="")),
+        )
+
+
+def _live(bar: Progress, task: TaskID, done: int, planned: int, line: str) -> None:
+    """Shows a party's own scores: a live line on a terminal, else a line for each evaluation."""
+    bar.update(task, completed=done, total=planned, score=line)
+    if not err.is_terminal:
+        _say(f"round {done} of {planned}: {line}")
 
 
 # ---- tuning ----
@@ -608,5 +614,7 @@ def _print(result: Result, as_json: bool, compared: Sequence[Result] = ()) -> No
         print(json.dumps({**result.summary, **({"baselines": baselines} if baselines else {})}))
     else:
         out.print(tables.result(result.summary, [other.summary for other in compared]))
+    for line in result.summary.get("warnings", ()):
+        err.print(f"warning: {line}", style="yellow")
     if result.folder:
         err.print(f"run folder: {result.folder}", style="dim")

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import fedloom
+from fedloom.data.columns import Table
+from fedloom.data.encoding import Encoding
 from fedloom.data.files import from_folder, from_networkx, from_pyg, to_folder
 from fedloom.data.graph import Graph
-from fedloom.data.synthetic import synthetic, synthetic_graphs
+from fedloom.data.synthetic import synthetic
 from fedloom.errors import DataError, FedloomError
 
 NODES = """\
@@ -101,7 +103,7 @@ def test_feature_prefix_and_class_names(tmp_path):
 
 def test_unlabelled_nodes_need_num_classes(tmp_path):
     nodes = "id,a\n1,0\n"
-    with pytest.raises(DataError, match="no node has a label in column 'label'"):
+    with pytest.raises(DataError, match="no row has a label in column 'label'"):
         from_folder(folder(tmp_path, nodes, "source,target\n"))
     assert from_folder(
         folder(tmp_path, nodes, "source,target\n", "num_classes = 3")
@@ -143,9 +145,8 @@ def test_unlabelled_nodes_need_num_classes(tmp_path):
             {"nodes": NODES.replace("-1e3", "much")},
             "nodes.csv, line 3, column 'b': 'much' is not a finite number",
         ),
-        ({"nodes": NODES.replace("-1e3", "nan")}, "line 3, column 'b': 'nan' is not a finite"),
+        ({"nodes": NODES.replace("-1e3", "inf")}, "line 3, column 'b': 'inf' is not a finite"),
         ({"nodes": NODES.replace("-1e3", "1e39")}, "line 3, column 'b': '1e39' is not a finite"),
-        ({"nodes": NODES.replace("-1e3", "")}, "line 3, column 'b': '' is not a finite"),
         (
             {"nodes": NODES.replace("s,cat", "p,cat")},
             "line 5, column 'id': id 'p' is there already, on line 2",
@@ -176,8 +177,12 @@ def test_unlabelled_nodes_need_num_classes(tmp_path):
             "edges.csv: no column 'source'. Columns there: src, target",
         ),
         (
-            {"edges": "source,target,weight\np,q,1\nq,p,2\n"},
-            "edge 'p' -> 'q' has two weights, 1 and 2",
+            {"edges": "source,target,weight\np,q,1\nq,r,-2\n"},
+            "edges.csv: the weight of 'q' -> 'r' is -2, must be 0 or more",
+        ),
+        (
+            {"edges": "source,target,weight\np,q,1\nq,r,\n"},
+            "edges.csv, line 3, column 'weight': the weight is missing",
         ),
         (
             {"edges": "source,target,weight\np,q,heavy\n"},
@@ -199,7 +204,18 @@ def test_bytes_that_are_not_utf_8(tmp_path):
 
 
 def test_a_folder_without_graph_toml(tmp_path):
+    with pytest.raises(DataError, match=r"no graph.toml and no tables: a graph's folder needs"):
+        from_folder(tmp_path)
+    with pytest.raises(DataError, match="nowhere: no such folder"):
+        from_folder(tmp_path / "nowhere")
+    folder(tmp_path)
+    (tmp_path / "graph.toml").unlink()
+    assert from_folder(tmp_path).num_nodes == 4
     with pytest.raises(DataError, match=r"graph.toml: no such file"):
+        from_folder(tmp_path / "graph.toml")
+    (tmp_path / "edges.csv").unlink()
+    (tmp_path / "graph.toml").touch()
+    with pytest.raises(DataError, match=r"no table of edges; add edges.csv, or name the file in"):
         from_folder(tmp_path)
 
 
@@ -239,8 +255,6 @@ def test_to_folder_refuses(tmp_path):
     to_folder(synthetic(nodes=50), tmp_path)
     with pytest.raises(DataError, match="exists already"):
         to_folder(synthetic(nodes=50), tmp_path)
-    with pytest.raises(DataError, match=r"contains many small graphs, .*use to_file"):
-        to_folder(synthetic_graphs(graphs=2), tmp_path / "other")
 
 
 # ---- Parquet ----
@@ -310,8 +324,9 @@ def test_networkx_directed_weighted_numbered():
     g.add_edge((2,), "one")
     graph = from_networkx(g, features="f", label="c")
     assert graph.x.tolist() == [[0.5], [1], [2]]
-    assert graph.y.tolist() == [3, 0, -1]
-    assert graph.num_classes == 4
+    assert graph.y.tolist() == [1, 0, -1]
+    assert graph.class_names == ("0", "3")
+    assert graph.ids.tolist() == ["1", "one", "(2,)"]
     assert graph.edge_index.tolist() == [[1, 2], [0, 1]]
     assert graph.edge_weight.tolist() == [2, 1]
 
@@ -355,7 +370,7 @@ def test_networkx_errors(nodes, edge, message):
 
 
 # ---- PyG ----
-def test_pyg():
+def test_pyg(caplog):
     from torch_geometric.data import Data
 
     edges = torch.tensor([[1, 0, 0, 2, 1], [0, 1, 1, 2, 0]])
@@ -382,8 +397,14 @@ def test_pyg():
     data.edge_weight = torch.tensor([1.0, 2, 2, 3, 1])
     assert from_pyg(data).edge_weight.tolist() == [2, 1, 3]
     data.edge_weight[2] = 5
-    with pytest.raises(DataError, match="edge 0 -> 1 has two weights, 2 and 5"):
-        from_pyg(data)
+    assert from_pyg(data).edge_weight.tolist() == [7, 2, 3]  # all repeated pairs are summed
+    assert "occur more than once, with different weights: their weights are summed" in caplog.text
+    for aggregate, expected in {
+        "sum": [7, 2, 3], "mean": [3.5, 1, 3], "max": [5, 1, 3], "count": [2, 2, 1],
+    }.items():  # fmt: skip
+        assert from_pyg(data, aggregate=aggregate).edge_weight.tolist() == expected
+    with pytest.raises(FedloomError, match=r"unknown aggregate: 'median'.* Valid: count, max"):
+        from_pyg(data, aggregate="median")
 
 
 def test_pyg_list_is_a_graph_level_dataset():
@@ -403,7 +424,7 @@ def test_pyg_list_is_a_graph_level_dataset():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": None}, "x is missing"),
+        ({"edge_index": None}, "edge_index is missing: a graph needs edge_index and y"),
         ({"y": None}, "y is missing"),
         ({"y": torch.tensor([0.5, 1.0])}, "y must hold one class number"),
         ({"y": torch.zeros(2, 3)}, "y must hold one class number"),
@@ -425,6 +446,45 @@ def test_pyg_errors(change, message):
         from_pyg(Data(**(good | change)))
 
 
+def test_pyg_without_features_gets_degrees_and_says_what_it_drops(caplog):
+    from torch_geometric.data import Data
+
+    edges = torch.tensor([[0, 1, 0, 2], [1, 0, 2, 0]])
+    data = Data(
+        edge_index=edges, y=torch.tensor([0, 1, 0]), edge_attr=torch.ones(4, 2), num_nodes=3
+    )
+    graph = from_pyg(data, ids=["a", "b", "c"], class_names=["ok", "fraud"])
+    assert graph.x.argmax(1).tolist() == [2, 1, 1]
+    assert graph.feature_names[2] == "degree=2"
+    assert graph.ids.tolist() == ["a", "b", "c"]
+    assert graph.classes == ("ok", "fraud")
+    assert "graph 'graph': attributes that are not used: edge_attr" in caplog.text
+
+
+def test_hetero_data_is_refused_in_words():
+    from torch_geometric.data import HeteroData
+
+    data = HeteroData()
+    data["bank"].x = torch.ones(2, 1)
+    for given in (data, [data]):
+        with pytest.raises(DataError, match=r"HeteroData is not supported.*to_homogeneous\(\)"):
+            from_pyg(given)
+
+
+def test_networkx_multigraph_and_degrees():
+    g = nx.MultiGraph()
+    g.add_nodes_from("abc", y=0)
+    g.add_edge("a", "b", weight=1.0)
+    g.add_edge("b", "a", weight=2.5)
+    g.add_edge("c", "c", weight=4.0)
+    graph = from_networkx(g, aggregate="mean")
+    assert graph.edge_index.tolist() == [[0, 1, 2], [1, 0, 2]]
+    assert graph.edge_weight.tolist() == [1.75, 1.75, 4]
+    assert from_networkx(g, aggregate="count").edge_weight.tolist() == [2, 2, 1]
+    assert from_networkx(g).edge_weight.tolist() == [3.5, 3.5, 4]
+    assert graph.x.argmax(1).tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize("name", ["synthetic:nodes=50", "synthetic-graphs"])
 def test_a_file_preserves_all_fields_of_any_graph(name, tmp_path):
     how = (
@@ -434,11 +494,20 @@ def test_a_file_preserves_all_fields_of_any_graph(name, tmp_path):
     )
     federation = fedloom.divide(fedloom.load(name), 2, **how)
     graph = federation.graphs[1]
+    graph = replace(
+        graph,
+        ids=np.array([f"konto {k} 💶" for k in range(graph.num_items)]),
+        class_names=tuple(f"class {c}" for c in range(graph.num_classes)),
+        feature_names=tuple(f"f{k}" for k in range(graph.num_features)),
+        encoding=Encoding.of({"a": "number"}).fit(Table({"a": np.arange(3.0)}, 3)),
+    )
     again = fedloom.from_file(fedloom.to_file(graph, tmp_path / "graph.safetensors"))
     for field in fields(Graph):
         one, other = getattr(graph, field.name), getattr(again, field.name)
         if isinstance(one, torch.Tensor):
             assert torch.equal(one, other), field.name
+        elif field.name == "ids":
+            assert one.tolist() == other.tolist()
         elif field.init:
             assert one == other, field.name
 

@@ -86,8 +86,7 @@ def test_a_dataset_of_one_graph_is_that_graph(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (some(y=None), "graph 'mine': y is missing: a graph needs x, edge_index and y"),
-        (some(x=None), "graph 'mine': x is missing"),
+        (some(y=None), "graph 'mine': y is missing: a graph needs edge_index and y"),
         (some(y=torch.rand(6)), "y must hold one class number"),
         (some(train_mask=torch.ones(3, dtype=torch.bool)), r"train must be \[6\] bool"),
         (some(train_mask="half"), "damaged, or not a graph"),

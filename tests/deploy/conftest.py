@@ -6,10 +6,13 @@ from deployment import Deployment
 
 NEED_FLOWER = (
     "test_apps",
+    "test_baseline",
     "test_coordinator",
     "test_deploy",
     "test_dishonest",
+    "test_encoding",
     "test_flower",
+    "test_names",
     "test_party",
     "test_transport",
 )

@@ -1,76 +1,18 @@
 """The coordinator with parties in the same process: joining, exchanges, absences."""
 
 import pytest
-from deployment import Deployment, InProcessTransport, same_weights
+from deployment import InProcessTransport, same_weights
+from in_process import InProcess, absences
 from safetensors.torch import load_file
 
-from fedloom.core.absence import FaultPolicy
 from fedloom.core.message import Absent, encode
 from fedloom.data.files import to_folder
 from fedloom.data.synthetic import synthetic
 from fedloom.deploy import coordinator
-from fedloom.deploy.agreement import read_agreement
-from fedloom.deploy.coordinator import Coordinator
 from fedloom.deploy.coordinator_transport import SuperLinkError
-from fedloom.deploy.keys import read_party_key
 from fedloom.deploy.party import Party
-from fedloom.deploy.serve import serve
 from fedloom.errors import ConfigError, DataError
-from fedloom.experiments.run import agree_on_facts
 from fedloom.experiments.run_folder import read_config
-from fedloom.nn.weights import weights
-
-
-class InProcess:
-    """A deployment whose parties are objects of this process."""
-
-    def __init__(self, folder, **settings):
-        self.deployment = Deployment(folder, tls=False, **settings)
-        self.folder = folder
-        self.agreement = read_agreement(folder / "federation.toml")
-        self.transport = InProcessTransport({n: self.party(n) for n in self.agreement.parties})
-
-    def party(self, name, agreement="federation.toml"):
-        agreement = read_agreement(self.folder / agreement)
-        graph = agreement.graph(self.folder / f"{name}.safetensors", name)
-        key = read_party_key(self.folder / f"{name}.key")
-        return Party(agreement, name, key, graph, self.folder / f"state-{name}")
-
-    def serve(self, **options):
-        return serve(
-            self.agreement,
-            self.folder,
-            self.folder / "run",
-            log=lambda line: None,
-            **{"wait": 0.0, "open_transport": lambda: self.transport, **options},
-        )
-
-    def coordinator(self, **policy):
-        key = read_party_key(self.folder / "coordinator.key")
-        return Coordinator(
-            self.agreement, self.transport, key, "lineage", FaultPolicy(**{"quorum": 0.5, **policy})
-        )
-
-    def begun(self, **policy):
-        """Returns a coordinator whose parties have begun a run and were set up."""
-        made = self.coordinator(**policy)
-        roster = made.wait_for_parties(0.0, 1, lambda line: None)
-        self.facts = agree_on_facts(
-            self.agreement.make_method(), "fedavg", roster, "gcn-2x8", 0.5, self.agreement.run
-        )
-        made.begin(self.facts)
-        bodies = dict.fromkeys(self.agreement.parties, encode({}, "setup"))
-        assert not absences(made.ask("setup", bodies, 0))
-        return made
-
-    def train(self, made, round=1):
-        model = weights(self.facts.build("gcn-2x8", "server"))
-        bodies = dict.fromkeys(self.agreement.parties, encode({"model": model}, "train"))
-        return made.ask("train", bodies, round)
-
-
-def absences(answers):
-    return {name: answer.cause for name, answer in answers.items() if isinstance(answer, Absent)}
 
 
 @pytest.fixture
@@ -87,7 +29,7 @@ def test_a_run_is_bit_identical_to_the_loop_and_models_stay_with_their_parties(d
     assert result.summary["engine_details"]["refused"] == {}
     for name, party in deployed.transport.parties.items():
         assert same_weights(load_file(party.model), reference.models[name])
-    saved = {path.name for path in (deployed.folder / "run" / "models").iterdir()}
+    saved = {path.name for path in (deployed.folder / "run" / "models").rglob("*.*")}
     assert saved == {"server.safetensors"}  # the coordinator has only the global model
 
 

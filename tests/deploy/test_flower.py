@@ -4,9 +4,11 @@ bench/flower.py runs further methods.
 """
 
 import pytest
+import torch
 from deployment import absent_in, port_is_free, running
 
 import fedloom
+from fedloom.core.message import flatten
 from fedloom.deploy.engine import Engine, _toml
 from fedloom.errors import RoundFailed
 from fedloom.experiments.report.watch import Watch
@@ -38,7 +40,13 @@ def test_a_run_is_bit_identical_to_the_loop(method, settings, federation, tmp_pa
     assert flower.summary["history_hash"] == loop.summary["history_hash"]
     assert flower.accuracy == loop.accuracy
     assert flower.traffic == loop.traffic
-    assert set(flower.models) <= {"server"}
+    for one, other in (
+        (loop.models, flower.models),
+        (loop.final_models, flower.final_models),
+    ):
+        one, other = flatten(one), flatten(other)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import fedloom
 from fedloom.core.facts import Facts
@@ -86,7 +87,7 @@ class Sender:
             sequence=self.sequence,
             phase=phase,
         )
-        tensors = phase in ("setup", "train") and opened.kind == "answer"
+        tensors = phase in ("setup", "train", "evaluate") and opened.kind == "answer"
         return opened.kind, opened.body if tensors else json.loads(opened.body)
 
     def begin_order(self, nonce, **changed):
@@ -114,6 +115,10 @@ class Sender:
         kind, body = self.send("train", encode({"model": self.model()}, "train"), round=round)
         assert kind == "answer", body
         return decode(body, "train")
+
+    def evaluate(self, round):
+        kind, body = self.send("evaluate", encode({}, "evaluate"), round=round)
+        assert kind == "answer", body
 
 
 @pytest.fixture
@@ -272,6 +277,8 @@ def test_a_party_refuses_a_run_that_it_has_not_agreed_to(sender, table, changed,
     [
         ({"num_features": 9}, "the facts do not match its graph"),
         ({"upload": "int8"}, "the filters are not as agreed"),
+        ({"class_weight": "balanced"}, "class_weight is not as agreed"),
+        ({"selection": "pr_auc"}, "selection is not as agreed"),
     ],
 )
 def test_a_party_refuses_facts_that_it_has_not_agreed_to(sender, changed, words):
@@ -377,10 +384,21 @@ def test_a_damaged_state_is_detected(sender):
 
 def test_at_the_end_the_model_is_in_the_partys_own_folder(sender):
     sender.begin_and_set_up()
-    sender.train()
-    assert sender.send("fedloom_finish", {"status": "completed"}) == ("answer", {})
-    assert sender.party.status == "completed"
-    assert sender.party.model.exists()
+    sender.train(1)
+    sender.evaluate(1)
+    assert sender.send("fedloom_best", {"stage": "train"}) == ("answer", {})
+    sender.train(2)
+    sender.evaluate(2)
+    order = {"status": "completed", "stage": "train", "round": 1}
+    assert sender.send("fedloom_finish", order) == ("answer", {})
+    party = sender.party
+    assert party.status == "completed"
+    best, final = load_file(party.model), load_file(party.final_model)
+    assert not same(best, final)
+    party.conclude()
+    scores = json.loads((party.folder / "scores.json").read_text())
+    assert [row["round"] for row in scores["history"]] == [1, 2]
+    assert scores["federated"]["round"] == 1
 
 
 def test_a_key_of_another_party_is_refused(sender):

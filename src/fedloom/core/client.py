@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from fedloom.core.aggregation import PlainResponder, Responder
+from fedloom.core.class_weight import explicit_weights
 from fedloom.core.facts import Facts
 from fedloom.core.filters import parse_filters
-from fedloom.core.message import Message, flatten, isolate, unflatten
-from fedloom.core.method import Method
+from fedloom.core.message import Message, flatten, isolate, tree_map, unflatten
+from fedloom.core.method import OWN_LOGITS, Method
 from fedloom.core.phase import BoundPhase
 from fedloom.core.state import restore, snapshot
 from fedloom.data.graph import Graph
@@ -21,6 +22,8 @@ from fedloom.nn.model import Model
 
 # What upload filters have lost, {phase: tensors}. No method uses this name for its own state.
 LOST = "lost by upload filters"
+# The mean loss of the last training that no evaluation has reported. As above.
+LOSS = "training loss"
 
 
 class Client:
@@ -35,6 +38,11 @@ class Client:
         state: What checkpoints keep: tensors, models and optimisers, by name.
         memory: What a phase keeps for a later one. It is not saved. A resumed run repeats what
             comes before the rounds, and that must rebuild it.
+        class_weight: The weights of classes in the training loss, [classes]. None: all are equal.
+        kept: What predicted in the best evaluation of each stage (`Method.predictor`), by stage.
+            Checkpoints keep it.
+        remembers_shared: Whether the client remembers the shared model that it scored last. A
+            deployed party does. In a simulation the engine has it, once for all clients.
     """
 
     def __init__(
@@ -53,13 +61,26 @@ class Client:
         self.state: dict[str, Any] = {}
         self.memory: dict[str, Any] = {}
         self.streams: dict[str, torch.Generator] = {}
+        self.kept: dict[str, Message] = {}
+        self.remembers_shared = False
+        self._scored: tuple[Message | None, Tensor | None] = (None, None)  # shared model, logits
         self._responder = responder or PlainResponder()
         self._upload = parse_filters(facts.upload, "run.upload")
         self._download = parse_filters(facts.download, "run.download")
         self._batches: tuple[Graph | None, int, list[Graph]] = (None, 0, [])
+        self.class_weight: Tensor | None = explicit_weights(facts.class_weight, facts.num_classes)
+        self._losses: list[Tensor] = []  # of the steps in the current phase
 
     def perform(self, method: Method, phase: str, message: Message) -> Message:
         """Runs a phase. Every engine calls this, wherever the client is."""
+        self._losses = []
+        reply = self._answer(method, phase, message)
+        if self._losses:
+            values = [float(loss) for loss in self._losses]
+            self.state[LOSS] = torch.tensor(sum(values) / len(values))
+        return reply
+
+    def _answer(self, method: Method, phase: str, message: Message) -> Message:
         message = self._download.decode(message)
         if not self._upload:
             return self._responder.answer(method, self, phase, message)
@@ -73,6 +94,43 @@ class Client:
         lost[phase] = unflatten(left)
         return encoded
 
+    def note_scored(self, method: Method, model: Message | None, logits: Tensor) -> None:
+        """Remembers what `predictor` will need of this evaluation.
+
+        Args:
+            method: The method.
+            model: The shared model that was scored. None: the client's own.
+            logits: The logits of the client's items.
+        """
+        self._scored = (
+            model if self.remembers_shared else None,
+            logits.detach() if method.keeps_logits else None,
+        )
+
+    def predictor(self, method: Method, shared: Message | None = None) -> Message:
+        """Returns what predicts as in the last evaluation, without copying it.
+
+        Args:
+            method: The method.
+            shared: The shared model that was scored. None: the client's own, or the one that the
+                client remembers.
+        """
+        remembered, logits = self._scored
+        shared = remembered if shared is None else shared
+        found = method.predictor(self)
+        if shared is not None:
+            found |= method.shared_predictor(shared)
+        return found if logits is None else {**found, OWN_LOGITS: logits}
+
+    def keep(self, method: Method, stage: str, shared: Message | None = None) -> None:
+        """Keeps a copy of `predictor` as the best of a stage.
+
+        Tensors of `shared` are not copied, so that many clients can keep the same ones.
+        """
+        found = self.predictor(method, shared)
+        given = {id(t) for t in flatten(shared).values()} if shared else set()
+        self.kept[stage] = tree_map(lambda t: t if id(t) in given else _copy(t), found)
+
     def build(self, purpose: str = "init") -> Model:
         """Returns a fresh model of this client's architecture, from its own random stream."""
         return self.facts.build(self.facts.model_of[self.name], self.name, purpose)
@@ -83,7 +141,8 @@ class Client:
 
     def snapshot(self) -> Message:
         """Returns everything that a later round depends on, as tensors."""
-        saved: Message = snapshot({"state": self.state, "streams": self.streams})
+        parts = {"state": self.state, "streams": self.streams, "kept": self.kept}
+        saved: Message = snapshot(parts)
         return saved
 
     def restore(self, saved: Message) -> None:
@@ -91,6 +150,7 @@ class Client:
         restore(self.state, saved.get("state", {}))
         for purpose, state in saved.get("streams", {}).items():
             self.rng(purpose).set_state(state)
+        self.kept = saved.get("kept", {})
 
     def loss(
         self,
@@ -98,16 +158,48 @@ class Client:
         batch: Graph,
         reduction: str = "mean",
         of_class: Tensor | None = None,
+        record: bool = True,
     ) -> Tensor:
         """Returns the cross-entropy over the training items of a batch; 0 if it has none.
+
+        The mean over all calls in a phase is the client's training loss, which the run records.
 
         Args:
             logits: [items, classes].
             batch: The graph of the logits.
             reduction: "mean" or "sum".
-            of_class: Class weights.
+            of_class: Class weights. None: those of the run (`run.class_weight`).
+            record: Whether it counts as the client's training loss. False is for networks other
+                than the one that is scored.
         """
-        return training_loss(logits, batch, reduction, of_class)
+        weight = self.class_weight if of_class is None else of_class
+        loss = training_loss(logits, batch, reduction, weight)
+        if record:
+            summed = reduction == "sum"
+            self.record_loss(loss / batch.train.sum().clamp(min=1) if summed else loss)
+        return loss
+
+    def record_loss(self, loss: Tensor) -> None:
+        """Adds the loss of a training step to the client's training loss.
+
+        `loss` calls it. A method that trains the scored model on labels by a loss of its own calls
+        it, too.
+
+        loss: a scalar, the mean over items. It is not recorded if it has no gradient.
+        """
+        if loss.requires_grad:
+            self._losses.append(loss.detach())
+
+    def take_training_loss(self) -> float | None:
+        """Returns the mean loss of the last training, once.
+
+        It is None if the client has not trained since the last call, has no training items, or if
+        the loss is not finite.
+        """
+        loss = self.state.pop(LOSS, None)
+        if loss is None or not loss.isfinite() or not self.graph.train.any():
+            return None
+        return float(loss)
 
     @torch.no_grad()
     def validate(self, model: Model) -> float | None:
@@ -149,6 +241,10 @@ class Client:
             return batches
         order = torch.randperm(len(batches), generator=self.rng("order"))
         return [batches[k] for k in order]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def stream(streams: dict[str, torch.Generator], *names: object) -> torch.Generator:

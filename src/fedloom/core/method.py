@@ -8,19 +8,26 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import nn
 
+from fedloom.core.class_weight import BALANCED
 from fedloom.core.message import Message
 from fedloom.core.phase import phase, phases_of, summed
 from fedloom.core.settings import check_setting, setting
 from fedloom.data.federation import Federation
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, MessageError, Refusal
 from fedloom.nn import metrics
 from fedloom.nn.model import Model, forward_with
+from fedloom.nn.weights import load_weights, weights
 
 if TYPE_CHECKING:
     from fedloom.core.client import Client
     from fedloom.core.facts import Facts
     from fedloom.core.server import Server
+
+
+# The name of the kept logits in the output of `Client.predictor`. No parameter has it.
+OWN_LOGITS = "own_logits"
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,10 @@ class Method(ABC):
         discloses_to_server: What the server learns that is as large as a client's data.
         discloses_to_peers: What other clients learn about a client's features and labels, other
             than through the model.
+        predicts_unseen: A trained model predicts for a new graph, from that graph alone.
+        unseen_needs: What it needs besides, if it does not.
+        keeps_logits: Clients keep their scored logits, because their predictions depend on more
+            than their own graph.
     """
 
     rounds: int = setting(100, "communication rounds", at_least=1)
@@ -62,6 +73,9 @@ class Method(ABC):
     requires_all: ClassVar[tuple[str, ...]] = ()
     discloses_to_server: ClassVar[str] = ""
     discloses_to_peers: ClassVar[str] = ""
+    predicts_unseen: ClassVar[bool] = True
+    unseen_needs: ClassVar[str] = ""
+    keeps_logits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -79,29 +93,86 @@ class Method(ABC):
         """n_k, the number of the client's items: the weight in `@averaged(by="size")`."""
         return {"size": torch.tensor(max(1, client.graph.num_items))}  # inductive: may be empty
 
-    @phase(val="int64[C,C]", test="int64[C,C]", auc="float32[2]")
+    @phase(
+        val="int64[C,C]",
+        test="int64[C,C]",
+        auc="float32[2]",
+        probabilistic="float32[2,4]",
+        loss="float32[]",
+    )
     def evaluate(self, client: Client, model: Message | None = None) -> Message:
-        """Confusion matrices and AUCs of a model on the client's held-out items.
+        """Scores of a model on the client's held-out items, and the loss of its last training.
+
+        Scores are confusion matrices and, if the run wants them, AUCs and the `PROBABILISTIC`
+        metrics; see `fedloom.nn.metrics`.
 
         model: the weights to score. None: the client's own model.
         """
-        graph = client.full_graph
+        graph, facts = client.full_graph, client.facts
         with torch.no_grad():
             logits = self.predict(client, model)
-        areas = [
-            metrics.auc(logits, graph.y, mask) if client.facts.auc else metrics.UNDEFINED
-            for mask in (graph.val, graph.test)
-        ]
+        client.note_scored(self, model, logits)
+        parts = ((graph.val, (facts.selection,)), (graph.test, metrics.PROBABILISTIC))
+        areas = [metrics.UNDEFINED] * 2
+        others = [[metrics.UNDEFINED] * len(metrics.PROBABILISTIC)] * 2
+        if facts.auc:
+            areas = [metrics.auc(logits, graph.y, mask) for mask, _ in parts]
+            others = [
+                metrics.probabilistic(logits, graph.y, mask, facts.top_k, wanted)
+                for mask, wanted in parts
+            ]
         val, test = metrics.held_out(logits, graph)
-        return {"val": val, "test": test, "auc": torch.tensor(areas)}
+        loss = client.take_training_loss()
+        return {
+            "val": val,
+            "test": test,
+            "auc": torch.tensor(areas),
+            "probabilistic": torch.tensor(others),
+            "loss": torch.tensor(metrics.UNDEFINED if loss is None else loss),
+        }
 
     @summed
-    @phase(scores="float64[6,4]")
+    @phase(scores="float64[6,4]", more="float64[8,4]", confusion="int64[C,C]", loss="float64[2]")
     def evaluate_sum(self, client: Client, model: Message | None = None) -> Message:
-        """`evaluate` for a secure run: scores whose sum over clients gives the averages."""
-        reply, items = self.evaluate(client, model), client.full_graph.num_items
-        scores = metrics.additive_scores(reply["val"], reply["test"], reply["auc"], items)
-        return {"scores": scores}
+        """`evaluate` for a secure run: its sum over clients gives averages and one matrix."""
+        reply = self.evaluate(client, model)
+        names = [name for name in ("val", "test", "auc", "probabilistic") if name in reply]
+        columns = metrics.all_scores(
+            *(reply[name].unsqueeze(0) for name in names), selection=client.facts.selection
+        )
+        scores, more = metrics.additive_scores(columns, client.full_graph.num_items)
+        loss, items = float(reply.get("loss", metrics.UNDEFINED)), int(client.graph.train.sum())
+        return {
+            "scores": scores,
+            "more": more,
+            "confusion": reply["test"],
+            "loss": torch.tensor([loss, 1.0] if loss >= 0 else [0.0] * 2, dtype=torch.float64)
+            * items,
+        }
+
+    @summed
+    @phase(counts="int64[C]")
+    def count_labels(self, client: Client) -> Message:
+        """The number of training items of each class, for `run.class_weight`."""
+        graph = client.graph
+        return {"counts": torch.bincount(graph.y[graph.train], minlength=graph.num_classes)}
+
+    @phase()
+    def weigh_classes(self, client: Client, weights: torch.Tensor) -> Message:
+        """Sets the weights of classes in the client's training loss."""
+        if client.facts.class_weight != BALANCED:
+            raise Refusal(
+                f"client {client.name!r} refuses class weights: run.class_weight is "
+                f"{client.facts.class_weight!r}"
+            )
+        expected = (client.facts.num_classes,)
+        if weights.shape != expected or not weights.is_floating_point() or (weights <= 0).any():
+            raise MessageError(
+                f"to client {client.name!r} in 'weigh_classes': tensor 'weights' must hold "
+                f"{expected[0]} numbers above 0"
+            )
+        client.class_weight = weights
+        return {}
 
     def predict(self, client: Client, model: Message | None) -> torch.Tensor:
         """Returns logits for all items of the client's full graph, without dropout.
@@ -112,6 +183,36 @@ class Method(ABC):
         return (
             own(client.full_graph) if model is None else forward_with(own, client.full_graph, model)
         )
+
+    def predictor(self, client: Client) -> Message:
+        """Returns what a client needs to predict after the run, by name, without copying it.
+
+        The default is the weights of `client.state["model"]`. A method whose clients predict with
+        more than that adds it, and overrides `load_predictor`, the inverse.
+        """
+        model = client.state.get("model")
+        return dict(weights(model)) if isinstance(model, nn.Module) else {}
+
+    def shared_predictor(self, model: Message) -> Message:
+        """Returns the part of `predictor` that a shared model replaces, where that is scored.
+
+        model: what `server.evaluate(model=...)` was given.
+        """
+        return dict(model)
+
+    def server_spec(self, facts: Facts) -> str:
+        """Returns the spec of the server's model, if it has one. The default is the clients'."""
+        return facts.models[0]
+
+    def load_predictor(self, client: Client, kept: Message) -> None:
+        """Prepares a new client so that `predict(client, None)` predicts with what was kept.
+
+        `predict` may be called for several graphs after that, each as `client.full_graph`.
+
+        kept: the output of `predictor`, or a shared model.
+        """
+        client.state["model"] = model = client.build()
+        load_weights(model, kept)
 
     def artifacts(self, client: Client) -> Message:
         """Returns what the report draws of a client after a completed run: small tensors.
@@ -172,6 +273,9 @@ class Plugin(ABC):
     requires_all: ClassVar[tuple[str, ...]] = ()
     discloses_to_server: ClassVar[str] = ""
     discloses_to_peers: ClassVar[str] = ""
+    predicts_unseen: ClassVar[bool] = True
+    unseen_needs: ClassVar[str] = ""
+    keeps_logits: ClassVar[bool] = False
 
     @abstractmethod
     def prepare_clients(self, server: Server) -> None:
@@ -196,9 +300,10 @@ def composed(plugin: type[Plugin], method: type[Method], name: str) -> type[Meth
     if not (tasks := tuple(t for t in plugin.tasks if t in method.tasks)):
         has, needs = " and ".join(method.tasks), " or ".join(plugin.tasks)
         raise ConfigError(f"method.base is {name!r}, which does {has} tasks, not {needs} tasks")
-    either = ("uses_cross_edges", "transductive", "validates")
-    both = ("discloses_to_server", "discloses_to_peers")
+    either = ("uses_cross_edges", "transductive", "validates", "keeps_logits")
+    both = ("discloses_to_server", "discloses_to_peers", "unseen_needs")
     joined = {"run", "check", "tasks", "requires_all", "artifacts", "joint_artifacts"}
+    joined.add("predicts_unseen")
     names = {*dir(plugin), *(f.name for f in fields(plugin))} - {*joined, *either, *both}
     taken = {*dir(method), *(f.name for f in fields(method))}
     for key in sorted(names & taken):
@@ -209,6 +314,7 @@ def composed(plugin: type[Plugin], method: type[Method], name: str) -> type[Meth
     body: dict[str, Any] = {"__module__": plugin.__module__, "__doc__": plugin.__doc__}
     body |= {"tasks": tasks, "requires_all": (*plugin.requires_all, *method.requires_all)}
     body |= {key: getattr(plugin, key) or getattr(method, key) for key in either}
+    body["predicts_unseen"] = plugin.predicts_unseen and method.predicts_unseen
     for key in both:
         body[key] = "; ".join(filter(None, (getattr(plugin, key), getattr(method, key))))
     joint = type(f"{plugin.__name__}{method.__name__}", (plugin, method), body)

@@ -45,13 +45,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedloom.data import files, synthetic
+from fedloom.data.edges import DEGREE_CAP, degree_features
 from fedloom.data.graph import SPARSE_FEATURES_BELOW, Graph, Task
 from fedloom.data.sparse import Sparse
+from fedloom.data.tables import SPLITS
 from fedloom.errors import ConfigError, DataError, unknown
 
-# Graphs without node features get their degree as a one-hot vector. All degrees from this one on
-# share a column.
-DEGREE_CAP = 128
 # Part of every cached file's name. Raise it when the stored content changes.
 CACHE_FORMAT = 1
 MASKS = ("train_mask", "val_mask", "test_mask")
@@ -206,7 +205,7 @@ def find(name: str, *, root: Path | None = None) -> Place:
     if name not in _CATALOGUE:
         path = Path(name).expanduser()
         is_file = path.suffix in (".toml", *files.ENDINGS)
-        if is_file or (path / "graph.toml").exists() or len(path.parts) > 1:
+        if is_file or files.is_folder_of_tables(path) or len(path.parts) > 1:
             return Place("tables", path)
         raise unknown("dataset", name, [*_CATALOGUE, *synthetic.GENERATORS])
     entry = _CATALOGUE[name]
@@ -221,8 +220,8 @@ def load(name: str, *, root: Path | None = None, public_split: int = 0) -> Graph
     node features get their degree as a one-hot vector, up to DEGREE_CAP.
 
     Args:
-        name: A name in `catalogue()`; a folder with a graph.toml, or that file (see
-            `files.from_folder`); a file with a graph (see `files.from_file`); or a recipe such as
+        name: A name in `catalogue()`; a folder of tables, or its graph.toml (see
+            `tables.from_folder`); a file with a graph (see `files.from_file`); or a recipe such as
             "synthetic:nodes=1000,homophily=0.8" (see `synthetic`).
         root: A data folder, in place of the one in FEDLOOM_DATA.
         public_split: Which of the dataset's own splits fills train, val and test. They stay empty
@@ -313,7 +312,8 @@ def _read(name: str, entry: Entry, place: Place) -> SimpleNamespace:
             with _quiet():
                 data = _read_raw(entry, place, scratch)
             if data.x is None:
-                data.x = _degree_features(data.edge_index, data.num_nodes)
+                data.x = degree_features(data.edge_index, data.num_nodes)
+            data.edge_attr = None
             graph = files.from_pyg(data, entry.classes, name)
         except Exception as error:
             text = " ".join(str(error).split())
@@ -327,7 +327,7 @@ def _read(name: str, entry: Entry, place: Place) -> SimpleNamespace:
         "labels": (graph.num_items, entry.graphs if entry.task == "graph" else entry.nodes),
     }
     if entry.public and place.kind != "package":  # the Cora of the package has no split
-        for key, size in zip(files.SPLITS, entry.public, strict=True):
+        for key, size in zip(SPLITS, entry.public, strict=True):
             counts[f"{key} nodes"] = (int(getattr(graph, key).sum()), size)
     for key, (found, known) in counts.items():
         if entry.exact and found != known:
@@ -432,11 +432,6 @@ def _read_ogb(folder: Path) -> SimpleNamespace:
         masks[key][table(next(folder.glob(f"split/*/{file}.csv.gz")), np.int64)[:, 0]] = True
     y = table(folder / "raw" / "node-label.csv.gz", np.int64)
     return SimpleNamespace(x=x, edge_index=torch.cat([edges, edges.flip(0)], 1), y=y, **masks)
-
-
-def _degree_features(edge_index: Tensor, num_nodes: int) -> Tensor:
-    degree = torch.bincount(edge_index[0], minlength=num_nodes).clamp(max=DEGREE_CAP)
-    return torch.nn.functional.one_hot(degree, DEGREE_CAP + 1).float()
 
 
 def _unzip(archive: Path, folder: Path) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fedloom.data.graph import Graph, Task
 from fedloom.errors import DataError
+
+if TYPE_CHECKING:
+    from fedloom.data.encoding import Encoding
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,11 @@ class Federation:
         return next((g.feature_names for g in self.graphs if g.feature_names), ())
 
     @property
+    def encoding(self) -> Encoding | None:
+        """What made the features of raw columns; None if nothing did."""
+        return next((g.encoding for g in self.graphs if g.encoding is not None), None)
+
+    @property
     def task(self) -> Task:
         """ "node" or "graph"."""
         return self.graphs[0].task
@@ -217,4 +225,5 @@ def disjoint_union(graphs: Iterable[Graph]) -> Graph:
         name=parts[0].name,
         class_names=parts[0].class_names,
         feature_names=parts[0].feature_names,
+        encoding=parts[0].encoding,
     )

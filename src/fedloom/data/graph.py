@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor
 from fedloom.data.matmul import matmul
 from fedloom.data.sparse import Sparse
 from fedloom.errors import DataError, unknown
+
+if TYPE_CHECKING:
+    from fedloom.data.encoding import Encoding
 
 T = TypeVar("T")
 Task = Literal["node", "graph"]
@@ -51,6 +54,7 @@ class Graph:
             with the graph and never travel. None: the numbers in `node_id`, or of the graphs.
         class_names: The classes' own names, in the order of their numbers. Empty: the numbers.
         feature_names: The names of the columns of `x`. Empty: unnamed.
+        encoding: What made `x` of the raw columns of a table; None if nothing did.
     """
 
     x: Tensor
@@ -68,6 +72,7 @@ class Graph:
     ids: np.ndarray | None = None
     class_names: tuple[str, ...] = ()
     feature_names: tuple[str, ...] = ()
+    encoding: Encoding | None = None
     transient: ClassVar[bool] = False  # whether the graph is used only once and caching is useless
     # Results that depend on this graph (see `cached`). It is not an argument of the constructor,
     # because `replace` must never pass it to a graph with other edges.

@@ -12,16 +12,23 @@
     bank-b = "bank-b.pub"
 
     [data]                               # what every party's graph must match
-    num_features = 128
-    num_classes = 4
+    class_names = ["ok", "fraud"]        # the classes, in the order of their numbers
+    feature_names = ["age", "balance"]   # the columns, in order; or only their number:
+                                         # num_classes = 2, num_features = 128
     task = "node"
     split = "20/40/40"                   # "own": each graph has its own training, validation
                                          # and test masks
+
+    [data.columns]                       # raw columns, which the parties encode together; they
+    amount = { scale = "log" }           # replace feature_names (`fedloom.data.encoding`)
+    country = "category"
 
     [model], [method], [run]             # as in a recipe
 
 A party does only what its own copy says. It refuses a coordinator with another method, model or
 setting, and names the differences. The parties agree on public keys, not on the names of files.
+Classes and columns of a party's graph are brought into the agreed order by their names
+(`fedloom.deploy.names`).
 """
 
 from __future__ import annotations
@@ -29,7 +36,8 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +45,16 @@ from fedloom.core.message import FORMAT
 from fedloom.core.method import Method
 from fedloom.core.registry import make_method, method_class
 from fedloom.core.settings import check_setting, setting
+from fedloom.data.columns import Table
+from fedloom.data.encoding import AUTO, Encoding
 from fedloom.data.federation import PartySize
 from fedloom.data.files import from_file, from_folder
 from fedloom.data.graph import Graph
 from fedloom.data.split import apply_split, check_split
+from fedloom.data.tables import read_folder
 from fedloom.deploy.envelope import VERSION as ENVELOPE_VERSION
 from fedloom.deploy.keys import PublicKey, public_key_of, read_public_key, require_party_name
+from fedloom.deploy.names import align_classes, align_features
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiments.recipe import ModelTable, read_tables, table
 from fedloom.experiments.settings import RunSettings, chosen_evaluation
@@ -68,9 +80,17 @@ class DataTable:
 
     num_features: int = setting(0, "width of the node features", at_least=1)
     num_classes: int = setting(0, "number of classes over all parties", at_least=1)
+    class_names: tuple[str, ...] = setting((), "the classes, in the order of their numbers")
+    feature_names: tuple[str, ...] = setting((), "the columns of the node features, in order")
     task: str = setting("node", "what is predicted", choices=("node", "graph"))
     split: str = setting("20/40/40", 'shares per class, or "own": the masks of each graph')
     inductive: bool = setting(False, "validation and test items are absent during training")
+    columns: Mapping[str, Any] = field(
+        default_factory=dict, metadata={"help": "raw columns of the tables, and how to encode them"}
+    )
+    encoding: Mapping[str, Any] = field(
+        default_factory=dict, metadata={"help": "what all columns share: fill, scale, min_count"}
+    )
 
 
 TABLES: dict[str, Any] = {
@@ -94,6 +114,14 @@ class Agreement:
     parties: Mapping[str, PublicKey]
     coordinator: PublicKey
     folder: Path
+
+    @cached_property
+    def encoding(self) -> Encoding | None:
+        """The declared encoding of raw columns, not fitted; None if features are numbers already.
+
+        Its columns are sorted by name, so that their order in a copy does not matter.
+        """
+        return _declared(self.data)
 
     def make_method(self) -> Method:
         """Returns the method, with its settings."""
@@ -120,7 +148,7 @@ class Agreement:
         return {
             "wire": {"messages": FORMAT, "envelopes": ENVELOPE_VERSION},
             "parties": {name: key.text() for name, key in self.parties.items()},
-            "data": {f.name: getattr(self.data, f.name) for f in fields(DataTable)},
+            "data": {f.name: _json(getattr(self.data, f.name)) for f in fields(DataTable)},
             "model": {f.name: getattr(self.model, f.name) for f in fields(ModelTable)},
             "method": {
                 "name": Path(self.method).name,
@@ -133,25 +161,53 @@ class Agreement:
     def graph(self, path: Path, party: str) -> Graph:
         """Returns a party's graph, split as agreed. Raises DataError if it does not match.
 
+        Classes and features are in the agreed order. A warning says what had to be assumed. If the
+        agreement declares raw columns, the graph is a `RawGraph`, which is not encoded yet.
+
         path: a folder of tables, or a file that `from_file` reads.
         """
-        graph = from_folder(path) if path.is_dir() else from_file(path)
-        for fact in ("num_features", "task"):
+        where = f"party {party!r}: {str(path)!r}"
+        graph = self._read(path, where)
+        for fact in ("num_features", "task") if self.encoding is None else ("task",):
             if (actual := getattr(graph, fact)) != (agreed := getattr(self.data, fact)):
                 raise DataError(
                     f"party {party!r}: {fact} of {str(path)!r} is {actual}, "
                     f"the agreement says {agreed}"
                 )
-        if len(graph.y) and (highest := int(graph.y.max())) >= self.data.num_classes:
-            raise DataError(
-                f"party {party!r}: {str(path)!r} has a class {highest}, the agreement says "
-                f"num_classes = {self.data.num_classes} (0 to {self.data.num_classes - 1})"
-            )
-        copied = {f.name: getattr(graph, f.name) for f in fields(Graph) if f.init}
-        graph = Graph(**copied | {"num_classes": self.data.num_classes})
+        graph = align_classes(graph, self.data.class_names, self.data.num_classes, where)
         if self.data.split == OWN_SPLIT:
             return graph
         return apply_split(graph, self.data.split, self.run.seed, names=[party])
+
+    def _read(self, path: Path, where: str) -> Graph:
+        """Returns a party's graph with the agreed features, or with the agreed raw columns."""
+        if self.encoding is None:
+            graph = from_folder(path) if path.is_dir() else from_file(path)
+            if graph.encoding is not None:
+                columns = ", ".join(column.name for column in graph.encoding.columns)
+                raise DataError(
+                    f"{where} has columns that must be encoded ({columns}), which a party cannot "
+                    "do alone: declare them in [data.columns] of the agreement"
+                )
+            return align_features(graph, self.data.feature_names, where)
+        if not path.is_dir():
+            raise DataError(
+                f"{where} is a file: the agreement has [data.columns], give a folder of tables"
+            )
+        raw = read_folder(path)
+        require_columns(self.encoding, raw.table)
+        return raw
+
+
+def require_columns(encoding: Encoding, table: Table) -> None:
+    """Raises a DataError if a table lacks a declared column or has a cell that does not fit."""
+    if not any(column.kind == AUTO for column in encoding.columns):
+        encoding.fit(table)
+        return
+    encoding.summands(table)
+    for column in encoding.columns:
+        if column.kind in ("number", "boolean", "date"):
+            table.values(column.name, column.kind, column.format)
 
 
 def differences(
@@ -187,6 +243,7 @@ def read_agreement(path: Path) -> Agreement:
         of_run["engine"] = "flower"
         of_run.setdefault("checkpoint_every", 1)  # every deployment can be resumed
     built = {name: table(name, cls, tables.get(name, {})) for name, cls in TABLES.items()}
+    built["data"] = _counted(built["data"])
     parties = tables.get("parties", {})
     if not parties:
         raise ConfigError(
@@ -224,6 +281,46 @@ def read_agreement(path: Path) -> Agreement:
     if agreement.authority is not None and not agreement.authority.is_file():
         raise ConfigError(f"federation.authority: there is no file {str(agreement.authority)!r}")
     return agreement
+
+
+def _declared(data: DataTable) -> Encoding | None:
+    for key in ("columns", "encoding"):
+        if not isinstance(getattr(data, key), Mapping):
+            raise ConfigError(
+                f"data.{key} is {getattr(data, key)!r}, must be a table: [data.{key}]"
+            )
+    if not data.columns:
+        if data.encoding:
+            raise ConfigError("data.encoding: there is no [data.columns] that it could apply to")
+        return None
+    return Encoding.of(dict(sorted(data.columns.items())), data.encoding, "data.")
+
+
+def _counted(data: DataTable) -> DataTable:
+    """Returns [data] with the numbers of classes and features, which names may stand for."""
+    counted: dict[str, Any] = {}
+    encoded = _declared(data) is not None
+    if encoded and (data.feature_names or data.num_features):
+        given = "feature_names" if data.feature_names else "num_features"
+        raise ConfigError(f"data.{given}: [data.columns] gives the features; remove one")
+    for number, names in (("num_classes", "class_names"), ("num_features", "feature_names")):
+        given, count = getattr(data, names), getattr(data, number)
+        valid = isinstance(given, list | tuple) and all(isinstance(n, str) and n for n in given)
+        if not valid or len(set(given)) < len(given):
+            raise ConfigError(f"data.{names} is {given!r}, must be a list of different names")
+        if not given and not count and not (encoded and number == "num_features"):
+            raise ConfigError(f"data.{number} is missing: give it, or {names}")
+        if given and count and count != len(given):
+            raise ConfigError(
+                f"data.{number} is {count}, but data.{names} has {len(given)} names; remove one"
+            )
+        counted |= {names: tuple(given), number: len(given) or count}
+    return replace(data, **counted)
+
+
+def _json(value: Any) -> Any:
+    """Returns a setting as JSON, so that it can be compared with one that was received."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _public_key(field: str, given: object, folder: Path) -> PublicKey:
@@ -268,10 +365,10 @@ def require_tls(agreement: Agreement, insecure: bool) -> None:
         "federation.address": agreement.federation.address,
         "federation.listen": agreement.federation.listen,
     }
-    for field, text in addresses.items():
-        if text and not is_loopback(host_and_port(text, field)[0]):
+    for key, text in addresses.items():
+        if text and not is_loopback(host_and_port(text, key)[0]):
             raise ConfigError(
-                f"federation.authority is missing, and {field} is {text!r}: without TLS only "
+                f"federation.authority is missing, and {key} is {text!r}: without TLS only "
                 "addresses of this machine are allowed (127.0.0.1)"
             )
     if not insecure:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 from fedloom.core.absence import FaultPolicy
 from fedloom.core.facts import Facts
 from fedloom.core.message import Absent
+from fedloom.data.encoding import Encoding
 from fedloom.data.federation import PartySize, Roster
 from fedloom.data.graph import Task
 from fedloom.deploy.agreement import Agreement, differences
@@ -134,6 +135,7 @@ class Coordinator:
         self.sizes: dict[str, PartySize] = {}
         self.knows_cross_edges = False
         self.facts: Facts | None = None
+        self.encoding: Encoding | None = None  # fitted, if the agreement declares one
         self.ready: set[str] = set()
         self.on_join: Callable[[PartySize], None] = lambda size: None
         self._sequence = -1
@@ -187,19 +189,32 @@ class Coordinator:
         sizes = tuple(
             self.sizes.get(name, PartySize(name, 0, 0, 0, 0, 0)) for name in self.agreement.parties
         )
+        names = data.feature_names if self.encoding is None else self.encoding.feature_names
         return Roster(
             sizes,
-            data.num_features,
+            len(names) or data.num_features,
             data.num_classes,
             cast(Task, data.task),
             data.inductive,
             self.knows_cross_edges,
             {"dataset": "each party's own", "clients": len(sizes)},
+            data.class_names,
+            names,
         )
+
+    def begin_fit(self) -> None:
+        """Begins the fit of the encoding at all parties that have joined.
+
+        Raises ConfigError if one refuses.
+        """
+        self._begin_at_all()
 
     def begin(self, facts: Facts) -> None:
         """Begins the run at all parties that have joined. Raises ConfigError if one refuses."""
         self.facts = facts
+        self._begin_at_all()
+
+    def _begin_at_all(self) -> None:
         nonces, absent = self._hello(sorted(self.sizes))
         answers = {**absent, **self._begin(nonces, rejoin=False)}
         for name, answer in answers.items():
@@ -241,16 +256,21 @@ class Coordinator:
         return nonce, PartySize(name, **{count: size[count] for count in counts})
 
     def _begin(self, nonces: Mapping[str, str], rejoin: bool) -> dict[str, dict[str, Any] | Absent]:
-        """Begins the run at parties that have just answered hello. Returns their answers."""
-        assert self.facts is not None
-        order = {
-            "agreed": self.agreement.agreed(),
-            "facts": facts_to_json(self.facts),
-            "lineage": self.lineage,
-            "rejoin": rejoin,
-        }
+        """Begins the run at parties that have just answered hello. Returns their answers.
+
+        Without facts it is the fit of the encoding that begins.
+        """
+        phase, order = "fedloom_fit", dict[str, Any](agreed=self.agreement.agreed())
+        if self.facts is not None:
+            phase = "fedloom_begin"
+            order |= {
+                "facts": facts_to_json(self.facts),
+                "lineage": self.lineage,
+                "rejoin": rejoin,
+                "encoding": None if self.encoding is None else self.encoding.to_json(),
+            }
         answers = self.control(
-            "fedloom_begin", {name: {**order, "nonce": nonce} for name, nonce in nonces.items()}
+            phase, {name: {**order, "nonce": nonce} for name, nonce in nonces.items()}
         )
         self.ready |= {name for name, answer in answers.items() if not isinstance(answer, Absent)}
         return answers

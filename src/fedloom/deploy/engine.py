@@ -14,7 +14,7 @@ import shutil
 import socket
 import tempfile
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,6 +30,7 @@ from fedloom.core.registry import name_of
 from fedloom.engines.base import Details
 from fedloom.errors import ConfigError
 from fedloom.experiments import checkpoint
+from fedloom.experiments.trained import read_model
 
 try:
     from fedloom.deploy.agreement import OWN_SPLIT, Agreement, read_agreement
@@ -46,17 +47,29 @@ JOIN_SECONDS = 120.0  # that the parties on this machine have to join
 
 
 class RemoteEngine:
-    """An engine over a coordinator whose parties have begun the run."""
+    """An engine over a coordinator whose parties have begun the run.
+
+    Args:
+        coordinator: The coordinator.
+        before_finish: Called before the parties are told that the run is completed.
+        prefix: What phases begin with on the wire, if they are not those of the agreed method.
+    """
 
     tolerates_failures: ClassVar[bool] = True
     supports_deadline: ClassVar[bool] = True
     round: int = 0
 
-    def __init__(self, coordinator: Coordinator):
-        self.coordinator = coordinator
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        before_finish: Callable[[], None] = lambda: None,
+        prefix: str = "",
+    ):
+        self.coordinator, self._before_finish, self._prefix = coordinator, before_finish, prefix
 
     def call(self, phase: str, messages: dict[str, Message]) -> Mapping[str, Message | Absent]:
         """Runs a phase at each client in `messages`. Returns each one's reply, or its absence."""
+        phase = f"{self._prefix}{phase}"
         bodies: dict[int, bytes] = {}  # a message that all receive is encoded once
         for message in messages.values():
             if id(message) not in bodies:
@@ -94,7 +107,11 @@ class RemoteEngine:
         if absent and not self.coordinator.policy.tolerates_absence:
             raise ConfigError("; ".join(absent))
 
-    def models(self) -> dict[str, Message]:
+    def keep_models(self, stage: str, shared: Message | None) -> None:
+        """Makes each party keep the model that it has just scored. A shared model it has."""
+        self._control("fedloom_best", {"stage": stage})
+
+    def models(self, stage: str | None = None, shared: Message | None = None) -> dict[str, Message]:
         """Returns nothing: a party's model stays with the party."""
         return {}
 
@@ -113,15 +130,15 @@ class RemoteEngine:
         """Returns the peak memory of the coordinator's process, in MB."""
         return peak_memory() / 2**20
 
-    def finish(self) -> None:
-        """Tells the parties that the run is completed.
+    def finish(self, stage: str = "", round: int = 0) -> None:
+        """Tells the parties that the run is completed, and which of their models is the best.
 
         After any other end, the parties wait for the coordinator to come back.
         """
+        self._before_finish()
         ready = sorted(self.coordinator.ready)
-        self.coordinator.control(
-            "fedloom_finish", {name: {"status": "completed"} for name in ready}
-        )
+        order = {"status": "completed", "stage": stage, "round": round}
+        self.coordinator.control("fedloom_finish", dict.fromkeys(ready, order))
 
     def close(self) -> None:
         """Closes the transport."""
@@ -189,6 +206,9 @@ class Engine(RemoteEngine):
             "threads": torch.get_num_threads(),
             "upload": facts.upload,
             "download": facts.download,
+            "selection": facts.selection,
+            "top_k": facts.top_k,
+            "class_weight": facts.class_weight,
         }
         if facts.secure is not None:
             terms = {
@@ -205,6 +225,7 @@ class Engine(RemoteEngine):
             "data": {
                 "num_features": graph.num_features,
                 "num_classes": graph.num_classes,
+                "class_names": list(graph.class_names),
                 "task": facts.task,
                 "split": OWN_SPLIT,
                 "inductive": clients[0].inductive,
@@ -246,6 +267,15 @@ class Engine(RemoteEngine):
             )
         super().restore(_mark_to_message(mark))
 
+    def models(self, stage: str | None = None, shared: Message | None = None) -> dict[str, Message]:
+        """Returns the models that the parties have written to their folders at the end."""
+        files = {
+            party.name: self.folder / party.name / ("final-model" if stage is None else "model")
+            for party in self.parties
+        }
+        paths = {name: path.with_suffix(".safetensors") for name, path in files.items()}
+        return {name: read_model(path)[1] for name, path in paths.items() if path.exists()}
+
     def _require_parties(self) -> None:
         for party in self.parties:
             party.require_alive()
@@ -278,7 +308,7 @@ def _decoded(answer: bytes, phase: str) -> Message | Absent:
         return Absent(f"refused: {error}", error)
 
 
-def _toml(value: bool | int | float | str) -> str:
+def _toml(value: bool | int | float | str | list[str]) -> str:
     """Returns a value as TOML."""
     if isinstance(value, bool):
         text = str(value).lower()

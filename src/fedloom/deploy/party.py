@@ -6,10 +6,18 @@ the method or one of these control orders:
     order             content                     answer
     fedloom_hello     none                        what the party has agreed to, the size of its
                                                   graph, and a fresh nonce
-    fedloom_begin     facts, agreement, nonce     none; an error if the party refuses the run
+    fedloom_fit       agreement, nonce            none; the fit of the encoding begins, if raw
+                                                  columns are agreed (`fedloom.deploy.encode`)
+    fedloom_begin     facts, agreement, nonce,    none; an error if the party refuses the run
+                      encoding
     fedloom_keep      mark                        none; the party saves its state in its own folder
     fedloom_restore   mark                        none; the party restores that state
-    fedloom_finish    status                      none; the party saves its model in its own folder
+    fedloom_local     seconds                     whether its Local baseline is done or declined;
+                                                  the party trains it for about that long
+    fedloom_best      stage                       none; the party keeps the model that it has just
+                                                  scored, the best of that stage so far
+    fedloom_finish    status, stage, round        none; the party saves its models in its own folder
+                                                  (that of the stage's best round, and the last one)
                                                   and ends
 
 A party begins a run only if the order contains the nonce that the party has just drawn, so that a
@@ -26,7 +34,8 @@ import secrets
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
@@ -34,23 +43,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 
 from fedloom._system import write_atomic
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts, SecureTerms
-from fedloom.core.message import decode, encode, flatten
+from fedloom.core.message import Message, decode, encode
 from fedloom.core.method import Method
 from fedloom.core.phase import phases_of
+from fedloom.data.encoding import Encoding
 from fedloom.data.graph import Graph
 from fedloom.deploy.agreement import Agreement, differences, size_of
+from fedloom.deploy.baseline import PROGRAM as LOCAL_PROGRAM
+from fedloom.deploy.baseline import LocalBaseline, LocalScores
+from fedloom.deploy.encode import FILE as ENCODING_FILE
+from fedloom.deploy.encode import PROGRAM as FIT_PROGRAM
+from fedloom.deploy.encode import encoded, fit_facts, fit_method
 from fedloom.deploy.envelope import EnvelopeError, Header, Kind, open_order, sign
 from fedloom.deploy.framing import receive_frame, send_frame
 from fedloom.deploy.keys import PartyKey
 from fedloom.deploy.party_transport import PartyTransport, RefusedError, UnreachableError
-from fedloom.errors import ConfigError, DataError, FedloomError, MessageError, unknown
+from fedloom.deploy.scores import OwnHistory, gain, observed, scores_of
+from fedloom.errors import ConfigError, DataError, FedloomError, MessageError, Refusal, unknown
 from fedloom.experiments import checkpoint
-from fedloom.nn.weights import weights
+from fedloom.experiments.trained import ModelCard, model_bytes
 from fedloom.privacy.secure_aggregation import responder_for
 
 SAVED_STATES = 3  # that a party keeps: a resumed run may need the one before the last
@@ -59,7 +74,11 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 0.5
 REFUSED_SECONDS = 10.0  # after which a party gives up on a coordinator that refuses it
 ERROR_LENGTH = 1000  # characters of an error message that the coordinator receives
 
+LOCAL_SECONDS = 10.0  # of the Local baseline's training in one order, at most
+HISTORY = "history.jsonl"  # the party's own scores, in the folder of a run's states
+
 Log = Callable[[str], None]  # called with a line for each event
+OnScores = Callable[[dict[str, Any]], None]  # called with a round and its scores
 
 
 class LostStateError(FedloomError):
@@ -93,8 +112,10 @@ class Party:
         agreement: The party's own copy of the agreement.
         name: The party's name.
         key: The party's key.
-        graph: The party's graph.
+        graph: The party's graph; a `RawGraph` if the agreement declares raw columns.
         folder: Where the party saves its states and, at the end, its model.
+        baseline: Whether the party computes its Local baseline after the rounds.
+        on_scores: Called with the party's own scores in each evaluation.
         tell_errors: Whether the coordinator receives the message of every error. A message may
             contain values of the graph. By default the coordinator receives the messages of
             fedloom's own errors; of any other error it receives the type and a number. The folder's
@@ -109,6 +130,9 @@ class Party:
         graph: Graph,
         folder: Path,
         tell_errors: bool = False,
+        *,
+        baseline: bool = False,
+        on_scores: OnScores = lambda row: None,
     ):
         if name not in agreement.parties:
             raise unknown("party", name, agreement.parties)
@@ -116,19 +140,32 @@ class Party:
             raise ConfigError(f"key: it does not match the key of party {name!r} in the agreement")
         self.agreement, self.name, self.key = agreement, name, key
         self.graph, self.folder, self.tell_errors = graph, folder, tell_errors
+        self._raw = graph  # before it is encoded
         self.agreed = agreement.agreed()
-        self.status = ""
+        self.status, self.on_scores = "", on_scores
+        self._wants_baseline = baseline
+        self._local: LocalBaseline | None = None
         self._lineage = ""  # the id of the run, the same through every resume
         self._session = _Session("")  # the session that has begun the current run
         self._next = _Session("")  # a session that has said hello since
         self._to_restore = ""  # the state to restore before the first order of a round
         self._method: Method | None = None
         self._client: Client | None = None
+        self._fit_client: Client | None = None  # that takes part in the fit of the encoding
+        self._local_client: Client | None = None  # that adds the Local score to a sum
+        self._round = 0  # of the phase that is executed
+        self._stage = ""  # whose best evaluation is the result of the run
+        self._history: OwnHistory | None = None
 
     @property
     def model(self) -> Path:
-        """The file that holds the party's model when the run has ended."""
+        """The file that holds the party's best model when the run has ended."""
         return self.folder / "model.safetensors"
+
+    @property
+    def final_model(self) -> Path:
+        """The file that holds the party's model of the last round."""
+        return self.folder / "final-model.safetensors"
 
     @property
     def errors(self) -> Path:
@@ -163,10 +200,16 @@ class Party:
         return sign(reply, answered, self.key)
 
     def _execute(self, header: Header, body: bytes, session: _Session) -> tuple[Kind, bytes]:
-        before = {"fedloom_hello": self._hello, "fedloom_begin": self._begin}
+        before = {
+            "fedloom_hello": self._hello,
+            "fedloom_fit": self._begin_fit,
+            "fedloom_begin": self._begin,
+        }
         during = {
             "fedloom_keep": self._save_state,
             "fedloom_restore": self._restore,
+            "fedloom_local": self._train_alone,
+            "fedloom_best": self._keep_model,
             "fedloom_finish": self._finish,
         }
         try:
@@ -215,7 +258,8 @@ class Party:
             "knows_cross_edges": bool(self.graph.cross_edges.shape[1]),
         }
 
-    def _begin(self, order: dict[str, Any], session: _Session) -> dict[str, Any]:
+    def _require_current(self, order: dict[str, Any], session: _Session) -> None:
+        """Raises unless the order contains the party's nonce and what the party has agreed to."""
         if not session.nonce or order["nonce"] != session.nonce:
             raise MessageError("the nonce is not the one that the party has drawn: an old order")
         session.nonce = ""
@@ -223,13 +267,51 @@ class Party:
             raise ConfigError(
                 f"party {self.name!r} has agreed to something else: {'; '.join(found)}"
             )
+
+    def _begin_fit(self, order: dict[str, Any], session: _Session) -> dict[str, Any]:
+        self._require_current(order, session)
+        if self.agreement.encoding is None:
+            raise ConfigError(f"party {self.name!r}: no raw columns are agreed")
+        facts, inductive = fit_facts(self.agreement), self.agreement.data.inductive
+        self._fit_client = Client(self.name, self._raw, facts, inductive, responder_for(facts))
+        self._session = session
+        self._method = self._client = None  # the run that was, if any, is over
+        return {}
+
+    def _encode(self, order: dict[str, Any]) -> None:
+        """Encodes the party's table, if raw columns are agreed, and keeps the encoding."""
+        if self.agreement.encoding is None:
+            return
+        encoding = Encoding.from_json(order["encoding"])
+        with self._private_errors():
+            self.graph = encoded(self._raw, encoding, self.agreement.encoding, self.name)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.folder / ENCODING_FILE, (encoding.to_json() + "\n").encode())
+
+    @contextmanager
+    def _private_errors(self) -> Iterator[None]:
+        """Keeps the text of errors about the party's tables, which name cells, with the party."""
+        try:
+            yield
+        except DataError as error:
+            raise ValueError(str(error)) from error
+
+    def _begin(self, order: dict[str, Any], session: _Session) -> dict[str, Any]:
+        self._require_current(order, session)
         facts = facts_from_json(order["facts"])
+        self._encode(order)
         self._require_agreed(facts)
         torch.set_num_threads(self.agreement.run.threads)
-        self._method, self._lineage = self.agreement.make_method(), _file_name(order, "lineage")
+        lineage = _file_name(order, "lineage")
+        if lineage != self._lineage:
+            self._local = None  # of another run
+        self._method, self._lineage = observed(self.agreement.make_method(), self._note), lineage
+        self._history = OwnHistory(self._state_folder() / HISTORY)
         self._session = session
         inductive = self.agreement.data.inductive
         self._client = Client(self.name, self.graph, facts, inductive, responder_for(facts))
+        self._fit_client = self._local_client = None
+        self._client.remembers_shared = True
         # A party that was restarted during a run continues from its last saved state.
         self._to_restore = self._latest_state() if order["rejoin"] else ""
         return {}
@@ -244,20 +326,101 @@ class Party:
             raise ConfigError(f"party {self.name!r}: the terms of secure sums are not as agreed")
         if (facts.upload, facts.download) != (settings.upload, settings.download):
             raise ConfigError(f"party {self.name!r}: the filters are not as agreed")
+        for name in ("selection", "top_k", "class_weight"):
+            if getattr(facts, name) != getattr(settings, name):
+                raise ConfigError(f"party {self.name!r}: {name} is not as agreed")
 
     def _perform(self, header: Header, body: bytes) -> bytes:
+        if header.phase.startswith(FIT_PROGRAM):
+            return self._perform_in_fit(header, body)
+        if header.phase.startswith(LOCAL_PROGRAM):
+            return self._perform_in_local_sum(header, body)
         method, client = self._ready()
         if self._to_restore and header.round > 0:
             self._restore({"mark": self._to_restore})
+        self._round = header.round
         message = decode(body, header.phase)
-        phase, plain = phases_of(type(method)).get(header.phase), client.facts.secure is None
-        if phase is None and (plain or hasattr(method, header.phase)):
-            raise MessageError(
-                f"{header.phase!r} is not a phase of method {self.agreement.method!r}"
-            )
-        if phase is not None and plain:
-            phase.require_names(message, f"to party {self.name!r}")
+        _require_phase(method, client, header.phase, message, self.agreement.method)
         return encode(client.perform(method, header.phase, message), header.phase)
+
+    def _perform_in_fit(self, header: Header, body: bytes) -> bytes:
+        """Executes a phase of the fit of the encoding."""
+        if self._fit_client is None:
+            raise LostStateError(f"party {self.name!r} has not begun the fit of the encoding")
+        method, phase = fit_method(self.agreement), header.phase.removeprefix(FIT_PROGRAM)
+        message = decode(body, header.phase)
+        _require_phase(method, self._fit_client, phase, message, "fit of the encoding")
+        with self._private_errors():
+            reply = self._fit_client.perform(method, phase, message)
+        return encode(reply, header.phase)
+
+    def _note(self, reply: Message) -> None:
+        """Notes the party's own scores in an evaluation."""
+        assert self._history is not None
+        row = {"round": self._round, **scores_of(reply, self.agreement.run.selection)}
+        self._history.add(row)
+        self.on_scores(row)
+
+    # ---- the Local baseline ----
+    def _train_alone(self, order: dict[str, Any]) -> dict[str, Any]:
+        method, client = self._ready()
+        if not self._wants_baseline:
+            return {"declined": True, "done": False}
+        done = self._baseline(method, client).train(min(float(order["seconds"]), LOCAL_SECONDS))
+        return {"declined": False, "done": done}
+
+    def _baseline(self, method: Method, client: Client) -> LocalBaseline:
+        if self._local is None:
+            self._local = LocalBaseline(
+                self.name,
+                self.graph,
+                client.facts,
+                method,
+                self.agreement.run,
+                self.agreement.data.inductive,
+            )
+        return self._local
+
+    def _perform_in_local_sum(self, header: Header, body: bytes) -> bytes:
+        """Executes a stage of the sum of all parties' Local scores."""
+        _, client = self._ready()
+        if self._local is None or not self._local.done:
+            raise Refusal(f"party {self.name!r} has no Local baseline")
+        if self._local_client is None:
+            facts = client.facts
+            self._local_client = Client(self.name, self.graph, facts, False, responder_for(facts))
+            self._local_client.memory["local"] = self._local.summand
+        method, phase = LocalScores(), header.phase.removeprefix(LOCAL_PROGRAM)
+        message = decode(body, header.phase)
+        _require_phase(method, self._local_client, phase, message, "Local scores")
+        return encode(self._local_client.perform(method, phase, message), header.phase)
+
+    def conclude(self) -> str:
+        """Ends the Local baseline and writes the party's scores.json. Returns a line about both.
+
+        Call it when the run has ended. The line is empty if there is nothing to compare.
+        """
+        if self._method is None or self._client is None or self._history is None:
+            return ""
+        metric = self.agreement.run.selection
+        scores: dict[str, Any] = {
+            "party": self.name,
+            "status": self.status,
+            "selection": metric,
+            "class_names": list(self.graph.classes),
+            "federated": self._history.best(self._stage, metric),
+            "local": None,
+            "history": self._history.rows,
+        }
+        if self._wants_baseline:
+            baseline = self._baseline(self._method, self._client)
+            baseline.train(math.inf)
+            scores["local"] = baseline.scores
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.folder / "scores.json", (json.dumps(scores, indent=1) + "\n").encode())
+        if scores["local"] is None:
+            return ""
+        return gain(scores["federated"], scores["local"], metric, f"test items of {self.name}")
 
     def _save_state(self, order: dict[str, Any]) -> dict[str, Any]:
         _, client = self._ready()
@@ -279,12 +442,46 @@ class Party:
         return {}
 
     def _finish(self, order: dict[str, Any]) -> dict[str, Any]:
-        if self._client is not None and "model" in self._client.state:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            tensors = flatten(weights(self._client.state["model"]))
-            write_atomic(self.model, save({n: t.contiguous() for n, t in tensors.items()}))
+        if self._method is not None and self._client is not None:
+            stage, number = str(order.get("stage", "")), order.get("round")
+            self._write_model(self.model, "best", self._client.kept.get(stage, {}), stage, number)
+            last = self._client.predictor(self._method)
+            self._write_model(self.final_model, "final", last, stage, None)
+            self._stage = stage
         self.status = str(order["status"])
         return {}
+
+    def _keep_model(self, order: dict[str, Any]) -> dict[str, Any]:
+        method, client = self._ready()
+        stage = order.get("stage")
+        if not isinstance(stage, str) or not stage or "/" in stage:
+            raise MessageError("stage is not a text without '/'")
+        client.keep(method, stage)
+        if self._history is not None:
+            self._history.mark_best(stage)
+        return {}
+
+    def _write_model(
+        self, path: Path, which: str, tensors: Message, stage: str, number: int | None
+    ) -> None:
+        """Writes a model to the party's folder, if there is one."""
+        method, client = self._ready()
+        if not tensors:
+            return
+        card = ModelCard.of(
+            method,
+            self.agreement.method_path,
+            client.facts,
+            self.name,
+            which,
+            number,
+            stage,
+            self.graph.class_names,
+            self.graph.feature_names,
+            encoding=self.graph.encoding,
+        )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, model_bytes(card, tensors))
 
     def _ready(self) -> tuple[Method, Client]:
         if self._method is None or self._client is None:
@@ -308,6 +505,20 @@ class Party:
 def state_folder(folder: Path, lineage: str) -> Path:
     """Returns where a party with that folder saves the states of a run."""
     return folder / "states" / lineage
+
+
+def _require_phase(
+    method: Method, client: Client, name: str, message: Message, called: str
+) -> None:
+    """Raises MessageError unless a phase of the method, or of secure sums, takes the message.
+
+    called: the method's name in the error message.
+    """
+    phase, plain = phases_of(type(method)).get(name), client.facts.secure is None
+    if phase is None and (plain or hasattr(method, name)):
+        raise MessageError(f"{name!r} is not a phase of method {called!r}")
+    if phase is not None and plain:
+        phase.require_names(message, f"to party {client.name!r}")
 
 
 def _file_name(order: dict[str, Any], key: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 from collections.abc import Callable
@@ -9,14 +10,23 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from fedloom._system import write_atomic
+from fedloom.data.encoding import Encoding
 from fedloom.data.federation import PartySize
 from fedloom.deploy.agreement import Agreement, host_and_port, require_tls
+from fedloom.deploy.baseline import PROGRAM as LOCAL_PROGRAM
+from fedloom.deploy.baseline import local_scores
 from fedloom.deploy.coordinator import Coordinator
 from fedloom.deploy.coordinator_transport import Address, CoordinatorTransport, SuperLinkError
+from fedloom.deploy.encode import FILE as ENCODING_FILE
+from fedloom.deploy.encode import PROGRAM as FIT_PROGRAM
+from fedloom.deploy.encode import fit
 from fedloom.deploy.engine import RemoteEngine
 from fedloom.deploy.keys import read_party_key, require_private
 from fedloom.deploy.party import Log
+from fedloom.deploy.scores import gain
 from fedloom.deploy.transport import Transport
+from fedloom.errors import RoundFailed
 from fedloom.experiments.recorder import Recorder
 from fedloom.experiments.result import Result
 from fedloom.experiments.run import agree_on_facts, run_folder, threads
@@ -104,7 +114,11 @@ def _run_session(
     """Runs the method, from the beginning or from a checkpoint, until it ends or fails."""
     method, settings = agreement.make_method(), agreement.run
     needed = max(1, math.ceil(settings.quorum * len(agreement.parties)))
-    roster = coordinator.wait_for_parties(wait, needed, log)
+    coordinator.wait_for_parties(wait, needed, log)
+    if agreement.encoding is not None:
+        write_atomic(folder / "config.json", (json.dumps(config, indent=1) + "\n").encode())
+        coordinator.encoding = _fitted(agreement, coordinator, folder / ENCODING_FILE, log)
+    roster = coordinator.roster()
     facts = agree_on_facts(
         method, agreement.method, roster, agreement.model.name, agreement.model.dropout, settings
     )
@@ -117,12 +131,50 @@ def _run_session(
 
     coordinator.on_join = on_join
 
+    local: dict[str, float | None] = {}
+
+    def ask_for_baselines() -> None:
+        ready = sorted(coordinator.ready)
+        call = RemoteEngine(coordinator, prefix=LOCAL_PROGRAM).call
+        local.update(local_scores(ready, facts, coordinator.control, call, log))
+
     def engine() -> RemoteEngine:
         coordinator.begin(facts)
-        return RemoteEngine(coordinator)
+        return RemoteEngine(coordinator, ask_for_baselines)
 
     with threads(settings.threads):
-        return recorder.execute(Path(agreement.method).stem, method, facts, engine, resume, 0.0)
+        name = Path(agreement.method).stem
+        result = recorder.execute(name, method, facts, engine, resume, 0.0)
+    if local:
+        result.summary["local"] = local
+        content = json.dumps(result.summary, indent=1) + "\n"
+        write_atomic(folder / "summary.json", content.encode())
+        log(gain(result.summary, local, settings.selection, "average over the parties"))
+    return result
+
+
+def _fitted(agreement: Agreement, coordinator: Coordinator, path: Path, log: Log) -> Encoding:
+    """Returns the encoding of the run: from its folder, or fitted with the parties.
+
+    The parties are the same in every attempt: two sums that differ in one party would expose it.
+    """
+    if path.exists():
+        return Encoding.from_json(path.read_text())
+    joined = sorted(coordinator.sizes)
+    call = RemoteEngine(coordinator, prefix=FIT_PROGRAM).call
+    for attempt in range(1 + agreement.run.retries):
+        try:
+            coordinator.begin_fit()
+            encoding = fit(agreement, joined, call)
+            break
+        except RoundFailed as error:
+            if attempt == agreement.run.retries:
+                raise
+            log(f"the encoding is not fitted yet ({error}); trying again")
+    write_atomic(path, (encoding.to_json() + "\n").encode())
+    columns, features = len(encoding.columns), len(encoding.feature_names)
+    log(f"the encoding is fitted to {len(joined)} parties: {columns} columns, {features} features")
+    return encoding
 
 
 def _address(agreement: Agreement, keys: Path) -> Address:

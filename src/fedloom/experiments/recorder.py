@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import platform
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from safetensors.torch import save
+from torch import Tensor
 
 from fedloom._system import crash_point, deferred_signals, peak_memory, write_atomic
+from fedloom.core.class_weight import weigh_classes
 from fedloom.core.facts import Facts
 from fedloom.core.ledger import Ledger
-from fedloom.core.message import Absent, Message, flatten
+from fedloom.core.message import Absent, Message, flatten, isolate
 from fedloom.core.method import Method
 from fedloom.core.replies import Replies
 from fedloom.core.server import RoundPolicy, Server
@@ -28,17 +33,33 @@ from fedloom.engines.base import Engine
 from fedloom.errors import ConfigError, DataError
 from fedloom.experiments import checkpoint
 from fedloom.experiments.checkpoint import Checkpoint
-from fedloom.experiments.history import History
-from fedloom.experiments.result import Result, read_run
+from fedloom.experiments.findings import findings
+from fedloom.experiments.history import History, Matrix
+from fedloom.experiments.result import MODELS, Models, Result, Stored, read_run
 from fedloom.experiments.run_folder import FORMAT, PARTITION, entries, is_completed, read_config
 from fedloom.experiments.settings import RunSettings, chosen_evaluation
 from fedloom.experiments.trackers import Begun, Tracking
+from fedloom.experiments.trained import WHICH, ModelCard, model_bytes
 from fedloom.nn import metrics
 from fedloom.privacy.secure_aggregation import aggregation_for
+
+
+class Kept(NamedTuple):
+    """The server's part of the best evaluation of a stage.
+
+    Attributes:
+        round: The round of the evaluation.
+        model: The server's model, or nothing.
+    """
+
+    round: int
+    model: Message
+
 
 OnRound: TypeAlias = Callable[[dict[str, Any], int], None]  # a history entry, number of rounds
 OnStart: TypeAlias = Callable[[dict[str, Any]], None]  # `engine` and `engine_details`
 Scores: TypeAlias = dict[str, float | None]
+_log = logging.getLogger("fedloom")
 _PACKAGES = (
     "fedloom",
     "torch",
@@ -83,10 +104,12 @@ class Recorder:
         self.partition: dict[str, Any] = {}
         self.joint_artifacts: Callable[[], Message] = dict
         self.tracking = Tracking()
-        self.history = History(folder, settings.patience)
+        self.history = History(folder, settings.patience, settings.selection)
         self.planned = 0
         self._made: Engine | None = None
         self._evaluation: dict[str, Any] = {}
+        self._confusion: Matrix | None = None  # of the evaluation
+        self._kept: dict[str, Kept] = {}  # by stage
         # A checkpoint and its ledger, from reading them until the rounds begin.
         self._pending: tuple[Checkpoint, Ledger] | None = None
 
@@ -117,7 +140,7 @@ class Recorder:
             resume: Continue the run in the folder.
             seconds_loading: The time that loading the data took.
         """
-        self.name = name
+        self.name, self.method, self.facts = name, method, facts
         settings = self.settings
         evaluated = chosen_evaluation(method, name, settings.evaluation)
         policy = RoundPolicy(
@@ -158,8 +181,10 @@ class Recorder:
                 if self.on_start:
                     self.on_start(self._engine())
                 crash_point("nothing-asked")
+                weigh_classes(server)
                 method.run(server)
-                self.engine.finish()
+                best, _ = self.history.scored()
+                self.engine.finish(best.get("stage", ""), best.get("round", 0))
             except BaseException as error:  # noqa: BLE001  (raised below, after the folder is written)
                 failure = error
             gc.unfreeze()
@@ -216,34 +241,59 @@ class Recorder:
 
     def evaluated(self, server: Server, replies: Replies, stage: str) -> None:
         """Turns the clients' confusion matrices into scores of each client and averages."""
-        columns = metrics.all_scores(*(replies.stack(name) for name in ("val", "test", "auc")))
+        stacks = {name: replies.stack(name) for name in next(iter(replies.values()), {})}
+        # A method with an `evaluate` of its own may leave out the last two.
+        losses = stacks.pop("loss", torch.full((len(replies),), metrics.UNDEFINED))
+        known = (stacks[name] for name in ("val", "test", "auc", "probabilistic") if name in stacks)
+        columns = metrics.all_scores(*known, selection=self.settings.selection)
+        loss = [None if value < 0 else value for value in losses.tolist()]
         rows: list[dict[str, Any]] = [
-            {"id": c, **dict(zip(columns, values, strict=True))}
-            for c, *values in zip(replies, *columns.values(), strict=True)
+            {"id": c, **dict(zip((*columns, "loss"), values, strict=True))}
+            for c, *values in zip(replies, *columns.values(), loss, strict=True)
         ]
-        size = {size.name: size.items for size in self.roster.sizes}
-        by_size, equal = [float(size[r["id"]]) for r in rows], [1.0] * len(rows)
+        sizes = {size.name: size for size in self.roster.sizes}
+        by_size, equal = [float(sizes[c].items) for c in replies], [1.0] * len(rows)
         weighted, plain = (
             {m: metrics.average(column, w) for m, column in columns.items()}
             for w in (by_size, equal)
         )
-        self._note(server, stage, weighted, plain, {"clients": rows})
+        mean_loss = metrics.average(loss, [float(sizes[c].train) for c in replies])
+        more = {"loss": mean_loss, "clients": rows}
+        self._note(server, stage, weighted, plain, stacks["test"].sum(0), more)
 
     def evaluated_in_sum(self, server: Server, total: Message, stage: str) -> None:
         """Records averages. In a secure run the server does not see a client's scores."""
-        self._note(server, stage, *metrics.mean_scores(total["scores"]), {})
+        selection = self.settings.selection
+        means = metrics.mean_scores(total["scores"], total["more"], selection)
+        loss, items = total["loss"].tolist()
+        more = {"loss": loss / items if items else None}
+        self._note(server, stage, *means, total["confusion"], more)
 
     def _note(
-        self, server: Server, stage: str, by_size: Scores, plain: Scores, more: dict[str, Any]
+        self,
+        server: Server,
+        stage: str,
+        by_size: Scores,
+        plain: Scores,
+        confusion: Tensor,
+        more: dict[str, Any],
     ) -> None:
+        self._confusion = confusion.tolist()
         self._evaluation = {
             "stage": stage,
             **by_size,
             **{f"{m}_mean": v for m, v in plain.items()},
             **more,
         }
+        if self._pending is None and self.history.leads(self._evaluation):
+            self._keep_models(server, stage)
         if stage != "train" or not server.in_round:
             self._close_entry(server)
+
+    def _keep_models(self, server: Server, stage: str) -> None:
+        """Keeps the models that have just been scored: they are the best of their stage so far."""
+        self.engine.keep_models(stage, server.shared if server.scored_shared else None)
+        self._kept[stage] = Kept(server.round, isolate(_model_of(server)))
 
     def finished_round(self, server: Server) -> bool:
         """Records the round. Returns whether the run stops early."""
@@ -267,18 +317,23 @@ class Recorder:
             **sent,
         }
         entry |= server.absences.report()
-        self._evaluation = {}
+        self._evaluation, confusion = {}, self._confusion
         if self._pending is not None:
             return  # a resumed run repeats its set-up, which is in the history already
-        self._append(server, entry)
+        self._append(server, entry, confusion)
         self.tracking.add(entry)
         if self.on_round:
             self.on_round(entry, self.planned)
 
-    def _append(self, server: Server, entry: dict[str, Any] | None = None) -> None:
+    def _append(
+        self,
+        server: Server,
+        entry: dict[str, Any] | None = None,
+        confusion: Matrix | None = None,
+    ) -> None:
         with deferred_signals():
             if entry is not None:
-                self.history.add(entry)
+                self.history.add(entry, confusion)
             if self.folder:
                 server.ledger.write(self.folder)
 
@@ -293,11 +348,11 @@ class Recorder:
         self.seconds["evaluate"] = server.seconds_evaluating
         self.seconds["train"] = max(0.0, now - self._loop_began - server.seconds_evaluating)
         self.seconds["total"] = now - self._began + self.seconds["load"]
-        final: dict[str, Message] = {}
+        models = Models({}, {})
         try:
             if self._pending is None:
-                final = self._models(server)
-                self._write_models(server, final)
+                models = self._models(server)
+                self._write_models(server, models)
                 if self.folder and failure is None:
                     self._write_artifacts(self.folder)
             else:  # a resumed run that ended in its set-up: the records are as in the checkpoint
@@ -305,29 +360,59 @@ class Recorder:
         except Exception as error:  # noqa: BLE001  (raised after the summary is written)
             failure = _first_of(failure, error)
         summary = self._summary(server, failure, evaluation)
+        for line in summary["warnings"] if failure is None else ():
+            _log.warning("%s: %s", self.name, line)
         if self.folder:
             try:
                 _write_json(self.folder / "summary.json", summary)
             except OSError as error:
                 failure = _first_of(failure, error)
-        return Result(summary, final, self.folder, self.history.entries), failure
+        entries = self.history.entries
+        return Result(summary, models.best, self.folder, entries, models.final), failure
 
-    def _models(self, server: Server) -> dict[str, Message]:
-        final = self._made.models() if self._made else {}
-        common = server.state.get("model")
-        return {**final, "server": common} if isinstance(common, dict) else final
+    def _models(self, server: Server) -> Models:
+        """Returns the models of the round that is reported, and those of now."""
+        if self._made is None:
+            return Models({}, {})
+        scored, _ = self.history.scored()
+        stage = scored.get("stage", "")
+        shared = server.shared if server.scored_shared else None
+        best = self._made.models(stage) if stage in self._kept else {}
+        final = self._made.models(None, shared)
+        if stage in self._kept and (model := self._kept[stage].model):
+            best["server"] = model
+        if model := _model_of(server):
+            final["server"] = model
+        card = partial(
+            ModelCard.of,
+            self.method,
+            self.name,
+            self.facts,
+            class_names=self.roster.class_names,
+            feature_names=self.roster.feature_names,
+            flow=self.config.get("data", {}).get("flow", "forward"),
+        )
+        round, kept = server.round, self._kept.get(stage)
+        return Models(
+            {o: Stored(card(o, "best", kept.round, stage), m) for o, m in best.items() if kept},
+            {o: Stored(card(o, "final", round, stage), m) for o, m in final.items()},
+        )
 
-    def _write_models(self, server: Server, final: Mapping[str, Message]) -> None:
+    def _write_models(self, server: Server, models: Models) -> None:
         """Writes the last rows of the ledger, and the models of all clients and the server."""
         if not self.folder:
             return
         server.ledger.write(self.folder)
-        _write_tensors(self.folder / "models", final)
+        (self.folder / MODELS).mkdir(exist_ok=True)
+        for which, stored in zip(WHICH, models, strict=True):
+            files = {owner: model_bytes(*model) for owner, model in stored.items()}
+            _write_files(self.folder / MODELS / which, files, MODELS)
 
     def _write_artifacts(self, folder: Path) -> None:
         """Writes the artifacts for figures: a file per client, and one of all clients."""
         if of_clients := self.engine.artifacts():
-            _write_tensors(folder / "artifacts", of_clients)
+            files = {owner: _as_bytes(shown) for owner, shown in of_clients.items()}
+            _write_files(folder / "artifacts", files, "artifacts")
         if joint := self.joint_artifacts():
             write_atomic(folder / "artifacts.safetensors", _as_bytes(joint))
 
@@ -337,7 +422,8 @@ class Recorder:
         best, last = self.history.scored()
         self.history.absences.add(server.absences.report())  # of an unfinished round
         about = self.roster.about
-        means = [m for m in metrics.METRICS if m != "val_accuracy"]
+        selection, confusion = self.settings.selection, self.history.confusion()
+        classes = self.roster.class_names or tuple(map(str, range(self.roster.num_classes)))
         return {
             "format": FORMAT,
             **_ending(failure),
@@ -351,10 +437,18 @@ class Recorder:
             "task": self.roster.task,
             "evaluation": evaluation,
             "rounds": self.history.round,
+            "selection": selection,
             "best_round": best.get("round"),
-            **{m: best.get(m) for m in metrics.METRICS},
-            **{f"{m}_mean": best.get(f"{m}_mean") for m in means},
+            **{m: best.get(m) for m in metrics.names_of(selection)},
+            **{f"{m}_mean": best.get(f"{m}_mean") for m in metrics.METRICS},
+            "loss": best.get("loss"),
             "final_accuracy": last.get("accuracy"),
+            "class_names": list(classes),
+            "confusion": confusion,
+            "per_class": metrics.per_class(confusion, classes) if confusion else None,
+            "warnings": findings(
+                confusion, classes, best, selection, bool(self.settings.class_weight)
+            ),
             "per_client": self._per_client(best),
             "without_training_items": self.roster.without_training,
             "secure": server.aggregation.summary(server),
@@ -371,7 +465,8 @@ class Recorder:
 
     def _per_client(self, best: dict[str, Any]) -> list[dict[str, Any]]:
         counts = ("nodes", "items", "train", "val", "test")
-        scores = ("f1_macro", "f1_present", "f1_weighted", "auc", "val_accuracy")
+        known = metrics.names_of(self.settings.selection)
+        scores = (*(name for name in known if name != "accuracy"), "loss")
         scored = {row["id"]: row for row in best.get("clients", [])}
         rows = []
         for size in self.roster.sizes:
@@ -398,12 +493,15 @@ class Recorder:
             "hash": server.history_hash.hex(),
             "notes": server.notes,
             "bytes": {"history": self.history.sync(), "ledger": server.ledger.sync()},
+            "confusions": self.history.confusions,
             "absences": server.absences.saved(),
+            "kept": {stage: kept.round for stage, kept in self._kept.items()},
         }
         state = snapshot(
             {
                 "server": {"state": server.state, "streams": server.streams},
                 "clients": self.engine.snapshot(),
+                "kept": {stage: kept.model for stage, kept in self._kept.items()},
             }
         )
         with deferred_signals():
@@ -424,7 +522,8 @@ class Recorder:
     def _read_records(self, folder: Path, found: Checkpoint) -> Ledger:
         """Reads history and ledger as they were at the checkpoint."""
         try:
-            self.history.resume(found.about["bytes"]["history"])
+            about = found.about
+            self.history.resume(about["bytes"]["history"], about.get("confusions", {}))
             return Ledger.read(folder, found.about["bytes"]["ledger"])
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise DataError(f"resume: {str(folder)!r} is damaged ({error})") from error
@@ -444,6 +543,11 @@ class Recorder:
         for purpose, state in of_server.get("streams", {}).items():
             server.rng(purpose).set_state(state)
         self.engine.restore(found.state.get("clients", {}))
+        models = found.state.get("kept", {})
+        self._kept = {
+            stage: Kept(round, models.get(stage, {}))
+            for stage, round in found.about.get("kept", {}).items()
+        }
         server.seconds_evaluating, server.over = 0.0, self.history.out_of_patience()
         return int(found.about["round"])
 
@@ -452,15 +556,29 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_atomic(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def _write_tensors(place: Path, messages: Mapping[str, Message]) -> None:
-    """Writes messages into a folder, each into a file with its owner's name."""
+def _model_of(server: Server) -> Message:
+    """Returns the server's model: what was scored last, or its own; nothing if it has none."""
+    if server.shared is not None:
+        return server.shared
+    own = server.state.get("model")
+    return own if isinstance(own, dict) else {}
+
+
+def _write_files(place: Path, files: Mapping[str, bytes], kind: str) -> None:
+    """Writes files into a folder, each with its owner's name.
+
+    Args:
+        place: The folder.
+        files: {owner: content}.
+        kind: Their name in crash points.
+    """
     place.mkdir(exist_ok=True)
 
     def write(owner: str) -> None:
-        write_atomic(place / f"{owner}.safetensors", _as_bytes(messages[owner]), place.name)
+        write_atomic(place / f"{owner}.safetensors", files[owner], kind)
 
     with ThreadPoolExecutor(16) as pool:  # flushing many files takes as long as flushing one
-        list(pool.map(write, messages))
+        list(pool.map(write, files))
 
 
 def _as_bytes(message: Message) -> bytes:

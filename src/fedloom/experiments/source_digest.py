@@ -35,9 +35,7 @@ _EXCLUDED = (
 )
 
 
-def code_behind(
-    method: str, base: str | None = None, engine: str = "loop", model: str = ""
-) -> str:
+def code_behind(method: str, base: str | None = None, engine: str = "loop", model: str = "") -> str:
     """Returns a digest of the source files that a run imports.
 
     Args:

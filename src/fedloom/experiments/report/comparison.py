@@ -19,16 +19,23 @@ from fedloom.errors import DataError, unknown
 from fedloom.experiments.report.significance import Spread, Verdict, holm, paired, spread, verdict
 from fedloom.experiments.run_folder import LeftOut, Run
 
-METRICS = (
+# As in `fedloom.nn.metrics`, which would import torch.
+_OF_CLIENTS = (
     "accuracy",
-    "accuracy_mean",
     "f1_macro",
-    "f1_macro_mean",
+    "f1_present",
     "f1_weighted",
-    "f1_weighted_mean",
+    "balanced_accuracy",
+    "precision",
+    "recall",
     "auc",
-    "auc_mean",
+    "pr_auc",
+    "recall_at_k",
+    "precision_at_k",
+    "ece",
 )
+METRICS = tuple(name for metric in _OF_CLIENTS for name in (metric, f"{metric}_mean"))
+MINIMISED = ("ece", "ece_mean")  # the lower, the better
 LOCAL = "local"
 LEVEL = 0.05
 # Settings of a run that do not change what a method computes. Runs of one row may differ in them.
@@ -241,7 +248,7 @@ def _flat(about: Mapping[str, Any]) -> dict[str, str]:
 def _test(entries: Mapping[str, Entry], metric: str) -> None:
     """Marks the best and the second row. Tests all rows against the best and against local."""
     scores = {row: e.score.mean for row, e in entries.items() if e.score}
-    ranked = sorted(scores, key=lambda row: -scores[row])
+    ranked = sorted(scores, key=lambda row: scores[row], reverse=metric not in MINIMISED)
     for row, mark in zip(ranked, ("best", "second"), strict=False):
         entries[row].mark = mark
     for row, entry in entries.items():
@@ -381,10 +388,14 @@ def footnote(c: Comparison) -> str:
     if 0 < len(knowing) < len(c.rows):
         names = ", ".join(knowing)
         cross = f" The clients of {names} know the edges between them; those of the others do not."
+    selections = {
+        str(run.summary.get("selection", "accuracy")) for e in c.entries.values() for run in e.runs
+    }
+    chosen = "" if selections == {"accuracy"} else f" (chosen by {', '.join(sorted(selections))})"
     return (
-        f"Test {c.metric.replace('_', ' ')} at the best validation round in %: mean ± standard "
-        f"deviation over {over}{few}. ≈: not distinguishable from the best (Wilcoxon's signed-rank "
-        f"test over seeds and clients, Holm-corrected p ≥ {LEVEL:g}).{cross}"
+        f"Test {c.metric.replace('_', ' ')} at the best validation round{chosen} in %: mean ± "
+        f"standard deviation over {over}{few}. ≈: not distinguishable from the best (Wilcoxon's "
+        f"signed-rank test over seeds and clients, Holm-corrected p ≥ {LEVEL:g}).{cross}"
     )
 
 
