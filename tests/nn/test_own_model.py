@@ -11,7 +11,7 @@ from torch import nn
 
 import fedloom
 from fedloom.core.registry import method_class, method_names
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, DataError
 from fedloom.nn.build import build_model, parse_spec, split_specs
 from fedloom.nn.own_model import OwnModel, own_spec
 from fedloom.nn.weights import weights
@@ -316,3 +316,23 @@ def test_equal_names_with_other_code_are_other_models(tmp_path) -> None:
     assert one_class != other_class
     assert parse_spec(one).name == one
     assert split_specs(f"GCN, {first}:Net") == ["gcn", f"{first}:Net"]
+
+
+def test_trained_own_models_predict_and_load(federation, net_file, tmp_path) -> None:
+    for number, model in enumerate((LinearHead, f"{net_file}:Net")):
+        folder = tmp_path / str(number)
+        result = fedloom.run("fedproto", federation, model=model, rounds=2, out=folder)
+        graph = federation.graphs[0]
+        logits = result.model("0")(graph)
+        path = folder / "models" / "best" / "0.safetensors"
+        loaded = fedloom.load_model(path, model=model)
+        assert torch.equal(loaded(graph), logits)
+        assert loaded.embeddings(graph).shape == (graph.num_nodes, 16)
+        read = fedloom.load_run(folder)
+        if isinstance(model, str):
+            assert torch.equal(fedloom.load_model(path)(graph), logits)
+            assert torch.equal(read.model("0")(graph), logits)
+            continue
+        for load in (lambda p=path: fedloom.load_model(p), lambda r=read: r.model("0")):
+            with pytest.raises(DataError, match=r"own module.*model=LinearHead"):
+                load()

@@ -59,7 +59,8 @@ from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiments.recipe import ModelTable, read_tables, table
 from fedloom.experiments.settings import RunSettings, chosen_evaluation
 from fedloom.experiments.source_digest import code_behind
-from fedloom.nn.build import parse_spec
+from fedloom.nn.build import parse_spec, split_specs
+from fedloom.nn.own_model import is_own, own_spec
 
 OWN_SPLIT = "own"
 
@@ -133,6 +134,17 @@ class Agreement:
         return str(self.folder / self.method) if self.method.endswith(".py") else self.method
 
     @property
+    def model_specs(self) -> list[str]:
+        """The models that the parties train, in turn."""
+        specs = split_specs(self.model.name)
+        return [own_spec(spec, self.folder) if is_own(spec) else spec for spec in specs]
+
+    @property
+    def _located_models(self) -> str:
+        specs = split_specs(self.model.name)
+        return ",".join(str(self.folder / spec) if is_own(spec) else spec for spec in specs)
+
+    @property
     def authority(self) -> Path | None:
         """The CA's certificate; None for no TLS."""
         return self.folder / self.federation.authority if self.federation.authority else None
@@ -153,7 +165,9 @@ class Agreement:
             "method": {
                 "name": Path(self.method).name,
                 **method.settings(),
-                "code": code_behind(self.method_path, method.settings().get("base")),
+                "code": code_behind(
+                    self.method_path, method.settings().get("base"), model=self._located_models
+                ),
             },
             "run": run,
         }
@@ -260,8 +274,8 @@ def read_agreement(path: Path) -> Agreement:
         if key not in known:
             raise unknown(f"setting of method {chosen!r}:", key, known)
         method[key] = check_setting(known[key], value, "method")
-    for spec in built["model"].name.split(","):
-        parse_spec(spec.strip().lower())
+    for spec in split_specs(built["model"].name):
+        parse_spec(own_spec(spec, folder) if is_own(spec) else spec)
     chosen_evaluation(method_class(located, method), chosen, built["run"].evaluation)
     if built["data"].split != OWN_SPLIT:
         check_split(built["data"].split)

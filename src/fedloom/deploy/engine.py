@@ -31,6 +31,7 @@ from fedloom.engines.base import Details
 from fedloom.errors import ConfigError
 from fedloom.experiments import checkpoint
 from fedloom.experiments.trained import read_model
+from fedloom.nn.own_model import OwnSpec
 
 try:
     from fedloom.deploy.agreement import OWN_SPLIT, Agreement, read_agreement
@@ -230,7 +231,7 @@ class Engine(RemoteEngine):
                 "split": OWN_SPLIT,
                 "inductive": clients[0].inductive,
             },
-            "model": {"name": ",".join(facts.models), "dropout": facts.dropout},
+            "model": {"name": ",".join(map(_in_file, facts.models)), "dropout": facts.dropout},
             "method": {"name": name_of(method), **method.settings()},
             "run": run,
         }
@@ -323,3 +324,13 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
+
+
+def _in_file(spec: str) -> str:
+    """Returns a model's spec. Raises a ConfigError if other processes cannot find the model."""
+    if isinstance(spec, OwnSpec) and not spec.partition(":")[0].endswith(".py"):
+        raise ConfigError(
+            f"model {str(spec)!r}: with run.engine 'flower' clients run in processes of their own; "
+            "write the module to a file and give model='file.py:Class'"
+        )
+    return str(spec)

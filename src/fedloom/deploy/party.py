@@ -36,7 +36,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -298,7 +298,7 @@ class Party:
 
     def _begin(self, order: dict[str, Any], session: _Session) -> dict[str, Any]:
         self._require_current(order, session)
-        facts = facts_from_json(order["facts"])
+        facts = self._with_agreed_models(facts_from_json(order["facts"]))
         self._encode(order)
         self._require_agreed(facts)
         torch.set_num_threads(self.agreement.run.threads)
@@ -315,6 +315,19 @@ class Party:
         # A party that was restarted during a run continues from its last saved state.
         self._to_restore = self._latest_state() if order["rejoin"] else ""
         return {}
+
+    def _with_agreed_models(self, facts: Facts) -> Facts:
+        """Returns the facts with the models of the party's own agreement.
+
+        A model of a file is then the party's own file.
+        """
+        agreed = {str(spec): spec for spec in self.agreement.model_specs}
+        for spec in facts.models:
+            if spec not in agreed:
+                raise ConfigError(
+                    f"party {self.name!r}: model {spec!r} is not as agreed: {', '.join(agreed)}"
+                )
+        return replace(facts, models=tuple(agreed[spec] for spec in facts.models))
 
     def _require_agreed(self, facts: Facts) -> None:
         """Raises ConfigError if the facts do not match the party's graph and its agreement."""

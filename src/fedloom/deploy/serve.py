@@ -119,9 +119,8 @@ def _run_session(
         write_atomic(folder / "config.json", (json.dumps(config, indent=1) + "\n").encode())
         coordinator.encoding = _fitted(agreement, coordinator, folder / ENCODING_FILE, log)
     roster = coordinator.roster()
-    facts = agree_on_facts(
-        method, agreement.method, roster, agreement.model.name, agreement.model.dropout, settings
-    )
+    models, dropout = agreement.model_specs, agreement.model.dropout
+    facts = agree_on_facts(method, agreement.method, roster, models, dropout, settings)
     recorder = Recorder(roster, settings, folder, on_round)
     recorder.config = config
 

@@ -19,6 +19,7 @@ from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiments.predictions import Predictions, joined
 from fedloom.experiments.run_folder import read_config, read_history, read_summary
 from fedloom.experiments.trained import WHICH, ModelCard, TrainedModel, read_data, read_model
+from fedloom.nn.own_model import OwnSpec
 
 MODELS = "models"  # the folder of the models in a run folder
 
@@ -119,8 +120,15 @@ class Result:
                 "model: the run has no server's model; choose a client: " + ", ".join(clients)
             )
         owner = client or ("server" if "server" in stored else clients[0])
+        card, tensors = stored[owner]
+        if card.own_module and not isinstance(card.model, OwnSpec):  # read from a folder
+            path = f"{self.folder}/{MODELS}/{which}/{owner}.safetensors"
+            raise DataError(
+                f"model: {card.model!r} is your own module; give its class: "
+                f"fedloom.load_model({path!r}, model={card.model})"
+            )
         try:
-            return TrainedModel(*stored[owner])
+            return TrainedModel(card, tensors)
         except DataError as error:
             if client is not None:
                 raise

@@ -29,6 +29,7 @@ from fedloom.data.graph import Graph, Task
 from fedloom.errors import ConfigError, DataError, FedloomError
 from fedloom.experiments.predictions import Predictions, predictions_of
 from fedloom.nn.model import Model
+from fedloom.nn.own_model import OwnSpec, Source, own_spec
 
 FORMAT = "fedloom-model/1"
 METADATA = "fedloom-model"  # the entry in the metadata of a .safetensors file
@@ -56,6 +57,7 @@ class ModelCard:
         feature_names: The names of the features. Empty: unnamed.
         flow: The run's `data.flow`, which applies to a dataset when it is loaded.
         encoding: What made the features of raw columns, as JSON. "": they were numbers.
+        own_module: Whether the model is a user's module that no file defines.
     """
 
     owner: str
@@ -74,6 +76,7 @@ class ModelCard:
     feature_names: tuple[str, ...] = ()
     flow: str = "forward"
     encoding: str = ""
+    own_module: bool = False
 
     @property
     def facts(self) -> Facts:
@@ -123,6 +126,7 @@ class ModelCard:
             flow: The run's `data.flow`.
             encoding: What made the features of raw columns.
         """
+        spec = facts.model_of.get(owner) or method.server_spec(facts)
         return cls(
             owner,
             which,
@@ -130,7 +134,7 @@ class ModelCard:
             stage,
             name,
             method.settings(),
-            facts.model_of.get(owner) or method.server_spec(facts),
+            spec,
             facts.num_features,
             facts.num_classes,
             facts.task,
@@ -140,6 +144,7 @@ class ModelCard:
             feature_names,
             flow,
             "" if encoding is None else encoding.to_json(),
+            isinstance(spec, OwnSpec) and not spec.partition(":")[0].endswith(".py"),
         )
 
 
@@ -193,12 +198,23 @@ def read_model(path: str | Path) -> tuple[ModelCard, Message]:
         raise DataError(f"model: {str(path)!r} is damaged ({error})") from error
 
 
-def load_model(path: str | Path) -> TrainedModel:
+def load_model(path: str | Path, model: str | Source | None = None) -> TrainedModel:
     """Returns the model of a file: of `TrainedModel.save`, of a run's folder, or of a party.
 
-    path: a .safetensors file, such as models/best/NAME.safetensors in a run folder.
+    Args:
+        path: A .safetensors file, such as models/best/NAME.safetensors in a run folder.
+        model: The user's own module that was trained, as in `fedloom.run`. The file holds its
+            parameters, not its code. It is needed if the module is not in a file, or if the file
+            has moved.
     """
     card, tensors = read_model(path)
+    if model is not None:
+        card = replace(card, model=own_spec(model), own_module=False)
+    elif card.own_module:
+        raise DataError(
+            f"model: {str(path)!r} holds the parameters of your own module {card.model!r}; give "
+            f"its class: fedloom.load_model(path, model={card.model})"
+        )
     return TrainedModel(card, tensors)
 
 

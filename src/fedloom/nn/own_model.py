@@ -74,16 +74,21 @@ def is_own(spec: str) -> bool:
     return isinstance(spec, OwnSpec) or spec.partition(":")[0].endswith(".py")
 
 
-def own_spec(source: str | Source) -> OwnSpec:
+def own_spec(source: str | Source, folder: Path | None = None) -> OwnSpec:
     """Returns the spec of a user's model.
 
-    source: `file.py:Class`, or `file.py` with one module class; a class; a function
-    (num_features, num_classes) -> module; or a module, which every client copies.
+    Args:
+        source: `file.py:Class`, or `file.py` with one module class; a class; a function
+            (num_features, num_classes) -> module; or a module, which every client copies.
+        folder: Where the file is, if its path is relative. None: the working directory; the name
+            of the model then has the whole path.
     """
     if isinstance(source, OwnSpec):
         return source
     if isinstance(source, str):
-        return OwnSpec(source, _from_file(source))
+        path, colon, name = source.partition(":")
+        text = source if folder is not None else f"{Path(path).resolve()}{colon}{name}"
+        return OwnSpec(text, _from_file(source, folder or Path()))
     if not callable(source):
         raise ConfigError(
             f"model is {source!r}; valid: a name (`fedloom models`), a torch.nn.Module, its class, "
@@ -93,9 +98,9 @@ def own_spec(source: str | Source) -> OwnSpec:
     return OwnSpec(getattr(named, "__name__", type(named).__name__), source)
 
 
-def _from_file(text: str) -> Source:
+def _from_file(text: str, folder: Path) -> Source:
     path, _, name = text.partition(":")
-    module = import_file(Path(path), "model")
+    module = import_file(folder / path, "model")
     defined = {
         key: value
         for key, value in vars(module).items()
