@@ -23,8 +23,16 @@ MODULES = {
 
 
 class Requirement(NamedTuple):
-    """A declared distribution, the name of its module, and the oldest version that it may have."""
+    """A declared distribution.
 
+    Attributes:
+        line: The line of pyproject.toml.
+        name: The distribution's name.
+        module: The name of its module.
+        oldest: The oldest version that it may have.
+    """
+
+    line: str
     name: str
     module: str
     oldest: str
@@ -35,7 +43,7 @@ def parse(line: str) -> Requirement:
     found = re.fullmatch(r"([\w.-]+)>=([\d.]+)(?:,<[\d.]+)?", line)
     assert found, f"pyproject.toml: {line!r} has no lower bound"
     name, oldest = found.groups()
-    return Requirement(name, MODULES.get(name, name.replace("-", "_")), oldest)
+    return Requirement(line, name, MODULES.get(name, name.replace("-", "_")), oldest)
 
 
 DEPENDENCIES = [parse(line) for line in PROJECT["dependencies"]]
