@@ -16,6 +16,7 @@ MODULES = {
     "mlflow-skinny": "mlflow",
     "pillow": "PIL",
     "pytest-timeout": "pytest_timeout",
+    "pyyaml": "yaml",
     "pytest-xdist": "xdist",
     "scikit-learn": "sklearn",
     "scikit-network": "sknetwork",
