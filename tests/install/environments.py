@@ -22,7 +22,6 @@ from tests.install.requirements import DEPENDENCIES
 
 KEPT = ROOT / "build" / "install"
 TORCH = "torch==2.13.0"
-DEBIAN = "http://deb.debian.org/debian"
 DEBIAN_PACKAGES = "python3,python3-venv,python3-torch"
 # Their first versions for Python 3.13 are newer than the bounds in pyproject.toml.
 COMPILED = {"greenlet", "numpy", "pymetis", "scikit-learn", "scikit-network", "scipy"}
@@ -97,14 +96,13 @@ def _folder(kind: str, *wanted: object) -> Iterator[tuple[Path, bool]]:
     KEPT.mkdir(parents=True, exist_ok=True)
     with open(KEPT / f"{kind}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        folder, ready = KEPT / name, KEPT / name / "ready"
-        complete = ready.exists()
+        folder = KEPT / name
+        complete = (folder / "ready").exists()
         if not complete:
             for other in KEPT.glob(f"{kind}-*"):
                 shutil.rmtree(other)
             folder.mkdir()
         yield folder, complete
-        ready.touch()
 
 
 def oldest(leave_out: set[str]) -> list[str]:
@@ -155,6 +153,7 @@ def virtual_environment(
             else:
                 wanted = [each.line for each in DEPENDENCIES if each.name != "torch"]
             command(*pip, "--only-binary", ":all:", *wanted)
+            (folder / "ready").touch()
         command(*pip, "--no-deps", "--force-reinstall", wheel)
         yield Environment(["env", f"PATH={folder}/bin:/usr/bin:/bin"], work, str(work))
 
@@ -175,20 +174,22 @@ def debian(suite: str, python: str, wheel: Path) -> Iterator[Environment]:
     with _folder(suite, pins, names) as (folder, complete):
         system, packages = folder / "system", folder / "system" / "packages"
         prefix = ["unshare", "--mount", "--", "sh", "-c", INSIDE, "sh", str(system)]
+        pip = (*prefix, "python3", "-m", "pip", "install", "--quiet", "--no-index",
+               "--find-links=/packages")  # fmt: skip
         if not complete:
-            command("debootstrap", "--variant=minbase", f"--include={DEBIAN_PACKAGES}", suite,
-                    system, DEBIAN)  # fmt: skip
+            options = ("--variant=minbase", f"--include={DEBIAN_PACKAGES}")
+            command("debootstrap", *options, suite, system)
             platforms = [f"--platform={name}_x86_64" for name in PLATFORMS]
             download = (sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:")
             command(*download, f"--python-version={python}", "--implementation=cp", *platforms,
                     f"--abi=cp{python.replace('.', '')}", "--abi=abi3", "--abi=none",
                     "--dest", packages, *pins, *names)  # fmt: skip
             command(*prefix, "python3", "-m", "venv", "--system-site-packages", "/environment")
+            command(*pip, *pins, *names)
+            (folder / "ready").touch()
         shutil.copy(wheel, packages)
-        pip = (*prefix, "python3", "-m", "pip", "install", "--quiet", "--no-index")
-        command(*pip, "--find-links=/packages", "--force-reinstall", "--no-deps",
-                f"/packages/{wheel.name}")  # fmt: skip
-        command(*pip, "--find-links=/packages", "fedloom", *pins)
+        # Debian's PyTorch asks for another patch release of SymPy than Debian has.
+        command(*pip, "--no-deps", "--force-reinstall", f"/packages/{wheel.name}")
         work = system / "work"
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
