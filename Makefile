@@ -6,7 +6,7 @@ EXTRAS := plot,tables,demo,he,flower,tune,tensorboard,mlflow,docs,dev
 # Two cores are enough for three test processes: tests of deployments wait more than they compute.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q
 
-.PHONY: help setup demo test test-slow check browser format refactoring bench reproduce reproduce-all results docs pictures clean
+.PHONY: help setup demo test test-slow check browser debootstrap format refactoring bench reproduce reproduce-all results docs pictures clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 24
@@ -26,7 +26,7 @@ demo: setup  ## FedAvg on Cora with 10 clients, with local and central training 
 test: setup check  ## lint, types, import direction and the quick tests
 	$(PYTEST) -n 2 --dist worksteal -m "not slow"
 
-test-slow: setup  ## the slow tests: deployments, kills, browsers, Ray, long searches for counterexamples
+test-slow: setup  ## the slow tests: fresh installs of the wheel, deployments, kills, browsers, Ray
 	$(PYTEST) -n 3 --dist worksteal -m slow
 
 check: setup  ## lint, types and import direction only
@@ -38,6 +38,10 @@ check: setup  ## lint, types and import direction only
 browser:  ## Debian's Chromium for the tests of the pages
 	@command -v chromium || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium; } \
 	  || { echo "install chromium, e.g.: sudo apt-get install chromium"; exit 1; }
+
+debootstrap:  ## debootstrap, for the test of the wheel in Debian 13 (the oldest PyTorch, Python 3.13)
+	@command -v debootstrap || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends debootstrap; } \
+	  || { echo "install debootstrap, e.g.: sudo apt-get install debootstrap"; exit 1; }
 
 format: setup  ## format the code
 	$(BIN)/ruff check --fix .

@@ -16,7 +16,6 @@ from inspect import getdoc, getmodule
 from pathlib import Path
 from typing import Any
 
-import click
 import typer
 from mkdocs.structure.files import File, Files
 
@@ -172,8 +171,8 @@ def commands() -> str:
     """Returns every command with its options."""
     lines = []
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
-        arguments = [each for each in command.params if isinstance(each, click.Argument)]
-        options = [each for each in command.params if isinstance(each, click.Option)]
+        arguments = [each for each in command.params if each.param_type_name == "argument"]
+        options = [each for each in command.params if each.param_type_name == "option"]
         usage = [_placeholder(each) for each in arguments] + ["[OPTIONS]"] * bool(options)
         lines += [f"### fedloom {name}", "", f"    {' '.join(['fedloom', name, *usage])}", ""]
         lines += [_escaped(getdoc(command.callback) or ""), ""]
@@ -182,12 +181,12 @@ def commands() -> str:
     return "\n".join(lines)
 
 
-def _placeholder(argument: click.Argument) -> str:
+def _placeholder(argument: Any) -> str:
     shown = (argument.name or "").upper() + ("..." if argument.nargs == -1 else "")
     return shown if argument.required else f"[{shown}]"
 
 
-def _option(option: click.Option) -> tuple[str, str, str]:
+def _option(option: Any) -> tuple[str, str, str]:
     shown = _code((*option.opts, *option.secondary_opts))
     unset = option.default in (None, "", False) or callable(option.default) or not option.default
     return shown, "" if unset else f"`{option.default}`", _escaped(option.help or "")

@@ -9,11 +9,11 @@ from __future__ import annotations
 import atexit
 import gc
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
-import click
 import typer
 
 from fedloom._system import graceful_signals
@@ -25,6 +25,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Federated graph learning.",
 )
+# The base class of errors of input. Older versions of typer take it from click, newer ones have
+# their own; `typer.BadParameter` is public in both.
+_UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 
 def option(help: str, *names: str) -> Any:
@@ -473,6 +476,22 @@ def tune(
     _commands().tune(recipe, given, set_, over, trials, minutes, seeds, out, jobs, as_json)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"fedloom {version('fedloom')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="print the version"),
+    ] = False,
+) -> None:
+    pass
+
+
 def main() -> None:
     """Entry point of `fedloom`. An error of input is one line on stderr and exit code 2."""
     if len(sys.argv) == 1:
@@ -482,12 +501,12 @@ def main() -> None:
     try:
         with graceful_signals():
             sys.exit(app(standalone_mode=False))  # 130 after Ctrl-C
-    except click.exceptions.Abort:
+    except typer.Abort:
         sys.exit(130)
-    except click.UsageError as error:
+    except _UsageError as error:
         if "No such command" in error.message:
             group = typer.main.get_command(app)
-            assert isinstance(group, click.Group)
+            assert isinstance(group, typer.core.TyperGroup)
             _fail(unknown("command", sys.argv[1], group.commands))
         _fail(error.format_message())
     except RoundFailed as error:

@@ -538,7 +538,7 @@ def _with_grid_progress(cells: Sequence[grid.Cell], by: executor.Executor) -> ex
         TimeElapsedColumn(),
         TextColumn("{task.fields[more]}"),
     )
-    with Progress(*columns, console=err, disable=not err.is_terminal) as bar:
+    with _Progress(*columns, console=err, disable=not err.is_terminal) as bar:
         return executor.execute(cells, by, _GridProgress(bar, len(cells)).watch)
 
 
@@ -577,6 +577,14 @@ def _announce(started: dict[str, Any]) -> None:
         err.print(line, style="dim")
 
 
+class _Progress(Progress):
+    """A bar that prints nothing if it is disabled. Before rich 14.3 it prints an empty line."""
+
+    def stop(self) -> None:
+        if not self.disable:
+            super().stop()
+
+
 def _bar() -> Progress:
     columns = (
         TextColumn("{task.description}"),
@@ -586,7 +594,7 @@ def _bar() -> Progress:
         TimeRemainingColumn(),
         TextColumn("{task.fields[score]}"),
     )
-    return Progress(*columns, console=err, disable=not err.is_terminal)
+    return _Progress(*columns, console=err, disable=not err.is_terminal)
 
 
 def _with_progress(method: str, execute: Callable[[OnRound], Result]) -> Result:

@@ -10,6 +10,7 @@ from fedloom.core.facts import Facts
 from fedloom.core.message import flatten
 from fedloom.data.synthetic import synthetic
 from fedloom.engines.stacked import engine as stacked
+from fedloom.engines.stacked import private_torch
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +107,13 @@ def test_clients_without_training_items(federation):
     graphs[2] = replace(graphs[2], train=nobody)
     off, _, _ = both("fedavg", replace(federation, graphs=tuple(graphs)))
     assert off < 1e-5
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedprox", "scaffold"])
+def test_results_are_the_same_without_private_names_of_pytorch(method, federation, monkeypatch):
+    with_them = fedloom.run(method, federation, rounds=3, engine="stacked")
+    monkeypatch.setattr(private_torch, "_has_lazy_clone", False)
+    monkeypatch.setattr(private_torch, "_has_version", False)
+    without = fedloom.run(method, federation, rounds=3, engine="stacked")
+    one, two = flatten(with_them.models), flatten(without.models)
+    assert all(torch.equal(one[name], two[name]) for name in one)

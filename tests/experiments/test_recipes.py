@@ -111,7 +111,7 @@ def test_an_entry_gives_the_tables_of_its_number():
         )
     examples = {name for name in ALL if name.startswith(f"{recipes.EXAMPLES}/")}
     assert ALL.keys() == {n.name for n in NUMBERS} | examples
-    assert (len(NUMBERS), len(examples)) == (229, 4)
+    assert (len(NUMBERS), len(examples)) == (229, 5)
 
 
 def test_every_number_has_a_name_a_recipe_and_a_source_of_its_own():

@@ -163,12 +163,12 @@ class _Hub:
                 self._resume(k, call.grad_enabled, None, _Abandoned(), abandoned=True)
             raise
         finally:
-            torch._C._set_grad_enabled(grad_enabled)
+            torch.set_grad_enabled(grad_enabled)
             _thread.idle.extend(w for k, w in enumerate(self.workers) if k not in self.paused)
         return self.results
 
     def _resume(self, k: int, grad_enabled: bool, *sent: Any, abandoned: bool = False) -> None:
-        torch._C._set_grad_enabled(grad_enabled)  # it belongs to the thread, not to the greenlet
+        torch.set_grad_enabled(grad_enabled)  # it belongs to the thread, not to the greenlet
         before = set_scheduler(self.schedule)
         try:
             back = self.workers[k].switch(*sent)
@@ -189,7 +189,7 @@ class _Hub:
         outcomes: dict[int, tuple[Any, Exception | None]] = {}
         for members in batches.values():
             call = calls[members[0]]
-            torch._C._set_grad_enabled(call.grad_enabled)
+            torch.set_grad_enabled(call.grad_enabled)
             context = Context(self.group, len(members) < len(self.paused))
             if len(members) > 1:
                 self.group.calls["batched"] += len(members)

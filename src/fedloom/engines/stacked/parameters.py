@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
+from fedloom.engines.stacked.private_torch import version
 from fedloom.nn import optimizers
 from fedloom.nn.weights import Slot, slots_of
 
@@ -235,13 +236,13 @@ class StackedOptimizer:
 
         A model that steps alone changes the version of `steps`.
         """
-        if self.steps._version != self.counted:
+        if version(self.steps) != self.counted:
             if not bool((self.steps == self.steps[:, :1]).all()):
                 return False
             for i, (stack, j) in enumerate(self.positions):
                 if (state := self.own.state.get(stack.tensors[j])) is not None:
                     state["step"] = self.steps[i, 0].clone()
-            self.counted = self.steps._version
+            self.counted = version(self.steps)
         return True
 
     def _agree(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.engines.stacked.matmul import split
+from fedloom.engines.stacked.private_torch import lazy_clone, version
 
 
 class _Whole:
@@ -54,7 +55,7 @@ def lazy_copies(tensor: Tensor, count: int) -> list[Tensor]:
 
     A copy that is only read costs nothing.
     """
-    made = [tensor._lazy_clone() for _ in range(count)]
+    made = [lazy_clone(tensor) for _ in range(count)]
     for copy in made:
         copy._copy_of = tensor  # type: ignore[attr-defined]
     return made
@@ -64,7 +65,7 @@ def common_source(tensors: Sequence[Tensor]) -> Tensor | None:
     """Returns the tensor that all these are unwritten lazy copies of; None if there is none."""
     source = getattr(tensors[0], "_copy_of", None)
     if source is None or any(
-        getattr(t, "_copy_of", None) is not source or t._version for t in tensors
+        getattr(t, "_copy_of", None) is not source or version(t) for t in tensors
     ):
         return None
     return source
