@@ -317,6 +317,12 @@ def test_chunks_do_not_matter(tmp_path, monkeypatch):
     assert set(graph.table.columns["code"]) == {"00", "01", "02", "x"}
 
 
+def test_lines_are_those_of_the_file(tmp_path):
+    nodes = 'id,label,a,note\n\np,0,1,"two\nlines"\n\nq,1,2,\nr,0,x,\n'
+    with pytest.raises(DataError, match=r"nodes.csv, line 7, column 'a': 'x' is not a finite"):
+        from_folder(folder(tmp_path, 'features = ["a"]', nodes=nodes))
+
+
 # ---- many small graphs ----
 GRAPHS = {
     "graphs": "id,label,split\ng1,toxic,train\ng2,fine,test\n",

@@ -27,7 +27,8 @@ TEXT_ENDINGS = {".csv": ",", ".tsv": "\t", ".tab": "\t", ".txt": ","}
 PARQUET_ENDINGS = (".parquet", ".pq")
 ENDINGS = (*(e + gz for gz in ("", ".gz") for e in TEXT_ENDINGS), *PARQUET_ENDINGS)
 SAMPLE_ROWS = 100  # that the delimiter is found in
-CHUNK_ROWS, CHUNK_CELLS = 2**16, 2**22
+# Larger chunks are slower: the garbage collector goes through all rows of a chunk.
+CHUNK_ROWS, CHUNK_CELLS, PARQUET_ROWS = 2**12, 2**22, 2**16
 
 
 def candidates(folder: Path, name: str) -> list[Path]:
@@ -143,12 +144,9 @@ class TableFile:
         self, wanted: Sequence[str]
     ) -> Iterator[tuple[npt.NDArray[np.int64], list[Any]]]:
         places = [self.columns.index(name) for name in wanted]
-        rows = _csv_rows(self.path, self.delimiter)
-        next(rows)  # the header
         size = max(1, min(CHUNK_ROWS, CHUNK_CELLS // len(self.columns)))
-        while chunk := list(islice(rows, size)):
-            lines = np.array([line for line, _ in chunk], np.int64)
-            columns = list(zip(*(row for _, row in chunk), strict=True))
+        for lines, rows in _csv_chunks(self.path, self.delimiter, len(self.columns), size):
+            columns = list(zip(*rows, strict=True))
             yield lines, [columns[place] for place in places]
 
     def _parquet_chunks(
@@ -160,7 +158,7 @@ class TableFile:
         line = 1
         try:
             with parquet.ParquetFile(self.path) as file:
-                for batch in file.iter_batches(batch_size=CHUNK_ROWS, columns=names):
+                for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=names):
                     columns = [
                         self._cells(batch.column(stored_name), name in texts, name)
                         for name, stored_name in zip(wanted, names, strict=True)
@@ -213,6 +211,35 @@ def _open_text(path: Path) -> IO[str]:
     if _starts_with(path, b"\x1f\x8b"):
         return gzip.open(path, "rt", newline="", encoding="utf-8-sig")
     return open(path, newline="", encoding="utf-8-sig")
+
+
+def _csv_chunks(
+    path: Path, delimiter: str, width: int, size: int
+) -> Iterator[tuple[npt.NDArray[np.int64], list[list[str]]]]:
+    """Yields the rows after the header in chunks, with the line on which each row ends."""
+    before, header = 0, True
+    try:
+        with _open_text(path) as file:
+            reader = csv.reader(file, delimiter=delimiter, strict=True)
+            while rows := list(islice(reader, size)):
+                lines = np.arange(before + 1, before + 1 + len(rows))
+                if reader.line_num != before + len(rows):  # cells with line breaks
+                    breaks = [sum(cell.count("\n") for cell in row) for row in rows]
+                    lines += np.cumsum(breaks)
+                before = reader.line_num
+                filled = np.array([bool(row) for row in rows])
+                if not filled.all():  # empty lines
+                    lines, rows = lines[filled], [row for row in rows if row]
+                if set(map(len, rows)) - {width}:
+                    raise csv.Error("rows of different width")
+                if header and rows:
+                    lines, rows, header = lines[1:], rows[1:], False
+                if rows:
+                    yield lines, rows
+    except (csv.Error, UnicodeDecodeError, EOFError, OSError) as error:
+        for _ in _csv_rows(path, delimiter):  # raises an error that names the line
+            pass
+        raise DataError(f"{path}: cannot be read: {error}") from error
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, Sequence[str]]]:
