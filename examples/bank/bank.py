@@ -42,8 +42,8 @@ class Bank:
 
 
 BANKS = (
-    Bank("bank-a", 1.0, ("ok", "fraud"), ",", (0.8, 0.2)),
-    Bank("bank-b", 100.0, ("fraud", "ok"), ";", (0.2, 0.8)),
+    Bank("bank-a", 1.0, ("ok", "fraud"), ",", (0.6, 0.4)),
+    Bank("bank-b", 100.0, ("fraud", "ok"), ";", (0.4, 0.6)),
     Bank("bank-c", 0.001, ("ok", "fraud"), ",", (0.5, 0.5)),
 )
 
@@ -64,9 +64,9 @@ def write_tables(folder: Path, bank: Bank, count: int, seed: int, labelled: bool
     fraud = ring | taken
     age = np.where(ring, rng.gamma(2.0, 150.0, count), rng.gamma(2.0, 600.0, count))  # days
     country = np.where(
-        ring & (rng.random(count) < 0.5), "XK", rng.choice(COUNTRIES, count, p=_SHARES)
+        ring & (rng.random(count) < 0.6), "XK", rng.choice(COUNTRIES, count, p=_SHARES)
     )
-    odd = taken & (rng.random(count) < 0.6)
+    odd = taken & (rng.random(count) < 0.8)
     channel = np.where(odd, "phone", rng.choice(CHANNELS, count, p=(0.3, 0.4, 0.25, 0.05)))
     balance = rng.lognormal(8.0, 1.0, count)
     prefix = f"{bank.name[-1].upper()}{'L' if labelled else 'N'}"
@@ -149,7 +149,7 @@ coordinator = "coordinator.pub"
 
 [data]
 class_names = ["ok", "fraud"]
-split = "40/20/40"
+split = "20/20/60"
 
 [data.columns]
 opened = "date"

@@ -6,6 +6,7 @@ from deployment import Deployment
 
 NEED_FLOWER = (
     "test_apps",
+    "test_bank",
     "test_baseline",
     "test_coordinator",
     "test_deploy",

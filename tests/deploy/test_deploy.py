@@ -251,7 +251,7 @@ def test_the_commands_of_the_page_run(tmp_path):
     blocks = re.findall(r"```bash\n(.*?)\n```", page, re.S)
     commands = [block.replace("fed.example.org", "127.0.0.1") for block in blocks]
     agreement = re.search(r"```toml\n(.*?)```", page, re.S)[1]
-    keys, (serve, *joins, show) = commands[:3], commands[3:]
+    keys, (serve, *joins, show, predict) = commands[:3], commands[3:]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     options = {
         "shell": True,
@@ -284,4 +284,70 @@ def test_the_commands_of_the_page_run(tmp_path):
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
     assert "completed" in subprocess.run(show, check=True, **options).stdout
-    assert (tmp_path / "state-a" / "model.safetensors").exists()
+    assert "federating" in outputs[1][1]  # what join printed
+    to_folder(other, tmp_path / "new-a")
+    subprocess.run(predict, check=True, **options)
+    with open(tmp_path / "predictions.csv") as table:
+        assert len(table.readlines()) == 1 + other.num_nodes
+
+
+# ---- refusals: one line, exit code 2 ----
+def joined(d, data, *more, agreement="federation.toml", party="bank-a"):
+    """Returns the exit code and the output of a `fedloom join` that is refused."""
+    given = ("--party", party, "--key", f"{party}.key", "--data", data)
+    code = d.start(party, "join", agreement, *given, *more).wait()
+    return code, d.output(party)
+
+
+def write_tables(folder, labels, columns="sum", values=("1", "2", "3", "4")):
+    folder.mkdir()
+    rows = zip("abcd", labels, values, strict=True)
+    lines = [f"id,label,{columns}", *(",".join(row) for row in rows)]
+    (folder / "nodes.csv").write_text("\n".join(lines) + "\n")
+    (folder / "edges.csv").write_text("source,target\na,b\nc,d\n")
+
+
+def test_a_party_whose_data_do_not_match_is_refused_with_one_line_and_exit_code_2(deploy):
+    d = deploy(rounds=2)
+    text = (d.folder / "federation.toml").read_text()
+    named = re.sub(
+        r"num_features = .*\nnum_classes = .*\n",
+        'class_names = ["ok", "fraud"]\nfeature_names = ["sum"]\n',
+        text,
+    )
+    (d.folder / "named.toml").write_text(named)
+    raw = named.replace('feature_names = ["sum"]\n', "").replace(
+        "[model]", '[data.columns]\nsum = "number"\n[model]'
+    )
+    (d.folder / "raw.toml").write_text(raw)
+    write_tables(d.folder / "theft", ("ok", "theft", "ok", "theft"))
+    write_tables(d.folder / "income", ("ok", "fraud", "ok", "fraud"), columns="income")
+    write_tables(d.folder / "words", ("ok", "fraud", "ok", "fraud"), values=("1", "2", "x", "4"))
+    cases = {
+        ("theft", "named.toml"): "its classes: ok, theft; agreed classes: ok, fraud",
+        ("income", "named.toml"): "it lacks sum; it has, besides those of the agreement, income",
+        ("theft", "federation.toml"): "num_features of 'theft' is 1, the agreement says 8",
+        ("words", "raw.toml"): "column 'sum': 'x' is not a finite number",
+        ("income", "raw.toml"): "no column 'sum'. Columns there: income",
+    }
+    for (data, agreement), words in cases.items():
+        (d.folder / "bank-a.log").unlink(missing_ok=True)
+        code, output = joined(d, data, agreement=agreement)
+        assert (code, words in output) == (2, True), output
+        assert output.startswith("fedloom: "), output
+        assert (d.folder / "bank-a.log").read_text().count("\n") == 1
+    assert not (d.folder / "fedloom-bank-a").exists()
+
+
+def test_a_party_with_another_agreement_ends_and_so_does_the_coordinator(deploy):
+    d = deploy(parties=("bank-a", "bank-b"), rounds=1)
+    d.write("other.toml", rounds=9)
+    coordinator = d.serve()
+    code, output = joined(d, "bank-a.safetensors", agreement="other.toml")
+    assert code == 2
+    words = "method.rounds is 9 at the party and 1 at the coordinator"
+    assert f"the coordinator refuses party 'bank-a': it has agreed to something else: {words}" in (
+        output
+    )
+    assert coordinator.wait() == 2
+    assert words in d.output("coordinator")

@@ -167,6 +167,7 @@ class Coordinator:
             _, absent = self._hello(sorted(self._alive() - self.sizes.keys()))
             for name, why in absent.items():
                 if why.error is not None:
+                    self.control("fedloom_refuse", {name: {"cause": why.cause}})
                     raise ConfigError(f"party {name!r} {why.cause}")
             for name in sorted(self.sizes.keys() - logged):
                 logged.add(name)

@@ -6,6 +6,7 @@ the method or one of these control orders:
     order             content                     answer
     fedloom_hello     none                        what the party has agreed to, the size of its
                                                   graph, and a fresh nonce
+    fedloom_refuse    cause                       none; the party ends, unless a run is under way
     fedloom_fit       agreement, nonce            none; the fit of the encoding begins, if raw
                                                   columns are agreed (`fedloom.deploy.encode`)
     fedloom_begin     facts, agreement, nonce,    none; an error if the party refuses the run
@@ -107,6 +108,8 @@ class Party:
 
     Attributes:
         status: How the run ended; empty before.
+        refusal: Why the coordinator refuses the party; empty if it does not.
+        complaints: Why the party did not begin a run, for its user.
 
     Args:
         agreement: The party's own copy of the agreement.
@@ -143,6 +146,7 @@ class Party:
         self._raw = graph  # before it is encoded
         self.agreed = agreement.agreed()
         self.status, self.on_scores = "", on_scores
+        self.refusal, self.complaints = "", list[str]()
         self._wants_baseline = baseline
         self._local: LocalBaseline | None = None
         self._lineage = ""  # the id of the run, the same through every resume
@@ -202,6 +206,7 @@ class Party:
     def _execute(self, header: Header, body: bytes, session: _Session) -> tuple[Kind, bytes]:
         before = {
             "fedloom_hello": self._hello,
+            "fedloom_refuse": self._end_refused,
             "fedloom_fit": self._begin_fit,
             "fedloom_begin": self._begin,
         }
@@ -222,6 +227,8 @@ class Party:
                 return "answer", json.dumps(during[header.phase](json.loads(body))).encode()
             return "answer", self._perform(header, body)
         except Exception as error:  # noqa: BLE001  (the coordinator receives it and decides)
+            if header.phase in before:
+                self.complaints.append(f"does not begin: {error}")
             return self._failure(error)
 
     def _failure(self, error: Exception) -> tuple[Kind, bytes]:
@@ -257,6 +264,11 @@ class Party:
             "size": size_of(self.name, self.graph),
             "knows_cross_edges": bool(self.graph.cross_edges.shape[1]),
         }
+
+    def _end_refused(self, order: dict[str, Any], session: _Session) -> dict[str, Any]:
+        if self._client is None and self._fit_client is None:
+            self.refusal = " ".join(str(order["cause"]).split())[:ERROR_LENGTH]
+        return {}
 
     def _require_current(self, order: dict[str, Any], session: _Session) -> None:
         """Raises unless the order contains the party's nonce and what the party has agreed to."""
@@ -581,6 +593,7 @@ def run_party(party: Party, log: Log, patience: float = math.inf) -> str:
                     connected, pause = True, FIRST_PAUSE
                     log(f"connected to {federation.address}")
                 _answer_one(party, transport, log)
+                _require_accepted(party, log)
                 lost = None
             except (UnreachableError, RefusedError) as error:
                 if connected:
@@ -627,6 +640,7 @@ def run_party_at_socket(party: Party, path: Path, log: Log) -> str:
                         send_frame(wire, party.answer(receive_frame(wire)))
                     except (MessageError, OSError) as error:  # a wrong order, or a lost connection
                         log(f"refused: {error}")
+                _require_accepted(party, log)
         finally:
             path.unlink(missing_ok=True)
     return party.status
@@ -640,3 +654,11 @@ def _answer_one(party: Party, transport: PartyTransport, log: Log) -> None:
             log(f"refused: {error}")
         else:
             transport.answer(order, envelope)
+
+
+def _require_accepted(party: Party, log: Log) -> None:
+    """Logs why the party did not begin. Raises ConfigError if the coordinator refuses the party."""
+    while party.complaints:
+        log(party.complaints.pop(0))
+    if party.refusal:
+        raise ConfigError(f"the coordinator refuses party {party.name!r}: it {party.refusal}")
