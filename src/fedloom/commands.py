@@ -36,6 +36,7 @@ from fedloom.data.statistics import partition_statistics
 from fedloom.deploy.keys import make_authority, make_party, party_files
 from fedloom.errors import ConfigError, RoundFailed, unknown
 from fedloom.experiments import executor, grid
+from fedloom.experiments.callbacks import Callback
 from fedloom.experiments.recipe import Expectation, Recipe, make_recipe, override, read_tables
 from fedloom.experiments.recipe_files import entries, find_tables, papers
 from fedloom.experiments.report import comparison, tables
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from fedloom.experiments.tune import Trial
 
 Given = Mapping[str, Any]  # {"table.key": value}; None for an option that was not given
-OnRound = Callable[[dict[str, Any], int], None]
 
 
 # ---- runs ----
@@ -83,7 +83,7 @@ def run(
             style="yellow",
         )
     folder = folder or _unused(Path("runs") / f"{_name(chosen)}-s{chosen.run.seed}")
-    execute = partial(chosen.execute, folder, on_start=_announce, track=trackers)
+    execute = partial(chosen.execute, folder, track=trackers)
     with _warnings_as_lines():
         result = _with_progress(chosen.method, partial(execute, federation=federation))
     compared = [
@@ -157,7 +157,7 @@ def resume(folder: Path, as_json: bool, track: str = "") -> None:
         )
     recipe = make_recipe(config)
     trackers = make_trackers(track or tracked(folder))
-    execute = partial(recipe.execute, folder, on_start=_announce, resume=True, track=trackers)
+    execute = partial(recipe.execute, folder, resume=True, track=trackers)
     with _warnings_as_lines():
         result = _with_progress(recipe.method, execute)
     _print(result, as_json)
@@ -326,7 +326,7 @@ def serve(
         "insecure": insecure,
     }
 
-    def execute(on_round: OnRound) -> Result:
+    def execute(callback: Callback) -> Result:
         return coordinate(
             agreed,
             keys,
@@ -336,7 +336,7 @@ def serve(
             resumed=resumed,
             origin=origin,
             log=_say,
-            on_round=on_round,
+            callbacks=callback,
         )
 
     with _warnings_as_lines():
@@ -566,11 +566,6 @@ def _unused(folder: Path) -> Path:
     return path
 
 
-def _announce(started: dict[str, Any]) -> None:
-    if line := tables.workers(started):
-        err.print(line, style="dim")
-
-
 def _bar() -> Progress:
     columns = (
         TextColumn("{task.description}"),
@@ -583,23 +578,31 @@ def _bar() -> Progress:
     return Progress(*columns, console=err, disable=not err.is_terminal)
 
 
-def _with_progress(method: str, execute: Callable[[OnRound], Result]) -> Result:
-    """Runs `execute` with a bar on a terminal, else with a line for each tenth of the rounds."""
+class _RunProgress(Callback):
+    """Shows a bar on a terminal, elsewhere a line for each tenth of the rounds."""
+
+    def __init__(self, method: str, bar: Progress):
+        self.method, self.bar, self.score = method, bar, ""
+        self.task = bar.add_task(method, total=None, score="")
+
+    def on_start(self, run: Mapping[str, Any]) -> None:
+        if line := tables.workers(run):
+            err.print(line, style="dim")
+
+    def on_round(self, entry: dict[str, Any], rounds: int) -> None:
+        if "val_accuracy" in entry:
+            self.score = f"val {tables.percent(entry['val_accuracy'])}"
+        done = entry["round"]
+        self.bar.update(self.task, completed=done, total=rounds, score=self.score)
+        tenth, before = (count * 10 // max(rounds, 1) for count in (done, done - 1))
+        if not err.is_terminal and entry.get("stage") != "finetune" and tenth > before:
+            _say(f"{self.method}: round {done} of {rounds}, {self.score}")
+
+
+def _with_progress(method: str, execute: Callable[[Callback], Result]) -> Result:
+    """Runs `execute`, which passes the callback on to the run."""
     with _bar() as bar:
-        task = bar.add_task(method, total=None, score="")
-        score = ""
-
-        def step(entry: dict[str, Any], planned: int) -> None:
-            nonlocal score
-            if "val_accuracy" in entry:
-                score = f"val {tables.percent(entry['val_accuracy'])}"
-            done = entry["round"]
-            bar.update(task, completed=done, total=planned, score=score)
-            tenth, before = (count * 10 // max(planned, 1) for count in (done, done - 1))
-            if not err.is_terminal and entry.get("stage") != "finetune" and tenth > before:
-                _say(f"{method}: round {done} of {planned}, {score}")
-
-        return execute(step)
+        return execute(_RunProgress(method, bar))
 
 
 def _print(result: Result, as_json: bool, compared: Sequence[Result] = ()) -> None:

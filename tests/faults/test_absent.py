@@ -496,7 +496,7 @@ def test_a_resumed_run_says_the_same_of_absences(node_federation, monkeypatch, t
     class Killed(BaseException):
         """Stands for whatever ends a process."""
 
-    def die(entry, planned):
+    def die(entry):
         if entry["round"] == 3:
             raise Killed
 
@@ -504,7 +504,7 @@ def test_a_resumed_run_says_the_same_of_absences(node_federation, monkeypatch, t
         Schedule(patch, faults)
         unbroken = go(node_federation, rounds=4)
         with pytest.raises(Killed):
-            go(node_federation, rounds=4, checkpoint_every=1, out=tmp_path / "x", on_round=die)
+            go(node_federation, rounds=4, checkpoint_every=1, out=tmp_path / "x", callbacks=die)
         resumed = go(node_federation, rounds=4, checkpoint_every=1, out=tmp_path / "x", resume=True)
     assert absences(resumed) == absences(unbroken)
     assert resumed.summary["absences"] == unbroken.summary["absences"] == {"1": 1, "2": 1, "3": 1}

@@ -86,7 +86,7 @@ def test_a_folder_that_becomes_read_only_ends_the_run(node_federation, unbroken)
         os.chmod(place, 0o777)
         folder = Path(place) / "x"
 
-        def close(entry, planned):
+        def close(entry):
             if entry["round"] == 3:
                 os.chmod(folder, 0o555)
 
@@ -94,7 +94,7 @@ def test_a_folder_that_becomes_read_only_ends_the_run(node_federation, unbroken)
             if os.getuid() == 0:
                 os.setuid(65534)
             with pytest.raises(PermissionError, match=LATEST) as raised:
-                go(node_federation, folder, on_round=close)
+                go(node_federation, folder, callbacks=close)
             assert any(
                 "summary.json" in note for note in raised.value.__notes__
             )  # it could not be written either
@@ -108,7 +108,7 @@ def test_a_folder_that_becomes_read_only_ends_the_run(node_federation, unbroken)
 def test_an_error_of_the_disk_is_told_and_survived(
     node_federation, unbroken, tmp_path, monkeypatch
 ):
-    def break_at(entry, planned):
+    def break_at(entry):
         if entry["round"] == 5:
             monkeypatch.setattr(_system.os, "fsync", broken)
 
@@ -117,7 +117,7 @@ def test_an_error_of_the_disk_is_told_and_survived(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with pytest.raises(OSError, match=r"Input/output error: .*history\.jsonl"):
-        go(node_federation, tmp_path / "x", on_round=break_at)
+        go(node_federation, tmp_path / "x", callbacks=break_at)
     summary = json.loads((tmp_path / "x" / "summary.json").read_text())
     assert (summary["status"], summary["rounds"]) == ("failed", 5)
     assert (

@@ -114,7 +114,7 @@ def test_killed_anywhere_and_resumed_equals_unbroken(place, node_federation, unb
         node_federation,
         folder,
         resume=True,
-        on_round=lambda entry, planned: redone.append(entry["round"]),
+        callbacks=lambda entry: redone.append(entry["round"]),
     )
     assert differences(folder, unbroken()) == set()
     assert len(redone) <= ROUNDS - before + 1  # at most one round is repeated
@@ -167,7 +167,7 @@ def test_with_fewer_checkpoints_more_is_done_again(every, node_federation, unbro
         tmp_path / "x",
         checkpoint_every=every,
         resume=True,
-        on_round=lambda entry, planned: seen.append(entry["round"]),
+        callbacks=lambda entry: seen.append(entry["round"]),
     )
     assert seen == ([1, 2, 3, 4] if every == 0 else [4])
     assert differences(tmp_path / "x", unbroken(checkpoint_every=every)) == set()

@@ -244,7 +244,7 @@ def test_a_stopped_worker_comes_back_and_its_late_answer_is_not_averaged(node_fe
         original(self, method, groups)
         engines.append(self)
 
-    def on_round(entry, planned):
+    def on_round(entry):
         noted.append(entry)
         if entry["round"] == 3:
             (engine,) = engines
@@ -259,7 +259,7 @@ def test_a_stopped_worker_comes_back_and_its_late_answer_is_not_averaged(node_fe
             node_federation,
             deadline=10.0,
             evaluate_every=1,
-            on_round=on_round,
+            callbacks=on_round,
         )
     of_train = [
         (number, cause)

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from fedloom._system import graceful_signals, write_atomic
 from fedloom.errors import FedloomError
+from fedloom.experiments.callbacks import Callback
 from fedloom.experiments.grid import Cell, is_done, run_cell
 
 STOP_SECONDS = 30.0  # that a run has to write its folder after a signal
@@ -252,25 +253,28 @@ def _exit_cause(code: int | None) -> str:
     return f"its process ended with exit code {code}"
 
 
+class _Steps(Callback):
+    """Reports the rounds of a cell through a pipe."""
+
+    def __init__(self, pipe: Connection):
+        self.pipe, self.reported = pipe, 0.0
+
+    def on_round(self, entry: dict[str, Any], rounds: int) -> None:
+        if time.monotonic() - self.reported > 0.2:  # rounds may be faster than a screen
+            self.reported = time.monotonic()
+            validation = entry.get("val_accuracy") or ""
+            self.pipe.send_bytes(f"round\t{entry['round']}\t{rounds}\t{validation}".encode())
+
+
 def _work(cell: Cell, pipe: Connection) -> None:
     """Runs a cell in a process of its own and reports through the pipe."""
     # Ctrl-C in a terminal reaches all processes. The parent tells this one to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    reported = 0.0
-
-    def report(entry: dict[str, Any], planned: int) -> None:
-        nonlocal reported
-        if time.monotonic() - reported > 0.2:  # rounds may be faster than a screen
-            reported = time.monotonic()
-            pipe.send_bytes(
-                f"round\t{entry['round']}\t{planned}\t{entry.get('val_accuracy') or ''}".encode()
-            )
-
     status, cause = "completed", ""
     try:
         with graceful_signals():
-            run_cell(cell, report)
+            run_cell(cell, _Steps(pipe))
     except (KeyboardInterrupt, SystemExit):
         status, cause = "stopped", "interrupted"
     except Exception as error:  # noqa: BLE001  (the grid reports it and goes on)

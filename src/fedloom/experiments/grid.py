@@ -11,7 +11,7 @@ import fcntl
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import product
@@ -22,12 +22,12 @@ from fedloom.core.registry import method_class
 from fedloom.core.settings import check_setting, setting
 from fedloom.data.datasets import find
 from fedloom.errors import ConfigError, DataError, unknown
+from fedloom.experiments.callbacks import Given
 from fedloom.experiments.recipe import make_recipe, override
 from fedloom.experiments.run_folder import is_completed, is_run, read_config, read_summary
 from fedloom.experiments.source_digest import code_behind
 
 Tables = dict[str, dict[str, Any]]  # a recipe
-OnRound = Callable[[dict[str, Any], int], None]
 # Settings with the same meaning in every method that has them. [method] sets them for all methods.
 # Any other setting belongs to one method.
 SHARED = ("rounds", "epochs", "batch_size", "weight_decay", "lr", "optimizer")
@@ -236,7 +236,7 @@ def is_done(cell: Cell) -> bool:
         return False
 
 
-def run_cell(cell: Cell, on_round: OnRound | None = None) -> None:
+def run_cell(cell: Cell, callbacks: Given = None) -> None:
     """Runs or resumes a cell, unless it is completed.
 
     Waits while another process runs the same cell. A damaged folder is renamed, not removed.
@@ -247,7 +247,7 @@ def run_cell(cell: Cell, on_round: OnRound | None = None) -> None:
         begun = _can_resume(cell.folder)
         if not begun and cell.folder.exists():
             cell.folder.rename(_name_for_damaged(cell.folder))
-        make_recipe(cell.tables).execute(cell.folder, on_round, resume=begun)
+        make_recipe(cell.tables).execute(cell.folder, callbacks, resume=begun)
 
 
 def _can_resume(folder: Path) -> bool:

@@ -6,7 +6,7 @@ import json
 import re
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from fedloom.data.federation import Federation
 from fedloom.data.graph import FLOWS
 from fedloom.data.partition import divide, partition_settings
 from fedloom.errors import ConfigError, DataError, unknown
+from fedloom.experiments.callbacks import Given
 from fedloom.experiments.result import Result
 from fedloom.experiments.run import agree_on_facts, require_unreserved, run
 from fedloom.experiments.settings import RunSettings, chosen_evaluation
@@ -187,9 +188,8 @@ class Recipe:
     def execute(
         self,
         out: Path | None = None,
-        on_round: Callable[[dict[str, Any], int], None] | None = None,
+        callbacks: Given = None,
         *,
-        on_start: Callable[[dict[str, Any]], None] | None = None,
         resume: bool = False,
         federation: Federation | None = None,
         track: Track = (),
@@ -198,8 +198,7 @@ class Recipe:
 
         Args:
             out: The run folder. None keeps the result in memory.
-            on_round: Called with each history entry and the number of rounds.
-            on_start: Called when the engine is ready.
+            callbacks: As in `fedloom.run`.
             resume: Continue the run in `out`.
             federation: The divided graph, if it is already there.
             track: As in `fedloom.run`.
@@ -214,8 +213,7 @@ class Recipe:
             dropout=self.model.dropout,
             settings=self.run,
             out=out,
-            on_round=on_round,
-            on_start=on_start,
+            callbacks=callbacks,
             resume=resume,
             track=track,
             config=config,

@@ -27,6 +27,7 @@ from fedloom.data.federation import Roster
 from fedloom.engines.base import Engine
 from fedloom.errors import ConfigError, DataError
 from fedloom.experiments import checkpoint
+from fedloom.experiments.callbacks import Callbacks, Given
 from fedloom.experiments.checkpoint import Checkpoint
 from fedloom.experiments.history import History
 from fedloom.experiments.result import Result, read_run
@@ -36,8 +37,6 @@ from fedloom.experiments.trackers import Begun, Tracking
 from fedloom.nn import metrics
 from fedloom.privacy.secure_aggregation import aggregation_for
 
-OnRound: TypeAlias = Callable[[dict[str, Any], int], None]  # a history entry, number of rounds
-OnStart: TypeAlias = Callable[[dict[str, Any]], None]  # `engine` and `engine_details`
 Scores: TypeAlias = dict[str, float | None]
 _PACKAGES = (
     "fedloom",
@@ -59,6 +58,7 @@ class Recorder:
         roster: The clients and their sizes.
         settings: The run settings.
         folder: The run folder; None keeps everything in memory.
+        callbacks: What is called at the start, after each round and at the end.
         config: The run's origin, as config.json keeps it.
         predicted_mb: The predicted peak of memory.
         partition: Label counts per client, in a simulation.
@@ -73,11 +73,11 @@ class Recorder:
         roster: Roster,
         settings: RunSettings,
         folder: Path | None,
-        on_round: OnRound | None,
-        on_start: OnStart | None = None,
+        callbacks: Given = None,
     ):
         self.roster, self.settings, self.folder = roster, settings, folder
-        self.on_round, self.on_start = on_round, on_start
+        self.callbacks = Callbacks(callbacks)
+        self._asked_to_stop = False  # by a callback
         self.config: dict[str, Any] = {}
         self.predicted_mb = 0.0
         self.partition: dict[str, Any] = {}
@@ -155,8 +155,7 @@ class Recorder:
         with ExitStack() as stack:
             try:
                 self._made = stack.enter_context(closing(make()))
-                if self.on_start:
-                    self.on_start(self._engine())
+                self.callbacks.on_start(self._about())
                 crash_point("nothing-asked")
                 method.run(server)
                 self.engine.finish()
@@ -170,6 +169,7 @@ class Recorder:
         del self.server
         try:
             self.tracking.end(result.summary)
+            self.callbacks.on_end(result)
         finally:
             if failure is not None:
                 raise failure
@@ -197,6 +197,18 @@ class Recorder:
         return {
             "engine": self.settings.engine,
             "engine_details": {"threads": self.settings.threads, **details},
+        }
+
+    def _about(self) -> dict[str, Any]:
+        """Returns what callbacks are told at the start."""
+        return {
+            "method": self.name,
+            "dataset": self.roster.about["dataset"],
+            "clients": self.roster.about["clients"],
+            "seed": self.settings.seed,
+            "folder": self.folder,
+            "without_training_items": self.roster.without_training,
+            **self._engine(),
         }
 
     # ---- called by the server ----
@@ -253,7 +265,7 @@ class Recorder:
         if self.folder and every and server.round % every == 0:
             self._save_checkpoint(self.folder, server)
         crash_point("round-closed")
-        return self.history.out_of_patience()
+        return self._asked_to_stop or self.history.out_of_patience()
 
     # ---- writing ----
     def _close_entry(self, server: Server) -> None:
@@ -272,8 +284,7 @@ class Recorder:
             return  # a resumed run repeats its set-up, which is in the history already
         self._append(server, entry)
         self.tracking.add(entry)
-        if self.on_round:
-            self.on_round(entry, self.planned)
+        self._asked_to_stop |= bool(self.callbacks.on_round(entry, self.planned))
 
     def _append(self, server: Server, entry: dict[str, Any] | None = None) -> None:
         with deferred_signals():

@@ -23,6 +23,8 @@ _ENTRY_POINTS = ("fedloom.experiments.run", "fedloom.experiments.recipe")
 # Modules that cannot change a run's numbers. The search does not enter them.
 _EXCLUDED = (
     "fedloom.experiments.report",  # reads finished run folders
+    "fedloom.data.display",  # shows objects as text
+    "fedloom.experiments.display",  # the same
     "fedloom.cli",  # parses the command line; the settings are part of a cell's name anyway
     "fedloom.commands",  # prints results
     "fedloom.experiments.trackers",  # copies history entries; a failing tracker is dropped
