@@ -8,13 +8,29 @@ import resource
 import signal
 import sys
 import threading
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
 from pathlib import Path
 
 from fedloom.errors import unknown
+
+# ---- the version ----
+
+
+def installed_version() -> str:
+    """Returns the version of fedloom: of the installed package, else of the source tree."""
+    try:
+        return version("fedloom")
+    except PackageNotFoundError:
+        project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+        if not project.is_file():
+            return "unknown"
+        return str(tomllib.loads(project.read_text())["project"]["version"])
+
 
 # ---- crash points: named places at which a test kills the process ----
 

@@ -148,13 +148,12 @@ def name_of(cls: Class) -> str:
             return name
     module = sys.modules.get(cls.__module__)
     path = getattr(module, "__file__", None)
-    if (
-        module is not None
-        and path
-        and cls.__module__ != "__main__"
-        and len(_classes_of(module)) == 1
-    ):
-        return str(Path(path).resolve())
+    if module is not None and path and cls.__module__ != "__main__":
+        own = _classes_of(module)
+        if own == [cls] or (
+            len(own) == 1 and issubclass(own[0], Plugin) and issubclass(cls, own[0])
+        ):
+            return str(Path(path).resolve())
     name = f"own-{cls.__name__}" if cls.__name__.lower() in method_names() else cls.__name__
     _DEFINED[name] = cls
     return name

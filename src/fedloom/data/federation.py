@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -220,6 +222,14 @@ class Federation:
             self.class_names,
             self.feature_names,
         )
+
+    @cached_property
+    def digest(self) -> str:
+        """A short text that identifies the data: names, graphs and masks."""
+        found = hashlib.sha256(repr((self.names, self.inductive)).encode())
+        for graph in self.graphs:
+            found.update(graph.digest().encode())
+        return found.hexdigest()[:16]
 
     def merged(self) -> Federation:
         """Returns a federation of one party with all data.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -149,6 +150,15 @@ class Graph:
     def task(self) -> Task:
         """The unit of prediction, "node" or "graph"."""
         return "node" if self.batch is None else "graph"
+
+    def digest(self) -> str:
+        """Returns a short text that identifies the data: every tensor of the graph."""
+        found = hashlib.sha256(f"{self.name} {self.num_classes}".encode())
+        for f in fields(Graph):
+            if isinstance(tensor := getattr(self, f.name), Tensor):
+                found.update(f"{f.name} {tensor.dtype} {list(tensor.shape)}".encode())
+                found.update(tensor.contiguous().numpy().data)
+        return found.hexdigest()[:16]
 
     # ---- names ----
     @property

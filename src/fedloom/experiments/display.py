@@ -5,7 +5,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedloom.data.display import html_table
@@ -64,6 +64,25 @@ def data_frame(records: list[dict[str, Any]]) -> Any:
 
 
 # ---- a run ----
+def history_records(history: Sequence[Mapping[str, Any]], clients: bool) -> list[dict[str, Any]]:
+    """Returns a history as flat records: numbers and texts only.
+
+    Args:
+        history: The entries of a history.
+        clients: A record for each entry and client, instead of one for each entry.
+    """
+    if clients:
+        return [
+            {"round": entry["round"], "stage": entry.get("stage"), "client": row["id"], **row}
+            for entry in history
+            for row in entry.get("clients", ())
+        ]
+    return [
+        {key: value for key, value in entry.items() if not isinstance(value, (list, dict))}
+        for entry in history
+    ]
+
+
 def result_text(summary: Mapping[str, Any], folder: object) -> str:
     """Returns a result in one line, as `repr` shows it."""
     place = f"; folder {str(folder)!r}" if folder else ""

@@ -6,6 +6,7 @@ A cell that fails or dies does not affect the others.
 from __future__ import annotations
 
 import importlib
+import logging
 import multiprocessing
 import os
 import shutil
@@ -13,6 +14,7 @@ import signal
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -20,6 +22,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import mean
 from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from threadpoolctl import threadpool_limits
 
 from fedloom._system import graceful_signals, write_atomic
 from fedloom.errors import FedloomError
@@ -127,11 +132,13 @@ class State:
 def _kind(cell: Cell) -> tuple[Any, ...]:
     """Returns what runs of about the same duration have in common."""
     tables = cell.tables
+    data, partition = tables["data"], tables.get("partition", {})
     return (
         cell.method,
-        tables["data"]["dataset"],
-        tables["partition"]["name"],
-        tables["partition"]["clients"],
+        data["dataset"],
+        partition.get("name"),
+        partition.get("clients"),
+        data.get("digest"),
         tables["model"]["name"],
     )
 
@@ -198,7 +205,10 @@ class Processes:
         """Starts a cell."""
         here, there = self._fork.Pipe(duplex=False)
         process = self._fork.Process(target=_work, args=(cell, there), name=cell.name)
-        process.start()
+        with warnings.catch_warnings():
+            # Python 3.12 warns if there are threads, as in a notebook. `_work` says why it works.
+            warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
+            process.start()
         there.close()
         self._running[here] = cell, process
 
@@ -270,6 +280,12 @@ def _work(cell: Cell, pipe: Connection) -> None:
     """Runs a cell in a process of its own and reports through the pipe."""
     # Ctrl-C in a terminal reaches all processes. The parent tells this one to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # OpenMP hangs in a forked process whose parent, such as a notebook, has used its threads. With
+    # one thread it is not called. The run sets its own number of threads.
+    threadpool_limits(1)
+    torch.set_num_threads(1)
+    # The rounds of several runs at a time are no use in a log.
+    logging.getLogger("fedloom.run").setLevel(logging.WARNING)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     status, cause = "completed", ""
     try:

@@ -109,6 +109,7 @@ class Recipe:
         method: The method's name, or the path of a method file.
         method_settings: The method's settings.
         options: The partitioner's own settings.
+        given: The federation, if it is in memory. [data] and [partition] then say nothing.
     """
 
     data: DataTable
@@ -119,13 +120,21 @@ class Recipe:
     method: str
     method_settings: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    given: Federation | None = None
 
     def config(self) -> dict[str, Any]:
         """Returns all tables with every default, as the run folder keeps them.
 
-        The result is itself a recipe.
+        The result is itself a recipe, unless the federation is given.
         """
         method = make_method(self.method, self.method_settings)
+        others = {
+            "model": _values(self.model),
+            "method": {"name": self.method, **method.settings()},
+            "run": _values(self.run),
+        }
+        if self.given is not None:
+            return {"data": {**self.given.roster.about, "digest": self.given.digest}, **others}
         return {
             "data": {**_values(self.data), "split": self.split},
             "partition": {
@@ -135,10 +144,24 @@ class Recipe:
                 **partition_settings(self.partition.name),
                 **self.options,
             },
-            "model": _values(self.model),
-            "method": {"name": self.method, **method.settings()},
-            "run": _values(self.run),
+            **others,
         }
+
+    @property
+    def name(self) -> str:
+        """The default name of a folder: data, partition, method and model."""
+        parts = (*self.task, Path(self.method).stem, self.model.name)
+        return re.sub("[,:=]", "_", "-".join(parts))
+
+    @property
+    def task(self) -> tuple[str, str]:
+        """The names of the data and of their partition, for the names of folders."""
+        if self.given is None:
+            partition = f"{self.partition.name}{self.partition.clients}"
+            return Path(self.data.dataset).name.removesuffix(".safetensors"), partition
+        about = self.given.roster.about
+        by = about.get("partition") or "given"
+        return Path(str(about["dataset"])).name, f"{by}{about['clients']}"
 
     @property
     def partition_seed(self) -> int:
@@ -163,7 +186,9 @@ class Recipe:
         return self.data.split or usual
 
     def federation(self) -> Federation:
-        """Loads the graph and divides it."""
+        """Loads the graph and divides it, unless the federation is given."""
+        if self.given is not None:
+            return self.given
         graph = load(self.data.dataset, public_split=self.data.public_split).with_flow(
             self.data.flow
         )
@@ -300,11 +325,17 @@ def read_value(text: str) -> Any:
         return text
 
 
-def make_recipe(tables: Mapping[str, Any]) -> Recipe:
+def make_recipe(tables: Mapping[str, Any], federation: Federation | None = None) -> Recipe:
     """Checks tables and returns the recipe.
 
     Every mistake is a ConfigError that names the table, the key and the valid values.
+
+    Args:
+        tables: The recipe's tables.
+        federation: The data, if they are in memory. [data] and [partition] are then ignored.
     """
+    if federation is not None:
+        tables = {key: table for key, table in tables.items() if key not in ("data", "partition")}
     for name, content in tables.items():
         if name not in (*TABLES, "method"):
             raise unknown("table of a recipe:", name, (*TABLES, "method"))
@@ -331,7 +362,9 @@ def make_recipe(tables: Mapping[str, Any]) -> Recipe:
     for spec in built["model"].name.split(","):
         parse_spec(spec.strip().lower())
     chosen_evaluation(cls, method, built["run"].evaluation)
-    return Recipe(method=method, method_settings=given["method"], options=options, **built)
+    return Recipe(
+        method=method, method_settings=given["method"], options=options, given=federation, **built
+    )
 
 
 def table(name: str, cls: Any, given: Any) -> Any:

@@ -15,7 +15,13 @@ from typing import Any, TypeAlias
 
 from safetensors.torch import save
 
-from fedloom._system import crash_point, deferred_signals, peak_memory, write_atomic
+from fedloom._system import (
+    crash_point,
+    deferred_signals,
+    installed_version,
+    peak_memory,
+    write_atomic,
+)
 from fedloom.core.facts import Facts
 from fedloom.core.ledger import Ledger
 from fedloom.core.message import Absent, Message, flatten
@@ -39,7 +45,6 @@ from fedloom.privacy.secure_aggregation import aggregation_for
 
 Scores: TypeAlias = dict[str, float | None]
 _PACKAGES = (
-    "fedloom",
     "torch",
     "torch_geometric",
     "numpy",
@@ -498,4 +503,8 @@ def _first_of(earlier: BaseException | None, error: Exception) -> BaseException:
 
 
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
+    return {
+        "python": platform.python_version(),
+        "fedloom": installed_version(),
+        **{name: version(name) for name in _PACKAGES},
+    }

@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 
 from fedloom.core.message import Message, unflatten
 from fedloom.errors import DataError
+from fedloom.experiments.display import data_frame, history_records, result_html, result_text
 from fedloom.experiments.run_folder import read_config, read_history, read_summary
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """The outcome of a run.
 
@@ -30,6 +31,20 @@ class Result:
     models: dict[str, Message] = field(default_factory=dict, repr=False)
     folder: Path | None = None
     entries: list[dict[str, Any]] = field(default_factory=list, repr=False)
+
+    def __repr__(self) -> str:
+        return result_text(self.summary, self.folder)
+
+    def _repr_html_(self) -> str:
+        return result_html(self.summary, self.folder)
+
+    def pandas(self, clients: bool = False) -> Any:
+        """Returns the history as a pandas DataFrame (extra `tables`).
+
+        Args:
+            clients: A row for each round and client, instead of one for each round.
+        """
+        return data_frame(history_records(self.history, clients))
 
     @cached_property
     def history(self) -> list[dict[str, Any]]:

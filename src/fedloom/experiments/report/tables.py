@@ -262,26 +262,11 @@ def comparison(c: Comparison) -> RenderableType:
 
 def comparison_as_json(c: Comparison) -> dict[str, Any]:
     """Returns the data that `fedloom compare --json` prints."""
-    rows = [
-        {
-            "task": task,
-            "method": row,
-            "seeds": len(e.runs),
-            "mean": e.score.mean if e.score else None,
-            "deviation": e.score.deviation if e.score else None,
-            "mark": e.mark,
-            "like_best": e.like_best,
-            "corrected_p": e.p,
-            "against_best": e.against_best._asdict() if e.against_best else None,
-            "gain": e.gain._asdict() if e.gain else None,
-            "bytes": e.bytes_sent,
-            "seconds": e.seconds,
-            "folders": [str(run.folder) for run in e.runs],
-        }
-        for task in c.tasks
-        for row, e in c.on(task).items()
-    ]
-    return {"metric": c.metric, "rows": rows, "left_out": [each._asdict() for each in c.left_out]}
+    return {
+        "metric": c.metric,
+        "rows": c.records(),
+        "left_out": [each._asdict() for each in c.left_out],
+    }
 
 
 def method(name: str, cls: type[Method]) -> RenderableType:
