@@ -25,10 +25,8 @@ RUN_SETTINGS = tuple(f.name for f in fields(RunSettings))
 def is_graph(value: object) -> bool:
     """Returns whether a value is a Graph, or a graph of PyG or networkx."""
     package = type(value).__module__.partition(".")[0]
-    is_module = isinstance(value, nn.Module)
-    return isinstance(value, Graph) or (
-        package in ("torch_geometric", "networkx") and not is_module and not callable(value)
-    )
+    of_others = package in ("torch_geometric", "networkx") and not isinstance(value, nn.Module)
+    return isinstance(value, Graph) or of_others
 
 
 def is_method(value: object) -> bool:
