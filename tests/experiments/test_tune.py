@@ -215,11 +215,11 @@ def test_a_killed_study_resumes_with_the_same_result(where, unbroken, tmp_path):
 def test_only_an_interrupted_trial_runs_again(unbroken, tmp_path, monkeypatch):
     asked, real = [], tuning.validate
 
-    def stopped(tables, seeds, folder, number):
+    def stopped(tables, seeds, folder, number, federation):
         asked.append(number)
         if asked == [0, 1, 2]:
             raise KeyboardInterrupt
-        return real(tables, seeds, folder, number)
+        return real(tables, seeds, folder, number, federation)
 
     monkeypatch.setattr(tuning, "validate", stopped)
     with pytest.raises(KeyboardInterrupt):
@@ -270,7 +270,7 @@ def test_a_failed_trial_is_recorded_and_the_study_goes_on(tmp_path):
 
 
 def test_if_all_trials_fail_the_first_reason_is_named(tmp_path, monkeypatch):
-    def diverges(tables, seeds, folder, number):
+    def diverges(tables, seeds, folder, number, federation):
         raise RuntimeError(f"no number, {number}")
 
     monkeypatch.setattr(tuning, "validate", diverges)
