@@ -86,7 +86,7 @@ def result_of(name, module, federation, settings):
         **{key: traffic[key] for key in ("bytes_up", "bytes_down", "scalars_up", "scalars_down")},
         **{key: result.summary[key] for key in SCORES},
         **{f"accuracy of {client}": accuracy for client, accuracy in clients.items()},
-        "weights": fingerprint(result.models),
+        "weights": fingerprint(result.final_models),
     }
 
 

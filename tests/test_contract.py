@@ -17,11 +17,13 @@ from fedloom.core.ledger import MEASURING
 from fedloom.core.message import flatten, unflatten
 from fedloom.core.registry import make_method, method_class, method_names
 from fedloom.data.federation import Federation
+from fedloom.data.synthetic import synthetic, synthetic_graphs
 from fedloom.engines import engine_names
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError, MessageError, Refusal, RoundFailed
 from fedloom.experiments.recipe import make_recipe
 from fedloom.experiments.run import run
+from fedloom.experiments.trained import load_model
 
 METHODS = sorted(method_names())
 MODEL = "gcn-2x8"
@@ -95,10 +97,11 @@ def plain(name, federation, **settings):
 
 
 def weights_of(result):
-    """All weights that a run leaves, by owner and name."""
+    """All that the best and the final models of a run hold, by owner and name."""
     return {
-        f"{owner}/{name}": tensor
-        for owner, model in result.models.items()
+        f"{which}/{owner}/{name}": tensor
+        for which, models in (("best", result.models), ("final", result.final_models))
+        for owner, model in models.items()
         for name, tensor in flatten(model).items()
     }
 
@@ -503,6 +506,59 @@ def test_different_architectures_run_or_are_refused(name, models, node_federatio
 def test_one_client_is_enough(name, node_federation):
     alone = Federation((replace(node_federation.graphs[0], cross_edges=None),))
     assert go(name, alone).summary["status"] == "completed"
+
+
+# ---- models after the run ----
+
+
+def new_graph(federation):
+    """A small graph with the features of a federation, without labels."""
+    if federation.task == "graph":
+        graph = synthetic_graphs(graphs=5, classes=2, seed=9)
+    else:
+        graph = synthetic(nodes=23, classes=3, features=federation.num_features, seed=9)
+    return replace(graph, y=torch.full_like(graph.y, -1))
+
+
+def require_scored(result, federation):
+    """The kept models give the accuracy that the run reports, for each client."""
+    graphs = result.own_graphs()
+    assert len(result.predict()) == sum(graph.num_items for graph in graphs.values())
+    for row in result.per_client:
+        graph, found = graphs[row["id"]], result.predict(client=row["id"])
+        right = torch.from_numpy(found.numbers)[graph.test] == graph.y[graph.test]
+        assert right.float().mean().item() == pytest.approx(row["accuracy"], abs=1e-6)
+
+
+def test_the_best_models_predict_what_was_scored(name, task, federation, tmp_path):
+    cls = method_class(name)
+    for k, evaluation in enumerate(cls.evaluations):
+        chosen = {"evaluation": evaluation} if k else {}
+        result = plain(name, federation, **chosen)
+        require_scored(result, federation)
+    client, new = result.per_client[-1]["id"], new_graph(federation)
+    again = load_model(result.save(tmp_path / "model.safetensors", client=client))
+    if cls.predicts_unseen:
+        logits = result.model(client)(new)
+        assert logits.shape == (new.num_items, federation.num_classes)
+        assert torch.equal(logits, again(new))
+        assert len(result.embeddings(new, client=client)) == new.num_items
+    else:
+        assert cls.keeps_logits
+        assert torch.equal(result.model(client).own_logits, again.own_logits)
+        with pytest.raises(ConfigError, match=f"{name} cannot predict for unseen .*: it needs"):
+            result.predict(new, client=client)
+
+
+def test_final_models_are_those_of_the_last_round(name, node_federation):
+    result = plain(name, node_federation)
+    last = result.history[-1]
+    assert {stored.card.round for stored in result.final.values()} == {last["round"]}
+    if not method_class(name).keeps_logits:
+        for row in last["clients"]:
+            graph = result.own_graphs()[row["id"]]
+            right = result.model(row["id"], "final")(graph).argmax(1) == graph.y
+            assert right[graph.test].float().mean().item() == pytest.approx(row["accuracy"])
 
 
 # ---- documentation ----

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from fedloom.experiments.result import read_run as read_run
     from fedloom.experiments.run import run as run
     from fedloom.experiments.settings import RunSettings as RunSettings
+    from fedloom.experiments.trained import TrainedModel as TrainedModel
+    from fedloom.experiments.trained import load_model as load_model
     from fedloom.experiments.tune import Tuned as Tuned
 
 # Public names by module, imported when first used: `fedloom --help` does not wait for torch.
@@ -77,6 +79,7 @@ _MODULES = {
     "experiments.result": ("Result", "read_run"),
     "experiments.run": ("run",),
     "experiments.settings": ("RunSettings",),
+    "experiments.trained": ("TrainedModel", "load_model"),
     "experiments.tune": ("Tuned",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -166,6 +166,33 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def predict(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="a run folder, a party's folder, or a model's .safetensors file"
+        ),
+    ],
+    data: Annotated[
+        str | None,
+        option(
+            "the new graph: a folder of tables, a .safetensors or .pt file, or a dataset "
+            "(default: the clients' own data)"
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, option("the table to write, .csv or .parquet (default: CSV on stdout)")
+    ] = None,
+    client: Annotated[str | None, option("whose model predicts (default: the server's)")] = None,
+    which: Annotated[str, option("best (validation round) or final (round)", "--model")] = "best",
+) -> None:
+    """Predict the classes of new data with a model of a run."""
+    from fedloom.experiments import predict_command
+
+    predict_command.predict(source, data, out, client, which)
+
+
+@app.command()
 def recipes(
     paper: Annotated[str | None, typer.Argument(help="list the recipes of this paper only")] = None,
 ) -> None:

@@ -375,7 +375,7 @@ def test_engines_agree(method, node_federation):
     stacked = results["stacked"]
     assert stacked.traffic == loop.traffic
     # A rounding difference may select another entry, so single weights can differ a little.
-    one, two = (flatten(r.models["server"]) for r in (loop, stacked))
+    one, two = (flatten(r.final_models["server"]) for r in (loop, stacked))
     for name in one:
         assert (one[name] - two[name]).abs().mean() < 1e-3
 

@@ -38,7 +38,13 @@ def test_a_run_is_bit_identical_to_the_loop(method, settings, federation, tmp_pa
     assert flower.summary["history_hash"] == loop.summary["history_hash"]
     assert flower.accuracy == loop.accuracy
     assert flower.traffic == loop.traffic
-    assert set(flower.models) <= {"server"}
+    for one, other in (
+        (loop.models, flower.models),
+        (loop.final_models, flower.final_models),
+    ):
+        one, other = flatten(one), flatten(other)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.slow

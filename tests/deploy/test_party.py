@@ -380,7 +380,7 @@ def test_at_the_end_the_model_is_in_the_partys_own_folder(sender):
     sender.train()
     assert sender.send("fedloom_finish", {"status": "completed"}) == ("answer", {})
     assert sender.party.status == "completed"
-    assert sender.party.model.exists()
+    assert sender.party.final_model.exists()
 
 
 def test_a_key_of_another_party_is_refused(sender):

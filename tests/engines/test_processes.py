@@ -325,7 +325,8 @@ def test_workers_end_when_their_parent_is_killed():
 # ---- whole runs ----
 def same_bits(one, other):
     one, other = (
-        {owner: flatten(model) for owner, model in result.models.items()} for result in (one, other)
+        {owner: flatten(model) for owner, model in result.final_models.items()}
+        for result in (one, other)
     )
     return one.keys() == other.keys() and all(
         torch.equal(t, other[owner][k]) for owner, model in one.items() for k, t in model.items()

@@ -57,7 +57,8 @@ def agree(one, other):
     assert one.summary["history_hash"] == other.summary["history_hash"]
     assert one.traffic == other.traffic
     one, other = (
-        {owner: flatten(model) for owner, model in result.models.items()} for result in (one, other)
+        {owner: flatten(model) for owner, model in result.final_models.items()}
+        for result in (one, other)
     )
     assert one.keys() == other.keys()
     assert all(

@@ -22,7 +22,7 @@ def both(method, federation, **settings):
         fedloom.run(method, federation, rounds=3, engine=engine, **settings)
         for engine in ("loop", "stacked")
     )
-    one, two = flatten(loop.models), flatten(other.models)
+    one, two = flatten(loop.final_models), flatten(other.final_models)
     assert one.keys() == two.keys()
     return max((one[name] - two[name]).abs().max().item() for name in one), loop, other
 
@@ -91,7 +91,7 @@ def test_a_stopped_run_resumes(federation, tmp_path):
     again = fedloom.run(
         "fedavg", federation, rounds=5, out=tmp_path / "broken", resume=True, **settings
     )
-    one, two = flatten(whole.models), flatten(again.models)
+    one, two = flatten(whole.final_models), flatten(again.final_models)
     assert all(torch.allclose(one[name], two[name], atol=1e-6) for name in one)
 
 

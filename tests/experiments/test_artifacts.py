@@ -128,7 +128,7 @@ def test_artifacts_do_not_change_the_run(finished, run_method, method, monkeypat
     assert {k: with_artifacts.summary[k] for k in same} == {
         k: without_folder.summary[k] for k in same
     }
-    for name, weights in without_folder.models.items():
+    for name, weights in without_folder.final_models.items():
         expected = flatten(with_artifacts.models[name])
         assert all(torch.equal(tensor, expected[key]) for key, tensor in flatten(weights).items())
 
@@ -364,7 +364,7 @@ def test_pruning_removes_entries_and_weight(run_method, prune, tmp_path):
 
 def test_a_learned_filter_is_that_of_the_final_model(run_method, cross_federation, tmp_path):
     result = run_method("fedstruct", tmp_path / "x", prune="none", learn_beta=True, lr=0.1)
-    beta = result.models["server"]["beta"].tolist()
+    beta = result.final_models["server"]["beta"].tolist()
     assert beta != [0, 0, 0, 1]
     wanted = dense(cross_federation, beta)
     np.testing.assert_allclose(pruned(tmp_path / "x", "weight", 211), wanted, rtol=0, atol=1e-5)
@@ -499,7 +499,7 @@ def test_embeddings_are_those_of_the_models(trained, monkeypatch):
     result = recipe.execute()
     graph = recipe.federation().graphs[1]
     model = build_model("gcn-2x8", 16, 3, seed=0)
-    load_weights(model, result.models["1"])
+    load_weights(model, result.final_models["1"])
     with torch.no_grad():
         assert np.array_equal(seen[0], model.embed(graph).numpy())
 

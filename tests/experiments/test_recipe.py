@@ -319,7 +319,7 @@ def test_execution_uses_every_table_and_keeps_the_config(tmp_path):
         "sage-2x4",
         3,
     )
-    assert "layers.0.neighbour" in result.models["server"]
+    assert "layers.0.neighbour" in result.final_models["server"]
     for table, key, value in (
         ("method", "mu", 0.0),
         ("model", "dropout", 0.5),

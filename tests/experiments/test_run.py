@@ -430,10 +430,14 @@ def test_a_folder_is_read_back_as_it_was(node_federation, tmp_path):
     again = read_run(tmp_path / "x")
     assert again.summary == json.loads(json.dumps(result.summary))
     assert again.history == json.loads(json.dumps(result.history))
-    assert again.models.keys() == result.models.keys() == {*node_federation.names, "server"}
+    assert (
+        again.final_models.keys()
+        == result.final_models.keys()
+        == {*node_federation.names, "server"}
+    )
     assert all(
-        torch.equal(t, again.models[owner][name])
-        for owner, model in result.models.items()
+        torch.equal(t, again.final_models[owner][name])
+        for owner, model in result.final_models.items()
         for name, t in model.items()
     )
     assert (again.accuracy, again.traffic) == (result.accuracy, result.traffic)
@@ -457,7 +461,7 @@ def test_a_failed_run_has_a_cause_and_keeps_its_results(play, tmp_path):
     assert (kept.summary["rounds"], kept.summary["best_round"]) == (2, 2)
     assert kept.accuracy == pytest.approx(0.5)
     assert len(kept.history) == 2
-    assert set(kept.models) == {"a", "b"}
+    assert set(kept.final_models) == {"a", "b"}
     assert kept.traffic["phases"]["advance"]["messages"] == 6  # with the exchange of the last round
     assert len((tmp_path / "x" / "ledger.csv").read_text().splitlines()) == 1 + 6 + 4
 
@@ -560,7 +564,7 @@ def test_the_model_of_every_client_is_kept_under_any_name(node_federation, tmp_p
     result = run(
         "fedavg", federation, model=MODEL, rounds=1, out=tmp_path / "x", checkpoint_every=1
     )
-    assert len(result.models) == len(read_run(tmp_path / "x").models) == 5
+    assert len(result.final_models) == len(read_run(tmp_path / "x").final_models) == 5
 
 
 # ---- what is scored ----
@@ -578,7 +582,7 @@ def accuracy_of(weights, graph, classes=3):
 def test_scores_are_those_of_the_evaluated_models(node_federation, evaluation, whose):
     result = run("fedavg", node_federation, model=MODEL, rounds=1, epochs=20, evaluation=evaluation)
     expected = [
-        accuracy_of(result.models[whose or n], g)
+        accuracy_of(result.final_models[whose or n], g)
         for n, g in zip(node_federation.names, node_federation.graphs, strict=True)
     ]
     assert [c["accuracy"] for c in result.per_client] == pytest.approx(expected)
@@ -595,7 +599,7 @@ def test_auc_is_computed_for_two_classes_and_on_request(node_federation, graph_f
     graph, name = node_federation.graphs[0], node_federation.names[0]
     with torch.no_grad():
         logits = torch.func.functional_call(
-            build_model(MODEL, graph.num_features, 3, seed=0), asked.models[name], (graph,)
+            build_model(MODEL, graph.num_features, 3, seed=0), asked.final_models[name], (graph,)
         )
     assert asked.per_client[0]["auc"] == pytest.approx(
         metrics.auc(logits, graph.y, graph.test), abs=1e-6
@@ -616,7 +620,9 @@ def test_auc_with_items_of_one_class_is_none():
 # ---- settings ----
 def test_clients_get_the_models_in_turn(node_federation):
     result = run("local", node_federation, model=" GCN-2x8, sage-2x8,mlp-2x8", rounds=1)
-    has_neighbours = ["layers.0.neighbour" in result.models[name] for name in node_federation.names]
+    has_neighbours = [
+        "layers.0.neighbour" in result.final_models[name] for name in node_federation.names
+    ]
     assert has_neighbours == [False, True, False, False]
 
 

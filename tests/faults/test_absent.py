@@ -47,11 +47,11 @@ def only(federation, names):
 
 
 def same_bits(one, other, owners=None):
-    owners = owners or one.models.keys()
+    owners = owners or one.final_models.keys()
     return all(
-        torch.equal(t, flatten(other.models[o])[k])
+        torch.equal(t, flatten(other.final_models[o])[k])
         for o in owners
-        for k, t in flatten(one.models[o]).items()
+        for k, t in flatten(one.final_models[o]).items()
     )
 
 
@@ -253,7 +253,7 @@ def test_weights_that_are_all_0_end_the_run_and_keep_the_model(
     kept = read_run(tmp_path / "x")
     assert kept.summary["status"] == "failed"
     assert "weight 0" in kept.summary["cause"]
-    assert all(torch.isfinite(t).all() for t in kept.models["server"].values())
+    assert all(torch.isfinite(t).all() for t in kept.final_models["server"].values())
 
 
 # ---- too few ----
@@ -291,8 +291,8 @@ def test_if_all_drop_the_run_fails_with_the_model_of_the_round_before(
     assert kept.summary["retried"] == 4 * retries
     assert kept.summary["rounds"] == 2
     assert all(
-        torch.equal(t, flatten(before.models["server"])[k])
-        for k, t in kept.models["server"].items()
+        torch.equal(t, flatten(before.final_models["server"])[k])
+        for k, t in kept.final_models["server"].items()
     )
 
 
@@ -303,8 +303,8 @@ def test_a_round_that_fails_late_takes_back_what_it_did_to_the_model(
     Schedule(monkeypatch, {(3, "evaluate", None): BOOM})  # after the server's step
     with pytest.raises(RoundFailed, match=r"round 3, 'evaluate'"):
         go(node_federation, "fedsgd", rounds=5, out=tmp_path / "x")
-    kept = read_run(tmp_path / "x").models["server"]
-    assert all(torch.equal(t, flatten(before.models["server"])[k]) for k, t in kept.items())
+    kept = read_run(tmp_path / "x").final_models["server"]
+    assert all(torch.equal(t, flatten(before.final_models["server"])[k]) for k, t in kept.items())
 
 
 def test_before_the_rounds_too_few_fail_too(node_federation, monkeypatch):

@@ -79,8 +79,10 @@ def test_without_the_check_one_client_outweighs_all(node_federation, monkeypatch
     assert absences(result) == []
     assert not same_bits(reference, result, ("server",))
     alone = go(only(node_federation, ("1",)), rounds=1, quorum=1.0)
-    for name, weight in message.flatten(result.models["server"]).items():
-        assert torch.allclose(weight, message.flatten(alone.models["server"])[name], atol=1e-6)
+    for name, weight in message.flatten(result.final_models["server"]).items():
+        assert torch.allclose(
+            weight, message.flatten(alone.final_models["server"])[name], atol=1e-6
+        )
 
 
 # ---- F13: what a message claims is not allocated ----

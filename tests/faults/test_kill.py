@@ -239,7 +239,8 @@ def forget_state(self, server, original=Recorder._put_back_records):
         (forget_hash, "history_hash"),
         (forget_ledger, "ledger.csv"),
         (forget_ledger, "traffic"),
-        (forget_state, "models/0.safetensors"),
+        (forget_state, "models/final/0.safetensors"),
+        (forget_state, "models/best/0.safetensors"),
     ],
 )
 def test_a_resume_that_forgets_something_is_noticed(

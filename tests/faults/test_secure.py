@@ -14,7 +14,7 @@ STAGES = ("advertise_keys", "share_keys", "train", "unmask")
 
 
 def close(one, other):
-    one, other = flatten(one.models["server"]), flatten(other.models["server"])
+    one, other = flatten(one.final_models["server"]), flatten(other.final_models["server"])
     return all(torch.allclose(one[key], other[key], atol=2e-5) for key in one)
 
 

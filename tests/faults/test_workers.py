@@ -137,7 +137,7 @@ def test_a_worker_that_dies_makes_its_clients_absent_for_good(
         (4, "train"),
     }
     assert same_bits(reference, result, ("server", "0", "2", "3"))
-    assert "1" not in result.models
+    assert "1" not in result.final_models
     resumed = go(Unsure(rounds=4, when=99), node_federation, out=tmp_path / "x", resume=True)
     assert resumed.summary["rounds"] == 4
 

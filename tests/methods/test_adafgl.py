@@ -60,7 +60,7 @@ def graph_of(edges, y, train, classes=2, x=None, nodes=None):
 
 
 def largest_gap(one, other, owner="server"):
-    one, other = flatten(one.models[owner]), flatten(other.models[owner])
+    one, other = flatten(one.final_models[owner]), flatten(other.final_models[owner])
     assert one.keys() == other.keys()
     return max(float((one[k] - other[k]).abs().max()) for k in one)
 
@@ -318,12 +318,12 @@ def test_the_personal_stage_starts_from_the_last_model_of_fedavg(
     for owner in node_federation.names:
         kept = {
             name.removeprefix("federated."): t
-            for name, t in ada.models[owner].items()
+            for name, t in ada.final_models[owner].items()
             if name.startswith("federated.")
         }
-        assert all(torch.equal(t, avg.models["server"][name]) for name, t in kept.items())
-        assert kept.keys() == avg.models["server"].keys()
-        assert 0 <= float(ada.models[owner]["confidence"]) <= 1
+        assert all(torch.equal(t, avg.final_models["server"][name]) for name, t in kept.items())
+        assert kept.keys() == avg.final_models["server"].keys()
+        assert 0 <= float(ada.final_models[owner]["confidence"]) <= 1
     assert ada.summary["best_round"] == 2
     best = max(ada.history[2:], key=lambda e: e["val_accuracy"])
     assert ada.accuracy == best["accuracy"]
@@ -335,7 +335,7 @@ def test_the_personal_stage_sends_the_model_once_and_nothing_else(node_federatio
         run("fedavg", node_federation, model="gcn-2x8", rounds=2),
     )
     phases = dict(ada.traffic["phases"])
-    model = sum(t.numel() for t in avg.models["server"].values())
+    model = sum(t.numel() for t in avg.final_models["server"].values())
     assert phases["prepare"]["scalars_down"] == 4 * model
     assert phases["prepare"]["scalars_up"] == 0
     assert phases["train"] == avg.traffic["phases"]["train"]
@@ -352,10 +352,10 @@ def test_finetune_comes_between_the_two_stages(node_federation):
     for owner in node_federation.names:
         kept = {
             name.removeprefix("federated."): t
-            for name, t in result.models[owner].items()
+            for name, t in result.final_models[owner].items()
             if name.startswith("federated.")
         }
-        assert all(torch.equal(t, tuned.models[owner][name]) for name, t in kept.items())
+        assert all(torch.equal(t, tuned.final_models[owner][name]) for name, t in kept.items())
 
 
 class Killed(BaseException):
@@ -377,8 +377,8 @@ def test_a_run_killed_in_its_personal_stage_resumes_identically(node_federation,
     resumed = run("adafgl", node_federation, out=tmp_path / "broken", resume=True, **settings)
     assert resumed.summary["history_hash"] == unbroken.summary["history_hash"]
     assert all(
-        torch.equal(t, flatten(unbroken.models)[name])
-        for name, t in flatten(resumed.models).items()
+        torch.equal(t, flatten(unbroken.final_models)[name])
+        for name, t in flatten(resumed.final_models).items()
     )
 
 
@@ -421,7 +421,7 @@ def test_a_graph_whose_dense_matrix_would_not_fit_in_memory():
         "adafgl", Federation((graph,)), model="gcn-2x4", rounds=1, epochs=1, personal=1, hops=2
     )
     assert result.summary["status"] == "completed"
-    assert all(t.isfinite().all() for t in flatten(result.models).values())
+    assert all(t.isfinite().all() for t in flatten(result.final_models).values())
 
 
 # ---- bad input ----
@@ -434,9 +434,10 @@ def test_a_client_without_labels_keeps_the_federated_model(node_federation):
         )
         result = run("adafgl", federation, **SMALL)
         assert all(
-            torch.equal(t, result.models["server"][name]) for name, t in result.models["0"].items()
+            torch.equal(t, result.final_models["server"][name])
+            for name, t in result.final_models["0"].items()
         )
-        assert "confidence" in result.models["1"]
+        assert "confidence" in result.final_models["1"]
         rows = [
             row
             for e in result.history
@@ -464,7 +465,7 @@ def test_one_class_one_label_no_edges_one_client_and_no_labels_at_all(node_feder
         for inductive in (False, True):
             result = run("adafgl", replace(federation, inductive=inductive), **SMALL)
             assert result.summary["status"] == "completed"
-            assert all(t.isfinite().all() for t in flatten(result.models).values())
+            assert all(t.isfinite().all() for t in flatten(result.final_models).values())
 
 
 def test_a_graph_of_one_node():

@@ -41,7 +41,7 @@ def scene(clients=3, nodes=20, seed=0):
 
 
 def same(one, other):
-    one, other = flatten(one.models), flatten(other.models)
+    one, other = flatten(one.final_models), flatten(other.final_models)
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
@@ -143,13 +143,13 @@ def test_the_student_is_closer_to_the_ensemble_than_the_average_is():
     average, student = (run("dense", skewed, **settings, batches=batches) for batches in (0, 10))
     model = build_model("gcn-2x8", 12, 3, dropout=0.0, seed=0)
     # Not fine-tuned: equal to the uploads.
-    ensemble = Ensemble(model, [average.models[c] for c in skewed.names])
+    ensemble = Ensemble(model, [average.final_models[c] for c in skewed.names])
     gap = {}
     for name, result in (("average", average), ("student", student)):
         with torch.no_grad():
             gap[name] = divergence(
                 ensemble(graph),
-                torch.func.functional_call(model, result.models["server"], (graph,)),
+                torch.func.functional_call(model, result.final_models["server"], (graph,)),
             ).mean()
     assert gap["student"] < 0.7 * gap["average"], gap
 

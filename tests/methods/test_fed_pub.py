@@ -232,7 +232,7 @@ def test_clients_get_the_mixture_of_their_outlooks(node_federation, trainings):
 def test_the_mask_never_travels(federation, trainings):
     exchanges = trainings()
     result = run("fed-pub", federation, **SMALL)
-    shapes = {f"model/{name}": t.shape for name, t in result.models["0"].items()}
+    shapes = {f"model/{name}": t.shape for name, t in result.final_models["0"].items()}
     for sent, replies in exchanges:
         for client, reply in replies.items():
             assert {name: t.shape for name, t in flatten(sent[client]).items()} == shapes
@@ -252,13 +252,21 @@ def test_traffic(node_federation):
 # ---- limits ----
 def test_scale_zero_without_masks_and_penalty_is_fedavg_with_equal_weights(federation):
     plain = run(EvenFedAvg(rounds=3), federation, model="gcn-2x8")
-    assert gap(run("fed-pub", federation, scale=0.0, **PLAIN, **SMALL).models, plain.models) < 1e-6
+    assert (
+        gap(
+            run("fed-pub", federation, scale=0.0, **PLAIN, **SMALL).final_models, plain.final_models
+        )
+        < 1e-6
+    )
     for settings in (
         {**PLAIN, "scale": 10.0},
         {**PLAIN, "scale": 0.0, "masks": True},
         {**PLAIN, "scale": 0.0, "proximal": 0.1},
     ):
-        assert gap(run("fed-pub", federation, **settings, **SMALL).models, plain.models) > 1e-4
+        assert (
+            gap(run("fed-pub", federation, **settings, **SMALL).final_models, plain.final_models)
+            > 1e-4
+        )
 
 
 def test_identical_clients_get_identical_models(node_federation, trainings):
@@ -269,7 +277,7 @@ def test_identical_clients_get_identical_models(node_federation, trainings):
         assert gap(sent["0"], sent["2"]) < 1e-6
         assert gap(replies["0"], replies["2"]) < 1e-5
     assert gap(exchanges[-1][0]["0"], exchanges[-1][0]["1"]) > 1e-3
-    assert gap(result.models["0"], result.models["2"]) < 1e-5
+    assert gap(result.final_models["0"], result.final_models["2"]) < 1e-5
 
 
 def test_one_client_trains_alone(node_federation, trainings):
@@ -331,7 +339,7 @@ def test_a_client_of_one_class_and_isolated_nodes(node_federation):
         edge_index=first.edge_index[:, :0],
     )
     result = run("fed-pub", replace(node_federation, graphs=(single, *rest), whole=None), **SMALL)
-    assert all(t.isfinite().all() for t in flatten(result.models).values())
+    assert all(t.isfinite().all() for t in flatten(result.final_models).values())
 
 
 @pytest.mark.parametrize(
@@ -339,4 +347,4 @@ def test_a_client_of_one_class_and_isolated_nodes(node_federation):
 )
 def test_any_architecture_can_be_masked(federation, model):
     result = run("fed-pub", federation, model=model, rounds=2)
-    assert all(t.isfinite().all() for t in flatten(result.models).values())
+    assert all(t.isfinite().all() for t in flatten(result.final_models).values())

@@ -76,7 +76,7 @@ def own_model(result, owner):
     """Returns the part of a client's model that travels."""
     return {
         name.removeprefix("sees."): t
-        for name, t in result.models[owner].items()
+        for name, t in result.final_models[owner].items()
         if not name.startswith("evaluator.")
     }
 
@@ -309,8 +309,8 @@ def test_with_all_edges_and_no_dependence_it_is_fedavg(node_federation, monkeypa
     same = run("fedath", node_federation, independence=0.0, **SMALL)
     for owner in ("server", *node_federation.names):
         # (S X) W there, S (X W) here.
-        assert gap(own_model(same, owner), plain.models[owner]) < 1e-6
-        assert gap(own_model(other, owner), plain.models[owner]) > 1e-4
+        assert gap(own_model(same, owner), plain.final_models[owner]) < 1e-6
+        assert gap(own_model(other, owner), plain.final_models[owner]) > 1e-4
 
 
 def test_only_the_causal_model_travels(node_federation, trainings):
@@ -323,7 +323,7 @@ def test_only_the_causal_model_travels(node_federation, trainings):
             for messages in (sent, replies)
             for m in messages.values()
         )
-    one, other = (result.models[c]["evaluator.out.weight"] for c in node_federation.names[:2])
+    one, other = (result.final_models[c]["evaluator.out.weight"] for c in node_federation.names[:2])
     assert not torch.equal(one, other)
 
 
@@ -332,7 +332,7 @@ def test_without_dependence_the_biased_model_does_not_matter(node_federation):
         run("fedath", node_federation, independence=0.0, compare=c, **SMALL)
         for c in ("logits", "probabilities")
     )
-    assert gap(flatten(one.models), flatten(other.models)) == 0
+    assert gap(flatten(one.final_models), flatten(other.final_models)) == 0
 
 
 def test_prediction_is_on_the_causal_graph_also_with_the_global_weights():
@@ -380,13 +380,13 @@ def test_a_client_of_one_class_and_one_without_labels(node_federation):
             replace(node_federation, graphs=(one, bare, *rest), whole=None, inductive=inductive),
             **SMALL,
         )
-        assert all(t.isfinite().all() for t in flatten(result.models).values())
+        assert all(t.isfinite().all() for t in flatten(result.final_models).values())
 
 
 def test_a_client_without_edges_takes_part(node_federation):
     alone = replace(node_federation.graphs[0], edge_index=torch.zeros(2, 0, dtype=torch.int64))
     result = run("fedath", Federation((alone, *node_federation.graphs[1:])), **SMALL)
-    assert all(t.isfinite().all() for t in flatten(result.models).values())
+    assert all(t.isfinite().all() for t in flatten(result.final_models).values())
 
 
 def test_invalid_settings_are_refused_by_name():

@@ -16,8 +16,8 @@ from fedloom.methods.fedavg import FedAvg
 def test_the_server_takes_the_weighted_mean_of_the_weights(node_federation):
     result = run("fedavg", node_federation, model="gcn-2x8", rounds=2)
     sizes = torch.tensor([float(g.num_items) for g in node_federation.graphs])
-    for name, tensor in result.models["server"].items():
-        stacked = torch.stack([result.models[c][name] for c in node_federation.names])
+    for name, tensor in result.final_models["server"].items():
+        stacked = torch.stack([result.final_models[c][name] for c in node_federation.names])
         expected = torch.einsum("k,k...->...", sizes / sizes.sum(), stacked)
         assert torch.allclose(tensor, expected, atol=1e-6)
 
@@ -30,7 +30,8 @@ def test_one_client_trains_as_in_local(node_federation):
     assert all(
         torch.equal(a, b)
         for a, b in zip(
-            *(flatten(r.models["server"]).values() for r in (federated, twice_as_long)), strict=True
+            *(flatten(r.final_models["server"]).values() for r in (federated, twice_as_long)),
+            strict=True,
         )
     )
 
@@ -66,10 +67,11 @@ def test_finetuning_moves_only_the_clients(node_federation):
         tuned.traffic["phases"]["tune"]["scalars_down"]
         == plain.traffic["phases"]["train"]["scalars_down"] / 2
     )
-    for name, tensor in plain.models["server"].items():
-        assert torch.equal(tensor, tuned.models["server"][name])
+    for name, tensor in plain.final_models["server"].items():
+        assert torch.equal(tensor, tuned.final_models["server"][name])
     assert not torch.equal(
-        flatten(plain.models["0"])["layers.0.weight"], flatten(tuned.models["0"])["layers.0.weight"]
+        flatten(plain.final_models["0"])["layers.0.weight"],
+        flatten(tuned.final_models["0"])["layers.0.weight"],
     )
 
 
@@ -78,8 +80,8 @@ def test_global_evaluation_scores_the_average_not_the_clients(node_federation):
     shared = run("fedavg", node_federation, model="gcn-2x8", rounds=2, lr=0.05, evaluation="global")
     assert (local.summary["evaluation"], shared.summary["evaluation"]) == ("local", "global")
     assert all(
-        torch.equal(local.models["server"][k], shared.models["server"][k])
-        for k in local.models["server"]
+        torch.equal(local.final_models["server"][k], shared.final_models["server"][k])
+        for k in local.final_models["server"]
     )
     assert [c["accuracy"] for c in local.per_client] != [c["accuracy"] for c in shared.per_client]
     assert shared.traffic["measuring"]["scalars_down"] > 0

@@ -69,4 +69,4 @@ def test_traffic_is_two_models_each_way(node_federation):
 def test_it_learns(node_federation):
     result = run("feddc", node_federation, model="gcn-2x16", rounds=60, evaluate_every=60)
     assert result.history[-1]["accuracy"] > 0.5  # chance is a third
-    assert all(torch.isfinite(t).all() for t in flatten(result.models["server"]).values())
+    assert all(torch.isfinite(t).all() for t in flatten(result.final_models["server"]).values())

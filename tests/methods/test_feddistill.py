@@ -18,7 +18,7 @@ SMALL = {"model": "gcn-2x8", "rounds": 3}
 
 
 def same(one, other):
-    one, other = flatten(one.models), flatten(other.models)
+    one, other = flatten(one.final_models), flatten(other.final_models)
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 

@@ -140,14 +140,14 @@ def test_a_round_of_one_sgd_epoch_is_a_central_step():
     for name, p, gradient in zip(
         names, parameters, torch.autograd.grad(loss, parameters), strict=True
     ):
-        assert torch.allclose(result.models["server"][name], p - 0.3 * gradient, atol=1e-6)
+        assert torch.allclose(result.final_models["server"][name], p - 0.3 * gradient, atol=1e-6)
 
 
 def test_with_one_client_it_is_fedavg():
     federation = cut(1, 0.8)
     gcn, avg = (run(name, federation, **SETTINGS, finetune=2) for name in ("fedgcn", "fedavg"))
-    for owner in gcn.models:
-        one, other = flatten(gcn.models[owner]), flatten(avg.models[owner])
+    for owner in gcn.final_models:
+        one, other = flatten(gcn.final_models[owner]), flatten(avg.final_models[owner])
         assert all(torch.allclose(one[key], other[key], atol=1e-5) for key in one)
     assert [e["accuracy"] for e in gcn.history] == [e["accuracy"] for e in avg.history]
 

@@ -26,7 +26,7 @@ SMALL = {"model": CONTRACT_MODEL, "rounds": 3, **QUICK}
 
 
 def same(one, other):
-    one, other = flatten(one.models), flatten(other.models)
+    one, other = flatten(one.final_models), flatten(other.final_models)
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
@@ -172,7 +172,7 @@ def test_alpha_zero_is_lg_fedavg(federation):
         )
     for name, client in clients.items():
         assert all(
-            torch.allclose(t, result.models[name][key], atol=1e-6)
+            torch.allclose(t, result.final_models[name][key], atol=1e-6)
             for key, t in weights(client.state["model"]).items()
         )
 

@@ -101,7 +101,7 @@ def client_of(graph, **facts):
 def models_of(result):
     return {
         f"{owner}/{name}": t
-        for owner, model in result.models.items()
+        for owner, model in result.final_models.items()
         for name, t in flatten(model).items()
     }
 
@@ -652,7 +652,7 @@ def test_controls_send_nothing_and_refine_as_documented(node_federation):
             assert not torch.equal(new.x, graph.x)
             assert torch.equal(new.y, graph.y)
         assert (
-            result.models[node_federation.names[0]]["layers.0.weight"].shape[0]
+            result.final_models[node_federation.names[0]]["layers.0.weight"].shape[0]
             == graph.num_features + width
         )
 

@@ -210,7 +210,7 @@ def test_uniform_predictions_count_as_no_assurance(node_federation):
 
 # ---- limits ----
 def common(result):
-    return flatten(result.models["server"])
+    return flatten(result.final_models["server"])
 
 
 def test_without_its_own_terms_it_is_fml(node_federation):
@@ -243,7 +243,7 @@ def test_alpha_1_is_local_training_and_fedavg_of_the_copilot(node_federation):
     settings = {"model": MODEL, "rounds": 3, "dropout": 0.0}
     both = run("fedgkc", node_federation, alpha=1.0, **PLAIN, **settings, **QUICK)
     assert gap(both, run("local", node_federation, **settings), node_federation.names) < 1e-6
-    average = flatten(run("fedavg", node_federation, **settings).models["server"])
+    average = flatten(run("fedavg", node_federation, **settings).final_models["server"])
     assert all(
         torch.allclose(a, b, atol=1e-5)
         for a, b in zip(common(both).values(), average.values(), strict=True)
@@ -450,4 +450,4 @@ def test_clients_with_isolated_nodes_or_one_class_take_part(node_federation):
         **QUICK,
     )
     assert result.summary["status"] == "completed"
-    assert all(torch.isfinite(t).all() for t in flatten(result.models).values())
+    assert all(torch.isfinite(t).all() for t in flatten(result.final_models).values())

@@ -205,9 +205,19 @@ def test_all_clients_with_equal_confidences_is_fedavg_with_equal_weights(
     node_federation, monkeypatch
 ):
     plain = run(EvenFedAvg(rounds=3), node_federation, model="gcn-2x8")
-    assert gap(run("fedgta", node_federation, threshold=-1.0, **SMALL).models, plain.models) > 1e-4
+    assert (
+        gap(
+            run("fedgta", node_federation, threshold=-1.0, **SMALL).final_models, plain.final_models
+        )
+        > 1e-4
+    )
     monkeypatch.setattr("fedloom.methods.fedgta.confidence", lambda graph, Q: torch.tensor(3.0))
-    assert gap(run("fedgta", node_federation, threshold=-1.0, **SMALL).models, plain.models) < 1e-6
+    assert (
+        gap(
+            run("fedgta", node_federation, threshold=-1.0, **SMALL).final_models, plain.final_models
+        )
+        < 1e-6
+    )
 
 
 def test_threshold_one_is_local_training_from_one_initial_model(node_federation):
@@ -224,7 +234,7 @@ def test_threshold_one_is_local_training_from_one_initial_model(node_federation)
         run("fedgta", node_federation, threshold=1.0, **SMALL),
         run(FromOneModel(rounds=3), node_federation, model="gcn-2x8"),
     )
-    assert gap({c: result.models[c] for c in node_federation.names}, alone.models) == 0
+    assert gap({c: result.final_models[c] for c in node_federation.names}, alone.final_models) == 0
 
 
 def test_identical_clients_get_identical_models(node_federation, trainings):
@@ -280,5 +290,5 @@ def test_a_client_of_one_class_and_isolated_nodes(node_federation, trainings):
     )
     exchanges = trainings()
     result = run("fedgta", replace(node_federation, graphs=(single, *rest), whole=None), **SMALL)
-    assert all(t.isfinite().all() for t in flatten(result.models).values())
+    assert all(t.isfinite().all() for t in flatten(result.final_models).values())
     assert all(replies["0"]["confidence"] > 0 for _, replies in exchanges)

@@ -124,7 +124,9 @@ def test_all_energy_sends_no_more_than_the_weights_and_loses_nothing(node_federa
     before = seen[0][0]["0"]["copilot"]["layers.0.weight"] + sum(
         restored(s["0"]["update"])["layers.0.weight"] for s, _ in seen[1:]
     )
-    assert torch.allclose(result.models["server"]["layers.0.weight"], before + change, atol=1e-5)
+    assert torch.allclose(
+        result.final_models["server"]["layers.0.weight"], before + change, atol=1e-5
+    )
     assert sent.keys() == size.keys()
 
 
@@ -159,7 +161,7 @@ def test_a_client_that_missed_a_round_gets_the_whole_copilot(
     )
     near = restored(compressed({"layers.0.weight": change}, QUICK["end"]))["layers.0.weight"]
     assert torch.allclose(
-        result.models["server"]["layers.0.weight"],
+        result.final_models["server"]["layers.0.weight"],
         commons[-1][1]["layers.0.weight"] + near,
         atol=1e-5,
     )

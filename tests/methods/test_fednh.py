@@ -144,19 +144,19 @@ def test_one_client_trains_as_a_plain_loop_does(node_federation):
     result = run("fednh", alone, rho=1.0, scale=5.0, dropout=0.0, **SMALL)
     facts = Facts(12, 3, "node", ("0",), ("gcn-2x8",), dropout=0.0)
     client, model = Client("0", alone.graphs[0], facts), facts.build("gcn-2x8", "server")
-    W = result.models["server"]["prototypes"]
+    W = result.final_models["server"]["prototypes"]
     optimizer = make_optimizer("adam", model.layers.parameters(), 0.01, 5e-4)
     for _ in range(9):
         step(optimizer, client.loss(5 * F.normalize(model.embed(client.graph)) @ W.T, client.graph))
     for name, tensor in extractor_weights(weights(model)).items():
-        assert torch.allclose(result.models["server"][name], tensor, atol=1e-5), name
+        assert torch.allclose(result.final_models["server"][name], tensor, atol=1e-5), name
 
 
 def test_local_and_global_evaluation_use_their_own_model_and_prototypes(node_federation):
     ways = {e: run("fednh", node_federation, evaluation=e, **SMALL) for e in ("local", "global")}
     assert all(
-        torch.equal(t, flatten(ways["global"].models)[k])
-        for k, t in flatten(ways["local"].models).items()
+        torch.equal(t, flatten(ways["global"].final_models)[k])
+        for k, t in flatten(ways["local"].final_models).items()
     )
     assert ways["local"].traffic["measuring"]["scalars_down"] == 0
     assert ways["global"].traffic["measuring"]["scalars_down"] == 4 * 3 * (12 * 8 + 8 + 3 * 8)
@@ -180,7 +180,7 @@ def test_the_head_is_never_sent_and_absent_classes_send_zeros(node_federation, t
 
 def test_a_secure_run_moves_the_prototypes_equally(node_federation):
     plain, secure = (
-        run("fednh", node_federation, secure=secure, **SMALL).models["server"]
+        run("fednh", node_federation, secure=secure, **SMALL).final_models["server"]
         for secure in (False, True)
     )
     assert torch.allclose(plain["prototypes"], secure["prototypes"], atol=2e-5)
@@ -203,9 +203,11 @@ def test_without_any_labels_nothing_changes(node_federation, trainings):
     )
     exchanges = trainings()
     result = run("fednh", bare, **SMALL)
-    assert torch.equal(exchanges[0][0]["0"]["prototypes"], result.models["server"]["prototypes"])
+    assert torch.equal(
+        exchanges[0][0]["0"]["prototypes"], result.final_models["server"]["prototypes"]
+    )
     for name, tensor in exchanges[0][0]["0"]["model"].items():
-        assert torch.allclose(result.models["server"][name], tensor, atol=1e-6)
+        assert torch.allclose(result.final_models["server"][name], tensor, atol=1e-6)
 
 
 def test_an_inductive_client_without_training_items_takes_part(node_federation):
@@ -216,7 +218,7 @@ def test_an_inductive_client_without_training_items_takes_part(node_federation):
         replace(node_federation, graphs=(bare, *graphs[1:]), whole=None, inductive=True),
         **SMALL,
     )
-    assert all(t.isfinite().all() for t in flatten(result.models).values())
+    assert all(t.isfinite().all() for t in flatten(result.final_models).values())
 
 
 def test_a_client_that_never_took_part_is_scored_under_the_initial_prototypes(node_federation):

@@ -11,8 +11,8 @@ def test_without_momentum_and_with_huge_tau_it_is_a_scaled_fedavg_step(node_fede
     settings = {"model": "gcn-2x8", "rounds": 1}
     avg = run("fedavg", node_federation, **settings)
     opt = run("fedopt", node_federation, server_lr=1e4, tau=1e4, beta1=0.0, beta2=0.0, **settings)
-    for name, tensor in flatten(opt.models["server"]).items():
-        assert torch.allclose(tensor, flatten(avg.models["server"])[name], atol=1e-4)
+    for name, tensor in flatten(opt.final_models["server"]).items():
+        assert torch.allclose(tensor, flatten(avg.final_models["server"])[name], atol=1e-4)
 
 
 def test_two_rounds_by_hand(node_federation, monkeypatch):
@@ -32,5 +32,5 @@ def test_two_rounds_by_hand(node_federation, monkeypatch):
         m = {k: (0.9 * m[k] if m else 0) + 0.1 * d for k, d in delta.items()}
         v = {k: 0.99 * (v[k] if v else 1e-6) + 0.01 * d**2 for k, d in delta.items()}
         theta = {k: t + 0.05 * m[k] / (v[k].sqrt() + 1e-3) for k, t in theta.items()}
-    for name, tensor in flatten(result.models["server"]).items():
+    for name, tensor in flatten(result.final_models["server"]).items():
         assert torch.allclose(tensor, theta[name], atol=1e-5)

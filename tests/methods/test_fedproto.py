@@ -23,7 +23,7 @@ def client_of(federation, number=0, **facts):
 def weights_of(result):
     return {
         f"{owner}/{key}": t
-        for owner, model in result.models.items()
+        for owner, model in result.final_models.items()
         for key, t in flatten(model).items()
     }
 

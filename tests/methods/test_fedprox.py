@@ -22,9 +22,9 @@ def test_a_large_mu_keeps_clients_at_the_global_weights(node_federation):
         result = run(
             "fedprox", node_federation, model="gcn-2x8", rounds=5, mu=mu, optimizer="sgd", lr=0.01
         )
-        server = flatten(result.models["server"])
+        server = flatten(result.final_models["server"])
         return sum(
-            float((flatten(result.models[c])[k] - t).square().sum())
+            float((flatten(result.final_models[c])[k] - t).square().sum())
             for c in node_federation.names
             for k, t in server.items()
         )

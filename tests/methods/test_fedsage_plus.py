@@ -369,7 +369,7 @@ def test_without_generated_nodes_it_is_fedavg(node_federation):
     federation = replace(node_federation, graphs=tuple(bare), whole=None)
     plain = run("fedavg", federation, model="sage-2x8", rounds=2)
     sage = run("fedsage+", federation, **{**SMALL, "generator_rounds": 60})
-    one, other = flatten(sage.models), flatten(plain.models)
+    one, other = flatten(sage.final_models), flatten(plain.final_models)
     assert all(torch.equal(one[key], other[key]) for key in other)
 
 

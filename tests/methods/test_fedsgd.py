@@ -32,7 +32,7 @@ def test_equals_central_training_on_the_disjoint_union(federation):
     optimizer = make_optimizer("adam", model.parameters(), lr, 1e-3)
     for _ in range(rounds):
         step(optimizer, pooled.loss(model(pooled.graph), pooled.graph))
-    for name, tensor in flatten(result.models["server"]).items():
+    for name, tensor in flatten(result.final_models["server"]).items():
         assert torch.allclose(tensor, dict(model.named_parameters())[name], atol=1e-5), name
 
 
@@ -53,5 +53,5 @@ def test_a_client_without_training_items_adds_nothing(node_federation):
         replace(node_federation, graphs=graphs[1:], names=node_federation.names[1:]),
         **settings,
     )
-    for name, tensor in flatten(with_bare.models["server"]).items():
-        assert torch.allclose(tensor, flatten(without.models["server"])[name], atol=1e-6)
+    for name, tensor in flatten(with_bare.final_models["server"]).items():
+        assert torch.allclose(tensor, flatten(without.final_models["server"])[name], atol=1e-6)

@@ -47,7 +47,7 @@ def scene(graph, models=(MODEL,), **settings):
 
 def gap(one, other, owners):
     first, second = (
-        flatten({owner: result.models[owner] for owner in owners}) for result in (one, other)
+        flatten({owner: result.final_models[owner] for owner in owners}) for result in (one, other)
     )
     assert first.keys() == second.keys()
     return max(float((first[key] - second[key]).abs().max()) for key in first)
@@ -270,7 +270,7 @@ def test_a_federation_without_labels_runs(node_federation, trainings):
 def test_isolated_nodes_have_targets_too(node_federation):
     alone = replace(node_federation.graphs[0], edge_index=torch.zeros(2, 0, dtype=torch.int64))
     result = run("fedspray", Federation((alone, *node_federation.graphs[1:])), **SMALL)
-    assert all(t.isfinite().all() for t in flatten(result.models).values())
+    assert all(t.isfinite().all() for t in flatten(result.final_models).values())
 
 
 @pytest.mark.parametrize(

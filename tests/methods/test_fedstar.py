@@ -137,7 +137,9 @@ def test_it_is_fedavg_of_only_the_structure_channel(graph_federation, trainings)
         for name in flatten(message)
     }
     structure = {
-        key.removeprefix("structure.") for key in result.models["0"] if key.startswith("structure.")
+        key.removeprefix("structure.")
+        for key in result.final_models["0"]
+        if key.startswith("structure.")
     }
     assert names == {f"model/{key}" for key in structure}
     facts, method = facts_of(graph_federation), FedStar(**QUICK)
@@ -158,7 +160,7 @@ def test_it_is_fedavg_of_only_the_structure_channel(graph_federation, trainings)
         )
     for name, client in clients.items():
         assert all(
-            torch.equal(t, result.models[name][key])
+            torch.equal(t, result.final_models[name][key])
             for key, t in weights(client.state["model"]).items()
         )
 
@@ -184,7 +186,7 @@ def test_one_client_trains_alone(graph_federation):
     for _ in range(3):
         method.descend(client, client.state["model"])
     assert all(
-        torch.allclose(t, result.models["0"][key], atol=1e-6)
+        torch.allclose(t, result.final_models["0"][key], atol=1e-6)
         for key, t in weights(client.state["model"]).items()
     )
 
@@ -193,7 +195,7 @@ def test_a_client_without_labels_takes_part(graph_federation):
     first, *rest = graph_federation.graphs
     bare = replace(first, train=torch.zeros_like(first.train), test=first.test | first.train)
     result = run("fedstar", replace(graph_federation, graphs=(bare, *rest), whole=None), **SMALL)
-    assert all(torch.isfinite(t).all() for t in flatten(result.models).values())
+    assert all(torch.isfinite(t).all() for t in flatten(result.final_models).values())
 
 
 def test_unsupported_models_and_settings_are_refused_by_name(node_federation, graph_federation):

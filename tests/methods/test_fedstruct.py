@@ -235,7 +235,7 @@ def test_fixed_features_are_d_s_wide_and_the_same_everywhere(kind, watched):
     features = [state_of(client).fixed for client in watched[-1].clients.values()]
     assert all(S.shape == (60, 256) and torch.equal(S, features[0]) for S in features)
     assert len(features[0].unique(dim=0)) > 3
-    assert "S" not in result.models["server"]
+    assert "S" not in result.final_models["server"]
 
 
 def test_a_secure_run_refuses_features_that_reveal_edges_to_the_server():
@@ -307,8 +307,8 @@ def test_one_federated_step_is_one_central_step(variant, watched):
         "weight_decay": 0.0,
         "dropout": 0.0,
     }
-    before = flatten(go(federation, **common, lr=1e-30).models["server"])
-    after = flatten(go(federation, **common, lr=0.1).models["server"])
+    before = flatten(go(federation, **common, lr=1e-30).final_models["server"])
+    after = flatten(go(federation, **common, lr=0.1).final_models["server"])
     A = (
         [dense_power(graph, hop) for hop in range(4)]
         if variant == "learned beta"
@@ -337,7 +337,7 @@ def test_the_gradient_of_absorbed_embeddings_equals_the_papers_formula(watched):
         "dropout": 0.0,
         "hops": 2,
     }
-    before = go(federation, **common, lr=1e-30).models["server"]
+    before = go(federation, **common, lr=1e-30).final_models["server"]
     engine = watched[-1]
     client = engine.clients["1"]
     method = make_method(
@@ -382,8 +382,8 @@ def test_the_private_form_gives_the_same_results(absorbed, watched):
     S = torch.cat(
         [watched[-1].clients[name].state["S"].detach() for name in sorted(watched[-1].clients)]
     )
-    assert torch.allclose(S, plain.models["server"]["S"], atol=1e-5)
-    one, other = flatten(kept.models["server"]), flatten(plain.models["server"])
+    assert torch.allclose(S, plain.final_models["server"]["S"], atol=1e-5)
+    one, other = flatten(kept.final_models["server"]), flatten(plain.final_models["server"])
     assert other.keys() - one.keys() == {"S"}
     assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
     assert [e["accuracy"] for e in kept.history] == pytest.approx(
@@ -598,9 +598,13 @@ def test_traffic_equals_the_formulas():
 def test_inference_from_the_structure_branch_ignores_features():
     federation = federation_of(random_graph(), 3)
     both, alone = (go(federation, inference=how, rounds=5) for how in ("both", "structure"))
-    assert flatten(both.models["server"]).keys() == flatten(alone.models["server"]).keys()
+    assert (
+        flatten(both.final_models["server"]).keys() == flatten(alone.final_models["server"]).keys()
+    )
     assert all(
         torch.equal(a, b)
-        for a, b in zip(*(flatten(r.models["server"]).values() for r in (both, alone)), strict=True)
+        for a, b in zip(
+            *(flatten(r.final_models["server"]).values() for r in (both, alone)), strict=True
+        )
     )
     assert both.history[-1]["clients"] != alone.history[-1]["clients"]

@@ -269,7 +269,7 @@ def test_an_absent_class_is_never_generated(node_federation, monkeypatch):
         Federation(tuple(replace(g, num_classes=5) for g in node_federation.graphs)),
         **SMALL,
     )
-    assert all(t.isfinite().all() for t in result.models["server"].values())
+    assert all(t.isfinite().all() for t in result.final_models["server"].values())
     assert len(recorded) == SMALL["rounds"] * SMALL["batches"]
     assert all(torch.bincount(y, minlength=5).tolist() == [7, 7, 6, 0, 0] for y in recorded)
 
@@ -299,7 +299,7 @@ def test_the_student_is_closer_to_reliable_clients_than_the_average_is():
     }
     average, student = (run("fedtad", skewed, **settings, batches=batches) for batches in (0, 30))
     model = build_model("gcn-2x8", 12, 3, dropout=0.0, seed=0)
-    ensemble = Ensemble(model, [average.models[c] for c in skewed.names])
+    ensemble = Ensemble(model, [average.final_models[c] for c in skewed.names])
     share = shares(
         {
             c: reliability_of(g.hide_labels(), 5, 3)
@@ -309,7 +309,7 @@ def test_the_student_is_closer_to_reliable_clients_than_the_average_is():
     gap = {}
     for name, result in (("average", average), ("student", student)):
         with torch.no_grad():
-            of_student = torch.func.functional_call(model, result.models["server"], (graph,))
+            of_student = torch.func.functional_call(model, result.final_models["server"], (graph,))
             gap[name] = float(
                 weighted_mean(share, graph.y, disagreement(ensemble.each(graph), of_student))
             )
@@ -337,7 +337,7 @@ def test_both_evaluations(node_federation):
 
 
 def weights_of(result):
-    return torch.cat([t.flatten() for _, t in sorted(result.models["server"].items())])
+    return torch.cat([t.flatten() for _, t in sorted(result.final_models["server"].items())])
 
 
 def test_node_tasks_only(graph_federation):

@@ -52,8 +52,8 @@ def scene(federation, spec="gcn-2x8", **settings):
 
 def largest_gap(one, other, owners):
     one, other = (
-        flatten({o: one.models[o] for o in owners}),
-        flatten({o: other.models[o] for o in owners}),
+        flatten({o: one.final_models[o] for o in owners}),
+        flatten({o: other.final_models[o] for o in owners}),
     )
     assert one.keys() == other.keys()
     return max(float((one[k] - other[k]).abs().max()) for k in one)
@@ -288,7 +288,7 @@ def test_global_evaluation_votes_with_the_new_clusters(node_federation, training
     result = run("fggp", node_federation, evaluation="global", **SMALL)
     expected = cluster_means(list(exchanges[-1][1].values()))
     model = build_model("gcn-2x8", 12, 3, dropout=0.0, seed=0)
-    load_weights(model, result.models["server"])
+    load_weights(model, result.final_models["server"])
     right = total = 0
     for graph in node_federation.graphs:
         named = vote(model.embed(graph), expected["clusters"], expected["of_class"], 3, 0.1).argmax(
@@ -344,7 +344,7 @@ def test_an_absent_class_and_a_single_client(node_federation):
     federation = Federation(tuple(replace(g, num_classes=4) for g in node_federation.graphs[:1]))
     result = run("fggp", federation, **SMALL, auc=True)
     assert result.summary["status"] == "completed"
-    assert all(t.isfinite().all() for t in flatten(result.models).values())
+    assert all(t.isfinite().all() for t in flatten(result.final_models).values())
 
 
 def test_a_complete_graph_has_no_other_pairs():

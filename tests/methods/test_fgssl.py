@@ -47,7 +47,7 @@ def five_nodes():
 
 
 def largest_gap(one, other):
-    one, other = flatten(one.models), flatten(other.models)
+    one, other = flatten(one.final_models), flatten(other.final_models)
     assert one.keys() == other.keys()
     return max(float((one[k] - other[k]).abs().max()) for k in one)
 
@@ -275,7 +275,7 @@ def test_views_without_any_edge_or_column_still_train(node_federation):
         **SMALL,
     )
     assert result.summary["status"] == "completed"
-    assert all(t.isfinite().all() for t in flatten(result.models).values())
+    assert all(t.isfinite().all() for t in flatten(result.final_models).values())
 
 
 def test_one_client_one_class_isolated_nodes_and_no_labels(node_federation):
@@ -296,7 +296,7 @@ def test_one_client_one_class_isolated_nodes_and_no_labels(node_federation):
         for inductive in (False, True):
             result = run("fgssl", replace(federation, inductive=inductive), **SMALL)
             assert result.summary["status"] == "completed"
-            assert all(t.isfinite().all() for t in flatten(result.models).values())
+            assert all(t.isfinite().all() for t in flatten(result.final_models).values())
 
 
 @pytest.mark.parametrize(

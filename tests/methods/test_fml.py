@@ -36,7 +36,7 @@ def gap(one, other, owners):
         {
             f"{owner}/{key}": t
             for owner in owners
-            for key, t in flatten(result.models[owner]).items()
+            for key, t in flatten(result.final_models[owner]).items()
         }
         for result in (one, other)
     )

@@ -49,7 +49,7 @@ def record_exchanges(monkeypatch):
 
 
 def largest_gap(one, other):
-    one, other = flatten(one.models), flatten(other.models)
+    one, other = flatten(one.final_models), flatten(other.final_models)
     assert one.keys() == other.keys()
     return max(float((one[k] - other[k]).abs().max()) for k in one)
 

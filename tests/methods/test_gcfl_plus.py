@@ -126,7 +126,7 @@ def test_without_a_split_it_is_fedavg_of_the_extractor_with_private_heads(graph_
         ).mean(size)
     for name, client in clients.items():
         assert all(
-            torch.equal(t, result.models[name][key])
+            torch.equal(t, result.final_models[name][key])
             for key, t in weights(client.state["model"]).items()
         )
 
@@ -186,10 +186,10 @@ def test_the_head_never_travels_and_heads_differ(graph_federation, trainings):
         for name in flatten(message)
     }
     assert names == {
-        f"model/{key}" for key in result.models["0"] if not key.startswith("classifier.")
+        f"model/{key}" for key in result.final_models["0"] if not key.startswith("classifier.")
     }
     assert not torch.equal(
-        result.models["0"]["classifier.weight"], result.models["1"]["classifier.weight"]
+        result.final_models["0"]["classifier.weight"], result.final_models["1"]["classifier.weight"]
     )
 
 

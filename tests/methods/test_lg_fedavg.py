@@ -61,22 +61,22 @@ def test_a_mean_head_on_private_extractors_by_hand(federation, models):
     specs = models.split(",")
     head = first_head(facts_of(federation, *specs))
     result = run("lg-fedavg", federation, model=models, rounds=3)
-    assert gap(result.models, by_hand(federation, head, *specs)) < 1e-6
+    assert gap(result.final_models, by_hand(federation, head, *specs)) < 1e-6
 
 
 def test_fedgen_with_alpha_zero_is_the_same(federation):
     settings = {"model": "gcn-2x8+linear", "rounds": 3}
     silent = run("fedgen", federation, alpha=0.0, generator_steps=1, hidden=4, **settings)
-    assert gap(run("lg-fedavg", federation, **settings).models, silent.models) < 1e-6
+    assert gap(run("lg-fedavg", federation, **settings).final_models, silent.final_models) < 1e-6
 
 
 def test_one_client_trains_as_in_local_except_for_its_initial_head(node_federation, monkeypatch):
     alone = Federation(node_federation.graphs[:1])
     plain = run("local", alone, **SMALL)
-    assert gap(run("lg-fedavg", alone, **SMALL).models, plain.models) > 1e-3
+    assert gap(run("lg-fedavg", alone, **SMALL).final_models, plain.final_models) > 1e-3
     own = weights(facts_of(alone, "gcn-2x8").build("gcn-2x8", "0", "init").classifier)
     monkeypatch.setattr(lg_fedavg, "first_head", lambda facts: own)
-    assert gap(run("lg-fedavg", alone, **SMALL).models, plain.models) == 0
+    assert gap(run("lg-fedavg", alone, **SMALL).final_models, plain.final_models) == 0
 
 
 def test_only_heads_travel_and_extractors_stay_different(federation, monkeypatch):
@@ -103,7 +103,7 @@ def test_only_heads_travel_and_extractors_stay_different(federation, monkeypatch
             }[phase]
         )
     same = run("lg-fedavg", federation, **SMALL)
-    first, second = (extractor_weights(same.models[c]) for c in ("0", "1"))
+    first, second = (extractor_weights(same.final_models[c]) for c in ("0", "1"))
     assert all(not torch.equal(first[key], second[key]) for key in first)
     assert result.summary["status"] == "completed"
 
@@ -126,7 +126,7 @@ def test_secure_runs_with_different_models_give_the_same_weights(node_federation
         run("lg-fedavg", node_federation, model=CONTRACT_MODELS, rounds=2, secure=secure)
         for secure in (True, False)
     )
-    assert gap(secure.models, plain.models) < 2e-5
+    assert gap(secure.final_models, plain.final_models) < 2e-5
 
 
 # ---- bad input ----
@@ -167,7 +167,7 @@ def test_a_client_without_labels_returns_the_head_unchanged(node_federation, mon
         "lg-fedavg", replace(node_federation, graphs=(bare, *graphs[1:]), whole=None), **SMALL
     )
     untrained = weights(facts_of(node_federation, "gcn-2x8").build("gcn-2x8", "0", "init"))
-    assert gap(extractor_weights(result.models["0"]), extractor_weights(untrained)) == 0
+    assert gap(extractor_weights(result.final_models["0"]), extractor_weights(untrained)) == 0
     rounds = [(sent["0"], replies["0"]) for phase, sent, replies in exchanges if phase == "train"]
     assert all(gap(sent, reply) == 0 for sent, reply in rounds)
 
@@ -182,4 +182,4 @@ def test_a_client_of_one_class_and_isolated_nodes(node_federation):
         edge_index=first.edge_index[:, :0],
     )
     result = run("lg-fedavg", replace(node_federation, graphs=(single, *rest), whole=None), **SMALL)
-    assert all(t.isfinite().all() for t in flatten(result.models).values())
+    assert all(t.isfinite().all() for t in flatten(result.final_models).values())

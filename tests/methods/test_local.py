@@ -32,8 +32,8 @@ def test_a_client_does_not_depend_on_the_others(node_federation):
     )
     name = node_federation.names[1]
     assert all(
-        torch.equal(flatten(together.models[name])[k], t)
-        for k, t in flatten(alone.models[name]).items()
+        torch.equal(flatten(together.final_models[name])[k], t)
+        for k, t in flatten(alone.final_models[name]).items()
     )
 
 

@@ -17,8 +17,8 @@ def test_mu_zero_is_fedavg(node_federation):
         run("fedavg", node_federation, **settings),
     )
     assert all(
-        torch.allclose(t, flatten(avg.models["server"])[k], atol=1e-6)
-        for k, t in flatten(moon.models["server"]).items()
+        torch.allclose(t, flatten(avg.final_models["server"])[k], atol=1e-6)
+        for k, t in flatten(moon.final_models["server"]).items()
     )
 
 
@@ -29,8 +29,8 @@ def test_the_first_round_is_fedavg_and_later_ones_are_not(node_federation):
             for m, s in (("moon", {"mu": 5.0}), ("fedavg", {}))
         )
         gap = max(
-            float((t - flatten(avg.models["server"])[k]).abs().max())
-            for k, t in flatten(moon.models["server"]).items()
+            float((t - flatten(avg.final_models["server"])[k]).abs().max())
+            for k, t in flatten(moon.final_models["server"]).items()
         )
         assert (gap < 1e-5) == same
 

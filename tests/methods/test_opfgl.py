@@ -312,7 +312,7 @@ def models_of(federation, **settings):
     result = run("opfgl", federation, model="gcn-2x8", **{**QUICK, **settings})
     return {
         f"{owner}/{name}": t
-        for owner, model in result.models.items()
+        for owner, model in result.final_models.items()
         for name, t in flatten(model).items()
     }
 
@@ -453,9 +453,9 @@ def test_a_secure_run_also_sends_the_indicator_and_is_bit_identical(node_federat
         run("opfgl", node_federation, model="gcn-2x8", secure=True, **QUICK) for _ in range(2)
     ]
     assert secure[0].summary["history_hash"] == secure[1].summary["history_hash"]
-    for owner, model in plain.models.items():
+    for owner, model in plain.final_models.items():
         for name, tensor in flatten(model).items():
-            assert torch.equal(tensor, flatten(secure[0].models[owner])[name])
+            assert torch.equal(tensor, flatten(secure[0].final_models[owner])[name])
     assert secure[0].accuracy == pytest.approx(plain.accuracy, abs=1e-9)
     c, d, k = node_federation.num_classes, node_federation.num_features, node_federation.num_clients
     up = secure[0].traffic["phases"]["secure_statistics"]["scalars_up"]
@@ -476,7 +476,7 @@ def test_the_ten_models_of_the_paper_run_in_one_federation():
     )
     graph = synthetic(nodes=400, classes=3, features=12, seed=1)
     result = run("opfgl", divide(graph, 10, "random", 0), model=ten, **QUICK)
-    classifiers = [model.get("classifier.weight") for model in result.models.values()]
+    classifiers = [model.get("classifier.weight") for model in result.final_models.values()]
     assert {w.shape[0] for w in classifiers if w is not None} == {64, 128, 256, 512}
     assert result.summary["status"] == "completed"
 

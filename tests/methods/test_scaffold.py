@@ -80,14 +80,14 @@ def test_the_first_round_is_fedavg_with_sgd(node_federation):
         run("fedavg", node_federation, **settings),
     )
     assert all(
-        torch.allclose(t, flatten(other.models["server"])[k], atol=1e-7)
-        for k, t in flatten(one.models["server"]).items()
+        torch.allclose(t, flatten(other.final_models["server"])[k], atol=1e-7)
+        for k, t in flatten(one.final_models["server"]).items()
     )
     later = {**settings, "rounds": 3}
     one, other = run("scaffold", node_federation, **later), run("fedavg", node_federation, **later)
     assert not all(
-        torch.allclose(t, flatten(other.models["server"])[k], atol=1e-5)
-        for k, t in flatten(one.models["server"]).items()
+        torch.allclose(t, flatten(other.final_models["server"])[k], atol=1e-5)
+        for k, t in flatten(one.final_models["server"]).items()
     )
 
 

@@ -257,7 +257,7 @@ def test_the_ledger_books_the_key_exchange_apart_and_keys_of_an_evaluation_as_me
     result = run("fedavg", node_federation, model="gcn-2x8", rounds=2, secure=True)
     phases = result.traffic["phases"]
     assert set(phases) == {*SUM_PHASES, "train", "evaluate_sum"}
-    size = sum(t.numel() for t in result.models["server"].values())
+    size = sum(t.numel() for t in result.final_models["server"].values())
     clients = node_federation.num_clients
     assert phases["train"]["scalars_up"] == 2 * clients * (size + 1)  # the model, and its weight
     assert phases["advertise_keys"]["messages"] == 2 * 2 * clients

@@ -10,8 +10,8 @@ from torch import Tensor
 from fedloom.core.aggregation import PlainResponder, Responder
 from fedloom.core.facts import Facts
 from fedloom.core.filters import parse_filters
-from fedloom.core.message import Message, flatten, isolate, unflatten
-from fedloom.core.method import Method
+from fedloom.core.message import Message, flatten, isolate, tree_map, unflatten
+from fedloom.core.method import OWN_LOGITS, Method
 from fedloom.core.phase import BoundPhase
 from fedloom.core.state import restore, snapshot
 from fedloom.data.graph import Graph
@@ -35,6 +35,10 @@ class Client:
         state: What checkpoints keep: tensors, models and optimisers, by name.
         memory: What a phase keeps for a later one. It is not saved. A resumed run repeats what
             comes before the rounds, and that must rebuild it.
+        kept: What predicted in the best evaluation of each stage (`Method.predictor`), by stage.
+            Checkpoints keep it.
+        remembers_shared: Whether the client remembers the shared model that it scored last. A
+            deployed party does. In a simulation the engine has it, once for all clients.
     """
 
     def __init__(
@@ -53,6 +57,9 @@ class Client:
         self.state: dict[str, Any] = {}
         self.memory: dict[str, Any] = {}
         self.streams: dict[str, torch.Generator] = {}
+        self.kept: dict[str, Message] = {}
+        self.remembers_shared = False
+        self._scored: tuple[Message | None, Tensor | None] = (None, None)  # shared model, logits
         self._responder = responder or PlainResponder()
         self._upload = parse_filters(facts.upload, "run.upload")
         self._download = parse_filters(facts.download, "run.download")
@@ -73,6 +80,43 @@ class Client:
         lost[phase] = unflatten(left)
         return encoded
 
+    def note_scored(self, method: Method, model: Message | None, logits: Tensor) -> None:
+        """Remembers what `predictor` will need of this evaluation.
+
+        Args:
+            method: The method.
+            model: The shared model that was scored. None: the client's own.
+            logits: The logits of the client's items.
+        """
+        self._scored = (
+            model if self.remembers_shared else None,
+            logits.detach() if method.keeps_logits else None,
+        )
+
+    def predictor(self, method: Method, shared: Message | None = None) -> Message:
+        """Returns what predicts as in the last evaluation, without copying it.
+
+        Args:
+            method: The method.
+            shared: The shared model that was scored. None: the client's own, or the one that the
+                client remembers.
+        """
+        remembered, logits = self._scored
+        shared = remembered if shared is None else shared
+        found = method.predictor(self)
+        if shared is not None:
+            found |= method.shared_predictor(shared)
+        return found if logits is None else {**found, OWN_LOGITS: logits}
+
+    def keep(self, method: Method, stage: str, shared: Message | None = None) -> None:
+        """Keeps a copy of `predictor` as the best of a stage.
+
+        Tensors of `shared` are not copied, so that many clients can keep the same ones.
+        """
+        found = self.predictor(method, shared)
+        given = {id(t) for t in flatten(shared).values()} if shared else set()
+        self.kept[stage] = tree_map(lambda t: t if id(t) in given else _copy(t), found)
+
     def build(self, purpose: str = "init") -> Model:
         """Returns a fresh model of this client's architecture, from its own random stream."""
         return self.facts.build(self.facts.model_of[self.name], self.name, purpose)
@@ -83,7 +127,8 @@ class Client:
 
     def snapshot(self) -> Message:
         """Returns everything that a later round depends on, as tensors."""
-        saved: Message = snapshot({"state": self.state, "streams": self.streams})
+        parts = {"state": self.state, "streams": self.streams, "kept": self.kept}
+        saved: Message = snapshot(parts)
         return saved
 
     def restore(self, saved: Message) -> None:
@@ -91,6 +136,7 @@ class Client:
         restore(self.state, saved.get("state", {}))
         for purpose, state in saved.get("streams", {}).items():
             self.rng(purpose).set_state(state)
+        self.kept = saved.get("kept", {})
 
     def loss(
         self,
@@ -149,6 +195,10 @@ class Client:
             return batches
         order = torch.randperm(len(batches), generator=self.rng("order"))
         return [batches[k] for k in order]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def stream(streams: dict[str, torch.Generator], *names: object) -> torch.Generator:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
+from torch import nn
 
 from fedloom.core.message import Message
 from fedloom.core.phase import phase, phases_of, summed
@@ -16,11 +17,16 @@ from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError
 from fedloom.nn import metrics
 from fedloom.nn.model import Model, forward_with
+from fedloom.nn.weights import load_weights, weights
 
 if TYPE_CHECKING:
     from fedloom.core.client import Client
     from fedloom.core.facts import Facts
     from fedloom.core.server import Server
+
+
+# The name of the kept logits in the output of `Client.predictor`. No parameter has it.
+OWN_LOGITS = "own_logits"
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,10 @@ class Method(ABC):
         discloses_to_server: What the server learns that is as large as a client's data.
         discloses_to_peers: What other clients learn about a client's features and labels, other
             than through the model.
+        predicts_unseen: A trained model predicts for a new graph, from that graph alone.
+        unseen_needs: What it needs besides, if it does not.
+        keeps_logits: Clients keep their scored logits, because their predictions depend on more
+            than their own graph.
     """
 
     rounds: int = setting(100, "communication rounds", at_least=1)
@@ -59,6 +69,9 @@ class Method(ABC):
     requires_all: ClassVar[tuple[str, ...]] = ()
     discloses_to_server: ClassVar[str] = ""
     discloses_to_peers: ClassVar[str] = ""
+    predicts_unseen: ClassVar[bool] = True
+    unseen_needs: ClassVar[str] = ""
+    keeps_logits: ClassVar[bool] = False
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         require_dataclass(cls)
@@ -89,6 +102,7 @@ class Method(ABC):
         graph = client.full_graph
         with torch.no_grad():
             logits = self.predict(client, model)
+        client.note_scored(self, model, logits)
         areas = [
             metrics.auc(logits, graph.y, mask) if client.facts.auc else metrics.UNDEFINED
             for mask in (graph.val, graph.test)
@@ -113,6 +127,36 @@ class Method(ABC):
         return (
             own(client.full_graph) if model is None else forward_with(own, client.full_graph, model)
         )
+
+    def predictor(self, client: Client) -> Message:
+        """Returns what a client needs to predict after the run, by name, without copying it.
+
+        The default is the weights of `client.state["model"]`. A method whose clients predict with
+        more than that adds it, and overrides `load_predictor`, the inverse.
+        """
+        model = client.state.get("model")
+        return dict(weights(model)) if isinstance(model, nn.Module) else {}
+
+    def shared_predictor(self, model: Message) -> Message:
+        """Returns the part of `predictor` that a shared model replaces, where that is scored.
+
+        model: what `server.evaluate(model=...)` was given.
+        """
+        return dict(model)
+
+    def server_spec(self, facts: Facts) -> str:
+        """Returns the spec of the server's model, if it has one. The default is the clients'."""
+        return facts.models[0]
+
+    def load_predictor(self, client: Client, kept: Message) -> None:
+        """Prepares a new client so that `predict(client, None)` predicts with what was kept.
+
+        `predict` may be called for several graphs after that, each as `client.full_graph`.
+
+        kept: the output of `predictor`, or a shared model.
+        """
+        client.state["model"] = model = client.build()
+        load_weights(model, kept)
 
     def artifacts(self, client: Client) -> Message:
         """Returns what the report draws of a client after a completed run: small tensors.
@@ -173,6 +217,9 @@ class Plugin(ABC):
     requires_all: ClassVar[tuple[str, ...]] = ()
     discloses_to_server: ClassVar[str] = ""
     discloses_to_peers: ClassVar[str] = ""
+    predicts_unseen: ClassVar[bool] = True
+    unseen_needs: ClassVar[str] = ""
+    keeps_logits: ClassVar[bool] = False
 
     @abstractmethod
     def prepare_clients(self, server: Server) -> None:
@@ -213,9 +260,10 @@ def composed(plugin: type[Plugin], method: type[Method], name: str) -> type[Meth
     if not (tasks := tuple(t for t in plugin.tasks if t in method.tasks)):
         has, needs = " and ".join(method.tasks), " or ".join(plugin.tasks)
         raise ConfigError(f"method.base is {name!r}, which does {has} tasks, not {needs} tasks")
-    either = ("uses_cross_edges", "transductive", "validates")
-    both = ("discloses_to_server", "discloses_to_peers")
+    either = ("uses_cross_edges", "transductive", "validates", "keeps_logits")
+    both = ("discloses_to_server", "discloses_to_peers", "unseen_needs")
     joined = {"run", "check", "tasks", "requires_all", "artifacts", "joint_artifacts"}
+    joined.add("predicts_unseen")
     names = {*dir(plugin), *(f.name for f in fields(plugin))} - {*joined, *either, *both}
     taken = {*dir(method), *(f.name for f in fields(method))}
     for key in sorted(names & taken):
@@ -226,6 +274,7 @@ def composed(plugin: type[Plugin], method: type[Method], name: str) -> type[Meth
     body: dict[str, Any] = {"__module__": plugin.__module__, "__doc__": plugin.__doc__}
     body |= {"tasks": tasks, "requires_all": (*plugin.requires_all, *method.requires_all)}
     body |= {key: getattr(plugin, key) or getattr(method, key) for key in either}
+    body["predicts_unseen"] = plugin.predicts_unseen and method.predicts_unseen
     for key in both:
         body[key] = "; ".join(filter(None, (getattr(plugin, key), getattr(method, key))))
     joint = type(f"{plugin.__name__}{method.__name__}", (plugin, method), body)

@@ -91,6 +91,8 @@ class Server(Waist):
         self.aggregation: Aggregation = aggregation or PlainAggregation()
         self.over = False  # the observer wants no further round
         self.seconds_evaluating = 0.0
+        self.shared: Message | None = None  # the model that `evaluate` was given last
+        self.scored_shared = False  # whether the clients scored that model, not their own
         self._last_round = False
 
     def rng(self, purpose: str) -> torch.Generator:
@@ -216,10 +218,12 @@ class Server(Waist):
         common: the shared model. It is sent if the run evaluates shared models; otherwise each
         client scores its own.
         """
+        self.shared = common.get("model")
         if not self.due(stage):
             return
         begun = time.perf_counter()
         sent = {} if self._policy.evaluation == "local" else common
+        self.scored_shared = "model" in sent
         self.aggregation.evaluate(self, sent, stage)
         self.seconds_evaluating += time.perf_counter() - begun
 

@@ -30,6 +30,7 @@ from fedloom.core.registry import file_or_name
 from fedloom.engines.base import Details
 from fedloom.errors import ConfigError
 from fedloom.experiments import checkpoint
+from fedloom.experiments.trained import read_model
 
 try:
     from fedloom.deploy.agreement import OWN_SPLIT, Agreement, read_agreement
@@ -94,7 +95,11 @@ class RemoteEngine:
         if absent and not self.coordinator.policy.tolerates_absence:
             raise ConfigError("; ".join(absent))
 
-    def models(self) -> dict[str, Message]:
+    def keep_models(self, stage: str, shared: Message | None) -> None:
+        """Makes each party keep the model that it has just scored. A shared model it has."""
+        self._control("fedloom_best", {"stage": stage})
+
+    def models(self, stage: str | None = None, shared: Message | None = None) -> dict[str, Message]:
         """Returns nothing: a party's model stays with the party."""
         return {}
 
@@ -113,15 +118,14 @@ class RemoteEngine:
         """Returns the peak memory of the coordinator's process, in MB."""
         return peak_memory() / 2**20
 
-    def finish(self) -> None:
-        """Tells the parties that the run is completed.
+    def finish(self, stage: str = "", round: int = 0) -> None:
+        """Tells the parties that the run is completed, and which of their models is the best.
 
         After any other end, the parties wait for the coordinator to come back.
         """
         ready = sorted(self.coordinator.ready)
-        self.coordinator.control(
-            "fedloom_finish", {name: {"status": "completed"} for name in ready}
-        )
+        order = {"status": "completed", "stage": stage, "round": round}
+        self.coordinator.control("fedloom_finish", dict.fromkeys(ready, order))
 
     def close(self) -> None:
         """Closes the transport."""
@@ -245,6 +249,15 @@ class Engine(RemoteEngine):
                 checkpoint.encode(checkpoint.Checkpoint({}, saved.get(party.name, {})))
             )
         super().restore(_mark_to_message(mark))
+
+    def models(self, stage: str | None = None, shared: Message | None = None) -> dict[str, Message]:
+        """Returns the models that the parties have written to their folders at the end."""
+        files = {
+            party.name: self.folder / party.name / ("final-model" if stage is None else "model")
+            for party in self.parties
+        }
+        paths = {name: path.with_suffix(".safetensors") for name, path in files.items()}
+        return {name: read_model(path)[1] for name, path in paths.items() if path.exists()}
 
     def _require_parties(self) -> None:
         for party in self.parties:

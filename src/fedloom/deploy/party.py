@@ -9,7 +9,10 @@ the method or one of these control orders:
     fedloom_begin     facts, agreement, nonce     none; an error if the party refuses the run
     fedloom_keep      mark                        none; the party saves its state in its own folder
     fedloom_restore   mark                        none; the party restores that state
-    fedloom_finish    status                      none; the party saves its model in its own folder
+    fedloom_best      stage                       none; the party keeps the model that it has just
+                                                  scored, the best of that stage so far
+    fedloom_finish    status, stage, round        none; the party saves its models in its own folder
+                                                  (that of the stage's best round, and the last one)
                                                   and ends
 
 A party begins a run only if the order contains the nonce that the party has just drawn, so that a
@@ -34,12 +37,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 
 from fedloom._system import write_atomic
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts, SecureTerms
-from fedloom.core.message import decode, encode, flatten
+from fedloom.core.message import Message, decode, encode
 from fedloom.core.method import Method
 from fedloom.core.phase import phases_of
 from fedloom.data.graph import Graph
@@ -50,7 +52,7 @@ from fedloom.deploy.keys import PartyKey
 from fedloom.deploy.party_transport import PartyTransport, RefusedError, UnreachableError
 from fedloom.errors import ConfigError, DataError, FedloomError, MessageError, unknown
 from fedloom.experiments import checkpoint
-from fedloom.nn.weights import weights
+from fedloom.experiments.trained import ModelCard, model_bytes
 from fedloom.privacy.secure_aggregation import responder_for
 
 SAVED_STATES = 3  # that a party keeps: a resumed run may need the one before the last
@@ -127,8 +129,13 @@ class Party:
 
     @property
     def model(self) -> Path:
-        """The file that holds the party's model when the run has ended."""
+        """The file that holds the party's best model when the run has ended."""
         return self.folder / "model.safetensors"
+
+    @property
+    def final_model(self) -> Path:
+        """The file that holds the party's model of the last round."""
+        return self.folder / "final-model.safetensors"
 
     @property
     def errors(self) -> Path:
@@ -167,6 +174,7 @@ class Party:
         during = {
             "fedloom_keep": self._save_state,
             "fedloom_restore": self._restore,
+            "fedloom_best": self._keep_model,
             "fedloom_finish": self._finish,
         }
         try:
@@ -230,6 +238,7 @@ class Party:
         self._session = session
         inductive = self.agreement.data.inductive
         self._client = Client(self.name, self.graph, facts, inductive, responder_for(facts))
+        self._client.remembers_shared = True
         # A party that was restarted during a run continues from its last saved state.
         self._to_restore = self._latest_state() if order["rejoin"] else ""
         return {}
@@ -279,12 +288,42 @@ class Party:
         return {}
 
     def _finish(self, order: dict[str, Any]) -> dict[str, Any]:
-        if self._client is not None and "model" in self._client.state:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            tensors = flatten(weights(self._client.state["model"]))
-            write_atomic(self.model, save({n: t.contiguous() for n, t in tensors.items()}))
+        if self._method is not None and self._client is not None:
+            stage, number = str(order.get("stage", "")), order.get("round")
+            self._write_model(self.model, "best", self._client.kept.get(stage, {}), stage, number)
+            last = self._client.predictor(self._method)
+            self._write_model(self.final_model, "final", last, stage, None)
         self.status = str(order["status"])
         return {}
+
+    def _keep_model(self, order: dict[str, Any]) -> dict[str, Any]:
+        method, client = self._ready()
+        stage = order.get("stage")
+        if not isinstance(stage, str) or not stage or "/" in stage:
+            raise MessageError("stage is not a text without '/'")
+        client.keep(method, stage)
+        return {}
+
+    def _write_model(
+        self, path: Path, which: str, tensors: Message, stage: str, number: int | None
+    ) -> None:
+        """Writes a model to the party's folder, if there is one."""
+        method, client = self._ready()
+        if not tensors:
+            return
+        card = ModelCard.of(
+            method,
+            self.agreement.method,
+            client.facts,
+            self.name,
+            which,
+            number,
+            stage,
+            self.graph.class_names,
+            self.graph.feature_names,
+        )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, model_bytes(card, tensors))
 
     def _ready(self) -> tuple[Method, Client]:
         if self._method is None or self._client is None:

@@ -75,8 +75,8 @@ def execute(
 
     Args:
         engine: The worker's own engine.
-        command: "call", "snapshot", "restore", "models", "artifacts" or "peak".
-        phase: The phase of a call.
+        command: "call", "snapshot", "restore", "keep", "models", "artifacts" or "peak".
+        phase: The phase of a call; the stage of "keep" and "models".
         messages: The messages to the worker's clients.
         pack: Converts the replies to the form in which they travel.
 
@@ -103,9 +103,14 @@ def _result(
         return {}
     if command == "peak":
         return {next(iter(engine.clients)): {"mb": torch.tensor(engine.peak_mb())}}
+    shared = next(iter(messages.values()), {}).get("shared")  # the same for all clients
+    if command == "keep":
+        engine.keep_models(phase, shared)
+        return {}
+    if command == "models":
+        return engine.models(phase or None, None if shared is None else isolate(shared))
     known: dict[str, Callable[[], Mapping[str, Message]]] = {
         "snapshot": engine.snapshot,
-        "models": engine.models,
         "artifacts": engine.artifacts,
     }
     return known[command]()
@@ -240,9 +245,16 @@ class WorkerEngine(ABC, Generic[Share]):
         """Restores the clients that are in the snapshot. They must have been set up before."""
         self._command_all("restore", saved)
 
-    def models(self) -> dict[str, Message]:
-        """Returns the weights of each client's model; nothing once the engine is closed."""
-        return self._command_all("models") if self.open else {}
+    def keep_models(self, stage: str, shared: Message | None) -> None:
+        """Makes the clients keep what they predict with, but not those whose worker is busy."""
+        self._command_all("keep", self._to_all(shared), stage)
+
+    def models(self, stage: str | None = None, shared: Message | None = None) -> dict[str, Message]:
+        """Returns what each client predicts with; nothing once the engine is closed."""
+        return self._command_all("models", self._to_all(shared), stage or "") if self.open else {}
+
+    def _to_all(self, shared: Message | None) -> dict[str, Message]:
+        return dict.fromkeys(self.names, {} if shared is None else {"shared": shared})
 
     def artifacts(self) -> dict[str, Message]:
         """Returns each client's artifacts; nothing once the engine is closed."""
@@ -262,7 +274,7 @@ class WorkerEngine(ABC, Generic[Share]):
         workers = self._command_all("peak") if self.open else {}
         return peak_memory() / 2**20 + sum(float(reply["mb"]) for reply in workers.values())
 
-    def finish(self) -> None:
+    def finish(self, stage: str = "", round: int = 0) -> None:
         """Nothing to do."""
 
     def close(self) -> None:
@@ -272,11 +284,11 @@ class WorkerEngine(ABC, Generic[Share]):
             self.stop()
 
     def _command_all(
-        self, command: str, messages: dict[str, Message] | None = None
+        self, command: str, messages: dict[str, Message] | None = None, phase: str = ""
     ) -> dict[str, Message]:
         """Runs a command in all workers, or in those of `messages`. Errors are always raised."""
         sent = {name: {} for name in self.names} if messages is None else messages
-        given = self._command(command, "", sent)
+        given = self._command(command, phase, sent)
         _raise_first(given)
         return {name: reply for name, reply in given.items() if not isinstance(reply, Absent)}
 

@@ -38,8 +38,23 @@ class Engine(Protocol):
     def restore(self, saved: Message) -> None:
         """Restores a snapshot. The clients must have been set up before."""
 
-    def models(self) -> dict[str, Message]:
-        """Returns the weights of each client's model, for clients that have one here."""
+    def keep_models(self, stage: str, shared: Message | None) -> None:
+        """Makes every client keep what predicted in the evaluation that has just been scored.
+
+        It is the best of its stage so far and replaces what the client kept for that stage.
+
+        Args:
+            stage: The stage of the evaluation.
+            shared: The shared model that was scored. None: the clients' own.
+        """
+
+    def models(self, stage: str | None = None, shared: Message | None = None) -> dict[str, Message]:
+        """Returns what each client predicts with, for clients that have that here.
+
+        Args:
+            stage: What the client kept for a stage. None: what it has now.
+            shared: The shared model of now. None: the clients' own.
+        """
 
     def artifacts(self) -> dict[str, Message]:
         """Returns each client's artifacts; see `Method.artifacts`."""
@@ -50,8 +65,13 @@ class Engine(Protocol):
     def peak_mb(self) -> float:
         """Returns the peak memory of this process and its workers, in MB."""
 
-    def finish(self) -> None:
-        """Called when the run is completed."""
+    def finish(self, stage: str = "", round: int = 0) -> None:
+        """Called when the run is completed.
+
+        Args:
+            stage: The stage that is reported.
+            round: The round of its best evaluation.
+        """
 
     def close(self) -> None:
         """Releases everything that the engine holds outside this process."""

@@ -12,7 +12,6 @@ from fedloom.core.client import Client
 from fedloom.core.message import Absent, Message, isolate
 from fedloom.core.method import Method
 from fedloom.engines.base import Details
-from fedloom.nn.weights import weights
 
 
 class Engine:
@@ -60,10 +59,21 @@ class Engine:
         for name, state in saved.items():
             self.clients[name].restore(state)
 
-    def models(self) -> dict[str, Message]:
-        """Returns the weights of each client's model."""
-        states = {name: client.state for name, client in self.clients.items()}
-        return {n: dict(weights(state["model"])) for n, state in states.items() if "model" in state}
+    def keep_models(self, stage: str, shared: Message | None) -> None:
+        """Makes every client keep what it predicts with. All keep one copy of a shared model."""
+        shared = None if shared is None else isolate(shared)
+        for client in self.clients.values():
+            client.keep(self.method, stage, shared)
+
+    def models(self, stage: str | None = None, shared: Message | None = None) -> dict[str, Message]:
+        """Returns what each client predicts with, now or in the best evaluation of a stage."""
+        found = {
+            name: client.predictor(self.method, shared)
+            if stage is None
+            else client.kept.get(stage, {})
+            for name, client in self.clients.items()
+        }
+        return {name: model for name, model in found.items() if model}
 
     def artifacts(self) -> dict[str, Message]:
         """Returns copies of each client's artifacts."""
@@ -78,7 +88,7 @@ class Engine:
         """Returns the peak memory of this process."""
         return peak_memory() / 2**20
 
-    def finish(self) -> None:
+    def finish(self, stage: str = "", round: int = 0) -> None:
         """Nothing to do."""
 
     def close(self) -> None:

@@ -72,8 +72,15 @@ class History:
         the best validation accuracy, or the last one if there are no validation items. Both are
         empty if nothing was evaluated.
         """
-        best, last = self._best.get(self._stage, {}), self._last.get(self._stage, {})
-        return (best if best.get("val_accuracy") is not None else last), last
+        return self._best.get(self._stage, {}), self._last.get(self._stage, {})
+
+    def leads(self, evaluation: Entry) -> bool:
+        """Returns whether an evaluation would become the one that `scored` returns as the best.
+
+        evaluation: an entry that is not added yet.
+        """
+        best = self._best.get(evaluation["stage"])
+        return best is None or best["val_accuracy"] is None or _rank(evaluation) > _rank(best)
 
     def out_of_patience(self) -> bool:
         """Returns whether the last `patience` evaluations were no better than an earlier one."""
@@ -90,7 +97,7 @@ class History:
         if "accuracy" in entry:
             self._stage = entry["stage"]
             self._last[self._stage] = entry
-            if self._stage not in self._best or _rank(entry) > _rank(self._best[self._stage]):
+            if self.leads(entry):
                 self._best[self._stage] = entry
 
 

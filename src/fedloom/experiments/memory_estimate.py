@@ -34,9 +34,9 @@ PROBE_NODES = 256
 MB = 2**20
 # Bytes per edge while an adjacency is built: nine columns of whole numbers (ends, keys, order).
 SORTING = 72
-# At the client: weights, gradient and Adam's two moments. At the server: a message, the message as
-# it arrives, and the message times its weight in the mean.
-COPIES_AT_CLIENT, COPIES_AT_SERVER = 4, 3
+# At the client: weights, gradient, Adam's two moments, and the weights of the best round. At the
+# server: a message, the message as it arrives, and the message times its weight in the mean.
+COPIES_AT_CLIENT, COPIES_AT_SERVER = 5, 3
 # The peak of a step divided by its saved tensors. The peak includes gradients, temporary results,
 # and, about half of it, gaps that the allocator leaves between blocks whose sizes differ from
 # client to client (measured: 4 to 7).

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from safetensors.torch import save
 
@@ -24,7 +25,7 @@ from fedloom._system import (
 )
 from fedloom.core.facts import Facts
 from fedloom.core.ledger import Ledger
-from fedloom.core.message import Absent, Message, flatten
+from fedloom.core.message import Absent, Message, flatten, isolate
 from fedloom.core.method import Method
 from fedloom.core.replies import Replies
 from fedloom.core.server import RoundPolicy, Server
@@ -36,12 +37,26 @@ from fedloom.experiments import checkpoint
 from fedloom.experiments.callbacks import Callbacks, Given
 from fedloom.experiments.checkpoint import Checkpoint
 from fedloom.experiments.history import History
-from fedloom.experiments.result import Result, read_run
+from fedloom.experiments.result import MODELS, Models, Result, Stored, read_run
 from fedloom.experiments.run_folder import FORMAT, PARTITION, entries, is_completed, read_config
 from fedloom.experiments.settings import RunSettings, chosen_evaluation
 from fedloom.experiments.trackers import Begun, Tracking
+from fedloom.experiments.trained import WHICH, ModelCard, model_bytes
 from fedloom.nn import metrics
 from fedloom.privacy.secure_aggregation import aggregation_for
+
+
+class Kept(NamedTuple):
+    """The server's part of the best evaluation of a stage.
+
+    Attributes:
+        round: The round of the evaluation.
+        model: The server's model, or nothing.
+    """
+
+    round: int
+    model: Message
+
 
 Scores: TypeAlias = dict[str, float | None]
 _PACKAGES = (
@@ -92,6 +107,7 @@ class Recorder:
         self.planned = 0
         self._made: Engine | None = None
         self._evaluation: dict[str, Any] = {}
+        self._kept: dict[str, Kept] = {}  # by stage
         # A checkpoint and its ledger, from reading them until the rounds begin.
         self._pending: tuple[Checkpoint, Ledger] | None = None
 
@@ -122,7 +138,7 @@ class Recorder:
             resume: Continue the run in the folder.
             seconds_loading: The time that loading the data took.
         """
-        self.name = name
+        self.name, self.method, self.facts = name, method, facts
         settings = self.settings
         evaluated = chosen_evaluation(method, name, settings.evaluation)
         policy = RoundPolicy(
@@ -163,7 +179,8 @@ class Recorder:
                 self.callbacks.on_start(self._about())
                 crash_point("nothing-asked")
                 method.run(server)
-                self.engine.finish()
+                best, _ = self.history.scored()
+                self.engine.finish(best.get("stage", ""), best.get("round", 0))
             except BaseException as error:  # noqa: BLE001  (raised below, after the folder is written)
                 failure = error
             gc.unfreeze()
@@ -259,8 +276,15 @@ class Recorder:
             **{f"{m}_mean": v for m, v in plain.items()},
             **more,
         }
+        if self._pending is None and self.history.leads(self._evaluation):
+            self._keep_models(server, stage)
         if stage != "train" or not server.in_round:
             self._close_entry(server)
+
+    def _keep_models(self, server: Server, stage: str) -> None:
+        """Keeps the models that have just been scored: they are the best of their stage so far."""
+        self.engine.keep_models(stage, server.shared if server.scored_shared else None)
+        self._kept[stage] = Kept(server.round, isolate(_model_of(server)))
 
     def finished_round(self, server: Server) -> bool:
         """Records the round. Returns whether the run stops early."""
@@ -309,11 +333,11 @@ class Recorder:
         self.seconds["evaluate"] = server.seconds_evaluating
         self.seconds["train"] = max(0.0, now - self._loop_began - server.seconds_evaluating)
         self.seconds["total"] = now - self._began + self.seconds["load"]
-        final: dict[str, Message] = {}
+        models = Models({}, {})
         try:
             if self._pending is None:
-                final = self._models(server)
-                self._write_models(server, final)
+                models = self._models(server)
+                self._write_models(server, models)
                 if self.folder and failure is None:
                     self._write_artifacts(self.folder)
             else:  # a resumed run that ended in its set-up: the records are as in the checkpoint
@@ -326,24 +350,52 @@ class Recorder:
                 _write_json(self.folder / "summary.json", summary)
             except OSError as error:
                 failure = _first_of(failure, error)
-        return Result(summary, final, self.folder, self.history.entries), failure
+        entries = self.history.entries
+        return Result(summary, models.best, self.folder, entries, models.final), failure
 
-    def _models(self, server: Server) -> dict[str, Message]:
-        final = self._made.models() if self._made else {}
-        common = server.state.get("model")
-        return {**final, "server": common} if isinstance(common, dict) else final
+    def _models(self, server: Server) -> Models:
+        """Returns the models of the round that is reported, and those of now."""
+        if self._made is None:
+            return Models({}, {})
+        scored, _ = self.history.scored()
+        stage = scored.get("stage", "")
+        shared = server.shared if server.scored_shared else None
+        best = self._made.models(stage) if stage in self._kept else {}
+        final = self._made.models(None, shared)
+        if stage in self._kept and (model := self._kept[stage].model):
+            best["server"] = model
+        if model := _model_of(server):
+            final["server"] = model
+        card = partial(
+            ModelCard.of,
+            self.method,
+            self.name,
+            self.facts,
+            class_names=self.roster.class_names,
+            feature_names=self.roster.feature_names,
+            flow=self.config.get("data", {}).get("flow", "forward"),
+        )
+        round, kept = server.round, self._kept.get(stage)
+        return Models(
+            {o: Stored(card(o, "best", kept.round, stage), m) for o, m in best.items() if kept},
+            {o: Stored(card(o, "final", round, stage), m) for o, m in final.items()},
+        )
 
-    def _write_models(self, server: Server, final: Mapping[str, Message]) -> None:
+    def _write_models(self, server: Server, models: Models) -> None:
         """Writes the last rows of the ledger, and the models of all clients and the server."""
         if not self.folder:
             return
         server.ledger.write(self.folder)
-        _write_tensors(self.folder / "models", final)
+        (self.folder / MODELS).mkdir(exist_ok=True)
+        for which, stored in zip(WHICH, models, strict=True):
+            files = {owner: model_bytes(*model) for owner, model in stored.items()}
+            _write_files(self.folder / MODELS / which, files, MODELS)
 
     def _write_artifacts(self, folder: Path) -> None:
         """Writes the artifacts for figures: a file per client, and one of all clients."""
         if of_clients := self.engine.artifacts():
-            _write_tensors(folder / "artifacts", of_clients)
+            files = {owner: _as_bytes(shown) for owner, shown in of_clients.items()}
+            _write_files(folder / "artifacts", files, "artifacts")
         if joint := self.joint_artifacts():
             write_atomic(folder / "artifacts.safetensors", _as_bytes(joint))
 
@@ -415,11 +467,13 @@ class Recorder:
             "notes": server.notes,
             "bytes": {"history": self.history.sync(), "ledger": server.ledger.sync()},
             "absences": server.absences.saved(),
+            "kept": {stage: kept.round for stage, kept in self._kept.items()},
         }
         state = snapshot(
             {
                 "server": {"state": server.state, "streams": server.streams},
                 "clients": self.engine.snapshot(),
+                "kept": {stage: kept.model for stage, kept in self._kept.items()},
             }
         )
         with deferred_signals():
@@ -460,6 +514,11 @@ class Recorder:
         for purpose, state in of_server.get("streams", {}).items():
             server.rng(purpose).set_state(state)
         self.engine.restore(found.state.get("clients", {}))
+        models = found.state.get("kept", {})
+        self._kept = {
+            stage: Kept(round, models.get(stage, {}))
+            for stage, round in found.about.get("kept", {}).items()
+        }
         server.seconds_evaluating, server.over = 0.0, self.history.out_of_patience()
         return int(found.about["round"])
 
@@ -468,15 +527,29 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_atomic(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def _write_tensors(place: Path, messages: Mapping[str, Message]) -> None:
-    """Writes messages into a folder, each into a file with its owner's name."""
+def _model_of(server: Server) -> Message:
+    """Returns the server's model: what was scored last, or its own; nothing if it has none."""
+    if server.shared is not None:
+        return server.shared
+    own = server.state.get("model")
+    return own if isinstance(own, dict) else {}
+
+
+def _write_files(place: Path, files: Mapping[str, bytes], kind: str) -> None:
+    """Writes files into a folder, each with its owner's name.
+
+    Args:
+        place: The folder.
+        files: {owner: content}.
+        kind: Their name in crash points.
+    """
     place.mkdir(exist_ok=True)
 
     def write(owner: str) -> None:
-        write_atomic(place / f"{owner}.safetensors", _as_bytes(messages[owner]), place.name)
+        write_atomic(place / f"{owner}.safetensors", files[owner], kind)
 
     with ThreadPoolExecutor(16) as pool:  # flushing many files takes as long as flushing one
-        list(pool.map(write, messages))
+        list(pool.map(write, files))
 
 
 def _as_bytes(message: Message) -> bytes:

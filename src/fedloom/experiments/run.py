@@ -105,7 +105,9 @@ def run(
         return engine_class(settings.engine)(chosen, clients, settings.faults, settings.workers)
 
     with threads(settings.threads), retained_memory(), _saying_what_is_kept(recorder):
-        return recorder.execute(name, chosen, facts, engine, resume, seconds_loading)
+        result = recorder.execute(name, chosen, facts, engine, resume, seconds_loading)
+    # A recipe can make the federation again.
+    return result if "partition" in recorder.config else replace(result, federation=federation)
 
 
 @contextmanager

@@ -166,8 +166,19 @@ class AdaFGL(FedAvg):
         local_model = client.state["model"]
         if not isinstance(local_model, Personal):
             return super().predict(client, model)
-        probabilities = local_model.probabilities(client.memory["rewired full graph"])
+        rewired = client.memory.get("rewired full graph")
+        if rewired is None:  # after the run
+            rewired = rewire(client.full_graph, local_model.federated, self.alpha)
+        probabilities = local_model.probabilities(rewired)
         return probabilities.clamp(min=torch.finfo(torch.float32).tiny).log()
+
+    def load_predictor(self, client: Client, kept: Message) -> None:
+        """Loads the personal networks; θ alone where the client has no labels."""
+        if "confidence" not in kept:
+            super().load_predictor(client, kept)
+            return
+        client.state["model"] = model = Personal(client, client.build(), 0.5, self.hops, self.beta)
+        load_weights(model, kept)
 
     def run(self, server: Server) -> None:
         """FedAvg's rounds, then the personal stage, of which the run reports the best epoch."""

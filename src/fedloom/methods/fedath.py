@@ -149,9 +149,16 @@ class FedATH(FedAvg):
 
     def predict(self, client: Client, model: Message | None) -> Tensor:
         """Returns logits on the causal graph, of the client's own model or of θ."""
-        if model is not None:
-            model = {f"sees.{name}": tensor for name, tensor in model.items()}
-        return super().predict(client, model)
+        return super().predict(client, None if model is None else self.shared_predictor(model))
+
+    def shared_predictor(self, model: Message) -> Message:
+        """Returns θ under its names in the client's model."""
+        return {f"sees.{name}": tensor for name, tensor in model.items()}
+
+    def load_predictor(self, client: Client, kept: Message) -> None:
+        """Loads θ and the edge evaluator. The server's θ has no evaluator and is refused."""
+        client.state["model"] = model = Causal(client)
+        load_weights(model, kept)
 
 
 def hsic(F_c: Tensor, F_b: Tensor) -> Tensor:

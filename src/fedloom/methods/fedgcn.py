@@ -138,6 +138,7 @@ class FedGCN(FedAvg, FedSGD):
 
     uses_cross_edges: ClassVar[bool] = True
     transductive: ClassVar[bool] = True
+    keeps_logits: ClassVar[bool] = True  # they depend on the neighbours at other clients
     tasks: ClassVar[tuple[str, ...]] = ("node",)
     discloses_to_server: ClassVar[str] = (
         "which nodes have cross edges and, unless the run is secure, all peer messages"
@@ -289,7 +290,12 @@ class FedGCN(FedAvg, FedSGD):
         return {}
 
     def predict(self, client: Client, model: Message | None) -> Tensor:
-        """Returns logits of the client's nodes, without dropout."""
+        """Returns logits of the client's nodes, without dropout.
+
+        A new graph has no cross edges, so that its own edges are all that the GCN needs.
+        """
+        if "known" not in client.memory:
+            return super().predict(client, model)
         return self.logits(client, weights(client.state["model"]) if model is None else model)
 
     def run(self, server: Server) -> None:

@@ -143,6 +143,16 @@ class FedNH(FedAvg):
         z = embed_with(local_model, extractor(model), client.full_graph)
         return self.logits(z, model["prototypes"])
 
+    def predictor(self, client: Client) -> Message:
+        """Returns θ and W."""
+        return {**super().predictor(client), "prototypes": client.state["prototypes"]}
+
+    def load_predictor(self, client: Client, kept: Message) -> None:
+        """Loads θ and W. The head, which predicts nothing, may be missing."""
+        client.state["prototypes"] = kept["prototypes"]
+        client.state["model"] = model = client.build()
+        load_weights(model, {**weights(model), **extractor(kept)})
+
     def run(self, server: Server) -> None:
         """Algorithm 1."""
         state, facts = server.state, server.facts

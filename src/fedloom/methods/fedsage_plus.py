@@ -60,7 +60,9 @@ from fedloom.errors import MessageError
 from fedloom.methods.fedavg import FedAvg
 from fedloom.methods.fedsgd import FedSGD
 from fedloom.nn.build import build_model
+from fedloom.nn.model import Model
 from fedloom.nn.training import backward, make_optimizer
+from fedloom.nn.weights import load_weights, weights
 
 FGEN = {
     "first": "float32[latent,latent]",
@@ -244,18 +246,22 @@ class FedSagePlus(FedAvg, FedSGD):
     )
 
     # ---- the generators ----
+    def encoder(self, client: Client) -> Model:
+        """Returns a new encoder, whose linear head of one column is dGen."""
+        facts = client.facts
+        seed = stream_seed(facts.seed, "client", client.name, "encoder")
+        encoder = build_model(
+            f"sage-2x{self.latent}+linear", facts.num_features, 1, dropout=facts.dropout, seed=seed
+        )
+        # A ReLU that starts below 0 at every node never learns.
+        nn.init.ones_(encoder.classifier.get_parameter("bias"))
+        return encoder
+
     @phase()
     def prepare(self, client: Client) -> Message:
         """Builds a generator and everything that it learns from."""
-        rng, facts = client.rng("generator"), client.facts
-        d = facts.num_features
-        seed = stream_seed(facts.seed, "client", client.name, "encoder")
-        # The linear head of one column is dGen. Its bias starts at 1, because a ReLU that starts
-        # below 0 at every node never learns.
-        encoder = build_model(
-            f"sage-2x{self.latent}+linear", d, 1, dropout=facts.dropout, seed=seed
-        )
-        nn.init.ones_(encoder.classifier.get_parameter("bias"))
+        rng, encoder = client.rng("generator"), self.encoder(client)
+        d = client.facts.num_features
         first, second = torch.empty(self.latent, self.latent), torch.empty(self.latent, d)
         fgen = {
             "first": nn.init.xavier_uniform_(first, generator=rng),
@@ -381,11 +387,13 @@ class FedSagePlus(FedAvg, FedSGD):
 
         Evaluation has its own, which in an inductive run has more nodes.
         """
+        noise = client.rng("generator").get_state()
         full = self.mended(client, client.full_graph)
         same = client.graph.num_nodes == client.full_graph.num_nodes
         client.graph = full.hide_labels() if same else self.mended(client, client.graph)
+        generator = {name: client.memory[name] for name in ("encoder", "fgen")}
         client.memory.clear()
-        client.memory["full graph"] = full
+        client.memory |= generator | {"noise": noise, "full graph": full}
         return {}
 
     @torch.no_grad()
@@ -405,13 +413,34 @@ class FedSagePlus(FedAvg, FedSGD):
 
     def predict(self, client: Client, model: Message | None) -> Tensor:
         """Returns logits of the client's real nodes in the mended graph, without dropout."""
-        local_model, graph = client.state["model"], client.memory["full graph"]
+        local_model = client.state["model"]
+        graph = client.memory.get("full graph")
+        if graph is None:  # after the run
+            client.rng("generator").set_state(client.memory["noise"])
+            graph = self.mended(client, client.full_graph)
         logits = (
             local_model(graph)
             if model is None
             else torch.func.functional_call(local_model, model, (graph,))
         )
         return logits[: client.full_graph.num_nodes]
+
+    def predictor(self, client: Client) -> Message:
+        """Returns θ, the generator, and where its noise began when it mended the client's graph."""
+        return {
+            **super().predictor(client),
+            "encoder": dict(weights(client.memory["encoder"])),
+            "fgen": {name: tensor.detach() for name, tensor in client.memory["fgen"].items()},
+            "noise": client.memory["noise"],
+        }
+
+    def load_predictor(self, client: Client, kept: Message) -> None:
+        """Loads θ and the generator, which mends new graphs."""
+        theta = {name: kept[name] for name in kept.keys() - {"encoder", "fgen", "noise"}}
+        super().load_predictor(client, theta)
+        encoder = self.encoder(client)
+        load_weights(encoder, kept["encoder"])
+        client.memory |= {"encoder": encoder, "fgen": kept["fgen"], "noise": kept["noise"]}
 
     def run(self, server: Server) -> None:
         """Trains the generators first, then runs FedAvg."""

@@ -181,6 +181,11 @@ class FedStar(LocalTraining):
         self.descend(client, local_model, model)
         return {"model": weights(local_model.structure)}
 
+    def load_predictor(self, client: Client, kept: Message) -> None:
+        """Loads both channels."""
+        client.state["model"] = model = self.build(client.facts, client.name, "init")
+        load_weights(model, kept)
+
     def run(self, server: Server) -> None:
         """Rounds of local training and averaging."""
         state = server.state

@@ -72,6 +72,8 @@ from fedloom.nn.nearest import nearest_edges, pairs
 from fedloom.nn.training import make_optimizer, outputs
 from fedloom.nn.weights import load_weights, weights
 
+CLUSTERS = ("clusters", "of_class")  # what clients know of the clusters, besides θ
+
 
 @dataclass(frozen=True, eq=False)
 class View(Graph):
@@ -218,7 +220,7 @@ class FGGP(FedAvg):
         theta = (
             None
             if model is None
-            else {name: t for name, t in model.items() if name not in ("clusters", "of_class")}
+            else {name: t for name, t in model.items() if name not in CLUSTERS}
         )
         if self.classifier == "head" or "clusters" not in known:
             return super().predict(client, theta)
@@ -226,6 +228,17 @@ class FGGP(FedAvg):
         return vote(
             z, known["clusters"], known["of_class"], client.facts.num_classes, self.tau_vote
         )
+
+    def predictor(self, client: Client) -> Message:
+        """Returns θ and the clusters, if there are any yet."""
+        known = {name: client.state[name] for name in CLUSTERS if name in client.state}
+        return {**super().predictor(client), **known}
+
+    def load_predictor(self, client: Client, kept: Message) -> None:
+        """Loads θ and the clusters."""
+        theta = {name: t for name, t in kept.items() if name not in CLUSTERS}
+        super().load_predictor(client, theta)
+        client.state |= {name: kept[name] for name in CLUSTERS if name in kept}
 
     def run(self, server: Server) -> None:
         """Clients train on both views; the server averages, and clusters the prototypes."""

@@ -66,6 +66,10 @@ class WithCopilot(LocalTraining):
         )
         return {}
 
+    def server_spec(self, facts: Facts) -> str:
+        """The server's model is the copilot."""
+        return self.copilot
+
     def descend(self, client: Client, model: Model, received: Message | None = None) -> None:
         """E local epochs of both models."""
         state = client.state

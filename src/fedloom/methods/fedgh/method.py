@@ -159,6 +159,11 @@ class FedGH(Plugin):
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
     transductive: ClassVar[bool] = True
+    predicts_unseen: ClassVar[bool] = False
+    unseen_needs: ClassVar[str] = (
+        "refined features, which the server computes before training for the nodes of training"
+    )
+    keeps_logits: ClassVar[bool] = True
     discloses_to_server: ClassVar[str] = (
         "a pseudo-graph with a row for every node of the client, in their order: how many nodes "
         "and edges it has, and of each node's features and neighbours what the noise of the "

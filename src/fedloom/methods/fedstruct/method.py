@@ -148,6 +148,9 @@ class FedStruct(FedSGD, GlobalPruning, EncryptedBlocks, FixedFeatures, PrivateSu
 
     uses_cross_edges: ClassVar[bool] = True
     transductive: ClassVar[bool] = True
+    predicts_unseen: ClassVar[bool] = False
+    unseen_needs: ClassVar[str] = "structure embeddings, which only the nodes of training have"
+    keeps_logits: ClassVar[bool] = True
     tasks: ClassVar[tuple[str, ...]] = ("node",)
     # Fixed features are computed once: nodes that are left out would never have any.
     requires_all: ClassVar[tuple[str, ...]] = ("describe", "reveal")
@@ -412,6 +415,10 @@ class FedStruct(FedSGD, GlobalPruning, EncryptedBlocks, FixedFeatures, PrivateSu
         local_model, graph = client.state["model"], client.full_graph
         h: Tensor = torch.func.functional_call(local_model, model["feature"], (graph,))
         return h + z
+
+    def shared_predictor(self, model: Message) -> Message:
+        """Returns θ_f. The structure branch predicts for the nodes of training only."""
+        return dict(model["feature"])
 
     def single_replies(self) -> tuple[str, ...]:
         """`reveal`, if the server computes the structure features (App. H)."""
