@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from fedloom.experiments.report.comparison import Comparison as Comparison
     from fedloom.experiments.report.partition_plot import plot_partition as plot_partition
     from fedloom.experiments.result import Result as Result
-    from fedloom.experiments.result import read_run as read_run
+    from fedloom.experiments.result import load_run as load_run
     from fedloom.experiments.run import run as run
     from fedloom.experiments.settings import RunSettings as RunSettings
     from fedloom.experiments.trained import TrainedModel as TrainedModel
@@ -76,7 +76,7 @@ _MODULES = {
     "experiments.python_api": ("compare", "report", "resume", "tune"),
     "experiments.report.comparison": ("Comparison",),
     "experiments.report.partition_plot": ("plot_partition",),
-    "experiments.result": ("Result", "read_run"),
+    "experiments.result": ("Result", "load_run"),
     "experiments.run": ("run",),
     "experiments.settings": ("RunSettings",),
     "experiments.trained": ("TrainedModel", "load_model"),

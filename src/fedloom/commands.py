@@ -44,7 +44,7 @@ from fedloom.experiments.recipe_files import entries, find_tables, papers
 from fedloom.experiments.report import tables
 from fedloom.experiments.report.console import err, out
 from fedloom.experiments.report.partition_plot import plot_partition
-from fedloom.experiments.result import Result, read_run
+from fedloom.experiments.result import Result, load_run
 from fedloom.experiments.run_folder import is_completed, read_config
 from fedloom.experiments.trackers import make_trackers
 from fedloom.nn.build import architectures
@@ -168,7 +168,7 @@ def _warnings_as_lines() -> Iterator[None]:
 
 def show(folder: Path, as_json: bool) -> None:
     """Prints the result in a run folder."""
-    _print(read_run(folder), as_json)
+    _print(load_run(folder), as_json)
 
 
 # ---- listings ----

@@ -25,7 +25,7 @@ from fedloom.engines.processes import Block, Engine
 from fedloom.errors import ConfigError, MessageError, Refusal
 from fedloom.experiments.callbacks import Callback
 from fedloom.experiments.report.tables import workers
-from fedloom.experiments.result import read_run
+from fedloom.experiments.result import load_run
 from fedloom.experiments.run import run
 from fedloom.experiments.settings import RunSettings
 
@@ -268,9 +268,9 @@ def test_a_run_with_a_killed_worker_records_the_cause(tmp_path):
     federation = Federation((graph(), graph()))
     with pytest.raises(WorkerError, match="SIGKILL"):
         run(Odd(), federation, model="gcn-2x4", engine="processes", out=tmp_path / "x")
-    assert read_run(tmp_path / "x").summary["status"] == "failed"
+    assert load_run(tmp_path / "x").summary["status"] == "failed"
     assert re.match(
-        r"WorkerError: worker [01] was killed by SIGKILL", read_run(tmp_path / "x").summary["cause"]
+        r"WorkerError: worker [01] was killed by SIGKILL", load_run(tmp_path / "x").summary["cause"]
     )
 
 

@@ -111,7 +111,7 @@ def test_a_result_shows_scores_and_folder(node_federation, tmp_path):
     assert "\n" not in shown
     assert result._repr_html_().count("<tr>") == 5
     (tmp_path / "run" / "summary.json").unlink()
-    killed = fedloom.read_run(tmp_path / "run")
+    killed = fedloom.load_run(tmp_path / "run")
     assert repr(killed).startswith("Result(unfinished, last round 2; folder ")
     assert "unfinished" in killed._repr_html_()
 
@@ -507,7 +507,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path):
     )  # fmt: skip
     assert done.stdout == "the finished runs are kept: the same call continues the comparison\n"
     for folder in (tmp_path / "out" / "runs").glob("synthetic*"):
-        assert fedloom.read_run(folder).summary["status"] == "stopped"
+        assert fedloom.load_run(folder).summary["status"] == "stopped"
 
 
 def test_everything_works_inside_a_running_event_loop(node_federation, tmp_path):
@@ -611,7 +611,7 @@ def test_resume_continues_a_run_from_python(node_federation, tmp_path):
     resumed = fedloom.resume(tmp_path / "run", node_federation, callbacks=seen.append)
     assert [entry["round"] for entry in seen] == [2, 3, 4]
     assert resumed.summary["history_hash"] == whole.summary["history_hash"]
-    assert fedloom.resume(tmp_path / "run").summary == fedloom.read_run(tmp_path / "run").summary
+    assert fedloom.resume(tmp_path / "run").summary == fedloom.load_run(tmp_path / "run").summary
 
 
 def test_resume_refuses_what_is_no_run(tmp_path):

@@ -21,7 +21,7 @@ from fedloom.data.graph import Graph
 from fedloom.engines.stacked.parameters import ParameterStack
 from fedloom.errors import ConfigError, DataError
 from fedloom.experiments import run as runs
-from fedloom.experiments.result import read_run
+from fedloom.experiments.result import load_run
 from fedloom.experiments.run import run
 from fedloom.experiments.settings import RunSettings
 from fedloom.nn import metrics
@@ -357,7 +357,7 @@ def test_a_resume_that_is_interrupted_early_can_be_resumed_again(play, tmp_path,
         patch.setattr(Scripted, "setup", phase()(interrupted))
         with pytest.raises(KeyboardInterrupt):
             play(**settings, out=tmp_path / "x", resume=True)
-    stopped = read_run(tmp_path / "x")  # as in the checkpoint
+    stopped = load_run(tmp_path / "x")  # as in the checkpoint
     assert (stopped.summary["status"], stopped.summary["rounds"], len(stopped.history)) == (
         "stopped",
         2,
@@ -391,7 +391,7 @@ def test_a_half_written_last_line_is_ignored(play, tmp_path):
     (tmp_path / "x" / "summary.json").unlink()
     history = tmp_path / "x" / "history.jsonl"
     history.write_text(history.read_text()[:-20])
-    assert [e["round"] for e in read_run(tmp_path / "x").history] == [1, 2]
+    assert [e["round"] for e in load_run(tmp_path / "x").history] == [1, 2]
 
 
 def test_seconds_after_a_resume_measure_the_resumed_part(play, tmp_path, monkeypatch):
@@ -427,7 +427,7 @@ def test_resuming_needs_a_folder(play):
 # ---- what a folder holds ----
 def test_a_folder_is_read_back_as_it_was(node_federation, tmp_path):
     result = run("fedavg", node_federation, model=MODEL, rounds=3, out=tmp_path / "x")
-    again = read_run(tmp_path / "x")
+    again = load_run(tmp_path / "x")
     assert again.summary == json.loads(json.dumps(result.summary))
     assert again.history == json.loads(json.dumps(result.history))
     assert (
@@ -453,7 +453,7 @@ def test_a_folder_is_read_back_as_it_was(node_federation, tmp_path):
 def test_a_failed_run_has_a_cause_and_keeps_its_results(play, tmp_path):
     with pytest.raises(RuntimeError, match="on fire"):
         play([4, 5, 6], fail_in=3, out=tmp_path / "x")
-    kept = read_run(tmp_path / "x")
+    kept = load_run(tmp_path / "x")
     assert (kept.summary["status"], kept.summary["cause"]) == (
         "failed",
         "RuntimeError: the disk is on fire",
@@ -473,7 +473,7 @@ def test_a_run_whose_engine_fails_has_a_cause(play, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "engine_class", lambda name: broken)
     with pytest.raises(RuntimeError, match="no such machine"):
         play([4], out=tmp_path / "x")
-    kept = read_run(tmp_path / "x").summary
+    kept = load_run(tmp_path / "x").summary
     assert (kept["status"], kept["cause"], kept["rounds"]) == (
         "failed",
         "RuntimeError: no such machine",
@@ -487,7 +487,7 @@ def test_a_terminated_run_is_marked_as_stopped(play, tmp_path):
 
     with pytest.raises(SystemExit):
         play([4, 5], out=tmp_path / "x", callbacks=terminate)
-    kept = read_run(tmp_path / "x").summary
+    kept = load_run(tmp_path / "x").summary
     assert (kept["status"], kept["cause"], kept["rounds"]) == ("stopped", "terminated", 1)
 
 
@@ -497,32 +497,32 @@ def test_an_interrupted_run_is_marked_as_stopped(play, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         play([4, 5], out=tmp_path / "x", callbacks=press)
-    assert read_run(tmp_path / "x").summary["status"] == "stopped"
+    assert load_run(tmp_path / "x").summary["status"] == "stopped"
 
 
 def test_a_killed_run_is_unfinished(play, tmp_path):
     with pytest.raises(Killed):
         play([4, 5], out=tmp_path / "x", callbacks=stop_at(1))
     (tmp_path / "x" / "summary.json").unlink()
-    kept = read_run(tmp_path / "x")
+    kept = load_run(tmp_path / "x")
     assert (kept.summary["status"], kept.summary["rounds"]) == ("unfinished", 1)
     assert kept.summary["config"]["method"]["rounds"] == 2
 
 
 def test_a_folder_without_a_run_or_with_a_damaged_one_is_refused(play, tmp_path):
     with pytest.raises(DataError, match=r"is not a run folder \(config.json: No such file"):
-        read_run(tmp_path)
+        load_run(tmp_path)
     play([4], out=tmp_path / "x")
     (tmp_path / "x" / "summary.json").write_text('{"status": "comp')
     with pytest.raises(DataError, match="is damaged"):
-        read_run(tmp_path / "x")
+        load_run(tmp_path / "x")
 
 
 @pytest.mark.parametrize("content", [b"[]", b"{}", b"\xff"])
 def test_a_damaged_summary_is_refused(tmp_path, content):
     (tmp_path / "summary.json").write_bytes(content)
     with pytest.raises(DataError, match="damaged"):
-        read_run(tmp_path)
+        load_run(tmp_path)
 
 
 def test_folders_are_not_overwritten_and_must_be_writable(play, tmp_path):
@@ -564,7 +564,7 @@ def test_the_model_of_every_client_is_kept_under_any_name(node_federation, tmp_p
     result = run(
         "fedavg", federation, model=MODEL, rounds=1, out=tmp_path / "x", checkpoint_every=1
     )
-    assert len(result.final_models) == len(read_run(tmp_path / "x").final_models) == 5
+    assert len(result.final_models) == len(load_run(tmp_path / "x").final_models) == 5
 
 
 # ---- what is scored ----

@@ -17,7 +17,7 @@ from fedloom._system import CRASH_POINTS, crash_point
 from fedloom.core.ledger import Ledger
 from fedloom.errors import ConfigError, DataError
 from fedloom.experiments.recorder import Recorder
-from fedloom.experiments.result import read_run
+from fedloom.experiments.result import load_run
 from fedloom.experiments.run import run
 from fedloom.methods.fedavg import FedAvg
 
@@ -70,7 +70,7 @@ def differences(folder, other):
 
     Time, memory and the engine's details are not compared.
     """
-    here, there = read_run(folder), read_run(other)
+    here, there = load_run(folder), load_run(other)
     varying = ("seconds", "peak_rss_mb", "memory_predicted_mb", "engine_details")
     said = [
         {k: v for k, v in result.summary.items() if k not in varying} for result in (here, there)

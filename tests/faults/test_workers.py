@@ -19,7 +19,7 @@ from fedloom.core.message import Absent
 from fedloom.core.phase import averaged, phase
 from fedloom.engines.processes import Engine
 from fedloom.errors import RoundFailed
-from fedloom.experiments.result import read_run
+from fedloom.experiments.result import load_run
 from fedloom.experiments.run import run
 from fedloom.methods.fedavg import FedAvg
 
@@ -288,7 +288,7 @@ def test_with_a_quorum_of_1_a_late_worker_is_a_failed_round(node_federation, tmp
             deadline=10.0,
             out=tmp_path / "x",
         )
-    assert read_run(tmp_path / "x").summary["status"] == "failed"
+    assert load_run(tmp_path / "x").summary["status"] == "failed"
 
 
 def test_a_checkpoint_without_somebody_leaves_it_as_it_was_set_up(engine):

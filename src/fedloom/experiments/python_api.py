@@ -36,7 +36,7 @@ from fedloom.experiments.display import percent
 from fedloom.experiments.recipe import make_recipe, read_tables
 from fedloom.experiments.report.command import make_report
 from fedloom.experiments.report.comparison import Comparison
-from fedloom.experiments.result import Result, read_run
+from fedloom.experiments.result import Result, load_run
 from fedloom.experiments.run import run
 from fedloom.experiments.run_folder import is_completed, read_config, read_partition
 from fedloom.experiments.trackers import Track, tracked
@@ -396,7 +396,7 @@ def resume(
     folder = Path(folder)
     config = read_config(folder)
     if is_completed(folder):
-        return read_run(folder)
+        return load_run(folder)
     if "deployment" in config:
         raise ConfigError(
             f"{str(folder)!r} is the run of a deployment: `fedloom resume {folder}` continues it"

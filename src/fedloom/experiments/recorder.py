@@ -37,7 +37,7 @@ from fedloom.experiments import checkpoint
 from fedloom.experiments.callbacks import Callbacks, Given
 from fedloom.experiments.checkpoint import Checkpoint
 from fedloom.experiments.history import History
-from fedloom.experiments.result import MODELS, Models, Result, Stored, read_run
+from fedloom.experiments.result import MODELS, Models, Result, Stored, load_run
 from fedloom.experiments.run_folder import FORMAT, PARTITION, entries, is_completed, read_config
 from fedloom.experiments.settings import RunSettings, chosen_evaluation
 from fedloom.experiments.trackers import Begun, Tracking
@@ -159,7 +159,7 @@ class Recorder:
         if self.folder and resume:
             self._require_same_run(self.folder)
             if is_completed(self.folder):
-                return read_run(self.folder)
+                return load_run(self.folder)
             self._reopen(self.folder)
         elif self.folder:
             _write_json(self.folder / "config.json", self.config)

@@ -238,7 +238,7 @@ class Result:
             raise DataError(f"data: {error}; give data=...") from error
 
 
-def read_run(folder: str | Path) -> Result:
+def load_run(folder: str | Path) -> Result:
     """Reads a run folder, also one of a run that was stopped or killed.
 
     Raises a DataError if it is not a run folder or is damaged.

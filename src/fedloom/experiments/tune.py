@@ -43,7 +43,7 @@ from fedloom.engines import has_workers
 from fedloom.errors import ConfigError, DataError, FedloomError, unknown
 from fedloom.experiments.display import data_frame, tuned_html, tuned_text
 from fedloom.experiments.recipe import TABLES, ModelTable, Recipe, make_recipe, read_value, to_toml
-from fedloom.experiments.result import read_run
+from fedloom.experiments.result import load_run
 from fedloom.experiments.run_folder import is_completed, read_config
 
 TUNABLE = ("method", "model")  # tables; other settings would change the task
@@ -298,7 +298,7 @@ def _run(recipe: Recipe, folder: Path) -> float | None:
             "choose another folder (--out)"
         )
     elif is_completed(folder):
-        result = read_run(folder)
+        result = load_run(folder)
     else:
         result = recipe.execute(folder, federation=_federation(recipe), resume=True)
     # The models of hundreds of trials would fill the disk, and a run can be repeated.
