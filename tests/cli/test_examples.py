@@ -135,7 +135,10 @@ def marked(page: str) -> object:
     """A page as a parameter of a test, with the marks that it needs."""
     text = (ROOT / page).read_text()
     lines = [line for name, line in LINES if name == page and not why_not(page, line)]
-    marks = [pytest.mark.slow] if any(map(TAKES_LONG.search, lines)) else []
+    grids = [
+        block.text for block in blocks(text) if re.search(r"fedloom\.(compare|tune)\(", block.text)
+    ]
+    marks = [pytest.mark.slow] if grids or any(map(TAKES_LONG.search, lines)) else []
     return pytest.param(page, marks=[*marks, needs_cora] if 'load("cora")' in text else marks)
 
 
