@@ -176,14 +176,14 @@ def _full_in_process(place: Path) -> bool:
     federation = fedloom.divide(fedloom.load("synthetic:nodes=120,features=8"), 3, "random", 0)
     settings: dict[str, Any] = {"model": "gcn-2x64", "rounds": 6, "checkpoint_every": 1}
 
-    def full_after_three(entry: dict[str, Any], planned: int) -> None:
+    def full_after_three(entry: dict[str, Any]) -> None:
         if entry["round"] == 3:
             fill(place)
 
     ended = "nothing"
     try:
         fedloom.run(
-            "scaffold", federation, out=place / "run", on_round=full_after_three, **settings
+            "scaffold", federation, out=place / "run", callbacks=full_after_three, **settings
         )
     except OSError as error:
         ended = f"{error.strerror}: {Path(str(error.filename)).name}"

@@ -141,7 +141,7 @@ def run_with_engine(
             rounds=rounds,
             engine="flower",
             quorum=0.5,
-            on_round=lambda entry, planned: on_round(entry, engines[-1]),
+            callbacks=lambda entry: on_round(entry, engines[-1]),
         )
 
 

@@ -73,14 +73,14 @@ def measure(rounds: int, folder: Path | None) -> list[tuple[int, float, float]]:
     federation = fedloom.divide(graph, 4, "random", 0)
     seen: list[tuple[int, float, float]] = []
 
-    def look(entry: dict[str, Any], planned: int) -> None:
+    def look(entry: dict[str, Any]) -> None:
         if entry["round"] % EVERY == 0:
             allocated = tracemalloc.get_traced_memory()[0] / 1024
             seen.append((entry["round"], resident(), allocated))
 
     tracemalloc.start()
     method = Unreliable(rounds=rounds, epochs=1)
-    result = fedloom.run(method, federation, out=folder, on_round=look, **SETTINGS)
+    result = fedloom.run(method, federation, out=folder, callbacks=look, **SETTINGS)
     print(f"absences: {result.summary['absences']} in {rounds} rounds")
     assert result.summary["absences"] == {"2": Unreliable.failures}
     return seen[len(seen) // 5 :]

@@ -109,7 +109,7 @@ def each_round(
         federation=federation,
         engine=way,
         rounds=rounds,
-        on_round=lambda entry, planned: ended(),
+        callbacks=lambda entry: ended(),
         **settings,
     )
 
@@ -353,7 +353,7 @@ def whole_or_round(way: str, federation: fedloom.Federation, name: str, rounds: 
     clock = [time.perf_counter()]
     fedloom.run(
         federation=federation,
-        on_round=lambda entry, planned: clock.append(time.perf_counter()),
+        callbacks=lambda entry: clock.append(time.perf_counter()),
         **settings,
     )
     took = gaps(clock)
@@ -540,7 +540,7 @@ def end_to_end(dataset: str, model: str, partition: str, rounds: int) -> Row:
         rounds=rounds,
         epochs=1,
         engine=FASTEST,
-        on_round=lambda entry, planned: clock.append(time.perf_counter()),
+        callbacks=lambda entry: clock.append(time.perf_counter()),
     )
     made_in, divided_in, first, *others = gaps(clock)
     return {

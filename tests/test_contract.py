@@ -378,14 +378,14 @@ def test_a_run_killed_and_resumed_equals_an_unbroken_one(name, last, node_federa
     settings |= {"checkpoint_every": 1}
     unbroken = go(name, node_federation, out=tmp_path / "unbroken", **settings)
 
-    def die(entry, planned):
+    def die(entry):
         if entry["round"] == last + 1 or (last == rounds and entry.get("stage") == "finetune"):
             raise Killed
 
     folder = tmp_path / "broken"
     if last < rounds or tunes:
         with pytest.raises(Killed):
-            go(name, node_federation, out=folder, on_round=die, **settings)
+            go(name, node_federation, out=folder, callbacks=die, **settings)
     else:
         go(name, node_federation, out=folder, **settings)
     resumed = go(name, node_federation, out=folder, resume=True, **settings)

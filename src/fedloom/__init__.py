@@ -8,6 +8,7 @@
 `fedloom.api` has what a method's author needs.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -36,14 +37,21 @@ if TYPE_CHECKING:
     from fedloom.errors import DataError as DataError
     from fedloom.errors import FedloomError as FedloomError
     from fedloom.errors import MessageError as MessageError
+    from fedloom.experiments.callbacks import Callback as Callback
     from fedloom.experiments.federated_encoding import from_folders as from_folders
+    from fedloom.experiments.python_api import compare as compare
+    from fedloom.experiments.python_api import report as report
+    from fedloom.experiments.python_api import resume as resume
+    from fedloom.experiments.python_api import tune as tune
+    from fedloom.experiments.report.comparison import Comparison as Comparison
     from fedloom.experiments.report.partition_plot import plot_partition as plot_partition
     from fedloom.experiments.result import Result as Result
-    from fedloom.experiments.result import read_run as read_run
+    from fedloom.experiments.result import load_run as load_run
     from fedloom.experiments.run import run as run
     from fedloom.experiments.settings import RunSettings as RunSettings
     from fedloom.experiments.trained import TrainedModel as TrainedModel
     from fedloom.experiments.trained import load_model as load_model
+    from fedloom.experiments.tune import Tuned as Tuned
 
 # Public names by module, imported when first used: `fedloom --help` does not wait for torch.
 _MODULES = {
@@ -66,17 +74,27 @@ _MODULES = {
     "data.synthetic": ("synthetic", "synthetic_clients", "synthetic_graphs"),
     "errors": ("ConfigError", "DataError", "FedloomError", "MessageError"),
     "experiments.federated_encoding": ("from_folders",),
+    "experiments.callbacks": ("Callback",),
+    "experiments.python_api": ("compare", "report", "resume", "tune"),
+    "experiments.report.comparison": ("Comparison",),
     "experiments.report.partition_plot": ("plot_partition",),
-    "experiments.result": ("Result", "read_run"),
+    "experiments.result": ("Result", "load_run"),
     "experiments.run": ("run",),
     "experiments.settings": ("RunSettings",),
     "experiments.trained": ("TrainedModel", "load_model"),
+    "experiments.tune": ("Tuned",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_MODULE_OF)
+# The loggers "fedloom.*" print nothing unless the user configures logging.
+logging.getLogger("fedloom").addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from fedloom._system import installed_version
+
+        return installed_version()
     if name not in _MODULE_OF:
         raise AttributeError(f"fedloom has no {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(f"fedloom.{_MODULE_OF[name]}"), name)

@@ -9,14 +9,30 @@ import resource
 import signal
 import sys
 import threading
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
 from pathlib import Path
 from types import ModuleType
 
 from fedloom.errors import ConfigError, unknown
+
+# ---- the version ----
+
+
+def installed_version() -> str:
+    """Returns the version of fedloom: of the installed package, else of the source tree."""
+    try:
+        return version("fedloom")
+    except PackageNotFoundError:
+        project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+        if not project.is_file():
+            return "unknown"
+        return str(tomllib.loads(project.read_text())["project"]["version"])
+
 
 # ---- crash points: named places at which a test kills the process ----
 
@@ -291,7 +307,9 @@ def import_file(path: Path, field: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        not_frozen = "cannot inherit non-frozen dataclass" in str(error)
+        hint = "; write @dataclass(frozen=True)" if not_frozen else ""
         raise ConfigError(
-            f"{field}: {str(path)!r} cannot be imported ({type(error).__name__}: {error})"
+            f"{field}: {str(path)!r} cannot be imported ({type(error).__name__}: {error}){hint}"
         ) from error
     return module

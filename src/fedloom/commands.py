@@ -35,16 +35,19 @@ from fedloom.data.datasets import catalogue, find
 from fedloom.data.partition import partitions
 from fedloom.data.statistics import partition_statistics
 from fedloom.deploy.keys import make_authority, make_party, party_files
-from fedloom.errors import ConfigError, RoundFailed, unknown
+from fedloom.errors import ConfigError, RoundFailed
 from fedloom.experiments import executor, grid
-from fedloom.experiments.recipe import Expectation, Recipe, make_recipe, override, read_tables
+from fedloom.experiments.callbacks import Callback
+from fedloom.experiments.comparing import require_valid, run_and_compare
+from fedloom.experiments.python_api import resume as resume_run
+from fedloom.experiments.recipe import Expectation, make_recipe, override, read_tables
 from fedloom.experiments.recipe_files import entries, find_tables, papers
-from fedloom.experiments.report import comparison, tables
+from fedloom.experiments.report import tables
 from fedloom.experiments.report.console import err, out
 from fedloom.experiments.report.partition_plot import plot_partition
-from fedloom.experiments.result import Result, read_run
-from fedloom.experiments.run_folder import LeftOut, gather, is_completed, read_config
-from fedloom.experiments.trackers import make_trackers, tracked
+from fedloom.experiments.result import Result, load_run
+from fedloom.experiments.run_folder import is_completed, read_config
+from fedloom.experiments.trackers import make_trackers
 from fedloom.nn.build import architectures
 
 if TYPE_CHECKING:
@@ -54,7 +57,6 @@ if TYPE_CHECKING:
 logging.getLogger("fedloom").addHandler(logging.NullHandler())
 
 Given = Mapping[str, Any]  # {"table.key": value}; None for an option that was not given
-OnRound = Callable[[dict[str, Any], int], None]
 
 
 # ---- runs ----
@@ -86,8 +88,8 @@ def run(
             f"no training item at client {', '.join(idle)}: takes part, its loss is 0",
             style="yellow",
         )
-    folder = folder or _unused(Path("runs") / f"{_name(chosen)}-s{chosen.run.seed}")
-    execute = partial(chosen.execute, folder, on_start=_announce, track=trackers)
+    folder = folder or _unused(Path("runs") / f"{chosen.name}-s{chosen.run.seed}")
+    execute = partial(chosen.execute, folder, track=trackers)
     with _warnings_as_lines():
         result = _with_progress(chosen.method, partial(execute, federation=federation))
     compared = [
@@ -154,16 +156,9 @@ def resume(folder: Path, as_json: bool, track: str = "") -> None:
             resumed=config,
         )
         return
-    if "partition" not in config:
-        raise ConfigError(
-            f"{folder} was made from Python with a federation of its own: "
-            "continue it there with fedloom.run(..., out=folder, resume=True)"
-        )
-    recipe = make_recipe(config)
-    trackers = make_trackers(track or tracked(folder))
-    execute = partial(recipe.execute, folder, on_start=_announce, resume=True, track=trackers)
     with _warnings_as_lines():
-        result = _with_progress(recipe.method, execute)
+        name, execute = config["method"]["name"], partial(resume_run, folder, None, track=track)
+        result = _with_progress(name, lambda callback: execute(callbacks=callback))
     _print(result, as_json)
 
 
@@ -177,7 +172,7 @@ def _warnings_as_lines() -> Iterator[None]:
 
 def show(folder: Path, as_json: bool) -> None:
     """Prints the result in a run folder."""
-    _print(read_run(folder), as_json)
+    _print(load_run(folder), as_json)
 
 
 # ---- listings ----
@@ -330,7 +325,7 @@ def serve(
         "insecure": insecure,
     }
 
-    def execute(on_round: OnRound) -> Result:
+    def execute(callback: Callback) -> Result:
         return coordinate(
             agreed,
             keys,
@@ -340,7 +335,7 @@ def serve(
             resumed=resumed,
             origin=origin,
             log=_say,
-            on_round=on_round,
+            callbacks=callback,
         )
 
     with _warnings_as_lines():
@@ -421,7 +416,7 @@ def tune(
 
         tuned = search(
             base,
-            folder or Path("tuned") / _name(chosen),
+            folder or Path("tuned") / chosen.name,
             over=over,
             trials=trials,
             minutes=minutes,
@@ -455,21 +450,12 @@ def compare(
     """
     base = _with_options(read_tables(file) if file else {}, given, [])
     methods = grid.read_axes(base.get("compare", {})).methods
-    if metric not in comparison.METRICS:
-        raise unknown("metric", metric, comparison.METRICS)
-    if on not in executor.EXECUTORS:
-        raise unknown("--on", on, executor.EXECUTORS)
-    if jobs < 0:
-        raise ConfigError(f"jobs is {jobs}, must be a whole number at least 0")
+    require_valid(metric, jobs, on)
     cells = grid.cells(grid.assigned(base, assignments, methods), folder / "runs")
-    state = _with_grid_progress(cells, executor.EXECUTORS[on](jobs))
-    failed = {end.cell.name for end in state.failed}
-    runs, left_out = gather(cell.folder for cell in cells if cell.name not in failed)
-    left_out += [
-        LeftOut(str(end.cell.folder), f"{end.status}: {end.cause}") for end in state.failed
-    ]
-    compared = comparison.compare(runs, left_out, metric)
-    written = comparison.write_tables(compared, folder)
+    with _grid_progress(cells) as progress:
+        compared, failed, written = run_and_compare(
+            cells, folder, progress.watch, metric=metric, jobs=jobs, on=on
+        )
     if report:
         from fedloom.experiments.report.write import write_report
 
@@ -479,10 +465,10 @@ def compare(
     else:
         out.print(tables.comparison(compared))
     err.print("wrote " + ", ".join(map(str, written)), style="dim")
-    if state.failed:
-        first = state.failed[0].cell.name
+    if failed:
+        first = failed[0].cell.name
         raise RoundFailed(
-            f"{len(state.failed)} of {len(cells)} cells did not complete, the first of them {first}"
+            f"{len(failed)} of {len(cells)} cells did not complete, the first of them {first}"
         )
 
 
@@ -530,7 +516,8 @@ class _GridProgress:
             _say(f"{state.done} of {len(state.cells)}: {name} in {took}{left}")
 
 
-def _with_grid_progress(cells: Sequence[grid.Cell], by: executor.Executor) -> executor.State:
+@contextmanager
+def _grid_progress(cells: Sequence[grid.Cell]) -> Iterator[_GridProgress]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -539,7 +526,7 @@ def _with_grid_progress(cells: Sequence[grid.Cell], by: executor.Executor) -> ex
         TextColumn("{task.fields[more]}"),
     )
     with _Progress(*columns, console=err, disable=not err.is_terminal) as bar:
-        return executor.execute(cells, by, _GridProgress(bar, len(cells)).watch)
+        yield _GridProgress(bar, len(cells))
 
 
 # ---- common parts ----
@@ -551,18 +538,6 @@ def _command_line() -> str:
     return shlex.join(["fedloom", *sys.argv[1:]])
 
 
-def _name(recipe: Recipe) -> str:
-    """Returns the default name of a recipe's folder."""
-    parts = (
-        Path(recipe.data.dataset).name,
-        f"{recipe.partition.name}{recipe.partition.clients}",
-        Path(recipe.method).stem,
-    )
-    return (
-        "-".join((*parts, recipe.model.name)).replace(",", "_").replace(":", "_").replace("=", "_")
-    )
-
-
 def _unused(folder: Path) -> Path:
     """Returns the folder, or one with a number appended that does not exist yet."""
     count, path = 1, folder
@@ -570,11 +545,6 @@ def _unused(folder: Path) -> Path:
         count += 1
         path = folder.with_name(f"{folder.name}.{count}")
     return path
-
-
-def _announce(started: dict[str, Any]) -> None:
-    if line := tables.workers(started):
-        err.print(line, style="dim")
 
 
 class _Progress(Progress):
@@ -597,23 +567,31 @@ def _bar() -> Progress:
     return _Progress(*columns, console=err, disable=not err.is_terminal)
 
 
-def _with_progress(method: str, execute: Callable[[OnRound], Result]) -> Result:
-    """Runs `execute` with a bar on a terminal, else with a line for each tenth of the rounds."""
+class _RunProgress(Callback):
+    """Shows a bar on a terminal, elsewhere a line for each tenth of the rounds."""
+
+    def __init__(self, method: str, bar: Progress):
+        self.method, self.bar, self.score = method, bar, ""
+        self.task = bar.add_task(method, total=None, score="")
+
+    def on_start(self, run: Mapping[str, Any]) -> None:
+        if line := tables.workers(run):
+            err.print(line, style="dim")
+
+    def on_round(self, entry: dict[str, Any], rounds: int) -> None:
+        if "val_accuracy" in entry:
+            self.score = f"val {tables.percent(entry['val_accuracy'])}"
+        done = entry["round"]
+        self.bar.update(self.task, completed=done, total=rounds, score=self.score)
+        tenth, before = (count * 10 // max(rounds, 1) for count in (done, done - 1))
+        if not err.is_terminal and entry.get("stage") != "finetune" and tenth > before:
+            _say(f"{self.method}: round {done} of {rounds}, {self.score}")
+
+
+def _with_progress(method: str, execute: Callable[[Callback], Result]) -> Result:
+    """Runs `execute`, which passes the callback on to the run."""
     with _bar() as bar:
-        task = bar.add_task(method, total=None, score="")
-        score = ""
-
-        def step(entry: dict[str, Any], planned: int) -> None:
-            nonlocal score
-            if "val_accuracy" in entry:
-                score = f"val {tables.percent(entry['val_accuracy'])}"
-            done = entry["round"]
-            bar.update(task, completed=done, total=planned, score=score)
-            tenth, before = (count * 10 // max(planned, 1) for count in (done, done - 1))
-            if not err.is_terminal and entry.get("stage") != "finetune" and tenth > before:
-                _say(f"{method}: round {done} of {planned}, {score}")
-
-        return execute(step)
+        return execute(_RunProgress(method, bar))
 
 
 def _print(result: Result, as_json: bool, compared: Sequence[Result] = ()) -> None:

@@ -5,6 +5,8 @@ begins with the name of a file (`# grid.toml`) is written to that file. Every `f
 with a small graph and one round.
 """
 
+import json
+import os
 import re
 import runpy
 import shlex
@@ -40,6 +42,10 @@ SHORT = {
 TAKES_LONG = re.compile(
     r"fedloom (compare|tune|report) |--plot|--track|--secure|--engine processes"
 )
+EXAMPLE_FILES = sorted(
+    path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")
+)
+NOTEBOOKS = [path for path in EXAMPLE_FILES if path.suffix == ".ipynb"]
 COMMANDS = typer.main.get_command(app).commands
 LINES = [
     (page, line)
@@ -80,17 +86,59 @@ def test_own_method(node_federation):
     assert trimmed.summary["history_hash"] != plain.summary["history_hash"]
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("example", EXAMPLE_FILES, ids=lambda path: path.name)
 def test_examples_import_only_public_modules(example):
-    imported = re.findall(r"^(?:from|import) (fedloom[\w.]*)", example.read_text(), re.M)
+    imported = re.findall(r"^\W*(?:from|import) (fedloom[\w.]*)", example.read_text(), re.M)
+    assert imported
     assert set(imported) <= {"fedloom", "fedloom.api"}
+
+
+def outputs(cells: list[dict]) -> list[list[tuple[str, ...]]]:
+    """Returns the kinds of output of each code cell of a notebook."""
+    return [
+        [(out["output_type"], *sorted(out.get("data", ()))) for out in cell["outputs"]]
+        for cell in cells
+        if cell["cell_type"] == "code"
+    ]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_small_and_shows_what_it_computes(path):
+    assert path.stat().st_size < 40_000
+    cells = json.loads(path.read_text())["cells"]
+    assert all(shown for shown in outputs(cells))
+    assert not {kind for shown in outputs(cells) for kind, *_ in shown} - {
+        "stream",
+        "execute_result",
+    }
+    stored = json.dumps([cell.get("outputs") for cell in cells])
+    assert not re.search(r"/(home|root|tmp|work)/|stderr|https?:", stored)
+
+
+@pytest.mark.slow
+@needs_cora
+@pytest.mark.filterwarnings("ignore")  # of Jupyter's packages
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path, tmp_path, monkeypatch):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    stored = outputs(notebook.cells)
+    place = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=280, resources=place).execute()
+    assert outputs(notebook.cells) == stored
 
 
 def marked(page: str) -> object:
     """A page as a parameter of a test, with the marks that it needs."""
     text = (ROOT / page).read_text()
     lines = [line for name, line in LINES if name == page and not why_not(page, line)]
-    marks = [pytest.mark.slow] if any(map(TAKES_LONG.search, lines)) else []
+    grids = [
+        block.text for block in blocks(text) if re.search(r"fedloom\.(compare|tune)\(", block.text)
+    ]
+    marks = [pytest.mark.slow] if grids or any(map(TAKES_LONG.search, lines)) else []
     return pytest.param(page, marks=[*marks, needs_cora] if 'load("cora")' in text else marks)
 
 

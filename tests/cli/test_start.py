@@ -113,7 +113,7 @@ def test_after_a_run_the_garbage_collector_is_unfrozen(node_federation):
         "fedavg",
         node_federation,
         rounds=2,
-        on_round=lambda entry, planned: frozen.append(gc.get_freeze_count()),
+        callbacks=lambda entry: frozen.append(gc.get_freeze_count()),
     )
     assert min(frozen) > 0
     assert gc.get_freeze_count() == 0

@@ -389,13 +389,13 @@ def test_a_resumed_run_is_bit_identical(engine, node_federation, tmp_path):
     settings = {**SETTINGS, "upload": "topk=0.1,int8", "participation": 0.7, "engine": engine}
     unbroken = run("fedavg", node_federation, **settings)
 
-    def die(entry, planned):
+    def die(entry):
         if entry["round"] == 3:
             raise Killed
 
     settings |= {"checkpoint_every": 1, "out": tmp_path / "x"}
     with pytest.raises(Killed):
-        run("fedavg", node_federation, on_round=die, **settings)
+        run("fedavg", node_federation, callbacks=die, **settings)
     resumed = run("fedavg", node_federation, resume=True, **settings)
     assert resumed.summary["history_hash"] == unbroken.summary["history_hash"]
 

@@ -56,7 +56,7 @@ def test_a_superlink_that_dies_is_replaced_and_the_run_continues_bit_identically
         return opened[-1]
 
     result = deployed.serve(
-        open_transport=open_transport, on_round=lambda entry, planned: rounds.append(entry)
+        open_transport=open_transport, callbacks=lambda entry: rounds.append(entry)
     )
     assert len(opened) == 2
     reference = deployed.deployment.reference()
@@ -67,12 +67,12 @@ def test_a_stopped_run_is_resumed_bit_identically_with_the_states_of_the_parties
     class StoppedError(Exception):
         """Ends a run."""
 
-    def stop(entry, planned):
+    def stop(entry):
         if entry["round"] == 2:
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        deployed.serve(on_round=stop)
+        deployed.serve(callbacks=stop)
     result = deployed.serve(resumed=read_config(deployed.folder / "run"))
     reference = deployed.deployment.reference()
     assert result.summary["history_hash"] == reference.summary["history_hash"]

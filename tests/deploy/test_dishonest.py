@@ -270,14 +270,14 @@ def test_if_parties_do_not_restore_their_states_the_result_differs(tmp_path, mon
     class StoppedError(Exception):
         """Ends a run."""
 
-    def stop(entry, planned):
+    def stop(entry):
         if entry["round"] == 2:
             raise StoppedError
 
     monkeypatch.setattr(Party, "_restore", lambda self, order: {})
     deployed = InProcess(tmp_path)
     with pytest.raises(StoppedError):
-        deployed.serve(on_round=stop)
+        deployed.serve(callbacks=stop)
     resumed = deployed.serve(resumed=read_config(tmp_path / "run"))
     expected = deployed.deployment.reference()
     assert resumed.summary["history_hash"] != expected.summary["history_hash"]

@@ -56,7 +56,7 @@ def test_a_stopped_run_is_resumed_bit_identically(federation, tmp_path):
     class StoppedError(Exception):
         """Ends a run."""
 
-    def stop(entry, planned):
+    def stop(entry):
         if entry["round"] == 2:
             raise StoppedError
 
@@ -64,7 +64,7 @@ def test_a_stopped_run_is_resumed_bit_identically(federation, tmp_path):
     chosen["download"] = "int8"  # parties agree on filters too
     flower = {"engine": "flower", "out": tmp_path / "run", **chosen}
     with pytest.raises(StoppedError):
-        run("fedavg", federation, on_round=stop, **flower)
+        run("fedavg", federation, callbacks=stop, **flower)
     resumed = run("fedavg", federation, resume=True, **flower)
     reference = run("fedavg", federation, **chosen)
     assert resumed.summary["history_hash"] == reference.summary["history_hash"]
@@ -84,7 +84,7 @@ def test_killed_parties_are_left_out_until_too_few_remain_and_nothing_is_left_be
         engines.append(self)
         processes.extend(party.process.pid for party in self.parties)
 
-    def kill_some(entry, planned):
+    def kill_some(entry):
         data = watch.data("", 0, 0)
         absent = [c["id"] for c in data["clients"] if c["absences"]]
         seen.append((data["state"], data["round"], data["bytes_up"], absent))
@@ -95,7 +95,7 @@ def test_killed_parties_are_left_out_until_too_few_remain_and_nothing_is_left_be
     monkeypatch.setattr(Engine, "__init__", recording)
     chosen = {"model": "gcn-2x8", "rounds": 5, "engine": "flower", "quorum": 0.6, "retries": 5}
     with pytest.raises(RoundFailed, match=r"round 4.* absent: .*no sign of life"):
-        run("fedavg", federation, on_round=kill_some, out=tmp_path / "run", **chosen)
+        run("fedavg", federation, callbacks=kill_some, out=tmp_path / "run", **chosen)
     watch.server_close()
     history = read_history(tmp_path / "run")[:3]
     assert [each[:2] for each in seen] == [("running", 1), ("running", 2), ("running", 3)]

@@ -23,8 +23,9 @@ from fedloom.data.graph import Graph
 from fedloom.engines._workers import WorkerError, grouped_by_content, partition
 from fedloom.engines.processes import Block, Engine
 from fedloom.errors import ConfigError, MessageError, Refusal
+from fedloom.experiments.callbacks import Callback
 from fedloom.experiments.report.tables import workers
-from fedloom.experiments.result import read_run
+from fedloom.experiments.result import load_run
 from fedloom.experiments.run import run
 from fedloom.experiments.settings import RunSettings
 
@@ -267,9 +268,9 @@ def test_a_run_with_a_killed_worker_records_the_cause(tmp_path):
     federation = Federation((graph(), graph()))
     with pytest.raises(WorkerError, match="SIGKILL"):
         run(Odd(), federation, model="gcn-2x4", engine="processes", out=tmp_path / "x")
-    assert read_run(tmp_path / "x").summary["status"] == "failed"
+    assert load_run(tmp_path / "x").summary["status"] == "failed"
     assert re.match(
-        r"WorkerError: worker [01] was killed by SIGKILL", read_run(tmp_path / "x").summary["cause"]
+        r"WorkerError: worker [01] was killed by SIGKILL", load_run(tmp_path / "x").summary["cause"]
     )
 
 
@@ -353,12 +354,14 @@ def test_a_run_resumes_in_another_engine(first, then, node_federation, tmp_path)
     settings = {"model": "gcn-2x8", "rounds": 4, "participation": 0.7, "checkpoint_every": 1}
     unbroken = run("scaffold", node_federation, **settings)
 
-    def die(entry, planned):
+    def die(entry):
         if entry["round"] == 3:
             raise Killed
 
     with pytest.raises(Killed):
-        run("scaffold", node_federation, out=tmp_path / "x", engine=first, on_round=die, **settings)
+        run(
+            "scaffold", node_federation, out=tmp_path / "x", engine=first, callbacks=die, **settings
+        )
     resumed = run(
         "scaffold", node_federation, out=tmp_path / "x", engine=then, resume=True, **settings
     )
@@ -368,6 +371,11 @@ def test_a_run_resumes_in_another_engine(first, then, node_federation, tmp_path)
 
 def test_a_run_reports_its_workers(node_federation):
     said = []
+
+    class Started(Callback):
+        def on_start(self, run):
+            said.append(run)
+
     result = run(
         "fedavg",
         node_federation,
@@ -375,13 +383,13 @@ def test_a_run_reports_its_workers(node_federation):
         rounds=1,
         engine="processes",
         workers=3,
-        on_start=said.append,
+        callbacks=Started(),
     )
     expected = {
         "engine": "processes",
         "engine_details": {"threads": 1, "workers": 3, "clients_per_worker": [1, 1, 2]},
     }
-    assert said == [expected]
+    assert [{key: run[key] for key in expected} for run in said] == [expected]
     assert {key: result.summary[key] for key in expected} == expected
     assert workers(expected) == "engine processes: 3 workers with 1 to 2 clients and 1 thread each"
     assert workers({"engine": "loop", "engine_details": {"threads": 1}}) == ""

@@ -81,13 +81,13 @@ def test_a_stopped_run_resumes(federation, tmp_path):
     settings = {"engine": "stacked", "checkpoint_every": 2}
     whole = fedloom.run("fedavg", federation, rounds=5, out=tmp_path / "whole", **settings)
 
-    def stop(entry, planned):
+    def stop(entry):
         if entry["round"] == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         fedloom.run(
-            "fedavg", federation, rounds=5, out=tmp_path / "broken", on_round=stop, **settings
+            "fedavg", federation, rounds=5, out=tmp_path / "broken", callbacks=stop, **settings
         )
     again = fedloom.run(
         "fedavg", federation, rounds=5, out=tmp_path / "broken", resume=True, **settings

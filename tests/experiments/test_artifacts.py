@@ -136,14 +136,14 @@ def test_artifacts_do_not_change_the_run(finished, run_method, method, monkeypat
 @pytest.mark.slow
 @pytest.mark.parametrize("method", GIVEN)
 def test_a_resumed_run_leaves_the_same_artifacts(run_method, method, tmp_path):
-    def stop(entry, planned):
+    def stop(entry):
         if entry["round"] == 1:
             raise RuntimeError("stopped")
 
     settings = {"checkpoint_every": 1, "evaluate_every": 2}
     run_method(method, tmp_path / "whole", **settings)
     with pytest.raises(RuntimeError, match="stopped"):
-        run_method(method, tmp_path / "x", **settings, on_round=stop)
+        run_method(method, tmp_path / "x", **settings, callbacks=stop)
     assert shown(tmp_path / "x") == {}  # an unfinished run has no artifacts
     assert pictures(tmp_path / "x") == []
     run_method(method, tmp_path / "x", **settings, resume=True)

@@ -152,7 +152,7 @@ MISTAKES = {
     "method": (["--methods", "fedavgg"], "unknown method 'fedavgg'. Did you mean 'fedavg'?"),
     "dataset": (["--dataset", "cora,sora"], "unknown dataset 'sora'. Did you mean 'cora'?"),
     "metric": (["--metric", "f1"], "unknown metric 'f1'."),
-    "executor": (["--on", "slurm"], "unknown --on 'slurm'. Valid: processes, ray"),
+    "executor": (["--on", "slurm"], "unknown on 'slurm'. Valid: processes, ray"),
     "jobs": (["--jobs", "-1"], "jobs is -1, must be a whole number at least 0"),
     "setting of all": (["--set", "method.mu=1"], "method.mu is set for all methods"),
     "no file": (["nothing.toml"], "cannot read 'nothing.toml'"),

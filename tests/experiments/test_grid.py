@@ -243,7 +243,7 @@ def test_an_unfinished_cell_resumes_from_its_checkpoint(tmp_path):
     class Enough(Exception):  # noqa: N818
         """Stops a run."""
 
-    def stop(entry, planned):
+    def stop(entry):
         if entry["round"] == 5:
             raise Enough
 
@@ -251,7 +251,7 @@ def test_an_unfinished_cell_resumes_from_its_checkpoint(tmp_path):
         run_cell(one, stop)
     assert not is_done(one)
     seen = []
-    run_cell(one, lambda entry, planned: seen.append(entry["round"]))
+    run_cell(one, lambda entry: seen.append(entry["round"]))
     assert seen == [5, 6]
     hashes = [
         json.loads((c.folder / "summary.json").read_text())["history_hash"] for c in (one, other)

@@ -305,10 +305,8 @@ def test_execution_uses_every_table_and_keeps_the_config(tmp_path):
         }
     )
     entries = []
-    result = recipe.execute(
-        tmp_path / "x", lambda entry, planned: entries.append((entry["round"], planned))
-    )
-    assert entries == [(1, 2), (2, 2)]
+    result = recipe.execute(tmp_path / "x", lambda entry: entries.append(entry["round"]))
+    assert entries == [1, 2]
     assert (
         result.summary["config"]
         == recipe.config()

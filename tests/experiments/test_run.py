@@ -21,7 +21,7 @@ from fedloom.data.graph import Graph
 from fedloom.engines.stacked.parameters import ParameterStack
 from fedloom.errors import ConfigError, DataError
 from fedloom.experiments import run as runs
-from fedloom.experiments.result import read_run
+from fedloom.experiments.result import load_run
 from fedloom.experiments.run import run
 from fedloom.experiments.settings import RunSettings
 from fedloom.nn import metrics
@@ -235,7 +235,7 @@ class Killed(BaseException):
 
 
 def stop_at(number, stage="train"):
-    def on_round(entry, planned):
+    def on_round(entry):
         if entry["round"] == number and entry.get("stage", "train") == stage:
             raise Killed
 
@@ -263,7 +263,7 @@ def test_evaluation_and_early_stopping_are_resumed(play, tmp_path, killed_in, se
     unbroken = play(**settings, out=tmp_path / "unbroken")
     killed_in = min(max(killed_in, settings["checkpoint_every"] + 1), unbroken.summary["rounds"])
     with pytest.raises(Killed):
-        play(**settings, out=tmp_path / "x", on_round=stop_at(killed_in))
+        play(**settings, out=tmp_path / "x", callbacks=stop_at(killed_in))
     resumed = play(**settings, out=tmp_path / "x", resume=True)
     assert without_time(resumed) == without_time(unbroken)
     assert {
@@ -288,7 +288,7 @@ def test_a_run_that_stopped_early_stays_stopped_when_resumed(play, tmp_path):
     }
     unbroken = play(**settings)
     with pytest.raises(Killed):
-        play(**settings, out=tmp_path / "x", on_round=stop_at(3, "tune"))
+        play(**settings, out=tmp_path / "x", callbacks=stop_at(3, "tune"))
     resumed = play(**settings, out=tmp_path / "x", resume=True)
     assert without_time(resumed) == without_time(unbroken)
 
@@ -299,7 +299,7 @@ def content(folder):
 
 def test_a_refused_resume_leaves_the_run_as_it_was(play, tmp_path):
     with pytest.raises(Killed):
-        play([1, 2, 3], out=tmp_path / "x", checkpoint_every=1, on_round=stop_at(3))
+        play([1, 2, 3], out=tmp_path / "x", checkpoint_every=1, callbacks=stop_at(3))
     for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
         (tmp_path / "x" / name).write_bytes(b"nothing of the kind")
     before = content(tmp_path / "x")
@@ -319,7 +319,7 @@ def test_resuming_a_completed_run_returns_its_result_and_changes_nothing(play, t
         [5, 6],
         out=tmp_path / "x",
         resume=True,
-        on_round=lambda entry, planned: pytest.fail("the run is completed"),
+        callbacks=lambda entry: pytest.fail("the run is completed"),
     )
     assert content(tmp_path / "x") == before
     assert (again.summary, again.history) == (json.loads(json.dumps(first.summary)), first.history)
@@ -328,7 +328,7 @@ def test_resuming_a_completed_run_returns_its_result_and_changes_nothing(play, t
 def test_a_run_without_a_checkpoint_restarts(play, tmp_path):
     unbroken = play([1, 2, 3], out=tmp_path / "unbroken")
     with pytest.raises(Killed):
-        play([1, 2, 3], out=tmp_path / "x", on_round=stop_at(2))
+        play([1, 2, 3], out=tmp_path / "x", callbacks=stop_at(2))
     resumed = play([1, 2, 3], out=tmp_path / "x", resume=True)
     assert without_time(resumed) == without_time(unbroken)
     assert resumed.summary["history_hash"] == unbroken.summary["history_hash"]
@@ -347,7 +347,7 @@ def test_a_resume_that_is_interrupted_early_can_be_resumed_again(play, tmp_path,
     settings = {"a": [1, 2, 3, 4], "checkpoint_every": 1}
     unbroken = play(**settings)
     with pytest.raises(Killed):
-        play(**settings, out=tmp_path / "x", on_round=stop_at(3))
+        play(**settings, out=tmp_path / "x", callbacks=stop_at(3))
 
     def interrupted(self, client):
         raise KeyboardInterrupt
@@ -357,7 +357,7 @@ def test_a_resume_that_is_interrupted_early_can_be_resumed_again(play, tmp_path,
         patch.setattr(Scripted, "setup", phase()(interrupted))
         with pytest.raises(KeyboardInterrupt):
             play(**settings, out=tmp_path / "x", resume=True)
-    stopped = read_run(tmp_path / "x")  # as in the checkpoint
+    stopped = load_run(tmp_path / "x")  # as in the checkpoint
     assert (stopped.summary["status"], stopped.summary["rounds"], len(stopped.history)) == (
         "stopped",
         2,
@@ -381,38 +381,38 @@ def test_a_run_is_resumed_before_its_first_message(node_federation, tmp_path):
         "out": tmp_path / "x",
     }
     with pytest.raises(Killed):
-        run("local", node_federation, on_round=stop_at(2), **settings)
+        run("local", node_federation, callbacks=stop_at(2), **settings)
     assert run("local", node_federation, resume=True, **settings).summary["status"] == "completed"
 
 
 def test_a_half_written_last_line_is_ignored(play, tmp_path):
     with pytest.raises(Killed):
-        play([1, 2, 3], out=tmp_path / "x", checkpoint_every=1, on_round=stop_at(3))
+        play([1, 2, 3], out=tmp_path / "x", checkpoint_every=1, callbacks=stop_at(3))
     (tmp_path / "x" / "summary.json").unlink()
     history = tmp_path / "x" / "history.jsonl"
     history.write_text(history.read_text()[:-20])
-    assert [e["round"] for e in read_run(tmp_path / "x").history] == [1, 2]
+    assert [e["round"] for e in load_run(tmp_path / "x").history] == [1, 2]
 
 
 def test_seconds_after_a_resume_measure_the_resumed_part(play, tmp_path, monkeypatch):
     monkeypatch.setattr(Scripted, "pause", 0.02)
     settings = {"a": [1] * 6, "checkpoint_every": 1, "out": tmp_path / "x"}
     with pytest.raises(Killed):
-        play(**settings, on_round=stop_at(6))
+        play(**settings, callbacks=stop_at(6))
     seconds = play(**settings, resume=True).summary["seconds"]
     assert seconds["evaluate"] <= seconds["total"]
 
 
 def test_another_run_is_not_resumed(play, tmp_path):
     with pytest.raises(Killed):
-        play([1, 2, 3], out=tmp_path / "x", checkpoint_every=1, on_round=stop_at(2))
+        play([1, 2, 3], out=tmp_path / "x", checkpoint_every=1, callbacks=stop_at(2))
     with pytest.raises(ValueError, match="seed"):
         play([1, 2, 3], out=tmp_path / "x", checkpoint_every=1, resume=True, seed=1)
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(play, tmp_path):
     with pytest.raises(Killed):
-        play([1, 2, 3], out=tmp_path / "x", checkpoint_every=1, on_round=stop_at(2))
+        play([1, 2, 3], out=tmp_path / "x", checkpoint_every=1, callbacks=stop_at(2))
     path = tmp_path / "x" / "checkpoint.safetensors"
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(DataError, match=r"checkpoint\.safetensors in .* is damaged"):
@@ -427,7 +427,7 @@ def test_resuming_needs_a_folder(play):
 # ---- what a folder holds ----
 def test_a_folder_is_read_back_as_it_was(node_federation, tmp_path):
     result = run("fedavg", node_federation, model=MODEL, rounds=3, out=tmp_path / "x")
-    again = read_run(tmp_path / "x")
+    again = load_run(tmp_path / "x")
     assert again.summary == json.loads(json.dumps(result.summary))
     assert again.history == json.loads(json.dumps(result.history))
     assert (
@@ -453,7 +453,7 @@ def test_a_folder_is_read_back_as_it_was(node_federation, tmp_path):
 def test_a_failed_run_has_a_cause_and_keeps_its_results(play, tmp_path):
     with pytest.raises(RuntimeError, match="on fire"):
         play([4, 5, 6], fail_in=3, out=tmp_path / "x")
-    kept = read_run(tmp_path / "x")
+    kept = load_run(tmp_path / "x")
     assert (kept.summary["status"], kept.summary["cause"]) == (
         "failed",
         "RuntimeError: the disk is on fire",
@@ -473,7 +473,7 @@ def test_a_run_whose_engine_fails_has_a_cause(play, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "engine_class", lambda name: broken)
     with pytest.raises(RuntimeError, match="no such machine"):
         play([4], out=tmp_path / "x")
-    kept = read_run(tmp_path / "x").summary
+    kept = load_run(tmp_path / "x").summary
     assert (kept["status"], kept["cause"], kept["rounds"]) == (
         "failed",
         "RuntimeError: no such machine",
@@ -482,47 +482,47 @@ def test_a_run_whose_engine_fails_has_a_cause(play, tmp_path, monkeypatch):
 
 
 def test_a_terminated_run_is_marked_as_stopped(play, tmp_path):
-    def terminate(entry, planned):
+    def terminate(entry):
         raise SystemExit(143)
 
     with pytest.raises(SystemExit):
-        play([4, 5], out=tmp_path / "x", on_round=terminate)
-    kept = read_run(tmp_path / "x").summary
+        play([4, 5], out=tmp_path / "x", callbacks=terminate)
+    kept = load_run(tmp_path / "x").summary
     assert (kept["status"], kept["cause"], kept["rounds"]) == ("stopped", "terminated", 1)
 
 
 def test_an_interrupted_run_is_marked_as_stopped(play, tmp_path):
-    def press(entry, planned):
+    def press(entry):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        play([4, 5], out=tmp_path / "x", on_round=press)
-    assert read_run(tmp_path / "x").summary["status"] == "stopped"
+        play([4, 5], out=tmp_path / "x", callbacks=press)
+    assert load_run(tmp_path / "x").summary["status"] == "stopped"
 
 
 def test_a_killed_run_is_unfinished(play, tmp_path):
     with pytest.raises(Killed):
-        play([4, 5], out=tmp_path / "x", on_round=stop_at(1))
+        play([4, 5], out=tmp_path / "x", callbacks=stop_at(1))
     (tmp_path / "x" / "summary.json").unlink()
-    kept = read_run(tmp_path / "x")
+    kept = load_run(tmp_path / "x")
     assert (kept.summary["status"], kept.summary["rounds"]) == ("unfinished", 1)
     assert kept.summary["config"]["method"]["rounds"] == 2
 
 
 def test_a_folder_without_a_run_or_with_a_damaged_one_is_refused(play, tmp_path):
     with pytest.raises(DataError, match=r"is not a run folder \(config.json: No such file"):
-        read_run(tmp_path)
+        load_run(tmp_path)
     play([4], out=tmp_path / "x")
     (tmp_path / "x" / "summary.json").write_text('{"status": "comp')
     with pytest.raises(DataError, match="is damaged"):
-        read_run(tmp_path / "x")
+        load_run(tmp_path / "x")
 
 
 @pytest.mark.parametrize("content", [b"[]", b"{}", b"\xff"])
 def test_a_damaged_summary_is_refused(tmp_path, content):
     (tmp_path / "summary.json").write_bytes(content)
     with pytest.raises(DataError, match="damaged"):
-        read_run(tmp_path)
+        load_run(tmp_path)
 
 
 def test_folders_are_not_overwritten_and_must_be_writable(play, tmp_path):
@@ -539,7 +539,7 @@ def test_checkpoints_are_written_when_asked_for_and_only_into_folders(play, tmp_
     play([4, 5, 6], out=tmp_path / "none")
     assert not (tmp_path / "none" / "checkpoint.safetensors").exists()
     with pytest.raises(Killed):
-        play([4, 5, 6, 7], out=tmp_path / "two", checkpoint_every=2, on_round=stop_at(4))
+        play([4, 5, 6, 7], out=tmp_path / "two", checkpoint_every=2, callbacks=stop_at(4))
     assert play([4, 5, 6, 7], checkpoint_every=2).folder is None
     resumed_rounds = []
     play(
@@ -547,7 +547,7 @@ def test_checkpoints_are_written_when_asked_for_and_only_into_folders(play, tmp_
         out=tmp_path / "two",
         checkpoint_every=2,
         resume=True,
-        on_round=lambda e, planned: resumed_rounds.append(e["round"]),
+        callbacks=lambda e: resumed_rounds.append(e["round"]),
     )
     assert resumed_rounds == [3, 4]
 
@@ -564,7 +564,7 @@ def test_the_model_of_every_client_is_kept_under_any_name(node_federation, tmp_p
     result = run(
         "fedavg", federation, model=MODEL, rounds=1, out=tmp_path / "x", checkpoint_every=1
     )
-    assert len(result.final_models) == len(read_run(tmp_path / "x").final_models) == 5
+    assert len(result.final_models) == len(load_run(tmp_path / "x").final_models) == 5
 
 
 # ---- what is scored ----
@@ -640,7 +640,7 @@ BAD = {
     "unknown setting": (
         "fedavg",
         {"learning_rate": 1},
-        "setting of method 'fedavg': 'learning_rate'",
+        "of the run and of method 'fedavg': 'learning_rate'",
     ),
     "unknown engine": ("fedavg", {"engine": "lop"}, r"run\.engine 'lop'. Did you mean 'loop'"),
     "evaluation": (
@@ -683,7 +683,7 @@ def test_the_number_of_threads_is_restored_also_after_an_error(play):
     play(
         [4],
         threads=before + 1,
-        on_round=lambda entry, planned: seen.append(torch.get_num_threads()),
+        callbacks=lambda entry: seen.append(torch.get_num_threads()),
     )
     assert seen == [before + 1]
     assert torch.get_num_threads() == before
@@ -709,9 +709,8 @@ def test_defaults_of_a_run():
 # ---- the result ----
 def test_a_result_describes_the_run(play):
     calls = []
-    result = play([4, 5], seed=3, on_round=lambda entry, planned: calls.append((entry, planned)))
-    assert [planned for _, planned in calls] == [2, 2]
-    assert [entry for entry, _ in calls] == result.history
+    result = play([4, 5], seed=3, callbacks=calls.append)
+    assert calls == result.history
     summary = result.summary
     assert {
         k: summary[k]

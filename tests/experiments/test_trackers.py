@@ -283,11 +283,11 @@ def test_a_tracker_added_at_a_resume_gets_the_earlier_rounds(name, node_federati
 def test_mlflow_has_the_status_of_a_run_that_failed_and_resumed(node_federation, tmp_path):
     folder = tmp_path / "x"
 
-    def stop(entry, planned):
+    def stop(entry):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run("fedavg", node_federation, out=folder, track="mlflow", on_round=stop, **SETTINGS)
+        run("fedavg", node_federation, out=folder, track="mlflow", callbacks=stop, **SETTINGS)
     found = mlflow_run(folder)
     assert (found.info.status, found.data.tags["status"], found.data.tags["cause"]) == (
         "KILLED",

@@ -14,7 +14,7 @@ from fedloom.core.settings import default_of
 from fedloom.errors import ConfigError, DataError
 from fedloom.experiments import tune as tuning
 from fedloom.experiments.recipe import ModelTable, make_recipe
-from fedloom.experiments.result import Result, read_run
+from fedloom.experiments.result import Result, load_run
 from fedloom.experiments.tune import Range, declared, read_range, search_space, tune
 
 pytest.importorskip("optuna", reason="the extra 'tune' is not installed")
@@ -163,7 +163,7 @@ def test_every_trial_has_a_run_folder_for_each_seed(unbroken):
         f"{n:03d}-s{s}" for n in range(13) for s in (0, 1)
     ]
     marks = [
-        read_run(folder / f"{unbroken.best.number:03d}-s{s}").summary["val_accuracy"]
+        load_run(folder / f"{unbroken.best.number:03d}-s{s}").summary["val_accuracy"]
         for s in (0, 1)
     ]
     assert sum(marks) / 2 == unbroken.best.validation
@@ -215,11 +215,11 @@ def test_a_killed_study_resumes_with_the_same_result(where, unbroken, tmp_path):
 def test_only_an_interrupted_trial_runs_again(unbroken, tmp_path, monkeypatch):
     asked, real = [], tuning.validate
 
-    def stopped(tables, seeds, folder, number):
+    def stopped(tables, seeds, folder, number, federation):
         asked.append(number)
         if asked == [0, 1, 2]:
             raise KeyboardInterrupt
-        return real(tables, seeds, folder, number)
+        return real(tables, seeds, folder, number, federation)
 
     monkeypatch.setattr(tuning, "validate", stopped)
     with pytest.raises(KeyboardInterrupt):
@@ -270,7 +270,7 @@ def test_a_failed_trial_is_recorded_and_the_study_goes_on(tmp_path):
 
 
 def test_if_all_trials_fail_the_first_reason_is_named(tmp_path, monkeypatch):
-    def diverges(tables, seeds, folder, number):
+    def diverges(tables, seeds, folder, number, federation):
         raise RuntimeError(f"no number, {number}")
 
     monkeypatch.setattr(tuning, "validate", diverges)
@@ -319,7 +319,7 @@ def test_tuning_does_not_use_test_scores(tmp_path, monkeypatch):
         tuning.Recipe, "execute", lambda self, *a, **k: Result(Sealed(real(self, *a, **k).summary))
     )
     tuned = tune(TOY, tmp_path, over=OVER, trials=2)
-    scores = read_run(tmp_path / "trials" / f"{tuned.best.number:03d}-s0").summary
+    scores = load_run(tmp_path / "trials" / f"{tuned.best.number:03d}-s0").summary
     assert f"{100 * scores['accuracy']:.2f}" not in tuned.recipe.read_text()
 
 
@@ -389,7 +389,7 @@ def test_trials_in_processes_give_the_same_results(unbroken, tmp_path):
     assert tuned.trials[:1] == unbroken.trials[:1]
     for trial in tuned.trials:
         marks = [
-            read_run(tmp_path / "trials" / f"{trial.number:03d}-s{s}").summary["val_accuracy"]
+            load_run(tmp_path / "trials" / f"{trial.number:03d}-s{s}").summary["val_accuracy"]
             for s in (0, 1)
         ]
         assert trial.validation == sum(marks) / 2

@@ -404,11 +404,11 @@ def test_a_real_run_is_followed_to_its_end(tmp_path):
     with serving(folder) as server:
         assert data(server)["state"] == "waiting"
 
-        def on_round(entry, planned):
+        def on_round(entry):
             seen.append(data(server)["round"])
 
         result = fedloom.run(
-            "fedavg", fedloom.synthetic_clients(3), rounds=3, out=folder, on_round=on_round
+            "fedavg", fedloom.synthetic_clients(3), rounds=3, out=folder, callbacks=on_round
         )
         found = data(server)
     assert seen == [1, 2, 3]

@@ -22,7 +22,7 @@ from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic
 from fedloom.errors import ConfigError, FedloomError, MessageError, RoundFailed
 from fedloom.experiments.report import tables as show
-from fedloom.experiments.result import read_run
+from fedloom.experiments.result import load_run
 from fedloom.experiments.run import run
 from fedloom.experiments.settings import RunSettings
 from fedloom.methods.fedavg import FedAvg
@@ -105,7 +105,7 @@ def test_absences_are_kept_in_the_folder_and_shown(node_federation, monkeypatch,
     Schedule(monkeypatch, {(2, "train", "1"): BOOM, (2, "evaluate", "3"): KeyError("x")})
     result = go(node_federation, out=tmp_path / "x")
     expected = [(2, "train", "1", "ValueError: boom"), (2, "evaluate", "3", "KeyError: 'x'")]
-    assert absences(result) == absences(read_run(tmp_path / "x")) == expected
+    assert absences(result) == absences(load_run(tmp_path / "x")) == expected
     assert [row["id"] for row in result.history[1]["clients"]] == [
         "0",
         "1",
@@ -250,7 +250,7 @@ def test_weights_that_are_all_0_end_the_run_and_keep_the_model(
     Schedule(monkeypatch, {(None, "size", None): lambda reply: {"size": torch.tensor(0)}})
     with pytest.raises(MessageError, match="all clients that answered have weight 0"):
         go(node_federation, out=tmp_path / "x")
-    kept = read_run(tmp_path / "x")
+    kept = load_run(tmp_path / "x")
     assert kept.summary["status"] == "failed"
     assert "weight 0" in kept.summary["cause"]
     assert all(torch.isfinite(t).all() for t in kept.final_models["server"].values())
@@ -284,7 +284,7 @@ def test_if_all_drop_the_run_fails_with_the_model_of_the_round_before(
     )
     assert str(failure.value) == words
     assert [c for r, p, c in schedule.asked if (r, p) == (3, "train")] == [*"0123"] * (1 + retries)
-    kept = read_run(tmp_path / "x")
+    kept = load_run(tmp_path / "x")
     assert kept.summary["status"] == "failed"
     assert kept.summary["cause"] == f"RoundFailed: {words}"
     assert kept.summary["absences"] == dict.fromkeys("0123", 1)
@@ -303,7 +303,7 @@ def test_a_round_that_fails_late_takes_back_what_it_did_to_the_model(
     Schedule(monkeypatch, {(3, "evaluate", None): BOOM})  # after the server's step
     with pytest.raises(RoundFailed, match=r"round 3, 'evaluate'"):
         go(node_federation, "fedsgd", rounds=5, out=tmp_path / "x")
-    kept = read_run(tmp_path / "x").final_models["server"]
+    kept = load_run(tmp_path / "x").final_models["server"]
     assert all(torch.equal(t, flatten(before.final_models["server"])[k]) for k, t in kept.items())
 
 
@@ -496,7 +496,7 @@ def test_a_resumed_run_says_the_same_of_absences(node_federation, monkeypatch, t
     class Killed(BaseException):
         """Stands for whatever ends a process."""
 
-    def die(entry, planned):
+    def die(entry):
         if entry["round"] == 3:
             raise Killed
 
@@ -504,7 +504,7 @@ def test_a_resumed_run_says_the_same_of_absences(node_federation, monkeypatch, t
         Schedule(patch, faults)
         unbroken = go(node_federation, rounds=4)
         with pytest.raises(Killed):
-            go(node_federation, rounds=4, checkpoint_every=1, out=tmp_path / "x", on_round=die)
+            go(node_federation, rounds=4, checkpoint_every=1, out=tmp_path / "x", callbacks=die)
         resumed = go(node_federation, rounds=4, checkpoint_every=1, out=tmp_path / "x", resume=True)
     assert absences(resumed) == absences(unbroken)
     assert resumed.summary["absences"] == unbroken.summary["absences"] == {"1": 1, "2": 1, "3": 1}

@@ -10,7 +10,7 @@ from tests.faults.test_kill import differences, places
 
 from fedloom.core.absence import AbsenceTracker
 from fedloom.core.message import Absent
-from fedloom.experiments.result import read_run
+from fedloom.experiments.result import load_run
 from fedloom.experiments.run import run
 from fedloom.methods.fedavg import FedAvg
 
@@ -72,7 +72,7 @@ def test_killed_in_the_middle_and_resumed_equals_unbroken(
     assert crash_at(place, lambda: go(node_federation, tmp_path / "x"))
     go(node_federation, tmp_path / "x", resume=True)
     assert differences(tmp_path / "x", tmp_path / "unbroken") == set()
-    assert absences(read_run(tmp_path / "x")) == absences(unbroken) != []
+    assert absences(load_run(tmp_path / "x")) == absences(unbroken) != []
 
 
 class Counted(FedAvg):
@@ -141,7 +141,7 @@ def test_in_a_secure_run_who_missed_a_sum_before_the_rounds_stays_out(
         secure=True,
         rounds=4,
     )
-    resumed, unbroken = (read_run(tmp_path / name) for name in ("x", "unbroken"))
+    resumed, unbroken = (load_run(tmp_path / name) for name in ("x", "unbroken"))
     assert absences(resumed) == absences(unbroken) != []
     assert resumed.summary["accuracy"] == pytest.approx(unbroken.summary["accuracy"])
 

@@ -194,7 +194,7 @@ def test_a_run_goes_on_from_the_previous_one_to_the_same_end(node_federation, tm
             node_federation,
             out=tmp_path,
             resume=True,
-            on_round=lambda entry, planned: seen.append(entry["round"]),
+            callbacks=lambda entry: seen.append(entry["round"]),
             **settings,
         )
     assert seen == [3, 4]

@@ -14,7 +14,7 @@ from tests.faults.forked import ending, fork
 from fedloom import _system
 from fedloom._system import AppendLog, write_atomic
 from fedloom.experiments.checkpoint import LATEST
-from fedloom.experiments.result import read_run
+from fedloom.experiments.result import load_run
 from fedloom.experiments.run import run
 
 SETTINGS = {"model": "gcn-2x8", "rounds": 30, "checkpoint_every": 1}
@@ -34,7 +34,7 @@ def unbroken(node_federation, tmp_path_factory):
 
 def resumes(federation, folder, unbroken, **settings):
     """Whether the run goes on to the end of one that was not disturbed."""
-    resumed, whole = go(federation, folder, resume=True, **settings), read_run(unbroken)
+    resumed, whole = go(federation, folder, resume=True, **settings), load_run(unbroken)
     entries = [
         [{k: v for k, v in entry.items() if k != "seconds"} for entry in result.history]
         for result in (resumed, whole)
@@ -71,7 +71,7 @@ def test_a_full_disk_ends_the_run_with_the_name_of_the_file(
         assert raised.value.errno == errno.EFBIG
 
     assert ending(fork(into_a_full_disk)) == 0
-    kept = read_run(tmp_path / "x")
+    kept = load_run(tmp_path / "x")
     assert kept.summary["status"] == "failed"
     assert kept.summary["cause"] == f"OSError: [Errno 27] File too large: '{tmp_path / 'x' / full}'"
     assert not list((tmp_path / "x").rglob("*.new"))
@@ -86,7 +86,7 @@ def test_a_folder_that_becomes_read_only_ends_the_run(node_federation, unbroken)
         os.chmod(place, 0o777)
         folder = Path(place) / "x"
 
-        def close(entry, planned):
+        def close(entry):
             if entry["round"] == 3:
                 os.chmod(folder, 0o555)
 
@@ -94,21 +94,21 @@ def test_a_folder_that_becomes_read_only_ends_the_run(node_federation, unbroken)
             if os.getuid() == 0:
                 os.setuid(65534)
             with pytest.raises(PermissionError, match=LATEST) as raised:
-                go(node_federation, folder, on_round=close)
+                go(node_federation, folder, callbacks=close)
             assert any(
                 "summary.json" in note for note in raised.value.__notes__
             )  # it could not be written either
 
         assert ending(fork(in_a_folder_that_closes)) == 0
         os.chmod(folder, 0o755)
-        assert read_run(folder).summary["status"] == "unfinished"
+        assert load_run(folder).summary["status"] == "unfinished"
         assert resumes(node_federation, folder, unbroken)
 
 
 def test_an_error_of_the_disk_is_told_and_survived(
     node_federation, unbroken, tmp_path, monkeypatch
 ):
-    def break_at(entry, planned):
+    def break_at(entry):
         if entry["round"] == 5:
             monkeypatch.setattr(_system.os, "fsync", broken)
 
@@ -117,7 +117,7 @@ def test_an_error_of_the_disk_is_told_and_survived(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with pytest.raises(OSError, match=r"Input/output error: .*history\.jsonl"):
-        go(node_federation, tmp_path / "x", on_round=break_at)
+        go(node_federation, tmp_path / "x", callbacks=break_at)
     summary = json.loads((tmp_path / "x" / "summary.json").read_text())
     assert (summary["status"], summary["rounds"]) == ("failed", 5)
     assert (
@@ -160,7 +160,7 @@ def test_jumps_of_the_clock_change_nothing(node_federation, unbroken, tmp_path, 
 
     monkeypatch.setattr(time, "time", jumping)
     jumped = go(node_federation, tmp_path / "x")
-    assert jumped.summary["history_hash"] == read_run(unbroken).summary["history_hash"]
+    assert jumped.summary["history_hash"] == load_run(unbroken).summary["history_hash"]
     assert all(0 <= seconds < 60 for seconds in jumped.summary["seconds"].values())
     assert [entry["seconds"] for entry in jumped.history] == sorted(
         entry["seconds"] for entry in jumped.history

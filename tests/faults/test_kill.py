@@ -17,7 +17,7 @@ from fedloom._system import CRASH_POINTS, crash_point
 from fedloom.core.ledger import Ledger
 from fedloom.errors import ConfigError, DataError
 from fedloom.experiments.recorder import Recorder
-from fedloom.experiments.result import read_run
+from fedloom.experiments.result import load_run
 from fedloom.experiments.run import run
 from fedloom.methods.fedavg import FedAvg
 
@@ -70,7 +70,7 @@ def differences(folder, other):
 
     Time, memory and the engine's details are not compared.
     """
-    here, there = read_run(folder), read_run(other)
+    here, there = load_run(folder), load_run(other)
     varying = ("seconds", "peak_rss_mb", "memory_predicted_mb", "engine_details")
     said = [
         {k: v for k, v in result.summary.items() if k not in varying} for result in (here, there)
@@ -114,7 +114,7 @@ def test_killed_anywhere_and_resumed_equals_unbroken(place, node_federation, unb
         node_federation,
         folder,
         resume=True,
-        on_round=lambda entry, planned: redone.append(entry["round"]),
+        callbacks=lambda entry: redone.append(entry["round"]),
     )
     assert differences(folder, unbroken()) == set()
     assert len(redone) <= ROUNDS - before + 1  # at most one round is repeated
@@ -167,7 +167,7 @@ def test_with_fewer_checkpoints_more_is_done_again(every, node_federation, unbro
         tmp_path / "x",
         checkpoint_every=every,
         resume=True,
-        on_round=lambda entry, planned: seen.append(entry["round"]),
+        callbacks=lambda entry: seen.append(entry["round"]),
     )
     assert seen == ([1, 2, 3, 4] if every == 0 else [4])
     assert differences(tmp_path / "x", unbroken(checkpoint_every=every)) == set()

@@ -13,7 +13,7 @@ def growth(federation, rounds, out):
     """Returns the growth of Python's memory per round, in bytes, after a third of the rounds."""
     held = {}
 
-    def look(entry, planned):
+    def look(entry):
         if entry["round"] in (rounds // 3, rounds):
             gc.collect()
             held[entry["round"]] = tracemalloc.get_traced_memory()[0]
@@ -28,7 +28,7 @@ def growth(federation, rounds, out):
             rounds=rounds,
             checkpoint_every=10,
             out=out,
-            on_round=look,
+            callbacks=look,
         )
     finally:
         tracemalloc.stop()

@@ -19,7 +19,7 @@ from fedloom.core.message import Absent
 from fedloom.core.phase import averaged, phase
 from fedloom.engines.processes import Engine
 from fedloom.errors import RoundFailed
-from fedloom.experiments.result import read_run
+from fedloom.experiments.result import load_run
 from fedloom.experiments.run import run
 from fedloom.methods.fedavg import FedAvg
 
@@ -244,7 +244,7 @@ def test_a_stopped_worker_comes_back_and_its_late_answer_is_not_averaged(node_fe
         original(self, method, groups)
         engines.append(self)
 
-    def on_round(entry, planned):
+    def on_round(entry):
         noted.append(entry)
         if entry["round"] == 3:
             (engine,) = engines
@@ -259,7 +259,7 @@ def test_a_stopped_worker_comes_back_and_its_late_answer_is_not_averaged(node_fe
             node_federation,
             deadline=10.0,
             evaluate_every=1,
-            on_round=on_round,
+            callbacks=on_round,
         )
     of_train = [
         (number, cause)
@@ -288,7 +288,7 @@ def test_with_a_quorum_of_1_a_late_worker_is_a_failed_round(node_federation, tmp
             deadline=10.0,
             out=tmp_path / "x",
         )
-    assert read_run(tmp_path / "x").summary["status"] == "failed"
+    assert load_run(tmp_path / "x").summary["status"] == "failed"
 
 
 def test_a_checkpoint_without_somebody_leaves_it_as_it_was_set_up(engine):

@@ -367,13 +367,13 @@ def test_a_run_killed_in_its_personal_stage_resumes_identically(node_federation,
     unbroken = run("adafgl", node_federation, out=tmp_path / "unbroken", **settings)
     rewired = []
 
-    def die(entry, planned):
+    def die(entry):
         rewired.append(entry["stage"])
         if rewired.count("personal") == 2:
             raise Killed
 
     with pytest.raises(Killed):
-        run("adafgl", node_federation, out=tmp_path / "broken", on_round=die, **settings)
+        run("adafgl", node_federation, out=tmp_path / "broken", callbacks=die, **settings)
     resumed = run("adafgl", node_federation, out=tmp_path / "broken", resume=True, **settings)
     assert resumed.summary["history_hash"] == unbroken.summary["history_hash"]
     assert all(

@@ -162,14 +162,14 @@ def test_a_run_killed_after_a_split_resumes_with_the_same_clusters(planted, tmp_
     class Killed(BaseException):
         pass
 
-    def die(entry, planned):
+    def die(entry):
         if entry["round"] == 4:
             raise Killed
 
     settings = {**SMALL, "rounds": 6, "participation": 0.7, "checkpoint_every": 1, "seed": 3}
     unbroken = run("gcfl+", planted, out=tmp_path / "unbroken", **settings)
     with pytest.raises(Killed):
-        run("gcfl+", planted, out=tmp_path / "broken", on_round=die, **settings)
+        run("gcfl+", planted, out=tmp_path / "broken", callbacks=die, **settings)
     resumed = run("gcfl+", planted, out=tmp_path / "broken", resume=True, **settings)
     assert unbroken.summary["notes"]["clusters"] > 1
     assert resumed.summary["notes"] == unbroken.summary["notes"]

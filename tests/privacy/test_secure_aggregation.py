@@ -411,7 +411,7 @@ def test_a_broken_secure_run_resumes_to_the_same_bits(node_federation, tmp_path)
     class Killed(BaseException):
         pass
 
-    def die(entry, planned):
+    def die(entry):
         if entry["round"] == 2:
             raise Killed
 
@@ -424,6 +424,6 @@ def test_a_broken_secure_run_resumes_to_the_same_bits(node_federation, tmp_path)
     }
     unbroken = run("fedavg", node_federation, out=tmp_path / "one", **settings)
     with pytest.raises(Killed):
-        run("fedavg", node_federation, out=tmp_path / "two", on_round=die, **settings)
+        run("fedavg", node_federation, out=tmp_path / "two", callbacks=die, **settings)
     resumed = run("fedavg", node_federation, out=tmp_path / "two", resume=True, **settings)
     assert resumed.summary["history_hash"] == unbroken.summary["history_hash"]

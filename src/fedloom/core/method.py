@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -76,6 +76,10 @@ class Method(ABC):
     predicts_unseen: ClassVar[bool] = True
     unseen_needs: ClassVar[str] = ""
     keeps_logits: ClassVar[bool] = False
+
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        require_dataclass(cls)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -285,6 +289,22 @@ class Plugin(ABC):
         """Prepares the clients, then runs the base method."""
         self.prepare_clients(server)
         super().run(server)  # type: ignore[misc]  # the base method's `run`
+
+
+def require_dataclass(cls: type[Method] | type[Plugin]) -> None:
+    """Raises a ConfigError if a class declares settings but is not a dataclass.
+
+    Without the decorator Python ignores the declarations.
+    """
+    for each in cls.__mro__:
+        if "__dataclass_fields__" in vars(each):
+            continue
+        named = [key for key, value in vars(each).items() if isinstance(value, Field)]
+        if named:
+            raise ConfigError(
+                f"method: the class {each.__name__} declares the settings {', '.join(named)}, but "
+                f"is not a dataclass; write @dataclass(frozen=True) above `class {each.__name__}`"
+            )
 
 
 @lru_cache(maxsize=256)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fedloom.data.display import counted, how_to_convert, html_table, shown
 from fedloom.data.graph import Graph, Task
 from fedloom.errors import DataError
 
 if TYPE_CHECKING:
     from fedloom.data.encoding import Encoding
+
+SHOWN = 20  # parties in a notebook's table
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,41 @@ class Federation:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "graphs", _as_graphs(self.graphs))
+        object.__setattr__(self, "names", tuple(self.names))
         if not self.names:
             object.__setattr__(self, "names", tuple(str(k) for k in range(len(self.graphs))))
+
+    # ---- how it shows itself ----
+    def __repr__(self) -> str:
+        nodes = counted(sum(graph.num_nodes for graph in self.graphs), "node")
+        parts = ", ".join(
+            f"{sum(int(getattr(graph, part).sum()) for graph in self.graphs):,} {part}"
+            for part in ("train", "val", "test")
+        )
+        return f"Federation({self._title()}, {nodes}, {self._facts()}; {parts})"
+
+    def _repr_html_(self) -> str:
+        headings = ("client", "nodes", "edges", "train", "val", "test")
+        sizes = [PartySize.of(n, g) for n, g in zip(self.names, self.graphs, strict=True)]
+        rows: list[tuple[object, ...]] = [
+            (s.name, s.nodes, g.num_edges, s.train, s.val, s.test)
+            for s, g in zip(sizes[:SHOWN], self.graphs, strict=False)
+        ]
+        more = len(sizes) - len(rows)
+        note = f"{self._facts()}{f'; {more:,} more clients' if more else ''}"
+        return html_table(f"Federation {self._title()}", headings, rows, note)
+
+    def _title(self) -> str:
+        by = f" by {self.about['partition']}" if self.about.get("partition") else ""
+        name = self.about.get("dataset") or (self.graphs[0].name if self.graphs else "")
+        return f"{name!r}: {counted(self.num_clients, 'client')}{by}"
+
+    def _facts(self) -> str:
+        if not self.graphs:
+            return "no graphs"
+        counts = ("feature", self.num_features), ("class", self.num_classes)
+        return ", ".join(counted(count, word) for word, count in counts)
 
     @property
     def num_clients(self) -> int:
@@ -193,6 +231,14 @@ class Federation:
             self.feature_names,
         )
 
+    @cached_property
+    def digest(self) -> str:
+        """A short text that identifies the data: names, graphs and masks."""
+        found = hashlib.sha256(repr((self.names, self.inductive)).encode())
+        for graph in self.graphs:
+            found.update(graph.digest().encode())
+        return found.hexdigest()[:16]
+
     def merged(self) -> Federation:
         """Returns a federation of one party with all data.
 
@@ -200,6 +246,31 @@ class Federation:
         """
         graph = self.whole if self.whole is not None else disjoint_union(self.graphs)
         return replace(self, graphs=(graph,), names=("all",), whole=None)
+
+
+def _as_graphs(graphs: Any) -> tuple[Graph, ...]:
+    """Returns the parties' graphs as a tuple. Raises a DataError that says what to give instead."""
+    if isinstance(graphs, Graph):
+        raise DataError(
+            "Federation: graphs is one Graph, must be a list with a Graph for each party. To "
+            "divide one graph among clients: fedloom.divide(graph, clients=10)"
+        )
+    if isinstance(graphs, Mapping):
+        raise DataError(
+            "Federation: graphs is a dict; give the graphs and their names: "
+            "fedloom.Federation(list(graphs.values()), names=list(graphs))"
+        )
+    if isinstance(graphs, str) or not isinstance(graphs, Iterable):
+        raise DataError(
+            f"Federation: graphs is {shown(graphs)}, must be a list with a Graph for each party"
+        )
+    found = tuple(graphs)
+    for k, graph in enumerate(found):
+        if not isinstance(graph, Graph):
+            raise DataError(
+                f"Federation: graphs[{k}] is {shown(graph)}, must be a Graph{how_to_convert(graph)}"
+            )
+    return found
 
 
 def disjoint_union(graphs: Iterable[Graph]) -> Graph:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.data.display import counted, html_table
 from fedloom.data.matmul import matmul
 from fedloom.data.sparse import Sparse
 from fedloom.errors import DataError, unknown
@@ -92,6 +94,42 @@ class Graph:
             if getattr(self, key) is None:
                 object.__setattr__(self, key, value)
 
+    def __init_subclass__(cls) -> None:
+        # `@dataclass` would give a subclass a repr with every number of every tensor.
+        super().__init_subclass__()
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = Graph.__repr__  # type: ignore[method-assign]
+
+    # ---- how it shows itself ----
+    def __repr__(self) -> str:
+        try:
+            about = f"{self._facts()}; {self._parts()}"
+        except (AttributeError, LookupError, TypeError, ValueError):
+            about = "not valid, check() says why"
+        return f"{type(self).__name__}({self.name!r}: {about})"
+
+    def _repr_html_(self) -> str:
+        rows = [(part, int(getattr(self, part).sum())) for part in ("train", "val", "test")]
+        rows.append(("without a label", int((self.y < 0).sum())))
+        unit = "nodes" if self.batch is None else "graphs"
+        names = ", ".join(self.class_names)
+        return html_table(
+            f"{type(self).__name__} {self.name!r}",
+            ("part", unit),
+            rows,
+            f"{self._facts()}{f': {names}' if names else ''}",
+        )
+
+    def _facts(self) -> str:
+        graphs = [] if self.batch is None else [counted(self.num_items, "graph")]
+        counts = ("node", self.num_nodes), ("edge", self.num_edges), ("feature", self.num_features)
+        sizes = [counted(count, word) for word, count in (*counts, ("class", self.num_classes))]
+        return ", ".join([*graphs, *sizes])
+
+    def _parts(self) -> str:
+        parts = (f"{int(getattr(self, part).sum()):,} {part}" for part in ("train", "val", "test"))
+        return ", ".join(parts)
+
     # ---- sizes ----
     @property
     def num_nodes(self) -> int:
@@ -117,6 +155,15 @@ class Graph:
     def task(self) -> Task:
         """The unit of prediction, "node" or "graph"."""
         return "node" if self.batch is None else "graph"
+
+    def digest(self) -> str:
+        """Returns a short text that identifies the data: every tensor of the graph."""
+        found = hashlib.sha256(f"{self.name} {self.num_classes}".encode())
+        for f in fields(Graph):
+            if isinstance(tensor := getattr(self, f.name), Tensor):
+                found.update(f"{f.name} {tensor.dtype} {list(tensor.shape)}".encode())
+                found.update(tensor.contiguous().numpy().data)
+        return found.hexdigest()[:16]
 
     # ---- names ----
     @property

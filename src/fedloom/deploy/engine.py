@@ -26,7 +26,7 @@ from fedloom.core.absence import FaultPolicy
 from fedloom.core.client import Client
 from fedloom.core.message import Absent, Message, decode, encode
 from fedloom.core.method import Method
-from fedloom.core.registry import name_of
+from fedloom.core.registry import file_or_name
 from fedloom.engines.base import Details
 from fedloom.errors import ConfigError
 from fedloom.experiments import checkpoint
@@ -232,7 +232,7 @@ class Engine(RemoteEngine):
                 "inductive": clients[0].inductive,
             },
             "model": {"name": ",".join(map(_in_file, facts.models)), "dropout": facts.dropout},
-            "method": {"name": name_of(method), **method.settings()},
+            "method": {"name": file_or_name(type(method)), **method.settings()},
             "run": run,
         }
         lines = [

@@ -27,13 +27,12 @@ from fedloom.deploy.party import Log
 from fedloom.deploy.scores import gain
 from fedloom.deploy.transport import Transport
 from fedloom.errors import RoundFailed
+from fedloom.experiments.callbacks import Given
 from fedloom.experiments.recorder import Recorder
 from fedloom.experiments.result import Result
 from fedloom.experiments.run import agree_on_facts, run_folder, threads
 
 MAX_SUPERLINKS = 10  # that one call of `serve` may start, one after the other
-
-OnRound = Callable[[dict[str, Any], int], None]
 
 
 def serve(
@@ -46,7 +45,7 @@ def serve(
     resumed: dict[str, Any] | None = None,
     origin: dict[str, Any] | None = None,
     log: Log = print,
-    on_round: OnRound | None = None,
+    callbacks: Given = None,
     open_transport: Callable[[], Transport] | None = None,
 ) -> Result:
     """Waits for the parties, runs the method with them and records the run in a folder.
@@ -64,7 +63,7 @@ def serve(
         origin: What the config says about the location of agreement and keys, for
             `fedloom resume`.
         log: Called with a line for each event.
-        on_round: Called with each history entry and the number of rounds.
+        callbacks: As in `fedloom.run`.
         open_transport: Returns a transport to use instead of an own SuperLink. TLS is then the
             responsibility of that transport.
     """
@@ -91,7 +90,9 @@ def serve(
         log(f"listening on {agreement.federation.listen or agreement.federation.address}")
         try:
             coordinator = Coordinator(agreement, transport, key, lineage, faults)
-            return _run_session(agreement, coordinator, folder, config, wait, resume, log, on_round)
+            return _run_session(
+                agreement, coordinator, folder, config, wait, resume, log, callbacks
+            )
         except SuperLinkError as error:
             started, resume = started + 1, (folder / "config.json").exists()
             if started == MAX_SUPERLINKS:
@@ -109,7 +110,7 @@ def _run_session(
     wait: float,
     resume: bool,
     log: Log,
-    on_round: OnRound | None,
+    callbacks: Given,
 ) -> Result:
     """Runs the method, from the beginning or from a checkpoint, until it ends or fails."""
     method, settings = agreement.make_method(), agreement.run
@@ -121,7 +122,7 @@ def _run_session(
     roster = coordinator.roster()
     models, dropout = agreement.model_specs, agreement.model.dropout
     facts = agree_on_facts(method, agreement.method, roster, models, dropout, settings)
-    recorder = Recorder(roster, settings, folder, on_round)
+    recorder = Recorder(roster, settings, folder, callbacks)
     recorder.config = config
 
     def on_join(size: PartySize) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fedloom._system import write_atomic
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiments.report.artifacts import EMBEDDINGS, Figure
-from fedloom.experiments.result import read_run
+from fedloom.experiments.result import load_run
 from fedloom.experiments.run import threads
 
 WAYS = ("pca", "tsne")
@@ -45,7 +45,7 @@ def embed(
     if most < 3:
         raise ConfigError(f"most is {most}, must be at least 3")
     folder = Path(folder)
-    run = read_run(folder)
+    run = load_run(folder)
     if run.summary["status"] != "completed":
         raise DataError(
             f"run: {str(folder)!r} is {run.summary['status']}, embeddings are of completed runs"

@@ -14,6 +14,7 @@ import signal
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -22,8 +23,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Literal, NamedTuple, Protocol
 
+import torch
+from threadpoolctl import threadpool_limits
+
 from fedloom._system import graceful_signals, write_atomic
 from fedloom.errors import FedloomError
+from fedloom.experiments.callbacks import Callback
 from fedloom.experiments.grid import Cell, is_done, run_cell
 
 STOP_SECONDS = 30.0  # that a run has to write its folder after a signal
@@ -127,11 +132,13 @@ class State:
 def _kind(cell: Cell) -> tuple[Any, ...]:
     """Returns what runs of about the same duration have in common."""
     tables = cell.tables
+    data, partition = tables["data"], tables.get("partition", {})
     return (
         cell.method,
-        tables["data"]["dataset"],
-        tables["partition"]["name"],
-        tables["partition"]["clients"],
+        data["dataset"],
+        partition.get("name"),
+        partition.get("clients"),
+        data.get("digest"),
         tables["model"]["name"],
     )
 
@@ -198,7 +205,10 @@ class Processes:
         """Starts a cell."""
         here, there = self._fork.Pipe(duplex=False)
         process = self._fork.Process(target=_work, args=(cell, there), name=cell.name)
-        process.start()
+        with warnings.catch_warnings():
+            # Python 3.12 warns if there are threads, as in a notebook. `_work` says why it works.
+            warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
+            process.start()
         there.close()
         self._running[here] = cell, process
 
@@ -253,26 +263,35 @@ def _exit_cause(code: int | None) -> str:
     return f"its process ended with exit code {code}"
 
 
+class _Steps(Callback):
+    """Reports the rounds of a cell through a pipe."""
+
+    def __init__(self, pipe: Connection):
+        self.pipe, self.reported = pipe, 0.0
+
+    def on_round(self, entry: dict[str, Any], rounds: int) -> None:
+        if time.monotonic() - self.reported > 0.2:  # rounds may be faster than a screen
+            self.reported = time.monotonic()
+            validation = entry.get("val_accuracy") or ""
+            self.pipe.send_bytes(f"round\t{entry['round']}\t{rounds}\t{validation}".encode())
+
+
 def _work(cell: Cell, pipe: Connection) -> None:
     """Runs a cell in a process of its own and reports through the pipe."""
     logging.getLogger("fedloom").addHandler(logging.NullHandler())  # the parent draws the screen
     # Ctrl-C in a terminal reaches all processes. The parent tells this one to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # OpenMP hangs in a forked process whose parent, such as a notebook, has used its threads. With
+    # one thread it is not called. The run sets its own number of threads.
+    threadpool_limits(1)
+    torch.set_num_threads(1)
+    # The rounds of several runs at a time are no use in a log.
+    logging.getLogger("fedloom.run").setLevel(logging.WARNING)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    reported = 0.0
-
-    def report(entry: dict[str, Any], planned: int) -> None:
-        nonlocal reported
-        if time.monotonic() - reported > 0.2:  # rounds may be faster than a screen
-            reported = time.monotonic()
-            pipe.send_bytes(
-                f"round\t{entry['round']}\t{planned}\t{entry.get('val_accuracy') or ''}".encode()
-            )
-
     status, cause = "completed", ""
     try:
         with graceful_signals():
-            run_cell(cell, report)
+            run_cell(cell, _Steps(pipe))
     except (KeyboardInterrupt, SystemExit):
         status, cause = "stopped", "interrupted"
     except Exception as error:  # noqa: BLE001  (the grid reports it and goes on)

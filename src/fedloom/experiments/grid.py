@@ -11,26 +11,29 @@ import fcntl
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fedloom.core.registry import method_class
 from fedloom.core.settings import check_setting, setting
 from fedloom.data.datasets import find
+from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, DataError, unknown
+from fedloom.experiments.callbacks import Given
 from fedloom.experiments.recipe import make_recipe, override
 from fedloom.experiments.run_folder import is_completed, is_run, read_config, read_summary
 from fedloom.experiments.source_digest import code_behind
 
 Tables = dict[str, dict[str, Any]]  # a recipe
-OnRound = Callable[[dict[str, Any], int], None]
 # Settings with the same meaning in every method that has them. [method] sets them for all methods.
 # Any other setting belongs to one method.
 SHARED = ("rounds", "epochs", "batch_size", "weight_decay", "lr", "optimizer")
+NONE: Mapping[str, Federation] = MappingProxyType({})
 LOCAL = "local"  # every comparison includes local training
 
 
@@ -40,6 +43,7 @@ class Cell:
 
     tables: Tables
     folder: Path
+    federation: Federation | None = None  # the data, if they are in memory
 
     @property
     def name(self) -> str:
@@ -112,13 +116,17 @@ def _listed(key: str, value: Any) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(listed))
 
 
-def cells(tables: Mapping[str, Any], out: Path) -> list[Cell]:
+def cells(
+    tables: Mapping[str, Any], out: Path, federations: Mapping[str, Federation] = NONE
+) -> list[Cell]:
     """Returns the cells of a grid. Seeds are the outermost axis, so every method starts early.
 
     Args:
         tables: A recipe with a table [compare]. [method] holds the settings of all methods that
             have them. A table inside, such as [method.fedprox], holds those of one method.
         out: The folder of the cells' folders.
+        federations: Federations in memory, by the name that `compare.datasets` has for them. The
+            axes `partitions` and `clients` do not apply to them.
     """
     base = {
         name: dict(table) if isinstance(table, Mapping) else table for name, table in tables.items()
@@ -134,12 +142,15 @@ def cells(tables: Mapping[str, Any], out: Path) -> list[Cell]:
     ):
         if isinstance(base.get(table), dict) and key in base[table]:
             raise ConfigError(f"{table}.{key} is an axis of the grid: give it in [compare]")
-    for name in axes.datasets:
+    for name in (each for each in axes.datasets if each not in federations):
         find(name)  # a misspelt name fails now, not when its turn comes
     made = []
     for seed, data, name, clients, model, method in product(
         range(axes.seeds), axes.datasets, axes.partitions, axes.clients, axes.models, axes.methods
     ):
+        first = name == axes.partitions[0] and clients == axes.clients[0]
+        if data in federations and not first:
+            continue
         of_method = own.get(method, {})
         settings = {**_applicable(method, of_method, common), **of_method}
         chosen = {**base, "method": {"name": method, **settings}}
@@ -151,7 +162,7 @@ def cells(tables: Mapping[str, Any], out: Path) -> list[Cell]:
             ("run", "seed", seed),
         ):
             chosen[table] = {**chosen.get(table, {}), key: value}
-        made.append(cell(chosen, out))
+        made.append(cell(chosen, out, federations.get(data)))
     return made
 
 
@@ -211,21 +222,17 @@ def assigned(
     return changed
 
 
-def cell(tables: Tables, out: Path) -> Cell:
+def cell(tables: Tables, out: Path, federation: Federation | None = None) -> Cell:
     """Checks a recipe and returns its cell. The folder's name depends on settings and code."""
-    recipe = make_recipe(tables)
+    recipe = make_recipe(tables, federation)
     config = recipe.config()
     base = config["method"].get("base")
     code = code_behind(recipe.method, base, recipe.run.engine, recipe.model.name)
     identity = json.dumps([config, code], sort_keys=True)
-    parts = [
-        Path(recipe.data.dataset).name,
-        f"{recipe.partition.name}{recipe.partition.clients}",
-        Path(recipe.method).stem,
-    ]
+    parts = [*recipe.task, Path(recipe.method).stem]
     parts += [*([Path(base).stem] if base else []), recipe.model.name, f"s{recipe.run.seed}"]
     parts.append(hashlib.sha256(identity.encode()).hexdigest()[:8])
-    return Cell(config, out / re.sub(r"[^\w.+-]", "_", "-".join(parts)))
+    return Cell(config, out / re.sub(r"[^\w.+-]", "_", "-".join(parts)), federation)
 
 
 def is_done(cell: Cell) -> bool:
@@ -236,7 +243,7 @@ def is_done(cell: Cell) -> bool:
         return False
 
 
-def run_cell(cell: Cell, on_round: OnRound | None = None) -> None:
+def run_cell(cell: Cell, callbacks: Given = None) -> None:
     """Runs or resumes a cell, unless it is completed.
 
     Waits while another process runs the same cell. A damaged folder is renamed, not removed.
@@ -247,7 +254,7 @@ def run_cell(cell: Cell, on_round: OnRound | None = None) -> None:
         begun = _can_resume(cell.folder)
         if not begun and cell.folder.exists():
             cell.folder.rename(_name_for_damaged(cell.folder))
-        make_recipe(cell.tables).execute(cell.folder, on_round, resume=begun)
+        make_recipe(cell.tables, cell.federation).execute(cell.folder, callbacks, resume=begun)
 
 
 def _can_resume(folder: Path) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from fedloom.errors import ConfigError, DataError
 from fedloom.experiments.predictions import ENDINGS, Predictions
 from fedloom.experiments.report.console import err
-from fedloom.experiments.result import Result, read_run
+from fedloom.experiments.result import Result, load_run
 from fedloom.experiments.run_folder import is_run
 from fedloom.experiments.trained import WHICH, TrainedModel, load_model, read_data
 
@@ -34,7 +34,7 @@ def predict(
     if out is not None and out.suffix not in ENDINGS:
         raise ConfigError(f"out: {str(out)!r} has no known ending; valid: {', '.join(ENDINGS)}")
     if is_run(source):
-        found, by = _of_run(read_run(source), data, client, which)
+        found, by = _of_run(load_run(source), data, client, which)
     else:
         found, by = _of_file(load_model(_file(source, which)), data, client)
     if out is None:

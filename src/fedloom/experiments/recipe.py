@@ -6,7 +6,7 @@ import json
 import re
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from fedloom.data.federation import Federation
 from fedloom.data.graph import FLOWS
 from fedloom.data.partition import divide, partition_settings
 from fedloom.errors import ConfigError, DataError, unknown
+from fedloom.experiments.callbacks import Given
 from fedloom.experiments.result import Result
 from fedloom.experiments.run import agree_on_facts, require_unreserved, run
 from fedloom.experiments.settings import RunSettings, chosen_evaluation
@@ -108,6 +109,7 @@ class Recipe:
         method: The method's name, or the path of a method file.
         method_settings: The method's settings.
         options: The partitioner's own settings.
+        given: The federation, if it is in memory. [data] and [partition] then say nothing.
     """
 
     data: DataTable
@@ -118,13 +120,21 @@ class Recipe:
     method: str
     method_settings: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    given: Federation | None = None
 
     def config(self) -> dict[str, Any]:
         """Returns all tables with every default, as the run folder keeps them.
 
-        The result is itself a recipe.
+        The result is itself a recipe, unless the federation is given.
         """
         method = make_method(self.method, self.method_settings)
+        others = {
+            "model": _values(self.model),
+            "method": {"name": self.method, **method.settings()},
+            "run": _values(self.run),
+        }
+        if self.given is not None:
+            return {"data": {**self.given.roster.about, "digest": self.given.digest}, **others}
         return {
             "data": {**_values(self.data), "split": self.split},
             "partition": {
@@ -134,10 +144,24 @@ class Recipe:
                 **partition_settings(self.partition.name),
                 **self.options,
             },
-            "model": _values(self.model),
-            "method": {"name": self.method, **method.settings()},
-            "run": _values(self.run),
+            **others,
         }
+
+    @property
+    def name(self) -> str:
+        """The default name of a folder: data, partition, method and model."""
+        parts = (*self.task, Path(self.method).stem, self.model.name)
+        return re.sub("[,:=]", "_", "-".join(parts))
+
+    @property
+    def task(self) -> tuple[str, str]:
+        """The names of the data and of their partition, for the names of folders."""
+        if self.given is None:
+            partition = f"{self.partition.name}{self.partition.clients}"
+            return Path(self.data.dataset).name.removesuffix(".safetensors"), partition
+        about = self.given.roster.about
+        by = about.get("partition") or "given"
+        return Path(str(about["dataset"])).name, f"{by}{about['clients']}"
 
     @property
     def partition_seed(self) -> int:
@@ -162,7 +186,9 @@ class Recipe:
         return self.data.split or usual
 
     def federation(self) -> Federation:
-        """Loads the graph and divides it."""
+        """Loads the graph and divides it, unless the federation is given."""
+        if self.given is not None:
+            return self.given
         graph = load(self.data.dataset, public_split=self.data.public_split).with_flow(
             self.data.flow
         )
@@ -187,9 +213,8 @@ class Recipe:
     def execute(
         self,
         out: Path | None = None,
-        on_round: Callable[[dict[str, Any], int], None] | None = None,
+        callbacks: Given = None,
         *,
-        on_start: Callable[[dict[str, Any]], None] | None = None,
         resume: bool = False,
         federation: Federation | None = None,
         track: Track = (),
@@ -198,8 +223,7 @@ class Recipe:
 
         Args:
             out: The run folder. None keeps the result in memory.
-            on_round: Called with each history entry and the number of rounds.
-            on_start: Called when the engine is ready.
+            callbacks: As in `fedloom.run`.
             resume: Continue the run in `out`.
             federation: The divided graph, if it is already there.
             track: As in `fedloom.run`.
@@ -214,8 +238,7 @@ class Recipe:
             dropout=self.model.dropout,
             settings=self.run,
             out=out,
-            on_round=on_round,
-            on_start=on_start,
+            callbacks=callbacks,
             resume=resume,
             track=track,
             config=config,
@@ -302,11 +325,17 @@ def read_value(text: str) -> Any:
         return text
 
 
-def make_recipe(tables: Mapping[str, Any]) -> Recipe:
+def make_recipe(tables: Mapping[str, Any], federation: Federation | None = None) -> Recipe:
     """Checks tables and returns the recipe.
 
     Every mistake is a ConfigError that names the table, the key and the valid values.
+
+    Args:
+        tables: The recipe's tables.
+        federation: The data, if they are in memory. [data] and [partition] are then ignored.
     """
+    if federation is not None:
+        tables = {key: table for key, table in tables.items() if key not in ("data", "partition")}
     for name, content in tables.items():
         if name not in (*TABLES, "method"):
             raise unknown("table of a recipe:", name, (*TABLES, "method"))
@@ -333,7 +362,9 @@ def make_recipe(tables: Mapping[str, Any]) -> Recipe:
     for spec in split_specs(built["model"].name):
         parse_spec(spec)
     chosen_evaluation(cls, method, built["run"].evaluation)
-    return Recipe(method=method, method_settings=given["method"], options=options, **built)
+    return Recipe(
+        method=method, method_settings=given["method"], options=options, given=federation, **built
+    )
 
 
 def table(name: str, cls: Any, given: Any) -> Any:

@@ -19,7 +19,13 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from fedloom._system import crash_point, deferred_signals, peak_memory, write_atomic
+from fedloom._system import (
+    crash_point,
+    deferred_signals,
+    installed_version,
+    peak_memory,
+    write_atomic,
+)
 from fedloom.core.class_weight import weigh_classes
 from fedloom.core.facts import Facts
 from fedloom.core.ledger import Ledger
@@ -32,10 +38,11 @@ from fedloom.data.federation import Roster
 from fedloom.engines.base import Engine
 from fedloom.errors import ConfigError, DataError
 from fedloom.experiments import checkpoint
+from fedloom.experiments.callbacks import Callbacks, Given
 from fedloom.experiments.checkpoint import Checkpoint
 from fedloom.experiments.findings import findings
 from fedloom.experiments.history import History, Matrix
-from fedloom.experiments.result import MODELS, Models, Result, Stored, read_run
+from fedloom.experiments.result import MODELS, Models, Result, Stored, load_run
 from fedloom.experiments.run_folder import FORMAT, PARTITION, entries, is_completed, read_config
 from fedloom.experiments.settings import RunSettings, chosen_evaluation
 from fedloom.experiments.trackers import Begun, Tracking
@@ -56,12 +63,9 @@ class Kept(NamedTuple):
     model: Message
 
 
-OnRound: TypeAlias = Callable[[dict[str, Any], int], None]  # a history entry, number of rounds
-OnStart: TypeAlias = Callable[[dict[str, Any]], None]  # `engine` and `engine_details`
 Scores: TypeAlias = dict[str, float | None]
 _log = logging.getLogger("fedloom")
 _PACKAGES = (
-    "fedloom",
     "torch",
     "torch_geometric",
     "numpy",
@@ -80,6 +84,7 @@ class Recorder:
         roster: The clients and their sizes.
         settings: The run settings.
         folder: The run folder; None keeps everything in memory.
+        callbacks: What is called at the start, after each round and at the end.
         config: The run's origin, as config.json keeps it.
         predicted_mb: The predicted peak of memory.
         partition: Label counts per client, in a simulation.
@@ -94,11 +99,11 @@ class Recorder:
         roster: Roster,
         settings: RunSettings,
         folder: Path | None,
-        on_round: OnRound | None,
-        on_start: OnStart | None = None,
+        callbacks: Given = None,
     ):
         self.roster, self.settings, self.folder = roster, settings, folder
-        self.on_round, self.on_start = on_round, on_start
+        self.callbacks = Callbacks(callbacks)
+        self._asked_to_stop = False  # by a callback
         self.config: dict[str, Any] = {}
         self.predicted_mb = 0.0
         self.partition: dict[str, Any] = {}
@@ -161,7 +166,7 @@ class Recorder:
         if self.folder and resume:
             self._require_same_run(self.folder)
             if is_completed(self.folder):
-                return read_run(self.folder)
+                return load_run(self.folder)
             self._reopen(self.folder)
         elif self.folder:
             _write_json(self.folder / "config.json", self.config)
@@ -178,8 +183,7 @@ class Recorder:
         with ExitStack() as stack:
             try:
                 self._made = stack.enter_context(closing(make()))
-                if self.on_start:
-                    self.on_start(self._engine())
+                self.callbacks.on_start(self._about())
                 crash_point("nothing-asked")
                 weigh_classes(server)
                 method.run(server)
@@ -195,6 +199,7 @@ class Recorder:
         del self.server
         try:
             self.tracking.end(result.summary)
+            self.callbacks.on_end(result)
         finally:
             if failure is not None:
                 raise failure
@@ -222,6 +227,18 @@ class Recorder:
         return {
             "engine": self.settings.engine,
             "engine_details": {"threads": self.settings.threads, **details},
+        }
+
+    def _about(self) -> dict[str, Any]:
+        """Returns what callbacks are told at the start."""
+        return {
+            "method": self.name,
+            "dataset": self.roster.about["dataset"],
+            "clients": self.roster.about["clients"],
+            "seed": self.settings.seed,
+            "folder": self.folder,
+            "without_training_items": self.roster.without_training,
+            **self._engine(),
         }
 
     # ---- called by the server ----
@@ -303,7 +320,7 @@ class Recorder:
         if self.folder and every and server.round % every == 0:
             self._save_checkpoint(self.folder, server)
         crash_point("round-closed")
-        return self.history.out_of_patience()
+        return self._asked_to_stop or self.history.out_of_patience()
 
     # ---- writing ----
     def _close_entry(self, server: Server) -> None:
@@ -322,8 +339,7 @@ class Recorder:
             return  # a resumed run repeats its set-up, which is in the history already
         self._append(server, entry, confusion)
         self.tracking.add(entry)
-        if self.on_round:
-            self.on_round(entry, self.planned)
+        self._asked_to_stop |= bool(self.callbacks.on_round(entry, self.planned))
 
     def _append(
         self,
@@ -605,4 +621,8 @@ def _first_of(earlier: BaseException | None, error: Exception) -> BaseException:
 
 
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
+    return {
+        "python": platform.python_version(),
+        "fedloom": installed_version(),
+        **{name: version(name) for name in _PACKAGES},
+    }

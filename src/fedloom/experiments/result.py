@@ -16,6 +16,7 @@ from fedloom.core.message import Message, unflatten
 from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError, DataError, unknown
+from fedloom.experiments.display import data_frame, history_records, result_html, result_text
 from fedloom.experiments.predictions import Predictions, joined
 from fedloom.experiments.run_folder import read_config, read_history, read_summary
 from fedloom.experiments.trained import WHICH, ModelCard, TrainedModel, read_data, read_model
@@ -41,7 +42,7 @@ class Models(NamedTuple):
     final: StoredModels
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """The outcome of a run.
 
@@ -62,6 +63,20 @@ class Result:
     final: StoredModels = field(default_factory=dict, repr=False)
     older: Mapping[str, Message] = field(default_factory=dict, repr=False)
     federation: Federation | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        return result_text(self.summary, self.folder)
+
+    def _repr_html_(self) -> str:
+        return result_html(self.summary, self.folder)
+
+    def pandas(self, clients: bool = False) -> Any:
+        """Returns the history as a pandas DataFrame (extra `tables`).
+
+        Args:
+            clients: A row for each round and client, instead of one for each round.
+        """
+        return data_frame(history_records(self.history, clients))
 
     @cached_property
     def history(self) -> list[dict[str, Any]]:
@@ -231,7 +246,7 @@ class Result:
             raise DataError(f"data: {error}; give data=...") from error
 
 
-def read_run(folder: str | Path) -> Result:
+def load_run(folder: str | Path) -> Result:
     """Reads a run folder, also one of a run that was stopped or killed.
 
     Raises a DataError if it is not a run folder or is damaged.

@@ -17,14 +17,22 @@ from fedloom.core.class_weight import explicit_weights
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts
 from fedloom.core.method import Method
-from fedloom.core.registry import make_method, name_of
+from fedloom.core.registry import make_method, method_class, name_of, with_base, with_settings
 from fedloom.data.federation import Federation, Roster
 from fedloom.data.statistics import label_counts
 from fedloom.engines import engine_class
 from fedloom.engines.base import Engine
 from fedloom.errors import ConfigError
 from fedloom.experiments import memory_estimate
-from fedloom.experiments.recorder import OnRound, OnStart, Recorder
+from fedloom.experiments.arguments import (
+    RUN_SETTINGS,
+    require_federation,
+    require_known,
+    require_method,
+    require_settings,
+)
+from fedloom.experiments.callbacks import Given
+from fedloom.experiments.recorder import Recorder
 from fedloom.experiments.result import Result
 from fedloom.experiments.run_folder import read_config
 from fedloom.experiments.settings import RunSettings
@@ -38,15 +46,14 @@ ModelSource: TypeAlias = str | Source
 
 
 def run(
-    method: str | Mapping[str, Any] | Method,
-    federation: Federation,
+    method: str | Mapping[str, Any] | Method | type[Method],
+    federation: Federation = None,  # type: ignore[assignment]  # None: an error that says what to do
     *,
     model: ModelSource | Sequence[ModelSource] = "gcn",
     dropout: float = 0.5,
     settings: RunSettings | None = None,
     out: str | Path | None = None,
-    on_round: OnRound | None = None,
-    on_start: OnStart | None = None,
+    callbacks: Given = None,
     resume: bool = False,
     track: Track = (),
     config: Mapping[str, Any] | None = None,
@@ -56,9 +63,9 @@ def run(
     """Runs a method on a federation.
 
     Args:
-        method: A name ("fedavg"), a path to a method file, a Method, or the [method] table of a
-            recipe: {"name": "fedavg", "lr": 0.01}.
-        federation: The parties' graphs.
+        method: A name ("fedavg"), a path to a method file, a Method or its class, or the [method]
+            table of a recipe: {"name": "fedavg", "lr": 0.01}.
+        federation: The parties' graphs: `fedloom.divide(graph, clients=10)`.
         model: A spec ("gcn", "gcn-4x128"); your own torch module: its class, a function
             (num_features, num_classes) -> module, a module that every client copies, or
             "file.py:Class"; or several of these, as a list or separated by commas. The clients get
@@ -66,8 +73,8 @@ def run(
         dropout: Share of hidden units dropped in training.
         settings: Engine, seed, participation and so on. The default is `RunSettings()`.
         out: A folder for the run.
-        on_round: Called with each history entry and the number of rounds.
-        on_start: Called when the engine is ready.
+        callbacks: A function that gets each history entry, a `Callback`, or a list of these. One
+            that returns True stops the rounds.
         resume: Continue the run in `out` from its checkpoint, or from the beginning if it has none.
             A completed run is read.
         track: "tensorboard", "mlflow" or a Tracker; see `fedloom.experiments.trackers`.
@@ -79,6 +86,9 @@ def run(
     Returns:
         The scores, models and traffic of the run.
     """
+    require_method(method, federation)
+    federation = require_federation(federation)
+    require_settings(settings)
     name, chosen, changes = _resolve_method(method, options)
     settings = replace(settings or RunSettings(), **changes)
     divided, federation = federation, (federation.merged() if chosen.centralized else federation)
@@ -88,7 +98,7 @@ def run(
     predicted_mb = memory_estimate.require(need)
     tracking = Tracking(track)
     tracking.check(None if out is None else Path(out), resume)
-    recorder = Recorder(federation.roster, settings, run_folder(out, resume), on_round, on_start)
+    recorder = Recorder(federation.roster, settings, run_folder(out, resume), callbacks)
     recorder.tracking = tracking
     recorder.predicted_mb = predicted_mb
     recorder.partition = label_counts(divided) if recorder.folder else {}
@@ -103,36 +113,55 @@ def run(
         clients = (Client(n, g, facts, inductive, responder_for(facts)) for n, g in graphs)
         return engine_class(settings.engine)(chosen, clients, settings.faults, settings.workers)
 
-    with threads(settings.threads), retained_memory():
+    with threads(settings.threads), retained_memory(), _saying_what_is_kept(recorder):
         result = recorder.execute(name, chosen, facts, engine, resume, seconds_loading)
     # A recipe can make the federation again.
-    return result if config else replace(result, federation=federation)
+    return result if "partition" in recorder.config else replace(result, federation=federation)
+
+
+@contextmanager
+def _saying_what_is_kept(recorder: Recorder) -> Iterator[None]:
+    """Adds to a KeyboardInterrupt, as Ctrl-C raises it, how to continue the run."""
+    try:
+        yield
+    except KeyboardInterrupt as stopped:
+        if recorder.folder:
+            more = "" if "partition" in recorder.config else ", federation"
+            call = f"fedloom.resume({str(recorder.folder)!r}{more})"
+            stopped.add_note(f"the run is kept: {call} continues it")
+        raise
 
 
 def _resolve_method(
-    method: str | Mapping[str, Any] | Method, options: Mapping[str, Any]
+    method: str | Mapping[str, Any] | Method | type[Method], options: Mapping[str, Any]
 ) -> tuple[str, Method, dict[str, Any]]:
     """Returns the method's name, the method, and the options that are run settings.
 
     Raises a ConfigError if an option could be a setting of the method or of the run.
     """
-    known = {f.name for f in fields(RunSettings)}
-    of_run = {key: value for key, value in options.items() if key in known}
-    of_method = {key: value for key, value in options.items() if key not in known}
-    if not isinstance(method, str):
+    of_run = {key: value for key, value in options.items() if key in RUN_SETTINGS}
+    of_method = {key: value for key, value in options.items() if key not in RUN_SETTINGS}
+    if isinstance(method, (Method, Mapping)):
         for key in of_method:
             raise ConfigError(
                 f"{key}: the method is given with all its settings, as an object or a table; "
-                f"set {key} there. Valid options here: {', '.join(sorted(known))}"
+                f"set {key} there. Valid options here: {', '.join(sorted(RUN_SETTINGS))}"
             )
     if isinstance(method, Method):
-        name, chosen = name_of(method), method
-    else:
-        table = {"name": method, **of_method} if isinstance(method, str) else dict(method)
+        name, chosen = name_of(type(method)), method
+    elif isinstance(method, Mapping):
+        table = dict(method)
         name = table.pop("name", None)
         if not isinstance(name, str):
             raise ConfigError(f"method.name is {name!r}, must be a text")
         chosen = make_method(name, table)
+    else:
+        if isinstance(method, str):
+            name, cls = method, method_class(method, of_method)
+        else:
+            name, cls = name_of(method), with_base(method, of_method)
+        require_known(of_method, [f.name for f in fields(cls)], name)
+        chosen = with_settings(cls, name, of_method)
     require_unreserved(type(chosen), name)
     own = {f.name for f in fields(chosen)}
     for key in of_run:

@@ -58,8 +58,7 @@ class Run:
     @cached_property
     def partition(self) -> dict[str, Any] | None:
         """Label counts of each client; None for a run of a deployment, which does not know them."""
-        path = self.folder / PARTITION
-        return _read_object(path) if path.exists() else None
+        return read_partition(self.folder)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -153,6 +152,12 @@ def read_config(folder: Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise DataError(f"run: {str(folder)!r} is damaged ({CONFIG}: {error})") from error
+
+
+def read_partition(folder: Path) -> dict[str, Any] | None:
+    """Returns the label counts of each client; None if the folder does not have them."""
+    path = folder / PARTITION
+    return _read_object(path) if path.exists() else None
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:

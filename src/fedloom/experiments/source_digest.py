@@ -9,11 +9,15 @@ from __future__ import annotations
 import ast
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
 
 import fedloom
+from fedloom.core.method import Method
+from fedloom.core.phase import Phase
 from fedloom.core.registry import method_class
 from fedloom.engines import engine_class
 from fedloom.nn.build import split_specs
@@ -25,12 +29,16 @@ _ENTRY_POINTS = ("fedloom.experiments.run", "fedloom.experiments.recipe")
 # Modules that cannot change a run's numbers. The search does not enter them.
 _EXCLUDED = (
     "fedloom.experiments.report",  # reads finished run folders
+    "fedloom.data.display",  # shows objects as text
+    "fedloom.experiments.display",  # the same
     "fedloom.cli",  # parses the command line; the settings are part of a cell's name anyway
     "fedloom.commands",  # prints results
     "fedloom.experiments.trackers",  # copies history entries; a failing tracker is dropped
     "fedloom.experiments.executor",  # decides when and where a cell runs, not what it computes
     "fedloom.experiments.grid",  # chooses the settings of each cell; they are part of its name
     "fedloom.experiments.tune",  # the same, for trials
+    "fedloom.experiments.comparing",  # compares finished runs
+    "fedloom.experiments.python_api",  # chooses settings, and compares finished runs
     "fedloom.experiments.memory_estimate",  # may refuse a run, but does not change it
 )
 
@@ -47,7 +55,57 @@ def code_behind(method: str, base: str | None = None, engine: str = "loop", mode
     digest = hashlib.sha256()
     for path in imported_files(method, base, engine, model):
         digest.update(hashlib.sha256(_read(path)).digest())
+    for line in _compiled(_class(method, base)):
+        digest.update(line.encode())
     return digest.hexdigest()
+
+
+def _class(method: str, base: str | None) -> type[Method]:
+    return method_class(method, {"base": base} if base else {})
+
+
+def _compiled(cls: type[Method]) -> Iterator[str]:
+    """Yields what a method's classes do that have no file, as a notebook defines them.
+
+    It covers their functions, and the functions and classes of the notebook that these name.
+    """
+    todo: list[Any] = [each for each in cls.__mro__ if _without_file(each)]
+    seen: set[int] = set()
+    while todo:
+        if id(found := todo.pop(0)) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, type):
+            for key, value in sorted(vars(found).items()):
+                if isinstance(value, Phase):
+                    value = value.function
+                if isinstance(value, (FunctionType, type, staticmethod, classmethod)):
+                    todo.append(getattr(value, "__func__", value))
+                elif isinstance(value, (bool, int, float, str, tuple)) and key[:2] != "__":
+                    yield f"{found.__name__}.{key} = {value!r}"
+        elif _without_file(found):
+            yield from _instructions(found.__code__)
+            named = (found.__globals__.get(name) for name in found.__code__.co_names)
+            todo += [n for n in named if isinstance(n, (FunctionType, type)) and _without_file(n)]
+
+
+def _instructions(code: CodeType) -> Iterator[str]:
+    """Yields what code does, without where it is written."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    constants = [
+        sorted(map(repr, each)) if isinstance(each, frozenset) else repr(each)
+        for each in code.co_consts
+        if not isinstance(each, CodeType)
+    ]
+    yield f"{code.co_name} {code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"
+    for each in inner:
+        yield from _instructions(each)
+
+
+def _without_file(value: Any) -> bool:
+    return getattr(sys.modules.get(value.__module__), "__file__", None) is None and (
+        value.__module__ != "builtins"
+    )
 
 
 def imported_files(
@@ -57,21 +115,27 @@ def imported_files(
 
     Takes the same arguments as `code_behind`. The order is the same on every machine.
     """
-    cls = method_class(method, {"base": base} if base else {})
-    modules = [parent.__module__ for parent in cls.__mro__]
+    modules = [parent.__module__ for parent in _class(method, base).__mro__]
     roots = [*_ENTRY_POINTS, engine_class(engine).__module__]
     roots += [name for name in modules if name.startswith("fedloom.")]
-    users = [name for name in modules if name.startswith("fedloom_user_")]
     found = {path for path in map(_file_of, roots) if path is not None}
-    found |= {Path(str(sys.modules[name].__file__)).resolve() for name in users}
     own = [spec.partition(":")[0] for spec in split_specs(model) if is_own(spec)]
     found |= {Path(path).resolve() for path in own}
+    found |= set(_users_files(modules))
     todo = list(found)
     while todo:
         new = set(_imports(todo.pop())) - found
         found |= new
         todo += new
     return sorted(found, key=_sort_key)
+
+
+def _users_files(modules: Iterable[str]) -> Iterator[Path]:
+    """Yields the files of a user's own modules: method files, scripts, modules beside them."""
+    for name in modules:
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if path and name.partition(".")[0] not in ("fedloom", *sys.stdlib_module_names):
+            yield Path(path).resolve()
 
 
 def _sort_key(path: Path) -> tuple[bool, str]:

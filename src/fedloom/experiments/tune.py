@@ -44,8 +44,9 @@ from fedloom.core.settings import check_setting
 from fedloom.data.federation import Federation
 from fedloom.engines import has_workers
 from fedloom.errors import ConfigError, DataError, FedloomError, unknown
+from fedloom.experiments.display import data_frame, tuned_html, tuned_text
 from fedloom.experiments.recipe import TABLES, ModelTable, Recipe, make_recipe, read_value, to_toml
-from fedloom.experiments.result import read_run
+from fedloom.experiments.result import load_run
 from fedloom.experiments.run_folder import is_completed, read_config
 from fedloom.nn.metrics import MINIMISED
 
@@ -99,7 +100,7 @@ class Trial:
     error: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Tuned:
     """The result of a study.
 
@@ -124,6 +125,30 @@ class Tuned:
         """The trials that succeeded, the best first; the first of equal ones."""
         succeeded = [t for t in self.trials if t.validation is not None]
         return sorted(succeeded, key=lambda t: (_rank(t, self.selection), t.number))
+
+    def __repr__(self) -> str:
+        return tuned_text(self)
+
+    def _repr_html_(self) -> str:
+        return tuned_html(self)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The best settings as keywords of `fedloom.run`."""
+        names = {"model.name": "model"}
+        best = self.best.settings.items()
+        return {names.get(key, key.partition(".")[2]): value for key, value in best}
+
+    def records(self) -> list[dict[str, Any]]:
+        """Returns the trials as records: number, validation score, settings, error."""
+        return [
+            {"trial": t.number, "validation": t.validation, **t.settings, "error": t.error}
+            for t in self.trials
+        ]
+
+    def pandas(self) -> Any:
+        """Returns the trials as a pandas DataFrame (extra `tables`)."""
+        return data_frame(self.records())
 
     @property
     def given(self) -> Trial | None:
@@ -245,7 +270,11 @@ def _asked(over: Iterable[str]) -> Iterator[tuple[str, str | None]]:
 
 # ---- one trial ----
 def validate(
-    tables: Mapping[str, Any], seeds: Sequence[int], folder: Path, number: int
+    tables: Mapping[str, Any],
+    seeds: Sequence[int],
+    folder: Path,
+    number: int,
+    federation: Federation | None = None,
 ) -> list[float]:
     """Runs a trial and returns the validation score of each seed.
 
@@ -257,10 +286,12 @@ def validate(
         seeds: The seeds.
         folder: The folder of the run folders.
         number: The trial's number.
+        federation: The data, if they are in memory.
     """
     scores = []
     for seed in seeds:
-        recipe = make_recipe({**tables, "run": {**tables.get("run", {}), "seed": seed}})
+        chosen = {**tables, "run": {**tables.get("run", {}), "seed": seed}}
+        recipe = make_recipe(chosen, federation)
         score = _run(recipe, folder / f"{number:03d}-s{seed}")
         if score is None:
             raise _no_validation_items(recipe)
@@ -279,7 +310,7 @@ def _run(recipe: Recipe, folder: Path) -> float | None:
             "choose another folder (--out)"
         )
     elif is_completed(folder):
-        result = read_run(folder)
+        result = load_run(folder)
     else:
         result = recipe.execute(folder, federation=_federation(recipe), resume=True)
     # The models of hundreds of trials would fill the disk, and a run can be repeated.
@@ -289,6 +320,8 @@ def _run(recipe: Recipe, folder: Path) -> float | None:
 
 
 def _federation(recipe: Recipe) -> Federation:
+    if recipe.given is not None:
+        return recipe.given
     config = recipe.config()
     return _divided(json.dumps({"data": config["data"], "partition": config["partition"]}))
 
@@ -317,6 +350,7 @@ def tune(
     tables: Mapping[str, Any],
     out: Path,
     *,
+    federation: Federation | None = None,
     over: Iterable[str] = (),
     trials: int = 30,
     minutes: float = 0.0,
@@ -333,6 +367,7 @@ def tune(
     Args:
         tables: The recipe.
         out: The folder of the study.
+        federation: The data, if they are in memory.
         over: The settings to tune, see `search_space`.
         trials: The number of trials.
         minutes: The time in which trials start (0 = no limit).
@@ -349,18 +384,18 @@ def tune(
         raise ConfigError(
             f"tune: minutes is {minutes:g}, must be a number at least 0 (0 = no limit)"
         )
-    recipe = make_recipe(tables)
+    recipe = make_recipe(tables, federation)
     if jobs > 1 and has_workers(recipe.run.engine):
         raise ConfigError(
             f"tune: jobs is {jobs}, engine {recipe.run.engine!r} has workers of its own; "
             "valid: 1, or another run.engine"
         )
     search_space(recipe, over := list(over))  # a misspelt setting fails before the data are loaded
-    federation = _federation(recipe)
-    recipe.check(federation)
-    if not sum(size.val for size in federation.roster.sizes):
+    divided = _federation(recipe)
+    recipe.check(divided)
+    if not sum(size.val for size in divided.roster.sizes):
         raise _no_validation_items(recipe)
-    space = search_space(recipe, over, federation.roster.task)
+    space = search_space(recipe, over, divided.roster.task)
     with _alone_in(out):
         study = _Study(
             optuna, out, recipe, tables, space, [recipe.run.seed + k for k in range(seeds)]
@@ -496,7 +531,12 @@ class _Study:
                         tables = _with(self.tables, self._begin(trial))
                         under_way[
                             pool.submit(
-                                validate, tables, self.seeds, self.out / "trials", trial.number
+                                validate,
+                                tables,
+                                self.seeds,
+                                self.out / "trials",
+                                trial.number,
+                                self.recipe.given,
                             )
                         ] = trial
                 done, _ = wait(under_way, return_when=FIRST_COMPLETED) if under_way else ((), ())
@@ -626,8 +666,10 @@ class _Study:
         importance = self._importance(len(succeeded))
         tuned = Tuned(trials, best, importance, self.out / "recipe.toml", ended, selection)
         comment = "".join(f"# {line}\n" for line in _origin(tuned, len(self.seeds), command))
-        recipe = make_recipe(_with(self.tables, best.settings))
-        write_atomic(tuned.recipe, (comment + "\n" + to_toml(_complete(recipe))).encode())
+        complete = _complete(make_recipe(_with(self.tables, best.settings), self.recipe.given))
+        if self.recipe.given is not None:  # a recipe cannot describe data that are in memory
+            del complete["data"]
+        write_atomic(tuned.recipe, (comment + "\n" + to_toml(complete)).encode())
         return tuned
 
     def _importance(self, succeeded: int) -> dict[str, float]:
@@ -684,6 +726,8 @@ def _percent(trial: Trial) -> str:
 def _complete(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """Returns the recipe with every default. Its partition still follows the run's seed."""
     config = recipe.config()
+    if recipe.given is not None:
+        return config
     return {**config, "partition": {**config["partition"], "seed": recipe.partition.seed}}
 
 

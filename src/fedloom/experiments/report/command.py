@@ -34,17 +34,35 @@ def report(
         embeddings: Whether to compute embeddings of each method's first seed. Folders that already
             have embeddings keep theirs.
     """
+    command = shlex.join(["fedloom", *sys.argv[1:]])
+    found = make_report(folders, page, metric, embeddings, command)
+    for each in found.left_out:
+        err.print(f"left out: {each.folder}: {each.reason}", style="yellow", highlight=False)
+    err.print(f"wrote {page}", style="dim", highlight=False)
+    if figures:
+        drawn = write_figures(found, figures, formats.replace(" ", "").split(","))
+        err.print(f"wrote {len(drawn)} figures to {figures}", style="dim", highlight=False)
+
+
+def make_report(
+    folders: Sequence[Path],
+    page: Path,
+    metric: str = "accuracy",
+    embeddings: bool = False,
+    command: str = "",
+) -> Comparison:
+    """Writes the page of all runs in or below folders. Returns what it compares.
+
+    Args:
+        folders, page, metric, embeddings: As in `report`.
+        command: The command that makes the page. The page prints it.
+    """
     runs, left_out = gather(folders)
     found = compare(runs, left_out, metric)
     if embeddings:
         _embed(found)
-    written = write_report(found, page, command=shlex.join(["fedloom", *sys.argv[1:]]))
-    for each in found.left_out:
-        err.print(f"left out: {each.folder}: {each.reason}", style="yellow", highlight=False)
-    err.print(f"wrote {written}", style="dim", highlight=False)
-    if figures:
-        drawn = write_figures(found, figures, formats.replace(" ", "").split(","))
-        err.print(f"wrote {len(drawn)} figures to {figures}", style="dim", highlight=False)
+    write_report(found, page, command)
+    return found
 
 
 def _embed(found: Comparison) -> None:

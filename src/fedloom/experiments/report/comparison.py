@@ -16,6 +16,7 @@ from statistics import mean
 from typing import Any
 
 from fedloom.errors import DataError, unknown
+from fedloom.experiments.display import comparison_html, comparison_text, data_frame
 from fedloom.experiments.report.significance import Spread, Verdict, holm, paired, spread, verdict
 from fedloom.experiments.run_folder import LeftOut, Run
 
@@ -92,7 +93,7 @@ class Entry:
         return self.mean(lambda s: s["seconds"]["total"])
 
 
-@dataclass
+@dataclass(repr=False)
 class Comparison:
     """The result of `compare`.
 
@@ -109,6 +110,56 @@ class Comparison:
     rows: list[str]
     entries: dict[tuple[str, str], Entry]
     left_out: list[LeftOut] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return comparison_text(self)
+
+    def _repr_html_(self) -> str:
+        return comparison_html(self, footnote(self))
+
+    def records(self) -> list[dict[str, Any]]:
+        """Returns a record for each task and row.
+
+        Scores are from 0 to 1. `gain` (over local training) and `against_best` are differences in
+        points, with their tests.
+        """
+        return [
+            {
+                "task": task,
+                "method": row,
+                "seeds": len(e.runs),
+                "mean": e.score.mean if e.score else None,
+                "deviation": e.score.deviation if e.score else None,
+                "mark": e.mark,
+                "like_best": e.like_best,
+                "corrected_p": e.p,
+                "against_best": e.against_best._asdict() if e.against_best else None,
+                "gain": e.gain._asdict() if e.gain else None,
+                "bytes": e.bytes_sent,
+                "seconds": e.seconds,
+                "folders": [str(run.folder) for run in e.runs],
+            }
+            for task in self.tasks
+            for row, e in self.on(task).items()
+        ]
+
+    def pandas(self) -> Any:
+        """Returns the table as a pandas DataFrame (extra `tables`), a row for each task and row.
+
+        `gain` and `against_best` are the mean differences, in points.
+        """
+        records = [
+            {key: value for key, value in record.items() if key != "folders"}
+            | {key: (record[key] or {}).get("mean") for key in ("gain", "against_best")}
+            for record in self.records()
+        ]
+        return data_frame(records)
+
+    def report(self, path: str | Path = "report.html") -> Path:
+        """Writes the comparison as one HTML page that needs no network. Returns its path."""
+        from fedloom.experiments.report.write import write_report  # which imports this module
+
+        return write_report(self, Path(path))
 
     def on(self, task: str) -> dict[str, Entry]:
         """Returns a task's entries by row."""

@@ -17,32 +17,15 @@ from rich.text import Text
 from fedloom.core.method import Method
 from fedloom.core.phase import phases_of
 from fedloom.core.settings import default_of, valid_values
+from fedloom.experiments.display import duration as duration
+from fedloom.experiments.display import headline
+from fedloom.experiments.display import percent as percent
+from fedloom.experiments.display import size as size
 from fedloom.experiments.report.comparison import Comparison, footnote
 from fedloom.experiments.report.significance import points
 
 if TYPE_CHECKING:
     from fedloom.experiments.tune import Tuned
-
-
-def percent(value: float | None) -> str:
-    """Returns a share in percent: 0.8123 gives "81.2", None gives "-"."""
-    return "-" if value is None else f"{100 * value:.1f}"
-
-
-def size(count: float) -> str:
-    """Returns a number of bytes with its unit: 36900000 gives "36.9 MB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return ""
-
-
-def duration(seconds: float) -> str:
-    """Returns a number of seconds with its unit: 600 gives "10 min"."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def listing(rows: Mapping[str, str]) -> RenderableType:
@@ -98,7 +81,7 @@ def result(
             "checkpoint, if it has one"
         )
     parts: list[RenderableType] = [
-        _headline(summary),
+        Text(headline(summary), style="bold"),
         _scores([summary, *baselines]),
         _clients(summary, baselines),
         _traffic(summary),
@@ -145,12 +128,6 @@ def _absences(s: Mapping[str, Any]) -> str:
     shown += f" and {len(often) - 10} more" if len(often) > 10 else ""
     when = "history.jsonl says when and why"
     return f"absent from exchanges: {shown}; asked again: {s['retried']} ({when})"
-
-
-def _headline(s: Mapping[str, Any]) -> Text:
-    task = f"{s['method']} on {s['dataset']}, {s['clients']} clients by {s['partition']}"
-    line = f"{task}, {s['model']}, seed {s['seed']}: {s['status']}"
-    return Text(line + (f" ({s['cause']})" if s.get("cause") else ""), style="bold")
 
 
 def _scores(summaries: Sequence[Mapping[str, Any]]) -> Table:
@@ -285,26 +262,11 @@ def comparison(c: Comparison) -> RenderableType:
 
 def comparison_as_json(c: Comparison) -> dict[str, Any]:
     """Returns the data that `fedloom compare --json` prints."""
-    rows = [
-        {
-            "task": task,
-            "method": row,
-            "seeds": len(e.runs),
-            "mean": e.score.mean if e.score else None,
-            "deviation": e.score.deviation if e.score else None,
-            "mark": e.mark,
-            "like_best": e.like_best,
-            "corrected_p": e.p,
-            "against_best": e.against_best._asdict() if e.against_best else None,
-            "gain": e.gain._asdict() if e.gain else None,
-            "bytes": e.bytes_sent,
-            "seconds": e.seconds,
-            "folders": [str(run.folder) for run in e.runs],
-        }
-        for task in c.tasks
-        for row, e in c.on(task).items()
-    ]
-    return {"metric": c.metric, "rows": rows, "left_out": [each._asdict() for each in c.left_out]}
+    return {
+        "metric": c.metric,
+        "rows": c.records(),
+        "left_out": [each._asdict() for each in c.left_out],
+    }
 
 
 def method(name: str, cls: type[Method]) -> RenderableType:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fedloom._system import installed_version
 from fedloom.errors import DataError, unknown
 from fedloom.experiments.report.artifacts import pictures
 from fedloom.experiments.report.comparison import Comparison
@@ -65,7 +65,7 @@ def make_page(c: Comparison, command: str = "") -> dict[str, Any]:
     return {
         "title": title,
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "version": version("fedloom"),
+        "version": installed_version(),
         "command": command,
         "figures": shown,
         "left_out": [each._asdict() for each in c.left_out],
