@@ -19,6 +19,8 @@ from fedloom.errors import ConfigError, unknown
 SUFFIXES = (".png", ".svg", ".pdf")
 # The hues of Okabe and Ito, a little darker. Beyond eight series, dashes and hollow markers differ.
 HUES = ("#0072b2", "#d55e00", "#009e73", "#b5588e", "#d98f00", "#45a7dd", "#4a4a4a", "#8a7f00")
+# Parts of a whole, such as phases: muted colours that no series of a method has.
+PARTS = ("#4a6078", "#b08a5a", "#7c9a86", "#8a6a8f", "#7d98ad", "#70503c", "#a89a83", "#566b4c")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 3)), (0, (1, 2)), (0, (7, 3, 1, 3)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HATCHES = ("", "////", "....", "xxxx")
@@ -222,7 +224,7 @@ def _lines(canvas: Any, figure: dict[str, Any]) -> None:
 
 
 def _points(canvas: Any, figure: dict[str, Any]) -> None:
-    canvas.set_size_inches(6.4, 5.2 if figure.get("diagonal") else 4.4)
+    canvas.set_size_inches(6.4, 6.4 if figure.get("diagonal") else 4.4)
     axes = canvas.subplots()
     _bare(axes)
     series, frontier = (
@@ -263,11 +265,14 @@ def _points(canvas: Any, figure: dict[str, Any]) -> None:
         along = np.append(frontier[:, 0], right), np.append(frontier[:, 1], frontier[-1, 1])
         axes.step(*along, where="post", color="black", linewidth=1, linestyle=":", label="frontier")
         axes.set_xlim(right=right)
-    if figure.get("diagonal"):
+    if figure.get("diagonal"):  # both axes have the same range and the same length
         low, high = (
-            max(axes.get_xlim()[0], axes.get_ylim()[0]),
-            min(axes.get_xlim()[1], axes.get_ylim()[1]),
+            min(axes.get_xlim()[0], axes.get_ylim()[0]),
+            max(axes.get_xlim()[1], axes.get_ylim()[1]),
         )
+        axes.set_xlim(low, high)
+        axes.set_ylim(low, high)
+        axes.set_aspect("equal")
         axes.plot(
             [low, high],
             [low, high],
@@ -296,7 +301,7 @@ def _bars(canvas: Any, figure: dict[str, Any]) -> None:
             values,
             left=so_far,
             height=0.62,
-            color=HUES[hue],
+            color=(PARTS if figure.get("palette") == "parts" else HUES)[hue],
             hatch=HATCHES[cycle % 4],
             edgecolor="white",
             label=one["name"],

@@ -42,15 +42,36 @@ function compare(a, b) {
 }
 
 /**
+ * Returns an element around one that scrolls sideways.
+ *
+ * A shadow at an edge shows that there is more, and the element has the class `overflows`.
+ */
+function scrollable(inner) {
+  const outer = el("div", { class: "more-to-see" }, inner);
+  const look = () => {
+    const hidden = inner.scrollWidth - inner.clientWidth;
+    outer.classList.toggle("overflows", hidden > 1);
+    outer.classList.toggle("more-left", inner.scrollLeft > 1);
+    outer.classList.toggle("more-right", inner.scrollLeft < hidden - 1);
+  };
+  inner.addEventListener("scroll", look, { passive: true });
+  const observer = new ResizeObserver(look);
+  observer.observe(inner);
+  for (const child of inner.children) observer.observe(child);
+  return outer;
+}
+
+/**
  * Returns the element of a table {title?, columns: [{name, align, help?}], rows: [[cell]]}.
  *
- * The element's method `fill(rows)` replaces the rows.
+ * `sorted_by` is the column by which the rows are sorted already, the largest first. The element's
+ * method `fill(rows)` replaces the rows.
  */
-function makeTable({ title, columns, rows }) {
+function makeTable({ title, columns, rows, sorted_by: sortedBy = -1 }) {
   let all = rows,
     shown = rows,
     page = 0;
-  const order = { column: -1, sign: 1 };
+  const order = { column: sortedBy, sign: sortedBy < 0 ? 1 : -1 };
   const heads = columns.map((column, number) => {
     const button = el(
       "button",
@@ -60,7 +81,11 @@ function makeTable({ title, columns, rows }) {
     );
     return el(
       "th",
-      { scope: "col", class: column.align === "right" ? "right" : null, "aria-sort": "none" },
+      {
+        scope: "col",
+        class: column.align === "right" ? "right" : null,
+        "aria-sort": number === sortedBy ? "descending" : "none",
+      },
       button,
     );
   });
@@ -108,7 +133,8 @@ function makeTable({ title, columns, rows }) {
     { class: "scroll", tabindex: "0", role: "region", "aria-label": title ?? "table" },
     el("table", {}, el("thead", {}, el("tr", {}, ...heads)), body),
   );
-  const element = el("div", { class: "table" }, tools, scroller);
+  const hint = el("p", { class: "hint", "aria-hidden": "true" }, "Scroll sideways for more columns");
+  const element = el("div", { class: "table" }, tools, scrollable(scroller), hint);
 
   function sortBy(number) {
     const first = columns[number].align === "right" ? -1 : 1; // numbers: the largest first
