@@ -608,5 +608,7 @@ def _print(result: Result, as_json: bool, compared: Sequence[Result] = ()) -> No
         print(json.dumps({**result.summary, **({"baselines": baselines} if baselines else {})}))
     else:
         out.print(tables.result(result.summary, [other.summary for other in compared]))
+    for line in result.summary.get("warnings", ()):
+        err.print(f"warning: {line}", style="yellow")
     if result.folder:
         err.print(f"run folder: {result.folder}", style="dim")

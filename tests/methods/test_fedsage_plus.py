@@ -189,7 +189,7 @@ def parts(client):
 REACHED = {
     "degree": {"encoder", "dgen"},
     "feature": {"encoder", "fgen"},
-    "class": {"encoder", "fgen", "classifier"},
+    "label": {"encoder", "fgen", "classifier"},
 }
 
 
@@ -218,7 +218,7 @@ def test_every_term_reaches_the_right_weights(node_federation, model):
 
 def test_the_terms_by_hand(node_federation):
     method, clients = prepared(
-        node_federation, degree_weight=0.5, feature_weight=0.25, class_weight=2.0
+        node_federation, degree_weight=0.5, feature_weight=0.25, label_weight=2.0
     )
     client = clients["0"]
     memory, impaired = client.memory, client.memory["impaired"]
@@ -241,11 +241,11 @@ def test_the_terms_by_hand(node_federation):
     train = graph.train.nonzero().flatten()
     assert len(rows) > 0
     assert torch.isclose(
-        terms["class"], 2 * F.cross_entropy(memory["classifier"](graph)[train], graph.y[train])
+        terms["label"], 2 * F.cross_entropy(memory["classifier"](graph)[train], graph.y[train])
     )
 
 
-@pytest.mark.parametrize("weight", ["degree_weight", "feature_weight", "class_weight"])
+@pytest.mark.parametrize("weight", ["degree_weight", "feature_weight", "label_weight"])
 def test_a_weight_of_zero_removes_its_term(node_federation, weight):
     method, clients = prepared(node_federation, **{weight: 0.0})
     terms, _ = method.generator_loss(clients["0"])
@@ -420,7 +420,7 @@ def test_labels_do_not_change_the_peer_messages_without_the_classifier(
             "fedsage+",
             replace(node_federation, graphs=graphs, whole=None),
             **SMALL,
-            class_weight=0.0,
+            label_weight=0.0,
         )
     half = len(written) // 2
     for one, other in zip(written[:half], written[half:], strict=True):
@@ -456,7 +456,7 @@ def test_settings_out_of_range_and_graph_tasks_are_refused(graph_federation):
         {"hidden": 1.0},
         {"hidden": 0.0},
         {"sample": 0},
-        {"class_weight": -1.0},
+        {"label_weight": -1.0},
     ):
         with pytest.raises(ConfigError, match=f"method.{next(iter(wrong))}"):
             FedSagePlus(**wrong)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fedloom.core.aggregation import PlainResponder, Responder
+from fedloom.core.class_weight import explicit_weights
 from fedloom.core.facts import Facts
 from fedloom.core.filters import parse_filters
 from fedloom.core.message import Message, flatten, isolate, unflatten
@@ -21,6 +22,8 @@ from fedloom.nn.model import Model
 
 # What upload filters have lost, {phase: tensors}. No method uses this name for its own state.
 LOST = "lost by upload filters"
+# The mean loss of the last training that no evaluation has reported. As above.
+LOSS = "training loss"
 
 
 class Client:
@@ -35,6 +38,7 @@ class Client:
         state: What checkpoints keep: tensors, models and optimisers, by name.
         memory: What a phase keeps for a later one. It is not saved. A resumed run repeats what
             comes before the rounds, and that must rebuild it.
+        class_weight: The weights of classes in the training loss, [classes]. None: all are equal.
     """
 
     def __init__(
@@ -57,9 +61,19 @@ class Client:
         self._upload = parse_filters(facts.upload, "run.upload")
         self._download = parse_filters(facts.download, "run.download")
         self._batches: tuple[Graph | None, int, list[Graph]] = (None, 0, [])
+        self.class_weight: Tensor | None = explicit_weights(facts.class_weight, facts.num_classes)
+        self._losses: list[Tensor] = []  # of the steps in the current phase
 
     def perform(self, method: Method, phase: str, message: Message) -> Message:
         """Runs a phase. Every engine calls this, wherever the client is."""
+        self._losses = []
+        reply = self._answer(method, phase, message)
+        if self._losses:
+            values = [float(loss) for loss in self._losses]
+            self.state[LOSS] = torch.tensor(sum(values) / len(values))
+        return reply
+
+    def _answer(self, method: Method, phase: str, message: Message) -> Message:
         message = self._download.decode(message)
         if not self._upload:
             return self._responder.answer(method, self, phase, message)
@@ -98,16 +112,48 @@ class Client:
         batch: Graph,
         reduction: str = "mean",
         of_class: Tensor | None = None,
+        record: bool = True,
     ) -> Tensor:
         """Returns the cross-entropy over the training items of a batch; 0 if it has none.
+
+        The mean over all calls in a phase is the client's training loss, which the run records.
 
         Args:
             logits: [items, classes].
             batch: The graph of the logits.
             reduction: "mean" or "sum".
-            of_class: Class weights.
+            of_class: Class weights. None: those of the run (`run.class_weight`).
+            record: Whether it counts as the client's training loss. False is for networks other
+                than the one that is scored.
         """
-        return training_loss(logits, batch, reduction, of_class)
+        weight = self.class_weight if of_class is None else of_class
+        loss = training_loss(logits, batch, reduction, weight)
+        if record:
+            summed = reduction == "sum"
+            self.record_loss(loss / batch.train.sum().clamp(min=1) if summed else loss)
+        return loss
+
+    def record_loss(self, loss: Tensor) -> None:
+        """Adds the loss of a training step to the client's training loss.
+
+        `loss` calls it. A method that trains the scored model on labels by a loss of its own calls
+        it, too.
+
+        loss: a scalar, the mean over items. It is not recorded if it has no gradient.
+        """
+        if loss.requires_grad:
+            self._losses.append(loss.detach())
+
+    def take_training_loss(self) -> float | None:
+        """Returns the mean loss of the last training, once.
+
+        It is None if the client has not trained since the last call, has no training items, or if
+        the loss is not finite.
+        """
+        loss = self.state.pop(LOSS, None)
+        if loss is None or not loss.isfinite() or not self.graph.train.any():
+            return None
+        return float(loss)
 
     @torch.no_grad()
     def validate(self, model: Model) -> float | None:

@@ -93,9 +93,12 @@ class Facts:
         models: One model spec per client, such as "gcn-2x64".
         dropout: Share of hidden units dropped in training.
         seed: The root of every random stream.
-        auc: Whether evaluation computes areas under the ROC curve.
+        auc: Whether evaluation computes the metrics that need probabilities.
         secure: The terms of secure sums. None: replies travel as they are.
         upload, download: The filters on weights that travel; see `fedloom.core.filters`.
+        selection: The metric whose validation value chooses the best round.
+        top_k: The number of items of `recall_at_k` and `precision_at_k`.
+        class_weight: The weights of classes in the training loss; see `fedloom.core.class_weight`.
     """
 
     num_features: int
@@ -109,6 +112,9 @@ class Facts:
     secure: SecureTerms | None = None
     upload: str = ""
     download: str = ""
+    selection: str = "accuracy"
+    top_k: int = 100
+    class_weight: str = ""
 
     @property
     def num_clients(self) -> int:

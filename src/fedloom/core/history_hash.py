@@ -13,6 +13,12 @@ from fedloom.core.replies import Replies
 
 SUMMED_FROM = 4096  # tensors of at least this many bytes are hashed by their sums
 EMPTY = hashlib.sha256(b"fedloom").digest()
+# What replies hold besides what the hash covers, by phase: metrics that follow from the same
+# predictions, and the training loss. Which of them a run wants does not change its hash.
+NOT_HASHED: Mapping[str, tuple[str, ...]] = {
+    "evaluate": ("probabilistic", "loss"),
+    "evaluate_sum": ("more", "confusion", "loss"),
+}
 
 
 def chained(
@@ -22,7 +28,11 @@ def chained(
     messages: Mapping[str, Message],
     replies: Mapping[str, Message],
 ) -> bytes:
-    """Chains an exchange into a history hash: clients, names and every tensor, both ways."""
+    """Chains an exchange into a history hash: clients, names and every tensor, both ways.
+
+    The tensors in `NOT_HASHED` are left out.
+    """
+    left_out = NOT_HASHED.get(phase, ())
     digests: dict[int, bytes] = {}  # a tensor that many receive is hashed once
     entries: dict[int, list[bytes]] = {}
     chain = hashlib.sha256(before + f"{round} {phase}".encode())
@@ -30,12 +40,14 @@ def chained(
         if isinstance(side, Replies) and isinstance(side.messages, Batch):
             batch = side.messages
             for name, stack in batch.stacks.items():
+                if name in left_out:
+                    continue
                 head = f"{direction} {batch.clients} {name} {stack.dtype} {list(stack.shape)}"
                 chain.update(head.encode() + fingerprint(stack))
             continue
         for client, content in side.items():
             if id(content) not in entries:
-                flat = flatten(content)
+                flat = {n: t for n, t in flatten(content).items() if n not in left_out}
                 for t in flat.values():
                     if id(t) not in digests:
                         digests[id(t)] = fingerprint(t)

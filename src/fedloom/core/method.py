@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from fedloom.core.class_weight import BALANCED
 from fedloom.core.message import Message
 from fedloom.core.phase import phase, phases_of, summed
 from fedloom.core.settings import check_setting, setting
 from fedloom.data.federation import Federation
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, MessageError, Refusal
 from fedloom.nn import metrics
 from fedloom.nn.model import Model, forward_with
 
@@ -76,29 +77,85 @@ class Method(ABC):
         """n_k, the number of the client's items: the weight in `@averaged(by="size")`."""
         return {"size": torch.tensor(max(1, client.graph.num_items))}  # inductive: may be empty
 
-    @phase(val="int64[C,C]", test="int64[C,C]", auc="float32[2]")
+    @phase(
+        val="int64[C,C]",
+        test="int64[C,C]",
+        auc="float32[2]",
+        probabilistic="float32[2,4]",
+        loss="float32[]",
+    )
     def evaluate(self, client: Client, model: Message | None = None) -> Message:
-        """Confusion matrices and AUCs of a model on the client's held-out items.
+        """Scores of a model on the client's held-out items, and the loss of its last training.
+
+        Scores are confusion matrices and, if the run wants them, AUCs and the `PROBABILISTIC`
+        metrics; see `fedloom.nn.metrics`.
 
         model: the weights to score. None: the client's own model.
         """
-        graph = client.full_graph
+        graph, facts = client.full_graph, client.facts
         with torch.no_grad():
             logits = self.predict(client, model)
-        areas = [
-            metrics.auc(logits, graph.y, mask) if client.facts.auc else metrics.UNDEFINED
-            for mask in (graph.val, graph.test)
-        ]
+        parts = ((graph.val, (facts.selection,)), (graph.test, metrics.PROBABILISTIC))
+        areas = [metrics.UNDEFINED] * 2
+        others = [[metrics.UNDEFINED] * len(metrics.PROBABILISTIC)] * 2
+        if facts.auc:
+            areas = [metrics.auc(logits, graph.y, mask) for mask, _ in parts]
+            others = [
+                metrics.probabilistic(logits, graph.y, mask, facts.top_k, wanted)
+                for mask, wanted in parts
+            ]
         val, test = metrics.held_out(logits, graph)
-        return {"val": val, "test": test, "auc": torch.tensor(areas)}
+        loss = client.take_training_loss()
+        return {
+            "val": val,
+            "test": test,
+            "auc": torch.tensor(areas),
+            "probabilistic": torch.tensor(others),
+            "loss": torch.tensor(metrics.UNDEFINED if loss is None else loss),
+        }
 
     @summed
-    @phase(scores="float64[6,4]")
+    @phase(scores="float64[6,4]", more="float64[8,4]", confusion="int64[C,C]", loss="float64[2]")
     def evaluate_sum(self, client: Client, model: Message | None = None) -> Message:
-        """`evaluate` for a secure run: scores whose sum over clients gives the averages."""
-        reply, items = self.evaluate(client, model), client.full_graph.num_items
-        scores = metrics.additive_scores(reply["val"], reply["test"], reply["auc"], items)
-        return {"scores": scores}
+        """`evaluate` for a secure run: its sum over clients gives averages and one matrix."""
+        reply = self.evaluate(client, model)
+        names = [name for name in ("val", "test", "auc", "probabilistic") if name in reply]
+        columns = metrics.all_scores(
+            *(reply[name].unsqueeze(0) for name in names), selection=client.facts.selection
+        )
+        scores, more = metrics.additive_scores(columns, client.full_graph.num_items)
+        loss, items = float(reply.get("loss", metrics.UNDEFINED)), int(client.graph.train.sum())
+        return {
+            "scores": scores,
+            "more": more,
+            "confusion": reply["test"],
+            "loss": torch.tensor([loss, 1.0] if loss >= 0 else [0.0] * 2, dtype=torch.float64)
+            * items,
+        }
+
+    @summed
+    @phase(counts="int64[C]")
+    def count_labels(self, client: Client) -> Message:
+        """The number of training items of each class, for `run.class_weight`."""
+        graph = client.graph
+        return {"counts": torch.bincount(graph.y[graph.train], minlength=graph.num_classes)}
+
+    @phase()
+    def weigh_classes(self, client: Client, weights: torch.Tensor) -> Message:
+        """Sets the weights of classes in the client's training loss."""
+        if client.facts.class_weight != BALANCED:
+            raise Refusal(
+                f"client {client.name!r} refuses class weights: run.class_weight is "
+                f"{client.facts.class_weight!r}"
+            )
+        expected = (client.facts.num_classes,)
+        if weights.shape != expected or not weights.is_floating_point() or (weights <= 0).any():
+            raise MessageError(
+                f"to client {client.name!r} in 'weigh_classes': tensor 'weights' must hold "
+                f"{expected[0]} numbers above 0"
+            )
+        client.class_weight = weights
+        return {}
 
     def predict(self, client: Client, model: Message | None) -> torch.Tensor:
         """Returns logits for all items of the client's full graph, without dropout.

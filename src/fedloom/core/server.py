@@ -33,10 +33,10 @@ class Observer(Protocol):
         """Called after each round. Returns True to stop the loop."""
 
     def evaluated(self, server: Server, replies: Replies, stage: str) -> None:
-        """Called with every client's scores."""
+        """Called with every client's scores and training loss: its reply to `evaluate`."""
 
     def evaluated_in_sum(self, server: Server, total: Message, stage: str) -> None:
-        """Called, in a secure run, with the sum of the clients' scores."""
+        """Called, in a secure run, with the sum of the clients' replies to `evaluate_sum`."""
 
 
 @dataclass(frozen=True)

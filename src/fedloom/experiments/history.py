@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from fedloom._system import AppendLog
 from fedloom.core.absence import AbsenceCounts
 from fedloom.experiments.run_folder import HISTORY
+from fedloom.nn.metrics import MINIMISED
 
 Entry: TypeAlias = dict[str, Any]
+Matrix: TypeAlias = list[list[int]]  # [true class][predicted class]
 
 
 class History:
@@ -23,37 +26,54 @@ class History:
     Attributes:
         round: The round of the last entry.
         absences: The counts of absences so far.
+        confusions: {stage: {"best": ..., "last": ...}}, the test confusion matrices of all clients.
     """
 
-    def __init__(self, folder: Path | None, patience: int):
+    def __init__(self, folder: Path | None, patience: int, selection: str = "accuracy"):
         self._log = AppendLog(folder / HISTORY) if folder else None
         self.entries: list[Entry] = []
         self.round = 0
         self.absences = AbsenceCounts()
+        self.confusions: dict[str, dict[str, Matrix | None]] = {}
         self._stage = ""  # of the last evaluation
         self._best: dict[str, Entry] = {}  # by stage
         self._last: dict[str, Entry] = {}
-        # The last `patience` validation accuracies, and the best of all earlier ones.
+        self._selected = f"val_{selection}"
+        self._sign = -1.0 if selection in MINIMISED else 1.0
+        # The last `patience` validation scores, and the best of all earlier ones.
         self._recent: deque[float] = deque(maxlen=patience)
         self._before = float("-inf")
 
-    def add(self, entry: Entry) -> None:
-        """Appends an entry."""
+    def add(self, entry: Entry, confusion: Matrix | None = None) -> None:
+        """Appends an entry.
+
+        confusion: the test confusion matrix of all clients. It is kept for the best and the last
+        entry, and not written.
+        """
         if self._log:
             self._log.append((json.dumps(entry) + "\n").encode())
         else:
             self.entries.append(entry)
         self._note(entry)
+        if "accuracy" in entry:
+            stage = entry["stage"]
+            kept = self.confusions.setdefault(stage, {})
+            kept["last"] = confusion
+            if self._best[stage] is entry:
+                kept["best"] = confusion
 
-    def resume(self, size: int) -> None:
+    def resume(self, size: int, confusions: Mapping[str, dict[str, Matrix | None]]) -> None:
         """Reads the first `size` bytes of the file.
 
         Raises a ValueError if the file is shorter or holds no entries.
+
+        confusions: what `confusions` was then.
         """
         assert self._log is not None
         self._log.size = size
         for line in self._log.read().splitlines():
             self._note(json.loads(line))
+        self.confusions = {stage: dict(kept) for stage, kept in confusions.items()}
 
     def truncate(self) -> None:
         """Removes the rest of the file."""
@@ -69,11 +89,19 @@ class History:
         """Returns the best entry and the last entry of the stage that was evaluated last.
 
         After fine-tuning, these are entries of fine-tuning. The best entry is the first one with
-        the best validation accuracy, or the last one if there are no validation items. Both are
-        empty if nothing was evaluated.
+        the best validation score, or the last one if there is no such score. Both are empty if
+        nothing was evaluated.
         """
         best, last = self._best.get(self._stage, {}), self._last.get(self._stage, {})
-        return (best if best.get("val_accuracy") is not None else last), last
+        return (best if self._selects(best) else last), last
+
+    def confusion(self) -> Matrix | None:
+        """Returns the confusion matrix of the best entry; None if it is not known."""
+        kept = self.confusions.get(self._stage, {})
+        return kept.get("best" if self._selects(self._best.get(self._stage, {})) else "last")
+
+    def _selects(self, best: Entry) -> bool:
+        return best.get(self._selected) is not None
 
     def out_of_patience(self) -> bool:
         """Returns whether the last `patience` evaluations were no better than an earlier one."""
@@ -82,18 +110,18 @@ class History:
     def _note(self, entry: Entry) -> None:
         self.round = entry["round"]
         self.absences.add(entry)
-        validation = entry.get("val_accuracy")
-        if validation is not None and self._recent.maxlen:
+        if entry.get(self._selected) is not None and self._recent.maxlen:
             if len(self._recent) == self._recent.maxlen:
                 self._before = max(self._before, self._recent[0])
-            self._recent.append(validation)
+            self._recent.append(self._rank(entry))
         if "accuracy" in entry:
             self._stage = entry["stage"]
             self._last[self._stage] = entry
-            if self._stage not in self._best or _rank(entry) > _rank(self._best[self._stage]):
+            best = self._best.get(self._stage)
+            if best is None or self._rank(entry) > self._rank(best):
                 self._best[self._stage] = entry
 
-
-def _rank(entry: Entry) -> float:
-    """Returns what rounds are compared by. Any validation accuracy is better than none."""
-    return -1.0 if entry["val_accuracy"] is None else entry["val_accuracy"]
+    def _rank(self, entry: Entry) -> float:
+        """Returns what rounds are compared by. Any validation score is better than none."""
+        value = entry.get(self._selected)
+        return float("-inf") if value is None else self._sign * value

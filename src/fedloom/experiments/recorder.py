@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import platform
 import time
 from collections.abc import Callable, Mapping
@@ -13,9 +14,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from safetensors.torch import save
+from torch import Tensor
 
 from fedloom._system import crash_point, deferred_signals, peak_memory, write_atomic
+from fedloom.core.class_weight import weigh_classes
 from fedloom.core.facts import Facts
 from fedloom.core.ledger import Ledger
 from fedloom.core.message import Absent, Message, flatten
@@ -28,7 +32,8 @@ from fedloom.engines.base import Engine
 from fedloom.errors import ConfigError, DataError
 from fedloom.experiments import checkpoint
 from fedloom.experiments.checkpoint import Checkpoint
-from fedloom.experiments.history import History
+from fedloom.experiments.findings import findings
+from fedloom.experiments.history import History, Matrix
 from fedloom.experiments.result import Result, read_run
 from fedloom.experiments.run_folder import FORMAT, PARTITION, entries, is_completed, read_config
 from fedloom.experiments.settings import RunSettings, chosen_evaluation
@@ -39,6 +44,7 @@ from fedloom.privacy.secure_aggregation import aggregation_for
 OnRound: TypeAlias = Callable[[dict[str, Any], int], None]  # a history entry, number of rounds
 OnStart: TypeAlias = Callable[[dict[str, Any]], None]  # `engine` and `engine_details`
 Scores: TypeAlias = dict[str, float | None]
+_log = logging.getLogger("fedloom")
 _PACKAGES = (
     "fedloom",
     "torch",
@@ -83,10 +89,11 @@ class Recorder:
         self.partition: dict[str, Any] = {}
         self.joint_artifacts: Callable[[], Message] = dict
         self.tracking = Tracking()
-        self.history = History(folder, settings.patience)
+        self.history = History(folder, settings.patience, settings.selection)
         self.planned = 0
         self._made: Engine | None = None
         self._evaluation: dict[str, Any] = {}
+        self._confusion: Matrix | None = None  # of the evaluation
         # A checkpoint and its ledger, from reading them until the rounds begin.
         self._pending: tuple[Checkpoint, Ledger] | None = None
 
@@ -158,6 +165,7 @@ class Recorder:
                 if self.on_start:
                     self.on_start(self._engine())
                 crash_point("nothing-asked")
+                weigh_classes(server)
                 method.run(server)
                 self.engine.finish()
             except BaseException as error:  # noqa: BLE001  (raised below, after the folder is written)
@@ -216,26 +224,44 @@ class Recorder:
 
     def evaluated(self, server: Server, replies: Replies, stage: str) -> None:
         """Turns the clients' confusion matrices into scores of each client and averages."""
-        columns = metrics.all_scores(*(replies.stack(name) for name in ("val", "test", "auc")))
+        stacks = {name: replies.stack(name) for name in next(iter(replies.values()), {})}
+        # A method with an `evaluate` of its own may leave out the last two.
+        losses = stacks.pop("loss", torch.full((len(replies),), metrics.UNDEFINED))
+        known = (stacks[name] for name in ("val", "test", "auc", "probabilistic") if name in stacks)
+        columns = metrics.all_scores(*known, selection=self.settings.selection)
+        loss = [None if value < 0 else value for value in losses.tolist()]
         rows: list[dict[str, Any]] = [
-            {"id": c, **dict(zip(columns, values, strict=True))}
-            for c, *values in zip(replies, *columns.values(), strict=True)
+            {"id": c, **dict(zip((*columns, "loss"), values, strict=True))}
+            for c, *values in zip(replies, *columns.values(), loss, strict=True)
         ]
-        size = {size.name: size.items for size in self.roster.sizes}
-        by_size, equal = [float(size[r["id"]]) for r in rows], [1.0] * len(rows)
+        sizes = {size.name: size for size in self.roster.sizes}
+        by_size, equal = [float(sizes[c].items) for c in replies], [1.0] * len(rows)
         weighted, plain = (
             {m: metrics.average(column, w) for m, column in columns.items()}
             for w in (by_size, equal)
         )
-        self._note(server, stage, weighted, plain, {"clients": rows})
+        mean_loss = metrics.average(loss, [float(sizes[c].train) for c in replies])
+        more = {"loss": mean_loss, "clients": rows}
+        self._note(server, stage, weighted, plain, stacks["test"].sum(0), more)
 
     def evaluated_in_sum(self, server: Server, total: Message, stage: str) -> None:
         """Records averages. In a secure run the server does not see a client's scores."""
-        self._note(server, stage, *metrics.mean_scores(total["scores"]), {})
+        selection = self.settings.selection
+        means = metrics.mean_scores(total["scores"], total["more"], selection)
+        loss, items = total["loss"].tolist()
+        more = {"loss": loss / items if items else None}
+        self._note(server, stage, *means, total["confusion"], more)
 
     def _note(
-        self, server: Server, stage: str, by_size: Scores, plain: Scores, more: dict[str, Any]
+        self,
+        server: Server,
+        stage: str,
+        by_size: Scores,
+        plain: Scores,
+        confusion: Tensor,
+        more: dict[str, Any],
     ) -> None:
+        self._confusion = confusion.tolist()
         self._evaluation = {
             "stage": stage,
             **by_size,
@@ -267,18 +293,23 @@ class Recorder:
             **sent,
         }
         entry |= server.absences.report()
-        self._evaluation = {}
+        self._evaluation, confusion = {}, self._confusion
         if self._pending is not None:
             return  # a resumed run repeats its set-up, which is in the history already
-        self._append(server, entry)
+        self._append(server, entry, confusion)
         self.tracking.add(entry)
         if self.on_round:
             self.on_round(entry, self.planned)
 
-    def _append(self, server: Server, entry: dict[str, Any] | None = None) -> None:
+    def _append(
+        self,
+        server: Server,
+        entry: dict[str, Any] | None = None,
+        confusion: Matrix | None = None,
+    ) -> None:
         with deferred_signals():
             if entry is not None:
-                self.history.add(entry)
+                self.history.add(entry, confusion)
             if self.folder:
                 server.ledger.write(self.folder)
 
@@ -305,6 +336,8 @@ class Recorder:
         except Exception as error:  # noqa: BLE001  (raised after the summary is written)
             failure = _first_of(failure, error)
         summary = self._summary(server, failure, evaluation)
+        for line in summary["warnings"] if failure is None else ():
+            _log.warning("%s: %s", self.name, line)
         if self.folder:
             try:
                 _write_json(self.folder / "summary.json", summary)
@@ -337,7 +370,8 @@ class Recorder:
         best, last = self.history.scored()
         self.history.absences.add(server.absences.report())  # of an unfinished round
         about = self.roster.about
-        means = [m for m in metrics.METRICS if m != "val_accuracy"]
+        selection, confusion = self.settings.selection, self.history.confusion()
+        classes = self.roster.class_names or tuple(map(str, range(self.roster.num_classes)))
         return {
             "format": FORMAT,
             **_ending(failure),
@@ -351,10 +385,16 @@ class Recorder:
             "task": self.roster.task,
             "evaluation": evaluation,
             "rounds": self.history.round,
+            "selection": selection,
             "best_round": best.get("round"),
-            **{m: best.get(m) for m in metrics.METRICS},
-            **{f"{m}_mean": best.get(f"{m}_mean") for m in means},
+            **{m: best.get(m) for m in metrics.names_of(selection)},
+            **{f"{m}_mean": best.get(f"{m}_mean") for m in metrics.METRICS},
+            "loss": best.get("loss"),
             "final_accuracy": last.get("accuracy"),
+            "class_names": list(classes),
+            "confusion": confusion,
+            "per_class": metrics.per_class(confusion, classes) if confusion else None,
+            "warnings": findings(confusion, classes, best, selection),
             "per_client": self._per_client(best),
             "without_training_items": self.roster.without_training,
             "secure": server.aggregation.summary(server),
@@ -371,7 +411,8 @@ class Recorder:
 
     def _per_client(self, best: dict[str, Any]) -> list[dict[str, Any]]:
         counts = ("nodes", "items", "train", "val", "test")
-        scores = ("f1_macro", "f1_present", "f1_weighted", "auc", "val_accuracy")
+        known = metrics.names_of(self.settings.selection)
+        scores = (*(name for name in known if name != "accuracy"), "loss")
         scored = {row["id"]: row for row in best.get("clients", [])}
         rows = []
         for size in self.roster.sizes:
@@ -398,6 +439,7 @@ class Recorder:
             "hash": server.history_hash.hex(),
             "notes": server.notes,
             "bytes": {"history": self.history.sync(), "ledger": server.ledger.sync()},
+            "confusions": self.history.confusions,
             "absences": server.absences.saved(),
         }
         state = snapshot(
@@ -424,7 +466,8 @@ class Recorder:
     def _read_records(self, folder: Path, found: Checkpoint) -> Ledger:
         """Reads history and ledger as they were at the checkpoint."""
         try:
-            self.history.resume(found.about["bytes"]["history"])
+            about = found.about
+            self.history.resume(about["bytes"]["history"], about.get("confusions", {}))
             return Ledger.read(folder, found.about["bytes"]["ledger"])
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise DataError(f"resume: {str(folder)!r} is damaged ({error})") from error

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fedloom._system import retained_memory
+from fedloom.core.class_weight import explicit_weights
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts
 from fedloom.core.method import Method
@@ -29,6 +30,7 @@ from fedloom.experiments.run_folder import read_config
 from fedloom.experiments.settings import RunSettings
 from fedloom.experiments.trackers import Track, Tracking
 from fedloom.nn.build import parse_spec
+from fedloom.nn.metrics import FROM_CONFUSION, METRICS, TWO_CLASSES
 from fedloom.privacy.secure_aggregation import require_cohort, responder_for
 
 
@@ -192,6 +194,13 @@ def agree_on_facts(
         cohort = round(settings.participation * roster.num_clients)
         require_cohort(cohort, "run.participation x partition.clients")
     settings.upload_filters.check(type(method), "run.upload")
+    explicit_weights(settings.class_weight, roster.num_classes)
+    if settings.selection in TWO_CLASSES and roster.num_classes != 2:
+        valid = ", ".join(metric for metric in METRICS if metric not in TWO_CLASSES)
+        raise ConfigError(
+            f"run.selection is {settings.selection!r}, which needs two classes; the data have "
+            f"{roster.num_classes}; valid: {valid}"
+        )
     facts = Facts(
         roster.num_features,
         roster.num_classes,
@@ -200,10 +209,13 @@ def agree_on_facts(
         of_clients,
         dropout,
         settings.seed,
-        settings.auc or roster.num_classes == 2,
+        settings.auc or roster.num_classes == 2 or settings.selection not in FROM_CONFUSION,
         secure,
         settings.upload,
         settings.download,
+        settings.selection,
+        settings.top_k,
+        settings.class_weight,
     )
     method.check(facts)
     return facts

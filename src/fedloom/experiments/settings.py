@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from fedloom.core.absence import FaultPolicy
+from fedloom.core.class_weight import explicit_weights
 from fedloom.core.facts import SecureTerms
 from fedloom.core.filters import Filters, TopK, parse_filters
 from fedloom.core.method import Method
 from fedloom.core.settings import check_setting, setting
 from fedloom.engines import engine_class, engine_names, has_workers
 from fedloom.errors import ConfigError, unknown
+from fedloom.nn.metrics import METRICS
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,20 @@ class RunSettings:
     evaluate_every: int = setting(1, "rounds between evaluations", at_least=1)
     patience: int = setting(
         0,
-        "stop after this many evaluations without a better validation accuracy (0 = never)",
+        "stop after this many evaluations without a better validation score (0 = never)",
         at_least=0,
     )
+    selection: str = setting(
+        "accuracy", "metric whose validation value chooses the best round", choices=METRICS
+    )
+    top_k: int = setting(100, "items that recall_at_k and precision_at_k look at", at_least=1)
+    class_weight: str = setting(
+        "", "weights of classes in the training loss: balanced, or a number for each, as in 1,10"
+    )
     checkpoint_every: int = setting(0, "rounds between checkpoints (0 = none)", at_least=0)
-    auc: bool = setting(False, "compute AUC also for more than two classes")
+    auc: bool = setting(
+        False, "compute auc, pr_auc and ece also for more than two classes (more time per round)"
+    )
     upload: str = setting(
         "", "filters on weights sent to the server: float16, int8, topk=SHARE, or topk=SHARE,int8"
     )
@@ -102,7 +113,7 @@ class RunSettings:
             )
         if any(isinstance(step, TopK) for step in self._download.chain):
             raise ConfigError("run.download: topk is for uploads; valid: float16 or int8")
-        _ = self.terms  # raises if they do not fit
+        _ = self.terms, explicit_weights(self.class_weight)  # raise if they do not fit
 
     @property
     def terms(self) -> SecureTerms | None:

@@ -213,7 +213,7 @@ class FedGKC(WithCopilot):
         """Returns the losses of the own model (Eq. 3 with 5) and of the copilot (Eq. 2)."""
 
         def learning(student: Outputs, teacher: Outputs) -> Tensor:
-            loss = self.alpha * client.loss(student[1], batch)
+            loss = self.alpha * client.loss(student[1], batch, record=student is own)
             if self.beta:
                 loss = loss + self.beta * self.neighbourly(batch, teacher[0], student[0])
             return loss + (1 - self.alpha - self.beta) * self.taught(batch, teacher[1], student[1])

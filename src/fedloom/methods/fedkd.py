@@ -134,7 +134,7 @@ class FedKD(WithCopilot):
     ) -> tuple[Tensor, Tensor]:
         """Returns the losses of the own model and of the copilot with W."""
         (z, logits), (z_c, logits_c) = own, copilot
-        ce, ce_c = client.loss(logits, batch), client.loss(logits_c, batch)
+        ce, ce_c = client.loss(logits, batch), client.loss(logits_c, batch, record=False)
         mapped = client.state["map"](z_c)
         trust = 1 / (ce + ce_c).detach().clamp(min=1e-8)
         kl = self.taught(batch, teacher=logits_c, student=logits)

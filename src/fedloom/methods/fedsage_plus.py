@@ -222,7 +222,7 @@ class FedSagePlus(FedAvg, FedSGD):
     feature_weight: float = setting(
         1.0, "λ_f, weight of the neighbours' features", at_least=0, tune="0.1..10"
     )
-    class_weight: float = setting(
+    label_weight: float = setting(
         1.0, "λ_c, weight of the classifier on the mended graph", at_least=0, tune="0.1..10"
     )
     others: float = setting(
@@ -293,7 +293,8 @@ class FedSagePlus(FedAvg, FedSGD):
         terms = {
             "degree": self.degree_weight * F.smooth_l1_loss(degree, impaired.missing.float()),
             "feature": self.feature_weight * distance / impaired.graph.num_nodes,
-            "class": self.class_weight * client.loss(memory["classifier"](graph, rng), graph),
+            "label": self.label_weight
+            * client.loss(memory["classifier"](graph, rng), graph, record=False),
         }
         return terms, inputs
 

@@ -147,7 +147,8 @@ class FedSpray(LocalTraining):
         encoder, rng, train = client.state["encoder"], client.rng("encoder dropout"), batch.train
         e, alone = encoder(batch, rng)
         joined = encoder.joined(e[train], encoder.proxies[batch.y[train]], batch, rng)
-        return client.loss(alone, batch) + self.match * divergence(predicted[train], joined)
+        own = client.loss(alone, batch, record=False)
+        return own + self.match * divergence(predicted[train], joined)
 
     # ---- the server's side ----
     def run(self, server: Server) -> None:

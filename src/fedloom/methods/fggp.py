@@ -185,7 +185,7 @@ class FGGP(FedAvg):
         )
         return (
             client.loss(logits, batch)
-            + self.second * client.loss(logits_second, batch)
+            + self.second * client.loss(logits_second, batch, record=False)
             + self.links * reconstruction(h, suggested, client.rng("pairs"))
             + self.align * alignment(P_second[present], P[present], self.tau)
         )

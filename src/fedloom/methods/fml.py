@@ -67,7 +67,8 @@ class FML(WithCopilot):
     ) -> tuple[Tensor, Tensor]:
         """Returns the losses of the own model and of the copilot."""
         (_, own_logits), (_, copilot_logits) = own, copilot
-        own_ce, copilot_ce = client.loss(own_logits, batch), client.loss(copilot_logits, batch)
+        own_ce = client.loss(own_logits, batch)
+        copilot_ce = client.loss(copilot_logits, batch, record=False)
         own_kl = self.taught(batch, teacher=copilot_logits, student=own_logits)
         copilot_kl = self.taught(batch, teacher=own_logits, student=copilot_logits)
         own_loss = self.alpha * own_ce + (1 - self.alpha) * own_kl

@@ -341,7 +341,13 @@ class OpFGL(Method):
         model = client.state["model"]
         if not VARIANTS[self.variant].from_global:
             client.state["untrained"] = _copy(weights(model))
-        self.fit(client, model, self.lr_global, lambda: F.cross_entropy(model(pseudo), y))
+
+        def loss() -> Tensor:
+            value = F.cross_entropy(model(pseudo), y, weight=client.class_weight)
+            client.record_loss(value)
+            return value
+
+        self.fit(client, model, self.lr_global, loss)
         return {}
 
     @phase()

@@ -137,27 +137,32 @@ class BatchedTrainingLoss(Batched):
     """Cross-entropy over the training items of several graphs."""
 
     def key(self, *args: Any) -> Hashable:
-        """Calls that reduce alike, without class weights."""
+        """Calls that reduce alike, all with class weights or all without."""
         logits, _, reduction, of_class = args
-        if of_class is not None or reduction not in ("mean", "sum"):
+        if reduction not in ("mean", "sum"):
             return None
-        return reduction, logits.shape[1]
+        return reduction, logits.shape[1], of_class is None
 
     def batch(self, calls: Sequence[tuple[Any, ...]], context: Context) -> list[Tensor]:
         """One cross-entropy of all items, summed or averaged per client by a sparse product."""
-        logits, graphs, reductions, _ = zip(*calls, strict=True)
+        logits, graphs, reductions, of_class = zip(*calls, strict=True)
 
         def make() -> tuple[Tensor, Tensor, Sparse]:
             train, y = torch.cat([g.train for g in graphs]), torch.cat([g.y for g in graphs])
             counts = torch.tensor([int(g.train.sum()) for g in graphs])
             owner = torch.repeat_interleave(torch.arange(len(graphs)), counts)
             share = torch.ones(len(owner)) if reductions[0] == "sum" else 1.0 / counts[owner]
+            if of_class[0] is not None:
+                share = torch.stack(of_class)[owner, y[train]]
+                if reductions[0] == "mean":
+                    share = share / torch.zeros(len(graphs)).index_add(0, owner, share)[owner]
             items = torch.arange(len(owner))
             gather = Sparse.from_edges(owner, items, share, (len(graphs), len(owner)))
             return train.nonzero().flatten(), y[train], gather
 
         purpose = f"{reductions[0]} over training items"
-        rows, y, gather = context.group.cached(purpose, graphs, make)
+        weights = () if of_class[0] is None else of_class
+        rows, y, gather = context.group.cached(purpose, (*graphs, *weights), make)
         each = F.cross_entropy(join_rows(logits).index_select(0, rows), y, reduction="none")
         return split_rows((gather @ each.unsqueeze(1)).squeeze(1))
 
