@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fedloom.experiments.report.comparison import Comparison, Entry, by_score
+from fedloom.experiments.report.comparison import Comparison, Entry
 from fedloom.experiments.report.spec import Figure, columns, make_figure, percent, short
 
 Counts = list[list[int]]
@@ -33,7 +33,7 @@ def class_figures(c: Comparison, task: str) -> list[Figure]:
     Methods without a confusion matrix are named with the reason.
     """
     entries = c.on(task)
-    order = by_score(entries)
+    order = c.ranked(task)
     known = {row: total for row in order if (total := confusion(entries[row])) is not None}
     missing = [row for row in order if row not in known]
     if not known:

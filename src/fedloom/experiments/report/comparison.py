@@ -19,16 +19,23 @@ from fedloom.errors import DataError, unknown
 from fedloom.experiments.report.significance import Spread, Verdict, holm, paired, spread, verdict
 from fedloom.experiments.run_folder import LeftOut, Run
 
-METRICS = (
+# As in `fedloom.nn.metrics`, which would import torch.
+_OF_CLIENTS = (
     "accuracy",
-    "accuracy_mean",
     "f1_macro",
-    "f1_macro_mean",
+    "f1_present",
     "f1_weighted",
-    "f1_weighted_mean",
+    "balanced_accuracy",
+    "precision",
+    "recall",
     "auc",
-    "auc_mean",
+    "pr_auc",
+    "recall_at_k",
+    "precision_at_k",
+    "ece",
 )
+METRICS = tuple(name for metric in _OF_CLIENTS for name in (metric, f"{metric}_mean"))
+MINIMISED = ("ece", "ece_mean")  # the lower, the better
 LOCAL = "local"
 CENTRAL = "central"  # one party with all data: a reference, which no federated method has to beat
 LEVEL = 0.05
@@ -142,6 +149,15 @@ class Comparison:
     entries: dict[tuple[str, str], Entry]
     left_out: list[LeftOut] = field(default_factory=list)
 
+    @property
+    def minimised(self) -> bool:
+        """Whether a lower score is better."""
+        return self.metric in MINIMISED
+
+    def ranked(self, task: str) -> list[str]:
+        """Returns a task's rows, the best score first. Rows without a score come last."""
+        return _ranked(self.on(task), self.minimised)
+
     def on(self, task: str) -> dict[str, Entry]:
         """Returns a task's entries by row."""
         return {row: self.entries[task, row] for row in self.rows if (task, row) in self.entries}
@@ -195,7 +211,7 @@ def compare(
     shown = [row for row in rows if any((task, row) in entries for task in tasks)]
     found = Comparison(metric, tasks, shown, entries, skipped)
     for task in tasks:
-        _test(found.on(task), metric)
+        _test(found.on(task), metric, found.ranked(task))
     return found
 
 
@@ -277,10 +293,9 @@ def _flat(about: Mapping[str, Any]) -> dict[str, str]:
     return flat
 
 
-def _test(entries: Mapping[str, Entry], metric: str) -> None:
+def _test(entries: Mapping[str, Entry], metric: str, order: Sequence[str]) -> None:
     """Marks the best and the second row. Tests all rows against the best and against local."""
-    ranked = [row for row in by_score(entries) if not entries[row].is_reference]
-    ranked = [row for row in ranked if entries[row].score]
+    ranked = [row for row in order if entries[row].score and not entries[row].is_reference]
     for row, mark in zip(ranked, ("best", "second"), strict=False):
         entries[row].mark = mark
     for row, entry in entries.items():
@@ -308,12 +323,12 @@ def matching_local(entry: Entry, entries: Mapping[str, Entry]) -> Entry | None:
     return min(candidates, key=differs, default=None)
 
 
-def by_score(entries: Mapping[str, Entry]) -> list[str]:
-    """Returns the rows, the best score first. Rows without a score come last."""
+def _ranked(entries: Mapping[str, Entry], minimised: bool) -> list[str]:
+    sign = 1 if minimised else -1
 
     def key(row: str) -> tuple[bool, float]:
         score = entries[row].score
-        return score is None, -score.mean if score else 0.0
+        return score is None, sign * score.mean if score else 0.0
 
     return sorted(entries, key=key)
 

@@ -20,7 +20,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 # The hues of Okabe and Ito, a little darker. Beyond eight series, dashes and hollow markers differ.
 HUES = ("#0072b2", "#d55e00", "#009e73", "#b5588e", "#d98f00", "#45a7dd", "#4a4a4a", "#8a7f00")
 # Parts of a whole, such as phases: muted colours that no series of a method has.
-PARTS = ("#4a6078", "#b08a5a", "#7c9a86", "#8a6a8f", "#7d98ad", "#70503c", "#a89a83", "#566b4c")
+PARTS = ("#3d5269", "#b39c7d", "#8199b0", "#6b5847", "#93849b", "#5f6b52", "#a9a9a4", "#54707a")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 3)), (0, (1, 2)), (0, (7, 3, 1, 3)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HATCHES = ("", "////", "....", "xxxx")
@@ -218,6 +218,8 @@ def _lines(canvas: Any, figure: dict[str, Any]) -> None:
             markevery=(number * 2 % every, every),
             **_look(one["color"]),
         )
+    if figure.get("zero"):
+        axes.axhline(0, color=SOFT, linewidth=1, linestyle="--", zorder=0)
     axes.set_ylim(bottom=figure["y"].get("from"))
     _title(canvas, figure)
     _legend(canvas, axes)

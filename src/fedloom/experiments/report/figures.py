@@ -16,7 +16,6 @@ from fedloom.experiments.report.class_figures import class_figures, class_names
 from fedloom.experiments.report.comparison import (
     Comparison,
     Entry,
-    by_score,
     footnote,
     matching_local,
     metric_name,
@@ -75,7 +74,8 @@ def _known(found: Iterable[Figure | None]) -> list[Figure]:
 # ---- results ----
 def _overview(c: Comparison) -> Figure:
     rows = []
-    for row in sorted(c.rows, key=lambda row: -(c.overall(row) or 0)):
+    sign = 1 if c.minimised else -1
+    for row in sorted(c.rows, key=lambda row: sign * (c.overall(row) or 0)):
         overall = c.overall(row)
         entries = [c.entries.get((task, row)) for task in c.tasks]
         rows.append([row, *(_score_cell(e) for e in entries), percent(overall)])
@@ -89,7 +89,7 @@ def _overview(c: Comparison) -> Figure:
         footnote(c),
         columns=columns(["method", *c.tasks, "mean"], ["method"]),
         rows=rows,
-        sorted_by=len(c.tasks) + 1,
+        sorted_by={"column": len(c.tasks) + 1, "descending": not c.minimised},
     )
 
 
@@ -133,7 +133,7 @@ def _scores(c: Comparison, task: str) -> Figure:
     names += ["validation %", "sent", "seconds", "seeds"]
     entries = c.on(task)
     rows = []
-    for row in by_score(entries):
+    for row in c.ranked(task):
         e = entries[row]
         below = e.against_best.mean if e.against_best else None
         rows.append(
@@ -165,7 +165,7 @@ def _scores(c: Comparison, task: str) -> Figure:
         footnote(c),
         columns=columns(names, ["method"], help_),
         rows=rows,
-        sorted_by=1,
+        sorted_by={"column": 1, "descending": not c.minimised},
     )
 
 
@@ -249,7 +249,10 @@ def _losses(c: Comparison, task: str) -> Figure | None:
             found.append(series(c, row, x=rounds, **_banded(entries, "loss")))
     if not found:
         return None
-    caption = "Methods add terms of their own to the loss: compare shapes, not heights."
+    caption = (
+        "Clients weighted by training items. Methods add terms of their own to the loss: compare "
+        "shapes, not heights."
+    )
     if missing := [row for row in c.on(task) if row not in {one["name"] for one in found}]:
         caption += f" Not recorded: {', '.join(missing)}."
     return make_figure(
@@ -259,9 +262,9 @@ def _losses(c: Comparison, task: str) -> Figure | None:
         "loss",
         task,
         "Training loss by round",
-        caption if len(found) > 1 or missing else "",
+        caption,
         x=axis("round", "count"),
-        y=axis("training loss, clients weighted by training items"),
+        y=axis("training loss"),
         series=found,
     )
 
@@ -473,7 +476,8 @@ class _Pair(NamedTuple):
 
 def _clients(c: Comparison, task: str) -> list[Figure]:
     """Returns every client's gain over local training, and every client's scores."""
-    return _known([_gains(c, task), _gains_table(c, task), _client_table(c, task)])
+    made = (_gains(c, task), _sorted_gains(c, task), _gains_table(c, task), _client_table(c, task))
+    return _known(made)
 
 
 def _client_metric(c: Comparison) -> str:
@@ -538,6 +542,31 @@ def _gains(c: Comparison, task: str) -> Figure | None:
     )
 
 
+def _sorted_gains(c: Comparison, task: str) -> Figure | None:
+    """Returns the gains of all clients, the smallest first."""
+    found = []
+    for row, pairs in _pairs_by_row(c, task).items():
+        ordered = sorted(pairs, key=lambda pair: pair.method - pair.local)
+        gains = [short(100 * (pair.method - pair.local)) for pair in ordered]
+        labels = [f"client {pair.client}, seed {pair.seed}" for pair in ordered]
+        found.append(series(c, row, x=[*range(1, len(gains) + 1)], y=gains, labels=labels))
+    if not found:
+        return None
+    return make_figure(
+        c,
+        "clients",
+        "lines",
+        "sorted-gains",
+        task,
+        "Gains in order",
+        "Every client of every seed, from the largest loss to the largest gain over local.",
+        x=axis("clients, by their gain", "count"),
+        y=axis(f"gain over local, points of test {metric_name(_client_metric(c))}"),
+        series=found,
+        zero=True,
+    )
+
+
 def _gains_table(c: Comparison, task: str) -> Figure | None:
     rows = []
     for row, pairs in _pairs_by_row(c, task).items():
@@ -562,7 +591,6 @@ def _gains_table(c: Comparison, task: str) -> Figure | None:
         caption,
         columns=columns(names, ["method"]),
         rows=rows,
-        half=True,
     )
 
 

@@ -14,7 +14,6 @@ from fedloom.experiments.report.comparison import (
     LEVEL,
     Comparison,
     Entry,
-    by_score,
     matching_local,
     metric_name,
 )
@@ -47,10 +46,11 @@ def headline(c: Comparison) -> Headline:
     everywhere = {row: s for row, s in everywhere.items() if not _any(c, row).is_reference}
     if not everywhere:
         return Headline(f"No method has a score on all {len(c.tasks)} tasks.", "", found)
-    best = max(everywhere, key=lambda row: everywhere[row])
+    sign = -1 if c.minimised else 1
+    best = max(everywhere, key=lambda row: sign * everywhere[row])
     wins = sum(c.on(task)[best].mark == "best" for task in c.tasks)
     text = (
-        f"{best} has the highest mean over the {len(c.tasks)} tasks, "
+        f"{best} has the best mean over the {len(c.tasks)} tasks, "
         f"{_score(c, everywhere[best])}, and is the best method on {wins} of them"
     )
     gains = [gain.mean for task in c.tasks if (gain := c.on(task)[best].gain)]
@@ -67,7 +67,7 @@ def _any(c: Comparison, row: str) -> Entry:
 
 def _of_task(c: Comparison, task: str) -> Headline:
     entries = c.on(task)
-    scored = [row for row in by_score(entries) if entries[row].score]
+    scored = [row for row in c.ranked(task) if entries[row].score]
     ranked = [row for row in scored if not entries[row].is_reference]
     federated = [row for row in ranked if not entries[row].is_local]
     if not scored:
@@ -102,9 +102,10 @@ def _best(c: Comparison, entries: Mapping[str, Entry], row: str, local: Entry | 
         return f"{row} is best: {score}, {above}, for {traffic}. {few} too few for a claim."
     p = _corrected(entries)[row]
     test = f"{_p(p)}, {seeds}"
-    if p >= LEVEL or e.gain.mean <= 0:
+    better = e.gain.mean < 0 if c.minimised else e.gain.mean > 0
+    if p >= LEVEL or not better:
         return (
-            f"{row} has the highest score, {score}, {above}, but this difference is within noise "
+            f"{row} has the best score, {score}, {above}, but this difference is within noise "
             f"({test}); it takes {traffic}."
         )
     return f"{row} is best: {score}, {above} ({_interval(e.gain)}, {test}), for {traffic}."

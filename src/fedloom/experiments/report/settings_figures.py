@@ -31,8 +31,8 @@ def settings_figures(c: Comparison) -> list[Figure]:
     head = columns(["setting", *c.rows], ["setting", *c.rows])
     if differing:
         caption = (
-            f"{_ABSENT}: the method does not have the setting. Values that differ between the runs of "
-            "a method are separated by commas."
+            f"{_ABSENT}: the method does not have the setting. Commas separate values that differ "
+            "between the runs of a method."
         )
         first = make_figure(
             c,

@@ -8,6 +8,7 @@ const charts = (() => {
   const MANY = 2000; // a canvas is faster for more marks than this
   const DASHES = ["", "7 4", "2 4", "9 4 2 4"];
   const FONT = 12;
+  const LABEL = 132; // the longest label of a column of a heat map
   const SEQUENTIAL = [
     "#ffffd9",
     "#edf8b1",
@@ -479,6 +480,8 @@ const charts = (() => {
         series = chart.visible(spec.series);
       const f = frame(chart, width, pile(series, "x"), pile(series, "y", "low", "high"), false);
       const spots = series.map((one) => placed(f, one));
+      if (spec.zero && f.y.from < 0 && f.y.to > 0)
+        f.ink.line(f.left, f.y(0), f.right, f.y(0), "diagonal");
       series.forEach((one) =>
         f.ink.path(band(f, one), { fill: look(one.color, spec.palette).color, opacity: 0.16 }),
       );
@@ -753,7 +756,7 @@ const charts = (() => {
         slant = longest + 4 > cellW;
       const top = spec.row_label ? 20 : 4,
         bottom = top + rows * cellH,
-        foot = (slant ? Math.min(longest, 110) * 0.72 + 18 : 22) + (spec.column_label ? 18 : 0);
+        foot = (slant ? Math.min(longest, LABEL) * 0.72 + 18 : 22) + (spec.column_label ? 18 : 0);
       const tall = Math.ceil(bottom + foot),
         high = spec.high > spec.low ? spec.high : spec.low + 1;
       const ink = makeInk(chart, width, tall, heavy);
@@ -823,7 +826,7 @@ const charts = (() => {
         const x = left + (c + 0.5) * cellW,
           y = bottom + 15;
         if (slant)
-          ink.label(shortened(spec.columns[c], 110), x + 4, y - 3, {
+          ink.label(shortened(spec.columns[c], LABEL), x + 4, y - 3, {
             "text-anchor": "end",
             transform: `rotate(-45 ${short(x + 4)} ${short(y - 3)})`,
             full: spec.columns[c],

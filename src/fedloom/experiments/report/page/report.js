@@ -44,10 +44,15 @@
     );
   }
 
+  /** Returns a text whose numbers stay on one line with their units. */
+  const unbroken = (text) =>
+    text.replace(/(\d) (%|[kMGT]?B\b|points?\b|seeds?\b)/g, "$1\u00a0$2").replace(/p ([=<]) /g, "p\u00a0$1\u00a0");
+
   /** Returns the sentence that says what the report shows, and what goes with it. */
   function headline() {
     if (!page.headline) return [];
-    const { text, name, details } = page.headline;
+    const { name, details } = page.headline,
+      text = unbroken(page.headline.text);
     const starts = name && text.startsWith(name);
     const sentence = el(
       "p",
@@ -157,7 +162,6 @@
       } else alone = alone ? null : made;
       place.append(made);
     }
-    // A square of half the width stays as it is.
     alone?.classList.add("wide");
   }
 

@@ -64,14 +64,15 @@ function scrollable(inner) {
 /**
  * Returns the element of a table {title?, columns: [{name, align, help?}], rows: [[cell]]}.
  *
- * `sorted_by` is the column by which the rows are sorted already, the largest first. The element's
- * method `fill(rows)` replaces the rows.
+ * `sorted_by` {column, descending} is the order that the rows have already. The element's method
+ * `fill(rows)` replaces the rows.
  */
-function makeTable({ title, columns, rows, sorted_by: sortedBy = -1 }) {
+function makeTable({ title, columns, rows, sorted_by: given = { column: -1 } }) {
   let all = rows,
     shown = rows,
     page = 0;
-  const order = { column: sortedBy, sign: sortedBy < 0 ? 1 : -1 };
+  const order = { column: given.column, sign: given.descending ? -1 : 1 };
+  const sorted = () => (order.sign > 0 ? "ascending" : "descending");
   const heads = columns.map((column, number) => {
     const button = el(
       "button",
@@ -84,7 +85,7 @@ function makeTable({ title, columns, rows, sorted_by: sortedBy = -1 }) {
       {
         scope: "col",
         class: column.align === "right" ? "right" : null,
-        "aria-sort": number === sortedBy ? "descending" : "none",
+        "aria-sort": number === given.column ? sorted() : "none",
       },
       button,
     );
@@ -140,12 +141,7 @@ function makeTable({ title, columns, rows, sorted_by: sortedBy = -1 }) {
     const first = columns[number].align === "right" ? -1 : 1; // numbers: the largest first
     order.sign = order.column === number ? -order.sign : first;
     order.column = number;
-    heads.forEach((head, k) =>
-      head.setAttribute(
-        "aria-sort",
-        k !== number ? "none" : order.sign > 0 ? "ascending" : "descending",
-      ),
-    );
+    heads.forEach((head, k) => head.setAttribute("aria-sort", k !== number ? "none" : sorted()));
     page = 0;
     arrange();
   }

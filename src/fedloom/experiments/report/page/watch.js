@@ -40,23 +40,39 @@
       el("p", { class: "byline" }, "fedloom watch"),
       theme.button(),
     );
+    const lead = el("p", { class: "lead", role: "status", hidden: true }),
+      warnings = el("aside", { class: "notice", "aria-label": "warnings", hidden: true });
     const back = chosen() ? el("p", { class: "back" }, el("a", { href: "#" }, "All runs")) : "";
-    place.replaceChildren(notice, el("header", {}, top, back, head, state, bar, facts), grid);
+    place.replaceChildren(
+      notice,
+      el("header", {}, top, back, head, state, bar, lead, facts),
+      warnings,
+      grid,
+    );
     const kept = { version: 0, entries: [], clients: [] };
     const figures = {};
-    let table = null;
+    let table = null,
+      others = null;
 
-    function figure(spec, wide = false) {
+    function figure(spec) {
       if (figures[spec.id] && figures[spec.id].spec.kind === spec.kind)
         return figures[spec.id].update(spec);
       const node = charts.figure(spec);
-      if (wide) node.classList.add("wide");
       if (figures[spec.id]) figures[spec.id].element.replaceWith(node);
       else grid.append(node);
       figures[spec.id] = node.chart;
     }
 
-    function curves() {
+    /** Figures form pairs. One without a partner is wide. */
+    function arrange() {
+      const all = Object.values(figures).map((chart) => chart.element);
+      all.forEach((one, k) =>
+        one.classList.toggle("wide", all.length % 2 === 1 && k === all.length - 1),
+      );
+    }
+
+    /** Returns test and validation values by round, with a series for each stage. */
+    function curves(id, title, test, validation) {
       const series = new Map();
       const add = (name, x, y) => {
         if (!series.has(name)) series.set(name, { name, color: series.size, x: [], y: [] });
@@ -65,17 +81,37 @@
       };
       for (const entry of kept.entries) {
         const after = entry.stage && entry.stage !== "train" ? `, ${entry.stage}` : "";
-        if (known(entry.accuracy)) add(`test${after}`, entry.round, entry.accuracy);
-        if (known(entry.val_accuracy)) add(`validation${after}`, entry.round, entry.val_accuracy);
+        if (known(entry[test])) add(`test${after}`, entry.round, entry[test]);
+        if (known(entry[validation])) add(`validation${after}`, entry.round, entry[validation]);
       }
       return {
-        id: "accuracy",
+        id,
         kind: "lines",
-        title: "Accuracy",
-        caption: "Mean over clients, weighted by size, after each round.",
+        title: `${title[0].toUpperCase()}${title.slice(1)} by round`,
+        caption: "Mean over clients, weighted by size.",
         x: { label: "round", ...COUNT },
-        y: { label: "accuracy", ...SHARE },
+        y: { label: title, ...SHARE },
         series: [...series.values()],
+      };
+    }
+
+    function loss() {
+      const there = kept.entries.filter((entry) => known(entry.loss));
+      if (!there.length) return null;
+      const series = {
+        name: "training loss",
+        color: 2,
+        x: there.map((entry) => entry.round),
+        y: there.map((entry) => entry.loss),
+      };
+      return {
+        id: "loss",
+        kind: "lines",
+        title: "Training loss by round",
+        caption: "Mean over clients, weighted by training items.",
+        x: { label: "round", ...COUNT },
+        y: { label: "training loss", log: false, unit: "" },
+        series: [series],
       };
     }
 
@@ -96,23 +132,25 @@
         id: "traffic",
         kind: "lines",
         title: "Traffic of each round",
-        caption: "Bytes of all clients, without evaluation. The first round includes the set-up.",
+        caption: "Without evaluation. The first round includes the set-up.",
         x: { label: "round", ...COUNT },
-        y: { label: "bytes", log: false, unit: "bytes" },
+        y: { label: "bytes of all clients", log: false, unit: "bytes" },
         series: [up, down],
+        palette: "parts",
       };
     }
 
-    function perClient() {
+    function perClient(data) {
       const scored = kept.clients
-        .filter((client) => known(client.accuracy))
-        .sort((a, b) => b.accuracy - a.accuracy);
+        .filter((client) => known(client.score))
+        .sort((a, b) => b.score - a.score);
+      const label = `test ${data.metric}`;
       const about = {
         id: "clients",
-        title: "Accuracy of each client",
-        caption: "At the last evaluation, the best client first.",
+        title: `Test ${data.metric} of each client`,
+        caption: `At the best round so far (${data.best_round}), the best client first.`,
       };
-      const values = scored.map((client) => client.accuracy),
+      const values = scored.map((client) => client.score),
         names = scored.map((client) => client.id);
       if (scored.length <= FEW)
         return scored.length
@@ -120,51 +158,81 @@
               ...about,
               kind: "bars",
               rows: names,
-              x: { label: "accuracy", ...SHARE },
-              series: [{ name: "accuracy", color: 0, values }],
+              x: { label, ...SHARE },
+              series: [{ name: label, color: 0, values }],
             }
           : null;
       return {
         ...about,
         kind: "points",
         x: { label: "rank", ...COUNT },
-        y: { label: "accuracy", ...SHARE },
+        y: { label, ...SHARE },
         series: [
           { name: "clients", color: 0, x: values.map((_, k) => k + 1), y: values, labels: names },
         ],
       };
     }
 
-    function clientTable() {
+    function section(id, title, text, content) {
+      grid.append(
+        el(
+          "figure",
+          { class: "wide", id },
+          el("figcaption", {}, el("h3", {}, title), el("p", {}, text)),
+          content,
+        ),
+      );
+    }
+
+    const percentOf = (value) => ({ text: written(value, "percent"), sort: value });
+
+    function clientTable(data) {
+      const other = data.selection !== "accuracy";
       const columns = [
         { name: "client", align: "left" },
-        { name: "accuracy", align: "right" },
+        ...(other ? [{ name: `test ${data.metric}`, align: "right" }] : []),
+        { name: "test accuracy", align: "right" },
+        { name: "training loss", align: "right" },
         { name: "absent", align: "right", help: "number of exchanges that the client missed" },
         { name: "last absent in round", align: "right" },
         { name: "cause", align: "left" },
       ];
       const rows = kept.clients.map((client) => [
         client.id,
-        { text: written(client.accuracy, "percent"), sort: client.accuracy },
+        ...(other ? [percentOf(client.score)] : []),
+        percentOf(client.accuracy),
+        { text: known(client.loss) ? client.loss.toFixed(3) : "–", sort: client.loss },
         client.absences,
         client.last_absent,
         client.cause,
       ]);
       if (table) return table.fill(rows);
       table = makeTable({ title: "Clients", columns, rows });
-      grid.append(
-        el(
-          "figure",
-          { class: "wide", id: "client-table" },
-          el(
-            "figcaption",
-            {},
-            el("h3", {}, "Clients"),
-            el("p", {}, "How often clients were absent, and the last cause."),
-          ),
-          table,
-        ),
-      );
+      const text =
+        "Scores at the best round so far, how often clients were absent, and the last cause.";
+      section("client-table", "Clients", text, table);
+    }
+
+    /** Shows the baselines of a run, which are runs of their own in its folder. */
+    function baselines(data) {
+      if (!data.baselines) return;
+      const columns = [
+        { name: "baseline", align: "left" },
+        { name: "state", align: "left" },
+        { name: "test accuracy", align: "right" },
+        { name: "validation accuracy", align: "right" },
+        { name: "best round", align: "right" },
+      ];
+      const rows = data.baselines.map((run) => [
+        run.name,
+        run.state,
+        percentOf(run.accuracy),
+        percentOf(run.val_accuracy),
+        run.best_round,
+      ]);
+      if (others) return others.fill(rows);
+      others = makeTable({ title: "Baselines", columns, rows });
+      section("baselines", "Baselines", "Other methods on the same federation.", others);
     }
 
     const WORDS = {
@@ -176,6 +244,27 @@
       stopped: "Stopped",
       damaged: "Damaged",
     };
+    /** Says what the best round so far reaches: the numbers that the report will have. */
+    function scores(data) {
+      lead.hidden = !known(data.accuracy);
+      if (lead.hidden) return;
+      const over = !["running", "silent", "waiting"].includes(data.state);
+      const values = [
+        `${written(data.accuracy, "percent")} test accuracy`,
+        known(data.val_accuracy) && `${written(data.val_accuracy, "percent")} validation accuracy`,
+      ];
+      if (data.selection !== "accuracy")
+        values.unshift(
+          known(data.score) && `${written(data.score, "percent")} test ${data.metric}`,
+          known(data.val_score) && `${written(data.val_score, "percent")} validation ${data.metric}`,
+        );
+      const when = `${over ? "Best" : "Best so far"} at round ${data.best_round}`;
+      const text = `${when}: ${values.filter(Boolean).join(", ")}.`;
+      if (lead.textContent !== text) lead.textContent = text; // read aloud only if it is new
+      warnings.hidden = !data.warnings.length;
+      warnings.replaceChildren(el("ul", {}, ...data.warnings.map((line) => el("li", {}, line))));
+    }
+
     function show(data) {
       head.textContent = data.name;
       state.dataset.state = data.state;
@@ -202,10 +291,9 @@
         data.state === "running"
           ? `${data.round}${data.planned ? `/${data.planned}` : ""} · ${data.name}`
           : `${WORDS[data.state] ?? data.state} · ${data.name}`;
+      scores(data);
       const shown = [...data.facts];
-      if (known(data.accuracy)) shown.push(["accuracy now", written(data.accuracy, "percent")]);
-      if (known(data.val_accuracy))
-        shown.push(["validation now", written(data.val_accuracy, "percent")]);
+      if (known(data.loss)) shown.push(["training loss now", data.loss.toFixed(3)]);
       if (known(data.bytes_up))
         shown.push(
           ["to the server", written(data.bytes_up, "bytes")],
@@ -234,11 +322,15 @@
         show(data);
         grid.hidden = !kept.entries.length;
         if (!data.clients || !kept.entries.length) return;
-        figure(curves());
-        figure(traffic());
-        const each = perClient();
-        if (each) figure(each, true);
-        clientTable();
+        if (data.selection !== "accuracy")
+          figure(curves("selected", data.metric, "score", "val_score"));
+        figure(curves("accuracy", "accuracy", "accuracy", "val_accuracy"));
+        for (const made of [loss(), traffic()]) if (made) figure(made);
+        const each = perClient(data);
+        if (each) figure(each);
+        arrange();
+        clientTable(data);
+        baselines(data);
       },
     };
   }
@@ -258,8 +350,9 @@
       { name: "state", align: "left" },
       { name: "round", align: "right" },
       { name: "time left", align: "right" },
-      { name: "accuracy", align: "right" },
-      { name: "validation", align: "right" },
+      { name: "test accuracy", align: "right", help: "at the best round so far" },
+      { name: "validation accuracy", align: "right", help: "at the best round so far" },
+      { name: "best round", align: "right", help: "so far, by the validation score" },
       { name: "absences", align: "right" },
       { name: "cause", align: "left" },
     ];
@@ -288,6 +381,7 @@
           { text: known(run.left) ? written(run.left, "seconds") : "", sort: run.left },
           { text: written(run.accuracy, "percent"), sort: run.accuracy },
           { text: written(run.val_accuracy, "percent"), sort: run.val_accuracy },
+          run.best_round,
           run.absences,
           run.state === "running" ? "" : run.cause,
         ]);
