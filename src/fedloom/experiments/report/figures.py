@@ -234,7 +234,7 @@ def _convergence(c: Comparison, task: str) -> Figure:
         "convergence",
         task,
         f"{_title(metric_name(c.metric))} by round",
-        sentence,
+        f"Test items of all clients, weighted by the clients' size. {sentence}".strip(),
         x=axis("round", "count"),
         y={**axis(_metric(c), "percent"), **begin},
         series=found,
@@ -564,6 +564,7 @@ def _sorted_gains(c: Comparison, task: str) -> Figure | None:
         y=axis(f"gain over local, points of test {metric_name(_client_metric(c))}"),
         series=found,
         zero=True,
+        tall=True,
     )
 
 

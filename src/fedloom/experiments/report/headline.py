@@ -139,7 +139,7 @@ def _as_good(entries: Mapping[str, Entry], federated: list[str], best: str) -> t
 def _references(c: Comparison, entries: Mapping[str, Entry], scored: list[str]) -> tuple[str, ...]:
     """Returns a sentence about central training, which has all data in one place."""
     return tuple(
-        f"{row}, with all data in one place, reaches {_score(c, entries[row].score)}."
+        f"Reference: {row}, with all data in one place, reaches {_score(c, entries[row].score)}."
         for row in scored
         if entries[row].is_reference
     )

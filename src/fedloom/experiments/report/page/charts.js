@@ -245,14 +245,14 @@ const charts = (() => {
       const text = decimals ? number.toFixed(decimals) : whole.format(number);
       found.push({
         value: number * factor,
-        text: number === 0 && unit !== "%" ? "0" : withUnit(text, unit),
+        text: number === 0 ? "0" : withUnit(text, unit),
       });
     }
     return found;
   }
 
   function tickText(value, axis) {
-    if (axis.unit === "percent") return `${plain.format(value * 100)}%`;
+    if (axis.unit === "percent") return withUnit(plain.format(value * 100), "%");
     if (axis.unit !== "bytes" && axis.unit !== "seconds")
       return value >= 1e6 || value < 1e-3
         ? value.toExponential(0).replace("e+", "e")
@@ -374,7 +374,7 @@ const charts = (() => {
     const { x, y } = chart.spec;
     const narrow = width < 480;
     const tall = Math.round(
-      equal ? Math.min(width, 560) : Math.max(250, Math.min(width * 0.58, 420)),
+      equal || chart.spec.tall ? Math.min(width, 560) : Math.max(250, Math.min(width * 0.58, 420)),
     );
     const yDomain = domain(equal ? [...xs, ...ys] : ys, y);
     const top = y.label ? 26 : 12,
@@ -640,13 +640,12 @@ const charts = (() => {
       const totals = spec.rows.map((_, r) =>
         series.reduce((sum, one) => sum + (known(one.values[r]) ? one.values[r] : 0), 0),
       );
-      const above = width < 520; // narrow: names of rows above their bars
+      const longest = Math.max(...spec.rows.map((name) => textWidth(name, 13)), 10);
+      const above = width < 520 && longest > width * 0.25; // no room for names beside their bars
       const words = totals.map((total) => written(total, spec.x.unit));
       const left = above
         ? 0
-        : Math.ceil(
-            Math.min(width * 0.34, Math.max(...spec.rows.map((name) => textWidth(name, 13)), 10)),
-          ) + 12;
+        : Math.ceil(Math.min(width * 0.34, longest)) + 12;
       const right = width - Math.ceil(Math.max(...words.map((word) => textWidth(word)), 10)) - 12;
       const pitch = above ? 44 : 34,
         top = 4,
@@ -703,8 +702,9 @@ const charts = (() => {
           });
         }
         ink.label(words[r], x(sum) + 6, y + 14);
+        if (above) ink.line(left, y - 2, left, y + thick + 2, "axis", ink.front);
       });
-      ink.line(left, top, left, bottom, "axis", ink.front);
+      if (!above) ink.line(left, top, left, bottom, "axis", ink.front);
       const at = (k) => {
         const hit = segments[k];
         if (!hit) return null;
@@ -841,7 +841,7 @@ const charts = (() => {
         });
       const missing = spec.values.some((row) => row.some((value) => !known(value)));
       const ramp = [0, 0.25, 0.5, 0.75, 1].map((share) => css(shade(share, dark))).join(",");
-      const percent = spec.unit === "percent" ? "%" : "";
+      const percent = spec.unit === "percent" ? "\u202f%" : "";
       const strip = el("span", { class: "ramp" });
       strip.style.background = `linear-gradient(90deg,${ramp})`;
       const scale = el(

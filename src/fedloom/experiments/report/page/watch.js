@@ -18,6 +18,7 @@
   const chosen = () => new URLSearchParams(location.hash.slice(1)).get("run") ?? "";
   const addressOf = (name) => `#${new URLSearchParams({ run: name })}`;
 
+  const isOver = (run) => ["completed", "failed", "stopped"].includes(run.state);
   const notice = el("p", { class: "notice", role: "alert", hidden: true });
   const say = (text) => {
     notice.hidden = !text;
@@ -148,7 +149,7 @@
       const about = {
         id: "clients",
         title: `Test ${data.metric} of each client`,
-        caption: `At the best round so far (${data.best_round}), the best client first.`,
+        caption: `At the best round${isOver(data) ? "" : " so far"} (${data.best_round}).`,
       };
       const values = scored.map((client) => client.score),
         names = scored.map((client) => client.id);
@@ -209,7 +210,7 @@
       if (table) return table.fill(rows);
       table = makeTable({ title: "Clients", columns, rows });
       const text =
-        "Scores at the best round so far, how often clients were absent, and the last cause.";
+        "Scores at the best round, how often clients were absent, and the last cause.";
       section("client-table", "Clients", text, table);
     }
 
@@ -248,7 +249,6 @@
     function scores(data) {
       lead.hidden = !known(data.accuracy);
       if (lead.hidden) return;
-      const over = !["running", "silent", "waiting"].includes(data.state);
       const values = [
         `${written(data.accuracy, "percent")} test accuracy`,
         known(data.val_accuracy) && `${written(data.val_accuracy, "percent")} validation accuracy`,
@@ -258,7 +258,7 @@
           known(data.score) && `${written(data.score, "percent")} test ${data.metric}`,
           known(data.val_score) && `${written(data.val_score, "percent")} validation ${data.metric}`,
         );
-      const when = `${over ? "Best" : "Best so far"} at round ${data.best_round}`;
+      const when = `${isOver(data) ? "Best" : "Best so far"} at round ${data.best_round}`;
       const text = `${when}: ${values.filter(Boolean).join(", ")}.`;
       if (lead.textContent !== text) lead.textContent = text; // read aloud only if it is new
       warnings.hidden = !data.warnings.length;
@@ -274,7 +274,7 @@
           ? []
           : [
               data.planned ? `round ${data.round} of ${data.planned}` : `round ${data.round}`,
-              `${written(data.elapsed, "seconds")} so far`,
+              `${written(data.elapsed, "seconds")}${isOver(data) ? "" : " so far"}`,
             ];
       if (known(data.left)) parts.push(`about ${written(data.left, "seconds")} left`);
       if (data.state === "silent")
@@ -293,7 +293,7 @@
           : `${WORDS[data.state] ?? data.state} · ${data.name}`;
       scores(data);
       const shown = [...data.facts];
-      if (known(data.loss)) shown.push(["training loss now", data.loss.toFixed(3)]);
+      if (known(data.loss)) shown.push(["last training loss", data.loss.toFixed(3)]);
       if (known(data.bytes_up))
         shown.push(
           ["to the server", written(data.bytes_up, "bytes")],
@@ -349,10 +349,10 @@
       { name: "run", align: "left" },
       { name: "state", align: "left" },
       { name: "round", align: "right" },
-      { name: "time left", align: "right" },
       { name: "test accuracy", align: "right", help: "at the best round so far" },
       { name: "validation accuracy", align: "right", help: "at the best round so far" },
       { name: "best round", align: "right", help: "so far, by the validation score" },
+      { name: "time left", align: "right" },
       { name: "absences", align: "right" },
       { name: "cause", align: "left" },
     ];
@@ -368,7 +368,7 @@
         const states = [...counts].map(([state, count]) => `${count} ${state}`).join(", ");
         status.textContent = `${runs.length} ${runs.length === 1 ? "run" : "runs"}: ${states}`;
         bar.value =
-          runs.filter((run) => ["completed", "failed", "stopped"].includes(run.state)).length /
+          runs.filter(isOver).length /
           Math.max(runs.length, 1);
         document.title = status.textContent;
         const rows = runs.map((run) => [
@@ -378,10 +378,10 @@
             text: run.planned ? `${run.round} of ${run.planned}` : String(run.round),
             sort: run.round,
           },
-          { text: known(run.left) ? written(run.left, "seconds") : "", sort: run.left },
           { text: written(run.accuracy, "percent"), sort: run.accuracy },
           { text: written(run.val_accuracy, "percent"), sort: run.val_accuracy },
           run.best_round,
+          { text: known(run.left) ? written(run.left, "seconds") : "", sort: run.left },
           run.absences,
           run.state === "running" ? "" : run.cause,
         ]);
@@ -413,7 +413,7 @@
         say("");
         if (data.behind) pause = 0;
         // A finished run may be resumed.
-        if (["completed", "failed", "stopped"].includes(data.state)) pause = SELDOM;
+        if (isOver(data)) pause = SELDOM;
       }
     } catch (error) {
       if (turn !== asked) return;
