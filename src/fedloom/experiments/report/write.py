@@ -57,7 +57,7 @@ def make_page(c: Comparison, command: str = "") -> dict[str, Any]:
         "headline": headline(c)._asdict(),
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "version": version("fedloom"),
-        "versions": _versions(runs),
+        **_versions(runs),
         "command": command,
         "figures": shown,
         "left_out": [each._asdict() for each in c.left_out],
@@ -83,8 +83,8 @@ def _facts(c: Comparison, runs: Sequence[Run]) -> list[list[str]]:
     return [[name, value] for name, value in facts.items() if value]
 
 
-def _versions(runs: Sequence[Run]) -> list[list[str]]:
-    """Returns the packages that made the runs, with their versions.
+def _versions(runs: Sequence[Run]) -> dict[str, Any]:
+    """Returns the packages that made the runs, with their versions, and whether runs differ.
 
     A package with several versions says how many runs each of them made.
     """
@@ -92,17 +92,18 @@ def _versions(runs: Sequence[Run]) -> list[list[str]]:
     for run in runs:
         for name, number in run.summary.get("versions", {}).items():
             found.setdefault(name, Counter())[str(number)] += 1
+
+    def text(numbers: Counter[str]) -> str:
+        if len(numbers) == 1:
+            return next(iter(numbers))
+        return ", ".join(f"{number} ({n} run{'s' * (n > 1)})" for number, n in numbers.items())
+
     first = ("fedloom", "python", "torch")
     names = sorted(found, key=lambda name: (name not in first, name))
-    return [
-        [
-            name,
-            next(iter(found[name]))
-            if len(found[name]) == 1
-            else ", ".join(f"{number} ({count} runs)" for number, count in found[name].items()),
-        ]
-        for name in names
-    ]
+    return {
+        "versions": [[name, text(found[name])] for name in names],
+        "versions_differ": any(len(numbers) > 1 for numbers in found.values()),
+    }
 
 
 def _warnings(c: Comparison) -> list[str]:

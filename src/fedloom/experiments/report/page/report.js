@@ -98,8 +98,7 @@
 
   function footer() {
     const versions = page.versions ?? [];
-    const differ = versions.some(([, value]) => value.includes(" runs)"));
-    const about = differ
+    const about = page.versions_differ
       ? "The runs were made with different versions, so their numbers may differ for that reason."
       : "All runs were made with the same versions.";
     return el(
