@@ -449,7 +449,7 @@ def compare(
     """
     base = _with_options(read_tables(file) if file else {}, given, [])
     methods = grid.read_axes(base.get("compare", {})).methods
-    if metric not in comparison.METRICS:
+    if metric and metric not in comparison.METRICS:
         raise unknown("metric", metric, comparison.METRICS)
     if on not in executor.EXECUTORS:
         raise unknown("--on", on, executor.EXECUTORS)

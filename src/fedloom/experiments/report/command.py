@@ -30,7 +30,8 @@ def report(
     Args:
         folders: Run folders, or folders that contain some.
         page: The HTML file to write.
-        metric: The score to compare; see `comparison.METRICS`.
+        metric: The score to compare; see `comparison.METRICS`. "" takes the one that chose the best
+            rounds.
         figures: A folder to which each figure is also written as a file. None writes none.
         formats: The formats of these files, separated by commas: png, svg, pdf.
         embeddings: Whether to compute embeddings of each method's first seed. Folders that already

@@ -172,7 +172,7 @@ class Comparison:
 
 
 def compare(
-    runs: Iterable[Run], left_out: Sequence[LeftOut] = (), metric: str = "accuracy"
+    runs: Iterable[Run], left_out: Sequence[LeftOut] = (), metric: str = ""
 ) -> Comparison:
     """Groups runs by task and row, and compares them.
 
@@ -182,12 +182,15 @@ def compare(
     Args:
         runs: Completed runs.
         left_out: Folders that are already left out.
-        metric: The score to compare.
+        metric: The score to compare. The default is the metric that chose the best rounds, or
+            accuracy if the runs differ in it.
     """
+    runs, skipped = list(runs), list(left_out)
+    chosen = {selection_of(run.summary) for run in runs}
+    metric = metric or (chosen.pop() if len(chosen) == 1 else "accuracy")
     if metric not in METRICS:
         raise unknown("metric", metric, METRICS)
-    skipped = list(left_out)
-    grouped = _grouped(list(runs), skipped)
+    grouped = _grouped(runs, skipped)
     tasks = list(dict.fromkeys(task for task, _ in grouped))
     rows = list(dict.fromkeys(row for _, row in grouped))
     rows.sort(key=lambda row: row.split(" ")[0] != LOCAL)  # local first, the others in their order
