@@ -5,6 +5,7 @@ most tests compare something with them.
 """
 
 import importlib
+import math
 import tomllib
 from dataclasses import fields, replace
 
@@ -129,6 +130,25 @@ def node_federation(name, node_federation, cross_federation, graph_federation):
 def federation(task, node_federation, graph_federation):
     """A federation for each task that the method does."""
     return node_federation if task == "node" else graph_federation
+
+
+# ---- training losses and class weights ----
+
+
+def test_every_evaluation_has_the_loss_of_the_training_before(name, task, federation):
+    """No method is an exception: all of them train by `client.loss`, or record their loss."""
+    for entry in plain(name, federation).history:
+        losses = [row["loss"] for row in entry["clients"]]
+        assert entry["loss"] > 0
+        assert min(losses) <= entry["loss"] <= max(losses)
+        assert all(math.isfinite(loss) and loss > 0 for loss in losses)
+
+
+def test_class_weights_act(name, node_federation):
+    weights = ",".join(("1", "4", "9")[: node_federation.num_classes])
+    weighted = go(name, node_federation, class_weight=weights)
+    assert not same_bits(plain(name, node_federation), weighted)
+    assert differences(plain(name, node_federation), weighted).isfinite().all()
 
 
 # ---- the same seed gives the same bits ----

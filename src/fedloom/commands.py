@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import sys
 import warnings
@@ -48,6 +49,9 @@ from fedloom.nn.build import architectures
 
 if TYPE_CHECKING:
     from fedloom.experiments.tune import Trial
+
+# `_print` prints the warnings of a run, so the logger need not.
+logging.getLogger("fedloom").addHandler(logging.NullHandler())
 
 Given = Mapping[str, Any]  # {"table.key": value}; None for an option that was not given
 OnRound = Callable[[dict[str, Any], int], None]

@@ -99,7 +99,7 @@ def test_only_heads_travel_and_extractors_stay_different(federation, monkeypatch
                 "setup": set(),
                 "size": {"size"},
                 "train": {"head/weight", "head/bias"},
-                "evaluate": {"val", "test", "auc"},
+                "evaluate": {"val", "test", "auc", "probabilistic", "loss"},
             }[phase]
         )
     same = run("lg-fedavg", federation, **SMALL)

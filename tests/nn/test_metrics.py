@@ -1,15 +1,46 @@
 """Scores against scikit-learn, losses against their formulas, and both for empty sets."""
 
+import itertools
 import math
+from statistics import mean
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, roc_auc_score
+from sklearn.metrics import (
+    accuracy_score,
+    average_precision_score,
+    balanced_accuracy_score,
+    classification_report,
+    confusion_matrix,
+    f1_score,
+    precision_score,
+    recall_score,
+    roc_auc_score,
+)
 
+from fedloom.experiments.report import comparison
 from fedloom.nn.losses import cross_entropy
-from fedloom.nn.metrics import UNDEFINED, auc, average, confusion, scores
+from fedloom.nn.metrics import (
+    ADDITIVE,
+    ADDITIVE_MORE,
+    FROM_CONFUSION,
+    METRICS,
+    MINIMISED,
+    PROBABILISTIC,
+    UNDEFINED,
+    additive_scores,
+    all_scores,
+    auc,
+    average,
+    confusion,
+    mean_scores,
+    names_of,
+    per_class,
+    probabilistic,
+    scores,
+)
 
 examples = settings(max_examples=60, deadline=None)
 
@@ -50,7 +81,17 @@ def test_scores_equal_scikit_learn(case):
         "f1_weighted": f1_score(
             true, predicted, labels=range(C), average="weighted", zero_division=0
         ),
+        "balanced_accuracy": recall_score(
+            true, predicted, labels=sorted(set(true)), average="macro", zero_division=0
+        ),
     }
+    labels = [1] if C == 2 else sorted(set(true))
+    for name, score in (("precision", precision_score), ("recall", recall_score)):
+        expected[name] = score(true, predicted, labels=labels, average="macro", zero_division=0)
+    if C == 2 and 1 not in true:
+        expected["recall"] = None
+        if 1 not in predicted:
+            expected["precision"] = None
     assert all(first is last is None for first, _, last in got.values())
     assert {name: value for name, (_, value, _) in got.items()} == pytest.approx(
         expected, abs=1e-12
@@ -59,7 +100,7 @@ def test_scores_equal_scikit_learn(case):
 
 def test_scores_of_an_empty_matrix_are_none():
     empty = scores(torch.zeros(1, 3, 3, dtype=torch.int64))
-    assert empty == {name: [None] for name in ("accuracy", "f1_macro", "f1_present", "f1_weighted")}
+    assert empty == {name: [None] for name in FROM_CONFUSION}
     no_items = torch.zeros(4, dtype=torch.bool)
     assert confusion(torch.ones(4, 3), torch.tensor([0, 1, 2, -1]), no_items, 3).sum() == 0
 
@@ -99,6 +140,148 @@ def test_auc_of_a_single_class_is_undefined(y):
 def test_auc_distinguishes_confident_predictions():
     logits = torch.tensor([[0.0, 20.0], [0.0, 25.0], [0.0, 30.0], [0.0, 1.0]])
     assert auc(logits, torch.tensor([0, 1, 1, 0]), torch.ones(4, dtype=torch.bool)) == 1.0
+
+
+def test_balanced_accuracy_equals_scikit_learn():
+    true, predicted = [0, 0, 0, 0, 1, 1, 2], [0, 0, 0, 1, 1, 2, 0]
+    (got,) = scores(torch.tensor(confusion_matrix(true, predicted))[None])["balanced_accuracy"]
+    assert got == pytest.approx(balanced_accuracy_score(true, predicted))
+
+
+# ---- metrics of probabilities ----
+def metric(name, logits, y, mask=None, k=100):
+    mask = torch.ones(len(y), dtype=torch.bool) if mask is None else mask
+    value = dict(zip(PROBABILISTIC, probabilistic(logits, y, mask, k), strict=True))[name]
+    return None if value == UNDEFINED else value
+
+
+@examples
+@given(predictions())
+def test_pr_auc_equals_scikit_learn_also_with_ties(case):
+    logits, y, mask = case
+    p, true = logits[mask].double().softmax(1).numpy(), y[mask].numpy()
+    classes = [1] if logits.shape[1] == 2 else sorted(set(true))
+    areas = [average_precision_score(true == c, p[:, c]) for c in classes if c in true]
+    expected = sum(areas) / len(areas) if areas else None
+    assert metric("pr_auc", *case) == pytest.approx(expected, abs=1e-9)
+
+
+def orders(score):
+    """All orders of items by score, the highest first: items that tie in each order."""
+    groups = [[i for i, s in enumerate(score) if s == v] for v in sorted(set(score), reverse=True)]
+    for choice in itertools.product(*(itertools.permutations(group) for group in groups)):
+        yield [i for group in choice for i in group]
+
+
+@examples
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=6))
+def test_recall_and_precision_at_k_are_means_over_the_orders_of_ties(items):
+    """The reference draws every order of items that tie."""
+    score, positive = [float(s) for s, _ in items], [p for _, p in items]
+    logits = torch.tensor([[0.0, s] for s in score])
+    y = torch.tensor(positive).long()
+    for k in (1, 2, 4, 100):
+        top = min(k, len(items))
+        hits = mean(sum(positive[i] for i in order[:top]) for order in orders(score))
+        expected = hits / sum(positive) if any(positive) else None
+        assert metric("recall_at_k", logits, y, k=k) == pytest.approx(expected)
+        assert metric("precision_at_k", logits, y, k=k) == pytest.approx(hits / top)
+
+
+def test_recall_at_k_is_not_defined_for_three_classes():
+    for name in ("recall_at_k", "precision_at_k"):
+        assert metric(name, torch.eye(3), torch.tensor([0, 1, 2])) is None
+        assert metric(name, torch.eye(3)[:, :2], torch.tensor([0, 1, 1])) is not None
+
+
+@examples
+@given(predictions())
+def test_ece_equals_a_loop_over_bins(case):
+    logits, y, mask = case
+    p, true = logits[mask].double().softmax(1), y[mask]
+    confidence, label = p.max(1)
+    total = 0.0
+    for b in range(15):
+        within = (confidence > b / 15) & (confidence <= (b + 1) / 15)
+        if within.any():
+            right = (label == true)[within].double().mean()
+            total += within.double().mean() * (right - confidence[within].mean()).abs()
+    assert metric("ece", *case) == pytest.approx(float(total), abs=1e-9)
+
+
+def test_ece_of_certain_predictions_is_their_error_rate():
+    logits = 100 * torch.eye(2)[torch.tensor([0, 0, 1, 1])]
+    assert metric("ece", logits, torch.tensor([0, 0, 1, 1])) == pytest.approx(0.0)
+    assert metric("ece", logits, torch.tensor([0, 1, 1, 1])) == pytest.approx(0.25)
+
+
+def test_probabilistic_metrics_without_positives_without_items_and_with_nan():
+    logits, y = torch.eye(2)[[0, 1, 0]], torch.tensor([0, 0, 0])
+    found = {name: metric(name, logits, y) for name in PROBABILISTIC}
+    assert found["pr_auc"] is found["recall_at_k"] is None
+    assert found["precision_at_k"] == 0
+    assert found["ece"] > 0
+    nothing = torch.zeros(3, dtype=torch.bool)
+    assert all(metric(name, logits, y, nothing) is None for name in PROBABILISTIC)
+    assert all(metric(name, logits * torch.nan, y) is None for name in PROBABILISTIC)
+    everything = torch.ones(3, dtype=torch.bool)
+    one = probabilistic(logits, y, everything, 2, ("ece",))
+    assert [v == UNDEFINED for v in one] == [True, True, True, False]
+
+
+# ---- tables of scores ----
+def test_undefined_values_are_none_and_the_selected_metric_has_a_validation_value():
+    val, test = torch.tensor([[[3, 1], [0, 0]]]), torch.tensor([[[5, 0], [2, 3]]])
+    other = torch.tensor([[[-1.0, -1.0, -1.0, 0.25], [0.5, 1.0, 0.2, 0.1]]])
+    areas = torch.tensor([[-1.0, 0.75]])
+    found = all_scores(val, test, areas, other, selection="ece")
+    assert tuple(found) == names_of("ece")
+    assert found["val_ece"] == [0.25]
+    assert found["val_accuracy"] == [0.75]
+    assert found["auc"] == [0.75]
+    assert all_scores(val, test, areas, other, selection="recall")["val_recall"] == [None]
+    assert all_scores(val, test, areas, selection="pr_auc")["val_pr_auc"] == [None]
+    assert "val_ece" not in all_scores(val, test, areas, other)
+
+
+@pytest.mark.parametrize("selection", ["accuracy", "recall", "pr_auc"])
+def test_sums_of_additive_scores_give_the_averages(selection):
+    rng = torch.Generator().manual_seed(0)
+    val, test = torch.randint(4, (2, 5, 2, 2), generator=rng)
+    val[0], test[1, 1] = 0, 0
+    areas, other = torch.rand(5, 2, generator=rng), torch.rand(5, 2, 4, generator=rng)
+    areas[2, 1] = other[3, 0, 0] = UNDEFINED
+    items = [3, 5, 8, 13, 21]
+    columns = all_scores(val, test, areas, other, selection=selection)
+    parts = [
+        additive_scores({name: [column[k]] for name, column in columns.items()}, n)
+        for k, n in enumerate(items)
+    ]
+    total, more = (sum(part[i] for part in parts) for i in range(2))
+    assert (len(total), len(more)) == (len(ADDITIVE), len(ADDITIVE_MORE) + 1) == (6, 8)
+    by_size, equal = mean_scores(total, more, selection)
+    assert tuple(by_size) == tuple(equal) == names_of(selection)
+    for name, column in columns.items():
+        assert by_size[name] == pytest.approx(average(column, [float(n) for n in items]))
+        assert equal[name] == pytest.approx(average(column, [1.0] * 5))
+
+
+def test_scores_per_class_equal_scikit_learn():
+    true, predicted = [0, 0, 0, 1, 1, 2], [0, 1, 0, 1, 1, 0]
+    matrix = confusion_matrix(true, predicted, labels=range(4)).tolist()
+    found = per_class(matrix, ("a", "b", "c", "d"))
+    report = classification_report(true, predicted, output_dict=True, zero_division=0)
+    for name, key in zip("ab", "01", strict=True):
+        assert found[name]["support"] == report[key]["support"]
+        for ours, theirs in (("precision", "precision"), ("recall", "recall"), ("f1", "f1-score")):
+            assert found[name][ours] == pytest.approx(report[key][theirs])
+    assert found["c"] == {"support": 1, "precision": None, "recall": 0.0, "f1": 0.0}
+    assert found["d"] == {"support": 0, "precision": None, "recall": None, "f1": None}
+
+
+def test_comparisons_know_the_same_metrics():
+    assert set(comparison.METRICS) == {*METRICS, *(f"{name}_mean" for name in METRICS)}
+    assert set(comparison.MINIMISED) == {*MINIMISED, *(f"{name}_mean" for name in MINIMISED)}
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

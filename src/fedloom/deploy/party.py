@@ -244,6 +244,8 @@ class Party:
             raise ConfigError(f"party {self.name!r}: the terms of secure sums are not as agreed")
         if (facts.upload, facts.download) != (settings.upload, settings.download):
             raise ConfigError(f"party {self.name!r}: the filters are not as agreed")
+        if facts.class_weight != settings.class_weight:
+            raise ConfigError(f"party {self.name!r}: the class weights are not as agreed")
 
     def _perform(self, header: Header, body: bytes) -> bytes:
         method, client = self._ready()

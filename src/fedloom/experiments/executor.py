@@ -6,6 +6,7 @@ A cell that fails or dies does not affect the others.
 from __future__ import annotations
 
 import importlib
+import logging
 import multiprocessing
 import os
 import shutil
@@ -254,6 +255,7 @@ def _exit_cause(code: int | None) -> str:
 
 def _work(cell: Cell, pipe: Connection) -> None:
     """Runs a cell in a process of its own and reports through the pipe."""
+    logging.getLogger("fedloom").addHandler(logging.NullHandler())  # the parent draws the screen
     # Ctrl-C in a terminal reaches all processes. The parent tells this one to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()

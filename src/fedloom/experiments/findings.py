@@ -13,6 +13,7 @@ def findings(
     classes: Sequence[str],
     best: Mapping[str, Any],
     selection: str = "accuracy",
+    weighted: bool = False,
 ) -> list[str]:
     """Returns a line for each reason to doubt a result. An empty list: there is none.
 
@@ -22,6 +23,7 @@ def findings(
         classes: The classes' names.
         best: The history entry of the best round.
         selection: The metric that chose the best round.
+        weighted: Whether the run had class weights.
     """
     lines: list[str] = []
     if best and best.get(f"val_{selection}") is None and selection != "accuracy":
@@ -46,5 +48,6 @@ def findings(
         lines.append(
             f"{100 * right / total:.1f} % of the test items are classified right, fewer than if "
             f"all were classified as {majority!r} ({100 * most / total:.1f} %)"
+            + ("; class weights may do this, see balanced_accuracy" if weighted else "")
         )
     return lines

@@ -394,7 +394,9 @@ class Recorder:
             "class_names": list(classes),
             "confusion": confusion,
             "per_class": metrics.per_class(confusion, classes) if confusion else None,
-            "warnings": findings(confusion, classes, best, selection),
+            "warnings": findings(
+                confusion, classes, best, selection, bool(self.settings.class_weight)
+            ),
             "per_client": self._per_client(best),
             "without_training_items": self.roster.without_training,
             "secure": server.aggregation.summary(server),

@@ -28,7 +28,8 @@ from fedloom.experiments.history import Entry
 from fedloom.nn import metrics
 
 FILE = "tracking.json"  # in a run folder: its trackers, and what they need after a resume
-SCORES = (*metrics.METRICS, *(f"{m}_mean" for m in metrics.METRICS))
+KNOWN = (*metrics.METRICS, *(f"val_{m}" for m in metrics.METRICS))
+SCORES = (*KNOWN, *(f"{m}_mean" for m in KNOWN))
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Tracker(ABC):
 
 # ---- what is tracked ----
 def points(entry: Entry, clients: bool) -> dict[str, float]:
-    """Returns an entry's numbers by name: scores, traffic so far, seconds.
+    """Returns an entry's numbers by name: scores, training loss, traffic so far, seconds.
 
     Scores of a later stage have a prefix.
 
@@ -109,13 +110,14 @@ def points(entry: Entry, clients: bool) -> dict[str, float]:
     stage = entry.get("stage", "train")
     before = "" if stage == "train" else f"{stage}/"
     found = {f"{before}scores/{m}": entry.get(m) for m in SCORES}
+    found[f"{before}loss"] = entry.get("loss")
     found |= {f"{before}traffic/bytes_{way}": entry[f"bytes_{way}"] for way in ("up", "down")} | {
         f"{before}time/seconds": entry["seconds"]
     }
     if clients:
         rows = entry.get("clients", [])  # a secure run has none
         found |= {
-            f"{before}clients/{row['id']}/{m}": row.get(m) for row in rows for m in metrics.METRICS
+            f"{before}clients/{row['id']}/{m}": row.get(m) for row in rows for m in (*KNOWN, "loss")
         }
     return {name: float(value) for name, value in found.items() if value is not None}
 
@@ -124,7 +126,7 @@ def result(summary: Mapping[str, Any]) -> dict[str, float]:
     """Returns a summary's numbers by name."""
     found = {
         f"summary/{key}": summary.get(key)
-        for key in (*SCORES, "final_accuracy", "rounds", "best_round", "peak_rss_mb")
+        for key in (*SCORES, "loss", "final_accuracy", "rounds", "best_round", "peak_rss_mb")
     }
     found |= {f"summary/bytes_{way}": summary["traffic"][f"bytes_{way}"] for way in ("up", "down")}
     found |= {f"summary/seconds_{part}": value for part, value in summary["seconds"].items()}

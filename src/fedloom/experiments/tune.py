@@ -1,4 +1,6 @@
-"""Tuning: Optuna searches a method's declared ranges by validation accuracy.
+"""Tuning: Optuna searches a method's declared ranges by the validation score.
+
+The score is the metric `run.selection`, by default the accuracy.
 
 The best settings become a recipe. A study has a folder: `study.jsonl` (Optuna's journal), a run
 folder for each trial and seed under `trials/`, and `recipe.toml`. The first trial is the recipe as
@@ -12,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -44,6 +47,7 @@ from fedloom.errors import ConfigError, DataError, FedloomError, unknown
 from fedloom.experiments.recipe import TABLES, ModelTable, Recipe, make_recipe, read_value, to_toml
 from fedloom.experiments.result import read_run
 from fedloom.experiments.run_folder import is_completed, read_config
+from fedloom.nn.metrics import MINIMISED
 
 TUNABLE = ("method", "model")  # tables; other settings would change the task
 OnTrial = Callable[["Trial", Sequence["Trial"]], None]  # a trial that ended, all that have ended
@@ -85,7 +89,7 @@ class Trial:
     Attributes:
         number: The trial's number, from 0.
         settings: {"table.key": value}.
-        validation: The mean validation accuracy over the seeds; None if the trial failed.
+        validation: The mean validation score over the seeds; None if the trial failed.
         error: The reason of a failure.
     """
 
@@ -105,6 +109,7 @@ class Tuned:
         importance: The importance of each setting; empty if there are too few trials.
         recipe: The path of the recipe.
         ended: Why no further trial was made.
+        selection: The metric of the validation scores.
     """
 
     trials: list[Trial]
@@ -112,6 +117,13 @@ class Tuned:
     importance: dict[str, float]
     recipe: Path
     ended: str
+    selection: str = "accuracy"
+
+    @property
+    def ranked(self) -> list[Trial]:
+        """The trials that succeeded, the best first; the first of equal ones."""
+        succeeded = [t for t in self.trials if t.validation is not None]
+        return sorted(succeeded, key=lambda t: (_rank(t, self.selection), t.number))
 
     @property
     def given(self) -> Trial | None:
@@ -235,7 +247,7 @@ def _asked(over: Iterable[str]) -> Iterator[tuple[str, str | None]]:
 def validate(
     tables: Mapping[str, Any], seeds: Sequence[int], folder: Path, number: int
 ) -> list[float]:
-    """Runs a trial and returns the validation accuracy of each seed.
+    """Runs a trial and returns the validation score of each seed.
 
     Each seed has a run folder. Finished runs are read from it. Test scores are not used. Errors are
     raised: a combination that the method refuses, or training that diverges.
@@ -246,18 +258,18 @@ def validate(
         folder: The folder of the run folders.
         number: The trial's number.
     """
-    accuracies = []
+    scores = []
     for seed in seeds:
         recipe = make_recipe({**tables, "run": {**tables.get("run", {}), "seed": seed}})
-        accuracy = _run(recipe, folder / f"{number:03d}-s{seed}")
-        if accuracy is None:
+        score = _run(recipe, folder / f"{number:03d}-s{seed}")
+        if score is None:
             raise _no_validation_items(recipe)
-        accuracies.append(accuracy)
-    return accuracies
+        scores.append(score)
+    return scores
 
 
 def _run(recipe: Recipe, folder: Path) -> float | None:
-    """Runs or resumes a recipe in a folder. Returns the best validation accuracy."""
+    """Runs or resumes a recipe in a folder. Returns the best validation score."""
     if not (folder / "config.json").exists():
         shutil.rmtree(folder, ignore_errors=True)  # the process was killed before the first file
         result = recipe.execute(folder, federation=_federation(recipe))
@@ -272,7 +284,8 @@ def _run(recipe: Recipe, folder: Path) -> float | None:
         result = recipe.execute(folder, federation=_federation(recipe), resume=True)
     # The models of hundreds of trials would fill the disk, and a run can be repeated.
     shutil.rmtree(folder / "models", ignore_errors=True)
-    return result.summary["val_accuracy"]
+    score: float | None = result.summary[f"val_{recipe.run.selection}"]
+    return score
 
 
 def _federation(recipe: Recipe) -> Federation:
@@ -287,6 +300,12 @@ def _divided(tables: str) -> Federation:
 
 
 def _no_validation_items(recipe: Recipe) -> ConfigError:
+    if recipe.run.selection != "accuracy":
+        return ConfigError(
+            f"tune: no client has validation items that define run.selection = "
+            f"{recipe.run.selection!r}, data.split is {recipe.split!r}; give it a larger "
+            "validation share, or choose another metric"
+        )
     return ConfigError(
         f"tune: no client has a validation item, data.split is {recipe.split!r}; "
         "give it a validation share"
@@ -405,6 +424,7 @@ class _Study:
         complete = _complete(recipe)
         self.optuna, self.out, self.recipe = optuna, out, recipe
         self.tables, self.space, self.seeds = tables, space, seeds
+        self.direction = "minimize" if recipe.run.selection in MINIMISED else "maximize"
         self.given = {
             key: complete[table][name] for key in space for table, _, name in [key.partition(".")]
         }
@@ -420,7 +440,7 @@ class _Study:
                 study_name="fedloom",
                 storage=storage,
                 sampler=optuna.samplers.RandomSampler(seed=0),  # not used: see `_suggested`
-                direction="maximize",
+                direction=self.direction,
                 load_if_exists=True,
             )
         except (ValueError, LookupError) as error:
@@ -545,7 +565,7 @@ class _Study:
                 if attempt < ATTEMPTS[0]
                 else samplers.RandomSampler(seed=seed)
             )
-            scratch = self.optuna.create_study(sampler=sampler, direction="maximize")
+            scratch = self.optuna.create_study(sampler=sampler, direction=self.direction)
             scratch.add_trials(so_far)
             params = scratch.ask(self.distributions).params
             if self._settings(params) not in tried:
@@ -566,9 +586,9 @@ class _Study:
         if isinstance(error, OSError | DataError):
             raise error
         if error is None:
-            accuracies = future.result()
-            trial.set_user_attr("validation", accuracies)
-            self.study.tell(trial, sum(accuracies) / len(accuracies))
+            scores = future.result()
+            trial.set_user_attr("validation", scores)
+            self.study.tell(trial, sum(scores) / len(scores))
         else:
             trial.set_user_attr("error", f"{type(error).__name__}: {error}")
             self.study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
@@ -601,10 +621,10 @@ class _Study:
                 else f"no trial was made: {ended}"
             )
             raise ConfigError(f"tune: {reason}")
-        best = max(succeeded, key=lambda t: (t.validation, -t.number))
-        tuned = Tuned(
-            trials, best, self._importance(len(succeeded)), self.out / "recipe.toml", ended
-        )
+        selection = self.recipe.run.selection
+        best = min(succeeded, key=lambda t: (_rank(t, selection), t.number))
+        importance = self._importance(len(succeeded))
+        tuned = Tuned(trials, best, importance, self.out / "recipe.toml", ended, selection)
         comment = "".join(f"# {line}\n" for line in _origin(tuned, len(self.seeds), command))
         recipe = make_recipe(_with(self.tables, best.settings))
         write_atomic(tuned.recipe, (comment + "\n" + to_toml(_complete(recipe))).encode())
@@ -645,9 +665,15 @@ def _origin(tuned: Tuned, seeds: int, command: str) -> list[str]:
         else "Tuned by fedloom.experiments.tune.tune",
         f"Settings tuned: {', '.join(tuned.best.settings)}.",
         f"Trial {tuned.best.number}, the best of {count}: "
-        f"validation accuracy {_percent(tuned.best)} ({of}); {before}.",
+        f"validation {tuned.selection} {_percent(tuned.best)} ({of}); {before}.",
         "It is the best of many on the same validation items, so expect less on other items.",
     ]
+
+
+def _rank(trial: Trial, selection: str) -> float:
+    """Returns a number that is the lower, the better the trial is."""
+    assert trial.validation is not None
+    return trial.validation if selection in MINIMISED else -trial.validation
 
 
 def _percent(trial: Trial) -> str:
@@ -704,6 +730,7 @@ def _workers(jobs: int) -> Iterator[Executor]:
 
 
 def _end_with_parent() -> None:
+    logging.getLogger("fedloom").addHandler(logging.NullHandler())  # trials print nothing
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         # Ctrl-C in a terminal reaches all processes. This one ends at once and prints nothing.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

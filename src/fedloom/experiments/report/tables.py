@@ -393,12 +393,9 @@ def tuning(tuned: Tuned, rows: int = 10) -> RenderableType:
         tuned: The study.
         rows: The number of trials to show. The recipe as given is always shown.
     """
-    ranked = sorted(
-        (t for t in tuned.trials if t.validation is not None),
-        key=lambda t: (-(t.validation or 0), t.number),
-    )
+    ranked, metric = tuned.ranked, tuned.selection.replace("_", " ")
     shown = ranked[:rows] + [t for t in ranked[rows:] if t is tuned.given]
-    table = Table(title="best trials by validation accuracy, %", title_justify="left")
+    table = Table(title=f"best trials by validation {metric}, %", title_justify="left")
     for heading in ("trial", "validation", *tuned.best.settings):
         table.add_column(heading, justify="right")
     for t in shown:
@@ -417,7 +414,8 @@ def tuning(tuned: Tuned, rows: int = 10) -> RenderableType:
     if tuned.given:
         gain = 100 * ((tuned.best.validation or 0) - (tuned.given.validation or 0))
         lines.append(
-            f"the best has {gain:.1f} points of validation accuracy more than the recipe as given"
+            f"the best has {abs(gain):.1f} points of validation {metric} "
+            f"{'less' if gain < 0 else 'more'} than the recipe as given"
         )
     lines.append(
         f"it is the best of {len(ranked)} on the same validation items: expect a lower score on "
