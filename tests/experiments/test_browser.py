@@ -392,7 +392,7 @@ def test_axes_have_labels_and_pages_do_not_scroll_sideways(new_tab, real, width)
             named = tab.js(f"{plots}.map((p) => p.querySelectorAll('text.name').length)")
             assert all(count == labels for count in named), (section, kind, named)
         # No label of an axis lies outside of its plot.
-        outside = """[...document.querySelectorAll('.panel:not([hidden]) .plot')].flatMap((plot) => {
+        outside = """[...document.querySelectorAll('.panel:not([hidden]) .plot')].flatMap(plot => {
           const box = plot.getBoundingClientRect();
           return [...plot.querySelectorAll('text')].filter((text) => {
             const { left, right } = text.getBoundingClientRect();
@@ -576,9 +576,7 @@ def test_the_loss_and_the_selection_metric_are_drawn(new_tab, watched, dark):
     titles = tab.js("[...document.querySelectorAll('figure h3')].map((one) => one.textContent)")
     assert titles[:3] == ["PR-AUC by round", "Accuracy by round", "Training loss by round"]
     lead = tab.js("document.querySelector('.lead').textContent")
-    assert lead.startswith(
-        "Best so far at round 2: 20.0\u202f% test PR-AUC, 40.0\u202f% validation"
-    )
+    assert lead.startswith("Best so far at round 2: 20.0\u202f% test PR-AUC, 40.0\u202f% val")
     assert tab.js(CONTRAST) == []
     tab.size(390)
     tab.settle()

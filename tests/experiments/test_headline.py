@@ -180,6 +180,18 @@ def test_the_lowest_calibration_error_is_the_best(run):
     assert headline(c).name == "fedavg"
 
 
+def test_the_default_metric_is_the_one_that_chose_the_rounds(run):
+    chosen = {"selection": "pr_auc", "pr_auc": 0.4, "val_pr_auc": 0.3}
+    c = compare(several(run, "fedavg", **chosen))
+    assert c.metric == "pr_auc"
+    assert headline(c).text.startswith("fedavg is best: 40.0 % PR-AUC")
+    table = figures(c)[0]
+    assert [column["name"] for column in table["columns"]][1] == "PR-AUC %"
+    assert "(by PR-AUC)" in table["caption"]
+    mixed = compare([*several(run, "fedavg", **chosen), *several(run, "local")])
+    assert mixed.metric == "accuracy"
+
+
 # ---- classes ----
 MATRIX = [[8, 2, 0], [1, 4, 0], [0, 0, 0]]  # the third class has no test item
 

@@ -171,9 +171,7 @@ class Comparison:
         return mean(known) if len(known) == len(self.tasks) else None
 
 
-def compare(
-    runs: Iterable[Run], left_out: Sequence[LeftOut] = (), metric: str = ""
-) -> Comparison:
+def compare(runs: Iterable[Run], left_out: Sequence[LeftOut] = (), metric: str = "") -> Comparison:
     """Groups runs by task and row, and compares them.
 
     Runs that do not fit are listed in `left_out` with the reason. Raises DataError if there is
