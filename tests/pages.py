@@ -35,10 +35,18 @@ def page(figures, **more):
     """Returns a page with these figures."""
     return {
         "title": "Ten methods on Cora, 10 clients by Louvain",
+        "headline": {
+            "text": "fedprox is best: 76.0 % accuracy, 6.0 points above Local, for 30.0 MB.",
+            "name": "fedprox",
+            "details": ["The test does not distinguish fedgkc from fedprox."],
+        },
         "made": "2026-03-14T09:26:53+00:00",
         "version": "0.1.0",
         "command": "fedloom report grid/runs/*/",
         "figures": figures,
+        "versions": [["fedloom", "0.1.0"], ["torch", "2.13.0 (8 runs), 2.12.0 (2 runs)"]],
+        "versions_differ": True,
+        "warnings": [],
         "left_out": [],
         "facts": [["dataset", "cora"], ["clients", "10"], ["seeds", "0, 1, 2"], ["rounds", "30"]],
         **more,
@@ -164,6 +172,29 @@ def result_table(methods, rng):
         "columns": columns,
         "rows": rows,
         "caption": "Mean ± standard deviation over seeds. Bold: the best. Underlined: the second.",
+        "sorted_by": {"column": 2, "descending": False},
+    }
+
+
+def confusion(rng):
+    """Returns a group with the confusion matrices of two methods."""
+    maps = []
+    for name in METHODS[:2]:
+        counts = [[rng.randrange(5, 20) for _ in CLASSES] for _ in CLASSES]
+        for k in range(len(CLASSES)):
+            counts[k][k] += 100
+        one = heat_map(f"confusion-{name}", name, len(CLASSES), rng, share=True)
+        one |= {"section": "classes", "rows": list(CLASSES), "row_label": "true class"}
+        one |= {"unit": "percent", "counts": counts, "caption": "", "format": "0"}
+        one["values"] = [[cell / sum(row) for cell in row] for row in counts]
+        maps.append(one)
+    return {
+        "id": "confusion",
+        "title": "Confusion matrices",
+        "section": "classes",
+        "kind": "group",
+        "caption": "Rows are true classes. Each row sums to 100 %.",
+        "figures": maps,
     }
 
 
@@ -257,13 +288,23 @@ def every_kind():
         {
             "id": "phases",
             "title": "Traffic by phase",
-            "section": "traffic",
+            "section": "cost",
             "kind": "bars",
+            "palette": "parts",
             "rows": list(METHODS),
             "series": bars,
             "caption": "Bytes of all clients and rounds, both directions.",
             "x": {**TRAFFIC, "label": "bytes", "log": False},
         },
+        confusion(rng),
+        {
+            "id": "no-loss",
+            "title": "No curves of the loss",
+            "section": "classes",
+            "kind": "note",
+            "caption": "The histories have no training loss.",
+        },
+        {**result_table(METHODS, rng), "id": "all-settings", "section": "settings", "closed": True},
         against_local(METHODS, 10, rng),
         {
             **heat_map("gain", "Accuracy by client and method", 10, rng, share=True),

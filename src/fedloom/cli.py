@@ -356,7 +356,9 @@ def compare(
         list[str],
         option("table.key=value for all, METHOD.key=value for one; repeatable", "--set"),
     ] = [],  # noqa: B006
-    metric: Annotated[str, option("the score to compare")] = "accuracy",
+    metric: Annotated[
+        str, option("the score to compare (default: the one that chooses the best round)")
+    ] = "",
     out: Annotated[
         Path, option("folder for runs, tables and report; finished runs there are cached")
     ] = Path("compare"),
@@ -392,7 +394,9 @@ def compare(
 def report(
     folders: Annotated[list[Path], typer.Argument(help="run folders, or folders that hold some")],
     out: Annotated[Path, option("the page")] = Path("report.html"),
-    metric: Annotated[str, option("the score to compare")] = "accuracy",
+    metric: Annotated[
+        str, option("the score to compare (default: the one that chooses the best round)")
+    ] = "",
     figures: Annotated[Path | None, option("folder for each figure as a file")] = None,
     formats: Annotated[str, option("formats of these files: png, svg, pdf")] = "png,svg,pdf",
     embeddings: Annotated[

@@ -6,13 +6,19 @@ import threading
 
 import pytest
 from tests import chromium, pages
+from tests.experiments.test_grid import nothing, toy
 from tests.experiments.test_watch import CONFIG, line, write
 
+from fedloom.experiments.executor import Processes, execute
+from fedloom.experiments.grid import cells
+from fedloom.experiments.report.comparison import compare
 from fedloom.experiments.report.html import write_page
 from fedloom.experiments.report.watch import Watch
+from fedloom.experiments.report.write import write_report
+from fedloom.experiments.run_folder import gather
 
 pytestmark = pytest.mark.slow
-SECTIONS = ("results", "traffic", "clients", "data", "pictures")
+SECTIONS = ("results", "classes", "clients", "cost", "settings", "data", "pictures")
 
 
 @pytest.fixture(scope="module")
@@ -99,17 +105,17 @@ def test_only_figures_with_many_marks_use_a_canvas(tab):
 
 
 def test_figures_are_drawn_when_their_tab_is_opened(tab):
-    assert tab.js("document.querySelectorAll('#panel-traffic *').length") == 0
-    tab.click("#tab-traffic")
-    assert chosen(tab) == ("Traffic", ["panel-traffic"])
+    assert tab.js("document.querySelectorAll('#panel-cost figure').length") == 0
+    tab.click("#tab-cost")
+    assert chosen(tab) == ("Cost", ["panel-cost"])
     assert tab.js("document.querySelectorAll('#phases svg path').length") > 30
-    assert tab.js("location.hash") == "#traffic"
+    assert tab.js("location.hash") == "#cost"
 
 
 def test_arrow_keys_change_the_tab(tab):
     tab.js("document.getElementById('tab-results').focus()")
     for key, title in (
-        ("ArrowRight", "Traffic"),
+        ("ArrowRight", "Classes"),
         ("ArrowLeft", "Results"),
         ("ArrowLeft", "Pictures"),
         ("Home", "Results"),
@@ -181,7 +187,8 @@ def test_canvases_follow_the_theme(tab):
     ("section", "figure", "at", "words"),
     [
         ("results", "convergence", (0.5, 0.5), ["round 1", "fedavg", "%"]),
-        ("traffic", "phases", (0.15, 0.17), ["fedavg", "total", "MB"]),
+        ("cost", "phases", (0.15, 0.17), ["fedavg", "total", "MB"]),
+        ("classes", "confusion-fedavg", (0.5, 0.3), ["true class", "%", " of "]),
         ("data", "labels", (0.5, 0.3), ["client", "class"]),
         ("pictures", "adjacency", (0.1, 0.2), ["before pruning", "client 0", "of the maximum"]),
     ],
@@ -258,7 +265,7 @@ def test_embeddings_can_be_coloured_by_client(tab):
     ("section", "figure", "rows"),
     [
         ("results", "convergence", 50),
-        ("traffic", "phases", 10),
+        ("cost", "phases", 10),
         ("data", "labels", 10),
         ("pictures", "graph", 50),
     ],
@@ -291,7 +298,7 @@ def test_figures_are_redrawn_when_the_window_changes_its_size(tab):
     ("selector", "condition"),
     [
         (".plot", "one.getAttribute('role') === 'img' && one.ariaLabel.length > 20"),
-        ("figure", "one.querySelector('figcaption h3').textContent"),
+        ("figure", "one.querySelector('h3, h4').textContent"),
         ("button", "one.textContent || one.ariaLabel"),
     ],
 )
@@ -340,6 +347,166 @@ def test_a_large_report_opens(new_tab, tmp_path):
     assert tab.problems == []
 
 
+# ---- the report of real runs ----
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """The report of local, central and fedavg on a small graph, with three seeds each."""
+    out = tmp_path_factory.mktemp("real")
+    tables = toy("fedavg,central", method={"rounds": 4})
+    tables["compare"]["seeds"] = 3
+    assert not execute(cells(tables, out), Processes(2), nothing).failed
+    return write_report(compare(*gather([out])), out / "report.html", "fedloom report").as_uri()
+
+
+def test_the_report_begins_with_the_headline_and_ends_with_the_versions(new_tab, real):
+    tab = new_tab()
+    tab.size(1400)
+    tab.open(real)
+    order = "[...document.querySelectorAll('#headline, [role=tablist], table, svg, #versions')]"
+    found = tab.js(f"{order}.map((one) => one.id || one.role || one.tagName)")
+    assert found[:3] == ["headline", "tablist", "TABLE"]
+    assert found[-1] == "versions"
+    text = tab.js("document.getElementById('headline').textContent")
+    assert "accuracy" in text
+    assert "Local" in text
+    assert "torch" in tab.js("document.getElementById('versions').innerText")
+    sorted_by = "document.querySelector('table [aria-sort=descending]').textContent"
+    assert tab.js(sorted_by) == "accuracy %"
+    scores = [float(text.split()[0]) for text in column(tab, ".table-figure", 1)]
+    assert scores == sorted(scores, reverse=True)
+    assert tab.problems == []
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_axes_have_labels_and_pages_do_not_scroll_sideways(new_tab, real, width):
+    tab = new_tab()
+    tab.size(width)
+    for section in ("results", "classes", "clients", "cost", "settings", "data", "runs"):
+        tab.open("about:blank")
+        tab.open(f"{real}#{section}")
+        assert tab.js("document.documentElement.scrollWidth") <= width
+        for kind, labels in (("lines", 2), ("points", 2), ("bars", 1), ("heat", 2)):
+            plots = f"[...document.querySelectorAll('figure.{kind} .plot')]"
+            named = tab.js(f"{plots}.map((p) => p.querySelectorAll('text.name').length)")
+            assert all(count == labels for count in named), (section, kind, named)
+        # No label of an axis lies outside of its plot.
+        outside = """[...document.querySelectorAll('.panel:not([hidden]) .plot')].flatMap(plot => {
+          const box = plot.getBoundingClientRect();
+          return [...plot.querySelectorAll('text')].filter((text) => {
+            const { left, right } = text.getBoundingClientRect();
+            return left < box.left - 4 || right > box.right + 4;
+          }).map((text) => text.textContent);
+        })"""
+        assert tab.js(outside) == []
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_equal_axes_are_equal(new_tab, real, width):
+    tab = new_tab()
+    tab.size(width)
+    tab.open(f"{real}#clients")
+    path = "document.querySelector('.points path.diagonal').getBoundingClientRect().toJSON()"
+    line = tab.js(path)
+    assert line["width"] == pytest.approx(line["height"], abs=1.5)
+    ticks = """[...document.querySelectorAll('.points .plot text:not(.name)')].map((text) => {
+      const { left, top } = text.getBoundingClientRect();
+      return [text.textContent, text.getAttribute('text-anchor'), left, top];
+    })"""
+    found = tab.js(ticks)
+    rows = {text: top for text, anchor, _, top in found if anchor == "end"}
+    across = {text: left for text, anchor, left, _ in found if anchor == "middle"}
+    both = sorted(rows.keys() & across.keys(), key=lambda text: across[text])
+    assert len(both) >= 2
+    first, last = both[0], both[-1]
+    assert across[last] - across[first] == pytest.approx(rows[first] - rows[last], abs=6)
+
+
+def test_wide_tables_say_that_they_scroll(new_tab, real):
+    tab = new_tab()
+    tab.size(390)
+    tab.open(real)
+    hint = "getComputedStyle(document.querySelector('.table .hint')).display"
+    outer = "document.querySelector('.table .more-to-see').className"
+    shadow = "getComputedStyle(document.querySelector('.table .more-to-see'), '::after').opacity"
+    assert tab.js(hint) == "block"
+    assert "more-right" in tab.js(outer)
+    tab.wait(f"{shadow} === '1'")
+    tab.js("document.querySelector('.table .scroll').scrollTo(9999, 0)")
+    tab.wait(f"!{outer}.includes('more-right') && {outer}.includes('more-left')")
+    tab.size(1400)
+    tab.settle()
+    assert tab.js(hint) == "none"
+
+
+def test_captions_are_not_repeated(new_tab, real):
+    tab = new_tab()
+    tab.size(1400)
+    for section in ("results", "classes", "clients", "cost", "data"):
+        tab.open("about:blank")
+        tab.open(f"{real}#{section}")
+        texts = tab.js(
+            "[...document.querySelectorAll('.panel:not([hidden]) :is(figcaption p, .caption)')]"
+            ".map((one) => one.textContent).filter(Boolean)"
+        )
+        distinct = [text for text in texts if "predictions are right" not in text]
+        assert len(set(distinct)) == len(distinct)
+
+
+CONTRAST = """(() => {
+  const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+  const parse = (color) => {
+    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const light = (rgb) => {
+    const [r, g, b] = rgb.slice(0, 3).map((v) => v / 255)
+      .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (node) => {
+    for (let at = node; at; at = at.parentElement) {
+      const color = parse(getComputedStyle(at).backgroundColor);
+      if (color[3] > 250) return color;
+    }
+    return [255, 255, 255, 255];
+  };
+  const cell = (text) => {  // the cell of a heat map that the text lies on
+    const { left, top, width, height } = text.getBoundingClientRect();
+    const x = left + width / 2, y = top + height / 2;
+    return [...text.closest('svg').querySelectorAll('path')].filter((path) => {
+      const box = path.getBoundingClientRect();
+      return box.left <= x && box.right >= x && box.top <= y && box.bottom >= y &&
+        path.style.fill && path.style.fill !== 'none';
+    }).map((path) => parse(getComputedStyle(path).fill))[0];
+  };
+  const low = [];
+  for (const node of document.querySelectorAll('body *')) {
+    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
+    if (!own || !node.getClientRects().length || node.disabled || node.closest('.tip')) continue;
+    const style = getComputedStyle(node), inSvg = node instanceof SVGElement;
+    const ink = parse(inSvg ? style.fill : style.color);
+    const ground = node.classList.contains('cell') ? cell(node) : behind(node);
+    if (!ground) { low.push(['no ground', node.textContent]); continue; }
+    const [a, b] = [light(ink), light(ground)].sort((p, q) => q - p);
+    const ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < 4.5) low.push([ratio.toFixed(2), node.tagName, node.textContent.slice(0, 40)]);
+  }
+  return low;
+})()"""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_has_enough_contrast(new_tab, real, dark):
+    tab = new_tab()
+    tab.size(1400, 900, dark)
+    for section in ("results", "classes", "clients", "cost", "settings", "data", "runs"):
+        tab.open("about:blank")
+        tab.open(f"{real}#{section}")
+        assert tab.js(CONTRAST) == [], section
+
+
 # ---- the watch page ----
 
 
@@ -372,12 +539,14 @@ def test_a_run_is_followed_while_it_grows(new_tab, watched):
         line(3),
     )
     tab.wait(words("round 3 of 4"))
+    best = "Best so far at round 1: 10.0\u202f% test accuracy, 20.0\u202f% validation accuracy."
+    assert tab.js("document.querySelector('.lead').textContent") == best
     assert tab.js("document.querySelectorAll('#accuracy svg path').length") > 4
     rows = "[...document.querySelectorAll('#client-table tbody tr')]"
     texts = f"{rows}.map((row) => [...row.children].map((cell) => cell.textContent))"
     assert tab.js(texts) == [
-        ["ann", "30.0%", "0", "", ""],
-        ["bob", "40.0%", "1", "2", "did <i>not</i> answer"],
+        ["ann", "10.0\u202f%", "–", "0", "", ""],  # the validation accuracy is best in round 1
+        ["bob", "20.0\u202f%", "–", "1", "2", "did <i>not</i> answer"],
     ]
     assert tab.js("document.documentElement.scrollWidth") <= 390
     sent = [address for address in tab.requests if "/data" in address]
@@ -393,6 +562,26 @@ def test_a_run_is_followed_while_it_grows(new_tab, watched):
     assert tab.problems == []
     home = watched.url.partition("?")[0]
     assert all(address.startswith(home) for address in tab.requests)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_loss_and_the_selection_metric_are_drawn(new_tab, watched, dark):
+    config = CONFIG | {"run": {"seed": 0, "selection": "pr_auc"}}
+    more = [{"loss": 1 / k, "pr_auc": 0.1 * k, "val_pr_auc": 0.2 * k} for k in (1, 2)]
+    write(watched.folder, line(1, **more[0]), line(2, **more[1]), config=config)
+    tab = new_tab()
+    tab.size(1400, 900, dark)
+    tab.open(watched.url)
+    tab.wait("document.querySelectorAll('#loss svg path').length > 4")
+    titles = tab.js("[...document.querySelectorAll('figure h3')].map((one) => one.textContent)")
+    assert titles[:3] == ["PR-AUC by round", "Accuracy by round", "Training loss by round"]
+    lead = tab.js("document.querySelector('.lead').textContent")
+    assert lead.startswith("Best so far at round 2: 20.0\u202f% test PR-AUC, 40.0\u202f% val")
+    assert tab.js(CONTRAST) == []
+    tab.size(390)
+    tab.settle()
+    assert tab.js("document.documentElement.scrollWidth") <= 390
+    assert tab.problems == []
 
 
 def test_the_page_says_that_the_watch_has_ended(new_tab, tmp_path):

@@ -9,6 +9,8 @@ import time
 import pytest
 from tests.cli.test_cli import SMALL, command, here  # noqa: F401  (a fixture)
 
+from fedloom.experiments.report.spec import flat
+
 GRID = [
     "compare",
     "--methods",
@@ -204,12 +206,12 @@ def test_a_report_of_folders_names_what_it_leaves_out(tmp_path, here):  # noqa: 
     drawn = {path.name for path in (tmp_path / "figures").iterdir()}
     wanted = {
         f"{figure['id']}.{suffix}"
-        for figure in data["figures"]
-        if figure["kind"] != "table"
+        for figure in flat(data["figures"])
+        if figure["kind"] not in ("table", "note")
         for suffix in ("svg", "png")
     }
     assert drawn == wanted
-    assert len(drawn) == 14
+    assert len(drawn) == 24
 
 
 def test_a_report_without_runs_is_refused(tmp_path, here):  # noqa: F811

@@ -21,6 +21,7 @@ from fedloom.experiments.report.comparison import (
     write_tables,
 )
 from fedloom.experiments.report.figures import _cut, _frontier, figures
+from fedloom.experiments.report.spec import flat
 from fedloom.experiments.run_folder import gather
 
 
@@ -70,8 +71,8 @@ def test_tables_have_the_numbers_of_the_folders(folder, found):
 
 def test_best_and_second_are_marked_and_gains_are_tested(folder, found):
     entries = found.on(found.tasks[0])
-    ranked = sorted(entries, key=lambda row: -entries[row].score.mean)
-    assert [entries[row].mark for row in ranked] == ["best", "second", ""]
+    ranked = sorted(("fedavg", "local"), key=lambda row: -entries[row].score.mean)
+    assert [entries[row].mark for row in (*ranked, "central")] == ["best", "second", ""]
     assert entries[ranked[0]].against_best is None
     pairs = [
         100 * (a["accuracy"] - b["accuracy"])
@@ -192,17 +193,28 @@ def test_the_footnote_names_methods_whose_clients_know_cross_edges(tmp_path):
 def by_id(found):
     return {
         figure["id"].removesuffix("-synthetic-3-clients-by-random"): figure
-        for figure in figures(found)
+        for figure in flat(figures(found))
     }
 
 
 def test_every_figure_is_plain_data_with_all_fields(found):
     made = figures(found)
     assert json.loads(json.dumps(made)) == made
-    assert len({figure["id"] for figure in made}) == len(made)
-    for figure in made:
+    groups = [figure for figure in made if figure["kind"] == "group"]
+    every = [*groups, *flat(made)]
+    assert len({figure["id"] for figure in every}) == len(every)
+    for figure in every:
         assert {"id", "title", "caption", "section", "kind"} <= figure.keys()
-        assert figure["kind"] in ("lines", "points", "bars", "heat", "table")
+        assert figure["kind"] in ("lines", "points", "bars", "heat", "table", "note", "group")
+    assert {figure["section"] for figure in every} == {
+        "results",
+        "classes",
+        "clients",
+        "cost",
+        "settings",
+        "data",
+        "runs",
+    }
 
 
 def test_curves_show_the_histories(folder, found):
@@ -281,7 +293,7 @@ def test_no_point_beats_the_frontier_at_lower_cost():
 
 
 def test_an_axis_leaves_out_low_scores_of_the_first_rounds():
-    good, late = {"y": [0.7, 0.8, 0.81]}, {"y": [0.1, 0.5, 0.79]}
+    good, late = {"y": [0.7, *[0.8] * 30]}, {"y": [0.1, *[0.79] * 30]}
     assert _cut([good, good]) == ({}, "")
-    assert _cut([good, late]) == ({"from": 0.67}, " Scores below 67 % are not shown.")
+    assert _cut([good, late]) == ({"from": 0.78}, "Scores below 78 % are not shown.")
     assert _cut([{"y": []}]) == ({}, "")

@@ -13,8 +13,13 @@ from tests import pages
 from fedloom.errors import ConfigError
 from fedloom.experiments.report.draw import draw
 from fedloom.experiments.report.html import fill_template, read_parts, write_page
+from fedloom.experiments.report.spec import flat
 
-DRAWN = [figure for figure in pages.every_kind()["figures"] if figure["kind"] != "table"]
+DRAWN = [
+    figure
+    for figure in flat(pages.every_kind()["figures"])
+    if figure["kind"] not in ("table", "note")
+]
 
 
 class Loads(HTMLParser):
@@ -159,6 +164,18 @@ def test_a_logarithmic_axis_has_a_place_for_zero(tmp_path):
     other = {"name": "fedavg", "color": 1, "x": [2e6], "y": [0.7]}
     figure = {**DRAWN[1], "series": [spot, other], "frontier": [[0, 0.5], [2e6, 0.7]]}
     assert "<!-- 0 -->" in draw(figure, tmp_path / "points.svg").read_text()
+
+
+def test_equal_axes_have_the_same_range_and_length(tmp_path, monkeypatch):
+    figure = next(one for one in DRAWN if one.get("diagonal"))
+    seen = []
+    monkeypatch.setattr(
+        "fedloom.experiments.report.draw._legend", lambda _, axes: seen.append(axes)
+    )
+    draw(figure, tmp_path / "equal.svg")
+    (axes,) = seen
+    assert axes.get_xlim() == axes.get_ylim()
+    assert axes.get_aspect() == 1
 
 
 def test_figures_without_values_are_drawn(tmp_path):

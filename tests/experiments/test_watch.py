@@ -232,7 +232,9 @@ def test_only_new_entries_are_sent(run):
         assert [entry[FIELDS.index("round")] for entry in third["entries"]] == [3]
         assert third["clients"][1] == {
             "id": "bob",
-            "accuracy": pytest.approx(0.4),
+            "accuracy": pytest.approx(0.2),  # at the best round, which is the first
+            "score": pytest.approx(0.2),
+            "loss": None,
             "absences": 1,
             "cause": "did not answer",
             "last_absent": 3,
@@ -249,7 +251,7 @@ def test_lines_are_parsed_once(run, monkeypatch):
     write(run, line(3))
     follower.look()
     follower.look()
-    assert len(parsed) == 1
+    assert sum(b"participants" in text for text in parsed) == 1
 
 
 def test_incomplete_lines_are_read_when_they_are_complete(run):
@@ -306,6 +308,56 @@ def test_damaged_lines_are_counted_and_left_out(run):
         found = data(server)
         assert (found["round"], found["damaged_lines"]) == (3, 4)
         assert found["entries"][-1][FIELDS.index("accuracy")] is None
+
+
+# ---- scores ----
+
+
+def test_scores_are_those_of_the_best_validation_round(run):
+    write(run, line(3, val_accuracy=0.9, loss=0.5), line(4, val_accuracy=0.9), line(5))
+    about = state(run)
+    assert (about["best_round"], about["accuracy"], about["val_accuracy"]) == (
+        3,
+        pytest.approx(0.3),
+        0.9,
+    )
+    assert (about["selection"], about["score"], about["val_score"]) == (
+        "accuracy",
+        pytest.approx(0.3),
+        0.9,
+    )
+    assert about["loss"] == 0.5  # the last one that is known
+    # After fine-tuning, the best round is one of fine-tuning.
+    write(run, line(6, stage="fine-tune", val_accuracy=0.1))
+    assert state(run)["best_round"] == 6
+
+
+@pytest.mark.parametrize(("selection", "best"), [("pr_auc", 2), ("ece", 1)])
+def test_another_metric_may_choose_the_best_round(tmp_path, selection, best):
+    config = CONFIG | {"run": {"seed": 0, "selection": selection}}
+    values = [{selection: 0.1 * k, f"val_{selection}": 0.3 * k} for k in (1, 2)]
+    folder = write(tmp_path, line(1, **values[0]), line(2, **values[1]), config=config)
+    about = state(folder)
+    assert (about["best_round"], about["selection"]) == (best, selection)
+    assert about["score"] == pytest.approx(0.1 * best)
+    names = {"pr_auc": "PR-AUC", "ece": "calibration error (ECE)"}
+    assert ["best round by", f"validation {names[selection]}"] in about["facts"]
+
+
+def test_without_validation_scores_the_last_round_counts(tmp_path):
+    folder = write(tmp_path, *(line(k, val_accuracy=None) for k in (1, 2, 3)))
+    assert state(folder)["best_round"] == 3
+
+
+def test_warnings_and_baselines_are_shown(run):
+    summary = {"status": "completed", "config": CONFIG, "warnings": ["one class only"]}
+    (run / "summary.json").write_text(json.dumps(summary))
+    write(run / "baselines" / "local", line(1), line(2, val_accuracy=0.6))
+    with serving(run) as server:
+        found = data(server)
+    assert found["warnings"] == ["one class only"]
+    (baseline,) = found["baselines"]
+    assert (baseline["name"], baseline["best_round"]) == ("local", 2)
 
 
 # ---- states ----
@@ -414,8 +466,12 @@ def test_a_real_run_is_followed_to_its_end(tmp_path):
     assert seen == [1, 2, 3]
     assert (found["state"], found["planned"]) == ("completed", 3)
     assert found["bytes_up"] == result.history[-1]["bytes_up"]
+    # The numbers are those of the summary, under the same names.
+    for name in ("best_round", "accuracy", "val_accuracy", "selection", "warnings"):
+        assert found[name] == result.summary[name]
+    assert found["loss"] == result.history[-1]["loss"]
     assert {client["id"]: client["accuracy"] for client in found["clients"]} == {
-        c["id"]: c["accuracy"] for c in result.history[-1]["clients"]
+        c["id"]: c["accuracy"] for c in result.summary["per_client"]
     }
 
 

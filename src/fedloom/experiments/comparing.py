@@ -22,7 +22,7 @@ Watch = Callable[[executor.State, executor.Step | executor.End | None], None]
 
 def require_valid(metric: str, jobs: int, on: str) -> None:
     """Raises a ConfigError if an argument of `run_and_compare` is not valid."""
-    if metric not in comparison.METRICS:
+    if metric and metric not in comparison.METRICS:
         raise unknown("metric", metric, comparison.METRICS)
     if on not in executor.EXECUTORS:
         raise unknown("on", on, executor.EXECUTORS)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from fedloom.errors import FedloomError
+from fedloom.experiments.embedding_time import estimated_seconds
 from fedloom.experiments.report.artifacts import EMBEDDINGS
 from fedloom.experiments.report.comparison import Comparison, compare
 from fedloom.experiments.report.console import err
@@ -28,11 +30,12 @@ def report(
     Args:
         folders: Run folders, or folders that contain some.
         page: The HTML file to write.
-        metric: The score to compare; see `comparison.METRICS`.
+        metric: The score to compare; see `comparison.METRICS`. "" takes the one that chose the best
+            rounds.
         figures: A folder to which each figure is also written as a file. None writes none.
         formats: The formats of these files, separated by commas: png, svg, pdf.
         embeddings: Whether to compute embeddings of each method's first seed. Folders that already
-            have embeddings keep theirs.
+            have embeddings keep theirs. The expected time is printed first.
     """
     command = shlex.join(["fedloom", *sys.argv[1:]])
     found = make_report(folders, page, metric, embeddings, command)
@@ -66,15 +69,34 @@ def make_report(
 
 
 def _embed(found: Comparison) -> None:
-    """Writes embeddings to the folder of each row's first run. Prints why a run has none."""
-    from fedloom.experiments.embeddings import embed  # imports torch
+    """Writes embeddings to the folder of each row's first run. Prints why a run has none.
 
-    for entry in found.entries.values():
-        folder = entry.runs[0].folder
-        if (folder / EMBEDDINGS).exists():
-            continue
-        err.print(f"embeddings of {folder}", style="dim", highlight=False)
+    It prints an estimate of the time first, and after each run what is left of it.
+    """
+    from fedloom.experiments.embeddings import embed, reduced  # imports torch
+
+    runs = [entry.runs[0] for entry in found.entries.values()]
+    runs = [run for run in runs if not (run.folder / EMBEDDINGS).exists()]
+    if not runs:
+        return
+    expected = [estimated_seconds(run.summary, reduced) for run in runs]
+    count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
+    _say(f"embeddings of {count}: about {_duration(sum(expected))}")
+    begin = time.monotonic()
+    for done, run in enumerate(runs, start=1):
         try:
-            embed(folder)
+            embed(run.folder)
         except FedloomError as error:
             err.print(f"no embeddings: {error}", style="yellow", highlight=False)
+        passed = time.monotonic() - begin
+        # The pace so far corrects the estimate.
+        left = sum(expected[done:]) * passed / max(sum(expected[:done]), 1e-9)
+        _say(f"{done} of {len(runs)}: {run.folder}; about {_duration(left)} left")
+
+
+def _say(line: str) -> None:
+    err.print(line, style="dim", highlight=False)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -38,7 +38,20 @@ _OF_CLIENTS = (
 METRICS = tuple(name for metric in _OF_CLIENTS for name in (metric, f"{metric}_mean"))
 MINIMISED = ("ece", "ece_mean")  # the lower, the better
 LOCAL = "local"
+CENTRAL = "central"  # one party with all data: a reference, which no federated method has to beat
 LEVEL = 0.05
+# Metrics whose names are not their settings' names with spaces.
+_NAMES = {
+    "f1_macro": "macro F1",
+    "f1_present": "macro F1 of present classes",
+    "f1_weighted": "weighted F1",
+    "auc": "AUC",
+    "pr_auc": "PR-AUC",
+    "recall_at_k": "recall at k",
+    "precision_at_k": "precision at k",
+    "ece": "calibration error (ECE)",
+    "loss": "training loss",
+}
 # Settings of a run that do not change what a method computes. Runs of one row may differ in them.
 _OPERATIONAL = (
     "seed",
@@ -53,6 +66,18 @@ _OPERATIONAL = (
 )
 
 
+def metric_name(metric: str) -> str:
+    """Returns a metric as text: "pr_auc" gives "PR-AUC", "accuracy_mean" says what it averages."""
+    base = metric.removesuffix("_mean")
+    name = _NAMES.get(base, base.replace("_", " "))
+    return f"{name}, mean over clients" if base != metric else name
+
+
+def selection_of(summary: Mapping[str, Any]) -> str:
+    """Returns the metric whose validation value chose a run's best round."""
+    return str(summary.get("selection") or "accuracy")
+
+
 @dataclass
 class Entry:
     """A row on a task.
@@ -63,7 +88,7 @@ class Entry:
         gain: The difference to local training.
         against_best: The difference to the best row.
         p: The p-value of `against_best`, corrected for the number of rows (Holm).
-        mark: "best", "second" or "".
+        mark: "best", "second" or "". Central training has no mark: it does not federate.
     """
 
     runs: list[Run]
@@ -77,6 +102,20 @@ class Entry:
     def like_best(self) -> bool:
         """Whether the difference to the best row may be due to chance."""
         return self.p is not None and self.p >= LEVEL
+
+    @property
+    def is_local(self) -> bool:
+        """Whether each client trains alone."""
+        return self._method == LOCAL
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether one party has all data. Such a row is shown, but not ranked."""
+        return self._method == CENTRAL
+
+    @property
+    def _method(self) -> str:
+        return str(self.runs[0].summary["method"])
 
     def mean(self, value: Callable[[dict[str, Any]], float]) -> float:
         """Returns the mean over the runs of a value of their summaries."""
@@ -110,6 +149,15 @@ class Comparison:
     rows: list[str]
     entries: dict[tuple[str, str], Entry]
     left_out: list[LeftOut] = field(default_factory=list)
+
+    @property
+    def minimised(self) -> bool:
+        """Whether a lower score is better."""
+        return self.metric in MINIMISED
+
+    def ranked(self, task: str) -> list[str]:
+        """Returns a task's rows, the best score first. Rows without a score come last."""
+        return _ranked(self.on(task), self.minimised)
 
     def __repr__(self) -> str:
         return comparison_text(self)
@@ -174,9 +222,7 @@ class Comparison:
         return mean(known) if len(known) == len(self.tasks) else None
 
 
-def compare(
-    runs: Iterable[Run], left_out: Sequence[LeftOut] = (), metric: str = "accuracy"
-) -> Comparison:
+def compare(runs: Iterable[Run], left_out: Sequence[LeftOut] = (), metric: str = "") -> Comparison:
     """Groups runs by task and row, and compares them.
 
     Runs that do not fit are listed in `left_out` with the reason. Raises DataError if there is
@@ -185,12 +231,15 @@ def compare(
     Args:
         runs: Completed runs.
         left_out: Folders that are already left out.
-        metric: The score to compare.
+        metric: The score to compare. The default is the metric that chose the best rounds, or
+            accuracy if the runs differ in it.
     """
+    runs, skipped = list(runs), list(left_out)
+    chosen = {selection_of(run.summary) for run in runs}
+    metric = metric or (chosen.pop() if len(chosen) == 1 else "accuracy")
     if metric not in METRICS:
         raise unknown("metric", metric, METRICS)
-    skipped = list(left_out)
-    grouped = _grouped(list(runs), skipped)
+    grouped = _grouped(runs, skipped)
     tasks = list(dict.fromkeys(task for task, _ in grouped))
     rows = list(dict.fromkeys(row for _, row in grouped))
     rows.sort(key=lambda row: row.split(" ")[0] != LOCAL)  # local first, the others in their order
@@ -214,7 +263,7 @@ def compare(
     shown = [row for row in rows if any((task, row) in entries for task in tasks)]
     found = Comparison(metric, tasks, shown, entries, skipped)
     for task in tasks:
-        _test(found.on(task), metric)
+        _test(found.on(task), metric, found.ranked(task))
     return found
 
 
@@ -249,7 +298,7 @@ def _task(run: Run) -> Described:
         if key not in ("seed", "split_seed", "cross_edges", "edges_cut")
     }
     clients, strategy = s["clients"], s.get("partition")
-    if config["method"]["name"] == "central":  # it has one client, but its task is the others' task
+    if config["method"]["name"] == CENTRAL:  # it has one client, but its task is the others' task
         clients, strategy = partition.get("clients", clients), partition.get("name")
     division = f", {clients} clients" + (f" by {strategy}" if strategy else "")
     return f"{Path(str(s['dataset'])).name}{division}", {"data": data, "partition": partition}
@@ -296,16 +345,15 @@ def _flat(about: Mapping[str, Any]) -> dict[str, str]:
     return flat
 
 
-def _test(entries: Mapping[str, Entry], metric: str) -> None:
+def _test(entries: Mapping[str, Entry], metric: str, order: Sequence[str]) -> None:
     """Marks the best and the second row. Tests all rows against the best and against local."""
-    scores = {row: e.score.mean for row, e in entries.items() if e.score}
-    ranked = sorted(scores, key=lambda row: scores[row], reverse=metric not in MINIMISED)
+    ranked = [row for row in order if entries[row].score and not entries[row].is_reference]
     for row, mark in zip(ranked, ("best", "second"), strict=False):
         entries[row].mark = mark
     for row, entry in entries.items():
         if (local := matching_local(entry, entries)) and local is not entry:
             entry.gain = _difference(entry, local, metric)
-        if ranked and row != ranked[0]:
+        if ranked and row != ranked[0] and not entry.is_reference:
             entry.against_best = _difference(entry, entries[ranked[0]], metric)
     corrected = holm({row: e.against_best.p for row, e in entries.items() if e.against_best})
     for row, p in corrected.items():
@@ -323,12 +371,18 @@ def matching_local(entry: Entry, entries: Mapping[str, Entry]) -> Entry | None:
         theirs = _row(other.runs[0])[1]
         return theirs["model"] != ours["model"], theirs["run"] != ours["run"]
 
-    candidates = (other for other in entries.values() if _method(other) == LOCAL)
+    candidates = (other for other in entries.values() if other.is_local)
     return min(candidates, key=differs, default=None)
 
 
-def _method(entry: Entry) -> str:
-    return str(entry.runs[0].summary["method"])
+def _ranked(entries: Mapping[str, Entry], minimised: bool) -> list[str]:
+    sign = 1 if minimised else -1
+
+    def key(row: str) -> tuple[bool, float]:
+        score = entries[row].score
+        return score is None, sign * score.mean if score else 0.0
+
+    return sorted(entries, key=key)
 
 
 def _difference(ours: Entry, theirs: Entry, metric: str) -> Verdict | None:
@@ -439,14 +493,15 @@ def footnote(c: Comparison) -> str:
     if 0 < len(knowing) < len(c.rows):
         names = ", ".join(knowing)
         cross = f" The clients of {names} know the edges between them; those of the others do not."
-    selections = {
-        str(run.summary.get("selection", "accuracy")) for e in c.entries.values() for run in e.runs
-    }
-    chosen = "" if selections == {"accuracy"} else f" (chosen by {', '.join(sorted(selections))})"
+    chosen = {selection_of(run.summary) for e in c.entries.values() for run in e.runs}
+    others = " or ".join(metric_name(name) for name in sorted(chosen - {"accuracy"}))
+    by = f" (by {others})" if others else ""
+    central = any(e.is_reference for e in c.entries.values())
+    reference = " Central training has all data in one place and is not ranked." * central
     return (
-        f"Test {c.metric.replace('_', ' ')} at the best validation round{chosen} in %: mean ± "
-        f"standard deviation over {over}{few}. ≈: not distinguishable from the best (Wilcoxon's "
-        f"signed-rank test over seeds and clients, Holm-corrected p ≥ {LEVEL:g}).{cross}"
+        f"Test {metric_name(c.metric)} at the best validation round{by} in %: mean ± standard "
+        f"deviation over {over}{few}. ≈: not distinguishable from the best (Wilcoxon's signed-rank "
+        f"test over seeds and clients, Holm-corrected p ≥ {LEVEL:g}).{reference}{cross}"
     )
 
 

@@ -19,6 +19,8 @@ from fedloom.errors import ConfigError, unknown
 SUFFIXES = (".png", ".svg", ".pdf")
 # The hues of Okabe and Ito, a little darker. Beyond eight series, dashes and hollow markers differ.
 HUES = ("#0072b2", "#d55e00", "#009e73", "#b5588e", "#d98f00", "#45a7dd", "#4a4a4a", "#8a7f00")
+# Parts of a whole, such as phases: muted colours that no series of a method has.
+PARTS = ("#3d5269", "#b39c7d", "#8199b0", "#6b5847", "#93849b", "#5f6b52", "#a9a9a4", "#54707a")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 3)), (0, (1, 2)), (0, (7, 3, 1, 3)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HATCHES = ("", "////", "....", "xxxx")
@@ -216,13 +218,15 @@ def _lines(canvas: Any, figure: dict[str, Any]) -> None:
             markevery=(number * 2 % every, every),
             **_look(one["color"]),
         )
+    if figure.get("zero"):
+        axes.axhline(0, color=SOFT, linewidth=1, linestyle="--", zorder=0)
     axes.set_ylim(bottom=figure["y"].get("from"))
     _title(canvas, figure)
     _legend(canvas, axes)
 
 
 def _points(canvas: Any, figure: dict[str, Any]) -> None:
-    canvas.set_size_inches(6.4, 5.2 if figure.get("diagonal") else 4.4)
+    canvas.set_size_inches(6.4, 6.4 if figure.get("diagonal") else 4.4)
     axes = canvas.subplots()
     _bare(axes)
     series, frontier = (
@@ -263,11 +267,14 @@ def _points(canvas: Any, figure: dict[str, Any]) -> None:
         along = np.append(frontier[:, 0], right), np.append(frontier[:, 1], frontier[-1, 1])
         axes.step(*along, where="post", color="black", linewidth=1, linestyle=":", label="frontier")
         axes.set_xlim(right=right)
-    if figure.get("diagonal"):
+    if figure.get("diagonal"):  # both axes have the same range and the same length
         low, high = (
-            max(axes.get_xlim()[0], axes.get_ylim()[0]),
-            min(axes.get_xlim()[1], axes.get_ylim()[1]),
+            min(axes.get_xlim()[0], axes.get_ylim()[0]),
+            max(axes.get_xlim()[1], axes.get_ylim()[1]),
         )
+        axes.set_xlim(low, high)
+        axes.set_ylim(low, high)
+        axes.set_aspect("equal")
         axes.plot(
             [low, high],
             [low, high],
@@ -296,7 +303,7 @@ def _bars(canvas: Any, figure: dict[str, Any]) -> None:
             values,
             left=so_far,
             height=0.62,
-            color=HUES[hue],
+            color=(PARTS if figure.get("palette") == "parts" else HUES)[hue],
             hatch=HATCHES[cycle % 4],
             edgecolor="white",
             label=one["name"],

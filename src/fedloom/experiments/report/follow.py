@@ -10,7 +10,9 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
+
+from fedloom.experiments.report.comparison import MINIMISED, metric_name
 
 PIECE = 1 << 20  # bytes per read
 TAIL = 4096  # last bytes read; if they changed (times differ), the history was cut and continued
@@ -25,7 +27,18 @@ FIELDS = (
     "bytes_down",
     "participants",
     "absent",
+    "loss",
+    "score",  # the test value of the metric that selects the best round
+    "val_score",  # its validation value
 )
+
+
+class _Best(NamedTuple):
+    """The best evaluation of a stage so far: how it ranks, its values and the clients' scores."""
+
+    rank: float
+    values: dict[str, Any]
+    clients: dict[str, dict[str, Any]]
 
 
 class Follower:
@@ -35,7 +48,8 @@ class Follower:
         folder: The run folder.
         entries: The values of FIELDS of each history entry.
         version: Changes if the history was restarted and the entries are different ones.
-        clients: Each client's last accuracy, and how often, when and why it was absent.
+        clients: Each client's scores at the best round so far, and how often, when and why it was
+            absent.
         behind: Whether there are lines that `look` had no time to read.
     """
 
@@ -49,6 +63,8 @@ class Follower:
         self.entries: list[list[Any]] = []
         self.clients: dict[str, dict[str, Any]] = {}
         self.behind = False
+        self._best: dict[str, _Best] = {}  # by stage
+        self._stage = ""  # of the last evaluation
         self._read, self._tail, self._rest, self._damaged = 0, b"", b"", 0
 
     def look(self, seconds: float = 0.5) -> None:
@@ -91,12 +107,20 @@ class Follower:
 
     def _note(self, entry: dict[str, Any]) -> None:
         absent = entry.get("absent", [])
-        number = int(entry["round"])
+        number, selection = int(entry["round"]), self._selection()
         values: dict[str, Any] = {name: _number(entry.get(name)) for name in FIELDS}
         values |= {"round": number, "stage": str(entry.get("stage", ""))}
         values |= {"participants": len(entry.get("participants", [])), "absent": len(absent)}
-        for row in entry.get("clients", []):
-            self._client(row["id"])["accuracy"] = _number(row.get("accuracy"))
+        values |= {"score": _number(entry.get(selection))}
+        values |= {"val_score": _number(entry.get(f"val_{selection}"))}
+        scores = {
+            str(row["id"]): {
+                "accuracy": _number(row.get("accuracy")),
+                "score": _number(row.get(selection)),
+                "loss": _number(row.get("loss")),
+            }
+            for row in entry.get("clients", [])
+        }
         for one in absent:
             about = self._client(one["client"])
             about |= {
@@ -105,16 +129,45 @@ class Follower:
                 "last_absent": number,
             }
         self.entries.append(list(values.values()))
+        if "accuracy" in entry:
+            self._rank(values, scores, selection)
+
+    def _rank(self, values: dict[str, Any], scores: dict[str, Any], selection: str) -> None:
+        """Keeps the evaluation if it is the best of its stage, as the run does.
+
+        The best is the first one with the best validation value. Without one, it is the last.
+        """
+        self._stage = stage = values["stage"]
+        chosen = values["val_score"]
+        sign = -1.0 if selection in MINIMISED else 1.0
+        rank = -math.inf if chosen is None else sign * chosen
+        best = self._best.get(stage)
+        if best is None or rank > best.rank or rank == best.rank == -math.inf:
+            self._best[stage] = _Best(rank, values, scores)
+        for name, row in self._best[stage].clients.items():
+            self._client(name).update(row)
 
     def _client(self, name: Any) -> dict[str, Any]:
-        fresh = {"accuracy": None, "absences": 0, "cause": "", "last_absent": None}
+        fresh = {
+            "accuracy": None,
+            "score": None,
+            "loss": None,
+            "absences": 0,
+            "cause": "",
+            "last_absent": None,
+        }
         return self.clients.setdefault(str(name), fresh)
+
+    def _selection(self) -> str:
+        """Returns the metric whose validation value chooses the best round."""
+        return str(_table(self._config.read() or {}, "run").get("selection") or "accuracy")
 
     # ---- data for the page ----
     def about(self) -> dict[str, Any]:
-        """Returns the run's state, progress, last scores, traffic and settings.
+        """Returns the run's state, progress, scores, traffic, settings and warnings.
 
-        The state is waiting, running, silent, completed, failed, stopped or damaged.
+        The state is waiting, running, silent, completed, failed, stopped or damaged. The scores are
+        those of the best round so far, as in reports and on the console.
         """
         config = self._config.read() or {}
         last = dict(zip(FIELDS, self.entries[-1], strict=True)) if self.entries else {}
@@ -127,7 +180,9 @@ class Follower:
         if state == "running" and planned and pace is not None:
             left = max(0.0, (planned - done) * pace - since)
         elapsed = last.get("seconds") or 0.0
-        scored = [e for e in self.entries if e[3] is not None]
+        best = self._best[self._stage].values if self._stage in self._best else {}
+        selection, summary = self._selection(), self._summary.read() or {}
+        losses = [e[FIELDS.index("loss")] for e in self.entries]
         return {
             "state": state,
             "cause": cause,
@@ -136,11 +191,18 @@ class Follower:
             "left": left,
             "silent_for": since,
             "elapsed": elapsed + since if state in ("running", "silent") else elapsed,
-            "accuracy": scored[-1][3] if scored else None,
-            "val_accuracy": scored[-1][4] if scored else None,
+            "best_round": best.get("round"),
+            "accuracy": best.get("accuracy"),
+            "val_accuracy": best.get("val_accuracy"),
+            "score": best.get("score"),
+            "val_score": best.get("val_score"),
+            "selection": selection,
+            "metric": metric_name(selection),
+            "loss": next((loss for loss in reversed(losses) if loss is not None), None),
             "bytes_up": last.get("bytes_up"),
             "bytes_down": last.get("bytes_down"),
-            "absences": sum(e[8] for e in self.entries),
+            "absences": sum(e[FIELDS.index("absent")] for e in self.entries),
+            "warnings": [str(line) for line in summary.get("warnings") or ()],
             "facts": self._facts(config),
             "damaged_lines": self._damaged,
         }
@@ -188,6 +250,7 @@ class Follower:
             "clients": partition.get("clients") or parties or len(self.clients) or None,
             "engine": "deployment" if "deployment" in config else run.get("engine"),
             "seed": run.get("seed"),
+            "best round by": f"validation {metric_name(self._selection())}",
         }
         return [[name, str(value)] for name, value in found.items() if value is not None]
 
@@ -223,6 +286,12 @@ def run_folders(folder: Path) -> dict[str, Path] | None:
         for path in sorted(place.glob("*/config.json"))
     }
     return found or None
+
+
+def baselines_of(folder: Path) -> dict[str, Path]:
+    """Returns the run folders of a run's baselines, by name."""
+    found = sorted((folder / "baselines").glob("*/config.json"))
+    return {path.parent.name: path.parent for path in found}
 
 
 def _object(text: bytes) -> dict[str, Any]:

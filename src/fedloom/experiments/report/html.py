@@ -17,8 +17,8 @@ def write_page(page: dict[str, Any], path: Path) -> None:
     """Writes a report to one HTML file.
 
     Args:
-        page: Its title, made, version, command, figures, left_out and facts. `write.make_page`
-            makes it; `figures` describes the figures.
+        page: Its title, headline, figures, facts, warnings, versions and the like.
+            `write.make_page` makes it; `figures` describes the figures.
         path: The file.
     """
     # The data may contain any text. Only "<" could end the script element around it.

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
 from fedloom.errors import ConfigError
-from fedloom.experiments.report.follow import FIELDS, Follower, run_folders
+from fedloom.experiments.report.follow import FIELDS, Follower, baselines_of, run_folders
 from fedloom.experiments.report.html import SHARED_SCRIPTS, fill_template, read_parts
 
 Answer = tuple[int, str, bytes]  # status, type, content
@@ -132,6 +132,8 @@ class Watch(ThreadingTCPServer):
         }
         if fresh or not known:
             found["clients"] = [{"id": name, **about} for name, about in follower.clients.items()]
+        if baselines := baselines_of(folder):
+            found["baselines"] = self._all(baselines)
         return found
 
     def _all(self, runs: dict[str, Path]) -> list[dict[str, Any]]:

@@ -58,12 +58,12 @@ function unitFor(kind, size) {
   return [1, ""];
 }
 
-const withUnit = (text, unit) => (unit === "%" ? `${text}%` : unit ? `${text}\u202f${unit}` : text);
+const withUnit = (text, unit) => (unit ? `${text}\u202f${unit}` : text);
 
-/** Returns a value as text: 81.2%, 36.9 MB, 12.5 s, 1,024. Unknown values give a dash. */
+/** Returns a value as text: 81.2 %, 36.9 MB, 12.5 s, 1,024. Unknown values give a dash. */
 function written(value, kind = "") {
   if (!known(value)) return "–";
-  if (kind === "percent") return `${(value * 100).toFixed(1)}%`;
+  if (kind === "percent") return withUnit((value * 100).toFixed(1), "%");
   if (kind === "count") return whole.format(value);
   if (kind !== "bytes" && kind !== "seconds") return plain.format(value);
   if (value === 0) return kind === "bytes" ? "0\u202fB" : "0\u202fs";

@@ -8,6 +8,7 @@ const charts = (() => {
   const MANY = 2000; // a canvas is faster for more marks than this
   const DASHES = ["", "7 4", "2 4", "9 4 2 4"];
   const FONT = 12;
+  const LABEL = 132; // the longest label of a column of a heat map
   const SEQUENTIAL = [
     "#ffffd9",
     "#edf8b1",
@@ -25,10 +26,11 @@ const charts = (() => {
   // ---- how a series looks ----
   const LEVEL = "6 4"; // the dash of a level, a horizontal line that has no x
 
-  function look(index) {
+  /** Returns the look of a series. Parts of a whole have colours that no method has. */
+  function look(index, palette = "") {
     const again = Math.floor(index / HUES);
     return {
-      color: `var(--s${index % HUES})`,
+      color: `var(--${palette === "parts" ? "p" : "s"}${index % HUES})`,
       dash: DASHES[again % DASHES.length],
       shape: (index + again) % 8,
       hollow: again % 2 === 1,
@@ -131,7 +133,13 @@ const charts = (() => {
     return STOPS[k].map((from, c) => Math.round(from + (STOPS[k + 1][c] - from) * rest));
   }
   const css = (rgb) => `rgb(${rgb.join(",")})`;
-  const bright = ([r, g, b]) => 0.299 * r + 0.587 * g + 0.114 * b > 140;
+  /** Returns black or white, whichever has the higher contrast to a colour. */
+  function inkOn(rgb) {
+    const [r, g, b] = rgb
+      .map((part) => part / 255)
+      .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000" : "#fff";
+  }
 
   // ---- measuring text and colours ----
   const measure = document.createElement("canvas").getContext("2d");
@@ -188,10 +196,11 @@ const charts = (() => {
     if (axis.from !== undefined) low = Math.max(low, axis.from); // lower values are not shown
     if (low > high) return axis.log ? [1, 10] : [0, 1];
     if (zero) return [Math.min(0, low), high > 0 ? high * 1.02 : 1];
-    if (axis.log)
-      return low === high
-        ? [low / 2, high * 2]
-        : [low / (high / low) ** 0.04, high * (high / low) ** 0.04];
+    if (axis.log) {
+      // At least a factor of 10, so that small differences look small.
+      const more = Math.max((high / low) ** 0.04, Math.sqrt((10 * low) / high));
+      return [low / more, high * more];
+    }
     const room =
       low === high
         ? Math.abs(low) * 0.1 || (axis.unit === "percent" ? 0.05 : 1)
@@ -236,14 +245,14 @@ const charts = (() => {
       const text = decimals ? number.toFixed(decimals) : whole.format(number);
       found.push({
         value: number * factor,
-        text: number === 0 && unit !== "%" ? "0" : withUnit(text, unit),
+        text: number === 0 ? "0" : withUnit(text, unit),
       });
     }
     return found;
   }
 
   function tickText(value, axis) {
-    if (axis.unit === "percent") return `${plain.format(value * 100)}%`;
+    if (axis.unit === "percent") return withUnit(plain.format(value * 100), "%");
     if (axis.unit !== "bytes" && axis.unit !== "seconds")
       return value >= 1e6 || value < 1e-3
         ? value.toExponential(0).replace("e+", "e")
@@ -360,11 +369,14 @@ const charts = (() => {
   }
 
   // ---- a frame with two axes ----
-  function frame(chart, width, xs, ys, heavy, height = 0) {
+  /** With `equal` both axes have the same range and the same length. */
+  function frame(chart, width, xs, ys, heavy, equal = false) {
     const { x, y } = chart.spec;
     const narrow = width < 480;
-    const tall = height || Math.round(Math.max(250, Math.min(width * 0.58, 420)));
-    const yDomain = domain(ys, y);
+    const tall = Math.round(
+      equal || chart.spec.tall ? Math.min(width, 560) : Math.max(250, Math.min(width * 0.58, 420)),
+    );
+    const yDomain = domain(equal ? [...xs, ...ys] : ys, y);
     const top = y.label ? 26 : 12,
       bottom = tall - (x.label ? 44 : 26);
     const whole = makeScale(yDomain, [bottom, top], y.log);
@@ -374,10 +386,10 @@ const charts = (() => {
         : Object.assign(whole, { holds: (value) => known(value) && value >= y.from });
     const yTicks = ticks(yScale, y, Math.floor((bottom - top) / 38));
     const left = Math.ceil(Math.max(20, ...yTicks.map((t) => textWidth(t.text)))) + 10,
-      right = width - 14;
+      right = equal ? Math.min(width - 14, left + bottom - top) : width - 14;
     const zeroAt = x.log && xs.some((value) => value === 0),
       begin = zeroAt ? left + 44 : left;
-    const positive = makeScale(domain(xs, x), [begin, right], x.log),
+    const positive = makeScale(equal ? yDomain : domain(xs, x), [begin, right], x.log),
       xScale = zeroAt ? withZero(positive, left + 14) : positive;
     const xTicks = ticks(
       xScale,
@@ -468,11 +480,13 @@ const charts = (() => {
         series = chart.visible(spec.series);
       const f = frame(chart, width, pile(series, "x"), pile(series, "y", "low", "high"), false);
       const spots = series.map((one) => placed(f, one));
+      if (spec.zero && f.y.from < 0 && f.y.to > 0)
+        f.ink.line(f.left, f.y(0), f.right, f.y(0), "diagonal");
       series.forEach((one) =>
-        f.ink.path(band(f, one), { fill: look(one.color).color, opacity: 0.16 }),
+        f.ink.path(band(f, one), { fill: look(one.color, spec.palette).color, opacity: 0.16 }),
       );
       series.forEach((one, s) => {
-        const style = look(one.color);
+        const style = look(one.color, spec.palette);
         f.ink.path(polyline(spots[s]), { stroke: style.color, width: 2, dash: style.dash });
         const there = spots[s].filter(Boolean),
           every = Math.max(1, Math.ceil(there.length / 8));
@@ -494,7 +508,7 @@ const charts = (() => {
             return (
               n >= 0 &&
               known(one.y[n]) && {
-                style: look(one.color),
+                style: look(one.color, spec.palette),
                 name: one.name,
                 sort: one.y[n],
                 y: f.y(one.y[n]),
@@ -542,27 +556,16 @@ const charts = (() => {
           ...frontier.map(([, y]) => y),
           ...levels.map((one) => one.y),
         ];
-      const f = frame(
-        chart,
-        width,
-        xs,
-        ys,
-        heavy,
-        spec.diagonal ? Math.round(Math.max(280, Math.min(width * 0.8, 480))) : 0,
-      );
-      if (spec.diagonal) {
-        const from = Math.max(f.x.from, f.y.from),
-          to = Math.min(f.x.to, f.y.to);
-        if (from < to)
-          f.ink.line(
-            f.x(from),
-            f.y(from),
-            f.x(to),
-            f.y(to),
-            "diagonal",
-            heavy ? f.ink.front : f.ink.back,
-          );
-      }
+      const f = frame(chart, width, xs, ys, heavy, spec.diagonal);
+      if (spec.diagonal)
+        f.ink.line(
+          f.left,
+          f.bottom,
+          f.right,
+          f.top,
+          "diagonal",
+          heavy ? f.ink.front : f.ink.back,
+        );
       const steps = frontier
         .filter(([x, y]) => f.x.holds(x) && f.y.holds(y))
         .map(([x, y]) => [f.x(x), f.y(y)]);
@@ -637,13 +640,12 @@ const charts = (() => {
       const totals = spec.rows.map((_, r) =>
         series.reduce((sum, one) => sum + (known(one.values[r]) ? one.values[r] : 0), 0),
       );
-      const above = width < 520; // narrow: names of rows above their bars
+      const longest = Math.max(...spec.rows.map((name) => textWidth(name, 13)), 10);
+      const above = width < 520 && longest > width * 0.25; // no room for names beside their bars
       const words = totals.map((total) => written(total, spec.x.unit));
       const left = above
         ? 0
-        : Math.ceil(
-            Math.min(width * 0.34, Math.max(...spec.rows.map((name) => textWidth(name, 13)), 10)),
-          ) + 12;
+        : Math.ceil(Math.min(width * 0.34, longest)) + 12;
       const right = width - Math.ceil(Math.max(...words.map((word) => textWidth(word)), 10)) - 12;
       const pitch = above ? 44 : 34,
         top = 4,
@@ -680,7 +682,7 @@ const charts = (() => {
           if (!known(value) || value <= 0) continue;
           const from = x(sum),
             to = x(sum + value),
-            style = look(one.color);
+            style = look(one.color, spec.palette);
           sum += value;
           const wide = Math.max(to - from - (to - from > 3 ? 1 : 0), 0.8);
           ink.path(`M${short(from)} ${y}h${short(wide)}v${thick}h${short(-wide)}Z`, {
@@ -700,8 +702,9 @@ const charts = (() => {
           });
         }
         ink.label(words[r], x(sum) + 6, y + 14);
+        if (above) ink.line(left, y - 2, left, y + thick + 2, "axis", ink.front);
       });
-      ink.line(left, top, left, bottom, "axis", ink.front);
+      if (!above) ink.line(left, top, left, bottom, "axis", ink.front);
       const at = (k) => {
         const hit = segments[k];
         if (!hit) return null;
@@ -713,7 +716,7 @@ const charts = (() => {
           title: spec.rows[hit.r],
           rows: [
             {
-              style: look(hit.one.color),
+              style: look(hit.one.color, spec.palette),
               name: hit.one.name,
               text: written(hit.value, spec.x.unit) + share,
             },
@@ -743,15 +746,17 @@ const charts = (() => {
           ) + 8,
         right = width - 2;
       const cellW = (right - left) / Math.max(columns, 1);
-      const cellH =
-        rows <= 30
+      // A confusion matrix has about square cells.
+      const cellH = spec.counts
+        ? Math.max(14, Math.min(cellW, 44, 560 / rows))
+        : rows <= 30
           ? Math.max(20, Math.min(26, 200 / rows))
           : Math.max(0.9, Math.min(20, 900 / rows));
       const longest = Math.max(...spec.columns.map((name) => textWidth(name)), 8),
         slant = longest + 4 > cellW;
       const top = spec.row_label ? 20 : 4,
         bottom = top + rows * cellH,
-        foot = (slant ? Math.min(longest, 110) * 0.72 + 18 : 22) + (spec.column_label ? 18 : 0);
+        foot = (slant ? Math.min(longest, LABEL) * 0.72 + 18 : 22) + (spec.column_label ? 18 : 0);
       const tall = Math.ceil(bottom + foot),
         high = spec.high > spec.low ? spec.high : spec.low + 1;
       const ink = makeInk(chart, width, tall, heavy);
@@ -771,6 +776,11 @@ const charts = (() => {
             : cellW < 44 && value >= 10000
               ? `${whole.format(value / 1000)}k`
               : whole.format(value);
+      const counted = (r, c) =>
+        spec.counts
+          ? ` (${whole.format(spec.counts[r][c])} of ` +
+            `${whole.format(spec.counts[r].reduce((sum, count) => sum + count, 0))})`
+          : "";
       const gapX = cellW > 8 ? 1 : 0,
         gapY = cellH > 6 ? 1 : 0,
         fits = cellW >= 28 && cellH >= 14 && !heavy;
@@ -801,7 +811,7 @@ const charts = (() => {
               group: ink.front,
               "text-anchor": "middle",
               class: "cell",
-              style: `fill:${bright(rgb) ? "#111" : "#fff"}`,
+              style: `fill:${inkOn(rgb)}`,
             });
         }
       const everyRow =
@@ -816,7 +826,7 @@ const charts = (() => {
         const x = left + (c + 0.5) * cellW,
           y = bottom + 15;
         if (slant)
-          ink.label(shortened(spec.columns[c], 110), x + 4, y - 3, {
+          ink.label(shortened(spec.columns[c], LABEL), x + 4, y - 3, {
             "text-anchor": "end",
             transform: `rotate(-45 ${short(x + 4)} ${short(y - 3)})`,
             full: spec.columns[c],
@@ -831,7 +841,7 @@ const charts = (() => {
         });
       const missing = spec.values.some((row) => row.some((value) => !known(value)));
       const ramp = [0, 0.25, 0.5, 0.75, 1].map((share) => css(shade(share, dark))).join(",");
-      const percent = spec.unit === "percent" ? "%" : "";
+      const percent = spec.unit === "percent" ? "\u202f%" : "";
       const strip = el("span", { class: "ramp" });
       strip.style.background = `linear-gradient(90deg,${ramp})`;
       const scale = el(
@@ -859,7 +869,7 @@ const charts = (() => {
           y: y + cellH / 2,
           outline: [x, y, cellW - gapX, cellH - gapY],
           title: `${row}, ${column}`,
-          rows: [{ name: "", text: show(spec.values[r][c]) }],
+          rows: [{ name: "", text: show(spec.values[r][c]) + counted(r, c) }],
         };
       };
       return {
@@ -1149,14 +1159,19 @@ const charts = (() => {
           ...spec.series.map((one) => cell(one.values[r], spec.x.unit)),
         ]),
       };
-    if (spec.kind === "heat")
+    if (spec.kind === "heat") {
+      const text = (value, r, c) => {
+        const { text: shown, sort } = cell(value, spec.unit);
+        return { text: spec.counts ? `${spec.counts[r][c]} (${shown})` : shown, sort };
+      };
       return {
         columns: [left(spec.row_label || ""), ...spec.columns.map(right)],
         rows: spec.rows.map((name, r) => [
           name,
-          ...spec.values[r].map((value) => cell(value, spec.unit)),
+          ...spec.values[r].map((value, c) => text(value, r, c)),
         ]),
       };
+    }
     if (spec.kind === "image") {
       const rows = spec.panels.flatMap((panel) => {
         const bytes = atob(panel.values),
@@ -1202,15 +1217,15 @@ const charts = (() => {
 
   // ---- one figure ----
   /**
-   * Returns the element of a figure.
+   * Returns the element of a figure. Its title is a heading of the given level.
    *
    * `chart.update(spec)` replaces its description. `chart.draw()` draws it if it is visible.
    */
-  function figure(spec) {
+  function figure(spec, heading = "h3") {
     const box = el("div", { class: "plot", tabindex: "0", role: "img" });
     const tip = el("div", { class: "tip", role: "status", hidden: true }),
       legend = el("div", { class: "legend" });
-    const head = el("h3"),
+    const head = el(heading),
       caption = el("p"),
       more = el("details", { class: "data" }, el("summary", {}, "Data"));
     const element = el(
@@ -1249,6 +1264,7 @@ const charts = (() => {
       chart.spec = fresh;
       head.textContent = fresh.title;
       caption.textContent = fresh.caption;
+      caption.hidden = !fresh.caption;
       box.setAttribute(
         "aria-label",
         `${fresh.title}. ${fresh.caption} Arrow keys select values. Data shows them as a table.`,
@@ -1268,7 +1284,11 @@ const charts = (() => {
         entries = []; // the axis names it
       else if (series)
         entries = [
-          ...series.map((one) => ({ name: one.name, style: look(one.color), form: kind })),
+          ...series.map((one) => ({
+            name: one.name,
+            style: look(one.color, chart.spec.palette),
+            form: kind,
+          })),
           ...(chart.spec.levels ?? []).map((one) => ({
             name: one.name,
             style: { ...look(one.color), dash: LEVEL },

@@ -3,94 +3,190 @@
 
 (() => {
   const page = JSON.parse(document.getElementById("data").textContent);
-  const ORDER = ["results", "traffic", "clients", "data", "pictures"];
-  const LARGE = new Set(["bars", "image", "graph", "scatter", "table"]);
+  const ORDER = ["results", "classes", "clients", "cost", "settings", "data", "pictures", "runs"];
+  const LARGE = new Set(["image", "graph", "scatter", "table", "group", "note"]);
   const names = [...new Set(page.figures.map((figure) => figure.section))];
   const sections = [
     ...ORDER.filter((name) => names.includes(name)),
     ...names.filter((name) => !ORDER.includes(name)),
   ];
   const isWide = (spec) =>
-    (LARGE.has(spec.kind) && (!spec.panels || spec.panels.length > 1)) ||
+    (LARGE.has(spec.kind) && !spec.half && (!spec.panels || spec.panels.length > 1)) ||
+    (spec.kind === "bars" && spec.rows.length > 12) ||
     (spec.kind === "heat" && spec.columns.length > 14);
 
-  function header() {
-    const facts = page.facts.map(([name, value]) =>
-      el("div", {}, el("dt", {}, name), el("dd", {}, String(value))),
+  const list = (pairs, kind) =>
+    el(
+      "dl",
+      { class: kind },
+      ...pairs.map(([name, value]) =>
+        el("div", {}, el("dt", {}, name), el("dd", {}, String(value))),
+      ),
     );
-    const made = [new Date(page.made)].map((date) =>
-      Number.isNaN(date.getTime())
-        ? page.made
-        : date.toLocaleString("en-GB", { dateStyle: "long", timeStyle: "short" }),
-    )[0];
-    const command =
-      page.command && el("p", { class: "again" }, "Made by: ", el("code", {}, page.command));
+
+  function header() {
+    const date = new Date(page.made);
+    const made = Number.isNaN(date.getTime())
+      ? page.made
+      : date.toLocaleString("en-GB", { dateStyle: "long", timeStyle: "short" });
     return el(
       "header",
       {},
       el(
         "div",
         { class: "top" },
-        el("p", { class: "byline" }, `fedloom ${page.version} · ${made}`),
+        el("p", { class: "byline" }, `fedloom report · ${made}`),
         theme.button(),
       ),
       el("h1", {}, page.title),
-      facts.length ? el("dl", { class: "facts" }, ...facts) : "",
-      command,
+      ...headline(),
+      page.facts.length ? list(page.facts, "facts") : "",
     );
   }
 
+  /** Returns a text whose numbers stay on one line with their units. */
+  const unbroken = (text) =>
+    text.replace(/(\d) (%|[kMGT]?B\b|points?\b|seeds?\b)/g, "$1\u00a0$2").replace(/p ([=<]) /g, "p\u00a0$1\u00a0");
+
+  /** Returns the sentence that says what the report shows, and what goes with it. */
+  function headline() {
+    if (!page.headline) return [];
+    const { name, details } = page.headline,
+      text = unbroken(page.headline.text);
+    const starts = name && text.startsWith(name);
+    const sentence = el(
+      "p",
+      { class: "headline", id: "headline" },
+      starts ? el("strong", {}, name) : "",
+      starts ? text.slice(name.length) : text,
+    );
+    if (!details.length) return [sentence];
+    const several = details.some((line) => line.length > 120);
+    return [
+      sentence,
+      several
+        ? el("ul", { class: "details" }, ...details.map((line) => el("li", {}, line)))
+        : el("p", { class: "details" }, details.join(" ")),
+    ];
+  }
+
+  function notice(id, title, items, open) {
+    return el(
+      "aside",
+      { class: "notice", id, "aria-label": title },
+      el("details", { open }, el("summary", {}, title), el("ul", {}, ...items)),
+    );
+  }
+
+  function warnings() {
+    const found = page.warnings ?? [];
+    if (!found.length) return "";
+    const title = found.length === 1 ? "1 warning" : `${found.length} warnings`;
+    const items = found.map((line) => el("li", {}, line));
+    return notice("warnings", title, items, found.length <= 5);
+  }
+
   function leftOut() {
-    if (!page.left_out.length) return "";
     const count = page.left_out.length;
+    if (!count) return "";
     const items = page.left_out.map(({ folder, reason }) =>
       el("li", {}, el("code", {}, folder), ` ${reason}`),
     );
     const title = `${count} run ${count === 1 ? "folder is" : "folders are"} not in this report`;
+    return notice("left-out", title, items, count <= 5);
+  }
+
+  function footer() {
+    const versions = page.versions ?? [];
+    const about = page.versions_differ
+      ? "The runs were made with different versions, so their numbers may differ for that reason."
+      : "All runs were made with the same versions.";
     return el(
-      "aside",
-      { class: "notice", id: "left-out", "aria-label": "left out" },
-      el("details", { open: count <= 5 }, el("summary", {}, title), el("ul", {}, ...items)),
+      "footer",
+      { id: "versions" },
+      page.command
+        ? el("p", { class: "again" }, "This page was made by ", el("code", {}, page.command))
+        : "",
+      versions.length ? el("h2", {}, "Versions") : "",
+      versions.length ? el("p", {}, about) : "",
+      versions.length ? list(versions, "facts") : "",
+      el("p", {}, `This page was written by fedloom ${page.version}.`),
     );
   }
 
-  function tableFigure(spec) {
-    const head = el(
-      "figcaption",
-      {},
+  function tableFigure(spec, heading) {
+    const caption = spec.caption && el("figcaption", {}, el("p", {}, spec.caption));
+    const figure = el("figure", { id: spec.id, class: "table-figure" });
+    if (!spec.closed)
+      figure.append(
+        el(heading, {}, spec.title),
+        ...[makeTable(spec), caption].filter(Boolean), // the note follows the table
+      );
+    else {
+      const more = el("details", {}, el("summary", {}, el(heading, {}, spec.title)));
+      more.addEventListener("toggle", () => {
+        if (more.open && !more.querySelector(".table"))
+          more.append(...[makeTable(spec), caption].filter(Boolean));
+      });
+      figure.append(more);
+    }
+    return figure;
+  }
+
+  function node(spec, heading) {
+    if (spec.kind === "table") return tableFigure(spec, heading);
+    if (spec.kind === "note")
+      return el("div", { id: spec.id, class: "note" }, el(heading, {}, spec.title), el("p", {}, spec.caption));
+    if (spec.kind !== "group") return charts.figure(spec, heading);
+    const inner = el("div", { class: "pairs" });
+    arrange(inner, spec.figures, "h4");
+    return el(
+      "div",
+      { id: spec.id, class: "group" },
       el("h3", {}, spec.title),
-      spec.caption && el("p", {}, spec.caption),
+      el("p", { class: "caption" }, spec.caption),
+      inner,
     );
-    return el("figure", { id: spec.id, class: "table-figure" }, head, makeTable(spec));
   }
 
-  /** Adds a section's figures. Small figures form pairs; one without a partner is wide. */
-  function fill(panel, section) {
-    const specs = page.figures.filter((figure) => figure.section === section);
+  /** Adds figures. Small ones form pairs; one without a partner is wide. */
+  function arrange(place, specs, heading = "h3") {
     let alone = null;
     for (const spec of specs) {
-      const node = spec.kind === "table" ? tableFigure(spec) : charts.figure(spec);
+      const made = node(spec, heading);
       if (isWide(spec)) {
         alone?.classList.add("wide");
         alone = null;
-        node.classList.add("wide");
-      } else alone = alone ? null : node;
-      panel.append(node);
+        made.classList.add("wide");
+      } else alone = alone ? null : made;
+      place.append(made);
     }
     alone?.classList.add("wide");
+  }
+
+  function fill(panel, section) {
+    arrange(
+      panel,
+      page.figures.filter((figure) => figure.section === section),
+    );
     panel.dataset.filled = "yes";
   }
 
+  const titleOf = (name) => name[0].toUpperCase() + name.slice(1);
   const panels = new Map(
     sections.map((name) => [
       name,
-      el("section", {
-        id: `panel-${name}`,
-        class: "panel",
-        role: "tabpanel",
-        "aria-labelledby": `tab-${name}`,
-        hidden: true,
-      }),
+      el(
+        "section",
+        {
+          id: `panel-${name}`,
+          class: "panel pairs",
+          role: "tabpanel",
+          "aria-labelledby": `tab-${name}`,
+          hidden: true,
+        },
+        el("h2", { class: "unseen" }, titleOf(name)),
+      ),
     ]),
   );
   const tabs = new Map(
@@ -110,7 +206,7 @@
             history.replaceState(null, "", `#${name}`);
           },
         },
-        name[0].toUpperCase() + name.slice(1),
+        titleOf(name),
       ),
     ]),
   );
@@ -121,13 +217,15 @@
       tab.tabIndex = other === name ? 0 : -1;
       panels.get(other).hidden = other !== name;
     }
+    tabs.get(name).scrollIntoView({ block: "nearest", inline: "nearest", behavior: "instant" });
     if (!panels.get(name).dataset.filled) fill(panels.get(name), name); // made when opened
   }
 
   function follow() {
     const asked = decodeURIComponent(location.hash.slice(1));
     if (panels.has(asked)) return open(asked);
-    const figure = page.figures.find((one) => one.id === asked);
+    const inner = (one) => one.id === asked || (one.figures ?? []).some(inner);
+    const figure = page.figures.find(inner);
     open(figure ? figure.section : sections[0]);
     if (figure) document.getElementById(asked).scrollIntoView();
   }
@@ -155,8 +253,9 @@
     ...tabs.values(),
   );
   tablist.hidden = sections.length < 2;
-
-  document.getElementById("report").append(header(), leftOut(), tablist, ...panels.values());
+  document
+    .getElementById("report")
+    .append(header(), warnings(), leftOut(), scrollable(tablist), ...panels.values(), footer());
   if (sections.length) {
     follow();
     window.addEventListener("hashchange", follow);

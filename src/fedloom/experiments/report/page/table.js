@@ -42,15 +42,37 @@ function compare(a, b) {
 }
 
 /**
+ * Returns an element around one that scrolls sideways.
+ *
+ * A shadow at an edge shows that there is more, and the element has the class `overflows`.
+ */
+function scrollable(inner) {
+  const outer = el("div", { class: "more-to-see" }, inner);
+  const look = () => {
+    const hidden = inner.scrollWidth - inner.clientWidth;
+    outer.classList.toggle("overflows", hidden > 1);
+    outer.classList.toggle("more-left", inner.scrollLeft > 1);
+    outer.classList.toggle("more-right", inner.scrollLeft < hidden - 1);
+  };
+  inner.addEventListener("scroll", look, { passive: true });
+  const observer = new ResizeObserver(look);
+  observer.observe(inner);
+  for (const child of inner.children) observer.observe(child);
+  return outer;
+}
+
+/**
  * Returns the element of a table {title?, columns: [{name, align, help?}], rows: [[cell]]}.
  *
- * The element's method `fill(rows)` replaces the rows.
+ * `sorted_by` {column, descending} is the order that the rows have already. The element's method
+ * `fill(rows)` replaces the rows.
  */
-function makeTable({ title, columns, rows }) {
+function makeTable({ title, columns, rows, sorted_by: given = { column: -1 } }) {
   let all = rows,
     shown = rows,
     page = 0;
-  const order = { column: -1, sign: 1 };
+  const order = { column: given.column, sign: given.descending ? -1 : 1 };
+  const sorted = () => (order.sign > 0 ? "ascending" : "descending");
   const heads = columns.map((column, number) => {
     const button = el(
       "button",
@@ -60,7 +82,11 @@ function makeTable({ title, columns, rows }) {
     );
     return el(
       "th",
-      { scope: "col", class: column.align === "right" ? "right" : null, "aria-sort": "none" },
+      {
+        scope: "col",
+        class: column.align === "right" ? "right" : null,
+        "aria-sort": number === given.column ? sorted() : "none",
+      },
       button,
     );
   });
@@ -108,18 +134,14 @@ function makeTable({ title, columns, rows }) {
     { class: "scroll", tabindex: "0", role: "region", "aria-label": title ?? "table" },
     el("table", {}, el("thead", {}, el("tr", {}, ...heads)), body),
   );
-  const element = el("div", { class: "table" }, tools, scroller);
+  const hint = el("p", { class: "hint", "aria-hidden": "true" }, "Scroll sideways for more columns");
+  const element = el("div", { class: "table" }, tools, scrollable(scroller), hint);
 
   function sortBy(number) {
     const first = columns[number].align === "right" ? -1 : 1; // numbers: the largest first
     order.sign = order.column === number ? -order.sign : first;
     order.column = number;
-    heads.forEach((head, k) =>
-      head.setAttribute(
-        "aria-sort",
-        k !== number ? "none" : order.sign > 0 ? "ascending" : "descending",
-      ),
-    );
+    heads.forEach((head, k) => head.setAttribute("aria-sort", k !== number ? "none" : sorted()));
     page = 0;
     arrange();
   }

@@ -18,6 +18,7 @@
   const chosen = () => new URLSearchParams(location.hash.slice(1)).get("run") ?? "";
   const addressOf = (name) => `#${new URLSearchParams({ run: name })}`;
 
+  const isOver = (run) => ["completed", "failed", "stopped"].includes(run.state);
   const notice = el("p", { class: "notice", role: "alert", hidden: true });
   const say = (text) => {
     notice.hidden = !text;
@@ -40,23 +41,39 @@
       el("p", { class: "byline" }, "fedloom watch"),
       theme.button(),
     );
+    const lead = el("p", { class: "lead", role: "status", hidden: true }),
+      warnings = el("aside", { class: "notice", "aria-label": "warnings", hidden: true });
     const back = chosen() ? el("p", { class: "back" }, el("a", { href: "#" }, "All runs")) : "";
-    place.replaceChildren(notice, el("header", {}, top, back, head, state, bar, facts), grid);
+    place.replaceChildren(
+      notice,
+      el("header", {}, top, back, head, state, bar, lead, facts),
+      warnings,
+      grid,
+    );
     const kept = { version: 0, entries: [], clients: [] };
     const figures = {};
-    let table = null;
+    let table = null,
+      others = null;
 
-    function figure(spec, wide = false) {
+    function figure(spec) {
       if (figures[spec.id] && figures[spec.id].spec.kind === spec.kind)
         return figures[spec.id].update(spec);
       const node = charts.figure(spec);
-      if (wide) node.classList.add("wide");
       if (figures[spec.id]) figures[spec.id].element.replaceWith(node);
       else grid.append(node);
       figures[spec.id] = node.chart;
     }
 
-    function curves() {
+    /** Figures form pairs. One without a partner is wide. */
+    function arrange() {
+      const all = Object.values(figures).map((chart) => chart.element);
+      all.forEach((one, k) =>
+        one.classList.toggle("wide", all.length % 2 === 1 && k === all.length - 1),
+      );
+    }
+
+    /** Returns test and validation values by round, with a series for each stage. */
+    function curves(id, title, test, validation) {
       const series = new Map();
       const add = (name, x, y) => {
         if (!series.has(name)) series.set(name, { name, color: series.size, x: [], y: [] });
@@ -65,17 +82,37 @@
       };
       for (const entry of kept.entries) {
         const after = entry.stage && entry.stage !== "train" ? `, ${entry.stage}` : "";
-        if (known(entry.accuracy)) add(`test${after}`, entry.round, entry.accuracy);
-        if (known(entry.val_accuracy)) add(`validation${after}`, entry.round, entry.val_accuracy);
+        if (known(entry[test])) add(`test${after}`, entry.round, entry[test]);
+        if (known(entry[validation])) add(`validation${after}`, entry.round, entry[validation]);
       }
       return {
-        id: "accuracy",
+        id,
         kind: "lines",
-        title: "Accuracy",
-        caption: "Mean over clients, weighted by size, after each round.",
+        title: `${title[0].toUpperCase()}${title.slice(1)} by round`,
+        caption: "Mean over clients, weighted by size.",
         x: { label: "round", ...COUNT },
-        y: { label: "accuracy", ...SHARE },
+        y: { label: title, ...SHARE },
         series: [...series.values()],
+      };
+    }
+
+    function loss() {
+      const there = kept.entries.filter((entry) => known(entry.loss));
+      if (!there.length) return null;
+      const series = {
+        name: "training loss",
+        color: 2,
+        x: there.map((entry) => entry.round),
+        y: there.map((entry) => entry.loss),
+      };
+      return {
+        id: "loss",
+        kind: "lines",
+        title: "Training loss by round",
+        caption: "Mean over clients, weighted by training items.",
+        x: { label: "round", ...COUNT },
+        y: { label: "training loss", log: false, unit: "" },
+        series: [series],
       };
     }
 
@@ -96,23 +133,25 @@
         id: "traffic",
         kind: "lines",
         title: "Traffic of each round",
-        caption: "Bytes of all clients, without evaluation. The first round includes the set-up.",
+        caption: "Without evaluation. The first round includes the set-up.",
         x: { label: "round", ...COUNT },
-        y: { label: "bytes", log: false, unit: "bytes" },
+        y: { label: "bytes of all clients", log: false, unit: "bytes" },
         series: [up, down],
+        palette: "parts",
       };
     }
 
-    function perClient() {
+    function perClient(data) {
       const scored = kept.clients
-        .filter((client) => known(client.accuracy))
-        .sort((a, b) => b.accuracy - a.accuracy);
+        .filter((client) => known(client.score))
+        .sort((a, b) => b.score - a.score);
+      const label = `test ${data.metric}`;
       const about = {
         id: "clients",
-        title: "Accuracy of each client",
-        caption: "At the last evaluation, the best client first.",
+        title: `Test ${data.metric} of each client`,
+        caption: `At the best round${isOver(data) ? "" : " so far"} (${data.best_round}).`,
       };
-      const values = scored.map((client) => client.accuracy),
+      const values = scored.map((client) => client.score),
         names = scored.map((client) => client.id);
       if (scored.length <= FEW)
         return scored.length
@@ -120,51 +159,81 @@
               ...about,
               kind: "bars",
               rows: names,
-              x: { label: "accuracy", ...SHARE },
-              series: [{ name: "accuracy", color: 0, values }],
+              x: { label, ...SHARE },
+              series: [{ name: label, color: 0, values }],
             }
           : null;
       return {
         ...about,
         kind: "points",
         x: { label: "rank", ...COUNT },
-        y: { label: "accuracy", ...SHARE },
+        y: { label, ...SHARE },
         series: [
           { name: "clients", color: 0, x: values.map((_, k) => k + 1), y: values, labels: names },
         ],
       };
     }
 
-    function clientTable() {
+    function section(id, title, text, content) {
+      grid.append(
+        el(
+          "figure",
+          { class: "wide", id },
+          el("figcaption", {}, el("h3", {}, title), el("p", {}, text)),
+          content,
+        ),
+      );
+    }
+
+    const percentOf = (value) => ({ text: written(value, "percent"), sort: value });
+
+    function clientTable(data) {
+      const other = data.selection !== "accuracy";
       const columns = [
         { name: "client", align: "left" },
-        { name: "accuracy", align: "right" },
+        ...(other ? [{ name: `test ${data.metric}`, align: "right" }] : []),
+        { name: "test accuracy", align: "right" },
+        { name: "training loss", align: "right" },
         { name: "absent", align: "right", help: "number of exchanges that the client missed" },
         { name: "last absent in round", align: "right" },
         { name: "cause", align: "left" },
       ];
       const rows = kept.clients.map((client) => [
         client.id,
-        { text: written(client.accuracy, "percent"), sort: client.accuracy },
+        ...(other ? [percentOf(client.score)] : []),
+        percentOf(client.accuracy),
+        { text: known(client.loss) ? client.loss.toFixed(3) : "–", sort: client.loss },
         client.absences,
         client.last_absent,
         client.cause,
       ]);
       if (table) return table.fill(rows);
       table = makeTable({ title: "Clients", columns, rows });
-      grid.append(
-        el(
-          "figure",
-          { class: "wide", id: "client-table" },
-          el(
-            "figcaption",
-            {},
-            el("h3", {}, "Clients"),
-            el("p", {}, "How often clients were absent, and the last cause."),
-          ),
-          table,
-        ),
-      );
+      const text =
+        "Scores at the best round, how often clients were absent, and the last cause.";
+      section("client-table", "Clients", text, table);
+    }
+
+    /** Shows the baselines of a run, which are runs of their own in its folder. */
+    function baselines(data) {
+      if (!data.baselines) return;
+      const columns = [
+        { name: "baseline", align: "left" },
+        { name: "state", align: "left" },
+        { name: "test accuracy", align: "right" },
+        { name: "validation accuracy", align: "right" },
+        { name: "best round", align: "right" },
+      ];
+      const rows = data.baselines.map((run) => [
+        run.name,
+        run.state,
+        percentOf(run.accuracy),
+        percentOf(run.val_accuracy),
+        run.best_round,
+      ]);
+      if (others) return others.fill(rows);
+      others = makeTable({ title: "Baselines", columns, rows });
+      section("baselines", "Baselines", "Other methods on the same federation.", others);
     }
 
     const WORDS = {
@@ -176,6 +245,26 @@
       stopped: "Stopped",
       damaged: "Damaged",
     };
+    /** Says what the best round so far reaches: the numbers that the report will have. */
+    function scores(data) {
+      lead.hidden = !known(data.accuracy);
+      if (lead.hidden) return;
+      const values = [
+        `${written(data.accuracy, "percent")} test accuracy`,
+        known(data.val_accuracy) && `${written(data.val_accuracy, "percent")} validation accuracy`,
+      ];
+      if (data.selection !== "accuracy")
+        values.unshift(
+          known(data.score) && `${written(data.score, "percent")} test ${data.metric}`,
+          known(data.val_score) && `${written(data.val_score, "percent")} validation ${data.metric}`,
+        );
+      const when = `${isOver(data) ? "Best" : "Best so far"} at round ${data.best_round}`;
+      const text = `${when}: ${values.filter(Boolean).join(", ")}.`;
+      if (lead.textContent !== text) lead.textContent = text; // read aloud only if it is new
+      warnings.hidden = !data.warnings.length;
+      warnings.replaceChildren(el("ul", {}, ...data.warnings.map((line) => el("li", {}, line))));
+    }
+
     function show(data) {
       head.textContent = data.name;
       state.dataset.state = data.state;
@@ -185,7 +274,7 @@
           ? []
           : [
               data.planned ? `round ${data.round} of ${data.planned}` : `round ${data.round}`,
-              `${written(data.elapsed, "seconds")} so far`,
+              `${written(data.elapsed, "seconds")}${isOver(data) ? "" : " so far"}`,
             ];
       if (known(data.left)) parts.push(`about ${written(data.left, "seconds")} left`);
       if (data.state === "silent")
@@ -202,10 +291,9 @@
         data.state === "running"
           ? `${data.round}${data.planned ? `/${data.planned}` : ""} · ${data.name}`
           : `${WORDS[data.state] ?? data.state} · ${data.name}`;
+      scores(data);
       const shown = [...data.facts];
-      if (known(data.accuracy)) shown.push(["accuracy now", written(data.accuracy, "percent")]);
-      if (known(data.val_accuracy))
-        shown.push(["validation now", written(data.val_accuracy, "percent")]);
+      if (known(data.loss)) shown.push(["last training loss", data.loss.toFixed(3)]);
       if (known(data.bytes_up))
         shown.push(
           ["to the server", written(data.bytes_up, "bytes")],
@@ -234,11 +322,15 @@
         show(data);
         grid.hidden = !kept.entries.length;
         if (!data.clients || !kept.entries.length) return;
-        figure(curves());
-        figure(traffic());
-        const each = perClient();
-        if (each) figure(each, true);
-        clientTable();
+        if (data.selection !== "accuracy")
+          figure(curves("selected", data.metric, "score", "val_score"));
+        figure(curves("accuracy", "accuracy", "accuracy", "val_accuracy"));
+        for (const made of [loss(), traffic()]) if (made) figure(made);
+        const each = perClient(data);
+        if (each) figure(each);
+        arrange();
+        clientTable(data);
+        baselines(data);
       },
     };
   }
@@ -257,9 +349,10 @@
       { name: "run", align: "left" },
       { name: "state", align: "left" },
       { name: "round", align: "right" },
+      { name: "test accuracy", align: "right", help: "at the best round so far" },
+      { name: "validation accuracy", align: "right", help: "at the best round so far" },
+      { name: "best round", align: "right", help: "so far, by the validation score" },
       { name: "time left", align: "right" },
-      { name: "accuracy", align: "right" },
-      { name: "validation", align: "right" },
       { name: "absences", align: "right" },
       { name: "cause", align: "left" },
     ];
@@ -275,7 +368,7 @@
         const states = [...counts].map(([state, count]) => `${count} ${state}`).join(", ");
         status.textContent = `${runs.length} ${runs.length === 1 ? "run" : "runs"}: ${states}`;
         bar.value =
-          runs.filter((run) => ["completed", "failed", "stopped"].includes(run.state)).length /
+          runs.filter(isOver).length /
           Math.max(runs.length, 1);
         document.title = status.textContent;
         const rows = runs.map((run) => [
@@ -285,9 +378,10 @@
             text: run.planned ? `${run.round} of ${run.planned}` : String(run.round),
             sort: run.round,
           },
-          { text: known(run.left) ? written(run.left, "seconds") : "", sort: run.left },
           { text: written(run.accuracy, "percent"), sort: run.accuracy },
           { text: written(run.val_accuracy, "percent"), sort: run.val_accuracy },
+          run.best_round,
+          { text: known(run.left) ? written(run.left, "seconds") : "", sort: run.left },
           run.absences,
           run.state === "running" ? "" : run.cause,
         ]);
@@ -319,7 +413,7 @@
         say("");
         if (data.behind) pause = 0;
         // A finished run may be resumed.
-        if (["completed", "failed", "stopped"].includes(data.state)) pause = SELDOM;
+        if (isOver(data)) pause = SELDOM;
       }
     } catch (error) {
       if (turn !== asked) return;
