@@ -189,6 +189,7 @@ class Engine(RemoteEngine):
             "threads": torch.get_num_threads(),
             "upload": facts.upload,
             "download": facts.download,
+            "class_weight": facts.class_weight,
         }
         if facts.secure is not None:
             terms = {
