@@ -30,7 +30,11 @@ def federation():
     [
         # A message for each client, with any number of prototypes.
         pytest.param("fedproto", {"rounds": 2, "model": "gcn-2x8,gat-2x8,sage-2x8"}, marks=slow),
-        pytest.param("fedavg", {"rounds": 2, "secure": True, "finetune": 1}, marks=slow),
+        pytest.param(
+            "fedavg",
+            {"rounds": 2, "secure": True, "finetune": 1, "class_weight": "balanced"},
+            marks=slow,
+        ),
     ],
 )
 def test_a_run_is_bit_identical_to_the_loop(method, settings, federation, tmp_path):

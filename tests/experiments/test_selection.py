@@ -280,11 +280,13 @@ def test_findings(matrix, expected):
 
 def test_a_run_warns_of_a_single_class_and_does_not_without_reason(caplog):
     graph = fedloom.synthetic(
-        nodes=300, classes=2, features=8, signal=0.5, label_skew=0.947, seed=0
-    )
+        nodes=900, classes=2, features=12, degree=6.0, homophily=0.9, signal=1.5, label_skew=0.947,
+        seed=1,
+    )  # fmt: skip
     graph = replace(graph, class_names=("ok", "fraud"))
     with caplog.at_level(logging.WARNING, logger="fedloom"):
-        bad = go(fedloom.divide(graph, 3, "random", 0), rounds=10)
+        parties = fedloom.divide(graph, 3, "random", 0, split="40/30/30")
+        bad = go(parties, rounds=15, evaluate_every=15)
     (line,) = bad.summary["warnings"]
     assert "predict class 'ok' for all" in line
     assert "run.class_weight = 'balanced'" in line
