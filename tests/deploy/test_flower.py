@@ -4,9 +4,11 @@ bench/flower.py runs further methods.
 """
 
 import pytest
+import torch
 from deployment import absent_in, port_is_free, running
 
 import fedloom
+from fedloom.core.message import flatten
 from fedloom.deploy.engine import Engine, _toml
 from fedloom.errors import RoundFailed
 from fedloom.experiments.report.watch import Watch

@@ -17,6 +17,7 @@ from fedloom.deploy.framing import receive_frame, send_frame
 from fedloom.deploy.keys import make_party, read_party_key
 from fedloom.deploy.party import Party, facts_to_json, run_party_at_socket
 from fedloom.errors import ConfigError, MessageError
+from fedloom.experiments.trained import load_model
 from fedloom.methods.fedavg import FedAvg
 from fedloom.nn.weights import weights
 
@@ -86,7 +87,7 @@ class Sender:
             sequence=self.sequence,
             phase=phase,
         )
-        tensors = phase in ("setup", "train") and opened.kind == "answer"
+        tensors = phase in ("setup", "train", "evaluate") and opened.kind == "answer"
         return opened.kind, opened.body if tensors else json.loads(opened.body)
 
     def begin_order(self, nonce, **changed):
@@ -375,12 +376,40 @@ def test_a_damaged_state_is_detected(sender):
     assert "damaged" in answer["cause"]
 
 
-def test_at_the_end_the_model_is_in_the_partys_own_folder(sender):
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_at_the_end_the_best_and_the_last_model_are_in_the_partys_own_folder(
+    sender, restarts, shared
+):
     sender.begin_and_set_up()
-    sender.train()
-    assert sender.send("fedloom_finish", {"status": "completed"}) == ("answer", {})
+    trained = sender.train()["model"]
+    given = sender.model() if shared else trained
+    sender.send("evaluate", encode({"model": given} if shared else {}, "evaluate"), round=1)
+    assert sender.send("fedloom_best", {"stage": "train"}) == ("answer", {})
+    if restarts:
+        sender.send("fedloom_keep", {"mark": "aa"})
+        sender.party = sender.new_party()
+        sender.begin_and_set_up()
+        sender.send("fedloom_restore", {"mark": "aa"})
+    sender.train(round=2)
+    last = weights(sender.party._client.state["model"])
+    order = {"status": "completed", "stage": "train", "round": 1}
+    assert sender.send("fedloom_finish", order) == ("answer", {})
     assert sender.party.status == "completed"
-    assert sender.party.final_model.exists()
+    best, final = load_model(sender.party.model), load_model(sender.party.final_model)
+    assert (best.card.which, best.card.round, best.card.owner) == ("best", 1, "bank-a")
+    assert same(best.tensors, given)
+    assert shared or same(final.tensors, last)
+    assert not same(best.tensors, last)
+    assert len(best.predict(sender.graph)) == sender.graph.num_nodes
+
+
+def test_a_best_model_without_a_stage_is_refused(sender):
+    sender.begin_and_set_up()
+    for stage in (None, "", "a/b"):
+        kind, content = sender.send("fedloom_best", {"stage": stage})
+        assert kind == "error"
+        assert "stage" in content["cause"]
 
 
 def test_a_key_of_another_party_is_refused(sender):
