@@ -23,7 +23,7 @@ from fedloom.experiments.history import History
 from fedloom.experiments.predict_command import predict
 from fedloom.experiments.predictions import predictions_of
 from fedloom.experiments.recipe import make_recipe
-from fedloom.experiments.result import read_run
+from fedloom.experiments.result import load_run
 from fedloom.experiments.run import run
 from fedloom.experiments.trained import METADATA, load_model, read_model
 
@@ -118,7 +118,7 @@ def test_a_resumed_run_has_the_best_models_of_before(settings, stop, graph_feder
     class StoppedError(Exception):
         """Ends a run."""
 
-    def end(entry, _):
+    def end(entry):
         if entry["round"] == stop + 1:
             raise StoppedError
 
@@ -126,12 +126,12 @@ def test_a_resumed_run_has_the_best_models_of_before(settings, stop, graph_feder
     whole = run("fedavg", graph_federation, **chosen)
     given = {"checkpoint_every": stop, **chosen}
     with pytest.raises(StoppedError):
-        run("fedavg", graph_federation, out=tmp_path / "x", on_round=end, **given)
+        run("fedavg", graph_federation, out=tmp_path / "x", callbacks=end, **given)
     again = run("fedavg", graph_federation, out=tmp_path / "x", resume=True, **given)
     assert again.summary["history_hash"] == whole.summary["history_hash"]
     for one, other in (
         (whole.models, again.models),
-        (whole.models, read_run(tmp_path / "x").models),
+        (whole.models, load_run(tmp_path / "x").models),
     ):
         one, other = flatten(one), flatten(other)
         assert one.keys() == other.keys()
@@ -360,7 +360,7 @@ def test_a_run_folder_has_best_and_final_models(folder, result, new):
                     result.model(None if owner == "server" else owner, which).predict(new).classes
                 ).tolist()
             )
-    again = read_run(folder)
+    again = load_run(folder)
     assert torch.equal(again.model("east")(new), result.model("east")(new))
 
 
@@ -381,7 +381,7 @@ def test_a_folder_of_an_older_version_has_final_weights_only(folder, tmp_path):
         save_file(load_file(path), old / "models" / path.name)
     for which in ("best", "final"):
         shutil.rmtree(old / "models" / which)
-    result = read_run(old)
+    result = load_run(old)
     assert result.models == {}
     assert set(result.final_models) == {"east", "west", "server"}
     with pytest.raises(DataError, match=r"older version.*run again"):
@@ -411,11 +411,11 @@ def test_own_data_of_a_folder_is_made_again_from_its_recipe(folder, named, tmp_p
         "method": {"name": "fedavg", "rounds": 3},
     }
     make_recipe(table).execute(tmp_path / "run")
-    again = read_run(tmp_path / "run")
+    again = load_run(tmp_path / "run")
     assert again.federation is None
     assert accuracies(again) == reported(again)
     with pytest.raises(DataError, match=r"was given from Python.*give data="):
-        read_run(folder).predict()
+        load_run(folder).predict()
 
 
 # ---- the command ----
