@@ -216,7 +216,9 @@ def cell(tables: Tables, out: Path) -> Cell:
     recipe = make_recipe(tables)
     config = recipe.config()
     base = config["method"].get("base")
-    code = code_behind(recipe.method, base, recipe.run.engine)
+    # "auto" chooses stacked or loop by the data; the modules of stacked include those of loop.
+    engine, _ = recipe.run.engine_required or ("stacked", "")
+    code = code_behind(recipe.method, base, engine)
     identity = json.dumps([config, code], sort_keys=True)
     parts = [
         Path(recipe.data.dataset).name,

@@ -24,6 +24,7 @@ from fedloom.core.replies import Replies
 from fedloom.core.server import RoundPolicy, Server
 from fedloom.core.state import restore, snapshot
 from fedloom.data.federation import Roster
+from fedloom.engines import AUTO
 from fedloom.engines.base import Engine
 from fedloom.errors import ConfigError, DataError
 from fedloom.experiments import checkpoint
@@ -60,6 +61,8 @@ class Recorder:
         settings: The run settings.
         folder: The run folder; None keeps everything in memory.
         config: The run's origin, as config.json keeps it.
+        engine_name: The engine's name. The settings may say "auto".
+        engine_reason: Why "auto" chose it.
         predicted_mb: The predicted peak of memory.
         partition: Label counts per client, in a simulation.
         joint_artifacts: Returns the artifacts of all clients as one, in a simulation.
@@ -79,12 +82,14 @@ class Recorder:
         self.roster, self.settings, self.folder = roster, settings, folder
         self.on_round, self.on_start = on_round, on_start
         self.config: dict[str, Any] = {}
+        self.engine_name, self.engine_reason = settings.engine, ""
         self.predicted_mb = 0.0
         self.partition: dict[str, Any] = {}
         self.joint_artifacts: Callable[[], Message] = dict
         self.tracking = Tracking()
         self.history = History(folder, settings.patience)
         self.planned = 0
+        self._checkpoints = checkpoint.Schedule(settings.checkpoint_every)
         self._made: Engine | None = None
         self._evaluation: dict[str, Any] = {}
         # A checkpoint and its ledger, from reading them until the rounds begin.
@@ -180,6 +185,10 @@ class Recorder:
         found = checkpoint.read(folder)
         if found:
             self._pending = found, self._read_records(folder, found)
+            if self.settings.engine == AUTO:  # the same bits need the same engine
+                before = found.about.get("engine", self.engine_name)
+                if before != self.engine_name:
+                    self.engine_name, self.engine_reason = before, "the run began in it"
         # This summary is of the stopped run. If the process is killed now, the run is unfinished.
         (folder / "summary.json").unlink(missing_ok=True)
         self.history.truncate()
@@ -194,8 +203,10 @@ class Recorder:
 
     def _engine(self) -> dict[str, Any]:
         details = self._made.details() if self._made else {}
+        if self.settings.engine == AUTO:
+            details = {"chosen_by": AUTO, "reason": self.engine_reason, **details}
         return {
-            "engine": self.settings.engine,
+            "engine": self.engine_name,
             "engine_details": {"threads": self.settings.threads, **details},
         }
 
@@ -208,6 +219,7 @@ class Recorder:
         self.planned = count
         self._loop_began = time.perf_counter()
         self.seconds["setup"] = self._loop_began - self._began
+        self._checkpoints.start()
         gc.freeze()  # clients stay: the collector need not visit a thousand of them again and again
         if self._pending is None:
             self._append(server)
@@ -249,9 +261,10 @@ class Recorder:
         """Records the round. Returns whether the run stops early."""
         crash_point("round-unclosed")
         self._close_entry(server)
-        every = self.settings.checkpoint_every
-        if self.folder and every and server.round % every == 0:
+        if self.folder and self._checkpoints.is_due(server.round):
+            began = self._checkpoints.now()
             self._save_checkpoint(self.folder, server)
+            self._checkpoints.written(began)
         crash_point("round-closed")
         return self.history.out_of_patience()
 
@@ -308,6 +321,8 @@ class Recorder:
         if self.folder:
             try:
                 _write_json(self.folder / "summary.json", summary)
+                if failure is None:
+                    checkpoint.remove(self.folder)
             except OSError as error:
                 failure = _first_of(failure, error)
         return Result(summary, final, self.folder, self.history.entries), failure
@@ -395,6 +410,7 @@ class Recorder:
         """
         about = {
             "round": server.round,
+            "engine": self.engine_name,
             "hash": server.history_hash.hex(),
             "notes": server.notes,
             "bytes": {"history": self.history.sync(), "ledger": server.ledger.sync()},

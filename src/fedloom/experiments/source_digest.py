@@ -30,6 +30,7 @@ _EXCLUDED = (
     "fedloom.experiments.grid",  # chooses the settings of each cell; they are part of its name
     "fedloom.experiments.tune",  # the same, for trials
     "fedloom.experiments.memory_estimate",  # may refuse a run, but does not change it
+    "fedloom.experiments.engine_choice",  # a cell's digest covers the engines that it chooses from
 )
 
 
