@@ -1,12 +1,14 @@
 """Engine choice: which engine runs a run whose engine is "auto".
 
-| the run                                                   | engine    | why |
-|-----------------------------------------------------------|-----------|-----|
-| asks for workers, a deadline or a grace period            | processes | only engines with workers have them |
-| asks for a quorum below 1                                 | loop      | a client that fails in lockstep stops its group |
-| has no two clients that fit into a group (so also: one)   | loop      | there is nothing to batch |
-| needs more memory in lockstep than there is               | loop      | it keeps one copy of the graphs |
-| is any other                                              | stacked   | it is the fastest in this process |
+| the run                                        | engine    | why                              |
+|------------------------------------------------|-----------|----------------------------------|
+| asks for workers, a deadline or a grace period | processes | it has them                      |
+| asks for a quorum below 1                      | loop      | in lockstep, a client that fails |
+|                                                |           | stops its group                  |
+| has one client, or only clients that fill a    | loop      | there is nothing to batch        |
+| group by themselves                            |           |                                  |
+| does not fit into the memory in lockstep       | loop      | it keeps the graphs once         |
+| is any other                                   | stacked   | the fastest in one process       |
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from fedloom.core.registry import method_class
 from fedloom.core.settings import check_setting, setting
 from fedloom.data.datasets import find
 from fedloom.errors import ConfigError, DataError, unknown
-from fedloom.experiments.recipe import make_recipe, override
+from fedloom.experiments.recipe import default_partition, make_recipe, override
 from fedloom.experiments.run_folder import is_completed, is_run, read_config, read_summary
 from fedloom.experiments.source_digest import code_behind
 
@@ -65,7 +65,9 @@ class Axes:
         ("fedavg",), "names, or files of your own; local is always included"
     )
     datasets: tuple[str, ...] = setting(("cora",), "see `fedloom datasets`")
-    partitions: tuple[str, ...] = setting(("louvain",), "see `fedloom partitions`")
+    partitions: tuple[str, ...] = setting(
+        (), "see `fedloom partitions`; by default the one that fits each dataset"
+    )
     clients: tuple[int, ...] = setting((10,), "numbers of clients")
     models: tuple[str, ...] = setting(
         ("gcn",), "architectures; gcn/gat/sage gives the clients different ones in turn"
@@ -137,8 +139,8 @@ def cells(tables: Mapping[str, Any], out: Path) -> list[Cell]:
     for name in axes.datasets:
         find(name)  # a misspelt name fails now, not when its turn comes
     made = []
-    for seed, data, name, clients, model, method in product(
-        range(axes.seeds), axes.datasets, axes.partitions, axes.clients, axes.models, axes.methods
+    for seed, (data, name), clients, model, method in product(
+        range(axes.seeds), _divisions(axes), axes.clients, axes.models, axes.methods
     ):
         of_method = own.get(method, {})
         settings = {**_applicable(method, of_method, common), **of_method}
@@ -153,6 +155,15 @@ def cells(tables: Mapping[str, Any], out: Path) -> list[Cell]:
             chosen[table] = {**chosen.get(table, {}), key: value}
         made.append(cell(chosen, out))
     return made
+
+
+def _divisions(axes: Axes) -> list[tuple[str, str]]:
+    """Returns each dataset with each partition; with the one that fits it if none is given."""
+    return [
+        (data, name)
+        for data in axes.datasets
+        for name in axes.partitions or [default_partition(data)]
+    ]
 
 
 def _method_tables(given: Any, axes: Axes) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

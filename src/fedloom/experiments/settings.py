@@ -22,6 +22,7 @@ class RunSettings:
     engine: str = setting(
         AUTO, "how clients are run (auto = the fastest that fits): see `fedloom run --help`"
     )
+    device: str = setting("cpu", "where tensors are computed: cpu")
     evaluation: str = setting(
         "", "which model is scored: local, global or common (empty = the method's default)"
     )
@@ -83,6 +84,11 @@ class RunSettings:
     def __post_init__(self) -> None:
         for f in fields(self):
             object.__setattr__(self, f.name, check_setting(f, getattr(self, f.name), "run"))
+        if self.device != "cpu":
+            raise ConfigError(
+                f"run.device is {self.device!r}; valid: cpu. Runs on other devices are not "
+                "supported yet"
+            )
         if self.engine not in engine_choices():
             raise unknown("run.engine", self.engine, engine_choices())
         if self.engine != AUTO:
