@@ -12,7 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
@@ -177,7 +177,8 @@ def locked(folder: Path, what: str) -> Iterator[None]:
         yield
     finally:
         if handle in _locks:  # not in a forked process, which has no lock
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # a folder that has become read-only: the file locks nothing
+                path.unlink(missing_ok=True)
             _locks.discard(handle)
             os.close(handle)
 
