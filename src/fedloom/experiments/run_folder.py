@@ -170,7 +170,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
         summary = _read_object(folder / SUMMARY)
         if not {"status", "config"} <= summary.keys():
             raise ValueError("it is not a run's")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # `read_config` says what is missing
         return None
     except (OSError, ValueError) as error:
         raise DataError(f"run: {str(folder)!r} is damaged ({SUMMARY}: {error})") from error
