@@ -11,8 +11,9 @@ from hypothesis import settings
 from fedloom.data.federation import Federation
 from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic, synthetic_graphs
-from fedloom.engines import engine_class
+from fedloom.engines import AUTO, engine_class
 from fedloom.engines.loop import Engine as Loop
+from fedloom.experiments.engine_choice import choose_engine
 
 torch.set_num_threads(1)
 # No deadlines on a noisy machine. CI tries the same examples every time, developers new ones.
@@ -69,7 +70,19 @@ def local_ray():
 
 
 @pytest.fixture
-def trainings(monkeypatch):
+def reference_engine(monkeypatch):
+    """Runs that name no engine use the loop engine: the test looks at its calls or its bits."""
+
+    def choose(settings, federation, facts):
+        if settings.engine == AUTO:
+            settings = replace(settings, engine="loop")
+        return choose_engine(settings, federation, facts)
+
+    monkeypatch.setattr("fedloom.experiments.run.choose_engine", choose)
+
+
+@pytest.fixture
+def trainings(monkeypatch, reference_engine):
     """Call it, then run something: the list it returns collects what every `train` sent and got."""
 
     def watch():

@@ -86,7 +86,8 @@ def rounds_of(name):
 def go(name, federation, **settings):
     """A quick run."""
     model = getattr(own_tests(name), "CONTRACT_MODEL", MODEL)
-    return run(name, federation, **{"model": model, **quick(name), **settings})
+    chosen = {"model": model, "engine": "loop", **quick(name), **settings}
+    return run(name, federation, **chosen)
 
 
 def plain(name, federation, **settings):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import importlib.util
 import os
 import resource
@@ -12,7 +14,7 @@ import threading
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
 from pathlib import Path
@@ -168,6 +170,77 @@ def _sync(path: Path) -> None:
     finally:
         os.close(handle)
 
+
+# ---- one process at a time ----
+
+LOCK = ".lock"  # in the folder that it locks
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # a network disk without locks
+_locks: set[int] = set()  # the file descriptors of the locks that this process holds
+
+
+@contextmanager
+def locked(folder: Path, what: str) -> Iterator[None]:
+    """Holds the lock of a folder. The system releases it when the process ends, however it ends.
+
+    Raises a ConfigError that names the other process if one holds the lock. A file system without
+    locks is used without them.
+
+    Args:
+        folder: The folder, which exists.
+        what: What the folder is for, for the error message: "run".
+    """
+    path = folder / LOCK
+    handle = _lock(path, what)
+    try:
+        yield
+    finally:
+        if handle in _locks:  # not in a forked process, which has no lock
+            with suppress(OSError):  # a folder that has become read-only: the file locks nothing
+                path.unlink(missing_ok=True)
+            _locks.discard(handle)
+            os.close(handle)
+
+
+def _lock(path: Path, what: str) -> int:
+    """Returns the file descriptor of a locked file that contains the number of this process."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(handle, 20).decode(errors="replace").strip() or "unknown"
+            os.close(handle)
+            raise ConfigError(
+                f"out: another process works on the {what} in {str(path.parent)!r} "
+                f"(pid {holder}); wait until it ends, or choose another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                os.close(handle)
+                raise
+        if _is_same_file(handle, path):  # else the process before removed it in the meantime
+            os.truncate(handle, 0)
+            os.write(handle, f"{os.getpid()}\n".encode())
+            _locks.add(handle)
+            return handle
+        os.close(handle)
+
+
+def _is_same_file(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _release_in_child() -> None:
+    """Closes a forked process's copies of the locks: they end with the process that took them."""
+    for handle in _locks:
+        os.close(handle)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 # ---- Ctrl-C and SIGTERM ----
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 import atexit
 import gc
 import sys
-from importlib.metadata import version
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from fedloom._system import graceful_signals
+from fedloom._system import graceful_signals, installed_version
 from fedloom.errors import FedloomError, RoundFailed, unknown
+from fedloom.experiments import completion
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Federated graph learning.",
 )
@@ -30,41 +30,87 @@ app = typer.Typer(
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 
-def option(help: str, *names: str) -> Any:
-    """Returns a command's option with its help text."""
-    return typer.Option(*names, help=help)
+def option(help: str, *names: str, complete: Callable[[str], list[str]] | None = None) -> Any:
+    """Returns a command's option with its help text.
+
+    Args:
+        help: The help text.
+        names: The option's names, if they are not that of the parameter.
+        complete: Returns what a shell completes.
+    """
+    return typer.Option(*names, help=help, autocompletion=complete)
 
 
+def argument(help: str, complete: Callable[[str], list[str]] | None = None) -> Any:
+    """Returns a command's positional argument with its help text. See `option`."""
+    return typer.Argument(help=help, autocompletion=complete)
+
+
+# What a shell completes.
+METHODS, DATASETS, PARTITIONS, MODELS, ENGINES = map(
+    completion.completing,
+    (
+        completion.methods,
+        completion.datasets,
+        completion.partitions,
+        completion.models,
+        completion.engines,
+    ),
+)
 RecipeName = Annotated[
     str | None,
-    typer.Argument(help="PAPER/ENTRY (`fedloom recipes`) or a TOML file; options override it"),
+    argument(
+        "PAPER/ENTRY (`fedloom recipes`) or a TOML file; options override it",
+        completion.completing(completion.recipes),
+    ),
 ]
 MethodName = Annotated[
-    str | None, option("a name (`fedloom methods`) or a file of your own (default: fedavg)")
+    str | None,
+    option("a name (`fedloom methods`) or a file of your own (default: fedavg)", complete=METHODS),
 ]
 Dataset = Annotated[
     str | None,
     option(
         "a name (`fedloom datasets`), a folder of tables, or synthetic:key=value,... "
-        "(default: cora)"
+        "(default: cora)",
+        complete=DATASETS,
     ),
 ]
 Clients = Annotated[int | None, option("number of clients (default: 10)")]
 Partition = Annotated[
-    str | None, option("how the graph is divided (`fedloom partitions`) (default: louvain)")
+    str | None,
+    option(
+        "how the graph is divided (`fedloom partitions`) (default: louvain; dirichlet for a set "
+        "of graphs)",
+        complete=PARTITIONS,
+    ),
 ]
 Split = Annotated[
     str | None, option('"20/40/40", "global 10/10/80" or "public" (default: the dataset\'s)')
 ]
 Model = Annotated[
     str | None,
-    option("e.g. gcn or gcn-4x128; several, as in gcn,gat,sage, are used in turn (default: gcn)"),
+    option(
+        "e.g. gcn or gcn-4x128; several, as in gcn,gat,sage, are used in turn (default: gcn)",
+        complete=MODELS,
+    ),
 ]
 Rounds = Annotated[int | None, option("communication rounds (default: 100)")]
+Epochs = Annotated[
+    int | None, option("local epochs in a round: method.epochs (default: the method's)")
+]
+LearningRate = Annotated[
+    float | None, option("learning rate: method.lr (default: the method's)", "--lr")
+]
 Engine = Annotated[
     str | None,
-    option("how clients run: loop, stacked, wire, processes, ray or flower (default: loop)"),
+    option(
+        "how clients run: auto, loop, stacked, wire, processes, ray or flower (default: auto, the "
+        "fastest that gives the run what it asks for)",
+        complete=ENGINES,
+    ),
 ]
+Device = Annotated[str | None, option("where tensors are computed: cpu (default: cpu)")]
 Secure = Annotated[bool, option("the server sees only masked sums of the clients' replies")]
 Evaluation = Annotated[
     str | None,
@@ -72,17 +118,34 @@ Evaluation = Annotated[
 ]
 Seed = Annotated[int | None, option("root of every random stream (default: 0)")]
 Set = Annotated[list[str], option("table.key=value, e.g. method.lr=0.02; repeatable", "--set")]
-AsJson = Annotated[bool, option("print one JSON object on stdout and nothing else", "--json")]
+AsJson = Annotated[bool, option("print JSON on stdout and nothing else", "--json")]
+Wide = Annotated[bool, option("print all columns, wider than 80 characters", "--wide")]
 TrackBy = Annotated[
     str,
     option(
         "tensorboard, mlflow or both; NAME+clients adds each client; NAME:WHERE is a folder or URI"
     ),
 ]
-Agreement = Annotated[Path, typer.Argument(help="the TOML file that all parties have agreed on")]
+Agreement = Annotated[Path, argument("the TOML file that all parties have agreed on")]
 Insecure = Annotated[bool, option("no TLS; on this machine only")]
-Folder = Annotated[Path, typer.Argument(help="a run folder")]
+Folder = Annotated[Path, argument("a run folder")]
 Out = Annotated[Path | None, option("run folder (default: a new one under runs/)")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"fedloom {installed_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def fedloom(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="print the version", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Federated graph learning."""
 
 
 def _commands() -> ModuleType:
@@ -99,8 +162,11 @@ def _given(
     split: str | None,
     model: str | None,
     rounds: int | None,
+    epochs: int | None,
+    lr: float | None,
     seed: int | None,
     engine: str | None,
+    device: str | None,
     secure: bool,
     evaluation: str | None,
 ) -> dict[str, Any]:
@@ -108,6 +174,8 @@ def _given(
     return {
         "method.name": method,
         "method.rounds": rounds,
+        "method.epochs": epochs,
+        "method.lr": lr,
         "data.dataset": dataset,
         "data.split": split,
         "model.name": model,
@@ -115,6 +183,7 @@ def _given(
         "partition.clients": clients,
         "run.seed": seed,
         "run.engine": engine,
+        "run.device": device,
         "run.evaluation": evaluation,
         "run.secure": secure or None,
     }
@@ -130,16 +199,25 @@ def run(
     split: Split = None,
     model: Model = None,
     rounds: Rounds = None,
+    epochs: Epochs = None,
+    lr: LearningRate = None,
     seed: Seed = None,
     engine: Engine = None,
+    device: Device = None,
     secure: Secure = False,
     evaluation: Evaluation = None,
     set_: Set = [],  # noqa: B006
     out: Out = None,
     baselines: Annotated[
-        str, option("methods to run on the same federation for comparison, e.g. local,central")
+        str,
+        option(
+            "methods to run on the same federation for comparison, e.g. local,central; the run "
+            "folder keeps their results",
+            complete=METHODS,
+        ),
     ] = "",
     track: TrackBy = "",
+    wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a method on a federation and save everything in a run folder.
@@ -148,24 +226,42 @@ def run(
     override its settings.
     """
     given = _given(
-        method, dataset, clients, partition, split, model, rounds, seed, engine, secure, evaluation
+        method,
+        dataset,
+        clients,
+        partition,
+        split,
+        model,
+        rounds,
+        epochs,
+        lr,
+        seed,
+        engine,
+        device,
+        secure,
+        evaluation,
     )
-    _commands().run(recipe, given, set_, out, baselines, as_json, track)
+    _commands().run(recipe, given, set_, out, baselines, as_json, track, wide)
 
 
 @app.command()
-def resume(folder: Folder, track: TrackBy = "", as_json: AsJson = False) -> None:
+def resume(
+    folder: Folder, track: TrackBy = "", wide: Wide = False, as_json: AsJson = False
+) -> None:
     """Continue a run that was stopped or killed.
 
-    The result is bit-identical to that of an uninterrupted run.
+    FOLDER is its run folder. The result is bit-identical to that of an uninterrupted run.
     """
-    _commands().resume(folder, as_json, track)
+    _commands().resume(folder, as_json, track, wide)
 
 
 @app.command()
-def show(folder: Folder, as_json: AsJson = False) -> None:
-    """Print the result of a run again."""
-    _commands().show(folder, as_json)
+def show(folder: Folder, wide: Wide = False, as_json: AsJson = False) -> None:
+    """Print the result of a run again, and those of its baselines.
+
+    FOLDER is the run folder.
+    """
+    _commands().show(folder, as_json, wide)
 
 
 @app.command()
@@ -197,36 +293,48 @@ def predict(
 
 @app.command()
 def recipes(
-    paper: Annotated[str | None, typer.Argument(help="list the recipes of this paper only")] = None,
+    paper: Annotated[
+        str | None,
+        argument("list the recipes of this paper only", completion.completing(completion.papers)),
+    ] = None,
+    wide: Wide = False,
+    as_json: AsJson = False,
 ) -> None:
-    """List the recipes: for each number of a paper its settings and the expected value."""
-    _commands().list_recipes(paper)
+    """List the recipes: for each number of a paper its settings and the expected value.
+
+    With PAPER, it lists the recipes of this paper only.
+    """
+    _commands().list_recipes(paper, as_json, wide)
 
 
 @app.command()
 def methods(
-    name: Annotated[str | None, typer.Argument(help="show this method in full")] = None,
+    name: Annotated[str | None, argument("show this method in full", METHODS)] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """List the methods, or show one: its paper, equations, messages and settings."""
-    _commands().list_methods(name)
+    """List the methods, or show one: its paper, equations, messages and settings.
+
+    NAME is the method to show in full.
+    """
+    _commands().list_methods(name, as_json)
 
 
 @app.command()
-def datasets() -> None:
+def datasets(wide: Wide = False, as_json: AsJson = False) -> None:
     """List the datasets, and which of them are on this machine."""
-    _commands().list_datasets()
+    _commands().list_datasets(as_json, wide)
 
 
 @app.command()
-def partitions() -> None:
+def partitions(as_json: AsJson = False) -> None:
     """List the ways to divide a graph over clients."""
-    _commands().list_partitions()
+    _commands().list_partitions(as_json)
 
 
 @app.command()
-def models() -> None:
+def models(as_json: AsJson = False) -> None:
     """List the model architectures."""
-    _commands().list_models()
+    _commands().list_models(as_json)
 
 
 @app.command()
@@ -238,6 +346,7 @@ def partition(
     seed: Seed = None,
     set_: Set = [],  # noqa: B006
     plot: Annotated[Path | None, option("write a picture: .png, .svg or .pdf")] = None,
+    wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
     """Divide a graph and show the statistics of each client's part."""
@@ -248,13 +357,13 @@ def partition(
         "run.seed": seed,
         "data.split": split,
     }
-    _commands().partition(given, set_, plot, as_json)
+    _commands().partition(given, set_, plot, as_json, wide)
 
 
 @app.command()
 def keys(
     host: Annotated[
-        str | None, typer.Argument(help="the coordinator's DNS name or IP address, for the parties")
+        str | None, argument("the coordinator's DNS name or IP address, for the parties")
     ] = None,
     party: Annotated[list[str], option("make keys for a party of this name; repeatable")] = [],  # noqa: B006
     out: Annotated[Path, option("folder for the files; no file is overwritten")] = Path("keys"),
@@ -282,7 +391,7 @@ def serve(
 ) -> None:
     """Coordinate a federation: wait for the parties of an agreement, then run its method.
 
-    See docs/deploy.md.
+    AGREEMENT is the TOML file that all parties have agreed on (docs/deploy.md).
     """
     _commands().serve(agreement, keys, out, wait, insecure, as_json)
 
@@ -315,7 +424,10 @@ def join(
         ),
     ] = True,
 ) -> None:
-    """Take part in a federation with a graph that stays on this machine (docs/deploy.md)."""
+    """Take part in a federation with a graph that stays on this machine.
+
+    AGREEMENT is the TOML file that all parties have agreed on (docs/deploy.md).
+    """
     _commands().join(
         agreement, party, key, data, state, patience, tell_errors, socket, insecure, baseline
     )
@@ -324,17 +436,29 @@ def join(
 @app.command()
 def compare(
     grid: Annotated[
-        Path | None, typer.Argument(help="a TOML file with a table [compare]; options override it")
+        Path | None, argument("a TOML file with a table [compare]; options override it")
     ] = None,
     methods: Annotated[
-        str | None, option("names or files, separated by commas; local is always included")
+        str | None,
+        option("names or files, separated by commas; local is always included", complete=METHODS),
     ] = None,
     dataset: Annotated[
         str | None,
-        option("one or several, separated by commas (default: cora)", "--dataset", "--datasets"),
+        option(
+            "one or several, separated by commas (default: cora)",
+            "--dataset",
+            "--datasets",
+            complete=DATASETS,
+        ),
     ] = None,
     partition: Annotated[
-        str | None, option("one or several (default: louvain)", "--partition", "--partitions")
+        str | None,
+        option(
+            "one or several (default: louvain; dirichlet for a set of graphs)",
+            "--partition",
+            "--partitions",
+            complete=PARTITIONS,
+        ),
     ] = None,
     clients: Annotated[str | None, option("one or several numbers (default: 10)")] = None,
     model: Annotated[
@@ -343,6 +467,7 @@ def compare(
             "one or several; gcn/gat gives the clients both in turn (default: gcn)",
             "--model",
             "--models",
+            complete=MODELS,
         ),
     ] = None,
     seeds: Annotated[
@@ -351,7 +476,12 @@ def compare(
     rounds: Annotated[
         int | None, option("communication rounds (default: each method's own)")
     ] = None,
-    engine: Annotated[str | None, option("how clients run (default: loop)")] = None,
+    epochs: Epochs = None,
+    lr: LearningRate = None,
+    engine: Annotated[
+        str | None, option("how clients run (default: auto)", complete=ENGINES)
+    ] = None,
+    device: Device = None,
     set_: Annotated[
         list[str],
         option("table.key=value for all, METHOD.key=value for one; repeatable", "--set"),
@@ -368,11 +498,13 @@ def compare(
         option("where runs execute: processes (of this machine) or ray (cluster: RAY_ADDRESS)"),
     ] = "processes",
     report: Annotated[bool, option("write report.html")] = True,
+    wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare methods over datasets, partitions, numbers of clients, models and seeds.
 
-    Runs the grid, prints the table and writes the report.
+    Runs the grid, prints the table and writes the report. GRID is a TOML file with a table
+    [compare]. Options and --set override it.
     """
     axes = {
         "methods": methods,
@@ -385,14 +517,17 @@ def compare(
     given = {
         **{f"compare.{key}": value for key, value in axes.items()},
         "method.rounds": rounds,
+        "method.epochs": epochs,
+        "method.lr": lr,
         "run.engine": engine,
+        "run.device": device,
     }
-    _commands().compare(grid, given, set_, metric, out, jobs, on, report, as_json)
+    _commands().compare(grid, given, set_, metric, out, jobs, on, report, as_json, wide)
 
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="run folders, or folders that hold some")],
+    folders: Annotated[list[Path], argument("run folders, or folders that hold some")],
     out: Annotated[Path, option("the page")] = Path("report.html"),
     metric: Annotated[
         str, option("the score to compare (default: the one that chooses the best round)")
@@ -405,7 +540,7 @@ def report(
 ) -> None:
     """Write runs as one HTML page: tables, curves, traffic, clients, data.
 
-    The page needs no network.
+    FOLDERS are run folders, or folders that hold some. The page needs no network.
     """
     from fedloom.experiments.report import command as reading
 
@@ -416,7 +551,7 @@ def report(
 def watch(
     run: Annotated[
         Path,
-        typer.Argument(help="a run folder, which may not exist yet, or a folder of several"),
+        argument("a run folder, which may not exist yet, or a folder of several"),
     ],
     port: Annotated[int, option("port of the page (0 = a free one)")] = 0,
     host: Annotated[
@@ -429,7 +564,8 @@ def watch(
 ) -> None:
     """Follow a run in a browser: progress, curves, absent clients, traffic.
 
-    Ctrl-C ends the page. The run goes on.
+    RUN is a run folder, which may not exist yet, or a folder of several. Ctrl-C ends the page. The
+    run goes on.
     """
     from fedloom.experiments.report.watch import watch as follow  # needs no torch
 
@@ -446,8 +582,11 @@ def tune(
     split: Split = None,
     model: Model = None,
     rounds: Rounds = None,
+    epochs: Epochs = None,
+    lr: LearningRate = None,
     seed: Seed = None,
     engine: Engine = None,
+    device: Device = None,
     secure: Secure = False,
     evaluation: Evaluation = None,
     set_: Set = [],  # noqa: B006
@@ -468,32 +607,32 @@ def tune(
         option("folder of a new or earlier study (default: under tuned/, named after the task)"),
     ] = None,
     jobs: Annotated[int, option("concurrent trials, each in a process of its own")] = 1,
+    wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
     """Find a method's best settings by validation accuracy, and write them as a recipe.
 
-    Started again, it continues the study. `fedloom methods NAME` shows the declared ranges.
+    RECIPE is PAPER/ENTRY, as `fedloom recipes` lists them, or a TOML file. Options and --set
+    override its settings. Started again, it continues the study. `fedloom methods NAME` shows the
+    declared ranges.
     """
     given = _given(
-        method, dataset, clients, partition, split, model, rounds, seed, engine, secure, evaluation
+        method,
+        dataset,
+        clients,
+        partition,
+        split,
+        model,
+        rounds,
+        epochs,
+        lr,
+        seed,
+        engine,
+        device,
+        secure,
+        evaluation,
     )
-    _commands().tune(recipe, given, set_, over, trials, minutes, seeds, out, jobs, as_json)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"fedloom {version('fedloom')}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="print the version"),
-    ] = False,
-) -> None:
-    pass
+    _commands().tune(recipe, given, set_, over, trials, minutes, seeds, out, jobs, as_json, wide)
 
 
 def main() -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import shutil
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,27 +29,29 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
 from fedloom.core.method import Method
 from fedloom.core.registry import method_class, method_names
 from fedloom.data.datasets import catalogue, find
-from fedloom.data.partition import partitions
+from fedloom.data.federation import Federation
+from fedloom.data.partition import divides_graphs, partition_settings, partitions
 from fedloom.data.statistics import partition_statistics
 from fedloom.deploy.keys import make_authority, make_party, party_files
 from fedloom.errors import ConfigError, RoundFailed
-from fedloom.experiments import executor, grid
+from fedloom.experiments import checkpoint, executor, grid
+from fedloom.experiments.baselines import baseline_folder, read_planned, write_planned
 from fedloom.experiments.callbacks import Callback
 from fedloom.experiments.comparing import require_valid, run_and_compare
-from fedloom.experiments.python_api import resume as resume_run
-from fedloom.experiments.recipe import Expectation, make_recipe, override, read_tables
+from fedloom.experiments.recipe import Recipe, make_recipe, override, read_tables
 from fedloom.experiments.recipe_files import entries, find_tables, papers
 from fedloom.experiments.report import tables
-from fedloom.experiments.report.console import err, out
+from fedloom.experiments.report.console import err, out, stdout
 from fedloom.experiments.report.partition_plot import plot_partition
 from fedloom.experiments.result import Result, load_run
-from fedloom.experiments.run_folder import is_completed, read_config
-from fedloom.experiments.trackers import make_trackers
+from fedloom.experiments.run_folder import entries as history_entries
+from fedloom.experiments.run_folder import find as find_runs
+from fedloom.experiments.run_folder import is_completed, is_run, read_config
+from fedloom.experiments.trackers import make_trackers, tracked
 from fedloom.nn.build import architectures
 
 if TYPE_CHECKING:
@@ -68,19 +72,18 @@ def run(
     baselines: str,
     as_json: bool,
     track: str = "",
+    wide: bool = False,
 ) -> None:
     """Runs a recipe with options and assignments on top, then baselines on the same federation."""
     trackers = make_trackers(track)  # a missing package fails before the data are loaded
     base = _tables(recipe, given, assignments)
     chosen = make_recipe(base)
-    others = [
-        make_recipe(_as_baseline(base, name))
-        for name in baselines.replace(" ", "").split(",")
-        if name
-    ]
-    data, division = chosen.data, chosen.partition
-    _say(f"loading {data.dataset}, {division.clients} clients by {division.name}")
+    names = dict.fromkeys(filter(None, baselines.replace(" ", "").split(",")))
+    others = [make_recipe(_as_baseline(base, name)) for name in names]
+    _say_loading(chosen, chose="name" not in base.get("partition", {}))
+    began = time.perf_counter()
     federation = chosen.federation()
+    loading = time.perf_counter() - began
     for each in (chosen, *others):  # before the first of them runs
         each.check(federation)
     if idle := federation.roster.without_training:
@@ -89,14 +92,77 @@ def run(
             style="yellow",
         )
     folder = folder or _unused(Path("runs") / f"{chosen.name}-s{chosen.run.seed}")
+
     execute = partial(chosen.execute, folder, track=trackers)
-    with _warnings_as_lines():
-        result = _with_progress(chosen.method, partial(execute, federation=federation))
-    compared = [
-        _with_progress(other.method, partial(other.execute, None, federation=federation))
-        for other in others
-    ]
-    _print(result, as_json, compared)
+    execute = partial(execute, federation=federation, seconds_loading=loading)
+    planned = _PlannedBaselines(folder, others)
+    with _warnings_as_lines(), _saying_how_to_resume(folder):
+        result = _with_progress(chosen.method, execute, planned)
+        compared = _run_baselines(folder, others, federation)
+    _print(result, as_json, compared, wide)
+
+
+class _PlannedBaselines(Callback):
+    """Notes in the run folder which baselines follow, so that `resume` can run them."""
+
+    def __init__(self, folder: Path, baselines: Sequence[Recipe]):
+        self.folder, self.baselines = folder, baselines
+
+    def on_start(self, run: Mapping[str, Any]) -> None:
+        if self.baselines:
+            write_planned(self.folder, [recipe.config() for recipe in self.baselines])
+
+
+def _say_loading(recipe: Recipe, chose: bool) -> None:
+    """Says what is loaded, and why its partition was chosen if none was given."""
+    dataset, name = recipe.data.dataset, recipe.partition.name
+    line = f"loading {dataset}, {recipe.partition.clients} clients by {name}"
+    if chose and name == "dirichlet":
+        line += " (a set of graphs; --partition chooses another division)"
+    elif chose and name == "blocks":
+        line += " (the data have blocks of their own; --partition chooses another division)"
+    _say(line)
+
+
+def _run_baselines(
+    folder: Path, baselines: Sequence[Recipe], federation: Federation
+) -> list[Result]:
+    """Runs the baselines of a run, or continues them. Their run folders keep no models."""
+    results = []
+    for recipe in baselines:
+        place = baseline_folder(folder, recipe.method)
+        execute = partial(recipe.execute, place, federation=federation, resume=is_run(place))
+        results.append(_with_progress(recipe.method, execute))
+        shutil.rmtree(place / "models", ignore_errors=True)  # the run can be repeated
+    return results
+
+
+@contextmanager
+def _saying_how_to_resume(folder: Path) -> Iterator[None]:
+    """Says after Ctrl-C or SIGTERM what the run folder keeps, and how to continue the run."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        _say_kept(folder)
+        raise
+
+
+def _say_kept(folder: Path) -> None:
+    if not is_run(folder):
+        _note("stopped before the run began; nothing was written")
+        return
+    command = f"fedloom resume {shlex.quote(str(folder))}"
+    if is_completed(folder):
+        _note(f"stopped: the run in {folder} is complete, its baselines are not")
+        _note(f"to continue them: {command}")
+        return
+    done = max((entry["round"] for entry in history_entries(folder)), default=0)
+    planned = read_config(folder)["method"].get("rounds", "?")
+    saved = checkpoint.saved_round(folder)
+    kept = "history, scores and models so far" if done else "the settings"
+    _note(f"stopped after round {done} of {planned}; {folder} keeps {kept}")
+    where = f"after round {saved}, from the checkpoint" if saved else "with round 1: no checkpoint"
+    _note(f"to continue {where}: {command}")
 
 
 def _tables(recipe: str | None, given: Given, assignments: Iterable[str]) -> dict[str, Any]:
@@ -125,19 +191,23 @@ def _as_baseline(base: dict[str, Any], name: str) -> dict[str, Any]:
     }
 
 
-def resume(folder: Path, as_json: bool, track: str = "") -> None:
+def resume(folder: Path, as_json: bool, track: str = "", wide: bool = False) -> None:
     """Continues a run from its checkpoint, or from the beginning if it has none.
 
-    Prints the result of a completed run.
+    Then it runs or continues the baselines that the run was started with. Prints the result of a
+    completed run.
 
     Args:
         folder: The run folder.
         as_json: Print JSON.
         track: The trackers from now on; empty = the same as before.
+        wide: Print all columns.
     """
-    if is_completed(folder):
+    planned = [make_recipe(tables) for tables in read_planned(folder)]
+    left = [r for r in planned if not is_completed(baseline_folder(folder, r.method))]
+    if is_completed(folder) and not left:
         _say("this run is completed")
-        show(folder, as_json)
+        show(folder, as_json, wide)
         return
     config = read_config(folder)
     if "deployment" in config:
@@ -156,10 +226,22 @@ def resume(folder: Path, as_json: bool, track: str = "") -> None:
             resumed=config,
         )
         return
-    with _warnings_as_lines():
-        name, execute = config["method"]["name"], partial(resume_run, folder, None, track=track)
-        result = _with_progress(name, lambda callback: execute(callbacks=callback))
-    _print(result, as_json)
+    if "partition" not in config:
+        raise ConfigError(
+            f"{folder} was started from Python with a federation of its own: "
+            "fedloom.resume(folder, federation) continues it there"
+        )
+    recipe = make_recipe(config)
+    trackers = make_trackers(track or tracked(folder))
+    began = time.perf_counter()
+    federation = recipe.federation()
+    loading = time.perf_counter() - began
+    execute = partial(recipe.execute, folder, resume=True, track=trackers)
+    execute = partial(execute, federation=federation, seconds_loading=loading)
+    with _warnings_as_lines(), _saying_how_to_resume(folder):
+        result = _with_progress(recipe.method, execute)
+        compared = _run_baselines(folder, planned, federation)
+    _print(result, as_json, compared, wide)
 
 
 @contextmanager
@@ -170,80 +252,128 @@ def _warnings_as_lines() -> Iterator[None]:
         yield
 
 
-def show(folder: Path, as_json: bool) -> None:
-    """Prints the result in a run folder."""
-    _print(load_run(folder), as_json)
+def show(folder: Path, as_json: bool, wide: bool = False) -> None:
+    """Prints the result in a run folder, and those of its baselines."""
+    result = load_run(folder)
+    baselines = [load_run(place) for place in find_runs(folder)[1:] if is_completed(place)]
+    if result.summary["status"] == "unfinished" and not as_json:
+        saved = checkpoint.saved_round(folder)
+        where = f"continues after round {saved}" if saved else "begins again, without a checkpoint"
+        _print(result, as_json, baselines, wide)
+        _note(f"`fedloom resume {shlex.quote(str(folder))}` {where}")
+    else:
+        _print(result, as_json, baselines, wide)
 
 
 # ---- listings ----
-def list_recipes(paper: str | None) -> None:
+def list_recipes(paper: str | None, as_json: bool = False, wide: bool = False) -> None:
     """Prints the recipes of one paper or of all papers."""
-    for each in [paper] if paper else papers():
-        table = Table(box=None, pad_edge=False, title=each, title_justify="left")
-        for heading in ("recipe", "dataset", "partition", "method", "expected", "paper", "minutes"):
-            right = heading in ("paper", "minutes")
-            table.add_column(heading, justify="right" if right else "left", no_wrap=True)
-        for name, content in entries(each).items():
-            recipe = make_recipe(content)
-            expect, division = recipe.expect, recipe.partition
-            table.add_row(
-                f"{each}/{name}",
-                recipe.data.dataset,
-                f"{division.name} {division.clients}",
-                recipe.method,
-                _expected(expect),
-                f"{expect.paper:g}" if expect.paper >= 0 else "-",
-                f"{expect.minutes:g}" if expect.minutes else "-",
-            )
-        out.print(table)
-        out.print()
+    rows = {
+        each: [_described(f"{each}/{name}", content) for name, content in entries(each).items()]
+        for each in ([paper] if paper else papers())
+    }
+    if as_json:
+        print(json.dumps([row for of_paper in rows.values() for row in of_paper]))
+        return
+    for each, of_paper in rows.items():
+        stdout(wide).print(each, style="italic")
+        stdout(wide).print(tables.recipes(of_paper, wide))
+        stdout(wide).print()
     out.print(
-        "expected: bounds of the mean score in percent; paper: the printed number; minutes: all "
-        "seeds and Local's on two cores",
+        "expected: bounds of the mean score in percent, of the accuracy if no other is named\n"
+        "paper: the printed number; minutes: all seeds and Local's on two cores",
         style="dim",
     )
 
 
-def _expected(expect: Expectation) -> str:
-    if not expect.at_least:
-        return "-"
-    most = f" to {expect.at_most:g}" if expect.at_most < 100 else ""
-    return f"{expect.metric} ≥ {expect.at_least:g}{most}"
+def _described(name: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a recipe as `fedloom recipes --json` prints it."""
+    recipe = make_recipe(content)
+    expect = asdict(recipe.expect)
+    unknown_values = {"at_most": 100.0, "minutes": 0.0, "paper": -1.0, "also": "", "source": ""}
+    expect |= {key: None for key, value in unknown_values.items() if expect[key] == value}
+    return {
+        "recipe": name,
+        "dataset": recipe.data.dataset,
+        "partition": recipe.partition.name,
+        "clients": recipe.partition.clients,
+        "method": recipe.method,
+        "model": recipe.model.name,
+        "expect": expect,
+    }
 
 
-def list_methods(name: str | None) -> None:
+def list_methods(name: str | None, as_json: bool = False) -> None:
     """Prints all methods, or one in full."""
-    if name:
+    if name and as_json:
+        print(json.dumps(tables.method_as_json(name, method_class(name))))
+    elif name:
         out.print(tables.method(name, method_class(name)))
     else:
-        out.print(tables.listing({n: _first_line(method_class(n)) for n in method_names()}))
+        _print_listing({n: _first_line(method_class(n)) for n in method_names()}, as_json)
 
 
 def _first_line(cls: type[Method]) -> str:
     return (getdoc(getmodule(cls)) or "").partition("\n")[0].partition(": ")[2]
 
 
-def list_datasets() -> None:
+def _print_listing(
+    rows: Mapping[str, str], as_json: bool, more: Callable[[str], dict[str, Any]] | None = None
+) -> None:
+    """Prints names with their descriptions. `more` returns further values of a name, for JSON."""
+    if as_json:
+        listed = [
+            {"name": name, "description": text, **(more(name) if more else {})}
+            for name, text in rows.items()
+        ]
+        print(json.dumps(listed))
+    else:
+        out.print(tables.listing(rows))
+
+
+def list_datasets(as_json: bool = False, wide: bool = False) -> None:
     """Prints the catalogue of datasets."""
     here = [name for name in catalogue() if find(name).kind != "download"]
-    out.print(tables.datasets(catalogue(), here))
+    if not as_json:
+        stdout(wide).print(tables.datasets(catalogue(), here, wide))
+        return
+    shown = ("task", "graphs", "nodes", "edges", "features", "classes", "split", "description")
+    listed = [
+        {"name": name, **{key: getattr(e, key) for key in shown}, "local": name in here}
+        for name, e in catalogue().items()
+    ]
+    print(json.dumps(listed))
 
 
-def list_partitions() -> None:
+def list_partitions(as_json: bool = False) -> None:
     """Prints the partitions."""
-    out.print(tables.listing(partitions()))
-
-
-def list_models() -> None:
-    """Prints the architectures."""
-    out.print(tables.listing(architectures()))
-    out.print(
-        "\nname-LAYERSxWIDTH, e.g. gcn-4x128; several, separated by commas, are used in turn",
-        style="dim",
+    _print_listing(
+        partitions(),
+        as_json,
+        lambda name: {
+            "divides_sets_of_graphs": divides_graphs(name),
+            "settings": partition_settings(name),
+        },
     )
 
 
-def partition(given: Given, assignments: Iterable[str], plot: Path | None, as_json: bool) -> None:
+def list_models(as_json: bool = False) -> None:
+    """Prints the architectures."""
+    _print_listing(architectures(), as_json)
+    if not as_json:
+        out.print(
+            "\nname-LAYERSxWIDTH, e.g. gcn-4x128; several, separated by commas, are used in turn",
+            style="dim",
+        )
+
+
+def partition(
+    given: Given,
+    assignments: Iterable[str],
+    plot: Path | None,
+    as_json: bool,
+    wide: bool = False,
+) -> None:
     """Divides a graph, prints the statistics of the partition, and draws it if asked to."""
     federation = make_recipe(_tables(None, given, assignments)).federation()
     statistics = partition_statistics(federation)
@@ -253,7 +383,7 @@ def partition(given: Given, assignments: Iterable[str], plot: Path | None, as_js
     if as_json:
         print(json.dumps(statistics))
     else:
-        out.print(tables.partition_statistics(statistics))
+        stdout(wide).print(tables.partition_statistics(statistics, wide))
 
 
 # ---- deployments ----
@@ -325,7 +455,7 @@ def serve(
         "insecure": insecure,
     }
 
-    def execute(callback: Callback) -> Result:
+    def execute(callbacks: Sequence[Callback]) -> Result:
         return coordinate(
             agreed,
             keys,
@@ -335,10 +465,10 @@ def serve(
             resumed=resumed,
             origin=origin,
             log=_say,
-            callbacks=callback,
+            callbacks=callbacks,
         )
 
-    with _warnings_as_lines():
+    with _warnings_as_lines(), _saying_how_to_resume(folder):
         result = _with_progress(agreed.method, execute)
     _print(result, as_json)
 
@@ -394,16 +524,24 @@ def tune(
     folder: Path | None,
     jobs: int,
     as_json: bool,
+    wide: bool = False,
 ) -> None:
     """Tunes a recipe; prints the best trials and the path of the new recipe."""
     from fedloom.experiments.tune import tune as search
 
     base = _tables(recipe, given, assignments)
     chosen = make_recipe(base)
-    with _bar() as bar:
+    folder = folder or Path("tuned") / chosen.name
+    over_so_far = 0
+    with (
+        _saying_how_to_repeat(lambda: f"{over_so_far} trials are over, {folder} keeps them"),
+        _bar() as bar,
+    ):
         row = bar.add_task(f"tune {chosen.method}", total=trials, score="")
 
         def step(trial: Trial, ended: Sequence[Trial]) -> None:
+            nonlocal over_so_far
+            over_so_far = len(ended)
             best = max((t.validation for t in ended if t.validation is not None), default=None)
             bar.update(row, completed=len(ended), score=f"best val {tables.percent(best)}")
             if trial.error:
@@ -416,7 +554,7 @@ def tune(
 
         tuned = search(
             base,
-            folder or Path("tuned") / chosen.name,
+            folder,
             over=over,
             trials=trials,
             minutes=minutes,
@@ -428,7 +566,7 @@ def tune(
     if as_json:
         print(json.dumps({**asdict(tuned), "recipe": str(tuned.recipe)}))
     else:
-        out.print(tables.tuning(tuned))
+        stdout(wide).print(tables.tuning(tuned, wide=wide))
     err.print(f"recipe: {tuned.recipe}", style="dim")
 
 
@@ -443,6 +581,7 @@ def compare(
     on: str,
     report: bool,
     as_json: bool,
+    wide: bool = False,
 ) -> None:
     """Runs a grid, prints its table, and writes tables and report into the folder.
 
@@ -452,7 +591,15 @@ def compare(
     methods = grid.read_axes(base.get("compare", {})).methods
     require_valid(metric, jobs, on)
     cells = grid.cells(grid.assigned(base, assignments, methods), folder / "runs")
-    with _grid_progress(cells) as progress:
+    with (
+        _saying_how_to_repeat(
+            lambda: (
+                f"{sum(map(grid.is_done, cells))} of {len(cells)} runs are complete, "
+                f"{folder / 'runs'} keeps them and the others as far as they are"
+            )
+        ),
+        _grid_progress(cells) as progress,
+    ):
         compared, failed, written = run_and_compare(
             cells, folder, progress.watch, metric=metric, jobs=jobs, on=on
         )
@@ -463,7 +610,7 @@ def compare(
     if as_json:
         print(json.dumps(tables.comparison_as_json(compared)))
     else:
-        out.print(tables.comparison(compared))
+        stdout(wide).print(tables.comparison(compared, wide))
     err.print("wrote " + ", ".join(map(str, written)), style="dim")
     if failed:
         first = failed[0].cell.name
@@ -534,6 +681,21 @@ def _say(line: str) -> None:
     err.print(line, style="dim", highlight=False)
 
 
+def _note(line: str) -> None:
+    err.print(line, style="yellow", highlight=False)
+
+
+@contextmanager
+def _saying_how_to_repeat(kept: Callable[[], str]) -> Iterator[None]:
+    """Says after Ctrl-C or SIGTERM what is kept, and that the same command continues."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        _note(f"stopped: {kept()}")
+        _note(f"to continue: {_command_line()}")
+        raise
+
+
 def _command_line() -> str:
     return shlex.join(["fedloom", *sys.argv[1:]])
 
@@ -577,6 +739,8 @@ class _RunProgress(Callback):
     def on_start(self, run: Mapping[str, Any]) -> None:
         if line := tables.workers(run):
             err.print(line, style="dim")
+        elif reason := run["engine_details"].get("reason"):
+            _say(f"engine: {tables.engine(run)}: {reason}")
 
     def on_round(self, entry: dict[str, Any], rounds: int) -> None:
         if "val_accuracy" in entry:
@@ -588,18 +752,23 @@ class _RunProgress(Callback):
             _say(f"{self.method}: round {done} of {rounds}, {self.score}")
 
 
-def _with_progress(method: str, execute: Callable[[Callback], Result]) -> Result:
-    """Runs `execute`, which passes the callback on to the run."""
+def _with_progress(
+    method: str, execute: Callable[[Sequence[Callback]], Result], *more: Callback
+) -> Result:
+    """Runs `execute`, which passes the callbacks on to the run."""
     with _bar() as bar:
-        return execute(_RunProgress(method, bar))
+        return execute([_RunProgress(method, bar), *more])
 
 
-def _print(result: Result, as_json: bool, compared: Sequence[Result] = ()) -> None:
+def _print(
+    result: Result, as_json: bool, compared: Sequence[Result] = (), wide: bool = False
+) -> None:
     if as_json:
         baselines = {other.summary["method"]: other.summary for other in compared}
         print(json.dumps({**result.summary, **({"baselines": baselines} if baselines else {})}))
     else:
-        out.print(tables.result(result.summary, [other.summary for other in compared]))
+        shown = tables.result(result.summary, [other.summary for other in compared], wide)
+        stdout(wide).print(shown)
     for line in result.summary.get("warnings", ()):
         err.print(f"warning: {line}", style="yellow")
     if result.folder:

@@ -4,7 +4,6 @@ A message names the field and the valid choices.
 """
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 
 class FedloomError(ValueError):
@@ -40,14 +39,50 @@ class RoundFailed(FedloomError):  # noqa: N818
 def unknown(kind: str, name: str, choices: Iterable[str]) -> ConfigError:
     """Returns the error for a name that does not exist.
 
-    The message contains the name, the nearest valid name, and all valid names.
+    The message contains the name, a valid name if one is nearly the same, and all valid names.
 
     Args:
         kind: What the name stands for, such as "dataset".
         name: The name that was given.
-        choices: All valid names.
+        choices: All names that are valid here.
     """
     valid = sorted(choices)
-    near = get_close_matches(name.lower(), valid, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return ConfigError(f"unknown {kind} {name!r}.{hint} Valid: {', '.join(valid)}")
+    return ConfigError(f"unknown {kind} {name!r}.{hint(name, valid)} Valid: {', '.join(valid)}")
+
+
+def hint(name: str, choices: Iterable[str]) -> str:
+    """Returns " Did you mean 'NAME'?" for the nearest of the choices; "" if none is near.
+
+    A choice is near if a typing error explains the difference: a letter added, left out, replaced
+    or exchanged with the next one; two of these in a name of five letters or more, three in a name
+    of ten or more.
+
+    Args:
+        name: The name that was given.
+        choices: All names that are valid here.
+    """
+    given = name.lower()
+    distances = {choice: _edits(given, choice.lower()) for choice in choices}
+    nearest = min(distances, key=lambda choice: (distances[choice], choice), default=None)
+    allowed = 1 if len(given) < 5 else 2 if len(given) < 10 else 3
+    if nearest is None or distances[nearest] > allowed or len(nearest) <= distances[nearest]:
+        return ""
+    return f" Did you mean {nearest!r}?"
+
+
+def _edits(one: str, other: str) -> int:
+    """Returns the number of edits between two texts.
+
+    An edit adds, removes or replaces a letter, or exchanges it with the next one.
+    """
+    before: list[int] = []
+    last = list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        row = [i]
+        for j, wanted in enumerate(other, 1):
+            least = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (letter != wanted))
+            if i > 1 and j > 1 and letter == other[j - 2] and wanted == one[i - 2]:
+                least = min(least, before[j - 2] + 1)
+            row.append(least)
+        before, last = last, row
+    return last[-1]

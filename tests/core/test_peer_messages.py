@@ -26,6 +26,8 @@ from fedloom.experiments.recipe_files import find_tables
 from fedloom.experiments.run import run
 from fedloom.methods.fedstruct import powers as hops
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 __all__ = ["watched"]
 
 

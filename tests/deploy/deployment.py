@@ -233,7 +233,7 @@ class Deployment:
         own = {k: v for k, v in self.settings.items() if k != "name"}
         name = self.settings["name"]
         method = str(self.folder / name) if name.endswith(".py") else name
-        given = {"model": self.model, "seed": self.run["seed"], **own, **settings}
+        given = {"model": self.model, "seed": self.run["seed"], "engine": "loop", **own, **settings}
         return fedloom.run(method, named, **given)
 
     def end(self):

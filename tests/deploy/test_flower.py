@@ -39,7 +39,7 @@ def federation():
 )
 def test_a_run_is_bit_identical_to_the_loop(method, settings, federation, tmp_path):
     chosen = {"model": "gcn-2x8", "seed": 3, **settings}
-    loop = run(method, federation, **chosen)
+    loop = run(method, federation, engine="loop", **chosen)
     flower = run(method, federation, engine="flower", out=tmp_path / "run", **chosen)
     assert flower.summary["history_hash"] == loop.summary["history_hash"]
     assert flower.accuracy == loop.accuracy
@@ -70,7 +70,7 @@ def test_a_stopped_run_is_resumed_bit_identically(federation, tmp_path):
     with pytest.raises(StoppedError):
         run("fedavg", federation, callbacks=stop, **flower)
     resumed = run("fedavg", federation, resume=True, **flower)
-    reference = run("fedavg", federation, **chosen)
+    reference = run("fedavg", federation, engine="loop", **chosen)
     assert resumed.summary["history_hash"] == reference.summary["history_hash"]
 
 

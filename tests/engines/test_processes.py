@@ -179,9 +179,9 @@ def test_workers_is_a_setting_of_engines_with_workers():
     with pytest.raises(
         ConfigError,
         match=r"run\.workers is 2, engine 'loop' has none; "
-        r"valid: 0, or run\.engine processes or ray",
+        r"valid: 0, or run\.engine auto, processes or ray",
     ):
-        RunSettings(workers=2)
+        RunSettings(engine="loop", workers=2)
     with pytest.raises(ConfigError, match=r"run\.workers is -1, must be a whole number at least 0"):
         RunSettings(engine="processes", workers=-1)
 
@@ -352,7 +352,7 @@ class Killed(BaseException):
 )
 def test_a_run_resumes_in_another_engine(first, then, node_federation, tmp_path):
     settings = {"model": "gcn-2x8", "rounds": 4, "participation": 0.7, "checkpoint_every": 1}
-    unbroken = run("scaffold", node_federation, **settings)
+    unbroken = run("scaffold", node_federation, engine="loop", **settings)
 
     def die(entry):
         if entry["round"] == 3:

@@ -695,12 +695,12 @@ def test_the_number_of_threads_is_restored_also_after_an_error(play):
 def test_defaults_of_a_run():
     assert RunSettings() == RunSettings(
         seed=0,
-        engine="loop",
+        engine="auto",
         evaluation="",
         participation=1.0,
         evaluate_every=1,
         patience=0,
-        checkpoint_every=0,
+        checkpoint_every=-1,
         auc=False,
         threads=1,
     )
@@ -732,7 +732,7 @@ def test_a_result_describes_the_run(play):
         "clients": 2,
         "model": "mlp-2x4",
         "seed": 3,
-        "engine": "loop",
+        "engine": "stacked",  # chosen by "auto"
         "task": "node",
         "evaluation": "local",
     }

@@ -366,7 +366,7 @@ def test_a_folder_holds_one_study(tmp_path):
 
 
 def test_two_processes_do_not_tune_in_one_folder(tmp_path):
-    with tuning._alone_in(tmp_path), pytest.raises(ConfigError, match="another process is tuning"):
+    with tuning._alone_in(tmp_path), pytest.raises(ConfigError, match="another process works"):
         tune(TOY, tmp_path, over=OVER)
 
 

@@ -29,6 +29,8 @@ from fedloom.methods.fedavg import FedAvg
 from fedloom.methods.fedstruct.method import FedStruct
 from fedloom.methods.local import Local
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 BOOM = ValueError("boom")
 SETTINGS = {"model": "gcn-2x8", "rounds": 3, "quorum": 0.5}
 
@@ -621,7 +623,7 @@ def test_settings_say_which_engines_can():
     with pytest.raises(
         ConfigError,
         match=r"run\.quorum is 0\.5, engine 'stacked' cannot continue .*; "
-        r"valid: 1, or run\.engine loop",
+        r"valid: 1, or run\.engine auto, loop",
     ):
         RunSettings(engine="stacked", quorum=0.5)
     for engine in ("loop", "wire", "stacked"):
@@ -629,7 +631,7 @@ def test_settings_say_which_engines_can():
             with pytest.raises(
                 ConfigError,
                 match=rf"run\.{name} is 5, engine '{engine}' has none; "
-                r"valid: 0, or run\.engine processes",
+                r"valid: 0, or run\.engine auto, processes",
             ):
                 RunSettings(engine=engine, **{name: 5})
 

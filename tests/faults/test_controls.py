@@ -27,6 +27,8 @@ from fedloom.core.message import FORMAT, decode, encode
 from fedloom.errors import DataError, FedloomError, MessageError
 from fedloom.experiments import checkpoint
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 __all__ = ["start"]  # a fixture
 
 
@@ -139,6 +141,7 @@ def test_without_the_sum_a_damaged_checkpoint_is_resumed_from(
 ):
     settings = {"checkpoint_every": 1, "quorum": 1.0}
     unbroken = go(node_federation, rounds=4, **settings)
+    monkeypatch.setattr(checkpoint, "remove", lambda folder: None)  # as if it was killed
     go(node_federation, rounds=2, out=tmp_path / "x", **settings)
     (tmp_path / "x" / "summary.json").unlink()
     path = tmp_path / "x" / checkpoint.LATEST

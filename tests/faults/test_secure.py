@@ -10,6 +10,8 @@ from fedloom.errors import RoundFailed
 from fedloom.privacy.secure_aggregation import SecureResponder
 from fedloom.privacy.secure_sum import TooFew
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 STAGES = ("advertise_keys", "share_keys", "train", "unmask")
 
 

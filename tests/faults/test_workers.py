@@ -23,6 +23,8 @@ from fedloom.experiments.result import load_run
 from fedloom.experiments.run import run
 from fedloom.methods.fedavg import FedAvg
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 DEADLINE = 5.0  # seconds; the other workers must not be late on a busy machine
 
 

@@ -17,6 +17,8 @@ from fedloom.methods.fedavg import FedAvg
 from fedloom.nn.training import step
 from fedloom.nn.weights import weights
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 SMALL = {"model": "gcn-2x8", "rounds": 3}
 PLAIN = {"masks": False, "proximal": 0.0}  # only the mixing is left
 

@@ -14,6 +14,8 @@ from fedloom.engines.loop import Engine as Loop
 from fedloom.experiments.run import run
 from fedloom.methods.feddistill import FedDistill
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 SMALL = {"model": "gcn-2x8", "rounds": 3}
 
 

@@ -17,6 +17,8 @@ from fedloom.methods.fedgcn import FedGCN
 from fedloom.nn.build import build_model
 from fedloom.nn.weights import weights
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 OTHER = {"hops": 1}
 SETTINGS = {"model": "gcn-2x8", "rounds": 2}
 

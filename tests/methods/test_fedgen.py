@@ -19,6 +19,8 @@ from fedloom.methods.local import Local
 from fedloom.nn.training import make_optimizer, step
 from fedloom.nn.weights import load_weights, weights
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 CONTRACT_MODEL = "gcn-2x8+linear"  # the model of the contract tests
 CONTRACT_MODELS = "gcn-2x8+linear,gat-2x8+linear,sage-2x8+linear"
 QUICK = {"generator_steps": 3, "hidden": 8, "noise": 4, "imagined": 8}

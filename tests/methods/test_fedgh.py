@@ -49,6 +49,8 @@ from fedloom.methods.fedgh.vgae import (
 from fedloom.nn.nearest import pairs, random_non_edges
 from fedloom.nn.training import seeded
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 SMALL = {
     "vgae": "gcn-2x8",
     "latent_width": 4,

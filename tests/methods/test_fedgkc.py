@@ -18,6 +18,8 @@ from fedloom.methods._shared.copilot import divergence
 from fedloom.methods.fedgkc import FedGKC
 from fedloom.nn.training import outputs
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 MODEL, MODELS = "gcn-2x8", "gcn-2x8,gat-2x8,sage-2x8,gin-2x8"
 QUICK = {"copilot": "gcn-2x8"}
 OTHER = {"copilot": "sgc-2x8", "weak_edges": 0.9, "weak_columns": 0.9, "clarity": False}

@@ -27,6 +27,8 @@ from fedloom.methods.fedgta import (
 )
 from fedloom.methods.local import Local
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 OTHER = {"threshold": 1.0}
 SMALL = {"model": "gcn-2x8", "rounds": 3}
 

@@ -15,6 +15,8 @@ from fedloom.methods._shared.copilot import divergence
 from fedloom.methods.fedkd import FedKD, compressed, restored
 from fedloom.nn.training import outputs
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 MODEL = "gcn-2x8"
 QUICK = {"copilot": "gcn-2x8", "start": 0.6, "end": 0.8}
 OTHER = {"copilot": "sgc-2x8"}

@@ -15,6 +15,8 @@ from fedloom.methods.fednh import FedNH, embed_with, maximally_separated, update
 from fedloom.nn.training import make_optimizer, step
 from fedloom.nn.weights import extractor_weights, weights
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 SMALL = {"model": "gcn-2x8", "rounds": 3}
 
 

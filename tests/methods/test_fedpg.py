@@ -30,6 +30,8 @@ from fedloom.methods.fedpg.neighbourhoods import (
     shuffled_pairs,
 )
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 QUICK = {"rounds": 4, "server_lr": 0.05}
 OTHER = {
     "floor": 8,

@@ -24,6 +24,8 @@ from fedloom.methods.fedsage_plus import (
     noisy,
 )
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 QUICK = {"generator_rounds": 2, "latent": 4, "most": 2, "sample": 6, "generator_lr": 0.05}
 OTHER = {"most": 1}
 SMALL = {"model": "sage-2x8", "rounds": 2, **QUICK}

@@ -16,6 +16,8 @@ from fedloom.experiments.run import run
 from fedloom.methods.fedspray import FeatureStructure, FedSpray, mean_of_sums, scaled, targets
 from fedloom.nn.weights import weights
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 MODEL = "gcn-2x8"
 SMALL = {"model": MODEL, "rounds": 3, "width": 5}
 QUICK = {"width": 5, "sure": 0.4}

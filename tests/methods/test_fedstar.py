@@ -17,6 +17,8 @@ from fedloom.experiments.run import run
 from fedloom.methods.fedstar import WALKERS, FedStar, return_probabilities, structure_of
 from fedloom.nn.weights import load_weights, weights
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 QUICK = {"walk": 4, "degrees": 4}
 SMALL = {"model": "gin-2x8", "rounds": 3, **QUICK}
 

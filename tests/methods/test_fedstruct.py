@@ -22,6 +22,8 @@ from fedloom.experiments.run import run
 from fedloom.methods.fedstruct.state import Encoder, state_of
 from fedloom.nn.build import build_model
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 QUICK = {"hops": 3, "p": 4, "d_s": 8, "hidden": "6", "walk": 3, "query_limit": 10**6}
 OTHER = {"beta": "0,1,0,1", "hidden": "5", "hops": 2, "query_limit": 3, "walk": 2}
 NEEDS = {"walk": {"structure": "fed"}, "query_limit": {"private": True}}

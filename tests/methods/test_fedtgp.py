@@ -10,6 +10,8 @@ from fedloom.errors import ConfigError
 from fedloom.experiments.run import run
 from fedloom.methods.fedtgp import Anchors, FedTGP
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 NEEDS = {"margin_cap": {"server_lr": 0.1}}
 OTHER = {"floor": 12, "margin_cap": 0.0}
 

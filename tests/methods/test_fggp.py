@@ -31,6 +31,8 @@ from fedloom.methods.fpl import cluster_means
 from fedloom.nn.build import build_model
 from fedloom.nn.weights import load_weights, weights
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 SMALL = {"model": "gcn-2x8", "rounds": 3}
 OFF = {"second": 0.0, "links": 0.0, "align": 0.0}
 QUICK = {"lr": 0.05}

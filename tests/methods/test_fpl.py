@@ -17,6 +17,8 @@ from fedloom.experiments.run import run
 from fedloom.methods._shared.prototypes import clusters, pack_table
 from fedloom.methods.fpl import FPL, cluster_means, contrast
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 SMALL = {"model": "gcn-2x8", "rounds": 3}
 
 

@@ -19,6 +19,8 @@ from fedloom.methods.gcfl_plus import GCFLPlus, dtw, minimum_cut
 from fedloom.methods.local import Local
 from fedloom.nn.weights import extractor_weights, load_weights, weights
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 QUICK = {"after": 1, "sequence": 2, "eps1": 1e9, "eps2": 0.0}  # a split in the second round
 OTHER = {"eps1": 0.0, "eps2": 1e9}
 NEEDS = {"standardise": {"seed": 3}}  # here trends and lengths give different splits

@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from fedloom.core.message import flatten
 from fedloom.experiments.run import run
+
+pytestmark = pytest.mark.usefixtures("reference_engine")
 
 
 def test_only_scores_travel(federation):

@@ -3,11 +3,14 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 import torch
 
 from fedloom.core.message import flatten, tree_map
 from fedloom.engines.loop import Engine
 from fedloom.experiments.run import run
+
+pytestmark = pytest.mark.usefixtures("reference_engine")
 
 
 def record_exchanges(monkeypatch):

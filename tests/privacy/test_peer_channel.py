@@ -11,6 +11,8 @@ from fedloom.errors import Refusal
 from fedloom.experiments.run import run
 from fedloom.privacy.peer_channel import PeerChannel
 
+pytestmark = pytest.mark.usefixtures("reference_engine")
+
 
 def met(*names):
     channels = {name: PeerChannel(name) for name in names}

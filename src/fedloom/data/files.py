@@ -274,6 +274,20 @@ def to_file(graph: Graph, path: str | Path) -> Path:
     return path
 
 
+def is_graph_set_file(path: Path) -> bool:
+    """Returns whether a file of `to_file` contains a set of graphs. It reads only the header.
+
+    Returns False for any other file, and if there is none.
+    """
+    if path.suffix != ".safetensors" or not path.is_file():
+        return False
+    try:
+        with safe_open(path, "pt") as file:
+            return "batch" in file.keys()  # noqa: SIM118  (no dict)
+    except (SafetensorError, OSError):  # `from_file` says what is wrong with it
+        return False
+
+
 def from_file(path: str | Path) -> Graph:
     """Returns the graph of a file that `to_file` or PyG wrote.
 

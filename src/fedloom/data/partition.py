@@ -78,6 +78,11 @@ def partitions() -> dict[str, str]:
     }
 
 
+def divides_graphs(name: str) -> bool:
+    """Returns whether a partition can divide a set of graphs, not only the nodes of one."""
+    return name in _FOR_GRAPHS
+
+
 def partition_settings(name: str) -> dict[str, Any]:
     """Returns the options of a partition and their defaults."""
     if name == GIVEN:

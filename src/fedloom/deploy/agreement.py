@@ -155,7 +155,7 @@ class Agreement:
         run = {
             f.name: getattr(self.run, f.name)
             for f in fields(RunSettings)
-            if f.name not in ("engine", "workers")
+            if f.name not in ("engine", "workers", "device")
         }
         return {
             "wire": {"messages": FORMAT, "envelopes": ENVELOPE_VERSION},

@@ -8,6 +8,9 @@
 | processes | in worker processes of this machine                                 |
 | ray       | in the actors of a Ray cluster                                      |
 | flower    | in processes of their own, over Flower (`fedloom.deploy.engine`)    |
+
+"auto" is none of them: a run with it takes the fastest that gives it what it asks for
+(`fedloom.experiments.engine_choice`).
 """
 
 import importlib
@@ -28,6 +31,7 @@ if TYPE_CHECKING:  # mypy checks here that every engine satisfies the protocol
         ray.Engine,
     )
 
+AUTO = "auto"
 _ELSEWHERE = {"flower": "fedloom.deploy.engine"}  # an engine that needs a later layer
 _WITH_WORKERS = ("processes", "ray")
 
@@ -36,6 +40,11 @@ def engine_names() -> list[str]:
     """Returns the names of all engines."""
     here = [m.name for m in pkgutil.iter_modules(__path__)]
     return sorted([n for n in here if not n.startswith("_") and n != "base"] + [*_ELSEWHERE])
+
+
+def engine_choices() -> list[str]:
+    """Returns the valid values of `run.engine`: "auto", and the names of all engines."""
+    return [AUTO, *engine_names()]
 
 
 def engine_class(name: str) -> EngineFactory:

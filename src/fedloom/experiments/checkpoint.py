@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +24,8 @@ from fedloom.errors import DataError
 FORMAT = "fedloom-checkpoint/2"  # version 1 had neither a format nor a SHA-256
 LATEST, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
 _BLANK = "0" * 64
+AUTOMATIC = -1  # of run.checkpoint_every
+SHARE, SECONDS = 0.02, 10.0  # of automatic checkpoints: the most time, the least distance
 
 
 class Checkpoint(NamedTuple):
@@ -34,6 +38,41 @@ class Checkpoint(NamedTuple):
 
     about: dict[str, Any]
     state: Message
+
+
+class Schedule:
+    """Says when a run writes a checkpoint.
+
+    An automatic schedule writes one at the end of a round if `SECONDS` have passed since the one
+    before, and so much time that writing takes at most `SHARE` of it.
+
+    Args:
+        every: Rounds between two checkpoints; 0 = none; `AUTOMATIC`.
+        clock: Returns seconds.
+    """
+
+    def __init__(self, every: int, clock: Callable[[], float] = time.perf_counter):
+        self._every, self._clock = every, clock
+        self._since, self._wait = clock(), SECONDS
+
+    def start(self) -> None:
+        """The rounds begin."""
+        self._since = self._clock()
+
+    def is_due(self, number: int) -> bool:
+        """Returns whether a checkpoint is due after the round of that number."""
+        if self._every != AUTOMATIC:
+            return bool(self._every) and number % self._every == 0
+        return self._clock() - self._since >= self._wait
+
+    def written(self, began: float) -> None:
+        """A checkpoint has been written. `began`: the clock's time before it."""
+        self._since = self._clock()
+        self._wait = max(SECONDS, (self._since - began) / SHARE)
+
+    def now(self) -> float:
+        """Returns the clock's time."""
+        return self._clock()
 
 
 class DamagedCheckpointWarning(UserWarning):
@@ -74,6 +113,23 @@ def read(folder: Path) -> Checkpoint | None:
             f"resume: {'; '.join(damaged)}. Remove them to run again from the beginning"
         )
     return None
+
+
+def remove(folder: Path) -> None:
+    """Removes the folder's checkpoints."""
+    for name in (LATEST, PREVIOUS):
+        (folder / name).unlink(missing_ok=True)
+
+
+def saved_round(folder: Path) -> int | None:
+    """Returns the round of the folder's latest checkpoint; None if there is no whole one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DamagedCheckpointWarning)
+        try:
+            found = read(folder)
+        except DataError:
+            return None
+    return int(found.about["round"]) if found else None
 
 
 def encode(checkpoint: Checkpoint) -> bytes:

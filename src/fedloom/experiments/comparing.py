@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fedloom._system import locked
 from fedloom.errors import ConfigError, unknown
 from fedloom.experiments import executor
 from fedloom.experiments.display import duration
@@ -53,7 +54,9 @@ def run_and_compare(
         The comparison, the cells that did not complete, and the paths of the tables.
     """
     require_valid(metric, jobs, on)
-    state = executor.execute(cells, executor.EXECUTORS[on](jobs), watch)
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder, "comparison"):
+        state = executor.execute(cells, executor.EXECUTORS[on](jobs), watch)
     failed = {end.cell.name for end in state.failed}
     runs, left_out = gather(cell.folder for cell in cells if cell.name not in failed)
     left_out += [

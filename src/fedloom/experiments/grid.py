@@ -25,7 +25,7 @@ from fedloom.data.datasets import find
 from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiments.callbacks import Given
-from fedloom.experiments.recipe import make_recipe, override
+from fedloom.experiments.recipe import default_partition, make_recipe, override
 from fedloom.experiments.run_folder import is_completed, is_run, read_config, read_summary
 from fedloom.experiments.source_digest import code_behind
 
@@ -69,7 +69,9 @@ class Axes:
         ("fedavg",), "names, or files of your own; local is always included"
     )
     datasets: tuple[str, ...] = setting(("cora",), "see `fedloom datasets`")
-    partitions: tuple[str, ...] = setting(("louvain",), "see `fedloom partitions`")
+    partitions: tuple[str, ...] = setting(
+        (), "see `fedloom partitions`; by default the one that fits each dataset"
+    )
     clients: tuple[int, ...] = setting((10,), "numbers of clients")
     models: tuple[str, ...] = setting(
         ("gcn",), "architectures; gcn/gat/sage gives the clients different ones in turn"
@@ -145,8 +147,8 @@ def cells(
     for name in (each for each in axes.datasets if each not in federations):
         find(name)  # a misspelt name fails now, not when its turn comes
     made = []
-    for seed, data, name, clients, model, method in product(
-        range(axes.seeds), axes.datasets, axes.partitions, axes.clients, axes.models, axes.methods
+    for seed, (data, name), clients, model, method in product(
+        range(axes.seeds), _divisions(axes), axes.clients, axes.models, axes.methods
     ):
         first = name == axes.partitions[0] and clients == axes.clients[0]
         if data in federations and not first:
@@ -164,6 +166,15 @@ def cells(
             chosen[table] = {**chosen.get(table, {}), key: value}
         made.append(cell(chosen, out, federations.get(data)))
     return made
+
+
+def _divisions(axes: Axes) -> list[tuple[str, str]]:
+    """Returns each dataset with each partition; with the one that fits it if none is given."""
+    return [
+        (data, name)
+        for data in axes.datasets
+        for name in axes.partitions or [default_partition(data)]
+    ]
 
 
 def _method_tables(given: Any, axes: Axes) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -227,7 +238,9 @@ def cell(tables: Tables, out: Path, federation: Federation | None = None) -> Cel
     recipe = make_recipe(tables, federation)
     config = recipe.config()
     base = config["method"].get("base")
-    code = code_behind(recipe.method, base, recipe.run.engine, recipe.model.name)
+    # "auto" chooses stacked or loop by the data; the modules of stacked include those of loop.
+    engine, _ = recipe.run.engine_required or ("stacked", "")
+    code = code_behind(recipe.method, base, engine, recipe.model.name)
     identity = json.dumps([config, code], sort_keys=True)
     parts = [*recipe.task, Path(recipe.method).stem]
     parts += [*([Path(base).stem] if base else []), recipe.model.name, f"s{recipe.run.seed}"]

@@ -15,6 +15,7 @@ from fedloom.core.registry import make_method, method_class
 from fedloom.core.settings import check_setting, setting
 from fedloom.data.datasets import catalogue, load
 from fedloom.data.federation import Federation
+from fedloom.data.files import is_graph_set_file
 from fedloom.data.graph import FLOWS
 from fedloom.data.partition import GIVEN, divide, partition_settings
 from fedloom.errors import ConfigError, DataError, unknown
@@ -54,7 +55,11 @@ class DataTable:
 class PartitionTable:
     """[partition]: how the graph is divided over clients. Other keys are the partitioner's."""
 
-    name: str = setting("louvain", "see `fedloom partitions`")
+    name: str = setting(
+        "louvain",
+        "see `fedloom partitions`; if none is given, dirichlet for a set of graphs, and blocks for "
+        "a synthetic graph of blocks",
+    )
     clients: int = setting(10, "number of clients", at_least=1)
     cross_edges: str = setting(
         "auto",
@@ -233,6 +238,7 @@ class Recipe:
         resume: bool = False,
         federation: Federation | None = None,
         track: Track = (),
+        seconds_loading: float = 0.0,
     ) -> Result:
         """Runs the recipe.
 
@@ -242,10 +248,13 @@ class Recipe:
             resume: Continue the run in `out`.
             federation: The divided graph, if it is already there.
             track: As in `fedloom.run`.
+            seconds_loading: The time that loading and dividing `federation` took.
         """
         config = self.config()  # a misspelt setting fails before the data are loaded
         began = time.perf_counter()
-        federation = federation or self.federation()
+        if federation is None:
+            federation = self.federation()
+            seconds_loading = time.perf_counter() - began
         return run(
             {"name": self.method, **self.method_settings},
             federation,
@@ -257,7 +266,7 @@ class Recipe:
             resume=resume,
             track=track,
             config=config,
-            seconds_loading=time.perf_counter() - began,
+            seconds_loading=seconds_loading,
         )
 
 
@@ -369,6 +378,8 @@ def make_recipe(tables: Mapping[str, Any], federation: Federation | None = None)
         given["method"][key] = check_setting(method_fields[key], value, "method")
     if str(given["data"].get("dataset", "")).startswith(PARTIES):
         given["partition"] = _given_partition(given["data"]["dataset"], given["partition"])
+    else:
+        given["partition"] = fitting_partition(given["data"], given["partition"])
     own = {f.name for f in fields(PartitionTable)}
     options = {k: given["partition"].pop(k) for k in list(given["partition"]) if k not in own}
     valid = partition_settings(str(given["partition"].get("name", PartitionTable.name)))
@@ -395,6 +406,40 @@ def _given_partition(dataset: str, partition: Mapping[str, Any]) -> dict[str, An
                 f"with graphs of their own; leave it out, or set {value!r}"
             )
     return {**partition, **fixed}
+
+
+def fitting_partition(data: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the [partition] table, with a partition that fits the data if it names none.
+
+    A set of graphs is divided by `dirichlet`. A synthetic graph of blocks is divided into them:
+    each is a client. Everything else keeps the default. What a file or a folder contains is not
+    known before it is read, except for a .safetensors file.
+
+    Args:
+        data: The [data] table.
+        given: The [partition] table as given.
+    """
+    dataset = str(data.get("dataset", DataTable.dataset))
+    if "name" in given:
+        return dict(given)
+    if is_set_of_graphs(dataset):
+        return {"name": "dirichlet", **given}
+    if blocks := re.match(r"synthetic[\w-]*:(?:.*,)?\s*blocks=(\d+)", dataset):
+        return {"name": "blocks", "clients": int(blocks[1]), **given}
+    return dict(given)
+
+
+def default_partition(dataset: str) -> str:
+    """Returns the partition of a dataset for which none is given."""
+    chosen = fitting_partition({"dataset": dataset}, {})
+    return str(chosen.get("name", PartitionTable.name))
+
+
+def is_set_of_graphs(dataset: str) -> bool:
+    """Returns whether a dataset is known to be a set of graphs, without reading it."""
+    if dataset in catalogue():
+        return catalogue()[dataset].task == "graph"
+    return dataset.partition(":")[0] == "synthetic-graphs" or is_graph_set_file(Path(dataset))
 
 
 def table(name: str, cls: Any, given: Any) -> Any:

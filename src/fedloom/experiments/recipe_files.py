@@ -17,11 +17,12 @@ as in `fedloom run opfgl/cora-louvain-plus-10`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from fedloom.errors import ConfigError, DataError, unknown
+from fedloom.core.registry import method_names
+from fedloom.data.datasets import catalogue
+from fedloom.errors import ConfigError, DataError, hint, unknown
 from fedloom.experiments.recipe import read_tables
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -78,10 +79,11 @@ def find_tables(name: str) -> Tables:
             f"recipe {name!r} is a paper; give one of its recipes: "
             + ", ".join(f"{paper}/{entry}" for entry in entries(paper))
         )
+    for option, names in (("--method", [*method_names()]), ("--dataset", [*catalogue()])):
+        if name in names:
+            raise ConfigError(f"recipe: {name!r} is none; did you mean {option} {name}?")
     everything = [f"{each}/{entry}" for each in papers() for entry in entries(each)]
-    near = get_close_matches(name.lower(), everything, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
-        f"unknown recipe {name!r}.{hint} Valid: a TOML file, or PAPER/ENTRY as `fedloom recipes` "
-        f"lists them; papers: {', '.join(papers())}"
+        f"unknown recipe {name!r}.{hint(name, everything)} Valid: a TOML file, or PAPER/ENTRY as "
+        f"`fedloom recipes` lists them; papers: {', '.join(papers())}"
     )

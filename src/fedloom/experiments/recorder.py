@@ -35,6 +35,7 @@ from fedloom.core.replies import Replies
 from fedloom.core.server import RoundPolicy, Server
 from fedloom.core.state import restore, snapshot
 from fedloom.data.federation import Roster
+from fedloom.engines import AUTO
 from fedloom.engines.base import Engine
 from fedloom.errors import ConfigError, DataError
 from fedloom.experiments import checkpoint
@@ -86,6 +87,8 @@ class Recorder:
         folder: The run folder; None keeps everything in memory.
         callbacks: What is called at the start, after each round and at the end.
         config: The run's origin, as config.json keeps it.
+        engine_name: The engine's name. The settings may say "auto".
+        engine_reason: Why "auto" chose it.
         predicted_mb: The predicted peak of memory.
         partition: Label counts per client, in a simulation.
         joint_artifacts: Returns the artifacts of all clients as one, in a simulation.
@@ -105,12 +108,14 @@ class Recorder:
         self.callbacks = Callbacks(callbacks)
         self._asked_to_stop = False  # by a callback
         self.config: dict[str, Any] = {}
+        self.engine_name, self.engine_reason = settings.engine, ""
         self.predicted_mb = 0.0
         self.partition: dict[str, Any] = {}
         self.joint_artifacts: Callable[[], Message] = dict
         self.tracking = Tracking()
         self.history = History(folder, settings.patience, settings.selection)
         self.planned = 0
+        self._checkpoints = checkpoint.Schedule(settings.checkpoint_every)
         self._made: Engine | None = None
         self._evaluation: dict[str, Any] = {}
         self._confusion: Matrix | None = None  # of the evaluation
@@ -210,6 +215,10 @@ class Recorder:
         found = checkpoint.read(folder)
         if found:
             self._pending = found, self._read_records(folder, found)
+            if self.settings.engine == AUTO:  # the same bits need the same engine
+                before = found.about.get("engine", self.engine_name)
+                if before != self.engine_name:
+                    self.engine_name, self.engine_reason = before, "the run began in it"
         # This summary is of the stopped run. If the process is killed now, the run is unfinished.
         (folder / "summary.json").unlink(missing_ok=True)
         self.history.truncate()
@@ -224,8 +233,10 @@ class Recorder:
 
     def _engine(self) -> dict[str, Any]:
         details = self._made.details() if self._made else {}
+        if self.settings.engine == AUTO:
+            details = {"chosen_by": AUTO, "reason": self.engine_reason, **details}
         return {
-            "engine": self.settings.engine,
+            "engine": self.engine_name,
             "engine_details": {"threads": self.settings.threads, **details},
         }
 
@@ -250,6 +261,7 @@ class Recorder:
         self.planned = count
         self._loop_began = time.perf_counter()
         self.seconds["setup"] = self._loop_began - self._began
+        self._checkpoints.start()
         gc.freeze()  # clients stay: the collector need not visit a thousand of them again and again
         if self._pending is None:
             self._append(server)
@@ -316,9 +328,10 @@ class Recorder:
         """Records the round. Returns whether the run stops early."""
         crash_point("round-unclosed")
         self._close_entry(server)
-        every = self.settings.checkpoint_every
-        if self.folder and every and server.round % every == 0:
+        if self.folder and self._checkpoints.is_due(server.round):
+            began = self._checkpoints.now()
             self._save_checkpoint(self.folder, server)
+            self._checkpoints.written(began)
         crash_point("round-closed")
         return self._asked_to_stop or self.history.out_of_patience()
 
@@ -381,6 +394,8 @@ class Recorder:
         if self.folder:
             try:
                 _write_json(self.folder / "summary.json", summary)
+                if failure is None:
+                    checkpoint.remove(self.folder)
             except OSError as error:
                 failure = _first_of(failure, error)
         entries = self.history.entries
@@ -506,6 +521,7 @@ class Recorder:
         """
         about = {
             "round": server.round,
+            "engine": self.engine_name,
             "hash": server.history_hash.hex(),
             "notes": server.notes,
             "bytes": {"history": self.history.sync(), "ledger": server.ledger.sync()},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fedloom._system import retained_memory
+from fedloom._system import LOCK, locked, retained_memory
 from fedloom.core.class_weight import explicit_weights
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts
@@ -32,6 +32,7 @@ from fedloom.experiments.arguments import (
     require_settings,
 )
 from fedloom.experiments.callbacks import Given
+from fedloom.experiments.engine_choice import choose_engine
 from fedloom.experiments.recorder import Recorder
 from fedloom.experiments.result import Result
 from fedloom.experiments.run_folder import read_config
@@ -94,12 +95,14 @@ def run(
     divided, federation = federation, (federation.merged() if chosen.centralized else federation)
     federation.check()
     facts = agree_on_facts(chosen, name, federation.roster, model, dropout, settings)
-    need = memory_estimate.predict(federation, facts, settings.engine, settings.workers)
-    predicted_mb = memory_estimate.require(need)
+    choice = choose_engine(settings, federation, facts)
+    predicted_mb = memory_estimate.require(choice.need)
     tracking = Tracking(track)
     tracking.check(None if out is None else Path(out), resume)
-    recorder = Recorder(federation.roster, settings, run_folder(out, resume), callbacks)
+    folder = run_folder(out, resume)
+    recorder = Recorder(federation.roster, settings, folder, callbacks)
     recorder.tracking = tracking
+    recorder.engine_name, recorder.engine_reason = choice.engine, choice.reason
     recorder.predicted_mb = predicted_mb
     recorder.partition = label_counts(divided) if recorder.folder else {}
     recorder.joint_artifacts = partial(chosen.joint_artifacts, federation)
@@ -111,9 +114,12 @@ def run(
         graphs = zip(federation.names, federation.graphs, strict=True)
         inductive = federation.inductive
         clients = (Client(n, g, facts, inductive, responder_for(facts)) for n, g in graphs)
-        return engine_class(settings.engine)(chosen, clients, settings.faults, settings.workers)
+        made = engine_class(recorder.engine_name)
+        return made(chosen, clients, settings.faults, settings.workers)
 
-    with threads(settings.threads), retained_memory(), _saying_what_is_kept(recorder):
+    alone = locked(folder, "run") if folder else nullcontext()
+    with alone, threads(settings.threads), retained_memory(), _saying_what_is_kept(recorder):
+        run_folder(out, resume)  # again, now that no other process writes to it
         result = recorder.execute(name, chosen, facts, engine, resume, seconds_loading)
     # A recipe can make the federation again.
     return result if "partition" in recorder.config else replace(result, federation=federation)
@@ -329,7 +335,9 @@ def run_folder(out: str | Path | None, resume: bool) -> Path | None:
         read_config(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not resume and any(folder.iterdir()):
+        if not resume and any(path.name != LOCK for path in folder.iterdir()):
+            with locked(folder, "run"):  # raises if the run in it is under way
+                pass
             raise ConfigError(
                 f"out: {str(folder)!r} is not empty; choose another folder, or `fedloom resume` "
                 "to continue that run"

@@ -17,6 +17,7 @@ from fedloom.errors import DataError
 FORMAT = "fedloom-run/2"  # of the files in a run folder
 CONFIG, SUMMARY = "config.json", "summary.json"
 HISTORY, PARTITION = "history.jsonl", "partition.json"
+BASELINES = "baselines"  # the folder, in a run folder, of the run folders of its baselines
 _REQUIRED = {
     "method",
     "dataset",
@@ -66,6 +67,11 @@ class Run:
         return self.summary["config"]
 
     @property
+    def is_baseline(self) -> bool:
+        """Whether the folder is inside the folder of another run, which has it as a baseline."""
+        return self.folder.parent.name == BASELINES and is_run(self.folder.parent.parent)
+
+    @property
     def knows_cross_edges(self) -> bool:
         """Whether clients knew the edges between them. Some methods use them, others do not."""
         return any(
@@ -90,9 +96,12 @@ def gather(paths: Iterable[Path]) -> tuple[list[Run], list[LeftOut]]:
 
 
 def find(path: Path) -> list[Path]:
-    """Returns the run folders at or below a path, sorted by name."""
+    """Returns the run folders at or below a path, sorted by name.
+
+    A run is followed by its baselines.
+    """
     if is_run(path):
-        return [path]
+        return [path, *(find(path / BASELINES) if (path / BASELINES).is_dir() else [])]
     inner = sorted(child for child in path.iterdir() if child.is_dir()) if path.is_dir() else []
     return [folder for child in inner for folder in find(child)]
 
@@ -166,7 +175,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
         summary = _read_object(folder / SUMMARY)
         if not {"status", "config"} <= summary.keys():
             raise ValueError("it is not a run's")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # `read_config` says what is missing
         return None
     except (OSError, ValueError) as error:
         raise DataError(f"run: {str(folder)!r} is damaged ({SUMMARY}: {error})") from error

@@ -10,8 +10,9 @@ from fedloom.core.facts import SecureTerms
 from fedloom.core.filters import Filters, TopK, parse_filters
 from fedloom.core.method import Method
 from fedloom.core.settings import check_setting, setting
-from fedloom.engines import engine_class, engine_names, has_workers
+from fedloom.engines import AUTO, engine_choices, engine_class, has_workers
 from fedloom.errors import ConfigError, unknown
+from fedloom.experiments.checkpoint import AUTOMATIC
 from fedloom.nn.metrics import METRICS
 
 
@@ -20,7 +21,10 @@ class RunSettings:
     """The [run] table of a recipe."""
 
     seed: int = setting(0, "root of every random stream", at_least=0)
-    engine: str = setting("loop", "how clients are run: see `fedloom run --help`")
+    engine: str = setting(
+        AUTO, "how clients are run (auto = the fastest that fits): see `fedloom run --help`"
+    )
+    device: str = setting("cpu", "where tensors are computed: cpu")
     evaluation: str = setting(
         "", "which model is scored: local, global or common (empty = the method's default)"
     )
@@ -40,7 +44,11 @@ class RunSettings:
     class_weight: str = setting(
         "", "weights of classes in the training loss: balanced, or a number for each, as in 1,10"
     )
-    checkpoint_every: int = setting(0, "rounds between checkpoints (0 = none)", at_least=0)
+    checkpoint_every: int = setting(
+        AUTOMATIC,
+        "rounds between checkpoints (0 = none; -1 = automatic, in at most 2 % of the time)",
+        at_least=AUTOMATIC,
+    )
     auc: bool = setting(
         False, "compute auc, pr_auc and ece also for more than two classes (more time per round)"
     )
@@ -87,25 +95,15 @@ class RunSettings:
     def __post_init__(self) -> None:
         for f in fields(self):
             object.__setattr__(self, f.name, check_setting(f, getattr(self, f.name), "run"))
-        if self.engine not in engine_names():
-            raise unknown("run.engine", self.engine, engine_names())
-        if not has_workers(self.engine) and self.workers:
+        if self.device != "cpu":
             raise ConfigError(
-                f"run.workers is {self.workers}, engine {self.engine!r} has none; "
-                "valid: 0, or run.engine processes or ray"
+                f"run.device is {self.device!r}; valid: cpu. Runs on other devices are not "
+                "supported yet"
             )
-        engine = engine_class(self.engine)
-        if self.quorum < 1 and not engine.tolerates_failures:
-            raise ConfigError(
-                f"run.quorum is {self.quorum:g}, engine {self.engine!r} cannot continue without a "
-                "client; valid: 1, or run.engine loop, wire, processes, ray or flower"
-            )
-        for name in ("deadline", "grace"):
-            if getattr(self, name) and not engine.supports_deadline:
-                raise ConfigError(
-                    f"run.{name} is {getattr(self, name):g}, engine {self.engine!r} has none; "
-                    "valid: 0, or run.engine processes, ray or flower"
-                )
+        if self.engine not in engine_choices():
+            raise unknown("run.engine", self.engine, engine_choices())
+        if self.engine != AUTO:
+            self._check_engine()
         if self.upload_filters and self.secure:
             raise ConfigError(
                 "run.upload: a secure run sends masked sums, which filters cannot encode; "
@@ -114,6 +112,36 @@ class RunSettings:
         if any(isinstance(step, TopK) for step in self._download.chain):
             raise ConfigError("run.download: topk is for uploads; valid: float16 or int8")
         _ = self.terms, explicit_weights(self.class_weight)  # raise if they do not fit
+
+    def _check_engine(self) -> None:
+        """Raises a ConfigError if the engine cannot do what the other settings ask for."""
+        if not has_workers(self.engine) and self.workers:
+            raise ConfigError(
+                f"run.workers is {self.workers}, engine {self.engine!r} has none; "
+                "valid: 0, or run.engine auto, processes or ray"
+            )
+        engine = engine_class(self.engine)
+        if self.quorum < 1 and not engine.tolerates_failures:
+            raise ConfigError(
+                f"run.quorum is {self.quorum:g}, engine {self.engine!r} cannot continue without a "
+                "client; valid: 1, or run.engine auto, loop, wire, processes, ray or flower"
+            )
+        for name in ("deadline", "grace"):
+            if getattr(self, name) and not engine.supports_deadline:
+                raise ConfigError(
+                    f"run.{name} is {getattr(self, name):g}, engine {self.engine!r} has none; "
+                    "valid: 0, or run.engine auto, processes, ray or flower"
+                )
+
+    @property
+    def engine_required(self) -> tuple[str, str] | None:
+        """The engine that the settings determine, and why; None if it depends on the data."""
+        if self.engine != AUTO:
+            return self.engine, "run.engine"
+        for name in ("workers", "deadline", "grace"):
+            if getattr(self, name):
+                return "processes", f"run.{name} is set"
+        return ("loop", "run.quorum is below 1") if self.quorum < 1 else None
 
     @property
     def terms(self) -> SecureTerms | None:

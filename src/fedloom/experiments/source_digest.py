@@ -40,6 +40,7 @@ _EXCLUDED = (
     "fedloom.experiments.comparing",  # compares finished runs
     "fedloom.experiments.python_api",  # chooses settings, and compares finished runs
     "fedloom.experiments.memory_estimate",  # may refuse a run, but does not change it
+    "fedloom.experiments.engine_choice",  # a cell's digest covers the engines that it chooses from
 )
 
 

@@ -11,7 +11,6 @@ finish in varying order.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -31,14 +30,14 @@ from concurrent.futures import (
     ProcessPoolExecutor,
     wait,
 )
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
-from fedloom._system import write_atomic
+from fedloom._system import locked, write_atomic
 from fedloom.core.registry import method_class
 from fedloom.core.settings import check_setting
 from fedloom.data.federation import Federation
@@ -385,9 +384,10 @@ def tune(
             f"tune: minutes is {minutes:g}, must be a number at least 0 (0 = no limit)"
         )
     recipe = make_recipe(tables, federation)
-    if jobs > 1 and has_workers(recipe.run.engine):
+    required = recipe.run.engine_required
+    if jobs > 1 and required and has_workers(required[0]):
         raise ConfigError(
-            f"tune: jobs is {jobs}, engine {recipe.run.engine!r} has workers of its own; "
+            f"tune: jobs is {jobs}, engine {required[0]!r} has workers of its own; "
             "valid: 1, or another run.engine"
         )
     search_space(recipe, over := list(over))  # a misspelt setting fails before the data are loaded
@@ -420,14 +420,11 @@ def _alone_in(folder: Path) -> Iterator[None]:
     """Makes the folder and locks it. The system releases the lock when the process ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / "lock", "w")  # noqa: SIM115  (closed by `with` below)
+        lock = ExitStack()
+        lock.enter_context(locked(folder, "study"))
     except OSError as error:
         raise ConfigError(f"out: cannot write to {str(folder)!r} ({error.strerror})") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"out: another process is tuning in {str(folder)!r}") from None
+    with lock:
         yield
 
 

@@ -56,6 +56,7 @@ _NAMES = {
 _OPERATIONAL = (
     "seed",
     "engine",
+    "device",
     "threads",
     "workers",
     "checkpoint_every",
@@ -274,7 +275,8 @@ def _grouped(runs: list[Run], skipped: list[LeftOut]) -> dict[tuple[str, str], d
     found: dict[tuple[str, str], dict[int, Run]] = {}
     for run, task, row in zip(runs, tasks, rows, strict=True):
         by_seed = found.setdefault((task, row), {})
-        if (first := by_seed.setdefault(run.summary["seed"], run)) is not run:
+        first = by_seed.setdefault(run.summary["seed"], run)
+        if first is not run and not run.is_baseline:  # several runs may keep the same baseline
             skipped.append(
                 LeftOut(str(run.folder), f"the same settings and seed as {first.folder}")
             )

@@ -1,9 +1,13 @@
 """The consoles of the commands: results go to stdout, everything else to stderr."""
 
-import sys
-
 from rich.console import Console
 
-# Tables keep their columns if the output is a pipe or a file.
-out = Console(width=None if sys.stdout.isatty() else 160, markup=False)
+WIDE = 400  # columns of `--wide`, enough for every table
+
+out = Console(markup=False, highlight=False)
 err = Console(stderr=True, markup=False, soft_wrap=True)
+
+
+def stdout(wide: bool = False) -> Console:
+    """Returns the console of results: as wide as the terminal, or as wide as the tables."""
+    return Console(markup=False, highlight=False, width=WIDE) if wide else out

@@ -10,6 +10,7 @@ from dataclasses import fields
 from inspect import getdoc, getmodule
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -22,69 +23,110 @@ from fedloom.experiments.display import headline
 from fedloom.experiments.display import percent as percent
 from fedloom.experiments.display import size as size
 from fedloom.experiments.report.comparison import Comparison, footnote
+from fedloom.experiments.report.labels import label
 from fedloom.experiments.report.significance import points
 
 if TYPE_CHECKING:
     from fedloom.experiments.tune import Tuned
 
 
+def grid(headings: Sequence[str], left: Sequence[str] = ()) -> Table:
+    """Returns an empty table with columns of numbers.
+
+    Args:
+        headings: The columns. The first one is left-aligned.
+        left: Other columns that are left-aligned, because they contain text.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, title_justify="left")
+    for k, heading in enumerate(headings):
+        text = not k or heading in left
+        table.add_column(heading, justify="left" if text else "right", overflow="fold")
+    return table
+
+
 def listing(rows: Mapping[str, str]) -> RenderableType:
     """Returns a list of names, each with its text."""
     table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
+    table.add_column(style="bold", overflow="fold", min_width=min(max(map(len, rows)), 40))
     table.add_column()
     for name, text in rows.items():
         table.add_row(name, text)
     return table
 
 
-def datasets(entries: Mapping[str, Any], here: Sequence[str]) -> RenderableType:
+def datasets(entries: Mapping[str, Any], here: Sequence[str], wide: bool = False) -> RenderableType:
     """Returns the table of all datasets.
 
     Args:
         entries: The datasets by name.
         here: The names of those that need no download.
+        wide: All columns.
     """
-    table = Table(box=None, pad_edge=False)
-    for heading in (
-        "name",
-        "task",
-        "graphs",
-        "nodes",
-        "edges",
-        "features",
-        "classes",
-        "split",
-        "local",
-        "description",
-    ):
-        numeric = heading in ("graphs", "nodes", "edges", "features", "classes")
-        table.add_column(heading, justify="right" if numeric else "left")
+    numbers = ("graphs", "nodes", "edges", "features", "classes")
+    headings: tuple[str, ...] = ("name", "task", *numbers, "split", "local", "description")
+    if not wide:
+        headings = ("name", "task", "size", "features", "classes", "local")
+    table = grid(headings, left=("task", "split", "local", "description"))
     for name, e in entries.items():
-        numbers = (f"{n:,}" for n in (e.graphs, e.nodes, e.edges, e.features, e.classes))
-        table.add_row(name, e.task, *numbers, e.split, "yes" if name in here else "", e.description)
+        counts = {key: f"{getattr(e, key):,}" for key in numbers}
+        counts["size"] = f"{e.graphs:,} graphs" if e.task == "graph" else f"{e.nodes:,} nodes"
+        local = "yes" if name in here else ""
+        texts = {"name": name, "local": local, **counts}
+        table.add_row(*(texts.get(key) or str(getattr(e, key, "")) for key in headings))
     return table
 
 
+def recipes(rows: Sequence[Mapping[str, Any]], wide: bool = False) -> RenderableType:
+    """Returns the table of the recipes of a paper.
+
+    Args:
+        rows: The recipes, as `fedloom recipes --json` prints them.
+        wide: All columns.
+    """
+    headings: tuple[str, ...] = ("recipe", "expected", "paper", "minutes")
+    if wide:
+        headings = (headings[0], "dataset", "partition", "method", *headings[1:])
+    table = grid(headings, left=("dataset", "partition", "method", "expected"))
+    for row in rows:
+        texts = {
+            "partition": f"{row['partition']} {row['clients']}",
+            "expected": _expected(row["expect"]),
+            "paper": _number(row["expect"]["paper"]),
+            "minutes": _number(row["expect"]["minutes"]),
+        }
+        table.add_row(*(texts.get(key, "") or str(row[key]) for key in headings))
+    return table
+
+
+def _expected(expect: Mapping[str, Any]) -> str:
+    if not expect["at_least"]:
+        return "-"
+    of = "" if expect["metric"] == "accuracy" else f"{expect['metric']} "
+    most = f" to {expect['at_most']:g}" if expect["at_most"] is not None else ""
+    return f"{of}≥ {expect['at_least']:g}{most}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
+
+
 def result(
-    summary: Mapping[str, Any], baselines: Sequence[Mapping[str, Any]] = ()
+    summary: Mapping[str, Any], baselines: Sequence[Mapping[str, Any]] = (), wide: bool = False
 ) -> RenderableType:
     """Returns the result of a run: scores, clients, traffic and time.
 
     Args:
         summary: The summary of the run.
         baselines: The summaries of other runs to show in the same tables.
+        wide: All columns.
     """
     if summary["status"] == "unfinished":
-        return Text(
-            f"unfinished, last round {summary['rounds']}; `fedloom resume` continues from its "
-            "checkpoint, if it has one"
-        )
+        return Text(f"unfinished, last round {summary['rounds']}")
     parts: list[RenderableType] = [
-        Text(headline(summary), style="bold"),
-        _scores([summary, *baselines]),
-        _clients(summary, baselines),
-        _traffic(summary),
+        _headline(summary),
+        *_scores([summary, *baselines], wide),
+        *_clients(summary, baselines, wide),
+        *_traffic(summary, wide),
     ]
     if summary.get("without_training_items"):
         idle = ", ".join(summary["without_training_items"])
@@ -130,134 +172,145 @@ def _absences(s: Mapping[str, Any]) -> str:
     return f"absent from exchanges: {shown}; asked again: {s['retried']} ({when})"
 
 
-def _scores(summaries: Sequence[Mapping[str, Any]]) -> Table:
+def engine(summary: Mapping[str, Any]) -> str:
+    """Returns which engine ran, and whether it was chosen automatically: "stacked (auto)"."""
+    chosen = summary["engine_details"].get("chosen_by")
+    return f"{summary['engine']} ({chosen})" if chosen else str(summary["engine"])
+
+
+def _headline(s: Mapping[str, Any]) -> Text:
+    return Text(headline(s), style="bold").append(f"\nengine: {engine(s)}", style="not bold")
+
+
+def _titled(title: str, table: Table) -> tuple[Text, Table]:
+    return Text(f"\n{title}", style="italic"), table
+
+
+def _scores(summaries: Sequence[Mapping[str, Any]], wide: bool) -> tuple[Text, Table]:
     how = f"{summaries[0]['evaluation']} models, clients weighted by size"
-    title = f"test scores at the best validation round, % ({how})"
-    table = Table(title=title, title_justify="left")
-    measures = (
-        "accuracy",
-        "mean over clients",
-        "F1 macro",
-        "F1 weighted",
-        "AUC",
-        "validation",
-        "best round",
-        "final",
+    selection = summaries[0].get("selection") or "accuracy"
+    scores = list(dict.fromkeys(("accuracy", selection, "f1_macro")))
+    if wide:
+        scores = list(dict.fromkeys((*scores, "accuracy_mean", "f1_weighted", "auc")))
+        scores += [f"val_{selection}", "final_accuracy"]
+    table = grid(
+        (
+            "method",
+            *map(label, scores),
+            "best round",
+            *(("sent up", "sent down") if wide else ("sent",)),
+            "seconds",
+        )
     )
-    for heading in ("method", *measures, "sent up", "sent down", "seconds"):
-        table.add_column(heading, justify="left" if heading == "method" else "right")
     for s in summaries:
+        up, down = s["traffic"]["bytes_up"], s["traffic"]["bytes_down"]
         table.add_row(
             s["method"],
-            percent(s["accuracy"]),
-            percent(s["accuracy_mean"]),
-            percent(s["f1_macro"]),
-            percent(s["f1_weighted"]),
-            percent(s["auc"]),
-            percent(s["val_accuracy"]),
+            *(percent(s.get(name)) for name in scores),
             f"{s['best_round'] or '-'} of {s['rounds']}",
-            percent(s["final_accuracy"]),
-            size(s["traffic"]["bytes_up"]),
-            size(s["traffic"]["bytes_down"]),
+            *((size(up), size(down)) if wide else (size(up + down),)),
             f"{s['seconds']['total']:.1f}",
         )
-    return table
+    return _titled(f"test scores at the best validation round, % ({how})", table)
 
 
-def _clients(s: Mapping[str, Any], baselines: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="clients", title_justify="left")
+def _clients(
+    s: Mapping[str, Any], baselines: Sequence[Mapping[str, Any]], wide: bool
+) -> tuple[Text, Table]:
     # Shows the accuracies of the baselines that have the same clients (a centralized one has not).
     ids = [c["id"] for c in s["per_client"]]
     others = [o for o in baselines if [c["id"] for c in o["per_client"]] == ids]
-    for heading in (
-        "id",
-        "nodes",
-        "train",
-        "val",
-        "test",
-        "accuracy",
-        *(f"{o['method']}'s" for o in others),
-        "F1 macro",
-    ):
-        table.add_column(heading, justify="right")
+    if not wide:
+        others = [o for o in others if o["method"] == "local"] or others[:1]
+    split = ("train", "val", "test") if wide else ("train / val / test",)
+    named = (f"{o['method']}'s" for o in others)
+    table = grid(("client", "nodes", *split, "accuracy", *named, "F1 macro"))
     shown = s["per_client"][:20]
     for k, c in enumerate(shown):
-        accuracies = (percent(run["per_client"][k]["accuracy"]) for run in (s, *others))
+        counts = [str(c[part]) for part in ("train", "val", "test")]
         table.add_row(
             c["id"],
-            *(str(c[part]) for part in ("nodes", "train", "val", "test")),
-            *accuracies,
+            str(c["nodes"]),
+            *(counts if wide else (" / ".join(counts),)),
+            *(percent(run["per_client"][k]["accuracy"]) for run in (s, *others)),
             percent(c["f1"]),
         )
+    title = "clients"
     if len(shown) < len(s["per_client"]):
-        table.add_row("…", f"and {len(s['per_client']) - len(shown)} more in summary.json")
-    return table
+        title += f", the first 20 of {len(s['per_client'])} (summary.json has all)"
+    return _titled(title, table)
 
 
-def _traffic(s: Mapping[str, Any]) -> Table:
-    table = Table(title="traffic, all clients and rounds", title_justify="left")
-    for heading in ("phase", "messages", "scalars up", "scalars down", "bytes up", "bytes down"):
-        table.add_column(heading, justify="left" if heading == "phase" else "right")
+def _traffic(s: Mapping[str, Any], wide: bool) -> tuple[Text, Table]:
+    scalars = ("scalars up", "scalars down") if wide else ()
+    table = grid(("phase", "messages", *scalars, "sent up", "sent down"))
     for name, t in s["traffic"]["phases"].items():
-        scalars = (f"{t[key]:,}" for key in ("messages", "scalars_up", "scalars_down"))
-        table.add_row(name, *scalars, size(t["bytes_up"]), size(t["bytes_down"]))
-    return table
+        counts = ("messages", *(("scalars_up", "scalars_down") if wide else ()))
+        numbers = (f"{t[key]:,}" for key in counts)
+        table.add_row(name, *numbers, size(t["bytes_up"]), size(t["bytes_down"]))
+    return _titled("traffic, all clients and rounds", table)
 
 
-def comparison(c: Comparison) -> RenderableType:
+TASKS_BESIDE = 3  # tasks that fit beside each other in 80 columns
+
+
+def comparison(c: Comparison, wide: bool = False) -> RenderableType:
     """Returns the tables of a comparison: all tasks if there are several, then each task.
 
     A footnote explains the numbers. Lines below it name the folders that were left out.
+
+    Args:
+        c: The comparison.
+        wide: All columns.
     """
     parts: list[RenderableType] = []
-    styles = {"best": "bold green", "second": "underline", "": ""}
     if len(c.tasks) > 1:
-        overview = Table(title=f"test {c.metric.replace('_', ' ')}, %", title_justify="left")
-        for heading in ("method", *c.tasks, "mean"):
-            overview.add_column(heading, justify="left" if heading == "method" else "right")
-        for row in c.rows:
-            entries = [c.entries.get((task, row)) for task in c.tasks]
-            shown = [
-                Text(str(e.score) + (" ≈" if e.like_best else ""), styles[e.mark])
-                if e and e.score
-                else Text("-")
-                for e in entries
-            ]
-            overview.add_row(row, *shown, percent(c.overall(row)))
-        parts.append(overview)
+        step = len(c.tasks) if wide else TASKS_BESIDE
+        parts.append(Text(f"test {label(c.metric)}, %", style="italic"))
+        for first in range(0, len(c.tasks), step):
+            is_last = first + step >= len(c.tasks)
+            parts += [_overview(c, c.tasks[first : first + step], is_last), Text("")]
     for task in c.tasks:
-        table = Table(title=task, title_justify="left")
-        for heading in (
-            "method",
-            f"{c.metric.replace('_', ' ')} %",
-            "over local",
-            "below the best",
-            "p",
-            "sent",
-            "seconds",
-            "seeds",
-        ):
-            table.add_column(heading, justify="left" if heading == "method" else "right")
-        for row, e in c.on(task).items():
-            mark = {"best": " best", "second": " second"}.get(e.mark, "") + (
-                " ≈" if e.like_best else ""
-            )
-            tested = (
-                (points(e.against_best.mean), f"{e.p:.2g}")
-                if e.against_best and e.p is not None
-                else ("", "")
-            )
-            gain = points(e.gain.mean) if e.gain else ""
-            score = Text(str(e.score) if e.score else "-", styles[e.mark]).append(mark, "dim")
-            table.add_row(
-                row, score, gain, *tested, size(e.bytes_sent), f"{e.seconds:.1f}", str(len(e.runs))
-            )
-        parts.append(table)
+        parts += [Text(task, style="italic"), _task(c, task, wide), Text("")]
     parts.append(Text(footnote(c), style="dim"))
     parts += [
         Text(f"left out: {each.folder}: {each.reason}", style="yellow") for each in c.left_out
     ]
     return Group(*parts)
+
+
+_STYLES = {"best": "bold green", "second": "underline", "": ""}
+
+
+def _overview(c: Comparison, tasks: Sequence[str], with_mean: bool) -> Table:
+    """Returns the scores of all rows on some tasks, and the mean over all tasks."""
+    table = grid(("method", *tasks, *(("mean",) if with_mean else ())))
+    for row in c.rows:
+        entries = [c.entries.get((task, row)) for task in tasks]
+        shown = [
+            Text(str(e.score) + (" ≈" if e.like_best else ""), _STYLES[e.mark])
+            if e and e.score
+            else Text("-")
+            for e in entries
+        ]
+        table.add_row(row, *shown, *((percent(c.overall(row)),) if with_mean else ()))
+    return table
+
+
+def _task(c: Comparison, task: str, wide: bool) -> Table:
+    more = ("seconds", "seeds") if wide else ()
+    table = grid(("method", f"{label(c.metric)} %", "over local", "below best", "p", "sent", *more))
+    for row, e in c.on(task).items():
+        mark = {"best": " best", "second": " second"}.get(e.mark, "")
+        mark += " ≈" if e.like_best else ""
+        tested = ("", "")
+        if e.against_best and e.p is not None:
+            tested = (points(e.against_best.mean), f"{e.p:.2g}")
+        gain = points(e.gain.mean) if e.gain else ""
+        score = Text(str(e.score) if e.score else "-", _STYLES[e.mark]).append(mark, "dim")
+        numbers = (f"{e.seconds:.1f}", str(len(e.runs))) if wide else ()
+        table.add_row(row, score, gain, *tested, size(e.bytes_sent), *numbers)
+    return table
 
 
 def comparison_as_json(c: Comparison) -> dict[str, Any]:
@@ -272,9 +325,9 @@ def comparison_as_json(c: Comparison) -> dict[str, Any]:
 def method(name: str, cls: type[Method]) -> RenderableType:
     """Returns the description of a method: its file's docstring, its settings and its phases."""
     module = getmodule(cls)
-    settings = Table(title="settings", title_justify="left")
-    for heading in ("field", "default", "valid", "tuned over", "description"):
-        settings.add_column(heading)
+    settings = grid(
+        headings := ("field", "default", "valid", "tuned over", "description"), left=headings
+    )
     for f in fields(cls):
         settings.add_row(
             f.name,
@@ -283,9 +336,7 @@ def method(name: str, cls: type[Method]) -> RenderableType:
             f.metadata.get("tune") or "",
             f.metadata["help"],
         )
-    phases = Table(title="phases", title_justify="left")
-    for heading in ("phase", "takes", "answers"):
-        phases.add_column(heading)
+    phases = grid(("phase", "takes", "answers"), left=("takes", "answers"))
     for key, phase in phases_of(cls).items():
         declared = {
             k: v if isinstance(v, str) else "(see the method)" for k, v in phase.reply.items()
@@ -304,43 +355,94 @@ def method(name: str, cls: type[Method]) -> RenderableType:
         facts.append("uses the edges between clients (partition.cross_edges)")
     if cls.discloses_to_peers:
         facts.append(f"other clients learn: {cls.discloses_to_peers}")
-    title, text = Text(name, style="bold"), Text((getdoc(module) or "") + "\n")
-    return Group(title, text, settings, phases, Text(" · ".join(facts)))
+    title, text = Text(name, style="bold"), Text(_reflowed(getdoc(module) or "") + "\n")
+    return Group(
+        title,
+        text,
+        Text("settings", style="italic"),
+        settings,
+        Text("\nphases", style="italic"),
+        phases,
+        Text("\n" + "\n".join(facts)),
+    )
 
 
-def partition_statistics(statistics: Mapping[str, Any]) -> RenderableType:
-    """Returns the table of each client's data, as `fedloom partition` prints it."""
+def _reflowed(text: str) -> str:
+    """Returns a docstring with each paragraph on one line. Indented lines and lists stay."""
+    paragraphs = []
+    for paragraph in text.split("\n\n"):
+        lines = paragraph.splitlines()
+        is_prose = not any(line.startswith((" ", "-", "*", "|", "#")) for line in lines)
+        paragraphs.append(" ".join(lines) if is_prose else paragraph)
+    return "\n\n".join(paragraphs)
+
+
+def method_as_json(name: str, cls: type[Method]) -> dict[str, Any]:
+    """Returns what `fedloom methods NAME --json` prints."""
+    phases = {
+        key: {
+            "takes": list(phase.parameters),
+            "answers": {
+                k: v if isinstance(v, str) else "(see the method)" for k, v in phase.reply.items()
+            },
+            "read_by": phase.read_by or None,
+        }
+        for key, phase in phases_of(cls).items()
+    }
+    settings = {
+        f.name: {
+            "default": default_of(f),
+            "valid": valid_values(f),
+            "tune": f.metadata.get("tune"),
+            "help": f.metadata["help"],
+        }
+        for f in fields(cls)
+    }
+    return {
+        "name": name,
+        "description": getdoc(getmodule(cls)) or "",
+        "evaluations": list(cls.evaluations),
+        "tasks": list(cls.tasks),
+        "needs_each_reply_to": list(cls().single_replies()),
+        "server_learns": cls.discloses_to_server,
+        "peers_learn": cls.discloses_to_peers,
+        "uses_cross_edges": cls.uses_cross_edges,
+        "settings": settings,
+        "phases": phases,
+    }
+
+
+def partition_statistics(statistics: Mapping[str, Any], wide: bool = False) -> RenderableType:
+    """Returns the table of each client's data, as `fedloom partition` prints it.
+
+    Args:
+        statistics: As `fedloom.data.statistics.partition_statistics` returns them.
+        wide: All columns.
+    """
     is_node_task = "homophily_per_class" in statistics["clients"][0]
     by_class = "homophily_per_class" if is_node_task else "graph_size_per_class"
-    title = f"partition ({by_class.replace('_', ' ')} in the last column)"
-    table = Table(title=title, title_justify="left")
-    for heading in (
-        "client",
-        "nodes",
-        "train / val / test",
-        "edges kept",
-        "cut",
-        "homophily %",
-        "labels",
-        "per class",
-    ):
-        table.add_column(heading, justify="left" if heading in ("labels", "per class") else "right")
+    last = f"{by_class.replace('_', ' ')}{' %' if is_node_task else ''}"
+    headings = ["client", "nodes", "edges kept", "cut", "homophily %", "items of each class"]
+    if wide:
+        headings = [*headings[:2], "train / val / test", *headings[2:], last]
+    table = grid(headings, left=("items of each class", last))
     for c in statistics["clients"]:
         scale = 100 if is_node_task else 1
         classwise = " ".join("-" if v is None else f"{scale * v:.0f}" for v in c[by_class])
+        split = (f"{c['train']} / {c['val']} / {c['test']}",) if wide else ()
         table.add_row(
             c["name"],
             f"{c['nodes']:,}",
-            f"{c['train']} / {c['val']} / {c['test']}",
+            *split,
             f"{c['edges_kept']:,}",
             _count(c["edges_cut"]),
             percent(c.get("homophily")),
             " ".join(map(str, c["labels"])),
-            classwise,
+            *((classwise,) if wide else ()),
         )
     total = statistics["totals"]
     cut = f"{_count(total['edges_cut'])} cut ({percent(total['cut_share'])} %)"
-    line = f"{total['nodes']:,} nodes; edges: {total['edges_kept']:,} kept, {cut}"
+    line = f"\n{total['nodes']:,} nodes; edges: {total['edges_kept']:,} kept, {cut}"
     return Group(table, Text(line))
 
 
@@ -348,24 +450,24 @@ def _count(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
 
 
-def tuning(tuned: Tuned, rows: int = 10) -> RenderableType:
+def tuning(tuned: Tuned, rows: int = 10, wide: bool = False) -> RenderableType:
     """Returns the best trials of a study, and how to read the score of the best one.
 
     Args:
         tuned: The study.
         rows: The number of trials to show. The recipe as given is always shown.
+        wide: A column for each setting.
     """
     ranked, metric = tuned.ranked, tuned.selection.replace("_", " ")
     shown = ranked[:rows] + [t for t in ranked[rows:] if t is tuned.given]
-    table = Table(title=f"best trials by validation {metric}, %", title_justify="left")
-    for heading in ("trial", "validation", *tuned.best.settings):
-        table.add_column(heading, justify="right")
+    names = tuple(tuned.best.settings) if wide else ("settings",)
+    table = grid(("trial", f"validation {metric} %", *names), left=("settings",))
     for t in shown:
-        values = (f"{v:.3g}" if isinstance(v, float) else str(v) for v in t.settings.values())
+        values = {k: f"{v:.3g}" if isinstance(v, float) else str(v) for k, v in t.settings.items()}
         table.add_row(
             f"{t.number} (as given)" if t is tuned.given else str(t.number),
             percent(t.validation),
-            *values,
+            *(values.values() if wide else [", ".join(f"{k}={v}" for k, v in values.items())]),
         )
     failed = len(tuned.trials) - len(ranked)
     failures = f", {failed} of them failed" if failed else ""
@@ -383,4 +485,5 @@ def tuning(tuned: Tuned, rows: int = 10) -> RenderableType:
         f"it is the best of {len(ranked)} on the same validation items: expect a lower score on "
         "other items"
     )
-    return Group(table, Text("\n".join(lines)))
+    lines[0] = f"\n{lines[0]}"
+    return Group(Text("best trials", style="italic"), table, Text("\n".join(lines)))

@@ -1,0 +1,39 @@
+"""Labels: the name under which each number of a summary is shown.
+
+The console, the report and `watch` use these names, so that a name means the same number
+everywhere. This module does not import torch.
+
+`accuracy` is the test accuracy at the round with the best validation score, the mean over clients
+weighted by their size. Every other test score is of the same round, and weighted in the same way.
+"""
+
+LABELS = {
+    "accuracy": "accuracy",
+    "accuracy_mean": "mean over clients",
+    "val_accuracy": "validation",
+    "final_accuracy": "final",
+    "f1_macro": "F1 macro",
+    "f1_present": "F1 present",
+    "f1_weighted": "F1 weighted",
+    "auc": "AUC",
+    "pr_auc": "PR-AUC",
+    "balanced_accuracy": "balanced accuracy",
+    "precision": "precision",
+    "recall": "recall",
+    "precision_at_k": "precision at k",
+    "recall_at_k": "recall at k",
+    "ece": "calibration error",
+    "best_round": "best round",
+    "bytes_up": "sent up",
+    "bytes_down": "sent down",
+    "seconds": "seconds",
+}
+
+
+def label(name: str) -> str:
+    """Returns the name under which a number is shown. An unknown one is written with spaces."""
+    if name not in LABELS and name.startswith("val_"):
+        return f"validation {label(name.removeprefix('val_'))}"
+    if name not in LABELS and name.endswith("_mean"):
+        return f"{label(name.removesuffix('_mean'))}, mean over clients"
+    return LABELS.get(name, name.replace("_", " "))
