@@ -165,14 +165,14 @@ def test_a_resumed_run_has_the_same_weights(imbalanced, tmp_path):
     class StoppedError(Exception):
         """Ends a run."""
 
-    def stop(entry, planned):
+    def stop(entry):
         if entry["round"] == 2:
             raise StoppedError
 
     settings = {"model": MODEL, "rounds": 4, "class_weight": "balanced", "checkpoint_every": 1}
     whole = fedloom.run("fedavg", imbalanced, **settings)
     with pytest.raises(StoppedError):
-        fedloom.run("fedavg", imbalanced, on_round=stop, out=tmp_path / "run", **settings)
+        fedloom.run("fedavg", imbalanced, callbacks=stop, out=tmp_path / "run", **settings)
     resumed = fedloom.run("fedavg", imbalanced, out=tmp_path / "run", resume=True, **settings)
     assert resumed.summary["history_hash"] == whole.summary["history_hash"]
     assert resumed.summary["confusion"] == whole.summary["confusion"]

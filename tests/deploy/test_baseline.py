@@ -105,12 +105,12 @@ def test_a_resumed_run_repeats_no_row(deployed):
     class StoppedError(Exception):
         """Ends a run."""
 
-    def stop(entry, planned):
+    def stop(entry):
         if entry["round"] == 3:
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        deployed.serve(on_round=stop)
+        deployed.serve(callbacks=stop)
     for name in ("bank-a", "bank-b"):  # restarted; bank-c continues
         deployed.transport.parties[name] = deployed.party(name, baseline=True)
     deployed.serve(resumed=read_config(deployed.folder / "run"))

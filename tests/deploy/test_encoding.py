@@ -164,7 +164,7 @@ class StoppedError(Exception):
 
 
 def stop_after(number):
-    def stop(entry, planned):
+    def stop(entry):
         if entry["round"] == number:
             raise StoppedError
 
@@ -173,7 +173,7 @@ def stop_after(number):
 
 def test_a_resumed_run_and_restarted_parties_use_the_fitted_encoding(banks):
     with pytest.raises(StoppedError):
-        banks.serve(on_round=stop_after(2))
+        banks.serve(callbacks=stop_after(2))
     for name in NAMES[:2]:
         (banks.folder / f"state-{name}" / "encoding.json").unlink()
         banks.transport.parties[name] = banks.party(name)

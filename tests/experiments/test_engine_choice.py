@@ -84,7 +84,7 @@ class StoppedError(Exception):
 
 
 def stop_after(number):
-    def stop(entry, planned):
+    def stop(entry):
         if entry["round"] == number:
             raise StoppedError
 
@@ -172,7 +172,7 @@ def test_a_long_run_has_a_checkpoint_and_a_completed_run_has_none(
     settings = {"model": MODEL, "rounds": 4, "out": tmp_path / "x"}
     plain = fedloom.run("fedavg", node_federation, model=MODEL, rounds=4)
     with pytest.raises(StoppedError):
-        fedloom.run("fedavg", node_federation, on_round=stop_after(3), **settings)
+        fedloom.run("fedavg", node_federation, callbacks=stop_after(3), **settings)
     assert checkpoint.saved_round(tmp_path / "x") in (1, 2)
     resumed = fedloom.run("fedavg", node_federation, resume=True, **settings)
     assert resumed.summary["history_hash"] == plain.summary["history_hash"]

@@ -222,14 +222,14 @@ def test_a_resumed_run_has_the_same_history_and_summary(node_federation, tmp_pat
     class StoppedError(Exception):
         """Ends a run."""
 
-    def stop(entry, planned):
+    def stop(entry):
         if entry["round"] == 3:
             raise StoppedError
 
     settings = {"rounds": 6, "participation": 0.5, "evaluate_every": 2, "checkpoint_every": 1}
     whole = go(node_federation, out=tmp_path / "whole", **settings)
     with pytest.raises(StoppedError):
-        go(node_federation, out=tmp_path / "cut", on_round=stop, **settings)
+        go(node_federation, out=tmp_path / "cut", callbacks=stop, **settings)
     resumed = go(node_federation, out=tmp_path / "cut", resume=True, **settings)
     assert summarised(resumed.summary) == summarised(whole.summary)
     one, other = (
