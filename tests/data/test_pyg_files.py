@@ -267,12 +267,33 @@ def test_a_tensor_larger_than_its_storage_is_refused(tmp_path):
     # The pickle writes 77 as KM, in the length of the storage and in the shape of the tensor.
     assert pickled.count(b"KM") >= 2
     longer = pickled.replace(b"KM", b"K\xff")
-    with pytest.raises(DataError, match=r"mine\.pt"):
+    with pytest.raises(DataError, match=r"mine\.pt' is damaged: its pickle expects 1020 bytes"):
         fedloom.from_file(
             archive(
                 path, longer, **{name: parts[name] for name in parts if name.startswith("data/")}
             )
         )
+
+
+def test_a_reference_to_memory_in_another_form_is_refused(tmp_path):
+    path = saved(some(), tmp_path / "mine.pt")
+    with zipfile.ZipFile(path) as file:
+        parts = {name.removeprefix("mine/"): file.read(name) for name in file.namelist()}
+    pickled = parts.pop("data.pkl")
+    assert b"K\x18tq" in pickled  # 24 entries of x, then the end of the reference
+    # Six parts instead of five, and a number of entries that is no number.
+    for other in (b"K\x18Ntq", b"\x88tq"):
+        forged = pickled.replace(b"K\x18tq", other)
+        with pytest.raises(DataError, match="memory is named in another way"):
+            fedloom.from_file(archive(path, forged, **parts))
+
+
+def test_two_parts_with_the_same_name_are_refused(tmp_path):
+    path = saved(some(), tmp_path / "mine.pt")
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr("mine/DATA/0", bytes(8))
+    with pytest.raises(DataError, match="two parts have the same name"):
+        fedloom.from_file(path)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.99, 0.999])

@@ -27,11 +27,13 @@ PYG_CLASSES = {
     "torch_geometric.data.data": ("Data", "DataEdgeAttr", "DataTensorAttr"),
     "torch_geometric.data.storage": ("GlobalStorage",),
 }
-_DTYPES = "Float Double Half BFloat16 Long Int Short Char Byte Bool"
+_BYTES = {"Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2}
+_BYTES |= {"Char": 1, "Byte": 1, "Bool": 1}
+STORAGES = {f"torch {dtype}Storage": size for dtype, size in _BYTES.items()}  # bytes of an entry
 TENSOR_PARTS = (
     "collections OrderedDict",
     "torch._utils _rebuild_tensor_v2",
-    *(f"torch {dtype}Storage" for dtype in _DTYPES.split()),
+    *STORAGES,
 )
 ALLOWED = frozenset(
     (
@@ -39,8 +41,12 @@ ALLOWED = frozenset(
         *(f"{module} {name}" for module, names in PYG_CLASSES.items() for name in names),
     )
 )
-# Other opcodes that name functions or classes. torch.save writes none of them.
+# Other opcodes that name functions or classes, or keep values. torch.save writes none of them.
 OTHER_NAMING_OPCODES = {"STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4"}
+OTHER_NAMING_OPCODES |= {"PUT", "GET", "MEMOIZE", "PERSID"}
+# Opcodes whose argument, or the value that it names, is a constant.
+RECALLS = {"BINGET", "LONG_BINGET"}
+CONSTANTS = {"BINUNICODE", "GLOBAL", "BININT", "BININT1", "BININT2", "LONG1", *RECALLS}
 
 
 def from_pyg_file(path: str | Path) -> Graph:
@@ -90,6 +96,12 @@ def _inspect(path: Path) -> None:
                 f"it holds {len(pickles)} pickles"
             )
         content = archive.read(pickles[0])
+    folder = pickles[0].filename.removesuffix("data.pkl")
+    sizes = {part.filename.lower(): part.file_size for part in parts}  # PyTorch ignores the case
+    if len(sizes) < len(parts):
+        raise DataError(
+            f"graph: {str(path)!r} is not what torch.save writes: two parts have the same name"
+        )
     for operation, argument, _ in pickletools.genops(content):
         if operation.name in OTHER_NAMING_OPCODES:
             raise DataError(
@@ -103,6 +115,49 @@ def _inspect(path: Path) -> None:
                 "nothing of it was run. "
                 "Valid: what torch.save writes of a PyG Data with tensors, or of a list of them"
             )
+    for key, size in _storages(content):
+        stored = sizes.get(f"{folder}data/{key}".lower(), 0)
+        if size != stored:
+            raise DataError(
+                f"graph: {str(path)!r} is damaged: "
+                f"its pickle expects {size} bytes of tensor {key}, the file holds {stored}"
+            )
+
+
+def _storages(content: bytes) -> Iterator[tuple[str, int]]:
+    """Yields the key and the size in bytes of every tensor memory that a pickle refers to.
+
+    PyTorch 2.6 does not compare this size with the file, and would show other memory of this
+    process. A reference must be written as torch.save writes it: MARK, five constants, TUPLE,
+    BINPERSID. Raises a ValueError for others.
+    """
+    memo: dict[Any, Any] = {}
+    constant: Any = None  # the last operation's constant, if it is one
+    constants: list[Any] | None = None  # since the last MARK, if there were only constants
+    made: list[Any] | None = None  # the constants of the last operation's tuple
+    for operation, argument, _ in pickletools.genops(content):
+        name = operation.name
+        if name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = constant
+            continue
+        if name == "BINPERSID":
+            yield _reference(made or [])
+        made = constants if name == "TUPLE" else None
+        constant = memo.get(argument) if name in RECALLS else argument
+        if name == "MARK":
+            constants = []
+        elif name not in CONSTANTS:
+            constants = constant = None
+        elif constants is not None:
+            constants.append(constant)
+
+
+def _reference(parts: list[Any]) -> tuple[str, int]:
+    """Returns the key and the size in bytes of a reference to a tensor's memory."""
+    match parts:
+        case ["storage", str(kind), str(key), str(), int(entries)] if kind in STORAGES:
+            return key, entries * STORAGES[kind]
+    raise ValueError("a tensor's memory is named in another way")
 
 
 def _load(path: Path) -> Any:
