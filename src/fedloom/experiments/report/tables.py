@@ -355,6 +355,8 @@ def method(name: str, cls: type[Method]) -> RenderableType:
         facts.append("uses the edges between clients (partition.cross_edges)")
     if cls.discloses_to_peers:
         facts.append(f"other clients learn: {cls.discloses_to_peers}")
+    if not cls.predicts_unseen:
+        facts.append(f"cannot predict for unseen items: that needs {cls.unseen_needs}")
     title, text = Text(name, style="bold"), Text(_reflowed(getdoc(module) or "") + "\n")
     return Group(
         title,
@@ -407,6 +409,8 @@ def method_as_json(name: str, cls: type[Method]) -> dict[str, Any]:
         "server_learns": cls.discloses_to_server,
         "peers_learn": cls.discloses_to_peers,
         "uses_cross_edges": cls.uses_cross_edges,
+        "predicts_unseen": cls.predicts_unseen,
+        "needs_of_model": cls.needs_of_model,
         "settings": settings,
         "phases": phases,
     }
