@@ -370,7 +370,7 @@ def test_a_client_without_training_nodes_is_named(tmp_path, here):
 
 
 BAD_DATA = {
-    "NaN features": ({"nodes": "id,label,a\n0,x,nan\n1,y,2.0\n"}, ["nan", "a"]),
+    "infinite features": ({"nodes": "id,label,a\n0,x,inf\n1,y,2.0\n"}, ["inf", "a"]),
     "edge to nowhere": ({"edges": "source,target\n0,9\n"}, ["edges.csv", "9"]),
     "empty graph": ({"nodes": "id,label,a\n", "edges": "source,target\n"}, ["nodes.csv"]),
     "missing column": ({"nodes": "id,a\n0,1\n1,1\n"}, ["label", "nodes.csv"]),

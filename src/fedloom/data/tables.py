@@ -317,6 +317,7 @@ class _Reader:
             nodes, batch = self.grouped(nodes, graphs)
             ids = nodes.columns[layout.id].tolist()
         items = nodes if graphs is None else graphs
+        y, num_classes, names = self.classes(items, class_names)
         edges_file = self.open("edges", layout.edges, [layout.source, layout.target])
         scoped = batch is not None and layout.graph in edges_file.columns
         position = self.positions(nodes, ids, batch if scoped else None)
@@ -333,7 +334,6 @@ class _Reader:
         where = str(edges_file.path)
         edges, weight = merged(edges, weight, nodes.rows, layout.aggregate, where)
         self.require_not_negative(edges, weight, ids, where)
-        y, num_classes, names = self.classes(items, class_names)
         id_column = layout.id if graphs is None else layout.graph_id
         raw = RawGraph(
             x=torch.zeros(nodes.rows, 0),
