@@ -20,6 +20,7 @@ from fedloom.data.raw_graph import RawGraph
 from fedloom.data.tables import read_folder
 from fedloom.errors import ConfigError, DataError, FedloomError, Refusal
 from fedloom.experiments.federated_encoding import FitEncoding, encoding_facts, fit_encoding
+from fedloom.experiments.recipe import make_recipe
 from fedloom.privacy.secure_aggregation import responder_for
 
 SETTINGS = """
@@ -204,3 +205,38 @@ def test_a_part_of_a_raw_graph_has_the_rows_of_its_nodes(banks):
     assert isinstance(part, RawGraph)
     assert part.table.columns["country"].tolist() == graph.table.columns["country"][[3, 1]].tolist()
     assert part.table.lines.tolist() == [5, 3]
+
+
+# ---- recipes ----
+def test_a_recipe_of_parties(banks, tmp_path):
+    dataset = f"parties:{tmp_path}"
+    recipe = make_recipe({"data": {"dataset": dataset, "split": "40/20/40"}})
+    config = recipe.config()
+    assert (config["partition"]["name"], config["partition"]["clients"]) == ("given", 3)
+    assert make_recipe(config).config() == config
+    federation = recipe.federation()
+    assert federation.names == ("a", "b", "c")
+    renamed = {path.name: path for path in banks.values()}
+    expected = fedloom.from_folders(renamed, split="40/20/40")
+    for one, other in zip(federation.graphs, expected.graphs, strict=True):
+        assert torch.equal(one.x, other.x)
+        assert torch.equal(one.train, other.train)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"partition": {"clients": 4}}, "partition.clients is 4, but .* has 3 parties with graphs"),
+        ({"partition": {"name": "louvain"}}, "partition.name is 'louvain', but"),
+        ({"partition": {"cross_edges": "known"}}, "partition.cross_edges is 'known', but"),
+        ({"data": {"dataset": "parties:nowhere"}}, "there is no folder 'nowhere'"),
+    ],
+)
+def test_a_recipe_of_parties_refuses(banks, tmp_path, tables, message):
+    with pytest.raises(FedloomError, match=message):
+        make_recipe({"data": {"dataset": f"parties:{tmp_path}"}} | tables)
+
+
+def test_a_folder_without_parties(tmp_path):
+    with pytest.raises(DataError, match="no subfolder has tables; each party needs one"):
+        make_recipe({"data": {"dataset": f"parties:{tmp_path}"}})

@@ -66,6 +66,10 @@ def partitioner(name: str, *, graphs: bool = False) -> Callable[[Partitioner], P
 # ---- public functions ----
 
 
+# The parties have graphs of their own, which nothing divides.
+GIVEN = "given"
+
+
 def partitions() -> dict[str, str]:
     """Returns the name and a one-line description of every partition."""
     return {
@@ -76,6 +80,8 @@ def partitions() -> dict[str, str]:
 
 def partition_settings(name: str) -> dict[str, Any]:
     """Returns the options of a partition and their defaults."""
+    if name == GIVEN:
+        return {}
     if name not in _PARTITIONERS:
         raise unknown("partition", name, _PARTITIONERS)
     parameters = inspect.signature(_PARTITIONERS[name]).parameters.values()

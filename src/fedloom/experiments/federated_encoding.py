@@ -32,11 +32,17 @@ from fedloom.data.federation import Federation
 from fedloom.data.labels import union_of_classes, with_classes
 from fedloom.data.raw_graph import RawGraph
 from fedloom.data.split import DEFAULT_SPLIT, apply_split
-from fedloom.data.tables import read_declaration, read_folder, with_degrees
+from fedloom.data.tables import (
+    is_folder_of_tables,
+    read_declaration,
+    read_folder,
+    with_degrees,
+)
 from fedloom.engines.loop import Engine
 from fedloom.errors import ConfigError, DataError
 from fedloom.privacy.secure_aggregation import aggregation_for, require_cohort, responder_for
 
+PARTIES = "parties:"  # a dataset of several parties: parties:FOLDER
 LOG = logging.getLogger("fedloom.data")
 MODEL = "mlp-1x1"  # facts need a model, but nothing is trained here
 
@@ -214,6 +220,20 @@ def from_folders(
     else:
         graphs = tuple(with_degrees(graph) for graph in raw.values())
     return Federation(graphs, tuple(raw), inductive=inductive, about=about).check()
+
+
+def party_folders(dataset: str) -> dict[str, Path]:
+    """Returns the parties of a dataset "parties:FOLDER": each subfolder with tables is a party."""
+    folder = Path(dataset.removeprefix(PARTIES)).expanduser()
+    if not folder.is_dir():
+        raise DataError(f"data.dataset is {dataset!r}: there is no folder {str(folder)!r}")
+    found = {f.name: f for f in sorted(folder.iterdir()) if f.is_dir() and is_folder_of_tables(f)}
+    if not found:
+        raise DataError(
+            f"data.dataset is {dataset!r}: no subfolder has tables; each party needs one with "
+            "nodes.csv and edges.csv"
+        )
+    return found
 
 
 def merged_declaration(declared: Mapping[str, Encoding]) -> Encoding:

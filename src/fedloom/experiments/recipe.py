@@ -7,7 +7,7 @@ import re
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from fedloom.core.settings import check_setting, setting
 from fedloom.data.datasets import catalogue, load
 from fedloom.data.federation import Federation
 from fedloom.data.graph import FLOWS
-from fedloom.data.partition import divide, partition_settings
+from fedloom.data.partition import GIVEN, divide, partition_settings
 from fedloom.errors import ConfigError, DataError, unknown
+from fedloom.experiments.federated_encoding import PARTIES, from_folders, party_folders
 from fedloom.experiments.result import Result
 from fedloom.experiments.run import agree_on_facts, require_unreserved, run
 from fedloom.experiments.settings import RunSettings, chosen_evaluation
@@ -31,7 +32,8 @@ class DataTable:
 
     dataset: str = setting(
         "cora",
-        "a name (see `fedloom datasets`), a folder with graph.toml, or synthetic:key=value,...",
+        "a name (see `fedloom datasets`), a folder of tables, parties:FOLDER with one such folder "
+        "for each party, or synthetic:key=value,...",
     )
     split: str = setting(
         "", 'shares: "20/40/40", "global 10/10/80", or "public" (empty = the dataset\'s default)'
@@ -162,7 +164,9 @@ class Recipe:
         return self.data.split or usual
 
     def federation(self) -> Federation:
-        """Loads the graph and divides it."""
+        """Loads the graph and divides it, or loads the graphs of the parties."""
+        if self.data.dataset.startswith(PARTIES):
+            return self._parties()
         graph = load(self.data.dataset, public_split=self.data.public_split).with_flow(
             self.data.flow
         )
@@ -176,6 +180,17 @@ class Recipe:
             inductive=self.data.inductive,
             options=self.options,
         )
+
+    def _parties(self) -> Federation:
+        federation = from_folders(
+            party_folders(self.data.dataset),
+            secure=self.run.secure,
+            split=self.split,
+            seed=self.partition_seed,
+            inductive=self.data.inductive,
+        )
+        graphs = tuple(graph.with_flow(self.data.flow) for graph in federation.graphs)
+        return replace(federation, graphs=graphs)
 
     def check(self, federation: Federation) -> None:
         """Raises a ConfigError if the method and the models do not fit the federation."""
@@ -323,6 +338,8 @@ def make_recipe(tables: Mapping[str, Any]) -> Recipe:
         if key not in method_fields:
             raise unknown(f"setting of method {method!r}:", key, method_fields)
         given["method"][key] = check_setting(method_fields[key], value, "method")
+    if str(given["data"].get("dataset", "")).startswith(PARTIES):
+        given["partition"] = _given_partition(given["data"]["dataset"], given["partition"])
     own = {f.name for f in fields(PartitionTable)}
     options = {k: given["partition"].pop(k) for k in list(given["partition"]) if k not in own}
     valid = partition_settings(str(given["partition"].get("name", PartitionTable.name)))
@@ -334,6 +351,19 @@ def make_recipe(tables: Mapping[str, Any]) -> Recipe:
         parse_spec(spec.strip().lower())
     chosen_evaluation(cls, method, built["run"].evaluation)
     return Recipe(method=method, method_settings=given["method"], options=options, **built)
+
+
+def _given_partition(dataset: str, partition: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the [partition] of parties that have graphs of their own."""
+    clients = len(party_folders(dataset))
+    fixed = {"name": GIVEN, "clients": clients, "cross_edges": "none"}
+    for key, value in fixed.items():
+        if partition.get(key, value) not in (value, "auto"):
+            raise ConfigError(
+                f"partition.{key} is {partition[key]!r}, but {dataset!r} has {clients} parties "
+                f"with graphs of their own; leave it out, or set {value!r}"
+            )
+    return {**partition, **fixed}
 
 
 def table(name: str, cls: Any, given: Any) -> Any:
