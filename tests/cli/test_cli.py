@@ -143,12 +143,13 @@ def test_a_run_is_shown_again_and_its_config_runs_again(tmp_path, here):
         "models",
     }
     assert expected <= {p.name for p in (tmp_path / "x").iterdir()}
-    assert {p.name for p in (tmp_path / "x" / "models").iterdir()} == {
-        "0.safetensors",
-        "1.safetensors",
-        "2.safetensors",
-        "server.safetensors",
-    }
+    for which in ("best", "final"):
+        assert {p.name for p in (tmp_path / "x" / "models" / which).iterdir()} == {
+            "0.safetensors",
+            "1.safetensors",
+            "2.safetensors",
+            "server.safetensors",
+        }
     assert len((tmp_path / "x" / "history.jsonl").read_text().splitlines()) == 2
 
 

@@ -115,21 +115,24 @@ class Client:
             shared: The shared model that was scored. None: the client's own, or the one that the
                 client remembers.
         """
-        remembered, logits = self._scored
-        shared = remembered if shared is None else shared
-        found = method.predictor(self)
-        if shared is not None:
-            found |= method.shared_predictor(shared)
-        return found if logits is None else {**found, OWN_LOGITS: logits}
+        own, replaced = self._parts(method, shared)
+        return {**own, **replaced}
 
     def keep(self, method: Method, stage: str, shared: Message | None = None) -> None:
-        """Keeps a copy of `predictor` as the best of a stage.
+        """Keeps `predictor` as the best of a stage: a copy, but for the tensors of `shared`.
 
-        Tensors of `shared` are not copied, so that many clients can keep the same ones.
+        Many clients can keep the same shared model.
         """
-        found = self.predictor(method, shared)
-        given = {id(t) for t in flatten(shared).values()} if shared else set()
-        self.kept[stage] = tree_map(lambda t: t if id(t) in given else _copy(t), found)
+        own, replaced = self._parts(method, shared)
+        self.kept[stage] = {**tree_map(_copy, own), **replaced}
+
+    def _parts(self, method: Method, shared: Message | None) -> tuple[Message, Message]:
+        """Returns the client's own part of `predictor`, and that of the shared model."""
+        remembered, logits = self._scored
+        shared = remembered if shared is None else shared
+        replaced = {} if shared is None else method.shared_predictor(shared)
+        own = {name: t for name, t in method.predictor(self).items() if name not in replaced}
+        return own if logits is None else {**own, OWN_LOGITS: logits}, replaced
 
     def build(self, purpose: str = "init") -> Model:
         """Returns a fresh model of this client's architecture, from its own random stream."""

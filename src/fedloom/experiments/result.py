@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedloom.core.message import Message, unflatten
+from fedloom.core.method import OWN_LOGITS
 from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError, DataError, unknown
@@ -92,12 +93,12 @@ class Result:
 
         The scores are of these models.
         """
-        return {owner: stored.tensors for owner, stored in self.best.items()}
+        return _weights(self.best)
 
     @property
     def final_models(self) -> dict[str, Message]:
         """As `models`, of the last round."""
-        return {**self.older, **{owner: stored.tensors for owner, stored in self.final.items()}}
+        return {**self.older, **_weights(self.final)}
 
     def model(self, client: str | None = None, which: str = "best") -> TrainedModel:
         """Returns a model as a torch module that takes a PyG `Data`, or x and edge_index.
@@ -221,6 +222,14 @@ class Result:
             return federation_of(self.summary["config"])
         except DataError as error:
             raise DataError(f"data: {error}; give data=...") from error
+
+
+def _weights(stored: StoredModels) -> dict[str, Message]:
+    """Returns the tensors of models, without the predictions that some methods keep with them."""
+    return {
+        owner: {name: t for name, t in model.tensors.items() if name != OWN_LOGITS}
+        for owner, model in stored.items()
+    }
 
 
 def read_run(folder: str | Path) -> Result:
