@@ -406,6 +406,10 @@ class Party:
             )
         return self._local
 
+    def _write_scores(self, scores: dict[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.folder / "scores.json", (json.dumps(scores, indent=1) + "\n").encode())
+
     def _perform_in_local_sum(self, header: Header, body: bytes) -> bytes:
         """Executes a stage of the sum of all parties' Local scores."""
         _, client = self._ready()
@@ -437,14 +441,13 @@ class Party:
             "local": None,
             "history": self._history.rows,
         }
-        if self._wants_baseline:
-            baseline = self._baseline(self._method, self._client)
-            baseline.train(math.inf)
-            scores["local"] = baseline.scores
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.folder / "scores.json", (json.dumps(scores, indent=1) + "\n").encode())
-        if scores["local"] is None:
+        self._write_scores(scores)
+        if not self._wants_baseline:
             return ""
+        baseline = self._baseline(self._method, self._client)
+        baseline.train(math.inf)
+        scores["local"] = baseline.scores
+        self._write_scores(scores)
         return gain(scores["federated"], scores["local"], metric, f"test items of {self.name}")
 
     def _save_state(self, order: dict[str, Any]) -> dict[str, Any]:
