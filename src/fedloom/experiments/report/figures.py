@@ -163,7 +163,7 @@ def _scores(c: Comparison, task: str) -> Figure:
         "scores",
         task,
         "Methods",
-        footnote(c),
+        footnote(c) if len(c.tasks) == 1 else "",  # the overview has it
         columns=columns(names, ["method"], help_),
         rows=rows,
         sorted_by={"column": 1, "descending": not c.minimised},
