@@ -173,7 +173,7 @@ def _scores(c: Comparison, task: str) -> Figure:
 def _gain_cell(e: Entry) -> dict[str, Any]:
     if e.gain is None:
         return number(None, "")
-    interval = f" [{e.gain.low:+.1f}, {e.gain.high:+.1f}]" if len(e.runs) > 1 else ""
+    interval = f" [{points(e.gain.low)}, {points(e.gain.high)}]" if len(e.runs) > 1 else ""
     return number(e.gain.mean, points(e.gain.mean) + interval)
 
 
