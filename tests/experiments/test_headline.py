@@ -99,8 +99,10 @@ def test_few_seeds_make_no_claim(run, seeds, words):
 
 def test_the_gain_is_unknown_without_local(run):
     found = headline(compare(several(run, "fedavg")))
-    assert found.text.startswith("fedavg is best: 70.1 % accuracy over 3 seeds, for 4.0 MB")
+    assert found.text.startswith("fedavg reaches 70.1 % accuracy over 3 seeds, for 4.0 MB")
     assert "No run of Local is in this report" in found.text
+    found = headline(compare([*several(run, "fedavg"), *several(run, "fedprox", gains=GAINS)]))
+    assert found.text.startswith("fedprox is best: 76.6 % accuracy over 3 seeds")
 
 
 def test_local_may_be_best(run):
@@ -161,6 +163,13 @@ def test_several_tasks_have_one_sentence_and_one_for_each(run):
         "fedavg has the best mean over the 2 tasks, 73.1 % accuracy, and is the best method on 1 "
         "of them; it is 3.0 points above Local on the mean."
     )
+    made = figures(compare(runs))
+    # The footnote is below the first table only, and a group's title names the task for its parts.
+    captions = [figure["caption"] for figure in made if figure["title"].startswith("Methods")]
+    assert captions == ["", ""]
+    group = next(figure for figure in made if figure["kind"] == "group")
+    assert group["title"] == "Curves: toy, 4 clients by louvain"
+    assert group["figures"][0]["short_title"] == "Accuracy by round"
     assert [line.partition(":")[0] for line in found.details] == [
         "toy, 4 clients by louvain",
         "other, 4 clients by louvain",
@@ -184,12 +193,13 @@ def test_the_default_metric_is_the_one_that_chose_the_rounds(run):
     chosen = {"selection": "pr_auc", "pr_auc": 0.4, "val_pr_auc": 0.3}
     c = compare(several(run, "fedavg", **chosen))
     assert c.metric == "pr_auc"
-    assert headline(c).text.startswith("fedavg is best: 40.0 % PR-AUC")
+    assert headline(c).text.startswith("fedavg reaches 40.0 % PR-AUC")
     table = figures(c)[0]
     assert [column["name"] for column in table["columns"]][1] == "PR-AUC %"
     assert "(by PR-AUC)" in table["caption"]
     mixed = compare([*several(run, "fedavg", **chosen), *several(run, "local")])
     assert mixed.metric == "accuracy"
+    assert "(by accuracy or PR-AUC)" in figures(mixed)[0]["caption"]
 
 
 # ---- classes ----

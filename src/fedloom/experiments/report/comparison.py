@@ -496,8 +496,8 @@ def footnote(c: Comparison) -> str:
         names = ", ".join(knowing)
         cross = f" The clients of {names} know the edges between them; those of the others do not."
     chosen = {selection_of(run.summary) for e in c.entries.values() for run in e.runs}
-    others = " or ".join(metric_name(name) for name in sorted(chosen - {"accuracy"}))
-    by = f" (by {others})" if others else ""
+    names = " or ".join(metric_name(name) for name in sorted(chosen))
+    by = f" (by {names})" if chosen - {"accuracy"} else ""
     central = any(e.is_reference for e in c.entries.values())
     reference = " Central training has all data in one place and is not ranked." * central
     return (

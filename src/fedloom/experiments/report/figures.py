@@ -37,6 +37,7 @@ from fedloom.experiments.report.spec import (
 from fedloom.experiments.run_folder import Run
 
 LEAST_GAIN = 0.05  # points; a client with a smaller difference to local neither gains nor loses
+_PARTS = ("train", "evaluate", "setup", "load")  # parts with the same colour in all figures
 # Curves are cut below this share of their points if the rest would lose much of the height.
 _SHOWN = 0.95
 
@@ -162,7 +163,7 @@ def _scores(c: Comparison, task: str) -> Figure:
         "scores",
         task,
         "Methods",
-        footnote(c),
+        footnote(c) if len(c.tasks) == 1 else "",  # the overview has it
         columns=columns(names, ["method"], help_),
         rows=rows,
         sorted_by={"column": 1, "descending": not c.minimised},
@@ -172,7 +173,7 @@ def _scores(c: Comparison, task: str) -> Figure:
 def _gain_cell(e: Entry) -> dict[str, Any]:
     if e.gain is None:
         return number(None, "")
-    interval = f" [{e.gain.low:+.1f}, {e.gain.high:+.1f}]" if len(e.runs) > 1 else ""
+    interval = f" [{points(e.gain.low)}, {points(e.gain.high)}]" if len(e.runs) > 1 else ""
     return number(e.gain.mean, points(e.gain.mean) + interval)
 
 
@@ -347,7 +348,7 @@ def _against_traffic(c: Comparison, task: str) -> Figure:
         task,
         f"{_title(metric_name(c.metric))} by traffic",
         caption,
-        x=axis("bytes up and down, all clients, until the best round", "bytes", log=True),
+        x=axis("bytes of all clients until the best round", "bytes", log=True),
         y=axis(_metric(c), "percent"),
         series=found,
         frontier=frontier,
@@ -406,7 +407,7 @@ def _phases(c: Comparison, task: str) -> Figure:
         task,
         "Traffic by phase",
         caption,
-        x=axis("bytes up and down, all clients", "bytes"),
+        x=axis("bytes of all clients, up and down", "bytes"),
         **_stacked(known),
     )
 
@@ -441,7 +442,9 @@ def _stacked(known: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     """
     names = list(dict.fromkeys(name for parts in known.values() for name in parts))
     values = {name: [short(parts.get(name, 0)) for parts in known.values()] for name in names}
-    found = [{"name": name, "color": k, "values": values[name]} for k, name in enumerate(names)]
+    others = [name for name in names if name not in _PARTS]
+    color = {name: k for k, name in enumerate((*_PARTS, *others))}
+    found = [{"name": name, "color": color[name], "values": values[name]} for name in names]
     return {"rows": list(known), "series": found, "palette": "parts"}
 
 

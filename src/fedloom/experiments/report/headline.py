@@ -92,9 +92,11 @@ def _best(c: Comparison, entries: Mapping[str, Entry], row: str, local: Entry | 
     e = entries[row]
     score, traffic, seeds = _score(c, e.score), _traffic(e), _seeds(e)
     if local is None or e.gain is None or local.score is None:
+        alone = sum(not other.is_reference for other in entries.values()) == 1
+        reached = f"{row} reaches {score}" if alone else f"{row} is best: {score}"
         return (
-            f"{row} is best: {score} over {seeds}, for {traffic}. No run of Local is in this "
-            "report, so its gain is unknown."
+            f"{reached} over {seeds}, for {traffic}. No run of Local is in this report, so its "
+            "gain is unknown."
         )
     above = _difference(e, local)
     if len(e.runs) < ENOUGH:

@@ -34,10 +34,11 @@ def make_figure(
         caption: What it shows.
         content: The fields of its kind.
     """
-    shown = f"{title}: {task}" if task and len(c.tasks) > 1 else title
+    several = task and len(c.tasks) > 1
     return {
         "id": slug(name, task),
-        "title": shown,
+        "title": f"{title}: {task}" if several else title,
+        "short_title": title,  # inside of a group, whose title names the task
         "caption": caption,
         "section": section,
         "kind": kind,

@@ -214,22 +214,20 @@ const charts = (() => {
   function ticks(scale, axis, room) {
     const most = Math.max(2, room);
     if (scale.log) {
-      const first = Math.ceil(Math.log10(scale.from) - 1e-9),
-        last = Math.floor(Math.log10(scale.to) + 1e-9);
-      if (last - first >= 1) {
-        const every = Math.ceil((last - first + 1) / most);
+      const first = Math.floor(Math.log10(scale.from)),
+        last = Math.ceil(Math.log10(scale.to));
+      const inside = (steps, every = 1) => {
         const found = [];
-        for (let e = first; e <= last; e += every) found.push(10 ** e);
-        const fine = [];
-        if (found.length <= 3 && most >= 5)
-          for (let e = first - 1; e <= last; e++) for (const m of [2, 5]) fine.push(m * 10 ** e);
-        const inside = fine.filter((v) => v > scale.from && v < scale.to);
-        const values =
-          found.length + inside.length <= most + 1
-            ? [...found, ...inside].sort((a, b) => a - b)
-            : found;
-        return values.map((value) => ({ value, text: tickText(value, axis) }));
-      }
+        for (let e = first; e <= last; e += every)
+          for (const step of steps) found.push(step * 10 ** e);
+        return found.filter((value) => value >= scale.from && value <= scale.to);
+      };
+      const fine = inside([1, 2, 5]);
+      const values =
+        fine.length <= Math.max(most, 3) + 1
+          ? fine
+          : inside([1], Math.max(1, Math.ceil((last - first) / most)));
+      if (values.length > 1) return values.map((value) => ({ value, text: tickText(value, axis) }));
     }
     let [factor, unit] = unitFor(axis.unit, Math.max(Math.abs(scale.from), Math.abs(scale.to)));
     const from = scale.from / factor,

@@ -139,7 +139,8 @@
       return el("div", { id: spec.id, class: "note" }, el(heading, {}, spec.title), el("p", {}, spec.caption));
     if (spec.kind !== "group") return charts.figure(spec, heading);
     const inner = el("div", { class: "pairs" });
-    arrange(inner, spec.figures, "h4");
+    const shorter = (one) => ({ ...one, title: one.short_title ?? one.title });
+    arrange(inner, spec.figures.map(shorter), "h4");
     return el(
       "div",
       { id: spec.id, class: "group" },

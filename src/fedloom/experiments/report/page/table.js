@@ -137,6 +137,12 @@ function makeTable({ title, columns, rows, sorted_by: given = { column: -1 } }) 
   const hint = el("p", { class: "hint", "aria-hidden": "true" }, "Scroll sideways for more columns");
   const element = el("div", { class: "table" }, tools, scrollable(scroller), hint);
 
+  /** A long text at the start of a row gets room on a narrow screen. */
+  function cellClass(cell, k) {
+    if (columns[k].align === "right") return "right";
+    return k === 0 && cellText(cell).length > 20 ? "long" : null;
+  }
+
   function sortBy(number) {
     const first = columns[number].align === "right" ? -1 : 1; // numbers: the largest first
     order.sign = order.column === number ? -order.sign : first;
@@ -183,9 +189,7 @@ function makeTable({ title, columns, rows, sorted_by: given = { column: -1 } }) 
           el(
             "tr",
             {},
-            ...row.map((cell, k) =>
-              el("td", { class: columns[k].align === "right" ? "right" : null }, cellNode(cell)),
-            ),
+            ...row.map((cell, k) => el("td", { class: cellClass(cell, k) }, cellNode(cell))),
           ),
         ),
     );
