@@ -187,7 +187,7 @@ def _titled(title: str, table: Table) -> tuple[Text, Table]:
 
 
 def _scores(summaries: Sequence[Mapping[str, Any]], wide: bool) -> tuple[Text, Table]:
-    how = f"{summaries[0]['evaluation']} models, clients weighted by size"
+    how = f"{summaries[0]['evaluation']} models, weighted by size"
     selection = summaries[0].get("selection") or "accuracy"
     scores = list(dict.fromkeys(("accuracy", selection, "f1_macro")))
     if wide:
