@@ -34,7 +34,7 @@ from fedloom.experiments.recipe import TABLES
 ROOT = Path(__file__).resolve().parents[1]
 COPIES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
 # What a member of a documented class is for: only methods' authors, not engines.
-FOR_ENGINES = "perform|snapshot|restore|address|ask_phase|reply_schema|weights"
+FOR_ENGINES = "perform|keep|note_scored|snapshot|restore|address|ask_phase|reply_schema|weights"
 
 
 # ---- MkDocs ----
@@ -103,6 +103,8 @@ def _properties(name: str, cls: type[Method]) -> Iterator[tuple[str, str]]:
         yield "cross edges", "needed: both owners of a cut edge know it"
     if cls.transductive:
         yield "inductive federations", "refused: it sees all nodes before training"
+    if not cls.predicts_unseen:
+        yield "unseen items", f"cannot be predicted: that needs {cls.unseen_needs}"
     if cls.validates:
         yield "validation labels", "choose between models"
     if cls.min_replies > 1:

@@ -566,7 +566,7 @@ def test_errors_say_why_there_are_no_embeddings(trained, node_federation, tmp_pa
         embed(tmp_path / "python")
     make_recipe({**SYNTHETIC, "method": {"name": "fedavg", "rounds": 1}}).execute(tmp_path / "bare")
     shutil.rmtree(tmp_path / "bare" / "models")
-    with pytest.raises(DataError, match="has no models"):
+    with pytest.raises(DataError, match="has no best models"):
         embed(tmp_path / "bare")
     (tmp_path / "bare" / "summary.json").unlink()
     with pytest.raises(DataError, match="is unfinished"):

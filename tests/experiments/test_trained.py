@@ -414,7 +414,7 @@ def test_own_data_of_a_folder_is_made_again_from_its_recipe(folder, named, tmp_p
     again = load_run(tmp_path / "run")
     assert again.federation is None
     assert accuracies(again) == reported(again)
-    with pytest.raises(DataError, match=r"was given from Python.*give data="):
+    with pytest.raises(DataError, match=r"was given from Python.*give the data"):
         load_run(folder).predict()
 
 

@@ -236,7 +236,7 @@ class Result:
         try:
             return federation_of(self.summary["config"])
         except DataError as error:
-            raise DataError(f"data: {error}; give data=...") from error
+            raise DataError(f"data: {error}; give the data") from error
 
 
 def _weights(stored: StoredModels) -> dict[str, Message]:

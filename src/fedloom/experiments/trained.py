@@ -376,8 +376,8 @@ class TrainedModel(nn.Module):
         if not self.method.predicts_unseen:
             raise ConfigError(
                 f"{self.card.method} cannot predict for unseen {self.card.task}s: it needs "
-                f"{self.method.unseen_needs}. result.predict(client={self.card.owner!r}) gives its "
-                "predictions for the client's own"
+                f"{self.method.unseen_needs}. Without new data, predict gives the predictions for "
+                f"the client's own {self.card.task}s"
             )
         client = self._client
         try:

@@ -304,6 +304,8 @@ def method(name: str, cls: type[Method]) -> RenderableType:
         facts.append("uses the edges between clients (partition.cross_edges)")
     if cls.discloses_to_peers:
         facts.append(f"other clients learn: {cls.discloses_to_peers}")
+    if not cls.predicts_unseen:
+        facts.append(f"cannot predict for unseen items: that needs {cls.unseen_needs}")
     title, text = Text(name, style="bold"), Text((getdoc(module) or "") + "\n")
     return Group(title, text, settings, phases, Text(" · ".join(facts)))
 
