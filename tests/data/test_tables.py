@@ -13,6 +13,7 @@ import torch
 
 import fedloom
 from fedloom.data import table_files
+from fedloom.data.encoding import Encoding
 from fedloom.data.graph import Graph
 from fedloom.data.synthetic import synthetic, synthetic_graphs
 from fedloom.data.table_files import TableFile
@@ -138,7 +139,6 @@ def test_declarations_name_the_place(tmp_path, settings, message):
 
 # ---- kinds of columns ----
 def test_columns_of_all_kinds_without_a_declaration(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
     graph = from_folder(folder(tmp_path, None, nodes=ACCOUNTS))
     names = graph.feature_names
     assert names[2:] == ("country=other", "vip", "opened", "balance")
@@ -146,7 +146,9 @@ def test_columns_of_all_kinds_without_a_declaration(tmp_path, caplog):
     np.testing.assert_allclose(graph.x[:, -1], np.array([-1.2247449, 0, 1.2247449]), rtol=1e-6)
     assert graph.class_names == ("fraud", "ok")
     assert graph.ids.tolist() == ["p", "q", "r"]
-    assert "columns were encoded: country=" in caplog.text
+    assert "nodes.csv: columns are encoded: country (category), vip (boolean), op" in caplog.text
+    many = Encoding.of({f"c{k}": "number" for k in range(9)})
+    assert many.described().endswith("c7 (number) and 1 more")
 
 
 def test_numbers_without_gaps_stay_as_they_are(tmp_path):

@@ -338,6 +338,13 @@ class Encoding:
         self._require_fitted()
         return tuple(name for k in range(len(self.columns)) for name in self._features(k))
 
+    def described(self, most: int = 8) -> str:
+        """Returns the columns with their kinds, in words. most: how many of them to name."""
+        named = zip(self.columns, self.kinds, strict=True)
+        shown = [f"{column.name} ({kind})" for column, kind in named if kind != IGNORE]
+        rest = f" and {len(shown) - most} more" if len(shown) > most else ""
+        return ", ".join(shown[:most]) + rest
+
     def apply(self, table: Table) -> tuple[npt.NDArray[np.float32], tuple[str, ...]]:
         """Returns the features [rows, features] of a table, and their names.
 

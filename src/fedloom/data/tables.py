@@ -115,7 +115,9 @@ def encoded_alone(raw: RawGraph) -> Graph:
         return with_degrees(raw)
     if raw.declares or not all(raw.table.is_complete(name) for name in names):
         graph = raw.encoded(raw.declared.fit(raw.table))
-        LOG.info("%s: columns were encoded: %s", raw.table.source, ", ".join(graph.feature_names))
+        assert graph.encoding is not None
+        level = logging.INFO if raw.declares else logging.WARNING
+        LOG.log(level, "%s: columns are encoded: %s", raw.table.source, graph.encoding.described())
         return graph
     x = np.empty((raw.num_nodes, len(names)), np.float32)
     for k, name in enumerate(names):
