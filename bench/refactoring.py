@@ -76,9 +76,7 @@ def result_of(name, module, federation, settings):
     model = getattr(own, "CONTRACT_MODEL", "gcn-2x8")
     quick = {"rounds": 3, "model": model, **getattr(own, "QUICK", {})}
     try:
-        result = fedloom.run(
-            name, federation, **{"seed": 5, "engine": "loop", **quick, **settings}
-        )
+        result = fedloom.run(name, federation, **{"seed": 5, "engine": "loop", **quick, **settings})
     except (fedloom.FedloomError, RuntimeError) as error:
         return {"refused": type(error).__name__}
     traffic = result.traffic

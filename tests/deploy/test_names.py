@@ -64,6 +64,12 @@ def test_numbers_that_are_agreed_names_are_names():
     assert aligned.y.tolist() == [1, 0, -1, 1]
 
 
+def test_numbers_with_gaps_keep_their_numbers():
+    aligned = align_classes(graph(y=(0, 1, -1), classes=("0", "2")), (), 3, "party")
+    assert aligned.y.tolist() == [0, 2, -1]
+    assert (aligned.num_classes, aligned.class_names) == (3, ())
+
+
 def test_a_number_above_the_agreed_classes_is_refused():
     with pytest.raises(DataError, match="has a class 2, the agreement says num_classes = 2"):
         align_classes(graph(y=(0, 2)), AGREED, 2, "party")

@@ -208,7 +208,7 @@ class Agreement:
             raise DataError(
                 f"{where} is a file: the agreement has [data.columns], give a folder of tables"
             )
-        raw = read_folder(path)
+        raw = read_folder(path, self.encoding)
         require_columns(self.encoding, raw.table)
         return raw
 

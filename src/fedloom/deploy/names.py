@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from fedloom.data.graph import Graph
+from fedloom.data.labels import with_classes
 from fedloom.errors import DataError
 
 
@@ -32,6 +33,9 @@ def align_classes(graph: Graph, names: Sequence[str], count: int, where: str) ->
     if _are_numbers(graph) and not set(graph.class_names) & set(names):
         return _number_classes(graph, names, count, where)
     own = ", ".join(graph.class_names)
+    numbers = tuple(str(number) for number in range(count))
+    if not names and set(graph.class_names) <= set(numbers):  # numbers with gaps
+        return replace(with_classes(graph, numbers), class_names=())
     if not names:
         raise DataError(
             f"{where}: its classes have names ({own}), but the agreement has none, so that parties "
