@@ -46,6 +46,7 @@ from fedloom.experiments.recipe import Recipe, make_recipe, override, read_table
 from fedloom.experiments.recipe_files import entries, find_tables, papers
 from fedloom.experiments.report import tables
 from fedloom.experiments.report.console import err, out, stdout
+from fedloom.experiments.report.labels import label
 from fedloom.experiments.report.partition_plot import plot_partition
 from fedloom.experiments.result import Result, load_run
 from fedloom.experiments.run_folder import entries as history_entries
@@ -743,8 +744,9 @@ class _RunProgress(Callback):
             _say(f"engine: {tables.engine(run)}: {reason}")
 
     def on_round(self, entry: dict[str, Any], rounds: int) -> None:
-        if "val_accuracy" in entry:
-            self.score = f"val {tables.percent(entry['val_accuracy'])}"
+        selected = [k for k in entry if k.startswith("val_") and not k.endswith("_mean")]
+        if selected:  # the last one is the selection metric's
+            self.score = f"{label(selected[-1])} {tables.percent(entry[selected[-1]])}"
         done = entry["round"]
         self.bar.update(self.task, completed=done, total=rounds, score=self.score)
         tenth, before = (count * 10 // max(rounds, 1) for count in (done, done - 1))

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from fedloom.deploy.agreement import read_agreement, require_tls
 from fedloom.deploy.keys import read_party_key
 from fedloom.deploy.party import Log, Party, run_party, run_party_at_socket
-from fedloom.deploy.scores import label
+from fedloom.experiments.report.labels import label
 
 Progress: TypeAlias = Callable[[int, int, str], None]  # the round, the number of rounds, the scores
 

@@ -18,6 +18,7 @@ from fedloom._system import write_atomic
 from fedloom.core.client import Client
 from fedloom.core.message import Message
 from fedloom.core.method import Method
+from fedloom.experiments.report.labels import label
 from fedloom.nn import metrics
 
 Row: TypeAlias = dict[str, Any]  # a round and its scores
@@ -51,11 +52,6 @@ def scores_of(reply: Message, selection: str) -> dict[str, float | None]:
     loss = float(reply.get("loss", metrics.UNDEFINED))
     found = {name: values[0] for name, values in columns.items()}
     return found | {"loss": loss if loss >= 0 else None}
-
-
-def label(metric: str) -> str:
-    """Returns the name of a metric as people write it: "PR-AUC" for "pr_auc"."""
-    return {"auc": "AUC", "pr_auc": "PR-AUC", "ece": "ECE"}.get(metric, metric.replace("_", " "))
 
 
 def gain(federated: Mapping[str, Any], local: Mapping[str, Any], metric: str, whose: str) -> str:

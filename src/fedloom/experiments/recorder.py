@@ -34,6 +34,7 @@ from fedloom.core.method import Method
 from fedloom.core.replies import Replies
 from fedloom.core.server import RoundPolicy, Server
 from fedloom.core.state import restore, snapshot
+from fedloom.data.encoding import Encoding
 from fedloom.data.federation import Roster
 from fedloom.engines import AUTO
 from fedloom.engines.base import Engine
@@ -91,6 +92,7 @@ class Recorder:
         engine_reason: Why "auto" chose it.
         predicted_mb: The predicted peak of memory.
         partition: Label counts per client, in a simulation.
+        encoding: What made the features of raw columns, in a simulation; None if nothing did.
         joint_artifacts: Returns the artifacts of all clients as one, in a simulation.
         tracking: The trackers.
         history: The entries so far.
@@ -111,6 +113,7 @@ class Recorder:
         self.engine_name, self.engine_reason = settings.engine, ""
         self.predicted_mb = 0.0
         self.partition: dict[str, Any] = {}
+        self.encoding: Encoding | None = None
         self.joint_artifacts: Callable[[], Message] = dict
         self.tracking = Tracking()
         self.history = History(folder, settings.patience, settings.selection)
@@ -422,6 +425,7 @@ class Recorder:
             class_names=self.roster.class_names,
             feature_names=self.roster.feature_names,
             flow=self.config.get("data", {}).get("flow", "forward"),
+            encoding=self.encoding,
         )
         round, kept = server.round, self._kept.get(stage)
         return Models(

@@ -105,6 +105,7 @@ def run(
     recorder.engine_name, recorder.engine_reason = choice.engine, choice.reason
     recorder.predicted_mb = predicted_mb
     recorder.partition = label_counts(divided) if recorder.folder else {}
+    recorder.encoding = federation.encoding
     recorder.joint_artifacts = partial(chosen.joint_artifacts, federation)
     recorder.config = dict(
         config or _config(name, chosen, federation, _as_text(model), dropout, settings)

@@ -17,6 +17,7 @@ from typing import Any
 
 from fedloom.errors import DataError, unknown
 from fedloom.experiments.display import comparison_html, comparison_text, data_frame
+from fedloom.experiments.report.labels import label
 from fedloom.experiments.report.significance import Spread, Verdict, holm, paired, spread, verdict
 from fedloom.experiments.run_folder import LeftOut, Run
 
@@ -41,17 +42,6 @@ LOCAL = "local"
 CENTRAL = "central"  # one party with all data: a reference, which no federated method has to beat
 LEVEL = 0.05
 # Metrics whose names are not their settings' names with spaces.
-_NAMES = {
-    "f1_macro": "macro F1",
-    "f1_present": "macro F1 of present classes",
-    "f1_weighted": "weighted F1",
-    "auc": "AUC",
-    "pr_auc": "PR-AUC",
-    "recall_at_k": "recall at k",
-    "precision_at_k": "precision at k",
-    "ece": "calibration error (ECE)",
-    "loss": "training loss",
-}
 # Settings of a run that do not change what a method computes. Runs of one row may differ in them.
 _OPERATIONAL = (
     "seed",
@@ -65,13 +55,6 @@ _OPERATIONAL = (
     "retries",
     "quorum",
 )
-
-
-def metric_name(metric: str) -> str:
-    """Returns a metric as text: "pr_auc" gives "PR-AUC", "accuracy_mean" says what it averages."""
-    base = metric.removesuffix("_mean")
-    name = _NAMES.get(base, base.replace("_", " "))
-    return f"{name}, mean over clients" if base != metric else name
 
 
 def selection_of(summary: Mapping[str, Any]) -> str:
@@ -496,12 +479,12 @@ def footnote(c: Comparison) -> str:
         names = ", ".join(knowing)
         cross = f" The clients of {names} know the edges between them; those of the others do not."
     chosen = {selection_of(run.summary) for e in c.entries.values() for run in e.runs}
-    names = " or ".join(metric_name(name) for name in sorted(chosen))
+    names = " or ".join(label(name) for name in sorted(chosen))
     by = f" (by {names})" if chosen - {"accuracy"} else ""
     central = any(e.is_reference for e in c.entries.values())
     reference = " Central training has all data in one place and is not ranked." * central
     return (
-        f"Test {metric_name(c.metric)} at the best validation round{by} in %: mean ± standard "
+        f"Test {label(c.metric)} at the best validation round{by} in %: mean ± standard "
         f"deviation over {over}{few}. ≈: not distinguishable from the best (Wilcoxon's signed-rank "
         f"test over seeds and clients, Holm-corrected p ≥ {LEVEL:g}).{reference}{cross}"
     )

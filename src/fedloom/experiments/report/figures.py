@@ -18,10 +18,10 @@ from fedloom.experiments.report.comparison import (
     Entry,
     footnote,
     matching_local,
-    metric_name,
     selection_of,
 )
 from fedloom.experiments.report.headline import in_bytes
+from fedloom.experiments.report.labels import label
 from fedloom.experiments.report.settings_figures import settings_figures
 from fedloom.experiments.report.significance import points
 from fedloom.experiments.report.spec import (
@@ -61,7 +61,7 @@ def figures(c: Comparison) -> list[Figure]:
 
 
 def _metric(c: Comparison) -> str:
-    return f"test {metric_name(c.metric)}"
+    return f"test {label(c.metric)}"
 
 
 def _title(text: str) -> str:
@@ -118,7 +118,7 @@ def _results(c: Comparison, task: str) -> list[Figure]:
 
 
 def _scores(c: Comparison, task: str) -> Figure:
-    score, f1 = f"{metric_name(c.metric)} %", "macro F1 %"
+    score, f1 = f"{label(c.metric)} %", "macro F1 %"
     help_ = {
         score: f"{_metric(c)} at the best validation round, mean ± standard deviation over seeds",
         "over local": "mean difference to local training in points, over seeds and clients, with "
@@ -234,7 +234,7 @@ def _convergence(c: Comparison, task: str) -> Figure:
         "lines",
         "convergence",
         task,
-        f"{_title(metric_name(c.metric))} by round",
+        f"{_title(label(c.metric))} by round",
         f"Test items of all clients, weighted by the clients' size. {sentence}".strip(),
         x=axis("round", "count"),
         y={**axis(_metric(c), "percent"), **begin},
@@ -301,7 +301,7 @@ def _against_time(c: Comparison, task: str) -> Figure:
         "lines",
         "time",
         task,
-        f"{_title(metric_name(c.metric))} by time",
+        f"{_title(label(c.metric))} by time",
         caption.strip(),
         x=axis("time since the start of the run", "seconds", log=True),
         y={**axis(_metric(c), "percent"), **begin},
@@ -346,7 +346,7 @@ def _against_traffic(c: Comparison, task: str) -> Figure:
         "points",
         "traffic",
         task,
-        f"{_title(metric_name(c.metric))} by traffic",
+        f"{_title(label(c.metric))} by traffic",
         caption,
         x=axis("bytes of all clients until the best round", "bytes", log=True),
         y=axis(_metric(c), "percent"),
@@ -529,7 +529,7 @@ def _gains(c: Comparison, task: str) -> Figure | None:
         "Each point is a client of a seed. Above the line the method is better than local "
         "training, below the line it is worse. Click a name to hide or show a method."
     )
-    name = f"test {metric_name(_client_metric(c))}"
+    name = f"test {label(_client_metric(c))}"
     return make_figure(
         c,
         "clients",
@@ -564,7 +564,7 @@ def _sorted_gains(c: Comparison, task: str) -> Figure | None:
         "Gains in order",
         "Every client of every seed, from the largest loss to the largest gain over local.",
         x=axis("clients, by their gain", "count"),
-        y=axis(f"gain over local, points of test {metric_name(_client_metric(c))}"),
+        y=axis(f"gain over local, points of test {label(_client_metric(c))}"),
         series=found,
         zero=True,
         tall=True,
@@ -638,7 +638,7 @@ def _client_table(c: Comparison, task: str) -> Figure | None:
         "clients",
         task,
         "Every client",
-        f"Test {metric_name(metric)} in % at the best validation round of the method. Bold: the "
+        f"Test {label(metric)} in % at the best validation round of the method. Bold: the "
         "best method of the client.",
         columns=columns(names, ["client"]),
         rows=rows,
@@ -731,7 +731,7 @@ def _by_class(c: Comparison, task: str) -> Figure | None:
 # ---- runs ----
 def _runs(c: Comparison) -> Figure:
     text = ["method", "task", "engine", "history hash", "folder"]
-    names = ["method", "seed", f"{metric_name(c.metric)} %", "best round", "rounds", "seconds"]
+    names = ["method", "seed", f"{label(c.metric)} %", "best round", "rounds", "seconds"]
     names += ["engine", "task", "history hash", "folder"]
     rows = []
     for task in c.tasks:

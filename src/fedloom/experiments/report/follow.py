@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from fedloom.experiments.report.comparison import MINIMISED, metric_name
+from fedloom.experiments.report.comparison import MINIMISED
+from fedloom.experiments.report.labels import label
 
 PIECE = 1 << 20  # bytes per read
 TAIL = 4096  # last bytes read; if they changed (times differ), the history was cut and continued
@@ -197,7 +198,7 @@ class Follower:
             "score": best.get("score"),
             "val_score": best.get("val_score"),
             "selection": selection,
-            "metric": metric_name(selection),
+            "metric": label(selection),
             "loss": next((loss for loss in reversed(losses) if loss is not None), None),
             "bytes_up": last.get("bytes_up"),
             "bytes_down": last.get("bytes_down"),
@@ -250,7 +251,7 @@ class Follower:
             "clients": partition.get("clients") or parties or len(self.clients) or None,
             "engine": "deployment" if "deployment" in config else run.get("engine"),
             "seed": run.get("seed"),
-            "best round by": f"validation {metric_name(self._selection())}",
+            "best round by": f"validation {label(self._selection())}",
         }
         return [[name, str(value)] for name, value in found.items() if value is not None]
 

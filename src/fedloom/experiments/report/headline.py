@@ -15,8 +15,8 @@ from fedloom.experiments.report.comparison import (
     Comparison,
     Entry,
     matching_local,
-    metric_name,
 )
+from fedloom.experiments.report.labels import label
 from fedloom.experiments.report.significance import Verdict, holm
 
 ENOUGH = 3  # seeds for a claim
@@ -71,7 +71,7 @@ def _of_task(c: Comparison, task: str) -> Headline:
     ranked = [row for row in scored if not entries[row].is_reference]
     federated = [row for row in ranked if not entries[row].is_local]
     if not scored:
-        return Headline(f"No run has a value of {metric_name(c.metric)}.")
+        return Headline(f"No run has a value of {label(c.metric)}.")
     if not federated:
         row = (ranked or scored)[0]
         text = (
@@ -155,7 +155,7 @@ def _corrected(entries: Mapping[str, Entry]) -> dict[str, float]:
 # ---- numbers as text ----
 def _score(c: Comparison, score: float | tuple[float, float | None] | None) -> str:
     value = score[0] if isinstance(score, tuple) else score
-    return f"{100 * (value or 0):.1f} % {metric_name(c.metric)}"
+    return f"{100 * (value or 0):.1f} % {label(c.metric)}"
 
 
 def _difference(e: Entry, local: Entry) -> str:

@@ -134,6 +134,11 @@ def result(
         parts.insert(1, Text(line, style="yellow"))
     if summary.get("absences"):
         parts.insert(1, Text(_absences(summary), style="yellow"))
+    if local := summary.get("local"):  # of a deployment
+        selection = summary.get("selection") or "accuracy"
+        names = dict.fromkeys(("accuracy", selection))
+        scores = ", ".join(f"{label(name)} {percent(local.get(name))}" for name in names)
+        parts.append(Text(f"Local training at the parties, averaged, %: {scores}"))
     if secure := summary.get("secure"):
         sums, fewest = secure["sums"], secure["fewest_clients"]
         parts.append(Text(f"secure: {sums} masked sums, each over {fewest} clients or more"))
@@ -224,7 +229,7 @@ def _clients(
         others = [o for o in others if o["method"] == "local"] or others[:1]
     split = ("train", "val", "test") if wide else ("train / val / test",)
     named = (f"{o['method']}'s" for o in others)
-    table = grid(("client", "nodes", *split, "accuracy", *named, "F1 macro"))
+    table = grid(("client", "nodes", *split, "accuracy", *named, "macro F1"))
     shown = s["per_client"][:20]
     for k, c in enumerate(shown):
         counts = [str(c[part]) for part in ("train", "val", "test")]

@@ -11,10 +11,11 @@ from typing import Any
 from fedloom._system import installed_version
 from fedloom.errors import DataError, unknown
 from fedloom.experiments.report.artifacts import pictures
-from fedloom.experiments.report.comparison import Comparison, metric_name, selection_of
+from fedloom.experiments.report.comparison import Comparison, selection_of
 from fedloom.experiments.report.figures import figures
 from fedloom.experiments.report.headline import headline
 from fedloom.experiments.report.html import write_page
+from fedloom.experiments.report.labels import label
 from fedloom.experiments.report.spec import Figure, flat, slug
 from fedloom.experiments.run_folder import LeftOut, Run
 
@@ -78,7 +79,7 @@ def _facts(c: Comparison, runs: Sequence[Run]) -> list[list[str]]:
         "rounds": f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else str(rounds[0]),
         "seeds": str(max(len(e.runs) for e in c.entries.values())),
         "runs": str(len(runs)),
-        "best round by": f"validation {', '.join(map(metric_name, chosen))}",
+        "best round by": f"validation {', '.join(map(label, chosen))}",
     }
     return [[name, value] for name, value in facts.items() if value]
 
