@@ -126,7 +126,7 @@ def test_a_shown_run_has_80_columns_long_names_and_its_baselines(folders, here):
     for method in ("local", "central", "fedprox"):
         assert re.search(rf"^{method} ", text, re.M), method
     _, wide, _ = here("show", "run", "--wide", cwd=folders)
-    assert all(word in wide for word in ("mean over clients", "F1 weighted", "scalars up", "final"))
+    assert all(word in wide for word in ("mean over clients", "weighted F1", "scalars up", "final"))
     assert max(map(len, wide.splitlines())) > 80
     _, content, _ = here("show", "run", "--json", cwd=folders)
     assert set(json.loads(content)["baselines"]) == {"local", "central", "fedprox"}

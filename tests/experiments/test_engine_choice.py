@@ -211,6 +211,11 @@ def test_a_file_with_a_set_of_graphs_is_recognised(tmp_path):
     for name, graph in files.items():
         fedloom.to_file(graph, tmp_path / f"{name}.safetensors")
     (tmp_path / "damaged.safetensors").write_bytes(b"nothing")
+    tables = tmp_path / "tables"
+    tables.mkdir()
+    for name in ("graphs", "nodes", "edges"):
+        (tables / f"{name}.csv").write_text("")
+    assert make_recipe({"data": {"dataset": str(tables)}}).partition.name == "dirichlet"
     expected = {"graphs": "dirichlet", "nodes": "louvain", "damaged": "louvain"}
     for name, partition in expected.items():
         path = str(tmp_path / f"{name}.safetensors")

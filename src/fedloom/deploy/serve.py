@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from fedloom._system import write_atomic
+from fedloom._system import locked, write_atomic
 from fedloom.data.encoding import Encoding
 from fedloom.data.federation import PartySize
 from fedloom.deploy.agreement import Agreement, host_and_port, require_tls
@@ -78,28 +78,29 @@ def serve(
     }
     lineage, faults = config["deployment"]["lineage"], agreement.run.faults
     started = 0
-    while True:
-        transport: Transport
-        if open_transport is None:
-            address = _address(agreement, keys)
-            transport = CoordinatorTransport(
-                address, agreement.parties, log=folder / "superlink.log"
-            )
-        else:
-            transport = open_transport()
-        log(f"listening on {agreement.federation.listen or agreement.federation.address}")
-        try:
-            coordinator = Coordinator(agreement, transport, key, lineage, faults)
-            return _run_session(
-                agreement, coordinator, folder, config, wait, resume, log, callbacks
-            )
-        except SuperLinkError as error:
-            started, resume = started + 1, (folder / "config.json").exists()
-            if started == MAX_SUPERLINKS:
-                raise
-            log(f"{error}; starting it again")
-        finally:
-            transport.close()
+    with locked(folder, "run"):
+        while True:
+            transport: Transport
+            if open_transport is None:
+                address = _address(agreement, keys)
+                transport = CoordinatorTransport(
+                    address, agreement.parties, log=folder / "superlink.log"
+                )
+            else:
+                transport = open_transport()
+            log(f"listening on {agreement.federation.listen or agreement.federation.address}")
+            try:
+                coordinator = Coordinator(agreement, transport, key, lineage, faults)
+                return _run_session(
+                    agreement, coordinator, folder, config, wait, resume, log, callbacks
+                )
+            except SuperLinkError as error:
+                started, resume = started + 1, (folder / "config.json").exists()
+                if started == MAX_SUPERLINKS:
+                    raise
+                log(f"{error}; starting it again")
+            finally:
+                transport.close()
 
 
 def _run_session(

@@ -106,7 +106,7 @@ def result_html(summary: Mapping[str, Any], folder: object) -> str:
     """Returns a result as an HTML table of its clients."""
     if "method" not in summary:
         return html_table(result_text(summary, folder), (), ())
-    headings = ("client", "nodes", "train", "val", "test", "accuracy %", "F1 macro %")
+    headings = ("client", "nodes", "train", "val", "test", "accuracy %", "macro F1 %")
     clients = summary["per_client"]
     rows = [
         (c["id"], c["nodes"], c["train"], c["val"], c["test"], percent(c["accuracy"]),

@@ -22,8 +22,7 @@ from fedloom.experiments.display import duration as duration
 from fedloom.experiments.display import headline
 from fedloom.experiments.display import percent as percent
 from fedloom.experiments.display import size as size
-from fedloom.experiments.report.comparison import Comparison, footnote
-from fedloom.experiments.report.labels import label
+from fedloom.experiments.report.comparison import Comparison, footnote, metric_name
 from fedloom.experiments.report.significance import points
 
 if TYPE_CHECKING:
@@ -186,6 +185,14 @@ def _titled(title: str, table: Table) -> tuple[Text, Table]:
     return Text(f"\n{title}", style="italic"), table
 
 
+def _heading(score: str) -> str:
+    """Returns the name of a score, as in the report: "val_auc" gives "validation AUC"."""
+    for prefix, word in (("val_", "validation"), ("final_", "final")):
+        if score.startswith(prefix):
+            return f"{word} {metric_name(score.removeprefix(prefix))}"
+    return metric_name(score)
+
+
 def _scores(summaries: Sequence[Mapping[str, Any]], wide: bool) -> tuple[Text, Table]:
     how = f"{summaries[0]['evaluation']} models, weighted by size"
     selection = summaries[0].get("selection") or "accuracy"
@@ -196,7 +203,7 @@ def _scores(summaries: Sequence[Mapping[str, Any]], wide: bool) -> tuple[Text, T
     table = grid(
         (
             "method",
-            *map(label, scores),
+            *map(_heading, scores),
             "best round",
             *(("sent up", "sent down") if wide else ("sent",)),
             "seconds",
@@ -224,7 +231,7 @@ def _clients(
         others = [o for o in others if o["method"] == "local"] or others[:1]
     split = ("train", "val", "test") if wide else ("train / val / test",)
     named = (f"{o['method']}'s" for o in others)
-    table = grid(("client", "nodes", *split, "accuracy", *named, "F1 macro"))
+    table = grid(("client", "nodes", *split, "accuracy", *named, metric_name("f1_macro")))
     shown = s["per_client"][:20]
     for k, c in enumerate(shown):
         counts = [str(c[part]) for part in ("train", "val", "test")]
@@ -266,7 +273,7 @@ def comparison(c: Comparison, wide: bool = False) -> RenderableType:
     parts: list[RenderableType] = []
     if len(c.tasks) > 1:
         step = len(c.tasks) if wide else TASKS_BESIDE
-        parts.append(Text(f"test {label(c.metric)}, %", style="italic"))
+        parts.append(Text(f"test {metric_name(c.metric)}, %", style="italic"))
         for first in range(0, len(c.tasks), step):
             is_last = first + step >= len(c.tasks)
             parts += [_overview(c, c.tasks[first : first + step], is_last), Text("")]
@@ -299,7 +306,9 @@ def _overview(c: Comparison, tasks: Sequence[str], with_mean: bool) -> Table:
 
 def _task(c: Comparison, task: str, wide: bool) -> Table:
     more = ("seconds", "seeds") if wide else ()
-    table = grid(("method", f"{label(c.metric)} %", "over local", "below best", "p", "sent", *more))
+    table = grid(
+        ("method", f"{metric_name(c.metric)} %", "over local", "below best", "p", "sent", *more)
+    )
     for row, e in c.on(task).items():
         mark = {"best": " best", "second": " second"}.get(e.mark, "")
         mark += " ≈" if e.like_best else ""
