@@ -96,7 +96,7 @@ def test_a_resumed_run_goes_on_in_the_engine_of_its_checkpoint(
 ):
     settings = {"model": MODEL, "rounds": 4, "checkpoint_every": 1}
     unbroken = fedloom.run("fedavg", node_federation, engine="loop", **settings)
-    first = {"out": tmp_path / "x", "on_round": stop_after(3), **settings}
+    first = {"out": tmp_path / "x", "callbacks": stop_after(3), **settings}
     with monkeypatch.context() as patched:
         patched.setattr("fedloom.engines.stacked.engine.GROUP_BYTES", 1.0)  # so it takes the loop
         with pytest.raises(StoppedError):
