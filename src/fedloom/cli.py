@@ -285,7 +285,10 @@ def predict(
     client: Annotated[str | None, option("whose model predicts (default: the server's)")] = None,
     which: Annotated[str, option("best (validation round) or final (round)", "--model")] = "best",
 ) -> None:
-    """Predict the classes of new data with a model of a run."""
+    """Predict the classes of new data with a model of a run.
+
+    RUN is a run folder, a party's folder, or a model's .safetensors file.
+    """
     from fedloom.experiments import predict_command
 
     predict_command.predict(source, data, out, client, which)

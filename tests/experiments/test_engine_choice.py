@@ -96,7 +96,7 @@ def test_a_resumed_run_goes_on_in_the_engine_of_its_checkpoint(
 ):
     settings = {"model": MODEL, "rounds": 4, "checkpoint_every": 1}
     unbroken = fedloom.run("fedavg", node_federation, engine="loop", **settings)
-    first = {"out": tmp_path / "x", "on_round": stop_after(3), **settings}
+    first = {"out": tmp_path / "x", "callbacks": stop_after(3), **settings}
     with monkeypatch.context() as patched:
         patched.setattr("fedloom.engines.stacked.engine.GROUP_BYTES", 1.0)  # so it takes the loop
         with pytest.raises(StoppedError):
@@ -211,6 +211,11 @@ def test_a_file_with_a_set_of_graphs_is_recognised(tmp_path):
     for name, graph in files.items():
         fedloom.to_file(graph, tmp_path / f"{name}.safetensors")
     (tmp_path / "damaged.safetensors").write_bytes(b"nothing")
+    tables = tmp_path / "tables"
+    tables.mkdir()
+    for name in ("graphs", "nodes", "edges"):
+        (tables / f"{name}.csv").write_text("")
+    assert make_recipe({"data": {"dataset": str(tables)}}).partition.name == "dirichlet"
     expected = {"graphs": "dirichlet", "nodes": "louvain", "damaged": "louvain"}
     for name, partition in expected.items():
         path = str(tmp_path / f"{name}.safetensors")

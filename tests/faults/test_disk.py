@@ -13,6 +13,7 @@ from tests.faults.forked import ending, fork
 
 from fedloom import _system
 from fedloom._system import AppendLog, write_atomic
+from fedloom.experiments import checkpoint
 from fedloom.experiments.checkpoint import LATEST
 from fedloom.experiments.result import load_run
 from fedloom.experiments.run import run
@@ -57,8 +58,9 @@ def resumes(federation, folder, unbroken, **settings):
     ],
 )
 def test_a_full_disk_ends_the_run_with_the_name_of_the_file(
-    full, settings, node_federation, tmp_path
+    full, settings, node_federation, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(checkpoint, "remove", lambda folder: None)  # so that its size is known
     go(node_federation, tmp_path / "unbroken", **settings)
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "unbroken").iterdir()}
     limit = sizes[LATEST] - 100 if full == LATEST else sizes[LATEST] + 100

@@ -154,6 +154,17 @@ def read_declaration(path: str | Path) -> Encoding:
     return reader.declared(reader.open("nodes", reader.layout.nodes, [reader.layout.id]), graphs)
 
 
+def is_graph_set_folder(path: Path) -> bool:
+    """Returns whether a folder of tables contains many small graphs. It reads no table.
+
+    Returns False for anything that is not a folder of tables.
+    """
+    try:
+        return _Reader.of(path).has_graphs
+    except DataError:  # `from_folder` says what is wrong with it
+        return False
+
+
 # ---- graph.toml ----
 @dataclass(frozen=True)
 class _Layout:

@@ -77,8 +77,8 @@ def serve(
         "deployment": {"lineage": secrets.token_hex(8), **(origin or {})},
     }
     lineage, faults = config["deployment"]["lineage"], agreement.run.faults
+    started = 0
     with locked(folder, "run"):
-        started = 0
         while True:
             transport: Transport
             if open_transport is None:

@@ -148,10 +148,9 @@ def cells(
         find(name)  # a misspelt name fails now, not when its turn comes
     made = []
     for seed, (data, name), clients, model, method in product(
-        range(axes.seeds), _divisions(axes), axes.clients, axes.models, axes.methods
+        range(axes.seeds), _divisions(axes, federations), axes.clients, axes.models, axes.methods
     ):
-        first = name == axes.partitions[0] and clients == axes.clients[0]
-        if data in federations and not first:
+        if data in federations and clients != axes.clients[0]:
             continue
         of_method = own.get(method, {})
         settings = {**_applicable(method, of_method, common), **of_method}
@@ -168,13 +167,16 @@ def cells(
     return made
 
 
-def _divisions(axes: Axes) -> list[tuple[str, str]]:
-    """Returns each dataset with each partition; with the one that fits it if none is given."""
-    return [
-        (data, name)
-        for data in axes.datasets
-        for name in axes.partitions or [default_partition(data)]
-    ]
+def _divisions(axes: Axes, federations: Mapping[str, Federation]) -> list[tuple[str, str]]:
+    """Returns each dataset with each partition; with the one that fits it if none is given.
+
+    A federation has one partition, its own.
+    """
+    found = []
+    for data in axes.datasets:
+        names = axes.partitions or (default_partition(data),)
+        found += [(data, name) for name in (names[:1] if data in federations else names)]
+    return found
 
 
 def _method_tables(given: Any, axes: Axes) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

@@ -18,6 +18,7 @@ from fedloom.data.federation import Federation
 from fedloom.data.files import is_graph_set_file
 from fedloom.data.graph import FLOWS
 from fedloom.data.partition import GIVEN, divide, partition_settings
+from fedloom.data.tables import is_graph_set_folder
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiments.callbacks import Given
 from fedloom.experiments.federated_encoding import PARTIES, from_folders, party_folders
@@ -412,8 +413,8 @@ def fitting_partition(data: Mapping[str, Any], given: Mapping[str, Any]) -> dict
     """Returns the [partition] table, with a partition that fits the data if it names none.
 
     A set of graphs is divided by `dirichlet`. A synthetic graph of blocks is divided into them:
-    each is a client. Everything else keeps the default. What a file or a folder contains is not
-    known before it is read, except for a .safetensors file.
+    each is a client. Everything else keeps the default. What a file of PyG contains is not known
+    before it is read.
 
     Args:
         data: The [data] table.
@@ -439,7 +440,9 @@ def is_set_of_graphs(dataset: str) -> bool:
     """Returns whether a dataset is known to be a set of graphs, without reading it."""
     if dataset in catalogue():
         return catalogue()[dataset].task == "graph"
-    return dataset.partition(":")[0] == "synthetic-graphs" or is_graph_set_file(Path(dataset))
+    path = Path(dataset).expanduser()
+    generated = dataset.partition(":")[0] == "synthetic-graphs"
+    return generated or is_graph_set_file(path) or is_graph_set_folder(path)
 
 
 def table(name: str, cls: Any, given: Any) -> Any:

@@ -83,7 +83,10 @@ def find_tables(name: str) -> Tables:
         if name in names:
             raise ConfigError(f"recipe: {name!r} is none; did you mean {option} {name}?")
     everything = [f"{each}/{entry}" for each in papers() for entry in entries(each)]
+    near = hint(name, everything)
+    if of_paper := [each for each in everything if each.endswith(f"/{name}")]:
+        near = f" Did you mean {of_paper[-1]!r}?"
     raise ConfigError(
-        f"unknown recipe {name!r}.{hint(name, everything)} Valid: a TOML file, or PAPER/ENTRY as "
+        f"unknown recipe {name!r}.{near} Valid: a TOML file, or PAPER/ENTRY as "
         f"`fedloom recipes` lists them; papers: {', '.join(papers())}"
     )

@@ -174,6 +174,7 @@ class Recorder:
         if self.folder and resume:
             self._require_same_run(self.folder)
             if is_completed(self.folder):
+                checkpoint.remove(self.folder)  # if the process was killed before it could
                 return load_run(self.folder)
             self._reopen(self.folder)
         elif self.folder:

@@ -7,33 +7,26 @@ everywhere. This module does not import torch.
 weighted by their size. Every other test score is of the same round, and weighted in the same way.
 """
 
-LABELS = {
-    "accuracy": "accuracy",
-    "val_accuracy": "validation",
-    "final_accuracy": "final",
+_LABELS = {
     "f1_macro": "macro F1",
     "f1_present": "macro F1 of present classes",
     "f1_weighted": "weighted F1",
     "auc": "AUC",
     "pr_auc": "PR-AUC",
-    "balanced_accuracy": "balanced accuracy",
-    "precision": "precision",
-    "recall": "recall",
-    "precision_at_k": "precision at k",
-    "recall_at_k": "recall at k",
     "ece": "calibration error (ECE)",
     "loss": "training loss",
-    "best_round": "best round",
-    "bytes_up": "sent up",
-    "bytes_down": "sent down",
-    "seconds": "seconds",
 }
 
 
 def label(name: str) -> str:
-    """Returns the name under which a number is shown. An unknown one is written with spaces."""
-    if name not in LABELS and name.startswith("val_"):
-        return f"validation {label(name.removeprefix('val_'))}"
-    if name not in LABELS and name.endswith("_mean"):
+    """Returns the name under which a number is shown.
+
+    "pr_auc" gives "PR-AUC", "val_auc" gives "validation AUC", and "accuracy_mean" gives "accuracy,
+    mean over clients".
+    """
+    for prefix, word in (("val_", "validation"), ("final_", "final")):
+        if name.startswith(prefix):
+            return f"{word} {label(name.removeprefix(prefix))}"
+    if name.endswith("_mean"):
         return f"{label(name.removesuffix('_mean'))}, mean over clients"
-    return LABELS.get(name, name.replace("_", " "))
+    return _LABELS.get(name, name.replace("_", " "))

@@ -7,7 +7,6 @@ from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
 
 Summary = Mapping[str, Any]
 
@@ -103,7 +102,11 @@ def verdict(differences: Sequence[float]) -> Verdict:
     values = np.asarray(differences, dtype=float)
     drawn = np.random.default_rng(0).choice(values, (4000, len(values))).mean(1)
     low, high = np.quantile(drawn, [0.025, 0.975])
-    p = float(stats.wilcoxon(values).pvalue) if values.any() else 1.0
+    p = 1.0
+    if values.any():
+        from scipy.stats import wilcoxon  # takes longer to import than a short run needs
+
+        p = float(wilcoxon(values).pvalue)
     up, down = int((values > 0).sum()), int((values < 0).sum())
     return Verdict(float(values.mean()), float(low), float(high), up, down, p)
 

@@ -229,7 +229,7 @@ def _clients(
         others = [o for o in others if o["method"] == "local"] or others[:1]
     split = ("train", "val", "test") if wide else ("train / val / test",)
     named = (f"{o['method']}'s" for o in others)
-    table = grid(("client", "nodes", *split, "accuracy", *named, "macro F1"))
+    table = grid(("client", "nodes", *split, "accuracy", *named, label("f1_macro")))
     shown = s["per_client"][:20]
     for k, c in enumerate(shown):
         counts = [str(c[part]) for part in ("train", "val", "test")]
