@@ -190,8 +190,8 @@ def test_a_client_that_missed_the_weights_gets_them_later(imbalanced, monkeypatc
         return original(self, name, phase, message)
 
     monkeypatch.setattr(Loop, "perform", perform)
-    settings = {"model": MODEL, "rounds": 2, "class_weight": "balanced"}
-    found = fedloom.run("fedavg", imbalanced, quorum=0.5, retries=0, engine="loop", **settings)
+    settings = {"model": MODEL, "rounds": 2, "class_weight": "balanced", "engine": "loop"}
+    found = fedloom.run("fedavg", imbalanced, quorum=0.5, retries=0, **settings)
     assert missed == served == [imbalanced.names[0]]
     monkeypatch.setattr(Loop, "perform", original)
     assert distance(found, fedloom.run("fedavg", imbalanced, **settings)) == 0
