@@ -420,7 +420,7 @@ def test_own_data_of_a_folder_is_made_again_from_its_recipe(folder, named, tmp_p
 
 # ---- the command ----
 def test_the_command_writes_a_table(folder, new, tmp_path, capsys):
-    to_folder(new, tmp_path / "new")
+    to_folder(replace(new, feature_names=FEATURES), tmp_path / "new")
     for source, client in ((folder, "east"), (folder / "models/best/east.safetensors", None)):
         out = tmp_path / "p.csv"
         predict(source, str(tmp_path / "new"), out, client, "best")
@@ -432,6 +432,17 @@ def test_the_command_writes_a_table(folder, new, tmp_path, capsys):
         assert {row["class"] for row in rows} <= set(CLASSES)
     predict(folder, str(tmp_path / "new"), None, None, "final")
     assert len(capsys.readouterr().out.splitlines()) == 32
+
+
+@pytest.mark.parametrize(("label", "split"), [("", ""), ("pending", ""), ("odd", "train")])
+def test_labels_and_splits_of_new_tables_are_not_read(label, split, folder, tmp_path, capsys):
+    x = ["0.5"] * len(FEATURES)
+    rows = [["id", *FEATURES, "label", "split"], *(["a", *x, label, split], ["b", *x, "", ""])]
+    (tmp_path / "nodes.csv").write_text("\n".join(map(",".join, rows)))
+    (tmp_path / "edges.csv").write_text("source,target\na,b")
+    predict(folder, str(tmp_path), None, "east", "best")
+    _, *found = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in found] == ["a", "b"]
 
 
 def test_a_partys_folder_is_enough(result, new, tmp_path, capsys):

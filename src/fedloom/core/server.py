@@ -91,7 +91,6 @@ class Server(Waist):
         self.aggregation: Aggregation = aggregation or PlainAggregation()
         self.over = False  # the observer wants no further round
         self.seconds_evaluating = 0.0
-        self.shared: Message | None = None  # the model that `evaluate` was given last
         self.scored_shared = False  # whether the clients scored that model, not their own
         self._last_round = False
 

@@ -78,6 +78,7 @@ class Waist:
         self._upload = parse_filters(facts.upload, "run.upload")
         self._download = parse_filters(facts.download, "run.download")
         self._phases = phases_of(type(method))
+        self.shared: Message | None = None  # the model that `evaluate` was given last
         self._model_before: Any = None  # the model when the round began, for a round that fails
 
     def exchange(
@@ -239,6 +240,8 @@ class Waist:
         """Returns the error of a round that cannot continue, and restores the server's model."""
         if self.in_round and self._model_before is not None:
             self.state["model"] = self._model_before
+            if self.shared is not None:  # it may be of the round that failed
+                self.shared = self._model_before
         when = f"round {self.round}" if self.round else "before round 1"
         return RoundFailed(f"{when}, {name!r}: {why}; absent: {listed(absent)}")
 

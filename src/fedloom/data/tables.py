@@ -88,6 +88,7 @@ def from_folder(
     path: str | Path,
     encoding: Encoding | None = None,
     class_names: Sequence[str] | None = None,
+    labels: bool = True,
 ) -> Graph:
     """Returns the graph of a folder of tables (see the top of this module).
 
@@ -101,8 +102,9 @@ def from_folder(
             `encoding` of that graph.
         class_names: The classes by name, in order. Labels of other classes are refused, and labels
             may be missing altogether.
+        labels: Whether labels and split are read. Data to predict need none.
     """
-    raw = read_folder(path, encoding, class_names)
+    raw = read_folder(path, encoding, class_names, labels)
     if encoding is not None:
         return raw.encoded(encoding)
     return encoded_alone(raw)
@@ -135,6 +137,7 @@ def read_folder(
     path: str | Path,
     encoding: Encoding | None = None,
     class_names: Sequence[str] | None = None,
+    labels: bool = True,
 ) -> RawGraph:
     """Returns the graph of a folder of tables with its raw columns, not encoded.
 
@@ -143,8 +146,9 @@ def read_folder(
         encoding: The rules of the columns, fitted or not, in place of the folder's own. The table
             needs the columns that it names; other ones are left out.
         class_names: As in `from_folder`.
+        labels: As in `from_folder`.
     """
-    return _Reader.of(Path(path)).graph(encoding, class_names)
+    return _Reader.of(Path(path)).graph(encoding, class_names, labels)
 
 
 def read_declaration(path: str | Path) -> Encoding:
@@ -300,7 +304,9 @@ class _Reader:
         """Whether the folder has many small graphs."""
         return bool(self.layout.graphs or candidates(self.folder, "graphs"))
 
-    def graph(self, encoding: Encoding | None, class_names: Sequence[str] | None) -> RawGraph:
+    def graph(
+        self, encoding: Encoding | None, class_names: Sequence[str] | None, labels: bool = True
+    ) -> RawGraph:
         """Returns the graph with its raw columns."""
         layout = self.layout
         graphs = self.items_of_graphs() if self.has_graphs else None
@@ -330,7 +336,11 @@ class _Reader:
             nodes, batch = self.grouped(nodes, graphs)
             ids = nodes.columns[layout.id].tolist()
         items = nodes if graphs is None else graphs
-        y, num_classes, names = self.classes(items, class_names)
+        if labels:
+            y, num_classes, names = self.classes(items, class_names)
+        else:
+            names = tuple(class_names or ())
+            y, num_classes = torch.full((items.rows,), -1), max(1, len(names))
         edges_file = self.open("edges", layout.edges, [layout.source, layout.target])
         scoped = batch is not None and layout.graph in edges_file.columns
         position = self.positions(nodes, ids, batch if scoped else None)
@@ -353,7 +363,7 @@ class _Reader:
             edge_index=torch.from_numpy(edges.copy()),
             y=y,
             num_classes=num_classes,
-            **self.masks(items),
+            **(self.masks(items) if labels else {}),
             edge_weight=None if weight is None else torch.from_numpy(weight).float(),
             batch=None if batch is None else torch.from_numpy(batch),
             name=layout.name or self.folder.resolve().name,

@@ -227,9 +227,10 @@ def read_data(data: Any, card: ModelCard) -> Any:
     """
     if not isinstance(data, str | Path):
         return data
-    if is_folder_of_tables(Path(data)):  # labels may be missing
+    if is_folder_of_tables(Path(data)):
         encoding = Encoding.from_json(card.encoding) if card.encoding else None
-        return from_folder(data, encoding, card.classes).with_flow(card.flow)
+        graph = from_folder(data, encoding, card.classes, labels=False)
+        return graph.with_flow(card.flow)
     return load(str(data)).with_flow(card.flow)
 
 
