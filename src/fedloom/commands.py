@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shlex
 import shutil
 import sys
@@ -58,8 +57,6 @@ from fedloom.nn.build import architectures
 if TYPE_CHECKING:
     from fedloom.experiments.tune import Trial
 
-# `_print` prints the warnings of a run, so the logger need not.
-logging.getLogger("fedloom").addHandler(logging.NullHandler())
 
 Given = Mapping[str, Any]  # {"table.key": value}; None for an option that was not given
 

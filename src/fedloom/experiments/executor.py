@@ -278,7 +278,6 @@ class _Steps(Callback):
 
 def _work(cell: Cell, pipe: Connection) -> None:
     """Runs a cell in a process of its own and reports through the pipe."""
-    logging.getLogger("fedloom").addHandler(logging.NullHandler())  # the parent draws the screen
     # Ctrl-C in a terminal reaches all processes. The parent tells this one to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # OpenMP hangs in a forked process whose parent, such as a notebook, has used its threads. With

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import platform
 import time
 from collections.abc import Callable, Mapping
@@ -66,7 +65,6 @@ class Kept(NamedTuple):
 
 
 Scores: TypeAlias = dict[str, float | None]
-_log = logging.getLogger("fedloom")
 _PACKAGES = (
     "torch",
     "torch_geometric",
@@ -393,8 +391,6 @@ class Recorder:
         except Exception as error:  # noqa: BLE001  (raised after the summary is written)
             failure = _first_of(failure, error)
         summary = self._summary(server, failure, evaluation)
-        for line in summary["warnings"] if failure is None else ():
-            _log.warning("%s: %s", self.name, line)
         if self.folder:
             try:
                 _write_json(self.folder / "summary.json", summary)

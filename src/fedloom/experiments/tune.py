@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 import os
 import re
@@ -771,7 +770,6 @@ def _workers(jobs: int) -> Iterator[Executor]:
 
 
 def _end_with_parent() -> None:
-    logging.getLogger("fedloom").addHandler(logging.NullHandler())  # trials print nothing
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         # Ctrl-C in a terminal reaches all processes. This one ends at once and prints nothing.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
