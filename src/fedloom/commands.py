@@ -411,7 +411,7 @@ def _destination(path: Path) -> str:
     if path.name in ("ca.key", "server.key"):
         return "secret: stays with the coordinator"
     if path.name == "server.crt":
-        return "stays with the coordinator, which shows it to every party that connects"
+        return "stays with the coordinator; parties that connect see it"
     if path.name == "ca.crt":
         return "to every party, which recognises the coordinator by it"
     if path.suffix == ".key":
