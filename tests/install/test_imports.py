@@ -21,6 +21,7 @@ FLOWER = (
     "coordinator",
     "coordinator_transport",
     "engine",
+    "join",
     "party",
     "party_transport",
     "serve",
