@@ -328,7 +328,7 @@ def test_a_party_whose_data_do_not_match_is_refused_with_one_line_and_exit_code_
         ("income", "named.toml"): "it lacks sum; it has, besides those of the agreement, income",
         ("theft", "federation.toml"): "num_features of 'theft' is 1, the agreement says 8",
         ("words", "raw.toml"): "column 'sum': 'x' is not a finite number",
-        ("income", "raw.toml"): "no column 'sum'. Columns there: income",
+        ("income", "raw.toml"): "no column 'sum'. Columns there: id, label, income",
     }
     for (data, agreement), words in cases.items():
         (d.folder / "bank-a.log").unlink(missing_ok=True)

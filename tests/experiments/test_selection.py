@@ -19,7 +19,8 @@ from fedloom.experiments.run_folder import read_history
 from fedloom.experiments.tune import validate
 from fedloom.nn.build import build_model
 from fedloom.nn.losses import cross_entropy
-from fedloom.nn.metrics import METRICS, MINIMISED, names_of
+from fedloom.nn.metric_names import METRICS, MINIMISED
+from fedloom.nn.metrics import names_of
 from fedloom.nn.weights import load_weights
 
 MODEL = "gcn-2x8"

@@ -93,6 +93,7 @@ def test_the_files_are_those_that_python_imports():
         "trackers.py",
         "memory_estimate.py",
         "engine_choice.py",
+        "display.py",
     }
 
 

@@ -22,13 +22,10 @@ from sklearn.metrics import (
 
 from fedloom.experiments.report import comparison
 from fedloom.nn.losses import cross_entropy
+from fedloom.nn.metric_names import FROM_CONFUSION, METRICS, MINIMISED, PROBABILISTIC
 from fedloom.nn.metrics import (
     ADDITIVE,
     ADDITIVE_MORE,
-    FROM_CONFUSION,
-    METRICS,
-    MINIMISED,
-    PROBABILISTIC,
     UNDEFINED,
     additive_scores,
     all_scores,

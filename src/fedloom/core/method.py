@@ -17,6 +17,7 @@ from fedloom.core.settings import check_setting, setting
 from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, MessageError, Refusal
 from fedloom.nn import metrics
+from fedloom.nn.metric_names import PROBABILISTIC
 from fedloom.nn.model import Model, forward_with
 from fedloom.nn.weights import load_weights, weights
 
@@ -116,9 +117,9 @@ class Method(ABC):
         with torch.no_grad():
             logits = self.predict(client, model)
         client.note_scored(self, model, logits)
-        parts = ((graph.val, (facts.selection,)), (graph.test, metrics.PROBABILISTIC))
+        parts = ((graph.val, (facts.selection,)), (graph.test, PROBABILISTIC))
         areas = [metrics.UNDEFINED] * 2
-        others = [[metrics.UNDEFINED] * len(metrics.PROBABILISTIC)] * 2
+        others = [[metrics.UNDEFINED] * len(PROBABILISTIC)] * 2
         if facts.auc:
             areas = [metrics.auc(logits, graph.y, mask) for mask, _ in parts]
             others = [

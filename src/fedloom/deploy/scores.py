@@ -20,6 +20,7 @@ from fedloom.core.message import Message
 from fedloom.core.method import Method
 from fedloom.experiments.report.labels import label
 from fedloom.nn import metrics
+from fedloom.nn.metric_names import MINIMISED
 
 Row: TypeAlias = dict[str, Any]  # a round and its scores
 
@@ -67,7 +68,7 @@ def gain(federated: Mapping[str, Any], local: Mapping[str, Any], metric: str, wh
     if ours is None or alone is None:
         return f"federated and Local ({label(metric)}, {whose}) cannot be compared: no test items"
     difference = round(ours, 3) - round(alone, 3)
-    if metric in metrics.MINIMISED:
+    if metric in MINIMISED:
         difference = -difference
     verb = "gains" if difference >= 0 else "loses"
     return (
@@ -103,7 +104,7 @@ class OwnHistory:
         scored = [row for row in self.rows if row.get(f"val_{metric}") is not None]
         if not scored:
             return self.rows[-1] if self.rows else {}
-        sign = -1.0 if metric in metrics.MINIMISED else 1.0
+        sign = -1.0 if metric in MINIMISED else 1.0
         return max(scored, key=lambda row: sign * float(row[f"val_{metric}"]))
 
     def mark_best(self, stage: str) -> None:

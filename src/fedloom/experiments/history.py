@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from fedloom._system import AppendLog
 from fedloom.core.absence import AbsenceCounts
 from fedloom.experiments.run_folder import HISTORY
-from fedloom.nn.metrics import MINIMISED
+from fedloom.nn.metric_names import MINIMISED
 
 Entry: TypeAlias = dict[str, Any]
 Matrix: TypeAlias = list[list[int]]  # [true class][predicted class]

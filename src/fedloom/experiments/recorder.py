@@ -49,6 +49,7 @@ from fedloom.experiments.settings import RunSettings, chosen_evaluation
 from fedloom.experiments.trackers import Begun, Tracking
 from fedloom.experiments.trained import WHICH, ModelCard, model_bytes
 from fedloom.nn import metrics
+from fedloom.nn.metric_names import METRICS
 from fedloom.privacy.secure_aggregation import aggregation_for
 
 
@@ -472,7 +473,7 @@ class Recorder:
             "selection": selection,
             "best_round": best.get("round"),
             **{m: best.get(m) for m in metrics.names_of(selection)},
-            **{f"{m}_mean": best.get(f"{m}_mean") for m in metrics.METRICS},
+            **{f"{m}_mean": best.get(f"{m}_mean") for m in METRICS},
             "loss": best.get("loss"),
             "final_accuracy": last.get("accuracy"),
             "class_names": list(classes),

@@ -39,7 +39,7 @@ from fedloom.experiments.run_folder import read_config
 from fedloom.experiments.settings import RunSettings
 from fedloom.experiments.trackers import Track, Tracking
 from fedloom.nn.build import architectures, split_specs
-from fedloom.nn.metrics import FROM_CONFUSION, METRICS, TWO_CLASSES
+from fedloom.nn.metric_names import FROM_CONFUSION, METRICS, TWO_CLASSES
 from fedloom.nn.own_model import OwnModel, OwnSpec, Source, is_own, own_spec
 from fedloom.privacy.secure_aggregation import require_cohort, responder_for
 

@@ -13,7 +13,7 @@ from fedloom.core.settings import check_setting, setting
 from fedloom.engines import AUTO, engine_choices, engine_class, has_workers
 from fedloom.errors import ConfigError, unknown
 from fedloom.experiments.checkpoint import AUTOMATIC
-from fedloom.nn.metrics import METRICS
+from fedloom.nn.metric_names import METRICS
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from typing import Any, ClassVar, TypeAlias
 from fedloom._system import write_atomic
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiments.history import Entry
-from fedloom.nn import metrics
+from fedloom.nn.metric_names import METRICS
 
 FILE = "tracking.json"  # in a run folder: its trackers, and what they need after a resume
-KNOWN = (*metrics.METRICS, *(f"val_{m}" for m in metrics.METRICS))
+KNOWN = (*METRICS, *(f"val_{m}" for m in METRICS))
 SCORES = (*KNOWN, *(f"{m}_mean" for m in KNOWN))
 
 

@@ -46,7 +46,7 @@ from fedloom.experiments.display import data_frame, tuned_html, tuned_text
 from fedloom.experiments.recipe import TABLES, ModelTable, Recipe, make_recipe, read_value, to_toml
 from fedloom.experiments.result import load_run
 from fedloom.experiments.run_folder import is_completed, read_config
-from fedloom.nn.metrics import MINIMISED
+from fedloom.nn.metric_names import MINIMISED
 
 TUNABLE = ("method", "model")  # tables; other settings would change the task
 OnTrial = Callable[["Trial", Sequence["Trial"]], None]  # a trial that ended, all that have ended

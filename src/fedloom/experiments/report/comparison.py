@@ -20,28 +20,14 @@ from fedloom.experiments.display import comparison_html, comparison_text, data_f
 from fedloom.experiments.report.labels import label
 from fedloom.experiments.report.significance import Spread, Verdict, holm, paired, spread, verdict
 from fedloom.experiments.run_folder import LeftOut, Run
+from fedloom.nn import metric_names
 
-# As in `fedloom.nn.metrics`, which would import torch.
-_OF_CLIENTS = (
-    "accuracy",
-    "f1_macro",
-    "f1_present",
-    "f1_weighted",
-    "balanced_accuracy",
-    "precision",
-    "recall",
-    "auc",
-    "pr_auc",
-    "recall_at_k",
-    "precision_at_k",
-    "ece",
-)
-METRICS = tuple(name for metric in _OF_CLIENTS for name in (metric, f"{metric}_mean"))
-MINIMISED = ("ece", "ece_mean")  # the lower, the better
+# Each metric is compared as a mean weighted by size, and as a mean over clients.
+METRICS = tuple(name for metric in metric_names.METRICS for name in (metric, f"{metric}_mean"))
+MINIMISED = tuple(f"{name}{mean}" for name in metric_names.MINIMISED for mean in ("", "_mean"))
 LOCAL = "local"
 CENTRAL = "central"  # one party with all data: a reference, which no federated method has to beat
 LEVEL = 0.05
-# Metrics whose names are not their settings' names with spaces.
 # Settings of a run that do not change what a method computes. Runs of one row may differ in them.
 _OPERATIONAL = (
     "seed",
