@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
@@ -154,39 +154,32 @@ def _commands() -> ModuleType:
     return commands
 
 
-def _given(
-    method: str | None,
-    dataset: str | None,
-    clients: int | None,
-    partition: str | None,
-    split: str | None,
-    model: str | None,
-    rounds: int | None,
-    epochs: int | None,
-    lr: float | None,
-    seed: int | None,
-    engine: str | None,
-    device: str | None,
-    secure: bool,
-    evaluation: str | None,
-) -> dict[str, Any]:
-    """Returns options as settings of a recipe; None for an option that was not given."""
-    return {
-        "method.name": method,
-        "method.rounds": rounds,
-        "method.epochs": epochs,
-        "method.lr": lr,
-        "data.dataset": dataset,
-        "data.split": split,
-        "model.name": model,
-        "partition.name": partition,
-        "partition.clients": clients,
-        "run.seed": seed,
-        "run.engine": engine,
-        "run.device": device,
-        "run.evaluation": evaluation,
-        "run.secure": secure or None,
-    }
+# The settings of a recipe that options stand for.
+_OPTIONS = {
+    "method": "method.name",
+    "rounds": "method.rounds",
+    "epochs": "method.epochs",
+    "lr": "method.lr",
+    "dataset": "data.dataset",
+    "split": "data.split",
+    "model": "model.name",
+    "partition": "partition.name",
+    "clients": "partition.clients",
+    "seed": "run.seed",
+    "engine": "run.engine",
+    "device": "run.device",
+    "evaluation": "run.evaluation",
+    "secure": "run.secure",
+}
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a command's options as settings of a recipe; None for one that was not given.
+
+    options: the command's arguments by name. Those that are no settings are left out.
+    """
+    found = {key: options[name] for name, key in _OPTIONS.items()}
+    return {**found, "run.secure": found["run.secure"] or None}
 
 
 @app.command()
@@ -225,22 +218,7 @@ def run(
     RECIPE is PAPER/ENTRY, as `fedloom recipes` lists them, or a TOML file. Options and --set
     override its settings.
     """
-    given = _given(
-        method,
-        dataset,
-        clients,
-        partition,
-        split,
-        model,
-        rounds,
-        epochs,
-        lr,
-        seed,
-        engine,
-        device,
-        secure,
-        evaluation,
-    )
+    given = _given(locals())
     _commands().run(recipe, given, set_, out, baselines, as_json, track, wide)
 
 
@@ -619,22 +597,7 @@ def tune(
     override its settings. Started again, it continues the study. `fedloom methods NAME` shows the
     declared ranges.
     """
-    given = _given(
-        method,
-        dataset,
-        clients,
-        partition,
-        split,
-        model,
-        rounds,
-        epochs,
-        lr,
-        seed,
-        engine,
-        device,
-        secure,
-        evaluation,
-    )
+    given = _given(locals())
     _commands().tune(recipe, given, set_, over, trials, minutes, seeds, out, jobs, as_json, wide)
 
 

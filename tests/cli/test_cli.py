@@ -482,9 +482,7 @@ def long_run(tmp_path):
         )
         started.append(process)
         history = tmp_path / "x" / "history.jsonl"
-        deadline = time.monotonic() + 200
         while not (history.exists() and history.read_text().count("\n") > 5):
-            assert time.monotonic() < deadline
             assert process.poll() is None, process.communicate()
             time.sleep(0.05)
         return process

@@ -336,3 +336,18 @@ def test_trained_own_models_predict_and_load(federation, net_file, tmp_path) -> 
         for load in (lambda p=path: fedloom.load_model(p), lambda r=read: r.model("0")):
             with pytest.raises(DataError, match=r"own module.*model=LinearHead"):
                 load()
+
+
+def test_a_run_with_an_own_class_is_resumed_by_run(federation, tmp_path) -> None:
+    def stop(entry: dict) -> None:
+        if entry["round"] == 2:
+            raise KeyboardInterrupt
+
+    settings = {"model": Plain, "rounds": 4, "checkpoint_every": 1}
+    whole = fedloom.run("fedavg", federation, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        fedloom.run("fedavg", federation, **settings, out=tmp_path / "a", callbacks=stop)
+    with pytest.raises(ConfigError, match=r"model .Plain. that no file defines.*resume=True"):
+        fedloom.resume(tmp_path / "a", federation)
+    resumed = fedloom.run("fedavg", federation, **settings, out=tmp_path / "a", resume=True)
+    assert resumed.summary["history_hash"] == whole.summary["history_hash"]

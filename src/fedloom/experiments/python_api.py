@@ -42,6 +42,7 @@ from fedloom.experiments.run_folder import is_completed, read_config, read_parti
 from fedloom.experiments.trackers import Track, tracked
 from fedloom.experiments.tune import Trial, Tuned
 from fedloom.experiments.tune import tune as search
+from fedloom.nn.build import parse_spec, split_specs
 
 _log = logging.getLogger("fedloom.tune")
 MethodLike: TypeAlias = str | Mapping[str, Any] | Method | type[Method]
@@ -412,6 +413,7 @@ def resume(
             f"{str(folder)!r} was started from Python with a federation of its own: "
             "fedloom.resume(folder, federation) continues it"
         )
+    _require_known_models(config, folder)
     recipe = make_recipe(config, federation)
     if federation is None:
         return recipe.execute(folder, callbacks, resume=True, track=track)
@@ -427,6 +429,20 @@ def resume(
         track=track,
         config=config,
     )
+
+
+def _require_known_models(config: Mapping[str, Any], folder: Path) -> None:
+    """Raises a ConfigError if a run trains a module that only the user's program has."""
+    names = config["model"]["name"]
+    for spec in split_specs(names):
+        try:
+            parse_spec(spec)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{str(folder)!r} trains a model ({names}) that no file defines; continue it with "
+                f"fedloom.run(method, federation, model=..., out={str(folder)!r}, resume=True) "
+                f"({error})"
+            ) from error
 
 
 @contextmanager
