@@ -1,4 +1,4 @@
-"""FGSSL: on random_view graphs, clients match the global model's classes and neighbourhoods.
+"""FGSSL: on random views, clients match the global model's classes and neighbourhoods.
 
 Huang, Wan, Ye, Du: "Federated Graph Semantic and Structural Learning", IJCAI 2023.
 
