@@ -18,6 +18,7 @@ from fedloom.core.state import restore, snapshot
 from fedloom.data.graph import Graph
 from fedloom.data.seeds import stream_seed
 from fedloom.nn.losses import training_loss
+from fedloom.nn.metrics import UNDEFINED
 from fedloom.nn.model import Model
 
 # What upload filters have lost, {phase: tensors}. No method uses this name for its own state.
@@ -193,16 +194,21 @@ class Client:
         if loss.requires_grad:
             self._losses.append(loss.detach())
 
-    def take_training_loss(self) -> float | None:
-        """Returns the mean loss of the last training, once.
+    def take_training_loss(self) -> Tensor:
+        """Returns the mean loss of the last training, once; a scalar.
 
-        It is None if the client has not trained since the last call, has no training items, or if
-        the loss is not finite.
+        It is `metrics.UNDEFINED` if the client has not trained since the last call, has no training
+        items, or if the loss is not finite.
         """
-        loss = self.state.pop(LOSS, None)
+        loss: Tensor | None = self.state.pop(LOSS, None)
         if loss is None or not loss.isfinite() or not self.graph.train.any():
-            return None
-        return float(loss)
+            return torch.tensor(UNDEFINED)
+        return loss
+
+    @property
+    def answers_plainly(self) -> bool:
+        """Whether its replies leave as the phase returns them: without secure sums and filters."""
+        return type(self._responder) is PlainResponder and not self._upload and not self._download
 
     @torch.no_grad()
     def validate(self, model: Model) -> float | None:

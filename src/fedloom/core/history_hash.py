@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedloom.core.message import Batch, Message, flatten
 from fedloom.core.replies import Replies
+from fedloom.core.shared_rows import SharedRows
 
 SUMMED_FROM = 4096  # tensors of at least this many bytes are hashed by their sums
 EMPTY = hashlib.sha256(b"fedloom").digest()
@@ -43,7 +44,10 @@ def chained(
                 if name in left_out:
                     continue
                 head = f"{direction} {batch.clients} {name} {stack.dtype} {list(stack.shape)}"
-                chain.update(head.encode() + fingerprint(stack))
+                if isinstance(stack, SharedRows):
+                    chain.update(head.encode() + stack.sharing.digest + fingerprint(stack.stored))
+                else:
+                    chain.update(head.encode() + fingerprint(stack))
             continue
         for client, content in side.items():
             if id(content) not in entries:
@@ -55,8 +59,8 @@ def chained(
                     f" {name} {t.dtype} {list(t.shape)}".encode() + digests[id(t)]
                     for name, t in flat.items()
                 ]
-            for entry in entries[id(content)]:
-                chain.update(f"{direction} {client}".encode() + entry)
+            receiver = f"{direction} {client}".encode()
+            chain.update(b"".join([receiver + entry for entry in entries[id(content)]]))
     return chain.digest()
 
 

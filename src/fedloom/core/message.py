@@ -20,6 +20,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
+from fedloom.core.shared_rows import SharedRows
 from fedloom.errors import MessageError
 
 Message: TypeAlias = dict[str, Any]  # each value is a Tensor or another Message
@@ -128,10 +129,16 @@ def schema_of(message: Message) -> Schema:
     return tuple((name, _NAMES[t.dtype], tuple(t.shape)) for name, t in flatten(message).items())
 
 
-class Batch(Mapping[str, Message]):
-    """Messages of one schema from many clients: one tensor [clients, ...] for each name."""
+Stack: TypeAlias = Tensor | SharedRows  # [clients, ...]
 
-    def __init__(self, clients: Sequence[str], stacks: dict[str, Tensor]):
+
+class Batch(Mapping[str, Message]):
+    """Messages of one schema from many clients: one stack [clients, ...] for each name.
+
+    A stack is a tensor, or a `SharedRows` in which clients share rows.
+    """
+
+    def __init__(self, clients: Sequence[str], stacks: Mapping[str, Stack]):
         self.clients, self.stacks = tuple(clients), stacks
         self._place = {client: k for k, client in enumerate(self.clients)}
 
@@ -147,11 +154,21 @@ class Batch(Mapping[str, Message]):
 
     @property
     def schema(self) -> Schema:
-        """The schema of each message."""
+        """The schema of each message. It does not tell whether rows are shared."""
         return tuple(
             (name, _NAMES[stack.dtype], tuple(stack.shape[1:]))
             for name, stack in self.stacks.items()
         )
+
+    def dense(self, name: str) -> Tensor:
+        """Returns the tensors of one name, [clients, ...]."""
+        stack = self.stacks[name]
+        return stack.dense() if isinstance(stack, SharedRows) else stack
+
+    def numbers(self) -> Iterator[Tensor]:
+        """Yields tensors that together hold every number of the messages."""
+        for stack in self.stacks.values():
+            yield stack.stored if isinstance(stack, SharedRows) else stack
 
 
 def batched(messages: Mapping[str, Message]) -> Batch | None:

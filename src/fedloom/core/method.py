@@ -117,23 +117,16 @@ class Method(ABC):
         with torch.no_grad():
             logits = self.predict(client, model)
         client.note_scored(self, model, logits)
-        parts = ((graph.val, (facts.selection,)), (graph.test, PROBABILISTIC))
-        areas = [metrics.UNDEFINED] * 2
-        others = [[metrics.UNDEFINED] * len(PROBABILISTIC)] * 2
+        more = torch.full((2, 1 + len(PROBABILISTIC)), metrics.UNDEFINED)
         if facts.auc:
-            areas = [metrics.auc(logits, graph.y, mask) for mask, _ in parts]
-            others = [
-                metrics.probabilistic(logits, graph.y, mask, facts.top_k, wanted)
-                for mask, wanted in parts
-            ]
+            more = metrics.from_probabilities(logits, graph, facts.top_k, facts.selection)
         val, test = metrics.held_out(logits, graph)
-        loss = client.take_training_loss()
         return {
             "val": val,
             "test": test,
-            "auc": torch.tensor(areas),
-            "probabilistic": torch.tensor(others),
-            "loss": torch.tensor(metrics.UNDEFINED if loss is None else loss),
+            "auc": more[:, 0],
+            "probabilistic": more[:, 1:],
+            "loss": client.take_training_loss(),
         }
 
     @summed

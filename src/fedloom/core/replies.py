@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.core.message import Batch, Message, tree_map, unflatten
+from fedloom.core.message import Batch, Message, Stack, tree_map, unflatten
+from fedloom.core.shared_rows import SharedRows
 from fedloom.errors import MessageError
 
 LARGEST_WEIGHT = 2.0**53  # of a client in a mean; a float64 does not count further
@@ -36,7 +37,7 @@ class Replies(Mapping[str, Message]):
     def stack(self, name: str) -> Tensor:
         """Returns the clients' tensors of that name, stacked along a new first axis."""
         if isinstance(self.messages, Batch):
-            return self.messages.stacks[name].clone()
+            return self.messages.dense(name).clone()
         return torch.stack(list(self.column(name).values()))
 
     def sum(self) -> Message:
@@ -44,8 +45,14 @@ class Replies(Mapping[str, Message]):
         if not self:
             raise MessageError("nobody answered: there is nothing to add up")
         if isinstance(self.messages, Batch):
+
+            def total_of(stack: Stack) -> Tensor:
+                if isinstance(stack, SharedRows):
+                    return stack.mean(torch.ones(stack.shape[0]))
+                return stack.sum(0, dtype=stack.dtype)
+
             stacks = self.messages.stacks.items()
-            return unflatten({name: stack.sum(0, dtype=stack.dtype) for name, stack in stacks})
+            return unflatten({name: total_of(stack) for name, stack in stacks})
         first, *rest = self.values()
         total = tree_map(torch.clone, first)
         for message in rest:
@@ -58,7 +65,9 @@ class Replies(Mapping[str, Message]):
         if isinstance(self.messages, Batch):
             by = torch.tensor(list(share.values()))
 
-            def mean(stack: Tensor) -> Tensor:
+            def mean(stack: Stack) -> Tensor:
+                if isinstance(stack, SharedRows):
+                    return stack.mean(by)
                 floats = stack if stack.is_floating_point() else stack.float()
                 return torch.tensordot(by.to(floats.dtype), floats, 1)
 

@@ -349,7 +349,7 @@ class Waist:
             kinds.setdefault((self.facts.model_of[client], id(messages[client])), client)
         for client in kinds.values():
             check_schema(batch.schema, expected(client, {}), f"client {client!r} in {name!r}")
-        if not all(map(travels, batch.stacks.values())):
+        if not all(map(travels, batch.numbers())):
             for client, reply in batch.items():
                 require_finite(reply, f"client {client!r} in {name!r}")
 

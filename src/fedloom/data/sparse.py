@@ -198,6 +198,11 @@ def _index_type(*sizes: int) -> torch.dtype:
     return torch.int32 if max(sizes) < 2**31 else torch.int64
 
 
+def multiply(matrix: Sparse, dense: Tensor) -> Tensor:
+    """Returns `matrix @ dense`, not differentiable: [columns, width] gives [rows, width]."""
+    return _multiply((matrix.offsets, matrix.indices), matrix.values, dense)
+
+
 def _multiply(coordinates: tuple[Tensor, Tensor], values: Tensor, dense: Tensor) -> Tensor:
     offsets, indices = coordinates
     if len(indices) == 0:

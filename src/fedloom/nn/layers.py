@@ -48,12 +48,17 @@ def dropout(h: Tensor, p: float, rng: Noise | None) -> Tensor:
         p: The probability.
         rng: The source of randomness. None: h is returned unchanged.
     """
-    cut = min(round(256 * p), 255)
+    cut = dropout_cut(p)
     if rng is None or cut == 0:
         return h
     # Comparing bytes, or multiplying by a bool, takes several times as long as floats in place.
     keep = random_bytes(h, rng).to(h.dtype).ge_(cut)
     return h * keep.mul_(256 / (256 - cut))
+
+
+def dropout_cut(p: float) -> int:
+    """Returns below which value a random byte sets its entry to 0."""
+    return min(round(256 * p), 255)
 
 
 def random_bytes(h: Tensor, rng: Noise) -> Tensor:

@@ -90,6 +90,22 @@ def probabilistic(
     return [float(found[name]) if name in wanted else UNDEFINED for name in PROBABILISTIC]
 
 
+@operation
+def from_probabilities(logits: Tensor, graph: Graph, k: int, selection: str) -> Tensor:
+    """Returns the metrics that need probabilities, of the validation and the test items.
+
+    The result is [2, 1 + len(PROBABILISTIC)]: `auc`, then `probabilistic`. Of the validation items
+    only the metric `selection` is computed besides `auc`.
+    """
+    parts = ((graph.val, (selection,)), (graph.test, PROBABILISTIC))
+    return torch.tensor(
+        [
+            [auc(logits, graph.y, mask), *probabilistic(logits, graph.y, mask, k, wanted)]
+            for mask, wanted in parts
+        ]
+    )
+
+
 def average_precision(score: Array, positive: Array) -> float:
     """Returns the area under the precision-recall curve, as a sum of steps.
 

@@ -35,6 +35,7 @@ def _parameters(model: nn.Module) -> Weights:
     return {name: p for name, p in sorted(found.items()) if p is not None}
 
 
+@operation
 def weights(model: nn.Module) -> Weights:
     """Returns a model's parameters by name, detached. They share memory with the model."""
     return {name: p.detach() for name, p in _parameters(model).items()}
@@ -80,12 +81,14 @@ def substituted(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[
             store[short] = parameter
 
 
+@operation
 def squared_distance(model: nn.Module, anchor: Weights) -> Tensor:
     """Returns ‖θ − anchor‖² over all parameters, differentiable in θ."""
     terms = ((p - anchor[name]).square().sum() for name, p in _parameters(model).items())
     return sum(terms, torch.zeros(()))
 
 
+@operation
 def inner_product(model: nn.Module, direction: Weights) -> Tensor:
     """Returns ⟨θ, direction⟩ over all parameters, differentiable in θ."""
     terms = ((p * direction[name]).sum() for name, p in _parameters(model).items())

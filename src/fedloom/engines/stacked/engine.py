@@ -11,22 +11,27 @@ cache. A client that fills a group by itself runs as in the loop engine, with it
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from fedloom.core.absence import FaultPolicy
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts, model_schema
-from fedloom.core.message import Absent, Message, batched, isolate
+from fedloom.core.message import Absent, Batch, Message, Stack, batched, isolate
 from fedloom.core.method import Method
+from fedloom.core.phase import phases_of
+from fedloom.core.shared_rows import SharedRows, Sharing
 from fedloom.engines import loop
 from fedloom.engines.base import Details
-from fedloom.engines.stacked.lockstep import Group, run_lockstep
+from fedloom.engines.stacked.group import Group
+from fedloom.engines.stacked.lockstep import run_lockstep
 from fedloom.engines.stacked.operations import BATCHED
 from fedloom.engines.stacked.parameters import unstack
+from fedloom.engines.stacked.recording import record
 from fedloom.engines.stacked.tensors import lazy_copies
 
 GROUP_BYTES = 128e6  # working set of a group: parameters, moments, gradients, activations
@@ -48,42 +53,129 @@ class Engine(loop.Engine):
         nodes = {client.name: client.full_graph.num_nodes for client in self.clients.values()}
         self.groups = groups(next(iter(self.clients.values())).facts, nodes) if self.clients else []
         self.states = {names: Group(BATCHED) for names in self.groups}
-        # By phase: how many calls ran "batched" and "single".
+        # By phase: how many calls ran "batched" and "single", and clients' phases "recorded".
         self.calls: dict[str, Counter[str]] = {}
+        self.unrecorded: dict[str, str] = {}  # by phase: why it ran in lockstep
 
     def call(self, phase: str, messages: dict[str, Message]) -> Mapping[str, Message | Absent]:
         """Runs the phase, group by group.
 
         Returns a `Batch` if all replies have the same schema.
         """
+        batches: list[Batch] = []
         replies: dict[str, Message] = {}
         for names in self.groups:
             asked = [name for name in names if name in messages]
-            received = delivered([messages[name] for name in asked])
-            tasks = [
-                partial(self.clients[name].perform, self.method, phase, sent)
-                for name, sent in zip(asked, received, strict=True)
-            ]
-            self.states[names].calls = self.calls.setdefault(phase, Counter())
-            if len(names) > 1:
-                done = run_lockstep(tasks, self.states[names])
-            else:
-                done = [task() for task in tasks]
-            replies.update(zip(asked, done, strict=True))
+            if asked:
+                state = self.states[names]
+                state.calls = self.calls.setdefault(phase, Counter())
+                batch = self._recorded(state, phase, names, asked, messages)
+                if batch is not None:
+                    batches.append(batch)
+                else:
+                    replies.update(self._lockstep(state, phase, names, asked, messages))
+        if not replies and (joined := joined_batches(batches, list(messages))) is not None:
+            return joined
+        for batch in batches:
+            replies.update(batch)
         ordered = {name: replies[name] for name in messages}
         return batched(ordered) or {name: isolate(reply) for name, reply in ordered.items()}
 
+    def _recorded(
+        self,
+        state: Group,
+        phase: str,
+        names: Sequence[str],
+        asked: Sequence[str],
+        messages: Mapping[str, Message],
+    ) -> Batch | None:
+        """Runs the phase once for the whole group; None if that is not possible."""
+        clients = [self.clients[name] for name in asked]
+        known = phases_of(type(self.method)).get(phase)
+        if (
+            len(asked) < 2
+            or len(asked) < len(names)
+            or known is None
+            or not all(client.answers_plainly for client in clients)
+        ):
+            return None
+        sent = [messages[name] for name in asked]
+        if all(message is sent[0] for message in sent):
+            sent = [isolate(sent[0])] * len(sent)
+        recording = record(state, clients, self.method, known, sent)
+        if isinstance(recording, str):
+            self.unrecorded[phase] = recording
+            return None
+        state.calls["recorded"] += len(asked)
+        return Batch(asked, recording.run())
+
+    def _lockstep(
+        self,
+        state: Group,
+        phase: str,
+        names: Sequence[str],
+        asked: Sequence[str],
+        messages: Mapping[str, Message],
+    ) -> dict[str, Message]:
+        """Runs the phase in lockstep."""
+        state.separate()
+        received = delivered([messages[name] for name in asked])
+        tasks = [
+            partial(self.clients[name].perform, self.method, phase, sent)
+            for name, sent in zip(asked, received, strict=True)
+        ]
+        done = run_lockstep(tasks, state) if len(names) > 1 else [task() for task in tasks]
+        return dict(zip(asked, done, strict=True))
+
+    def _write_back(self) -> None:
+        """Brings the clients' own models up to date."""
+        for state in self.states.values():
+            state.write_back()
+
+    def snapshot(self) -> Message:
+        """Returns all clients' snapshots."""
+        self._write_back()
+        return super().snapshot()
+
+    def restore(self, saved: Message) -> None:
+        """Restores the clients that are in the snapshot."""
+        for state in self.states.values():
+            state.separate()
+        super().restore(saved)
+
+    def keep_models(self, stage: str, shared: Message | None) -> None:
+        """Makes every client keep what it predicts with."""
+        self._write_back()
+        super().keep_models(stage, shared)
+
+    def models(self, stage: str | None = None, shared: Message | None = None) -> dict[str, Message]:
+        """Returns what each client predicts with, now or in the best evaluation of a stage."""
+        self._write_back()
+        return super().models(stage, shared)
+
+    def artifacts(self) -> dict[str, Message]:
+        """Returns copies of each client's artifacts."""
+        self._write_back()
+        return super().artifacts()
+
     def close(self) -> None:
         """Separates the clients' models from the parameter stacks."""
+        for state in self.states.values():
+            state.separate()
         for client in self.clients.values():
             unstack(p for model in _models(client.state) for p in model.parameters())
 
     def details(self) -> Details:
-        """Returns the clients of each group, and by phase how many calls were batched or single."""
+        """Returns the clients of each group, and by phase how its calls ran.
+
+        "recorded" counts clients for which a whole phase ran at once. "batched" and "single" count
+        operations in lockstep. "lockstep" says why a phase was not recorded.
+        """
         return {
             "clients_per_group": [len(names) for names in self.groups],
             "phases": {
-                phase: {how: tally[how] for how in ("batched", "single")}
+                phase: {how: tally[how] for how in ("recorded", "batched", "single")}
+                | ({"lockstep": self.unrecorded[phase]} if phase in self.unrecorded else {})
                 for phase, tally in self.calls.items()
                 if tally
             },
@@ -97,6 +189,33 @@ def _models(state: dict[str, Any]) -> Iterator[nn.Module]:
             yield value
         elif isinstance(value, dict):
             yield from _models(value)
+
+
+def joined_batches(batches: Sequence[Batch], clients: Sequence[str]) -> Batch | None:
+    """Returns the batches of several groups as one, in the order of `clients`.
+
+    Returns None if their schemas differ, or if they are empty.
+    """
+    if not batches or not batches[0].stacks or any(b.schema != batches[0].schema for b in batches):
+        return None
+    if len(batches) == 1 and list(batches[0].clients) == list(clients):
+        return batches[0]
+    found = [client for batch in batches for client in batch.clients]
+    place = {client: k for k, client in enumerate(found)}
+    order = torch.tensor([place[client] for client in clients])
+    sorted_already = found == list(clients)
+    stacks: dict[str, Stack] = {}
+    for name in batches[0].stacks:
+        parts = [batch.stacks[name] for batch in batches]
+        shared = [part for part in parts if isinstance(part, SharedRows)]
+        if len(shared) == len(parts):
+            sharing = Sharing.joined([part.sharing for part in shared])
+            stored = torch.cat([part.stored for part in shared])
+            stacks[name] = SharedRows(stored, sharing if sorted_already else sharing.select(order))
+        else:
+            whole = torch.cat([batch.dense(name) for batch in batches])
+            stacks[name] = whole if sorted_already else whole.index_select(0, order)
+    return Batch(clients, stacks)
 
 
 def delivered(messages: list[Message]) -> list[Message]:

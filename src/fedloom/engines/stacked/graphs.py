@@ -16,8 +16,14 @@ from torch import Generator, Tensor
 from fedloom.data.graph import Graph
 from fedloom.data.matmul import matmul
 from fedloom.data.sparse import Sparse, block_diagonal, vertical_stack
-from fedloom.engines.stacked.lockstep import Group
-from fedloom.engines.stacked.matmul import all_equal, blockwise, in_blocks, split
+from fedloom.engines.stacked.group import Group
+from fedloom.engines.stacked.matmul import (
+    add_to_blocks,
+    blockwise,
+    membership,
+    split,
+    sum_of_blocks,
+)
 from fedloom.nn.augment import View
 
 # ---- graphs ----
@@ -139,53 +145,21 @@ class GraphStack(Graph):
     def _membership(self, rows: int) -> Sparse:
         """Returns the matrix [graphs, rows] that says which rows belong to a graph."""
         sizes = self.sizes if rows == self.num_nodes else self.item_sizes
-
-        def make() -> Sparse:
-            owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-            return Sparse.from_edges(
-                owner, torch.arange(rows), torch.ones(rows), (len(sizes), rows)
-            )
-
-        return self.cached(("membership", rows), make)
+        return self.cached(("membership", rows), lambda: membership(sizes))
 
 
 class _AddBias(torch.autograd.Function):
-    """Adds a vector to all rows of a block, in place.
-
-    It takes h [rows, ..., width], the vectors [blocks, width], the membership matrix and the sizes
-    of the blocks. Blocks of one size are slices of one tensor. Small blocks use a product with the
-    membership matrix. Large blocks are processed one by one.
-    """
-
-    SMALL = 64  # mean rows of a block, below which the product is faster than a call per block
+    """`add_to_blocks`, differentiable."""
 
     @staticmethod
     def forward(ctx, h, vectors, membership, sizes):  # type: ignore[no-untyped-def]
         ctx.membership, ctx.sizes = membership, sizes
-        if all_equal(sizes):
-            in_blocks(h, sizes).add_(vectors.unsqueeze(1))
-        elif len(h) < _AddBias.SMALL * len(sizes):
-            h.add_(
-                (membership.transpose @ vectors.detach()).view(len(h), *(1,) * (h.dim() - 2), -1)
-            )
-        else:
-            for block, vector in zip(split(h, sizes), vectors.unbind(), strict=True):
-                block.add_(vector)
         ctx.mark_dirty(h)
-        return h
+        return add_to_blocks(h, vectors.detach(), membership, sizes)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        membership, sizes, axes = ctx.membership, ctx.sizes, tuple(range(gradient.dim() - 1))
-        # `sum` is more exact than a product with ones. The gradient of a bias may be a small
-        # difference of large terms.
-        if all_equal(sizes):
-            added = in_blocks(gradient.contiguous(), sizes).sum(1)
-        elif gradient.dim() == 2 and len(gradient) < _AddBias.SMALL * len(sizes):
-            added = membership @ gradient
-        else:
-            added = torch.stack([block.sum(axes) for block in split(gradient, sizes)])
-        return gradient, added, None, None
+        return gradient, sum_of_blocks(gradient, ctx.membership, ctx.sizes), None, None
 
 
 class ViewStack(GraphStack):
@@ -233,13 +207,23 @@ class StackedNoise:
     def bytes_like(self, h: Tensor) -> Tensor:
         """Returns random bytes in the shape of h; see `fedloom.nn.layers.random_bytes`."""
         sizes = self.stack._sizes_of(h)
-        width = h.shape[1:].numel()
-        counts = [(size * width + 7) // 8 for size in sizes]
-        draws = torch.empty(sum(counts), dtype=torch.int64)
-        for part, stream in zip(split(draws, counts), self.streams, strict=True):
-            part.random_(-(2**63), None, generator=stream)
-        drawn = draws.view(torch.uint8)
-        if len(drawn) != h.numel():
-            pieces = zip(split(drawn, [8 * count for count in counts]), sizes, strict=True)
-            drawn = torch.cat([piece[: size * width] for piece, size in pieces])
-        return drawn.view(h.shape)
+        return random_rows(self.streams, sizes, h.shape[1:].numel()).view(h.shape)
+
+
+def random_rows(streams: Sequence[Generator], sizes: Sequence[int], width: int) -> Tensor:
+    """Returns random bytes [rows, width]. Each client's rows are what its own stream draws.
+
+    Args:
+        streams: The random stream of each client.
+        sizes: The number of rows of each client.
+        width: The bytes of a row.
+    """
+    counts = [(size * width + 7) // 8 for size in sizes]
+    draws = torch.empty(sum(counts), dtype=torch.int64)
+    for part, stream in zip(split(draws, counts), streams, strict=True):
+        part.random_(-(2**63), None, generator=stream)
+    drawn = draws.view(torch.uint8)
+    if width % 8:
+        pieces = zip(split(drawn, [8 * count for count in counts]), sizes, strict=True)
+        drawn = torch.cat([piece[: size * width] for piece, size in pieces])
+    return drawn.view(-1, width)

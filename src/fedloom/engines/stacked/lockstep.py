@@ -10,39 +10,16 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from greenlet import getcurrent, greenlet
 
+from fedloom.engines.stacked.group import Group
 from fedloom.nn.operations import Operation, set_scheduler
 
 T = TypeVar("T")
-
-
-class Group:
-    """Clients that run in lockstep: counts of their calls, and a cache of what batches need."""
-
-    CACHE_LIMIT = 64  # entries; some are made anew at every step and must not pile up
-
-    def __init__(self, batched: Mapping[Operation[Any, Any], Batched]):
-        self.batched = batched
-        self.calls: Counter[str] = Counter()  # calls that ran "batched" and "single"
-        self._cache: OrderedDict[Hashable, tuple[Sequence[Any], Any]] = OrderedDict()
-
-    def cached(self, purpose: str, objects: Sequence[Any], make: Callable[[], T]) -> T:
-        """Returns the result of `make()` for exactly these objects; computes it once."""
-        key = (purpose, *map(id, objects))
-        if key in self._cache:
-            self._cache.move_to_end(key)
-        else:
-            self._cache[key] = (objects, make())  # a reference keeps their ids unique
-            if len(self._cache) > self.CACHE_LIMIT:
-                self._cache.popitem(last=False)
-        made: T = self._cache[key][1]
-        return made
 
 
 class Context(NamedTuple):

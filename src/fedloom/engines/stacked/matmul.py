@@ -1,4 +1,4 @@
-"""Dense products in which each block of rows has its own matrix."""
+"""Products and sums in which each block of rows has its own matrix or vector."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.matmul import NARROW, columns_first
+from fedloom.data.sparse import Sparse, multiply
 
 split = torch.split_with_sizes  # what `Tensor.split` calls, without its checks
 
@@ -24,20 +25,21 @@ class _Blockwise(torch.autograd.Function):
     def forward(ctx, h, weights, sizes):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(h, weights)
         ctx.sizes = sizes
-        return _blocks_times(h.detach(), weights.detach(), sizes)
+        return blocks_times(h.detach(), weights.detach(), sizes)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         (h, weights), sizes = ctx.saved_tensors, ctx.sizes
         to_h, to_weights, _ = ctx.needs_input_grad
         return (
-            _blocks_times(gradient, weights.transpose(1, 2), sizes) if to_h else None,
-            _outer_by_block(h, gradient, sizes) if to_weights else None,
+            blocks_times(gradient, weights.transpose(1, 2), sizes) if to_h else None,
+            outer_by_block(h, gradient, sizes) if to_weights else None,
             None,
         )
 
 
-def _blocks_times(h: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
+def blocks_times(h: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
+    """`blockwise`, not differentiable."""
     width = weights.shape[2]
     flat, inner = h.reshape(-1, h.shape[-1]), h.shape[1:-1].numel()
     narrow = width < NARROW <= h.shape[-1]
@@ -64,7 +66,7 @@ def _blocks_times(h: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
     return out
 
 
-def _outer_by_block(h: Tensor, gradient: Tensor, sizes: list[int]) -> Tensor:
+def outer_by_block(h: Tensor, gradient: Tensor, sizes: list[int]) -> Tensor:
     """Returns hᵀ g of each block.
 
     Takes [rows, ..., in] and [rows, ..., out]. Returns [blocks, in, out].
@@ -95,3 +97,49 @@ def in_blocks(h: Tensor, sizes: list[int]) -> Tensor:
     Takes [rows, ..., width]. Returns a view [blocks, rows of a block, width].
     """
     return h.view(len(sizes), h.shape[:-1].numel() // len(sizes), h.shape[-1])
+
+
+# ---- vectors ----
+
+SMALL = 64  # mean rows of a block, below which a sparse product is faster than a call per block
+
+
+def membership(sizes: list[int]) -> Sparse:
+    """Returns the matrix [blocks, rows] that says which rows belong to a block."""
+    rows = sum(sizes)
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    return Sparse.from_edges(owner, torch.arange(rows), torch.ones(rows), (len(sizes), rows))
+
+
+def add_to_blocks(h: Tensor, vectors: Tensor, members: Sparse, sizes: list[int]) -> Tensor:
+    """Adds a vector to all rows of a block, in place. It is not differentiable.
+
+    Blocks of one size are slices of one tensor. Small blocks use a product with the membership
+    matrix. Large blocks are processed one by one.
+
+    Args:
+        h: [rows, ..., width].
+        vectors: [blocks, width].
+        members: The membership matrix.
+        sizes: The rows of each block.
+    """
+    if all_equal(sizes):
+        in_blocks(h, sizes).add_(vectors.unsqueeze(1))
+    elif len(h) < SMALL * len(sizes):
+        added = multiply(members.transpose, vectors)
+        h.add_(added.view(len(h), *(1,) * (h.dim() - 2), -1))
+    else:
+        for block, vector in zip(split(h, sizes), vectors.unbind(), strict=True):
+            block.add_(vector)
+    return h
+
+
+def sum_of_blocks(h: Tensor, members: Sparse, sizes: list[int]) -> Tensor:
+    """Returns the sum of the rows of each block; see `add_to_blocks`. It is not differentiable."""
+    # `sum` is more exact than a product with ones. The gradient of a bias may be a small
+    # difference of large terms.
+    if all_equal(sizes):
+        return in_blocks(h.contiguous(), sizes).sum(1)
+    if h.dim() == 2 and len(h) < SMALL * len(sizes):
+        return multiply(members, h)
+    return torch.stack([block.sum(tuple(range(h.dim() - 1))) for block in split(h, sizes)])

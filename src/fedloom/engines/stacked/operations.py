@@ -13,6 +13,7 @@ from fedloom.data.graph import Graph
 from fedloom.data.sparse import Sparse
 from fedloom.engines.stacked import tensors
 from fedloom.engines.stacked.graphs import StackedNoise, stack_of
+from fedloom.engines.stacked.group_operations import confusion_matrices
 from fedloom.engines.stacked.lockstep import Batched, Context
 from fedloom.engines.stacked.parameters import (
     StackedOptimizer,
@@ -177,20 +178,7 @@ class BatchedHeldOut(Batched):
     def batch(self, calls: Sequence[tuple[Any, ...]], context: Context) -> list[Tensor]:
         """One count of all cells of all matrices."""
         logits, graphs = zip(*calls, strict=True)
-        C, K = graphs[0].num_classes, len(graphs)
-
-        def make() -> tuple[Tensor, Tensor]:
-            """Rows of all held-out items, and the first cell of each one's row in the matrices."""
-            masks = [torch.cat([getattr(g, part) for g in graphs]) for part in ("val", "test")]
-            y, items = torch.cat([g.y for g in graphs]), torch.tensor([g.num_items for g in graphs])
-            owner = torch.repeat_interleave(torch.arange(K), items)
-            rows = [mask.nonzero().flatten() for mask in masks]
-            first = [((2 * owner[r] + part) * C + y[r]) * C for part, r in enumerate(rows)]
-            return torch.cat(rows), torch.cat(first)
-
-        rows, first = context.group.cached("held-out items", graphs, make)
-        cells = first + join_rows(logits).argmax(1).index_select(0, rows)
-        return list(torch.bincount(cells, minlength=2 * K * C * C).view(K, 2, C, C).unbind())
+        return list(confusion_matrices(context.group, join_rows(logits), graphs).unbind())
 
 
 class _Differentiation(Batched):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
+from fedloom.core.shared_rows import SharedRows, Sharing
 from fedloom.engines.stacked.private_torch import version
 from fedloom.nn import optimizers
 from fedloom.nn.weights import Slot, slots_of
@@ -212,6 +213,21 @@ class StackedOptimizer:
                 if row.grad is not None:
                     row.grad = None
 
+    def ready(self) -> bool:
+        """Prepares `advance`. Returns False if the models cannot step as one."""
+        if not self._agree():
+            return False
+        if isinstance(self.own, Adam):
+            self._adopt(range(len(self.positions)))
+            return self._count()
+        return True
+
+    def advance(self, own: Optimizer) -> None:
+        """Takes one step of an optimiser of all stacks, whose gradients are at its parameters."""
+        own.step()
+        self.steps += 1
+        self.counted += 1
+
     def step(self) -> bool:
         """Takes one step for all models. Returns False if that is not possible; then none moved."""
         if not self._agree() or not gather_gradients(self.positions):
@@ -282,3 +298,81 @@ class StackedOptimizer:
                 }
             self.own.state[tensor] = {"step": self.steps[i, 0].clone(), **stacks}
             self.adopted[i] = states
+
+
+# ---- shared rows ----
+
+
+class SharedStack:
+    """A parameter stack in which clients share rows of some matrices, and its optimiser.
+
+    While it is in use, the rows of the parameter stack and the moments of the models' own
+    optimisers are out of date. `write_back` updates them.
+
+    Attributes:
+        stack: The parameter stack.
+        sharing: Which clients share which rows.
+        tensors: The tensors of the stack; for a matrix with shared rows, its stored rows.
+        own: The optimiser of these tensors.
+    """
+
+    def __init__(
+        self,
+        optimizer: StackedOptimizer,
+        stack: ParameterStack,
+        shared: Sequence[int],
+        sharing: Sharing,
+    ):
+        self.optimizer, self.stack, self.shared, self.sharing = optimizer, stack, shared, sharing
+        self.tensors = list(stack.tensors)
+        for j in shared:
+            self.tensors[j] = sharing.stored_rows(stack.tensors[j].detach())
+        tensors = iter([self.tensors[j] for _, j in optimizer.positions])
+        dense = optimizer.own
+        groups = [
+            {**group, "params": [next(tensors) for _ in group["params"]]}
+            for group in dense.param_groups
+        ]
+        self.own = type(dense)(groups)  # type: ignore[call-arg]
+        for j, tensor in enumerate(stack.tensors):
+            state = dense.state.get(tensor)
+            if state and j in shared:
+                moments = {n: sharing.stored_rows(state[n]) for n in StackedOptimizer.MOMENTS}
+                self.own.state[self.tensors[j]] = {"step": state["step"].clone(), **moments}
+            elif state:
+                self.own.state[tensor] = state
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: StackedOptimizer,
+        stack: ParameterStack,
+        shared: Sequence[int],
+        sharing: Sharing,
+    ) -> SharedStack | None:
+        """Returns None unless the rows to share, and their moments, are equal at all clients.
+
+        Args:
+            optimizer: The optimiser, which is `ready`.
+            stack: The parameter stack that it steps.
+            shared: The numbers of the tensors with shared rows.
+            sharing: Which clients share which rows.
+        """
+        for j in shared:
+            state = optimizer.own.state.get(stack.tensors[j], {})
+            moments = [state[name] for name in StackedOptimizer.MOMENTS if name in state]
+            if not all(map(sharing.holds, [stack.tensors[j].detach(), *moments])):
+                return None
+        return cls(optimizer, stack, shared, sharing)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Updates the parameter stack and the moments of the models' own optimisers."""
+        for j in self.shared:
+            dense, stored = self.stack.tensors[j], self.tensors[j]
+            dense.copy_(SharedRows(stored, self.sharing).dense())
+            state, own = self.optimizer.own.state.get(dense), self.own.state.get(stored)
+            if state and own:
+                for name in StackedOptimizer.MOMENTS:
+                    state[name].copy_(SharedRows(own[name], self.sharing).dense())
+                state["step"].copy_(own["step"])

@@ -1,0 +1,59 @@
+"""Group: clients that run together, and what the engine keeps for them."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fedloom.engines.stacked.parameters import SharedStack
+from fedloom.nn.operations import Operation
+
+if TYPE_CHECKING:
+    from fedloom.engines.stacked.lockstep import Batched
+
+T = TypeVar("T")
+
+
+class Group:
+    """Clients that run together.
+
+    Attributes:
+        batched: The operations that have a batched form in lockstep.
+        calls: How many calls of operations ran "batched" and "single", and how many clients' phases
+            were "recorded".
+        shared: The parameters of the clients in shared rows, while they are in use.
+    """
+
+    CACHE_LIMIT = 64  # entries; some are made anew at every step and must not pile up
+
+    def __init__(self, batched: Mapping[Operation[Any, Any], Batched]):
+        self.batched = batched
+        self.calls: Counter[str] = Counter()
+        self.shared: SharedStack | None = None
+        self._cache: OrderedDict[Hashable, tuple[Sequence[Any], Any]] = OrderedDict()
+
+    def cached(self, purpose: str, objects: Sequence[Any], make: Callable[[], T]) -> T:
+        """Returns the result of `make()` for exactly these objects; computes it once."""
+        key = (purpose, *map(id, objects))
+        if key in self._cache:
+            self._cache.move_to_end(key)
+        else:
+            self._cache[key] = (objects, make())  # a reference keeps their ids unique
+            if len(self._cache) > self.CACHE_LIMIT:
+                self._cache.popitem(last=False)
+        made: T = self._cache[key][1]
+        return made
+
+    def write_back(self) -> None:
+        """Brings the clients' own models and optimisers up to date."""
+        if self.shared is not None:
+            self.shared.write_back()
+
+    def separate(self) -> None:
+        """Brings the clients' own models up to date and ends the sharing of rows.
+
+        It comes before anything that may change a client's model.
+        """
+        self.write_back()
+        self.shared = None

@@ -1,0 +1,195 @@
+"""Local training by hand: forward, loss, backward and step of all clients of a group.
+
+It does what `model(graph, rng)`, `client.loss` and `step` do, for the models that
+`fedloom.engines.stacked.receptive_field` describes. There is no autograd graph, and each layer
+computes only the rows that the loss depends on.
+
+    forward    H_l = ReLU(Σ_j A_j (D_l W_j) + b),   D_l = H_{l-1} with dropout,   D_1 = X
+    loss       mean of −log softmax(H_L)[y] over a client's training nodes
+    backward   G_L = (softmax(H_L) − onehot(y)) / n,   Z_j = A_jᵀ G_l
+               ∂b = Σ_rows G_l,   ∂W_j = D_lᵀ Z_j,   G_{l-1} = (Σ_j Z_j W_jᵀ)∘[D_l > 0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+from fedloom.core.shared_rows import Sharing
+from fedloom.data.sparse import Sparse, multiply
+from fedloom.engines.stacked.graphs import random_rows
+from fedloom.engines.stacked.matmul import (
+    add_to_blocks,
+    blocks_times,
+    outer_by_block,
+    sum_of_blocks,
+)
+from fedloom.engines.stacked.receptive_field import Plan, Rows
+from fedloom.nn.layers import dropout_cut
+
+Parameters = Mapping[str, Tensor]  # [clients, ...] each; with a sharing, stored rows
+
+
+class Targets:
+    """The labels at the rows of a plan's logits, and the share of each row in its client's loss."""
+
+    def __init__(self, plan: Plan, of_class: Tensor | None):
+        """Takes a plan for training nodes.
+
+        Args:
+            plan: The plan.
+            of_class: Class weights, [clients, classes] or [classes]. None: all are equal.
+        """
+        rows = plan.rows[-1]
+        labels = torch.cat([graph.y for graph in plan.stack.parts])
+        y = torch.where(rows.real, labels[rows.nodes], 0)
+        weight = rows.real.float()
+        if of_class is not None:
+            weight *= of_class.expand(len(rows.sizes), -1)[rows.owner, y]
+        total = torch.zeros(len(rows.sizes)).index_add_(0, rows.owner, weight)
+        weight /= total[rows.owner]
+        self.share = weight.unsqueeze(1)
+        self.clients = len(rows.sizes)
+        self.owner = rows.owner
+        self.minus_onehot = -F.one_hot(y, plan.stack.num_classes).float()
+
+    def loss(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns each client's loss, and the gradient of their sum with respect to the logits."""
+        log_p = torch.log_softmax(logits, 1)
+        each = (log_p * self.minus_onehot).sum(1, keepdim=True).mul_(self.share)
+        losses = torch.zeros(self.clients).index_add_(0, self.owner, each.squeeze(1))
+        return losses, log_p.exp_().add_(self.minus_onehot).mul_(self.share)
+
+
+class LocalPass:
+    """Forward and backward passes of all clients of a group through one model form.
+
+    Args:
+        plan: The rows and matrices.
+        dropout: The probability of dropout.
+        sharing: Which stored row of the first layer each client uses. None: it is dense.
+    """
+
+    def __init__(self, plan: Plan, dropout: float, sharing: Sharing | None):
+        self.plan, self.cut = plan, dropout_cut(dropout)
+        self.scale = 256 / (256 - self.cut)
+        self.sharing = sharing
+
+    @cached_property
+    def projection(self) -> Sparse:
+        """The sparse features; see `Plan.projection`."""
+        return self.plan.projection(self.sharing)
+
+    def forward(
+        self, parameters: Parameters, streams: Sequence[Generator] | None
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor | None]]]:
+        """Returns the logits, and for each layer but the first its input and the dropout mask.
+
+        streams: each client's random stream for dropout. None: no dropout.
+        """
+        plan, kept = self.plan, []
+        h = self._first(parameters)
+        for k in range(1, len(plan.layers)):
+            mask = None
+            if streams is not None and self.cut:
+                mask = self._mask(plan.rows[k - 1], h.shape[1], streams)
+                h = h.mul_(mask)
+            kept.append((h, mask))
+            scale = 1.0 if mask is None else self.scale
+            out: Tensor | None = None
+            for term, operators in zip(plan.layers[k].terms, plan.operators[k], strict=True):
+                weight = parameters[term.weight]
+                z = blocks_times(h, weight * scale, plan.rows[k - 1].sizes)
+                for operator in operators:
+                    z = multiply(operator, z)
+                out = z if out is None else out.add_(z)
+            assert out is not None
+            h = self._activated(k, out, parameters)
+        return h, kept
+
+    def _first(self, parameters: Parameters) -> Tensor:
+        """Returns the output of the first layer."""
+        plan, out = self.plan, None
+        for j, (term, operators) in enumerate(
+            zip(plan.layers[0].terms, plan.operators[0], strict=True)
+        ):
+            weight = parameters[term.weight]
+            if plan.smoothed is not None:
+                z = blocks_times(plan.smoothed[j], weight, plan.rows[0].sizes)
+            else:
+                z = multiply(self.projection, weight.reshape(-1, weight.shape[-1]))
+                for operator in operators:
+                    z = multiply(operator, z)
+            out = z if out is None else out.add_(z)
+        assert out is not None
+        return self._activated(0, out, parameters)
+
+    def _activated(self, k: int, out: Tensor, parameters: Parameters) -> Tensor:
+        layer, rows = self.plan.layers[k], self.plan.rows[k]
+        out = add_to_blocks(out, parameters[layer.bias], rows.membership, rows.sizes)
+        return out.relu_() if layer.relu else out
+
+    def _mask(self, rows: Rows, width: int, streams: Sequence[Generator]) -> Tensor:
+        """Returns the dropout mask of some rows. It draws for all nodes, as a single client does."""
+        drawn = random_rows(streams, self.plan.stack.sizes, width)
+        drawn = drawn if rows.complete else drawn.index_select(0, rows.nodes)
+        return drawn.to(torch.float32).ge_(self.cut)
+
+    def backward(
+        self,
+        parameters: Parameters,
+        kept: Sequence[tuple[Tensor, Tensor | None]],
+        gradient: Tensor,
+    ) -> dict[str, Tensor]:
+        """Returns the gradients of the parameters.
+
+        Args:
+            parameters: As in `forward`.
+            kept: What `forward` returned.
+            gradient: The gradient with respect to the logits.
+        """
+        plan, found = self.plan, {}
+        for k in range(len(plan.layers) - 1, -1, -1):
+            layer, rows = plan.layers[k], plan.rows[k]
+            found[layer.bias] = sum_of_blocks(gradient, rows.membership, rows.sizes)
+            if k == 0:
+                break
+            h, mask = kept[k - 1]
+            scale, sizes = (1.0 if mask is None else self.scale), plan.rows[k - 1].sizes
+            to_h: Tensor | None = None
+            for term, operators in zip(layer.terms, plan.operators[k], strict=True):
+                z, weight = gradient, parameters[term.weight]
+                for operator in reversed(operators):
+                    z = multiply(operator.transpose, z)
+                found[term.weight] = outer_by_block(h, z, sizes)
+                if scale != 1:
+                    found[term.weight].mul_(scale)
+                part = blocks_times(z, (weight * scale).transpose(1, 2), sizes)
+                to_h = part if to_h is None else to_h.add_(part)
+            assert to_h is not None
+            if plan.layers[k - 1].relu:
+                gradient = torch.ops.aten.threshold_backward(to_h, h, 0)
+            else:
+                gradient = to_h if mask is None else to_h.mul_(mask)
+        self._first_backward(parameters, gradient, found)
+        return found
+
+    def _first_backward(
+        self, parameters: Parameters, gradient: Tensor, found: dict[str, Tensor]
+    ) -> None:
+        plan = self.plan
+        for j, (term, operators) in enumerate(
+            zip(plan.layers[0].terms, plan.operators[0], strict=True)
+        ):
+            if plan.smoothed is not None:
+                made = outer_by_block(plan.smoothed[j], gradient, plan.rows[0].sizes)
+            else:
+                z = gradient
+                for operator in reversed(operators):
+                    z = multiply(operator.transpose, z)
+                made = multiply(self.projection.transpose, z)
+            found[term.weight] = made.view(parameters[term.weight].shape)
