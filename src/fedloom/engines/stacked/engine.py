@@ -30,11 +30,15 @@ from fedloom.engines.base import Details
 from fedloom.engines.stacked.group import Group
 from fedloom.engines.stacked.lockstep import run_lockstep
 from fedloom.engines.stacked.operations import BATCHED
+from fedloom.engines.stacked.group_operations import copied_models
 from fedloom.engines.stacked.parameters import unstack
 from fedloom.engines.stacked.recording import record
 from fedloom.engines.stacked.tensors import lazy_copies
 
-GROUP_BYTES = 128e6  # working set of a group: parameters, moments, gradients, activations
+# Activations of a training step of a group. Larger ones leave the processor's cache.
+GROUP_BYTES = 32e6
+# Parameters, gradients and moments of a group. Lockstep allocates some of them again.
+GROUP_PARAMETER_BYTES = 512e6
 
 
 class Engine(loop.Engine):
@@ -51,11 +55,17 @@ class Engine(loop.Engine):
     ):
         super().__init__(method, clients, policy)
         nodes = {client.name: client.full_graph.num_nodes for client in self.clients.values()}
-        self.groups = groups(next(iter(self.clients.values())).facts, nodes) if self.clients else []
+        found = groups(next(iter(self.clients.values())).facts, nodes) if self.clients else []
+        self.groups = [part for names in found for part in self._by_training(names) if part]
         self.states = {names: Group(BATCHED) for names in self.groups}
         # By phase: how many calls ran "batched" and "single", and clients' phases "recorded".
         self.calls: dict[str, Counter[str]] = {}
         self.unrecorded: dict[str, str] = {}  # by phase: why it ran in lockstep
+
+    def _by_training(self, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+        """Yields the clients that have training items, and those that have none."""
+        for trains in (True, False):
+            yield tuple(n for n in names if bool(self.clients[n].graph.train.any()) is trains)
 
     def call(self, phase: str, messages: dict[str, Message]) -> Mapping[str, Message | Absent]:
         """Runs the phase, group by group.
@@ -93,8 +103,7 @@ class Engine(loop.Engine):
         clients = [self.clients[name] for name in asked]
         known = phases_of(type(self.method)).get(phase)
         if (
-            len(asked) < 2
-            or len(asked) < len(names)
+            len(asked) < len(names)
             or known is None
             or not all(client.answers_plainly for client in clients)
         ):
@@ -127,39 +136,59 @@ class Engine(loop.Engine):
         done = run_lockstep(tasks, state) if len(names) > 1 else [task() for task in tasks]
         return dict(zip(asked, done, strict=True))
 
-    def _write_back(self) -> None:
-        """Brings the clients' own models up to date."""
-        for state in self.states.values():
+    def _hand_out(self) -> None:
+        """Brings the clients' own models, and those that they keep, up to date."""
+        for names, state in self.states.items():
             state.write_back()
+            for stage, kept in state.kept.items():
+                for k, name in enumerate(names):
+                    self.clients[name].kept[stage] = {n: stack[k] for n, stack in kept.items()}
+            state.kept = {}
 
     def snapshot(self) -> Message:
         """Returns all clients' snapshots."""
-        self._write_back()
+        self._hand_out()
         return super().snapshot()
 
     def restore(self, saved: Message) -> None:
         """Restores the clients that are in the snapshot."""
         for state in self.states.values():
             state.separate()
+            state.kept = {}
         super().restore(saved)
 
     def keep_models(self, stage: str, shared: Message | None) -> None:
-        """Makes every client keep what it predicts with."""
-        self._write_back()
-        super().keep_models(stage, shared)
+        """Makes every client keep what it predicts with.
+
+        Models of a group are copied as one. The clients receive them in `models` and `snapshot`.
+        """
+        plainly = shared is None and not self.method.keeps_logits
+        plainly = plainly and type(self.method).predictor is Method.predictor
+        shared = None if shared is None else isolate(shared)
+        for names, state in self.states.items():
+            clients = [self.clients[name] for name in names]
+            kept = copied_models(state, clients) if plainly else None
+            if kept is not None:
+                state.kept[stage] = kept
+            else:
+                state.write_back()
+                state.kept.pop(stage, None)
+                for client in clients:
+                    client.keep(self.method, stage, shared)
 
     def models(self, stage: str | None = None, shared: Message | None = None) -> dict[str, Message]:
         """Returns what each client predicts with, now or in the best evaluation of a stage."""
-        self._write_back()
+        self._hand_out()
         return super().models(stage, shared)
 
     def artifacts(self) -> dict[str, Message]:
         """Returns copies of each client's artifacts."""
-        self._write_back()
+        self._hand_out()
         return super().artifacts()
 
     def close(self) -> None:
         """Separates the clients' models from the parameter stacks."""
+        self._hand_out()
         for state in self.states.values():
             state.separate()
         for client in self.clients.values():
@@ -247,29 +276,31 @@ def lazy_copies_of_message(message: Message, count: int) -> list[Message]:
 
 
 def groups(facts: Facts, nodes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Divides clients, in order, into groups with working sets of at most `GROUP_BYTES`.
+    """Divides clients into groups of one architecture, in order.
 
-    A client with a larger working set is a group by itself.
+    A group's activations are at most `GROUP_BYTES`, its parameters `GROUP_PARAMETER_BYTES`. A
+    client with more than that is a group by itself.
 
     Args:
         facts: The facts of the run.
         nodes: The number of nodes of each client.
     """
     found: list[tuple[str, ...]] = []
-    group: list[str] = []
-    filled = 0.0
-    for client, count in nodes.items():
-        size = working_set(facts, client, count)
-        if group and filled + size > GROUP_BYTES:
-            found.append(tuple(group))
-            group, filled = [], 0.0
-        group.append(client)
-        filled += size
-    return [*found, tuple(group)] if group else found
+    for spec in dict.fromkeys(facts.model_of[client] for client in nodes):
+        group: list[str] = []
+        filled = parameters = 0.0
+        each = 4 * 4 * sum(math.prod(shape) for _, _, shape in model_schema(spec, facts))
+        for client in (client for client in nodes if facts.model_of[client] == spec):
+            filled, parameters = filled + activations(facts, client, nodes[client]), parameters + each
+            if group and (filled > GROUP_BYTES or parameters > GROUP_PARAMETER_BYTES):
+                found.append(tuple(group))
+                group = []
+                filled, parameters = activations(facts, client, nodes[client]), each
+            group.append(client)
+        found.append(tuple(group))
+    return found
 
 
-def working_set(facts: Facts, client: str, nodes: int) -> float:
-    """Returns about how many bytes a training step of a client touches."""
-    spec = facts.model_of[client]
-    parameters = sum(math.prod(shape) for _, _, shape in model_schema(spec, facts))
-    return 4 * (4 * parameters + 8 * nodes * facts.width_of(spec))
+def activations(facts: Facts, client: str, nodes: int) -> float:
+    """Returns about how many bytes of activations a training step of a client has."""
+    return 4 * 8 * nodes * facts.width_of(facts.model_of[client])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Generator, Tensor
@@ -25,6 +26,8 @@ from fedloom.engines.stacked.matmul import (
     sum_of_blocks,
 )
 from fedloom.nn.augment import View
+
+T = TypeVar("T")
 
 # ---- graphs ----
 
@@ -76,7 +79,7 @@ class GraphStack(Graph):
     @cached_property
     def x(self) -> Tensor:
         """The features of all graphs, concatenated."""
-        return torch.cat([part.x for part in self.parts])
+        return _joined([part.x for part in self.parts], torch.cat)
 
     @cached_property
     def batch(self) -> Tensor | None:
@@ -96,18 +99,18 @@ class GraphStack(Graph):
         """Returns the block-diagonal adjacency, one block per graph."""
         return self.cached(
             ("adjacency", kind),
-            lambda: block_diagonal([part.adjacency(kind) for part in self.parts]),
+            lambda: _joined([part.adjacency(kind) for part in self.parts], block_diagonal),
         )
 
     @property
     def sparse_x(self) -> Sparse | None:
-        """All features, concatenated, as a sparse matrix. A stack is all sparse or all dense."""
+        """All features, concatenated, as a sparse matrix, if those of all graphs are sparse."""
         return self._features(vertical_stack)
 
     def _features(self, put: Callable[[Sequence[Sparse]], Sparse]) -> Sparse | None:
         def make() -> Sparse | None:
             parts = [x for part in self.parts if (x := part.sparse_x) is not None]
-            return put(parts) if parts else None
+            return _joined(parts, put) if len(parts) == len(self.parts) else None
 
         return self.cached(put, make)
 
@@ -146,6 +149,11 @@ class GraphStack(Graph):
         """Returns the matrix [graphs, rows] that says which rows belong to a graph."""
         sizes = self.sizes if rows == self.num_nodes else self.item_sizes
         return self.cached(("membership", rows), lambda: membership(sizes))
+
+
+def _joined(parts: list[T], put: Callable[[list[T]], T]) -> T:
+    """Returns several things put together. A single one is returned as it is, not copied."""
+    return parts[0] if len(parts) == 1 else put(parts)
 
 
 class _AddBias(torch.autograd.Function):

@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fedloom.core.message import Stack
 from fedloom.engines.stacked.parameters import SharedStack
 from fedloom.nn.operations import Operation
 
@@ -23,6 +24,8 @@ class Group:
         calls: How many calls of operations ran "batched" and "single", and how many clients' phases
             were "recorded".
         shared: The parameters of the clients in shared rows, while they are in use.
+        kept: By stage, the weights that the clients predicted with in its best evaluation. The
+            engine hands them out when they are asked for.
     """
 
     CACHE_LIMIT = 64  # entries; some are made anew at every step and must not pile up
@@ -31,6 +34,7 @@ class Group:
         self.batched = batched
         self.calls: Counter[str] = Counter()
         self.shared: SharedStack | None = None
+        self.kept: dict[str, dict[str, Stack]] = {}
         self._cache: OrderedDict[Hashable, tuple[Sequence[Any], Any]] = OrderedDict()
 
     def cached(self, purpose: str, objects: Sequence[Any], make: Callable[[], T]) -> T:

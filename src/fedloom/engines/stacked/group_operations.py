@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
+from fedloom.core.client import Client
 from fedloom.core.message import Stack
 from fedloom.core.shared_rows import SharedRows, Sharing
 from fedloom.data.graph import Graph
 from fedloom.engines.stacked.graphs import stack_of
 from fedloom.engines.stacked.group import Group
-from fedloom.engines.stacked.local_training import LocalPass, Targets
-from fedloom.engines.stacked.parameters import ParameterStack, SharedStack, StackedOptimizer
+from fedloom.engines.stacked.local_training import LocalPass, Targets, no_masks
+from fedloom.engines.stacked.parameters import (
+    ParameterStack,
+    SharedStack,
+    StackedOptimizer,
+    existing_stack,
+)
 from fedloom.engines.stacked.receptive_field import Plan, layers_of
 from fedloom.nn.model import Model, forward
-from fedloom.nn.weights import substituted
+from fedloom.nn.weights import slots_of, substituted
 
 # The largest share of rows that clients own, above which sharing the others gains nothing.
 OWNED = 0.8
@@ -56,6 +63,25 @@ def read(group: Group, stack: ParameterStack, j: int) -> Stack:
     return stack.tensors[j].detach()
 
 
+def copied_models(group: Group, clients: Sequence[Client]) -> dict[str, Stack] | None:
+    """Returns copies of the weights of the clients' models, by name; None if they are no stack."""
+    models = [client.state.get("model") for client in clients]
+    if not all(isinstance(model, Model) for model in models):
+        return None
+    stack = existing_stack([slots_of(model) for model in models])
+    if stack is None:
+        return None
+    names = [name for _, _, name in stack.slots[0]]
+    return {name: copy_of(read(group, stack, j)) for name, j in sorted(zip(names, count(), strict=False))}
+
+
+def copy_of(stack: Stack) -> Stack:
+    """Returns a contiguous copy."""
+    if isinstance(stack, SharedRows):
+        return SharedRows(stack.stored.clone(), stack.sharing)
+    return stack.clone(memory_format=torch.contiguous_format)
+
+
 def _shared(group: Group, stack: ParameterStack) -> SharedStack | None:
     """Returns the shared rows of these parameters. Others of the group are separated."""
     if group.shared is not None and group.shared.stack is not stack:
@@ -85,7 +111,7 @@ def logits(
     )
     tensors = stack.tensors if shared is None else shared.tensors
     parameters = {name: t.detach() for name, t in zip(names, tensors, strict=True)}
-    found, _ = LocalPass(plan, 0.0, sharing).forward(parameters, None)
+    found, _ = LocalPass(plan, 0.0, sharing).forward(parameters, no_masks)
     rows = plan.rows[-1]
     return found if rows.complete else found.index_select(0, rows.place)
 
@@ -132,9 +158,15 @@ class Penalty(NamedTuple):
     squared: bool
     values: Mapping[int, Any]
 
+    def equals(self, other: Penalty) -> bool:
+        """Returns whether another penalty has the very same values."""
+        return self.squared == other.squared and all(
+            value is other.values[j] for j, value in self.values.items()
+        )
+
 
 class Training:
-    """A training step of all clients of a group: cross-entropy with penalties."""
+    """Training steps of all clients of a group: cross-entropy with penalties."""
 
     def __init__(
         self,
@@ -193,22 +225,26 @@ class Training:
         return cls(group, models[0], stack, optimizer, plan, targets, streams, penalties)
 
     @torch.no_grad()
-    def step(self) -> Tensor:
-        """Takes the step. Returns the cross-entropy of each client before it."""
+    def steps(self, number: int) -> list[Tensor]:
+        """Takes some steps. Returns the cross-entropy of each client before each of them."""
         shared = self._share()
         tensors = self.stack.tensors if shared is None else shared.tensors
-        sharing = None if shared is None else shared.sharing
+        optimizer = self.optimizer.own if shared is None else shared.own
+        self.optimizer.configure(optimizer)
         parameters = {n: t.detach() for n, t in zip(self.names, tensors, strict=True)}
-        through = LocalPass(self.plan, self.model.dropout, sharing)
-        logits, kept = through.forward(parameters, self.streams)
-        losses, gradient = self.targets.loss(logits)
-        found = through.backward(parameters, kept, gradient)
-        for factor, penalty in self.penalties:
-            for j, name in enumerate(self.names):
-                self._add_penalty(found[name], parameters[name], j, factor, penalty, shared)
-        for name, tensor in zip(self.names, tensors, strict=True):
-            tensor.grad = found[name]
-        self.optimizer.advance(self.optimizer.own if shared is None else shared.own)
+        through = LocalPass(self.plan, self.model.dropout, shared and shared.sharing)
+        losses = []
+        for masks in through.masks(parameters, self.streams, number):
+            logits, kept = through.forward(parameters, masks)
+            loss, gradient = self.targets.loss(logits)
+            found = through.backward(parameters, kept, gradient)
+            for factor, penalty in self.penalties:
+                for j, name in enumerate(self.names):
+                    self._add_penalty(found[name], parameters[name], j, factor, penalty, shared)
+            for name, tensor in zip(self.names, tensors, strict=True):
+                tensor.grad = found[name]
+            self.optimizer.advance(optimizer)
+            losses.append(loss)
         for tensor in tensors:
             tensor.grad = None
         return losses

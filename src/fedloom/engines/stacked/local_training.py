@@ -12,7 +12,7 @@ computes only the rows that the loss depends on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -32,6 +32,14 @@ from fedloom.engines.stacked.receptive_field import Plan, Rows
 from fedloom.nn.layers import dropout_cut
 
 Parameters = Mapping[str, Tensor]  # [clients, ...] each; with a sharing, stored rows
+# Takes the number of a layer, from 1. Returns 1 for each entry of its input that dropout keeps and
+# 0 for the others; None without dropout.
+Masks = Callable[[int], Tensor | None]
+DRAWN_TOGETHER = 64e6  # random bytes that one call may draw
+
+
+def no_masks(k: int) -> None:
+    """The masks without dropout."""
 
 
 class Targets:
@@ -85,18 +93,17 @@ class LocalPass:
         return self.plan.projection(self.sharing)
 
     def forward(
-        self, parameters: Parameters, streams: Sequence[Generator] | None
+        self, parameters: Parameters, masks: Masks
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor | None]]]:
         """Returns the logits, and for each layer but the first its input and the dropout mask.
 
-        streams: each client's random stream for dropout. None: no dropout.
+        masks: for each layer but the first, which entries of its input dropout keeps.
         """
         plan, kept = self.plan, []
         h = self._first(parameters)
         for k in range(1, len(plan.layers)):
-            mask = None
-            if streams is not None and self.cut:
-                mask = self._mask(plan.rows[k - 1], h.shape[1], streams)
+            mask = masks(k)
+            if mask is not None:
                 h = h.mul_(mask)
             kept.append((h, mask))
             scale = 1.0 if mask is None else self.scale
@@ -133,10 +140,46 @@ class LocalPass:
         out = add_to_blocks(out, parameters[layer.bias], rows.membership, rows.sizes)
         return out.relu_() if layer.relu else out
 
-    def _mask(self, rows: Rows, width: int, streams: Sequence[Generator]) -> Tensor:
-        """Returns the dropout mask of some rows. It draws for all nodes, as a single client does."""
-        drawn = random_rows(streams, self.plan.stack.sizes, width)
-        drawn = drawn if rows.complete else drawn.index_select(0, rows.nodes)
+    def masks(
+        self, parameters: Parameters, streams: Sequence[Generator] | None, steps: int
+    ) -> Iterator[Masks]:
+        """Yields the dropout masks of some steps.
+
+        Each client draws for all its nodes, in the order of its steps and layers, as alone.
+
+        Args:
+            parameters: As in `forward`.
+            streams: Each client's random stream. None: no dropout.
+            steps: The number of steps.
+        """
+        if streams is None or not self.cut:
+            yield from [no_masks] * steps
+            return
+        plan, sizes = self.plan, self.plan.stack.sizes
+        widths = [parameters[layer.terms[0].weight].shape[-2] for layer in plan.layers[1:]]
+        draws = steps * len(widths)  # of a node
+        together = len(set(widths)) == 1 and widths[0] % 8 == 0
+        if together and draws * widths[0] * sum(sizes) <= DRAWN_TOGETHER:
+            drawn = random_rows(streams, [draws * size for size in sizes], widths[0])
+            for step in range(steps):
+
+                def of_drawn(k: int, step: int = step) -> Tensor:
+                    rows = plan.rows[k - 1]
+                    before = step * len(widths) + k - 1  # draws of the same client
+                    at = rows.nodes + (draws - 1) * rows.first_node + before * rows.num_nodes
+                    return self._kept(drawn.index_select(0, at))
+
+                yield of_drawn
+        else:
+
+            def of_layer(k: int) -> Tensor:
+                drawn, rows = random_rows(streams, sizes, widths[k - 1]), plan.rows[k - 1]
+                return self._kept(drawn if rows.complete else drawn.index_select(0, rows.nodes))
+
+            yield from [of_layer] * steps
+
+    def _kept(self, drawn: Tensor) -> Tensor:
+        """Returns 1 where dropout keeps an entry, and 0 elsewhere."""
         return drawn.to(torch.float32).ge_(self.cut)
 
     def backward(

@@ -92,14 +92,20 @@ def stacked_parameters(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     return dict(zip(names, stack.tensors, strict=True))
 
 
+def existing_stack(slots: list[list[Slot]]) -> ParameterStack | None:
+    """Returns the parameter stack that holds exactly these models; None if there is none."""
+    position = position_of(parameter_at(slots[0][0])) if slots[0] else None
+    return position[0] if position is not None and position[0].is_of(slots) else None
+
+
 def stack_for(slots: list[list[Slot]]) -> ParameterStack | None:
     """Returns the parameter stack of these models.
 
     It makes a new one if no model is in any. Returns None if some models are in another stack.
     """
     firsts = [parameter_at(own[0]) for own in slots]
-    if (position := position_of(firsts[0])) is not None:
-        return position[0] if position[0].is_of(slots) else None
+    if position_of(firsts[0]) is not None:
+        return existing_stack(slots)
     parameters = [parameter_at(slot) for own in slots for slot in own]
     free = all(isinstance(p, nn.Parameter) and position_of(p) is None for p in parameters)
     return ParameterStack(slots) if free and len({id(p) for p in firsts}) == len(firsts) else None
@@ -221,6 +227,11 @@ class StackedOptimizer:
             self._adopt(range(len(self.positions)))
             return self._count()
         return True
+
+    def configure(self, own: Optimizer) -> None:
+        """Gives an optimiser of all stacks the learning rates and weight decays of now."""
+        for mine, its in zip(self.own.param_groups, own.param_groups, strict=True):
+            its["lr"], its["weight_decay"] = mine["lr"], mine["weight_decay"]
 
     def advance(self, own: Optimizer) -> None:
         """Takes one step of an optimiser of all stacks, whose gradients are at its parameters."""

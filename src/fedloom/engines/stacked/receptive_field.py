@@ -86,6 +86,8 @@ class Rows:
         nodes: The node of each row; 0 for an added row, [rows].
         real: Which rows are not added, [rows] bool.
         owner: The client of each row, [rows].
+        first_node: The first node of that client, [rows].
+        num_nodes: The number of its nodes, [rows].
         place: The row of each node; -1 if it has none, [nodes].
         sizes: The number of rows of each client.
         complete: Whether the rows are all nodes in order.
@@ -118,6 +120,8 @@ class Rows:
             self.place[chosen] = torch.arange(len(chosen))
         self.sizes: list[int] = counts.tolist()
         self.owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        self.first_node = starts[self.owner]
+        self.num_nodes = torch.tensor(sizes)[self.owner]
         self.complete = len(self.nodes) == len(needed) and bool(self.real.all())
 
     @cached_property

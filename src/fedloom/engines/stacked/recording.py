@@ -15,6 +15,7 @@ one message is a real tensor, and what is computed from it is the same for all c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -352,6 +353,8 @@ class GroupClient(StandIn):
         self.state = GroupState(recording)
         self.graph = GroupGraph([client.graph for client in clients])
         self.full_graph = GroupGraph([client.full_graph for client in clients])
+        self._streams: dict[str, GroupStreams] = {}
+        self._batches: dict[int, list[GroupGraph]] = {}
 
     loss, record_loss = Client.loss, Client.record_loss  # they use stand-ins as they use tensors
 
@@ -359,7 +362,7 @@ class GroupClient(StandIn):
     def _losses(self) -> list[Any]:
         return self.recording.losses
 
-    @property
+    @cached_property
     def class_weight(self) -> Any:
         """The weights of classes at all clients, [clients, classes]; None if they have none."""
         found = [client.class_weight for client in self.recording.clients]
@@ -370,14 +373,19 @@ class GroupClient(StandIn):
 
     def rng(self, purpose: str) -> GroupStreams:
         """Returns the clients' random streams for a purpose."""
-        return GroupStreams([client.rng(purpose) for client in self.recording.clients])
+        if purpose not in self._streams:
+            found = [client.rng(purpose) for client in self.recording.clients]
+            self._streams[purpose] = GroupStreams(found)
+        return self._streams[purpose]
 
     def batches(self, size: int) -> list[GroupGraph]:
         """Returns the batches of one epoch, if every client has one batch."""
-        batches = [client.batches(size) for client in self.recording.clients]
-        if any(len(own) != 1 for own in batches):
-            raise CannotRecord("a client does not train on exactly one batch")
-        return [GroupGraph([own[0] for own in batches])]
+        if size not in self._batches:
+            batches = [client.batches(size) for client in self.recording.clients]
+            if any(len(own) != 1 for own in batches):
+                raise CannotRecord("a client does not train on exactly one batch")
+            self._batches[size] = [GroupGraph([own[0] for own in batches])]
+        return self._batches[size]
 
     shuffled = batches
 
@@ -508,10 +516,8 @@ def _answered(value: Pending | Tensor, clients: int) -> Stack:
     """Returns a value of the reply for all clients, in memory that nothing else uses."""
     if isinstance(value, Tensor):
         return value.detach().expand(clients, *value.shape).clone()
-    assert value.stack is not None
-    if isinstance(value.stack, SharedRows):
-        return SharedRows(value.stack.stored.clone(), value.stack.sharing)
-    return value.stack.clone(memory_format=torch.contiguous_format)
+    assert value.stack is not None  # its instruction has run
+    return group_operations.copy_of(value.stack)
 
 
 # ---- operations ----
@@ -573,7 +579,7 @@ def _penalty(of: Any, squared: bool, values: Mapping[str, Any]) -> Penalty:
     if not isinstance(of, GroupModel) or of.part:
         raise CannotRecord("its penalty is not on the whole model")
     by_number = {j: values[name] for name, j in of.parameters_by_name.items()}
-    return Penalty(squared, {j: v for j, v in by_number.items()})
+    return Penalty(squared, by_number)
 
 
 def _step(recording: Recording, optimizer: Any, loss: Any) -> None:
@@ -588,28 +594,69 @@ def _step(recording: Recording, optimizer: Any, loss: Any) -> None:
     recording.require_current(logits)
     if logits.stepped:
         raise CannotRecord("it uses the same logits twice")
-    stacked = recording.group.cached(
-        "optimizer", optimizer.optimizers, lambda: StackedOptimizer.of(optimizer.optimizers)
-    )
-    job = Training.of(
-        recording.group,
-        logits.of.models,
-        logits.of.stack,
-        stacked,
-        logits.graph.graphs,
-        None if logits.streams is None else logits.streams.generators,
-        entropy.of_class,
-        penalties,
-    )
-    if job is None:
-        raise CannotRecord("its model or its optimiser has no form for a whole group")
     logits.stepped = True
     recording.version += 1
+    job = Steps(recording, optimizer, entropy, penalties)
+    last = recording.instructions[-1] if recording.instructions else None
+    if isinstance(last, Steps) and last.repeats(job):
+        last.entropies.append(entropy)
+    else:
+        job.prepare()
+        recording.instructions.append(job)
 
-    def run() -> None:
-        entropy.values = job.step()
 
-    recording.instructions.append(run)
+class Steps:
+    """An instruction: equal training steps, one after another."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        optimizer: GroupOptimizer,
+        entropy: CrossEntropy,
+        penalties: Sequence[tuple[float, Penalty]],
+    ):
+        self.recording, self.optimizer, self.penalties = recording, optimizer, penalties
+        self.entropies = [entropy]
+        self.training: Training | None = None
+
+    def repeats(self, other: Steps) -> bool:
+        """Returns whether another step does the same again."""
+        mine, its = self.entropies[0], other.entropies[0]
+        return (
+            self.optimizer is other.optimizer
+            and mine.of_class is its.of_class
+            and mine.logits.of is its.logits.of
+            and mine.logits.graph is its.logits.graph
+            and mine.logits.streams is its.logits.streams
+            and len(self.penalties) == len(other.penalties)
+            and all(a[0] == b[0] and a[1].equals(b[1]) for a, b in zip(
+                self.penalties, other.penalties, strict=True
+            ))
+        )  # fmt: skip
+
+    def prepare(self) -> None:
+        """Raises CannotRecord if the step has no form for the group."""
+        logits, optimizers = self.entropies[0].logits, self.optimizer.optimizers
+        group = self.recording.group
+        stacked = group.cached("optimizer", optimizers, lambda: StackedOptimizer.of(optimizers))
+        self.training = Training.of(
+            group,
+            logits.of.models,
+            logits.of.stack,
+            stacked,
+            logits.graph.graphs,
+            None if logits.streams is None else logits.streams.generators,
+            self.entropies[0].of_class,
+            self.penalties,
+        )
+        if self.training is None:
+            raise CannotRecord("its model or its optimiser has no form for a whole group")
+
+    def __call__(self) -> None:
+        assert self.training is not None  # `prepare` came first
+        losses = self.training.steps(len(self.entropies))
+        for entropy, values in zip(self.entropies, losses, strict=True):
+            entropy.values = values
 
 
 def _held_out(recording: Recording, logits: Any, graph: Any) -> Pending:
