@@ -40,10 +40,11 @@ def chained(
     for direction, side in (("down", messages), ("up", replies)):
         if isinstance(side, Replies) and isinstance(side.messages, Batch):
             batch = side.messages
+            senders = f"{direction} {batch.clients}"
             for name, stack in batch.stacks.items():
                 if name in left_out:
                     continue
-                head = f"{direction} {batch.clients} {name} {stack.dtype} {list(stack.shape)}"
+                head = f"{senders} {name} {stack.dtype} {list(stack.shape)}"
                 if isinstance(stack, SharedRows):
                     chain.update(head.encode() + stack.sharing.digest + fingerprint(stack.stored))
                 else:

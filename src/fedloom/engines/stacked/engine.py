@@ -28,9 +28,9 @@ from fedloom.core.shared_rows import SharedRows, Sharing
 from fedloom.engines import loop
 from fedloom.engines.base import Details
 from fedloom.engines.stacked.group import Group
+from fedloom.engines.stacked.group_operations import copied_models
 from fedloom.engines.stacked.lockstep import run_lockstep
 from fedloom.engines.stacked.operations import BATCHED
-from fedloom.engines.stacked.group_operations import copied_models
 from fedloom.engines.stacked.parameters import unstack
 from fedloom.engines.stacked.recording import record
 from fedloom.engines.stacked.tensors import lazy_copies
@@ -291,7 +291,10 @@ def groups(facts: Facts, nodes: Mapping[str, int]) -> list[tuple[str, ...]]:
         filled = parameters = 0.0
         each = 4 * 4 * sum(math.prod(shape) for _, _, shape in model_schema(spec, facts))
         for client in (client for client in nodes if facts.model_of[client] == spec):
-            filled, parameters = filled + activations(facts, client, nodes[client]), parameters + each
+            filled, parameters = (
+                filled + activations(facts, client, nodes[client]),
+                parameters + each,
+            )
             if group and (filled > GROUP_BYTES or parameters > GROUP_PARAMETER_BYTES):
                 found.append(tuple(group))
                 group = []

@@ -65,14 +65,18 @@ def read(group: Group, stack: ParameterStack, j: int) -> Stack:
 
 def copied_models(group: Group, clients: Sequence[Client]) -> dict[str, Stack] | None:
     """Returns copies of the weights of the clients' models, by name; None if they are no stack."""
-    models = [client.state.get("model") for client in clients]
-    if not all(isinstance(model, Model) for model in models):
+    held = [client.state.get("model") for client in clients]
+    models = [model for model in held if isinstance(model, Model)]
+    if len(models) < len(held):
         return None
     stack = existing_stack([slots_of(model) for model in models])
     if stack is None:
         return None
     names = [name for _, _, name in stack.slots[0]]
-    return {name: copy_of(read(group, stack, j)) for name, j in sorted(zip(names, count(), strict=False))}
+    return {
+        name: copy_of(read(group, stack, j))
+        for name, j in sorted(zip(names, count(), strict=False))
+    }
 
 
 def copy_of(stack: Stack) -> Stack:
@@ -225,18 +229,20 @@ class Training:
         return cls(group, models[0], stack, optimizer, plan, targets, streams, penalties)
 
     @torch.no_grad()
-    def steps(self, number: int) -> list[Tensor]:
-        """Takes some steps. Returns the cross-entropy of each client before each of them."""
+    def steps(self, number: int) -> Tensor:
+        """Takes some steps. Returns each client's cross-entropy before each, [steps, clients]."""
         shared = self._share()
         tensors = self.stack.tensors if shared is None else shared.tensors
         optimizer = self.optimizer.own if shared is None else shared.own
         self.optimizer.configure(optimizer)
         parameters = {n: t.detach() for n, t in zip(self.names, tensors, strict=True)}
-        through = LocalPass(self.plan, self.model.dropout, shared and shared.sharing)
-        losses = []
+        through = LocalPass(
+            self.plan, self.model.dropout, None if shared is None else shared.sharing
+        )
+        rows = []
         for masks in through.masks(parameters, self.streams, number):
             logits, kept = through.forward(parameters, masks)
-            loss, gradient = self.targets.loss(logits)
+            of_rows, gradient = self.targets.gradient(logits)
             found = through.backward(parameters, kept, gradient)
             for factor, penalty in self.penalties:
                 for j, name in enumerate(self.names):
@@ -244,10 +250,10 @@ class Training:
             for name, tensor in zip(self.names, tensors, strict=True):
                 tensor.grad = found[name]
             self.optimizer.advance(optimizer)
-            losses.append(loss)
+            rows.append(of_rows)
         for tensor in tensors:
             tensor.grad = None
-        return losses
+        return self.targets.losses(rows)
 
     def _add_penalty(
         self,

@@ -28,7 +28,7 @@ from fedloom.engines.stacked.matmul import (
     outer_by_block,
     sum_of_blocks,
 )
-from fedloom.engines.stacked.receptive_field import Plan, Rows
+from fedloom.engines.stacked.receptive_field import Plan
 from fedloom.nn.layers import dropout_cut
 
 Parameters = Mapping[str, Tensor]  # [clients, ...] each; with a sharing, stored rows
@@ -60,17 +60,22 @@ class Targets:
             weight *= of_class.expand(len(rows.sizes), -1)[rows.owner, y]
         total = torch.zeros(len(rows.sizes)).index_add_(0, rows.owner, weight)
         weight /= total[rows.owner]
-        self.share = weight.unsqueeze(1)
-        self.clients = len(rows.sizes)
-        self.owner = rows.owner
-        self.minus_onehot = -F.one_hot(y, plan.stack.num_classes).float()
+        self.share, self.y = weight.unsqueeze(1), y.unsqueeze(1)
+        self.clients, self.owner = len(rows.sizes), rows.owner
+        self.onehot = F.one_hot(y, plan.stack.num_classes).float()
 
-    def loss(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns each client's loss, and the gradient of their sum with respect to the logits."""
+    def gradient(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns −log p of each row's label, and the gradient of all losses' sum."""
         log_p = torch.log_softmax(logits, 1)
-        each = (log_p * self.minus_onehot).sum(1, keepdim=True).mul_(self.share)
-        losses = torch.zeros(self.clients).index_add_(0, self.owner, each.squeeze(1))
-        return losses, log_p.exp_().add_(self.minus_onehot).mul_(self.share)
+        return log_p.gather(1, self.y).neg_(), log_p.exp_().sub_(self.onehot).mul_(self.share)
+
+    def losses(self, rows: Sequence[Tensor]) -> Tensor:
+        """Returns the losses of each client, [steps, clients].
+
+        rows: what `gradient` returned in each step.
+        """
+        each = torch.stack(list(rows)).mul_(self.share).squeeze(2)
+        return torch.zeros(len(rows), self.clients).index_add_(1, self.owner, each)
 
 
 class LocalPass:
@@ -106,11 +111,10 @@ class LocalPass:
             if mask is not None:
                 h = h.mul_(mask)
             kept.append((h, mask))
-            scale = 1.0 if mask is None else self.scale
             out: Tensor | None = None
             for term, operators in zip(plan.layers[k].terms, plan.operators[k], strict=True):
-                weight = parameters[term.weight]
-                z = blocks_times(h, weight * scale, plan.rows[k - 1].sizes)
+                weight = self._scaled(parameters[term.weight], mask)
+                z = blocks_times(h, weight, plan.rows[k - 1].sizes)
                 for operator in operators:
                     z = multiply(operator, z)
                 out = z if out is None else out.add_(z)
@@ -178,6 +182,10 @@ class LocalPass:
 
             yield from [of_layer] * steps
 
+    def _scaled(self, matrix: Tensor, mask: Tensor | None) -> Tensor:
+        """Returns the factor of dropout times a matrix. It is smaller than what it multiplies."""
+        return matrix if mask is None else matrix * self.scale
+
     def _kept(self, drawn: Tensor) -> Tensor:
         """Returns 1 where dropout keeps an entry, and 0 elsewhere."""
         return drawn.to(torch.float32).ge_(self.cut)
@@ -202,16 +210,14 @@ class LocalPass:
             if k == 0:
                 break
             h, mask = kept[k - 1]
-            scale, sizes = (1.0 if mask is None else self.scale), plan.rows[k - 1].sizes
+            sizes = plan.rows[k - 1].sizes
             to_h: Tensor | None = None
             for term, operators in zip(layer.terms, plan.operators[k], strict=True):
                 z, weight = gradient, parameters[term.weight]
                 for operator in reversed(operators):
                     z = multiply(operator.transpose, z)
-                found[term.weight] = outer_by_block(h, z, sizes)
-                if scale != 1:
-                    found[term.weight].mul_(scale)
-                part = blocks_times(z, (weight * scale).transpose(1, 2), sizes)
+                found[term.weight] = self._scaled(outer_by_block(h, z, sizes), mask)
+                part = blocks_times(z, self._scaled(weight, mask).transpose(1, 2), sizes)
                 to_h = part if to_h is None else to_h.add_(part)
             assert to_h is not None
             if plan.layers[k - 1].relu:

@@ -79,8 +79,8 @@ def layers_of(model: Model) -> tuple[Layer, ...] | None:
 class Rows:
     """Some nodes of a graph stack, client by client.
 
-    Where many clients have few rows, each gets equally many, so that one batched product serves
-    all. The rows that are added have no edges, so nothing depends on them.
+    If clients have about equally many rows, each gets exactly as many as the largest, so that one
+    batched product serves all. The rows that are added have no edges: nothing depends on them.
 
     Attributes:
         nodes: The node of each row; 0 for an added row, [rows].
@@ -93,8 +93,8 @@ class Rows:
         complete: Whether the rows are all nodes in order.
     """
 
-    MANY = 24  # clients, from which on a batched product is faster than a product per client
-    ADDED = 0.6  # the largest share of added rows
+    MANY = 4  # clients, from which on a batched product is faster than a product per client
+    ADDED = 0.5  # the largest share of added rows
 
     def __init__(self, needed: Tensor, sizes: Sequence[int]):
         starts = torch.tensor([0, *sizes]).cumsum(0)
