@@ -127,13 +127,13 @@ class Engine(loop.Engine):
         messages: Mapping[str, Message],
     ) -> dict[str, Message]:
         """Runs the phase in lockstep."""
-        state.separate()
         received = delivered([messages[name] for name in asked])
         tasks = [
             partial(self.clients[name].perform, self.method, phase, sent)
             for name, sent in zip(asked, received, strict=True)
         ]
-        done = run_lockstep(tasks, state) if len(names) > 1 else [task() for task in tasks]
+        with state.separated():
+            done = run_lockstep(tasks, state) if len(names) > 1 else [task() for task in tasks]
         return dict(zip(asked, done, strict=True))
 
     def _hand_out(self) -> None:

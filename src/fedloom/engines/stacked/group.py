@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedloom.core.message import Stack
@@ -55,9 +56,20 @@ class Group:
             self.shared.write_back()
 
     def separate(self) -> None:
-        """Brings the clients' own models up to date and ends the sharing of rows.
-
-        It comes before anything that may change a client's model.
-        """
+        """Brings the clients' own models up to date and ends the sharing of rows."""
         self.write_back()
         self.shared = None
+
+    @contextmanager
+    def separated(self) -> Iterator[None]:
+        """Inside the block, the clients' own models are up to date and may change.
+
+        If none did, the sharing of rows goes on after it.
+        """
+        self.write_back()
+        before = self.shared.versions() if self.shared is not None else []
+        try:
+            yield
+        finally:
+            if self.shared is not None and self.shared.versions() != before:
+                self.shared = None

@@ -15,12 +15,12 @@ from fedloom.core.message import Message
 from fedloom.core.method import Method
 from fedloom.engines.stacked.parameters import stack_for
 from fedloom.engines.stacked.stand_ins import (
-    RecordingError,
     GroupGraph,
     GroupModel,
     GroupOptimizer,
     GroupStreams,
     Pending,
+    RecordingError,
     StandIn,
 )
 from fedloom.engines.stacked.tensors import joint_tensor, split_rows
@@ -194,12 +194,15 @@ class GroupClient(StandIn):
 
     def note_scored(self, method: Method, shared: Message | None, logits: Any) -> None:
         """Remembers what was scored; see `Client.note_scored`."""
-        if method.keeps_logits:
-            raise RecordingError("clients keep their logits")
-        clients = self.recording.clients
+        clients, graphs = self.recording.clients, self.full_graph.graphs
+        whole = self.recording.whole_logits(logits, self.full_graph)
 
         def note() -> None:
-            for client in clients:
-                client.note_scored(method, shared, torch.zeros(0))  # it does not keep the logits
+            if method.keeps_logits:
+                parts: Sequence[Tensor] = whole().split([graph.num_items for graph in graphs])
+            else:
+                parts = [torch.zeros(0)] * len(clients)  # nobody reads them
+            for client, part in zip(clients, parts, strict=True):
+                client.note_scored(method, shared, part)
 
         self.recording.last.append(note)

@@ -376,6 +376,12 @@ class SharedStack:
                 return None
         return cls(optimizer, stack, shared, sharing)
 
+    def versions(self) -> list[int]:
+        """Returns numbers that change when a model or a moment changes, other than by itself."""
+        stack = self.stack
+        tensors = [*stack.tensors, *(row for rows in stack.rows for row in rows)]
+        return list(map(version, [*tensors, self.optimizer.steps]))
+
     @torch.no_grad()
     def write_back(self) -> None:
         """Updates the parameter stack and the moments of the models' own optimisers."""

@@ -30,7 +30,6 @@ from fedloom.engines.stacked.group_client import GroupClient, Read, joined
 from fedloom.engines.stacked.group_operations import Penalty, Training
 from fedloom.engines.stacked.parameters import StackedOptimizer
 from fedloom.engines.stacked.stand_ins import (
-    RecordingError,
     CrossEntropy,
     GroupGraph,
     GroupModel,
@@ -38,6 +37,7 @@ from fedloom.engines.stacked.stand_ins import (
     Logits,
     Objective,
     Pending,
+    RecordingError,
     StandIn,
 )
 from fedloom.engines.stacked.tensors import split_rows
@@ -80,6 +80,28 @@ class Recording:
         """Raises RecordingError if parameters have changed since the logits were computed."""
         if logits.version != self.version:
             raise RecordingError("it uses logits after the model has changed")
+
+    def whole_logits(self, logits: Any, graph: Any) -> Callable[[], Tensor]:
+        """Returns a function that computes the logits of all clients, [items, classes], once."""
+        if (
+            not isinstance(logits, Logits)
+            or graph is not logits.graph
+            or logits.streams is not None
+        ):
+            raise RecordingError("it scores other logits than the model's own")
+        self.require_current(logits)
+
+        def compute() -> Tensor:
+            if not logits.found:
+                models, stack, graphs = logits.of.models, logits.of.stack, graph.graphs
+                logits.found.append(
+                    group_operations.logits(self.group, models, stack, graphs)
+                    if logits.given is None
+                    else group_operations.logits_with(self.group, models, graphs, logits.given)
+                )
+            return logits.found[0]
+
+        return compute
 
     def finish(self, reply: Message) -> None:
         """Takes the phase's reply, and checks that the recording is complete."""
@@ -280,7 +302,7 @@ class Steps:
 
 
 def _held_out(recording: Recording, logits: Any, graph: Any) -> Pending:
-    whole = _whole_logits(recording, logits, graph)
+    whole = recording.whole_logits(logits, graph)
     shape = (2, graph.num_classes, graph.num_classes)
     return Pending(
         recording,
@@ -292,7 +314,7 @@ def _held_out(recording: Recording, logits: Any, graph: Any) -> Pending:
 def _from_probabilities(
     recording: Recording, logits: Any, graph: Any, k: int, selection: str
 ) -> Pending:
-    whole = _whole_logits(recording, logits, graph)
+    whole = recording.whole_logits(logits, graph)
 
     def compute() -> Tensor:
         parts = whole().split([g.num_items for g in graph.graphs])
@@ -301,25 +323,6 @@ def _from_probabilities(
         return torch.stack([scored(part, g, k, selection) for part, g in pairs])
 
     return Pending(recording, (2, 1 + len(PROBABILISTIC)), compute)
-
-
-def _whole_logits(recording: Recording, logits: Any, graph: Any) -> Callable[[], Tensor]:
-    """Returns a function that computes the logits of all clients, once."""
-    if not isinstance(logits, Logits) or graph is not logits.graph or logits.streams is not None:
-        raise RecordingError("it scores other logits than the model's own")
-    recording.require_current(logits)
-
-    def compute() -> Tensor:
-        if not logits.found:
-            of, graphs = logits.of, graph.graphs
-            logits.found.append(
-                group_operations.logits(recording.group, of.models, of.stack, graphs)
-                if logits.given is None
-                else group_operations.logits_with(recording.group, of.models, graphs, logits.given)
-            )
-        return logits.found[0]
-
-    return compute
 
 
 def _forward_with(recording: Recording, of: Any, graph: Any, given: Mapping[str, Any]) -> Logits:
