@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fedloom.core.client import LOSS, Client
+from fedloom.core.facts import Facts
 from fedloom.core.message import Message
 from fedloom.core.method import Method
 from fedloom.engines.stacked.parameters import stack_for
@@ -36,8 +37,10 @@ class GroupState(StandIn):
     """The states of all clients. What a phase writes reaches the clients at its end."""
 
     def __init__(self, recording: Recording):
-        self.recording = recording
-        self.written: dict[str, Any] = {}
+        vars(self).update(recording=recording, written={})
+
+    recording: Recording
+    written: dict[str, Any]
 
     def __contains__(self, name: str) -> bool:
         held = {name in client.state for client in self.recording.clients}
@@ -126,12 +129,23 @@ class GroupClient(StandIn):
 
     def __init__(self, recording: Recording):
         clients = recording.clients
-        self.recording, self.facts = recording, clients[0].facts
-        self.state = GroupState(recording)
-        self.graph = GroupGraph([client.graph for client in clients])
-        self.full_graph = GroupGraph([client.full_graph for client in clients])
-        self._streams: dict[str, GroupStreams] = {}
-        self._batches: dict[int, list[GroupGraph]] = {}
+        vars(self).update(
+            recording=recording,
+            facts=clients[0].facts,
+            state=GroupState(recording),
+            graph=GroupGraph([client.graph for client in clients]),
+            full_graph=GroupGraph([client.full_graph for client in clients]),
+            _streams={},
+            _batches={},
+        )
+
+    recording: Recording
+    facts: Facts
+    state: GroupState
+    graph: GroupGraph
+    full_graph: GroupGraph
+    _streams: dict[str, GroupStreams]
+    _batches: dict[int, list[GroupGraph]]
 
     loss, record_loss = Client.loss, Client.record_loss  # they use stand-ins as they use tensors
 

@@ -106,9 +106,13 @@ class Recording:
     def finish(self, reply: Message) -> None:
         """Takes the phase's reply, and checks that the recording is complete."""
         self.reply = dict(sorted(_leaves(reply, "")))
-        for value in self.client.state.written.values():
-            if not isinstance(value, Read):
-                list(_leaves({"state": value}, ""))
+        for value in self.reply.values():
+            if isinstance(value, Pending):
+                value.require_current()
+        written = {n: v for n, v in self.client.state.written.items() if not isinstance(v, Read)}
+        for name, value in _leaves(written, ""):
+            if isinstance(value, Pending) and value.weights_of is not None:
+                raise RecordingError(f"the state {name!r} shares memory with the model")
         if any(logits.streams is not None and not logits.stepped for logits in self.passes):
             raise RecordingError("it computes logits with dropout that no step uses")
         for loss in self.losses:
@@ -172,6 +176,9 @@ def _load(recording: Recording, of: Any, new: Mapping[str, Any]) -> None:
     shapes = {name: of.stack.rows[j][0].shape for name, j in own.items()}
     if own.keys() != new.keys() or any(new[n].shape != shape for n, shape in shapes.items()):
         raise RecordingError("the weights do not fit the model")
+    for value in new.values():
+        if isinstance(value, Pending):
+            value.require_current()
     recording.version += 1
 
     def run() -> None:
@@ -188,8 +195,10 @@ def _read(recording: Recording, of: Any) -> dict[str, Pending]:
     def reads(j: int) -> Callable[[], Stack]:
         return lambda: group_operations.read(recording.group, of.stack, j)
 
-    own = of.parameters_by_name
-    return {n: Pending(recording, of.stack.rows[j][0].shape, reads(j)) for n, j in own.items()}
+    return {
+        name: Pending(recording, of.stack.rows[j][0].shape, reads(j), recording.version)
+        for name, j in of.parameters_by_name.items()
+    }
 
 
 def _forward(recording: Recording, of: Any, graph: Any, streams: Any) -> Logits:
@@ -204,8 +213,8 @@ def _loss(
 ) -> Objective:
     if not isinstance(logits, Logits) or graph is not logits.graph or reduction != "mean":
         raise RecordingError("its loss is not the mean loss of the model's own logits")
-    if isinstance(of_class, StandIn):
-        raise RecordingError("its class weights depend on the client")
+    if isinstance(of_class, StandIn) or not torch.is_grad_enabled():
+        raise RecordingError("its loss has no gradient, or class weights of its own")
     return Objective((1.0, CrossEntropy(logits, of_class)))
 
 
@@ -221,6 +230,8 @@ def _penalty(of: Any, squared: bool, values: Mapping[str, Any]) -> Penalty:
     if not isinstance(of, GroupModel) or of.part:
         raise RecordingError("its penalty is not on the whole model")
     by_number = {j: values[name] for name, j in of.parameters_by_name.items()}
+    if any(isinstance(v, Pending) and v.weights_of is not None for v in by_number.values()):
+        raise RecordingError("its penalty shares memory with the model")
     return Penalty(squared, by_number)
 
 
@@ -236,7 +247,7 @@ def _step(recording: Recording, optimizer: Any, loss: Any) -> None:
     recording.require_current(logits)
     if logits.stepped:
         raise RecordingError("it uses the same logits twice")
-    logits.stepped = True
+    vars(logits).update(stepped=True)
     recording.version += 1
     job = Steps(recording, optimizer, entropy, penalties)
     last = recording.instructions[-1] if recording.instructions else None
@@ -331,7 +342,7 @@ def _forward_with(recording: Recording, of: Any, graph: Any, given: Mapping[str,
         raise RecordingError("each client scores other weights")
     if of.parameters_by_name.keys() != given.keys():
         raise RecordingError("the weights do not fit the model")
-    logits.given = given
+    vars(logits).update(given=given)
     return logits
 
 

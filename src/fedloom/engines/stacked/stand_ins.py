@@ -7,7 +7,7 @@ Each stands for one thing of every client of a group. A stand-in computes nothin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,7 +29,22 @@ class RecordingError(Exception):
 
 
 class StandIn:
-    """Base of what a phase sees in place of a client and its belongings."""
+    """Base of what a phase sees in place of a client and its belongings.
+
+    A phase can neither read nor write attributes that a stand-in does not offer. The recording
+    itself sets attributes through `vars`.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise RecordingError(f"it sets {type(self).__name__}.{name}")
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise RecordingError(f"it compares, copies or decides by a {type(self).__name__}")
+
+    # Python has defaults for these. A phase that uses them asks for each client's own answer.
+    __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __copy__ = __deepcopy__ = __reduce_ex__ = _refuse
+    __hash__ = object.__hash__
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -47,18 +62,26 @@ class Pending(StandIn):
         recording: The recording that computes it.
         shape: The shape of one client's tensor.
         compute: Returns the tensors of all clients, [clients, *shape].
+        weights_of: The version of the recording whose weights it shares memory with. None: it has
+            its own memory.
     """
 
+    recording: Recording
+    shape: torch.Size
+    stack: Stack | None  # what `compute` returned
+
+    weights_of: int | None
+
     def __init__(
-        self, recording: Recording, shape: Sequence[int], compute: Callable[[], Stack]
+        self,
+        recording: Recording,
+        shape: Sequence[int],
+        compute: Callable[[], Stack],
+        weights_of: int | None = None,
     ) -> None:
-        self.recording, self.shape = recording, torch.Size(shape)
-        self.stack: Stack | None = None  # what `compute` returned
-
-        def run() -> None:
-            self.stack = compute()
-
-        recording.instructions.append(run)
+        vars(self).update(recording=recording, shape=torch.Size(shape), stack=None)
+        vars(self).update(weights_of=weights_of)
+        recording.instructions.append(lambda: vars(self).update(stack=compute()))
 
     @property
     def dense(self) -> Tensor:
@@ -70,7 +93,17 @@ class Pending(StandIn):
         """Returns itself: no gradient flows through it."""
         return self
 
+    def clone(self) -> Pending:
+        """Returns a copy."""
+        return elementwise(torch.clone, self)
+
+    def require_current(self) -> None:
+        """Raises a RecordingError if it shares memory with weights that have changed since."""
+        if self.weights_of not in (None, self.recording.version):
+            raise RecordingError("it uses weights after the model has changed, without a copy")
+
     def __getitem__(self, key: Any) -> Pending:
+        self.require_current()
         key = key if isinstance(key, tuple) else (key,)
         shape = torch.empty(self.shape, device="meta")[key].shape
         return Pending(self.recording, shape, lambda: self.dense[(slice(None), *key)])
@@ -115,6 +148,8 @@ ELEMENTWISE = {
 def elementwise(function: Callable[..., Tensor], *args: Any) -> Pending:
     """Applies an elementwise function to tensors of one shape, pending or real, and numbers."""
     pending = [a for a in args if isinstance(a, Pending)]
+    for each in pending:
+        each.require_current()
     shapes = {tuple(a.shape) for a in args if isinstance(a, (Pending, Tensor))}
     if len(shapes) != 1 or any(not isinstance(a, (Pending, Tensor, int, float)) for a in args):
         raise RecordingError("it combines tensors of different shapes")
@@ -137,10 +172,16 @@ class Logits(StandIn):
     def __init__(
         self, of: GroupModel, graph: GroupGraph, streams: GroupStreams | None, version: int
     ):
-        self.of, self.graph, self.streams, self.version = of, graph, streams, version
-        self.given: Mapping[str, Tensor] | None = None  # weights in place of the models' own
-        self.found: list[Tensor] = []  # the logits, when they have been computed
-        self.stepped = False
+        vars(self).update(of=of, graph=graph, streams=streams, version=version)
+        vars(self).update(given=None, found=[], stepped=False)
+
+    of: GroupModel
+    graph: GroupGraph
+    streams: GroupStreams | None
+    version: int
+    given: Mapping[str, Tensor] | None  # weights in place of the models' own
+    found: list[Tensor]  # the logits, when they have been computed
+    stepped: bool  # whether a step uses them
 
 
 class CrossEntropy:
@@ -160,7 +201,9 @@ class Objective(StandIn):
     requires_grad = True
 
     def __init__(self, *terms: tuple[float, CrossEntropy | Penalty]):
-        self.terms = terms
+        vars(self).update(terms=terms)
+
+    terms: tuple[tuple[float, CrossEntropy | Penalty], ...]
 
     def detach(self) -> Objective:
         """Returns itself: `Client.record_loss` asks for it."""
@@ -195,7 +238,11 @@ class GroupModel(StandIn):
     """
 
     def __init__(self, models: Sequence[Any], stack: ParameterStack, part: str = ""):
-        self.models, self.stack, self.part = models, stack, part
+        vars(self).update(models=models, stack=stack, part=part)
+
+    models: Sequence[Any]
+    stack: ParameterStack
+    part: str
 
     def __call__(self, graph: Any, rng: Any = None) -> Any:
         """Returns the logits of the graphs' items."""
@@ -218,14 +265,18 @@ class GroupOptimizer(StandIn):
     """The optimisers of all clients."""
 
     def __init__(self, optimizers: Sequence[Optimizer]):
-        self.optimizers = optimizers
+        vars(self).update(optimizers=optimizers)
+
+    optimizers: Sequence[Optimizer]
 
 
 class GroupGraph(StandIn):
     """A graph of each client."""
 
     def __init__(self, graphs: Sequence[Graph]):
-        self.graphs = graphs
+        vars(self).update(graphs=graphs)
+
+    graphs: Sequence[Graph]
 
     @property
     def num_classes(self) -> int:
@@ -237,4 +288,6 @@ class GroupStreams(StandIn):
     """A random stream of each client."""
 
     def __init__(self, generators: Sequence[torch.Generator]):
-        self.generators = generators
+        vars(self).update(generators=generators)
+
+    generators: Sequence[torch.Generator]
