@@ -11,11 +11,9 @@ import resource
 import signal
 import sys
 import threading
-import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +25,10 @@ from fedloom.errors import ConfigError, unknown
 
 def installed_version() -> str:
     """Returns the version of fedloom: of the installed package, else of the source tree."""
+    # `fedloom --help` need not wait for these.
+    import tomllib
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("fedloom")
     except PackageNotFoundError:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from functools import partial
-from inspect import getdoc, getmodule
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +28,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fedloom.core.method import Method
-from fedloom.core.registry import method_class, method_names
+from fedloom.core.registry import method_class
 from fedloom.data.datasets import catalogue, find
 from fedloom.data.federation import Federation
 from fedloom.data.partition import divides_graphs, partition_settings, partitions
 from fedloom.data.statistics import partition_statistics
-from fedloom.deploy.keys import make_authority, make_party, party_files
 from fedloom.errors import ConfigError, RoundFailed
 from fedloom.experiments import checkpoint, executor, grid
 from fedloom.experiments.baselines import baseline_folder, read_planned, write_planned
@@ -43,10 +40,10 @@ from fedloom.experiments.callbacks import Callback
 from fedloom.experiments.comparing import require_valid, run_and_compare
 from fedloom.experiments.recipe import Recipe, make_recipe, override, read_tables
 from fedloom.experiments.recipe_files import entries, find_tables, papers
-from fedloom.experiments.report import tables
+from fedloom.experiments.report import method_tables, tables
 from fedloom.experiments.report.console import err, out, stdout
 from fedloom.experiments.report.labels import label
-from fedloom.experiments.report.partition_plot import plot_partition
+from fedloom.experiments.report.listing import print_listing
 from fedloom.experiments.result import Result, load_run
 from fedloom.experiments.run_folder import entries as history_entries
 from fedloom.experiments.run_folder import find as find_runs
@@ -301,32 +298,12 @@ def _described(name: str, content: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def list_methods(name: str | None, as_json: bool = False) -> None:
-    """Prints all methods, or one in full."""
-    if name and as_json:
-        print(json.dumps(tables.method_as_json(name, method_class(name))))
-    elif name:
-        out.print(tables.method(name, method_class(name)))
-    else:
-        _print_listing({n: _first_line(method_class(n)) for n in method_names()}, as_json)
-
-
-def _first_line(cls: type[Method]) -> str:
-    return (getdoc(getmodule(cls)) or "").partition("\n")[0].partition(": ")[2]
-
-
-def _print_listing(
-    rows: Mapping[str, str], as_json: bool, more: Callable[[str], dict[str, Any]] | None = None
-) -> None:
-    """Prints names with their descriptions. `more` returns further values of a name, for JSON."""
+def show_method(name: str, as_json: bool = False) -> None:
+    """Prints a method in full."""
     if as_json:
-        listed = [
-            {"name": name, "description": text, **(more(name) if more else {})}
-            for name, text in rows.items()
-        ]
-        print(json.dumps(listed))
+        print(json.dumps(method_tables.method_as_json(name, method_class(name))))
     else:
-        out.print(tables.listing(rows))
+        out.print(method_tables.method(name, method_class(name)))
 
 
 def list_datasets(as_json: bool = False, wide: bool = False) -> None:
@@ -345,7 +322,7 @@ def list_datasets(as_json: bool = False, wide: bool = False) -> None:
 
 def list_partitions(as_json: bool = False) -> None:
     """Prints the partitions."""
-    _print_listing(
+    print_listing(
         partitions(),
         as_json,
         lambda name: {
@@ -357,7 +334,7 @@ def list_partitions(as_json: bool = False) -> None:
 
 def list_models(as_json: bool = False) -> None:
     """Prints the architectures."""
-    _print_listing(architectures(), as_json)
+    print_listing(architectures(), as_json)
     if not as_json:
         out.print(
             "\nname-LAYERSxWIDTH, e.g. gcn-4x128; several, separated by commas, are used in turn",
@@ -376,6 +353,8 @@ def partition(
     federation = make_recipe(_tables(None, given, assignments)).federation()
     statistics = partition_statistics(federation)
     if plot:
+        from fedloom.experiments.report.partition_plot import plot_partition  # few want a picture
+
         plot_partition(federation, plot)
         _say(f"wrote {plot}")
     if as_json:
@@ -393,6 +372,8 @@ def keys(host: str | None, parties: Sequence[str], folder: Path) -> None:
         parties: The parties that need keys.
         folder: Where to write the files.
     """
+    from fedloom.deploy.keys import make_authority, make_party, party_files  # cryptography
+
     if not host and not parties:
         raise ConfigError(
             "keys: nothing to make. Give the coordinator's HOST, --party NAME, or both"

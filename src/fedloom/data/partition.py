@@ -16,12 +16,11 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.sparse import csr_matrix
 from torch import Tensor
 
 from fedloom.data.federation import Federation
@@ -31,6 +30,9 @@ from fedloom.data.seeds import stream_seed
 from fedloom.data.split import DEFAULT_SPLIT, apply_split, check_split, order_by_owner
 from fedloom.data.statistics import count_edges, is_undirected
 from fedloom.errors import ConfigError, unknown
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 Numbers = npt.NDArray[np.int64]
 Partitioner = Callable[..., Numbers]
@@ -309,6 +311,8 @@ def _metis_plus(graph: Graph, clients: int, seed: int, *, parts: FromOne = 100) 
 @partitioner("kmeans")
 def _kmeans_features(graph: Graph, clients: int, seed: int, *, delta: FromZero = 20) -> Numbers:
     """k-means on node features; clusters are cut and merged as in louvain-cyclic (FedStruct)."""
+    from scipy.sparse import csr_matrix  # takes a tenth of a second to import
+
     sparse = graph.sparse_x
     if sparse is None:
         points: Any = graph.x.numpy()
@@ -384,6 +388,8 @@ def _small_seed(seed: int) -> int:
 
 def _adjacency(graph: Graph) -> csr_matrix:
     """Returns the symmetric 0/1 adjacency without self-loops."""
+    from scipy.sparse import csr_matrix  # takes a tenth of a second to import
+
     source, target = graph.edge_index[:, graph.edge_index[0] != graph.edge_index[1]].numpy()
     adjacency = csr_matrix(
         (np.ones(len(source), dtype=np.float32), (source, target)), shape=(graph.num_nodes,) * 2

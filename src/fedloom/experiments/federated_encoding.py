@@ -40,7 +40,7 @@ from fedloom.data.tables import (
 )
 from fedloom.engines.loop import Engine
 from fedloom.errors import ConfigError, DataError
-from fedloom.privacy.secure_aggregation import aggregation_for, require_cohort, responder_for
+from fedloom.privacy.choice import aggregation_for, require_cohort, responder_for
 
 PARTIES = "parties:"  # a dataset of several parties: parties:FOLDER
 LOG = logging.getLogger("fedloom.data")

@@ -41,7 +41,7 @@ from fedloom.experiments.trackers import Track, Tracking
 from fedloom.nn.build import architectures, split_specs
 from fedloom.nn.metric_names import FROM_CONFUSION, METRICS, TWO_CLASSES
 from fedloom.nn.own_model import OwnModel, OwnSpec, Source, is_own, own_spec
-from fedloom.privacy.secure_aggregation import require_cohort, responder_for
+from fedloom.privacy.choice import require_cohort, responder_for
 
 ModelSource: TypeAlias = str | Source
 
