@@ -9,7 +9,6 @@ import json
 import shlex
 import shutil
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -76,9 +75,7 @@ def run(
     names = dict.fromkeys(filter(None, baselines.replace(" ", "").split(",")))
     others = [make_recipe(_as_baseline(base, name)) for name in names]
     _say_loading(chosen, chose="name" not in base.get("partition", {}))
-    began = time.perf_counter()
     federation = chosen.federation()
-    loading = time.perf_counter() - began
     for each in (chosen, *others):  # before the first of them runs
         each.check(federation)
     if idle := federation.roster.without_training:
@@ -88,8 +85,7 @@ def run(
         )
     folder = folder or _unused(Path("runs") / f"{chosen.name}-s{chosen.run.seed}")
 
-    execute = partial(chosen.execute, folder, track=trackers)
-    execute = partial(execute, federation=federation, seconds_loading=loading)
+    execute = partial(chosen.execute, folder, track=trackers, federation=federation)
     planned = _PlannedBaselines(folder, others)
     with _warnings_as_lines(), _saying_how_to_resume(folder):
         result = _with_progress(chosen.method, execute, planned)
@@ -228,11 +224,8 @@ def resume(folder: Path, as_json: bool, track: str = "", wide: bool = False) -> 
         )
     recipe = make_recipe(config)
     trackers = make_trackers(track or tracked(folder))
-    began = time.perf_counter()
     federation = recipe.federation()
-    loading = time.perf_counter() - began
-    execute = partial(recipe.execute, folder, resume=True, track=trackers)
-    execute = partial(execute, federation=federation, seconds_loading=loading)
+    execute = partial(recipe.execute, folder, resume=True, track=trackers, federation=federation)
     with _warnings_as_lines(), _saying_how_to_resume(folder):
         result = _with_progress(recipe.method, execute)
         compared = _run_baselines(folder, planned, federation)
@@ -385,7 +378,7 @@ def keys(host: str | None, parties: Sequence[str], folder: Path) -> None:
     written = make_authority(folder, host) if host else []
     for name in parties:
         written += make_party(folder, name)
-    out.print(tables.listing({str(path): _destination(path) for path in written}))
+    print_listing({str(path): _destination(path) for path in written})
 
 
 def _destination(path: Path) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -170,6 +171,7 @@ def cut(graph: Graph, owner: Tensor, clients: int) -> list[Graph]:
             batch=None if graph.batch is None else place[graph.batch[nodes[k]]],
             name=f"{graph.name}/{k}",
             ids=None if graph.ids is None else graph.ids[items[k].numpy()],
+            seconds_loading=0.0,
         )
         for k in range(clients)
     ]
@@ -204,6 +206,7 @@ def divide(
         inductive: Whether training sees neither validation nor test items.
         options: The partition's own options; see `partition_settings`.
     """
+    began = time.perf_counter()
     graph = as_graph(graph)
     if cross_edges not in ("none", "known"):
         raise unknown("cross_edges", str(cross_edges), ("none", "known"))
@@ -242,7 +245,9 @@ def divide(
         "edges_kept": kept,
         "edges_cut": count_edges(graph.edge_index, undirected) - kept,
     }
-    return Federation(tuple(graphs), whole=whole, inductive=inductive, about=about).check()
+    federation = Federation(tuple(graphs), whole=whole, inductive=inductive, about=about).check()
+    seconds = graph.seconds_loading + time.perf_counter() - began
+    return replace(federation, seconds_loading=seconds)
 
 
 # ---- partitioners ----

@@ -1,4 +1,4 @@
-"""Listing: prints names with their descriptions."""
+"""Listing: names with their descriptions."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fedloom.experiments.report import tables
+from rich.table import Table
+
 from fedloom.experiments.report.console import out
 
 
 def print_listing(
-    rows: Mapping[str, str], as_json: bool, more: Callable[[str], dict[str, Any]] | None = None
+    rows: Mapping[str, str],
+    as_json: bool = False,
+    more: Callable[[str], dict[str, Any]] | None = None,
 ) -> None:
     """Prints a list.
 
@@ -26,5 +29,10 @@ def print_listing(
             for name, text in rows.items()
         ]
         print(json.dumps(listed))
-    else:
-        out.print(tables.listing(rows))
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", overflow="fold", min_width=min(max(map(len, rows)), 40))
+    table.add_column()
+    for name, text in rows.items():
+        table.add_row(name, text)
+    out.print(table)

@@ -36,16 +36,6 @@ def grid(headings: Sequence[str], left: Sequence[str] = ()) -> Table:
     return table
 
 
-def listing(rows: Mapping[str, str]) -> RenderableType:
-    """Returns a list of names, each with its text."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", overflow="fold", min_width=min(max(map(len, rows)), 40))
-    table.add_column()
-    for name, text in rows.items():
-        table.add_row(name, text)
-    return table
-
-
 def datasets(entries: Mapping[str, Any], here: Sequence[str], wide: bool = False) -> RenderableType:
     """Returns the table of all datasets.
 
