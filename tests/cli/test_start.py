@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fedloom
-from fedloom._system import MALLOC_VARIABLES, peak_memory
+from fedloom._system import MALLOC_VARIABLES, import_compiled, peak_memory
 from fedloom.nn import optimizers
 
 KINDS = {
@@ -126,6 +126,28 @@ def test_other_commands_import_what_they_use(tmp_path):
     assert imported("show", "x", cwd=tmp_path) == tensors
     assert imported("predict", "x", "--out", "predicted.csv", cwd=tmp_path) == tensors
     assert imported("report", "x", cwd=tmp_path) == {"numpy"}
+
+
+@pytest.mark.parametrize("name", ["sknetwork.clustering.no_such", "no_such.module"])
+def test_a_missing_compiled_module_is_an_import_error(name):
+    with pytest.raises(ImportError, match=f"no compiled module '{name}'"):
+        import_compiled(name)
+
+
+ALONE = """
+import sys
+from fedloom._system import import_compiled
+
+core = import_compiled("sknetwork.clustering.louvain_core")
+print("sknetwork" in sys.modules)
+from sknetwork.clustering import louvain
+print(louvain.optimize_core is core.optimize_core)
+print(import_compiled("sknetwork.clustering.louvain_core") is core)
+"""
+
+
+def test_a_compiled_module_is_imported_without_its_package():
+    assert fresh(ALONE) == ["False", "True", "True"]
 
 
 HELD = """
