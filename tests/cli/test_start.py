@@ -124,7 +124,7 @@ def test_other_commands_import_what_they_use(tmp_path):
     assert imported("compare", *random, "--seeds", "1", cwd=tmp_path) == tensors
     assert imported("methods", "fedavg", cwd=tmp_path) == tensors
     assert imported("show", "x", cwd=tmp_path) == tensors
-    assert imported("predict", "x", "--out", "predicted.csv", cwd=tmp_path) == tensors
+    assert imported("predict", "x", "--out", "predicted.csv", cwd=tmp_path) <= sparse
     assert imported("report", "x", cwd=tmp_path) == {"numpy"}
 
 
