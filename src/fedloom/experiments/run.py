@@ -91,9 +91,9 @@ def run(
     name, chosen, changes = _resolve_method(method, options)
     settings = replace(settings or RunSettings(), **changes)
     divided, federation = federation, (federation.merged() if chosen.centralized else federation)
-    federation.check()
-    facts = agree_on_facts(chosen, name, federation.roster, model, dropout, settings)
     with threads(settings.threads):
+        federation.check()
+        facts = agree_on_facts(chosen, name, federation.roster, model, dropout, settings)
         choice = choose_engine(settings, federation, facts)
     predicted_mb = memory_estimate.require(choice.need)
     tracking = Tracking(track)
