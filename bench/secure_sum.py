@@ -24,7 +24,7 @@ from fedloom.core.server import RoundPolicy, Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
 from fedloom.engines.loop import Engine
-from fedloom.privacy.secure_aggregation import aggregation_for, responder_for
+from fedloom.privacy.choice import aggregation_for, responder_for
 
 STAGES = ("advertise_keys", "share_keys", "numbers", "unmask")
 

@@ -11,11 +11,10 @@ import resource
 import signal
 import sys
 import threading
-import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, FileFinder
 from io import FileIO
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +26,10 @@ from fedloom.errors import ConfigError, unknown
 
 def installed_version() -> str:
     """Returns the version of fedloom: of the installed package, else of the source tree."""
+    # `fedloom --help` need not wait for these.
+    import tomllib
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("fedloom")
     except PackageNotFoundError:
@@ -362,6 +365,30 @@ def peak_memory() -> int:
             return int(values["VmHWM"].split()[0]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+# ---- modules ----
+def import_compiled(name: str) -> ModuleType:
+    """Imports a compiled module of a package without the rest of the package.
+
+    Some packages import all their modules at once, which takes long. Raises an ImportError if the
+    package is not installed or has no such module.
+
+    name: the module's full name, such as "sknetwork.clustering.louvain_core". It must not need its
+    package.
+    """
+    if name in sys.modules:
+        return sys.modules[name]
+    package, *inner, last = name.split(".")
+    spec = importlib.util.find_spec(package)  # finds the package and does not import it
+    for root in (spec and spec.submodule_search_locations) or ():
+        compiled = (ExtensionFileLoader, EXTENSION_SUFFIXES)
+        found = FileFinder(str(Path(root, *inner)), compiled).find_spec(last)
+        if found is not None and found.loader is not None:
+            module = importlib.util.module_from_spec(found)
+            found.loader.exec_module(module)
+            return module
+    raise ImportError(f"there is no compiled module {name!r}", name=name)
 
 
 # ---- a user's own code ----

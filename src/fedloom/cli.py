@@ -9,7 +9,8 @@ from __future__ import annotations
 import atexit
 import gc
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
@@ -149,9 +150,26 @@ def fedloom(
 
 
 def _commands() -> ModuleType:
-    from fedloom import commands  # imports torch, which --help and input errors do not wait for
-
+    with _collecting_no_modules():
+        from fedloom import commands  # imports torch, which --help and input errors do not wait for
     return commands
+
+
+@contextmanager
+def _collecting_no_modules() -> Iterator[None]:
+    """Exempts the modules that the block imports, torch among them, from garbage collection.
+
+    They are no garbage, and looking for some among them takes a tenth of a second.
+    """
+    if "torch" in sys.modules:  # another program runs the command
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 # The settings of a recipe that options stand for.
@@ -267,7 +285,8 @@ def predict(
 
     RUN is a run folder, a party's folder, or a model's .safetensors file.
     """
-    from fedloom.experiments import predict_command
+    with _collecting_no_modules():
+        from fedloom.experiments import predict_command
 
     predict_command.predict(source, data, out, client, which)
 
@@ -297,7 +316,12 @@ def methods(
 
     NAME is the method to show in full.
     """
-    _commands().list_methods(name, as_json)
+    if name:
+        _commands().show_method(name, as_json)
+        return
+    from fedloom.experiments.report.listing import print_listing  # needs no torch
+
+    print_listing(completion.described_methods(), as_json)
 
 
 @app.command()

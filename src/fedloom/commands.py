@@ -9,13 +9,11 @@ import json
 import shlex
 import shutil
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from functools import partial
-from inspect import getdoc, getmodule
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +27,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fedloom.core.method import Method
-from fedloom.core.registry import method_class, method_names
+from fedloom.core.registry import method_class
 from fedloom.data.datasets import catalogue, find
 from fedloom.data.federation import Federation
 from fedloom.data.partition import divides_graphs, partition_settings, partitions
 from fedloom.data.statistics import partition_statistics
-from fedloom.deploy.keys import make_authority, make_party, party_files
 from fedloom.errors import ConfigError, RoundFailed
 from fedloom.experiments import checkpoint, executor, grid
 from fedloom.experiments.baselines import baseline_folder, read_planned, write_planned
@@ -43,10 +39,10 @@ from fedloom.experiments.callbacks import Callback
 from fedloom.experiments.comparing import require_valid, run_and_compare
 from fedloom.experiments.recipe import Recipe, make_recipe, override, read_tables
 from fedloom.experiments.recipe_files import entries, find_tables, papers
-from fedloom.experiments.report import tables
+from fedloom.experiments.report import method_tables, tables
 from fedloom.experiments.report.console import err, out, stdout
 from fedloom.experiments.report.labels import label
-from fedloom.experiments.report.partition_plot import plot_partition
+from fedloom.experiments.report.listing import print_listing
 from fedloom.experiments.result import Result, load_run
 from fedloom.experiments.run_folder import entries as history_entries
 from fedloom.experiments.run_folder import find as find_runs
@@ -79,9 +75,7 @@ def run(
     names = dict.fromkeys(filter(None, baselines.replace(" ", "").split(",")))
     others = [make_recipe(_as_baseline(base, name)) for name in names]
     _say_loading(chosen, chose="name" not in base.get("partition", {}))
-    began = time.perf_counter()
     federation = chosen.federation()
-    loading = time.perf_counter() - began
     for each in (chosen, *others):  # before the first of them runs
         each.check(federation)
     if idle := federation.roster.without_training:
@@ -91,8 +85,7 @@ def run(
         )
     folder = folder or _unused(Path("runs") / f"{chosen.name}-s{chosen.run.seed}")
 
-    execute = partial(chosen.execute, folder, track=trackers)
-    execute = partial(execute, federation=federation, seconds_loading=loading)
+    execute = partial(chosen.execute, folder, track=trackers, federation=federation)
     planned = _PlannedBaselines(folder, others)
     with _warnings_as_lines(), _saying_how_to_resume(folder):
         result = _with_progress(chosen.method, execute, planned)
@@ -231,11 +224,8 @@ def resume(folder: Path, as_json: bool, track: str = "", wide: bool = False) -> 
         )
     recipe = make_recipe(config)
     trackers = make_trackers(track or tracked(folder))
-    began = time.perf_counter()
     federation = recipe.federation()
-    loading = time.perf_counter() - began
-    execute = partial(recipe.execute, folder, resume=True, track=trackers)
-    execute = partial(execute, federation=federation, seconds_loading=loading)
+    execute = partial(recipe.execute, folder, resume=True, track=trackers, federation=federation)
     with _warnings_as_lines(), _saying_how_to_resume(folder):
         result = _with_progress(recipe.method, execute)
         compared = _run_baselines(folder, planned, federation)
@@ -301,32 +291,12 @@ def _described(name: str, content: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def list_methods(name: str | None, as_json: bool = False) -> None:
-    """Prints all methods, or one in full."""
-    if name and as_json:
-        print(json.dumps(tables.method_as_json(name, method_class(name))))
-    elif name:
-        out.print(tables.method(name, method_class(name)))
-    else:
-        _print_listing({n: _first_line(method_class(n)) for n in method_names()}, as_json)
-
-
-def _first_line(cls: type[Method]) -> str:
-    return (getdoc(getmodule(cls)) or "").partition("\n")[0].partition(": ")[2]
-
-
-def _print_listing(
-    rows: Mapping[str, str], as_json: bool, more: Callable[[str], dict[str, Any]] | None = None
-) -> None:
-    """Prints names with their descriptions. `more` returns further values of a name, for JSON."""
+def show_method(name: str, as_json: bool = False) -> None:
+    """Prints a method in full."""
     if as_json:
-        listed = [
-            {"name": name, "description": text, **(more(name) if more else {})}
-            for name, text in rows.items()
-        ]
-        print(json.dumps(listed))
+        print(json.dumps(method_tables.method_as_json(name, method_class(name))))
     else:
-        out.print(tables.listing(rows))
+        out.print(method_tables.method(name, method_class(name)))
 
 
 def list_datasets(as_json: bool = False, wide: bool = False) -> None:
@@ -345,7 +315,7 @@ def list_datasets(as_json: bool = False, wide: bool = False) -> None:
 
 def list_partitions(as_json: bool = False) -> None:
     """Prints the partitions."""
-    _print_listing(
+    print_listing(
         partitions(),
         as_json,
         lambda name: {
@@ -357,7 +327,7 @@ def list_partitions(as_json: bool = False) -> None:
 
 def list_models(as_json: bool = False) -> None:
     """Prints the architectures."""
-    _print_listing(architectures(), as_json)
+    print_listing(architectures(), as_json)
     if not as_json:
         out.print(
             "\nname-LAYERSxWIDTH, e.g. gcn-4x128; several, separated by commas, are used in turn",
@@ -376,6 +346,8 @@ def partition(
     federation = make_recipe(_tables(None, given, assignments)).federation()
     statistics = partition_statistics(federation)
     if plot:
+        from fedloom.experiments.report.partition_plot import plot_partition  # few want a picture
+
         plot_partition(federation, plot)
         _say(f"wrote {plot}")
     if as_json:
@@ -393,6 +365,8 @@ def keys(host: str | None, parties: Sequence[str], folder: Path) -> None:
         parties: The parties that need keys.
         folder: Where to write the files.
     """
+    from fedloom.deploy.keys import make_authority, make_party, party_files  # cryptography
+
     if not host and not parties:
         raise ConfigError(
             "keys: nothing to make. Give the coordinator's HOST, --party NAME, or both"
@@ -404,7 +378,7 @@ def keys(host: str | None, parties: Sequence[str], folder: Path) -> None:
     written = make_authority(folder, host) if host else []
     for name in parties:
         written += make_party(folder, name)
-    out.print(tables.listing({str(path): _destination(path) for path in written}))
+    print_listing({str(path): _destination(path) for path in written})
 
 
 def _destination(path: Path) -> str:

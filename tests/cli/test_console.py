@@ -200,6 +200,14 @@ def test_shortcuts_are_settings(tmp_path, here):
     assert json.loads(text)["seconds"]["load"] > 0
 
 
+def test_a_run_and_its_baselines_say_how_long_loading_took(tmp_path, here):
+    options = ("--rounds", 1, "--baselines", "local", "--json")
+    code, text, err = here("run", *SMALL, *options, cwd=tmp_path)
+    assert code == 0, err
+    summary = json.loads(text)
+    assert summary["baselines"]["local"]["seconds"]["load"] == summary["seconds"]["load"] > 0
+
+
 def test_every_argument_is_explained_in_the_help(tmp_path, here):
     group = typer.main.get_command(cli.app)
     for name, command in group.commands.items():

@@ -1,4 +1,4 @@
-"""What a run demands of the libraries: no compiler, no needless garbage collection or paging."""
+"""What a command demands of the libraries: few imports, no compiler, no needless collection."""
 
 import gc
 import os
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fedloom
-from fedloom._system import MALLOC_VARIABLES, peak_memory
+from fedloom._system import MALLOC_VARIABLES, import_compiled, peak_memory
 from fedloom.nn import optimizers
 
 KINDS = {
@@ -66,6 +66,90 @@ for engine in ("loop", "stacked"):
 print(*(name in sys.modules for name in ("torch", "torch._dynamo", "torch_geometric")))
 """
     assert fresh(script) == ["True", "False", "False"]
+
+
+# Packages that take long to import. A command imports those that it uses.
+SLOW = {
+    "cryptography",
+    "matplotlib",
+    "networkx",
+    "numpy",
+    "optuna",
+    "pandas",
+    "pyarrow",
+    "scipy",
+    "scipy.stats",
+    "sklearn",
+    "sknetwork",
+    "sympy",
+    "torch",
+    "torch._dynamo",
+    "torch_geometric",
+}
+PROGRAM = """
+import sys
+from fedloom.cli import main
+try:
+    main()
+finally:
+    with open("imported", "w") as file:
+        file.write(" ".join(sys.modules))
+"""
+DENSE = ["--dataset", "synthetic:nodes=150,classes=3,features=8", "--clients", "3", "--rounds", "2"]
+
+
+def imported(*arguments, cwd):
+    """Returns the slow packages that a command imports in a new process."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments], cwd=cwd, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return SLOW & set((cwd / "imported").read_text().split())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"], ["methods"]])
+def test_commands_that_compute_nothing_import_nothing_slow(arguments, tmp_path):
+    assert imported(*arguments, cwd=tmp_path) == set()
+
+
+@pytest.mark.slow
+def test_other_commands_import_what_they_use(tmp_path):
+    random = [*DENSE, "--partition", "random"]
+    tensors, sparse = {"numpy", "torch"}, {"numpy", "torch", "scipy"}
+    assert imported("run", *random, "--out", "x", cwd=tmp_path) == sparse
+    assert imported("run", *random, "--engine", "loop", cwd=tmp_path) == sparse
+    secure = imported("run", *random, "--secure", cwd=tmp_path)
+    assert secure == sparse | {"cryptography"}
+    assert imported("run", *DENSE, "--partition", "louvain", cwd=tmp_path) <= sparse | {"sknetwork"}
+    compare = ("compare", *random, "--seeds", "1")
+    assert imported(*compare, cwd=tmp_path) == sparse
+    assert imported(*compare, cwd=tmp_path) == tensors  # all runs are cached
+    assert imported("methods", "fedavg", cwd=tmp_path) == tensors
+    assert imported("show", "x", cwd=tmp_path) == tensors
+    assert imported("predict", "x", "--out", "predicted.csv", cwd=tmp_path) <= sparse
+    assert imported("report", "x", cwd=tmp_path) == {"numpy"}
+
+
+@pytest.mark.parametrize("name", ["sknetwork.clustering.no_such", "no_such.module"])
+def test_a_missing_compiled_module_is_an_import_error(name):
+    with pytest.raises(ImportError, match=f"no compiled module '{name}'"):
+        import_compiled(name)
+
+
+ALONE = """
+import sys
+from fedloom._system import import_compiled
+
+core = import_compiled("sknetwork.clustering.louvain_core")
+print("sknetwork" in sys.modules)
+from sknetwork.clustering import louvain
+print(louvain.optimize_core is core.optimize_core)
+print(import_compiled("sknetwork.clustering.louvain_core") is core)
+"""
+
+
+def test_a_compiled_module_is_imported_without_its_package():
+    assert fresh(ALONE) == ["False", "True", "True"]
 
 
 HELD = """

@@ -22,7 +22,7 @@ from fedloom.engines.loop import Engine
 from fedloom.errors import ConfigError, MessageError
 from fedloom.nn.training import make_optimizer, step
 from fedloom.nn.weights import weights
-from fedloom.privacy.secure_aggregation import aggregation_for, responder_for
+from fedloom.privacy.choice import aggregation_for, responder_for
 
 NAMES = ("b", "a", "c")  # client order is not alphabetical
 SPEC = "gcn-2x4"

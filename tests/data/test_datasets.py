@@ -8,18 +8,22 @@ from __future__ import annotations
 import gc
 import gzip
 import io
+import itertools
 import re
 import shutil
 import subprocess
 import sys
+import time
 import warnings
 import zipfile
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
+import fedloom
 from fedloom.data import datasets
 from fedloom.data.datasets import DEGREE_CAP, catalogue, find, load
 from fedloom.data.edges import degree_features
@@ -569,3 +573,20 @@ def test_the_catalogue_is_consistent():
     assert {name: entries[name].split for name in usual} == usual
     entries.clear()
     assert catalogue()  # only a copy was cleared
+
+
+# ---- the time that it takes ----
+def test_graphs_and_federations_say_how_long_they_took(tmp_path, monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))  # a second at each call
+    graph = load("synthetic:nodes=60,classes=2")
+    assert graph.seconds_loading == 1
+    federation = fedloom.divide(graph, 2, "random")
+    assert federation.seconds_loading == 2
+    assert replace(federation, inductive=True).seconds_loading == 2
+    assert [part.seconds_loading for part in federation.graphs] == [0, 0]
+    path = fedloom.to_file(graph, tmp_path / "graph.safetensors")
+    read = fedloom.from_file(path), fedloom.from_folder(fedloom.to_folder(graph, tmp_path / "x"))
+    assert [each.seconds_loading for each in read] == [1, 1]
+    assert fedloom.Federation(read).seconds_loading == 2
+    assert fedloom.from_folders({"a": tmp_path / "x"}).seconds_loading == 1

@@ -21,7 +21,7 @@ from fedloom.data.tables import read_folder
 from fedloom.errors import ConfigError, DataError, FedloomError, Refusal
 from fedloom.experiments.federated_encoding import FitEncoding, encoding_facts, fit_encoding
 from fedloom.experiments.recipe import make_recipe
-from fedloom.privacy.secure_aggregation import responder_for
+from fedloom.privacy.choice import responder_for
 
 SETTINGS = """
 label = "kind"

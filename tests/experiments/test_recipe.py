@@ -4,12 +4,15 @@ import json
 import tomllib
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.core.registry import make_method, method_names
 from fedloom.data.datasets import catalogue
 from fedloom.errors import ConfigError, DataError
+from fedloom.experiments import recipe as recipes
+from fedloom.experiments import run as runs
 from fedloom.experiments.recipe import make_recipe, override, read_tables, to_toml
 
 TOY = {
@@ -355,3 +358,23 @@ def test_a_recipe_with_all_defaults_is_written_and_read(name):
 def test_a_value_that_toml_cannot_represent_is_refused():
     with pytest.raises(ConfigError, match=r"None cannot be written as TOML; valid: a text"):
         to_toml({"method": {"lr": None}})
+
+
+def test_loading_and_the_choice_of_an_engine_use_the_threads_of_the_run(monkeypatch):
+    used = []
+
+    def noting(function):
+        def noted(*args, **kwargs):
+            used.append(torch.get_num_threads())
+            return function(*args, **kwargs)
+
+        return noted
+
+    monkeypatch.setattr(recipes, "load", noting(recipes.load))
+    monkeypatch.setattr(recipes, "divide", noting(recipes.divide))
+    monkeypatch.setattr(runs, "choose_engine", noting(runs.choose_engine))
+    before = torch.get_num_threads()
+    table = {**TOY, "method": {"rounds": 1}, "run": {"threads": before + 1}}
+    make_recipe(table).execute()
+    assert used == [before + 1] * 3
+    assert torch.get_num_threads() == before

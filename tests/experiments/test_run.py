@@ -749,6 +749,14 @@ def test_a_result_describes_the_run(play):
     json.dumps(summary)
 
 
+@pytest.mark.parametrize("method", ["local", "central"])
+def test_the_summary_says_how_long_loading_and_dividing_took(method, node_federation):
+    federation = replace(node_federation, seconds_loading=12.5)
+    seconds = run(method, federation, rounds=1, model="gcn-2x4").summary["seconds"]
+    assert seconds["load"] == 12.5
+    assert seconds["total"] > 12.5
+
+
 def test_clients_without_training_items_are_named(play):
     idle = replace(PAIR.graphs[1], train=torch.zeros(2, dtype=torch.bool))
     assert play([4], federation=replace(PAIR, graphs=(PAIR.graphs[0], idle))).summary[

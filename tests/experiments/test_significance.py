@@ -2,9 +2,18 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
-from fedloom.experiments.report.significance import holm, paired, points, spread, verdict
+from fedloom.experiments.report.significance import (
+    holm,
+    paired,
+    points,
+    spread,
+    verdict,
+    wilcoxon,
+)
 
 
 def summary(seed, *scores, **more):
@@ -62,6 +71,16 @@ def test_the_paired_test_agrees_with_scipy(seed):
     assert found.mean == pytest.approx(100 * (a - b).mean())
     assert (found.up, found.down) == ((a > b).sum(), (a < b).sum())
     assert found.low <= found.mean <= found.high
+
+
+@given(
+    st.lists(st.integers(-9, 9), min_size=1, max_size=60)  # zeros and equal values
+    | st.lists(st.integers(-999, 999), min_size=1, max_size=60, unique_by=abs)
+)
+def test_wilcoxon_is_that_of_scipy(values):
+    differences = np.array(values) / 7
+    expected = stats.wilcoxon(differences).pvalue if differences.any() else 1.0
+    assert wilcoxon(differences) == pytest.approx(expected, rel=1e-9)
 
 
 def test_differences_of_zero_have_p_one():

@@ -19,7 +19,8 @@ from fedloom.engines.loop import Engine
 from fedloom.errors import ConfigError, MessageError, Refusal
 from fedloom.experiments.run import run
 from fedloom.experiments.settings import RunSettings
-from fedloom.privacy.secure_aggregation import SUM_PHASES, aggregation_for, responder_for
+from fedloom.privacy.choice import aggregation_for, responder_for
+from fedloom.privacy.secure_aggregation import SUM_PHASES
 from fedloom.privacy.secure_sum import Member, TooFew
 
 NAMES = tuple("abcdefgh")

@@ -46,7 +46,7 @@ from torch import Tensor
 
 from fedloom.data import files, synthetic
 from fedloom.data.edges import DEGREE_CAP, degree_features
-from fedloom.data.graph import SPARSE_FEATURES_BELOW, Graph, Task
+from fedloom.data.graph import SPARSE_FEATURES_BELOW, Graph, Task, timed
 from fedloom.data.sparse import Sparse
 from fedloom.data.tables import SPLITS
 from fedloom.errors import ConfigError, DataError, unknown
@@ -213,6 +213,7 @@ def find(name: str, *, root: Path | None = None) -> Place:
     return next(existing, Place("download", _downloads() / entry.folder))
 
 
+@timed
 def load(name: str, *, root: Path | None = None, public_split: int = 0) -> Graph:
     """Returns a dataset as one Graph. A graph-level dataset is a disjoint union with `batch`.
 

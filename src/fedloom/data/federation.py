@@ -91,6 +91,8 @@ class Federation:
         whole: The graph before the partition, if there is one. Only the `central` baseline uses it.
         inductive: Whether training sees neither validation nor test items.
         about: Where the federation came from, for the record.
+        seconds_loading: How long it took to load and divide the data, for the record. The default
+            is what the graphs took.
     """
 
     graphs: tuple[Graph, ...]
@@ -98,9 +100,13 @@ class Federation:
     whole: Graph | None = None
     inductive: bool = False
     about: Mapping[str, Any] = field(default_factory=dict)
+    seconds_loading: float = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "graphs", _as_graphs(self.graphs))
+        if self.seconds_loading is None:
+            took = sum(graph.seconds_loading for graph in self.graphs)
+            object.__setattr__(self, "seconds_loading", took)
         object.__setattr__(self, "names", tuple(self.names))
         if not self.names:
             object.__setattr__(self, "names", tuple(str(k) for k in range(len(self.graphs))))

@@ -28,7 +28,7 @@ from fedloom.data.edges import (
     require_aggregate,
 )
 from fedloom.data.encoding import Encoding
-from fedloom.data.graph import Graph
+from fedloom.data.graph import Graph, timed
 from fedloom.data.labels import classes_of
 from fedloom.data.raw_graph import RawGraph
 from fedloom.data.tables import SPLITS, from_folder, is_folder_of_tables, to_folder
@@ -246,7 +246,7 @@ def from_networkx(
 def to_file(graph: Graph, path: str | Path) -> Path:
     """Writes a graph of any kind with all its fields as one .safetensors file. Returns the path.
 
-    `from_file` reads an identical graph back.
+    `from_file` reads an identical graph back, apart from `seconds_loading`.
     """
     path = Path(path)
     if path.exists():
@@ -288,6 +288,7 @@ def is_graph_set_file(path: Path) -> bool:
         return False
 
 
+@timed
 def from_file(path: str | Path) -> Graph:
     """Returns the graph of a file that `to_file` or PyG wrote.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from fedloom.data.encoding import Encoding
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Task = Literal["node", "graph"]
 FLOWS = ("forward", "reversed", "both")
 WITH_LOOPS = ("sym", "row")  # the kinds of adjacency with self-loops
@@ -57,6 +59,7 @@ class Graph:
         class_names: The classes' own names, in the order of their numbers. Empty: the numbers.
         feature_names: The names of the columns of `x`. Empty: unnamed.
         encoding: What made `x` of the raw columns of a table; None if nothing did.
+        seconds_loading: How long it took to read the graph, for the record; 0 if it was not read.
     """
 
     x: Tensor
@@ -75,6 +78,7 @@ class Graph:
     class_names: tuple[str, ...] = ()
     feature_names: tuple[str, ...] = ()
     encoding: Encoding | None = None
+    seconds_loading: float = 0.0
     transient: ClassVar[bool] = False  # whether the graph is used only once and caching is useless
     # Results that depend on this graph (see `cached`). It is not an argument of the constructor,
     # because `replace` must never pass it to a graph with other edges.
@@ -479,3 +483,16 @@ def scaled(kind: str, source: Tensor, target: Tensor, weight: Tensor, degree: Te
     if kind != "sum":
         raise ValueError(f"adjacency kind {kind!r}: valid are sym, row, mean, sum, sym-bare")
     return weight
+
+
+def timed(read: Callable[P, Graph]) -> Callable[P, Graph]:
+    """Decorator of a function that reads a graph: the graph says how long that took."""
+
+    @wraps(read)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Graph:
+        began = time.perf_counter()
+        graph = read(*args, **kwargs)
+        object.__setattr__(graph, "seconds_loading", time.perf_counter() - began)
+        return graph
+
+    return wrapper

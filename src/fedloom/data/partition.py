@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import inspect
 import math
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.sparse import csr_matrix
 from torch import Tensor
 
 from fedloom.data.federation import Federation
@@ -31,6 +31,9 @@ from fedloom.data.seeds import stream_seed
 from fedloom.data.split import DEFAULT_SPLIT, apply_split, check_split, order_by_owner
 from fedloom.data.statistics import count_edges, is_undirected
 from fedloom.errors import ConfigError, unknown
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 Numbers = npt.NDArray[np.int64]
 Partitioner = Callable[..., Numbers]
@@ -168,6 +171,7 @@ def cut(graph: Graph, owner: Tensor, clients: int) -> list[Graph]:
             batch=None if graph.batch is None else place[graph.batch[nodes[k]]],
             name=f"{graph.name}/{k}",
             ids=None if graph.ids is None else graph.ids[items[k].numpy()],
+            seconds_loading=0.0,
         )
         for k in range(clients)
     ]
@@ -202,6 +206,7 @@ def divide(
         inductive: Whether training sees neither validation nor test items.
         options: The partition's own options; see `partition_settings`.
     """
+    began = time.perf_counter()
     graph = as_graph(graph)
     if cross_edges not in ("none", "known"):
         raise unknown("cross_edges", str(cross_edges), ("none", "known"))
@@ -240,7 +245,9 @@ def divide(
         "edges_kept": kept,
         "edges_cut": count_edges(graph.edge_index, undirected) - kept,
     }
-    return Federation(tuple(graphs), whole=whole, inductive=inductive, about=about).check()
+    federation = Federation(tuple(graphs), whole=whole, inductive=inductive, about=about).check()
+    seconds = graph.seconds_loading + time.perf_counter() - began
+    return replace(federation, seconds_loading=seconds)
 
 
 # ---- partitioners ----
@@ -309,6 +316,8 @@ def _metis_plus(graph: Graph, clients: int, seed: int, *, parts: FromOne = 100) 
 @partitioner("kmeans")
 def _kmeans_features(graph: Graph, clients: int, seed: int, *, delta: FromZero = 20) -> Numbers:
     """k-means on node features; clusters are cut and merged as in louvain-cyclic (FedStruct)."""
+    from scipy.sparse import csr_matrix  # takes a tenth of a second to import
+
     sparse = graph.sparse_x
     if sparse is None:
         points: Any = graph.x.numpy()
@@ -384,6 +393,8 @@ def _small_seed(seed: int) -> int:
 
 def _adjacency(graph: Graph) -> csr_matrix:
     """Returns the symmetric 0/1 adjacency without self-loops."""
+    from scipy.sparse import csr_matrix  # takes a tenth of a second to import
+
     source, target = graph.edge_index[:, graph.edge_index[0] != graph.edge_index[1]].numpy()
     adjacency = csr_matrix(
         (np.ones(len(source), dtype=np.float32), (source, target)), shape=(graph.num_nodes,) * 2

@@ -14,12 +14,15 @@ import warnings
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate, repeat
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.sparse import csc_matrix, csr_matrix
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from scipy.sparse import csc_matrix
 
 # PyTorch warns about the first CSR tensor. `_Entries` passes one to a single function, which the
 # tests cover.
@@ -75,6 +78,8 @@ class Sparse:
 
         SciPy sorts by counting, which takes a quarter of the time of a comparison sort.
         """
+        from scipy.sparse import csr_matrix  # a tenth of a second, which not every command needs
+
         return csr_matrix(
             (np.arange(self.nnz), self.indices.numpy(), self.offsets.numpy()), self.shape
         ).tocsc()

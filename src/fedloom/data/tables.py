@@ -67,7 +67,7 @@ from fedloom.data.edges import (
     require_aggregate,
 )
 from fedloom.data.encoding import IGNORE, Encoding
-from fedloom.data.graph import Graph
+from fedloom.data.graph import Graph, timed
 from fedloom.data.labels import classes_of, with_classes
 from fedloom.data.raw_graph import RawGraph
 from fedloom.data.table_files import TableFile, candidates
@@ -84,6 +84,7 @@ def is_folder_of_tables(path: Path) -> bool:
     return (path / "graph.toml").is_file() or named
 
 
+@timed
 def from_folder(
     path: str | Path,
     encoding: Encoding | None = None,

@@ -30,7 +30,7 @@ from fedloom.experiments.federated_encoding import NoRounds
 from fedloom.experiments.history import History
 from fedloom.experiments.settings import RunSettings
 from fedloom.nn import metrics
-from fedloom.privacy.secure_aggregation import aggregation_for
+from fedloom.privacy.choice import aggregation_for
 
 STEP_SECONDS = 2.0  # that a party trains before it answers
 WAIT_SECONDS = 3600.0  # that the coordinator waits for the parties' baselines

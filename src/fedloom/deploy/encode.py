@@ -19,7 +19,7 @@ from fedloom.data.raw_graph import RawGraph
 from fedloom.deploy.agreement import Agreement
 from fedloom.errors import ConfigError
 from fedloom.experiments.federated_encoding import FitEncoding, NoRounds, encoding_facts
-from fedloom.privacy.secure_aggregation import aggregation_for
+from fedloom.privacy.choice import aggregation_for
 
 PROGRAM = "fedloom_fit_"  # with which the phases of `FitEncoding` begin on the wire
 FILE = "encoding.json"  # in the coordinator's run folder and in a party's folder

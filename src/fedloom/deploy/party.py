@@ -67,7 +67,7 @@ from fedloom.deploy.scores import OwnHistory, gain, observed, scores_of
 from fedloom.errors import ConfigError, DataError, FedloomError, MessageError, Refusal, unknown
 from fedloom.experiments import checkpoint
 from fedloom.experiments.trained import ModelCard, model_bytes
-from fedloom.privacy.secure_aggregation import responder_for
+from fedloom.privacy.choice import responder_for
 
 SAVED_STATES = 3  # that a party keeps: a resumed run may need the one before the last
 # Seconds before a party tries again to reach the coordinator; the pause doubles each time.

@@ -35,7 +35,7 @@ from fedloom.engines import loop
 from fedloom.engines._workers import Content, Failures, WorkerEngine, WorkerError, execute
 from fedloom.errors import ConfigError
 from fedloom.nn.own_model import OwnSpec
-from fedloom.privacy.secure_aggregation import responder_for
+from fedloom.privacy.choice import responder_for
 
 # Ray reads these when it is imported.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports

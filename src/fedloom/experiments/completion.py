@@ -1,14 +1,13 @@
-"""Completion: the names that a shell can complete, without importing torch.
+"""Completion: the names that a shell can complete, and the list of methods, without torch.
 
-A shell asks for them at each Tab, and torch takes a second to import. So the names are read from
-the source files that define them.
+A shell asks for names at each Tab, and torch takes a second to import. So they are read from the
+source files that define them.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -17,11 +16,30 @@ ROOT = Path(__file__).parent.parent
 
 def methods() -> list[str]:
     """Returns the names of all methods: those of the files in `methods/`."""
-    found = [path for path in (ROOT / "methods").iterdir() if not path.name.startswith(("_", "."))]
-    modules = [
-        path.stem for path in found if path.suffix == ".py" or (path / "__init__.py").exists()
-    ]
-    return sorted(name.replace("_plus", "+").replace("_", "-") for name in modules)
+    return sorted(_method_files())
+
+
+def described_methods() -> dict[str, str]:
+    """Returns {name: what it does} of all methods: the first lines of their files, without names.
+
+    A method that is a package describes itself in `method.py`.
+    """
+    described = {}
+    for name, path in sorted(_method_files().items()):
+        file = path / "method.py" if path.is_dir() else path
+        text = ast.get_docstring(ast.parse(file.read_text())) or ""
+        described[name] = text.partition("\n")[0].partition(": ")[2]
+    return described
+
+
+def _method_files() -> dict[str, Path]:
+    """Returns {name: file or package} of all methods."""
+    return {
+        path.stem.replace("_plus", "+").replace("_", "-"): path
+        for path in (ROOT / "methods").iterdir()
+        if not path.name.startswith(("_", "."))
+        and (path.suffix == ".py" or (path / "__init__.py").exists())
+    }
 
 
 def datasets() -> list[str]:
@@ -51,6 +69,8 @@ def engines() -> list[str]:
 
 def recipes() -> list[str]:
     """Returns the names of all recipes, PAPER/ENTRY."""
+    import tomllib  # `fedloom --help` need not wait for it
+
     return [
         f"{path.stem}/{entry}"
         for path in sorted((ROOT / "experiments" / "recipes").glob("*.toml"))

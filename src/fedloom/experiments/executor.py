@@ -203,6 +203,7 @@ class Processes:
 
     def start(self, cell: Cell) -> None:
         """Starts a cell."""
+        importlib.import_module("scipy.sparse")  # once here, and not again in each process
         here, there = self._fork.Pipe(duplex=False)
         process = self._fork.Process(target=_work, args=(cell, there), name=cell.name)
         with warnings.catch_warnings():

@@ -11,6 +11,7 @@ With secure sums the server sees nothing but the sums over all parties.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,7 +41,7 @@ from fedloom.data.tables import (
 )
 from fedloom.engines.loop import Engine
 from fedloom.errors import ConfigError, DataError
-from fedloom.privacy.secure_aggregation import aggregation_for, require_cohort, responder_for
+from fedloom.privacy.choice import aggregation_for, require_cohort, responder_for
 
 PARTIES = "parties:"  # a dataset of several parties: parties:FOLDER
 LOG = logging.getLogger("fedloom.data")
@@ -199,6 +200,7 @@ def from_folders(
         class_names: The classes by name, in order. A party with another class is refused. The
             default is the union of all parties' classes.
     """
+    began = time.perf_counter()
     if not folders:
         raise ConfigError("folders is empty: give at least one party, as {name: folder}")
     declared = merged_declaration({name: read_declaration(f) for name, f in folders.items()})
@@ -219,7 +221,8 @@ def from_folders(
         about["encoding_bytes"] = traffic["bytes_up"] + traffic["bytes_down"]
     else:
         graphs = tuple(with_degrees(graph) for graph in raw.values())
-    return Federation(graphs, tuple(raw), inductive=inductive, about=about).check()
+    federation = Federation(graphs, tuple(raw), inductive=inductive, about=about).check()
+    return replace(federation, seconds_loading=time.perf_counter() - began)
 
 
 def party_folders(dataset: str) -> dict[str, Path]:

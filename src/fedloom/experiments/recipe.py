@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -23,7 +22,7 @@ from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiments.callbacks import Given
 from fedloom.experiments.federated_encoding import PARTIES, from_folders, party_folders
 from fedloom.experiments.result import Result
-from fedloom.experiments.run import agree_on_facts, require_unreserved, run
+from fedloom.experiments.run import agree_on_facts, require_unreserved, run, threads
 from fedloom.experiments.settings import RunSettings, chosen_evaluation
 from fedloom.experiments.trackers import Track
 from fedloom.nn.build import parse_spec, split_specs
@@ -197,8 +196,10 @@ class Recipe:
         """Loads the graph and divides it, or loads the parties' graphs, unless they are given."""
         if self.given is not None:
             return self.given
-        if self.data.dataset.startswith(PARTIES):
-            return self._parties()
+        with threads(self.run.threads):  # more than one would wait for each other most of the time
+            return self._parties() if self.data.dataset.startswith(PARTIES) else self._divided()
+
+    def _divided(self) -> Federation:
         graph = load(self.data.dataset, public_split=self.data.public_split).with_flow(
             self.data.flow
         )
@@ -239,7 +240,6 @@ class Recipe:
         resume: bool = False,
         federation: Federation | None = None,
         track: Track = (),
-        seconds_loading: float = 0.0,
     ) -> Result:
         """Runs the recipe.
 
@@ -249,16 +249,11 @@ class Recipe:
             resume: Continue the run in `out`.
             federation: The divided graph, if it is already there.
             track: As in `fedloom.run`.
-            seconds_loading: The time that loading and dividing `federation` took.
         """
         config = self.config()  # a misspelt setting fails before the data are loaded
-        began = time.perf_counter()
-        if federation is None:
-            federation = self.federation()
-            seconds_loading = time.perf_counter() - began
         return run(
             {"name": self.method, **self.method_settings},
-            federation,
+            federation or self.federation(),
             model=self.model.name,
             dropout=self.model.dropout,
             settings=self.run,
@@ -267,7 +262,6 @@ class Recipe:
             resume=resume,
             track=track,
             config=config,
-            seconds_loading=seconds_loading,
         )
 
 

@@ -50,7 +50,7 @@ from fedloom.experiments.trackers import Begun, Tracking
 from fedloom.experiments.trained import WHICH, ModelCard, model_bytes
 from fedloom.nn import metrics
 from fedloom.nn.metric_names import METRICS
-from fedloom.privacy.secure_aggregation import aggregation_for
+from fedloom.privacy.choice import aggregation_for
 
 
 class Kept(NamedTuple):

@@ -41,7 +41,7 @@ from fedloom.experiments.trackers import Track, Tracking
 from fedloom.nn.build import architectures, split_specs
 from fedloom.nn.metric_names import FROM_CONFUSION, METRICS, TWO_CLASSES
 from fedloom.nn.own_model import OwnModel, OwnSpec, Source, is_own, own_spec
-from fedloom.privacy.secure_aggregation import require_cohort, responder_for
+from fedloom.privacy.choice import require_cohort, responder_for
 
 ModelSource: TypeAlias = str | Source
 
@@ -58,7 +58,6 @@ def run(
     resume: bool = False,
     track: Track = (),
     config: Mapping[str, Any] | None = None,
-    seconds_loading: float = 0.0,
     **options: Any,
 ) -> Result:
     """Runs a method on a federation.
@@ -80,7 +79,6 @@ def run(
             A completed run is read.
         track: "tensorboard", "mlflow" or a Tracker; see `fedloom.experiments.trackers`.
         config: What the run folder keeps as the run's origin; given by recipes.
-        seconds_loading: Time that loading and dividing took; given by recipes.
         options: Fields of the method (`lr=0.01`) or of RunSettings (`seed=0`). A name that both
             have is an error.
 
@@ -93,9 +91,10 @@ def run(
     name, chosen, changes = _resolve_method(method, options)
     settings = replace(settings or RunSettings(), **changes)
     divided, federation = federation, (federation.merged() if chosen.centralized else federation)
-    federation.check()
-    facts = agree_on_facts(chosen, name, federation.roster, model, dropout, settings)
-    choice = choose_engine(settings, federation, facts)
+    with threads(settings.threads):
+        federation.check()
+        facts = agree_on_facts(chosen, name, federation.roster, model, dropout, settings)
+        choice = choose_engine(settings, federation, facts)
     predicted_mb = memory_estimate.require(choice.need)
     tracking = Tracking(track)
     tracking.check(None if out is None else Path(out), resume)
@@ -121,7 +120,7 @@ def run(
     alone = locked(folder, "run") if folder else nullcontext()
     with alone, threads(settings.threads), retained_memory(), _saying_what_is_kept(recorder):
         run_folder(out, resume)  # again, now that no other process writes to it
-        result = recorder.execute(name, chosen, facts, engine, resume, seconds_loading)
+        result = recorder.execute(name, chosen, facts, engine, resume, divided.seconds_loading)
     # A recipe can make the federation again.
     return result if "partition" in recorder.config else replace(result, federation=federation)
 

@@ -24,16 +24,12 @@ from torch import Tensor
 
 from fedloom.core.absence import SILENT, too_few
 from fedloom.core.aggregation import (
-    Aggregation,
-    PlainAggregation,
-    PlainResponder,
     Refuse,
     Request,
-    Responder,
     addresses_of,
 )
 from fedloom.core.client import Client
-from fedloom.core.facts import Facts, SecureTerms, model_schema
+from fedloom.core.facts import SecureTerms, model_schema
 from fedloom.core.ledger import MEASURING
 from fedloom.core.message import (
     DTYPES,
@@ -66,24 +62,6 @@ from fedloom.privacy.secure_sum import (
 SUM_PHASES = ("advertise_keys", "share_keys", "unmask")
 CHANNEL_PHASES = ("greet_peers", "meet_peers")
 WEIGHT = "weight of the client"  # no phase can declare a tensor of this name
-
-
-def aggregation_for(facts: Facts) -> Aggregation:
-    """Returns the server's side of a run with these facts: secure or plain."""
-    return PlainAggregation() if facts.secure is None else SecureAggregation(facts.secure)
-
-
-def responder_for(facts: Facts) -> Responder:
-    """Returns a client's side of a run with these facts: secure or plain."""
-    return PlainResponder() if facts.secure is None else SecureResponder(facts.secure)
-
-
-def require_cohort(clients: int, source: str) -> None:
-    """Raises a ConfigError if so few clients take part that a sum would expose one of them."""
-    if clients < 3:
-        raise ConfigError(
-            f"run.secure needs at least 3 clients in every sum, {source} is {clients}"
-        )
 
 
 # ---- a client's side ----

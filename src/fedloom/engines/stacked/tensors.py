@@ -105,7 +105,8 @@ def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], keep: 
     _pass.joint = True
     try:
         if whole is not None and all(g is None for g in gradients):
-            whole.backward(torch.ones_like(whole), retain_graph=keep)
+            # Given a gradient of ones instead, PyTorch would import sympy, to compare two shapes.
+            whole.sum().backward(retain_graph=keep)
         else:
             torch.autograd.backward(list(roots), list(gradients), retain_graph=keep)
     finally:

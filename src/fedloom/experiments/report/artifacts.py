@@ -14,17 +14,18 @@ import base64
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
-from scipy.sparse.csgraph import shortest_path
 
 from fedloom.errors import DataError
 from fedloom.methods._shared import cells
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 Figure: TypeAlias = dict[str, Any]
 Tensors: TypeAlias = Mapping[str, Any]
@@ -136,6 +137,8 @@ def layout(n: int, links: list[list[int]]) -> NDArray[np.float64]:
         n: The number of nodes.
         links: The edges, as pairs of nodes.
     """
+    import networkx as nx  # most runs have no graph to place
+
     graph = nx.Graph()
     graph.add_nodes_from(range(n))
     graph.add_edges_from(links)
@@ -179,6 +182,9 @@ def _connected(graph: nx.Graph, part: list[int]) -> NDArray[np.float64]:
     """
     if len(part) < 3:
         return np.array([[0.5, 0.5]]) if len(part) == 1 else np.array([[0.2, 0.5], [0.8, 0.5]])
+    import networkx as nx  # as in `layout`
+    from scipy.sparse.csgraph import shortest_path
+
     inner = nx.convert_node_labels_to_integers(graph, ordering="sorted")
     start = dict(
         enumerate(_scaled(shortest_path(nx.to_scipy_sparse_array(inner), unweighted=True)))

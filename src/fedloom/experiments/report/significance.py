@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 Summary = Mapping[str, Any]
 
@@ -102,13 +104,36 @@ def verdict(differences: Sequence[float]) -> Verdict:
     values = np.asarray(differences, dtype=float)
     drawn = np.random.default_rng(0).choice(values, (4000, len(values))).mean(1)
     low, high = np.quantile(drawn, [0.025, 0.975])
-    p = 1.0
-    if values.any():
-        from scipy.stats import wilcoxon  # takes longer to import than a short run needs
-
-        p = float(wilcoxon(values).pvalue)
     up, down = int((values > 0).sum()), int((values < 0).sum())
-    return Verdict(float(values.mean()), float(low), float(high), up, down, p)
+    return Verdict(float(values.mean()), float(low), float(high), up, down, wilcoxon(values))
+
+
+def wilcoxon(values: NDArray[np.float64]) -> float:
+    """Returns the p-value of Wilcoxon's two-sided signed-rank test that the median is 0.
+
+    It is that of `scipy.stats.wilcoxon`, which takes half a second to import. Values of 0 are left
+    out, equal ones share their mean rank. The p-value is exact for up to 50 values, if there are
+    neither zeros nor equal values among them, and for up to 13 values in any case. Otherwise the
+    rank sum is taken as normally distributed.
+    """
+    kept = values[values != 0]
+    n = len(kept)
+    if not n:
+        return 1.0
+    _, rank_of, counts = np.unique(np.abs(kept), return_inverse=True, return_counts=True)
+    ranks = (counts.cumsum() - (counts - 1) / 2)[rank_of]
+    positive = float(ranks[kept > 0].sum())
+    if len(values) <= 13 or (len(values) <= 50 and n == len(values) == len(counts)):
+        # The rank sums of all 2^n combinations of signs. Ranks may be halves, so they are doubled.
+        combinations = np.ones(1)
+        for rank in (2 * ranks).round().astype(int):
+            without, together = np.pad(combinations, (0, rank)), np.pad(combinations, (rank, 0))
+            combinations = without + together
+        at = round(2 * positive)
+        tail = min(combinations[: at + 1].sum(), combinations[at:].sum())
+        return min(1.0, float(2 * tail / 2**n))
+    variance = n * (n + 1) * (2 * n + 1) / 24 - float((counts**3 - counts).sum()) / 48
+    return math.erfc(abs(positive - n * (n + 1) / 4) / math.sqrt(2 * variance))
 
 
 def holm(p: Mapping[str, float]) -> dict[str, float]:
