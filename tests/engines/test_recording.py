@@ -115,9 +115,19 @@ def test_dense_features_share_no_rows(shared_groups):
     assert shared_groups == []
 
 
-def test_clients_with_unequal_histories_share_no_rows(sparse, shared_groups):
-    assert both("fedavg", sparse, participation=0.5, rounds=6)[0] < 1e-5
+@pytest.mark.parametrize("method", RECORDED)
+def test_some_of_the_clients(method, sparse, shared_groups):
+    """Clients with unequal histories share no rows, and Adam counts the steps of each."""
+    off, _, stacked = both(method, sparse, participation=0.5, rounds=6)
+    assert off < 1e-5
     assert not any(shared_groups)
+    assert details(stacked)["train"]["recorded"] == 18
+
+
+def test_some_clients_now_and_then_all(sparse):
+    off, _, stacked = both("fedavg", sparse, participation=0.5, rounds=5, finetune=3)
+    assert off < 1e-5
+    assert details(stacked)["tune"]["recorded"] == 18
 
 
 def test_a_resumed_run_has_the_same_bits(sparse, tmp_path):

@@ -12,6 +12,7 @@ cache. A client that fills a group by itself runs as in the loop engine, with it
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -74,16 +75,17 @@ class Engine(loop.Engine):
         """
         batches: list[Batch] = []
         replies: dict[str, Message] = {}
-        for names in self.groups:
-            asked = [name for name in names if name in messages]
-            if asked:
-                state = self.states[names]
-                state.calls = self.calls.setdefault(phase, Counter())
-                batch = self._recorded(state, phase, names, asked, messages)
-                if batch is not None:
-                    batches.append(batch)
-                else:
-                    replies.update(self._lockstep(state, phase, names, asked, messages))
+        for names, whole in self.states.items():
+            asked = tuple(name for name in names if name in messages)
+            if not asked:
+                continue
+            group = whole if len(asked) == len(names) else whole.part(asked)
+            group.calls = self.calls.setdefault(phase, Counter())
+            batch = self._recorded(group, phase, names, asked, messages)
+            if batch is not None:
+                batches.append(batch)
+            else:
+                replies.update(self._lockstep(group, phase, asked, messages))
         if not replies and (joined := joined_batches(batches, list(messages))) is not None:
             return joined
         for batch in batches:
@@ -93,38 +95,42 @@ class Engine(loop.Engine):
 
     def _recorded(
         self,
-        state: Group,
+        group: Group,
         phase: str,
         names: Sequence[str],
         asked: Sequence[str],
         messages: Mapping[str, Message],
     ) -> Batch | None:
-        """Runs the phase once for the whole group; None if that is not possible."""
-        clients = [self.clients[name] for name in asked]
+        """Runs the phase once for all clients of a group that are asked; None if it cannot.
+
+        Args:
+            group: The group of the clients that are asked.
+            phase: The phase.
+            names: All clients of the whole group.
+            asked: Those that are asked.
+            messages: The messages to all clients.
+        """
+        members = [self.clients[name] for name in names]
         known = phases_of(type(self.method)).get(phase)
-        if (
-            len(asked) < len(names)
-            or known is None
-            or not all(client.answers_plainly for client in clients)
-        ):
+        if known is None or not all(client.answers_plainly for client in members):
             return None
         sent = [messages[name] for name in asked]
         if all(message is sent[0] for message in sent):
             sent = [isolate(sent[0])] * len(sent)
-        recording = record(state, clients, self.method, known, sent)
-        if isinstance(recording, str):
-            self.unrecorded[phase] = recording
-            return None
-        state.calls["recorded"] += len(asked)
-        return Batch(asked, recording.run())
+        chosen = None
+        if group is not group.whole:
+            place = {name: k for k, name in enumerate(names)}
+            chosen = [place[name] for name in asked]
+        with group.whole.separated() if chosen else nullcontext():
+            recording = record(group, members, chosen, self.method, known, sent)
+            if isinstance(recording, str):
+                self.unrecorded[phase] = recording
+                return None
+            group.calls["recorded"] += len(asked)
+            return Batch(asked, recording.run())
 
     def _lockstep(
-        self,
-        state: Group,
-        phase: str,
-        names: Sequence[str],
-        asked: Sequence[str],
-        messages: Mapping[str, Message],
+        self, group: Group, phase: str, asked: Sequence[str], messages: Mapping[str, Message]
     ) -> dict[str, Message]:
         """Runs the phase in lockstep."""
         received = delivered([messages[name] for name in asked])
@@ -132,8 +138,8 @@ class Engine(loop.Engine):
             partial(self.clients[name].perform, self.method, phase, sent)
             for name, sent in zip(asked, received, strict=True)
         ]
-        with state.separated():
-            done = run_lockstep(tasks, state) if len(names) > 1 else [task() for task in tasks]
+        with group.whole.separated():
+            done = run_lockstep(tasks, group) if len(asked) > 1 else [task() for task in tasks]
         return dict(zip(asked, done, strict=True))
 
     def _hand_out(self) -> None:

@@ -21,6 +21,7 @@ class Group:
     """Clients that run together.
 
     Attributes:
+        whole: The group that this is a part of, or itself.
         batched: The operations that have a batched form in lockstep.
         calls: How many calls of operations ran "batched" and "single", and how many clients' phases
             were "recorded".
@@ -30,9 +31,12 @@ class Group:
     """
 
     CACHE_LIMIT = 64  # entries; some are made anew at every step and must not pile up
+    CHOICES_LIMIT = 4  # of clients, for which a group keeps what it has computed
 
-    def __init__(self, batched: Mapping[Operation[Any, Any], Batched]):
+    def __init__(self, batched: Mapping[Operation[Any, Any], Batched], whole: Group | None = None):
         self.batched = batched
+        self.whole = whole or self
+        self._choices: OrderedDict[tuple[str, ...], Group] = OrderedDict()
         self.calls: Counter[str] = Counter()
         self.shared: SharedStack | None = None
         self.kept: dict[str, dict[str, Stack]] = {}
@@ -49,6 +53,15 @@ class Group:
                 self._cache.popitem(last=False)
         made: T = self._cache[key][1]
         return made
+
+    def part(self, clients: tuple[str, ...]) -> Group:
+        """Returns a group of some of the clients, with a cache of its own."""
+        if clients not in self._choices:
+            self._choices[clients] = Group(self.batched, self)
+            if len(self._choices) > self.CHOICES_LIMIT:
+                self._choices.popitem(last=False)
+        self._choices.move_to_end(clients)
+        return self._choices[clients]
 
     def write_back(self) -> None:
         """Brings the clients' own models and optimisers up to date."""

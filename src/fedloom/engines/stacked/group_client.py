@@ -53,6 +53,8 @@ class GroupState(StandIn):
             raise RecordingError(f"no client has {name!r}")
         if name not in self.written:
             values = [client.state[name] for client in self.recording.clients]
+            if isinstance(values[0], (nn.Module, Optimizer)):
+                values = [member.state.get(name) for member in self.recording.members]
             self.written[name] = Read(joined(self.recording, values))
         value = self.written[name]
         return value.value if isinstance(value, Read) else value
@@ -81,10 +83,13 @@ class Read(NamedTuple):
 
 
 def joined(recording: Recording, values: Sequence[Any]) -> Any:
-    """Returns a stand-in for one value of each client: models, tensors, dicts of tensors."""
+    """Returns a stand-in for one value of each client: tensors, dicts of tensors.
+
+    Models and optimisers are those of all members of the group.
+    """
     first = values[0]
     if isinstance(first, nn.Module):
-        return _group_model(values)
+        return _group_model(recording, values)
     if isinstance(first, Optimizer):
         return GroupOptimizer(values)
     if isinstance(first, dict):
@@ -101,7 +106,7 @@ def joined(recording: Recording, values: Sequence[Any]) -> Any:
     raise RecordingError(f"it uses a {type(first).__name__} of each client")
 
 
-def _group_model(models: Sequence[Any]) -> GroupModel:
+def _group_model(recording: Recording, models: Sequence[Any]) -> GroupModel:
     """Returns a stand-in for models of one form, all of whose parameters are trained."""
     first = models[0]
     if type(first) not in ARCHITECTURES.values():
@@ -111,7 +116,9 @@ def _group_model(models: Sequence[Any]) -> GroupModel:
     stack = stack_for([slots_of(m) for m in models])
     if stack is None or not all(row.requires_grad for rows in stack.rows for row in rows):
         raise RecordingError("the clients' models are not trained as one")
-    return GroupModel(models, stack)
+    if recording.chosen is None:
+        return GroupModel(models, stack)
+    return GroupModel([models[k] for k in recording.chosen], recording.chosen_stack(stack))
 
 
 def separated(value: Any, count: int) -> list[Any]:

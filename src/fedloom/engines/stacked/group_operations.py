@@ -17,6 +17,8 @@ from fedloom.engines.stacked.graphs import stack_of
 from fedloom.engines.stacked.group import Group
 from fedloom.engines.stacked.local_training import LocalPass, Targets, no_masks
 from fedloom.engines.stacked.parameters import (
+    AnyOptimizer,
+    AnyStack,
     ParameterStack,
     SharedStack,
     StackedOptimizer,
@@ -34,7 +36,7 @@ OWNED = 0.8
 
 
 @torch.no_grad()
-def load(group: Group, stack: ParameterStack, new: Mapping[int, Tensor]) -> None:
+def load(group: Group, stack: AnyStack, new: Mapping[int, Tensor]) -> None:
     """Overwrites parameters of all models.
 
     Args:
@@ -55,7 +57,7 @@ def load(group: Group, stack: ParameterStack, new: Mapping[int, Tensor]) -> None
             stack.tensors[j].copy_(value)
 
 
-def read(group: Group, stack: ParameterStack, j: int) -> Stack:
+def read(group: Group, stack: AnyStack, j: int) -> Stack:
     """Returns one parameter of all models, without copying it."""
     shared = _shared(group, stack)
     if shared is not None and j in shared.shared:
@@ -86,7 +88,7 @@ def copy_of(stack: Stack) -> Stack:
     return stack.clone(memory_format=torch.contiguous_format)
 
 
-def _shared(group: Group, stack: ParameterStack) -> SharedStack | None:
+def _shared(group: Group, stack: AnyStack) -> SharedStack | None:
     """Returns the shared rows of these parameters. Others of the group are separated."""
     if group.shared is not None and group.shared.stack is not stack:
         group.separate()
@@ -98,7 +100,7 @@ def _shared(group: Group, stack: ParameterStack) -> SharedStack | None:
 
 @torch.no_grad()
 def logits(
-    group: Group, models: Sequence[Model], stack: ParameterStack, graphs: Sequence[Graph]
+    group: Group, models: Sequence[Model], stack: AnyStack, graphs: Sequence[Graph]
 ) -> Tensor:
     """Returns the logits of all items of all graphs, [items, classes], without dropout."""
     first, joint = models[0], stack_of(graphs, group)
@@ -176,8 +178,8 @@ class Training:
         self,
         group: Group,
         model: Model,
-        stack: ParameterStack,
-        optimizer: StackedOptimizer,
+        stack: AnyStack,
+        optimizer: AnyOptimizer,
         plan: Plan,
         targets: Targets,
         streams: Sequence[Generator] | None,
@@ -192,8 +194,8 @@ class Training:
         cls,
         group: Group,
         models: Sequence[Model],
-        stack: ParameterStack,
-        optimizer: StackedOptimizer | None,
+        stack: AnyStack,
+        optimizer: AnyOptimizer | None,
         graphs: Sequence[Graph],
         streams: Sequence[Generator] | None,
         of_class: Tensor | None,
@@ -280,7 +282,11 @@ class Training:
         if shared is not None and shared.sharing is sharing:
             return shared
         group.separate()
-        if sharing is not None:
+        if (
+            sharing is not None
+            and isinstance(self.stack, ParameterStack)
+            and isinstance(self.optimizer, StackedOptimizer)
+        ):
             weights = {term.weight for term in self.plan.layers[0].terms}
             numbers = [j for j, name in enumerate(self.names) if name in weights]
             group.shared = SharedStack.of(self.optimizer, self.stack, numbers, sharing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +111,28 @@ def stack_for(slots: list[list[Slot]]) -> ParameterStack | None:
     return ParameterStack(slots) if free and len({id(p) for p in firsts}) == len(firsts) else None
 
 
+class ChosenStack:
+    """Copies of the parameters of some models of a stack. `write_back` writes them into the stack.
+
+    chosen: the numbers of the models.
+    """
+
+    def __init__(self, stack: ParameterStack, chosen: Tensor):
+        self.stack, self.chosen = stack, chosen
+        numbers: list[int] = chosen.tolist()
+        self.slots = [stack.slots[k] for k in numbers]
+        self.rows = [[rows[k] for k in numbers] for rows in stack.rows]
+        self.tensors = [tensor.detach().index_select(0, chosen) for tensor in stack.tensors]
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Writes the copies into the stack."""
+        for tensor, copy in zip(self.stack.tensors, self.tensors, strict=True):
+            tensor.index_copy_(0, self.chosen, copy)
+
+
+AnyStack: TypeAlias = ParameterStack | ChosenStack
+
 # ---- gradients: the sum of those at the tensors and those at the rows ----
 
 
@@ -178,16 +200,22 @@ class StackedOptimizer:
         self, optimizers: Sequence[Optimizer], positions: Sequence[tuple[ParameterStack, int]]
     ):
         self.optimizers, self.positions = optimizers, positions
-        tensors = iter([stack.tensors[j] for stack, j in positions])
-        groups = [
-            {**group, "params": [next(tensors) for _ in group["params"]]}
-            for group in optimizers[0].param_groups
-        ]
-        self.own = type(optimizers[0])(groups)  # type: ignore[call-arg]
+        self.own = self.optimizer_of([stack.tensors[j] for stack, j in positions])
         self.steps = torch.zeros(len(positions), len(optimizers))  # each model's, each parameter's
         self.counted = -1  # the version of `steps` in which all models had equal numbers
         # By position: the states whose moments have become rows of the stacked moments.
         self.adopted: dict[int, list[Any]] = {}
+
+    def optimizer_of(self, tensors: Sequence[Tensor]) -> Optimizer:
+        """Returns an optimiser like those of the models, of other tensors."""
+        given = iter(tensors)
+        first = self.optimizers[0]
+        groups = [
+            {**group, "params": [next(given) for _ in group["params"]]}
+            for group in first.param_groups
+        ]
+        made: Optimizer = type(first)(groups)  # type: ignore[call-arg]
+        return made
 
     @classmethod
     def of(cls, optimizers: Sequence[Optimizer]) -> StackedOptimizer | None:
@@ -225,8 +253,11 @@ class StackedOptimizer:
             return False
         if isinstance(self.own, Adam):
             self._adopt(range(len(self.positions)))
-            return self._count()
         return True
+
+    def equally_many(self) -> bool:
+        """Returns whether all models have made equally many steps."""
+        return not isinstance(self.own, Adam) or self._count()
 
     def configure(self, own: Optimizer) -> None:
         """Gives an optimiser of all stacks the learning rates and weight decays of now."""
@@ -235,9 +266,12 @@ class StackedOptimizer:
 
     def advance(self, own: Optimizer) -> None:
         """Takes one step of an optimiser of all stacks, whose gradients are at its parameters."""
-        own.step()
-        self.steps += 1
-        self.counted += 1
+        if self.equally_many():
+            own.step()
+            self.steps += 1
+            self.counted += 1
+        else:
+            step_of_each(own, self.steps)
 
     def step(self) -> bool:
         """Takes one step for all models. Returns False if that is not possible; then none moved."""
@@ -311,6 +345,75 @@ class StackedOptimizer:
             self.adopted[i] = states
 
 
+class ChosenOptimizer:
+    """Copies of the moments of some models of a stacked optimiser; see `ChosenStack`.
+
+    Args:
+        whole: The stacked optimiser, which is `ready`.
+        stack: The chosen models.
+    """
+
+    def __init__(self, whole: StackedOptimizer, stack: ChosenStack):
+        self.whole, self.chosen = whole, stack.chosen
+        self.positions = [(stack, j) for _, j in whole.positions]
+        self.own = whole.optimizer_of([stack.tensors[j] for _, j in whole.positions])
+        self.steps = whole.steps[:, self.chosen]
+        for i, (held, j) in enumerate(whole.positions):
+            if state := whole.own.state.get(held.tensors[j]):
+                copies = {n: state[n].index_select(0, self.chosen) for n in whole.MOMENTS}
+                self.own.state[stack.tensors[j]] = {"step": self.steps[i, 0].clone(), **copies}
+
+    def ready(self) -> bool:
+        """As in `StackedOptimizer`."""
+        return True
+
+    def configure(self, own: Optimizer) -> None:
+        """As in `StackedOptimizer`."""
+        self.whole.configure(own)
+
+    def advance(self, own: Optimizer) -> None:
+        """As in `StackedOptimizer`."""
+        if not isinstance(own, Adam) or bool((self.steps == self.steps[:, :1]).all()):
+            own.step()
+            self.steps += 1
+        else:
+            step_of_each(own, self.steps)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Writes the moments and the numbers of steps into the stacked optimiser."""
+        self.whole.steps[:, self.chosen] = self.steps
+        for (held, j), (stack, _) in zip(self.whole.positions, self.positions, strict=True):
+            if state := self.own.state.get(stack.tensors[j]):
+                for name in self.whole.MOMENTS:
+                    moments = self.whole.own.state[held.tensors[j]][name]
+                    moments.index_copy_(0, self.chosen, state[name])
+
+
+AnyOptimizer: TypeAlias = StackedOptimizer | ChosenOptimizer
+
+
+@torch.no_grad()
+def step_of_each(adam: Optimizer, steps: Tensor) -> None:
+    """Takes a step of Adam for models that have made different numbers of steps.
+
+    Args:
+        adam: The optimiser of their stacked parameters.
+        steps: The steps of each parameter and model so far, [parameters, models]; is counted up.
+    """
+    steps += 1
+    rows = iter(steps.double())
+    for group in adam.param_groups:
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        for p in group["params"]:
+            state, t = adam.state[p], next(rows).view(-1, *[1] * (p.dim() - 1))
+            gradient = p.grad if not decay else p.grad.add(p, alpha=decay)
+            state["exp_avg"].lerp_(gradient, 1 - beta1)
+            state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            size = state["exp_avg_sq"].sqrt().div_((1 - beta2**t).sqrt().float()).add_(group["eps"])
+            p.sub_((group["lr"] / (1 - beta1**t)).float() * state["exp_avg"] / size)
+
+
 # ---- shared rows ----
 
 
@@ -338,13 +441,8 @@ class SharedStack:
         self.tensors = list(stack.tensors)
         for j in shared:
             self.tensors[j] = sharing.stored_rows(stack.tensors[j].detach())
-        tensors = iter([self.tensors[j] for _, j in optimizer.positions])
         dense = optimizer.own
-        groups = [
-            {**group, "params": [next(tensors) for _ in group["params"]]}
-            for group in dense.param_groups
-        ]
-        self.own = type(dense)(groups)  # type: ignore[call-arg]
+        self.own = optimizer.optimizer_of([self.tensors[j] for _, j in optimizer.positions])
         for j, tensor in enumerate(stack.tensors):
             state = dense.state.get(tensor)
             if state and j in shared:
@@ -361,7 +459,7 @@ class SharedStack:
         shared: Sequence[int],
         sharing: Sharing,
     ) -> SharedStack | None:
-        """Returns None unless the rows to share, and their moments, are equal at all clients.
+        """Returns None unless the rows to share, and their histories, are equal at all clients.
 
         Args:
             optimizer: The optimiser, which is `ready`.
@@ -369,6 +467,8 @@ class SharedStack:
             shared: The numbers of the tensors with shared rows.
             sharing: Which clients share which rows.
         """
+        if not optimizer.equally_many():
+            return None
         for j in shared:
             state = optimizer.own.state.get(stack.tensors[j], {})
             moments = [state[name] for name in StackedOptimizer.MOMENTS if name in state]

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fedloom.core.client import LOSS, Client
 from fedloom.core.message import Message, Stack
@@ -28,7 +29,14 @@ from fedloom.engines.stacked import group_operations
 from fedloom.engines.stacked.group import Group
 from fedloom.engines.stacked.group_client import GroupClient, Read, joined
 from fedloom.engines.stacked.group_operations import Penalty, Training
-from fedloom.engines.stacked.parameters import StackedOptimizer
+from fedloom.engines.stacked.parameters import (
+    AnyOptimizer,
+    AnyStack,
+    ChosenOptimizer,
+    ChosenStack,
+    ParameterStack,
+    StackedOptimizer,
+)
 from fedloom.engines.stacked.stand_ins import (
     CrossEntropy,
     GroupGraph,
@@ -51,15 +59,19 @@ class Recording:
 
     Attributes:
         group: The group.
-        clients: Its clients.
+        members: All its clients.
+        clients: Those that take part.
+        chosen: Their numbers among the members; None if all take part.
         instructions: What to run, in order.
         last: What to do with the clients after that.
         losses: The losses that count as the clients' training loss.
         version: How many instructions have changed parameters so far.
     """
 
-    def __init__(self, group: Group, clients: Sequence[Client]):
-        self.group, self.clients = group, clients
+    def __init__(self, group: Group, members: Sequence[Client], chosen: Sequence[int] | None):
+        self.group, self.members, self.chosen = group, members, chosen
+        self.clients = members if chosen is None else [members[k] for k in chosen]
+        self.copies: dict[object, ChosenStack | ChosenOptimizer] = {}
         self.instructions: list[Callable[[], None]] = []
         self.last: list[Callable[[], None]] = []
         self.losses: list[Objective] = []
@@ -80,6 +92,29 @@ class Recording:
         """Raises RecordingError if parameters have changed since the logits were computed."""
         if logits.version != self.version:
             raise RecordingError("it uses logits after the model has changed")
+
+    def chosen_stack(self, stack: ParameterStack) -> ChosenStack:
+        """Returns copies of the parameters of the clients that take part."""
+        if stack not in self.copies:
+            self.copies[stack] = ChosenStack(stack, torch.tensor(self.chosen))
+        found = self.copies[stack]
+        assert isinstance(found, ChosenStack)
+        return found
+
+    def optimizer_of(self, optimizers: Sequence[Optimizer], stack: AnyStack) -> AnyOptimizer | None:
+        """Returns the optimisers of all members as one, or of those that take part."""
+        whole = self.group.whole.cached(
+            "optimizer", optimizers, lambda: StackedOptimizer.of(optimizers)
+        )
+        if not isinstance(stack, ChosenStack) or whole is None:
+            return whole
+        if any(held is not stack.stack for held, _ in whole.positions) or not whole.ready():
+            return None
+        if whole not in self.copies:
+            self.copies[whole] = ChosenOptimizer(whole, stack)
+        found = self.copies[whole]
+        assert isinstance(found, ChosenOptimizer)
+        return found
 
     def whole_logits(self, logits: Any, graph: Any) -> Callable[[], Tensor]:
         """Returns a function that computes the logits of all clients, [items, classes], once."""
@@ -123,6 +158,8 @@ class Recording:
         """Runs everything. Returns the replies of all clients, [clients, ...] for each name."""
         for instruction in self.instructions:
             instruction()
+        for copy in self.copies.values():
+            copy.write_back()
         self.client.state.write()
         for action in self.last:
             action()
@@ -290,13 +327,11 @@ class Steps:
     def prepare(self) -> None:
         """Raises RecordingError if the step has no form for the group."""
         logits, optimizers = self.entropies[0].logits, self.optimizer.optimizers
-        group = self.recording.group
-        stacked = group.cached("optimizer", optimizers, lambda: StackedOptimizer.of(optimizers))
         self.training = Training.of(
-            group,
+            self.recording.group,
             logits.of.models,
             logits.of.stack,
-            stacked,
+            self.recording.optimizer_of(optimizers, logits.of.stack),
             logits.graph.graphs,
             None if logits.streams is None else logits.streams.generators,
             self.entropies[0].of_class,
@@ -362,7 +397,8 @@ RECORDED: Mapping[Operation[Any, Any], Callable[..., Any]] = {
 
 def record(
     group: Group,
-    clients: Sequence[Client],
+    members: Sequence[Client],
+    chosen: Sequence[int] | None,
     method: Method,
     phase: Phase,
     messages: Sequence[Message],
@@ -371,14 +407,15 @@ def record(
 
     Args:
         group: The group.
-        clients: Its clients.
+        members: All its clients.
+        chosen: The numbers of those that take part. None: all.
         method: The method.
         phase: The phase.
-        messages: The message of each client.
+        messages: The message of each client that takes part.
 
     Returns the recording, or why there is none. Then nothing has happened.
     """
-    recording = Recording(group, clients)
+    recording = Recording(group, members, chosen)
     before = set_scheduler(recording.schedule)
     try:
         first = messages[0]

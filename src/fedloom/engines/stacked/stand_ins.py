@@ -17,7 +17,7 @@ from fedloom.core.message import Stack
 from fedloom.core.shared_rows import SharedRows
 from fedloom.data.graph import Graph
 from fedloom.engines.stacked.group_operations import Penalty
-from fedloom.engines.stacked.parameters import ParameterStack
+from fedloom.engines.stacked.parameters import AnyStack
 from fedloom.nn import model
 
 if TYPE_CHECKING:
@@ -237,11 +237,11 @@ class GroupModel(StandIn):
         part: The name of the part with a dot, such as "classifier."; "" for the whole models.
     """
 
-    def __init__(self, models: Sequence[Any], stack: ParameterStack, part: str = ""):
+    def __init__(self, models: Sequence[Any], stack: AnyStack, part: str = ""):
         vars(self).update(models=models, stack=stack, part=part)
 
     models: Sequence[Any]
-    stack: ParameterStack
+    stack: AnyStack
     part: str
 
     def __call__(self, graph: Any, rng: Any = None) -> Any:
@@ -262,7 +262,7 @@ class GroupModel(StandIn):
 
 
 class GroupOptimizer(StandIn):
-    """The optimisers of all clients."""
+    """The optimisers of all members of the group, also of those that do not take part."""
 
     def __init__(self, optimizers: Sequence[Optimizer]):
         vars(self).update(optimizers=optimizers)
