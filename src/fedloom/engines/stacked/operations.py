@@ -12,6 +12,7 @@ from torch import Tensor
 from fedloom.data.graph import Graph
 from fedloom.data.sparse import Sparse
 from fedloom.engines.stacked import tensors
+from fedloom.engines.stacked.generated import BatchedGeneratedLoss
 from fedloom.engines.stacked.graphs import StackedNoise, stack_of
 from fedloom.engines.stacked.lockstep import Batched, Context
 from fedloom.engines.stacked.parameters import (
@@ -28,7 +29,7 @@ from fedloom.engines.stacked.tensors import common_source, join_rows, split_rows
 from fedloom.nn import losses, metrics, training
 from fedloom.nn.architectures import ARCHITECTURES
 from fedloom.nn.augment import View
-from fedloom.nn.model import Model, embed, forward, forward_with, head
+from fedloom.nn.model import Model, embed, forward, forward_with, generated_loss, head
 from fedloom.nn.operations import Operation
 from fedloom.nn.weights import load_weights, slots_of, substituted
 
@@ -250,6 +251,7 @@ BATCHED: Mapping[Operation[Any, Any], Batched] = {
     head: BatchedPass(head),
     forward: BatchedPass(forward),
     forward_with: BatchedForwardWith(),
+    generated_loss: BatchedGeneratedLoss(),
     load_weights: BatchedLoad(),
     losses.training_loss: BatchedTrainingLoss(),
     metrics.held_out: BatchedHeldOut(),
