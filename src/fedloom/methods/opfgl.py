@@ -49,6 +49,7 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fedloom.core.client import Client
 from fedloom.core.message import Message
@@ -58,10 +59,13 @@ from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError, MessageError
+from fedloom.nn.losses import weighted_divergence
 from fedloom.nn.model import Model
 from fedloom.nn.smoothing import propagated
-from fedloom.nn.training import make_optimizer, seeded, step
+from fedloom.nn.training import label_steps, make_optimizer, seeded, step
 from fedloom.nn.weights import load_weights, weights
+
+Descend = Callable[[Optimizer, int], None]  # takes a number of steps
 
 
 class Variant(NamedTuple):
@@ -342,12 +346,11 @@ class OpFGL(Method):
         if not VARIANTS[self.variant].from_global:
             client.state["untrained"] = _copy(weights(model))
 
-        def loss() -> Tensor:
-            value = F.cross_entropy(model(pseudo), y, weight=client.class_weight)
-            client.record_loss(value)
-            return value
+        def descend(optimizer: Optimizer, count: int) -> None:
+            weight = client.class_weight
+            label_steps(model, optimizer, pseudo, weight, count, client.record_loss)
 
-        self.fit(client, model, self.lr_global, loss)
+        self.fit(client, model, self.lr_global, descend)
         return {}
 
     @phase()
@@ -368,10 +371,13 @@ class OpFGL(Method):
             own = client.loss(logits, graph, of_class=of_class)
             if variant.distilled == "none":
                 return own
-            divergence = F.kl_div(logits.log_softmax(1), teacher, reduction="none").sum(1)
-            return own + (gamma * divergence).mean()
+            return own + weighted_divergence(logits, teacher, gamma)
 
-        self.fit(client, model, self.lr_local, loss)
+        def descend(optimizer: Optimizer, count: int) -> None:
+            for _ in range(count):
+                step(optimizer, loss())
+
+        self.fit(client, model, self.lr_local, descend)
         return {}
 
     def gamma(self, graph: Graph) -> Tensor:
@@ -379,18 +385,18 @@ class OpFGL(Method):
         w_dist = 1 / (1 + self.homophily(graph).log1p())
         return (self.beta * self.soft_labels(graph) @ w_dist).clamp(self.gamma_min, self.gamma_max)
 
-    def fit(self, client: Client, model: Model, lr: float, loss: Callable[[], Tensor]) -> None:
-        """Runs Adam on `loss`; keeps the weights with the best validation accuracy.
+    def fit(self, client: Client, model: Model, lr: float, descend: Descend) -> None:
+        """Trains with Adam; keeps the weights with the best validation accuracy.
 
         It checks the accuracy every `check_every` steps. Without validation items, it keeps the
         last weights.
+
+        descend: takes an optimiser and a number of steps, and takes these steps.
         """
         optimizer = make_optimizer("adam", model.parameters(), lr, 0)
         best, kept, waited = -1.0, weights(model), 0
-        for number in range(1, self.steps + 1):
-            step(optimizer, loss())
-            if number % self.check_every and number < self.steps:
-                continue
+        for begun in range(0, self.steps, self.check_every):
+            descend(optimizer, min(self.check_every, self.steps - begun))
             accuracy = client.validate(model)
             if accuracy is None or accuracy > best:
                 best, waited = accuracy or 0.0, 0

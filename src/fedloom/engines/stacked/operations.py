@@ -12,8 +12,10 @@ from torch import Tensor
 from fedloom.data.graph import Graph
 from fedloom.data.sparse import Sparse
 from fedloom.engines.stacked import tensors
+from fedloom.engines.stacked.divergence import BatchedWeightedDivergence
 from fedloom.engines.stacked.generated import BatchedGeneratedLoss
 from fedloom.engines.stacked.graphs import StackedNoise, stack_of
+from fedloom.engines.stacked.label_steps import BatchedLabelSteps
 from fedloom.engines.stacked.lockstep import Batched, Context
 from fedloom.engines.stacked.parameters import (
     StackedOptimizer,
@@ -254,7 +256,9 @@ BATCHED: Mapping[Operation[Any, Any], Batched] = {
     generated_loss: BatchedGeneratedLoss(),
     load_weights: BatchedLoad(),
     losses.training_loss: BatchedTrainingLoss(),
+    losses.weighted_divergence: BatchedWeightedDivergence(),
     metrics.held_out: BatchedHeldOut(),
+    training.label_steps: BatchedLabelSteps(),
     training.step: BatchedStep(),
     training.backward_pass: BatchedBackward(),
 }
