@@ -44,6 +44,7 @@ after HRE, as in the paper's text; the code uploads a second count for it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -463,7 +464,7 @@ class Alignment:
         self.share = target["count"][present] / target["count"].sum()
         member = F.one_hot(y, len(present)).float()[:, present]
         size = member.sum(0)
-        self.several = size > 1
+        self.several, self.alone = size > 1, bool((size == 1).all())
         self.member, self.size = member, size[:, None, None]
 
     def __call__(self, x: Tensor, adjacency: Tensor, hops: int) -> Tensor:
@@ -475,7 +476,9 @@ class Alignment:
         for _ in range(hops):
             views.append(normal @ views[-1])
         features = torch.stack(views, 1)
-        mean = torch.einsum("sc,svd->cvd", self.member, features) / self.size
+        mean = features  # of classes with one node each, which are in order
+        if not self.alone:
+            mean = torch.einsum("sc,svd->cvd", self.member, features) / self.size
         per_class = (mean - self.mean).square().mean((1, 2))
         if self.several.any():
             deviation = (features - self.member_mean(mean)).square()
@@ -496,8 +499,49 @@ def smoothness(x: Tensor, adjacency: Tensor) -> Tensor:
 
     It measures how similar linked nodes are.
     """
-    similarity = (-0.5 * (x[:, None] - x[None]).square()).exp().mean(2)
-    return (adjacency * similarity).sum() / adjacency.sum().clamp(min=1e-12)
+    return (adjacency * similarity(x)).sum() / adjacency.sum().clamp(min=1e-12)
+
+
+def similarity(x: Tensor) -> Tensor:
+    """Returns mean_d exp(−(x_i − x_j)² / 2) of all pairs of rows, [rows, rows]."""
+    return _Similarity.apply(x)  # type: ignore[no-untyped-call]
+
+
+class _Similarity(torch.autograd.Function):
+    """`similarity`: computed once for the pairs (i, j) and (j, i), in few passes over all pairs."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        n = len(x)
+        i, j, place = ctx.pairs = _pairs(n)
+        ctx.difference = x.index_select(0, i).sub_(x.index_select(0, j))
+        ctx.each = ctx.difference.square().mul_(-0.5).exp_()
+        similar = ctx.each.mean(1)
+        return torch.cat([similar, similar, x.new_ones(1)]).index_select(0, place).view(n, n)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        (i, j, place), n, d = ctx.pairs, len(gradient), ctx.difference.shape[1]
+        pull = ctx.difference.new_empty(2 * len(i) + 1, d)
+        for at, share in ((0, -gradient[i, j] / d), (len(i), gradient[j, i] / d)):
+            torch.mul(ctx.each, share.unsqueeze(1), out=pull[at : at + len(i)])
+            pull[at : at + len(i)] *= ctx.difference
+        pull[-1] = 0
+        of_pairs = pull.index_select(0, place).view(n, n, d)
+        return of_pairs.sum(1) - of_pairs.sum(0)
+
+
+@lru_cache(maxsize=8)
+def _pairs(n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns all pairs i < j, and where (i, j), (j, i) and (i, i) are in a list of them.
+
+    The list has the pairs (i, j), then the pairs (j, i), then one entry for all (i, i).
+    """
+    i, j = torch.triu_indices(n, n, 1)
+    place = torch.full((n, n), 2 * len(i))
+    place[i, j] = torch.arange(len(i))
+    place[j, i] = torch.arange(len(i), 2 * len(i))
+    return i, j, place.flatten()
 
 
 def balanced(graph: Graph) -> Tensor:
