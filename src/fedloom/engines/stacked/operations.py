@@ -31,6 +31,7 @@ from fedloom.engines.stacked.tensors import common_source, join_rows, split_rows
 from fedloom.nn import losses, metrics, training
 from fedloom.nn.architectures import ARCHITECTURES
 from fedloom.nn.augment import View
+from fedloom.nn.mended import Mended
 from fedloom.nn.model import Model, embed, forward, forward_with, generated_loss, head
 from fedloom.nn.operations import Operation
 from fedloom.nn.weights import load_weights, slots_of, substituted
@@ -46,8 +47,10 @@ class BatchedPass(Batched):
         """Architectures of fedloom with equal specs, on graphs or views of one kind."""
         model, graph, rng, *begun = args
         data = graph.whole if type(graph) is View else graph
+        mended = type(data) is Mended and data.factors is not None
+        features = data.real if mended else data
         if (
-            type(data) is not Graph
+            type(features) is not Graph
             or type(model) not in ARCHITECTURES.values()
             or data.x.requires_grad
         ):
@@ -55,7 +58,8 @@ class BatchedPass(Batched):
         if begun and len(begun[0]) != graph.num_items:
             return None  # embeddings of another graph
         trained = [parameter_at(slot).requires_grad for slot in slots_of(model)]
-        return (model.form, *trained, rng is None, data is graph, data.sparse_x is None)
+        kind = (rng is None, data is graph, mended, features.sparse_x is None)
+        return (model.form, *trained, *kind)
 
     def batch(self, calls: Sequence[tuple[Any, ...]], context: Context) -> list[Tensor]:
         """Stacked parameters on a stack of graphs."""
