@@ -13,6 +13,7 @@ from fedloom.data.graph import Graph
 from fedloom.data.sparse import Sparse
 from fedloom.engines.stacked import tensors
 from fedloom.engines.stacked.divergence import BatchedWeightedDivergence
+from fedloom.engines.stacked.encoder import BatchedEncoding
 from fedloom.engines.stacked.generated import BatchedGeneratedLoss
 from fedloom.engines.stacked.graphs import StackedNoise, stack_of
 from fedloom.engines.stacked.label_steps import BatchedLabelSteps
@@ -31,6 +32,7 @@ from fedloom.engines.stacked.tensors import common_source, join_rows, split_rows
 from fedloom.nn import losses, metrics, training
 from fedloom.nn.architectures import ARCHITECTURES
 from fedloom.nn.augment import View
+from fedloom.nn.encoder import encode_rows
 from fedloom.nn.mended import Mended
 from fedloom.nn.model import Model, embed, forward, forward_with, generated_loss, head
 from fedloom.nn.operations import Operation
@@ -258,6 +260,7 @@ BATCHED: Mapping[Operation[Any, Any], Batched] = {
     forward: BatchedPass(forward),
     forward_with: BatchedForwardWith(),
     generated_loss: BatchedGeneratedLoss(),
+    encode_rows: BatchedEncoding(),
     load_weights: BatchedLoad(),
     losses.training_loss: BatchedTrainingLoss(),
     losses.weighted_divergence: BatchedWeightedDivergence(),
