@@ -424,11 +424,7 @@ class FedSagePlus(FedAvg, FedSGD):
         if graph is None:  # after the run
             client.rng("generator").set_state(client.memory["noise"])
             graph = self.mended(client, client.full_graph)
-        logits = (
-            local_model(graph)
-            if model is None
-            else forward_with(local_model, graph, model)
-        )
+        logits = local_model(graph) if model is None else forward_with(local_model, graph, model)
         return logits[: client.full_graph.num_nodes]
 
     def predictor(self, client: Client) -> Message:

@@ -67,11 +67,10 @@ class _Begun(NamedTuple):
     @classmethod
     @torch.no_grad()
     def of(cls, encoder: Encoder, weights: Mapping[str, Tensor], s: Tensor) -> _Begun:
-        gamma, beta, weight, bias = first = tuple(weights[name] for name in FIRST)
-        normed, mean, scale = torch.native_layer_norm(
-            s, s.shape[1:], gamma, beta, encoder.norm.eps
-        )
-        return cls(s, first, normed, mean, scale, torch.addmm(bias, normed, weight.t()))
+        gamma, beta, weight, bias = (weights[name] for name in FIRST)
+        normed, mean, scale = torch.native_layer_norm(s, s.shape[1:], gamma, beta, encoder.norm.eps)
+        h = torch.addmm(bias, normed, weight.t())
+        return cls(s, (gamma, beta, weight, bias), normed, mean, scale, h)
 
 
 class _FirstRows(torch.autograd.Function):

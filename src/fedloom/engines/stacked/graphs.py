@@ -218,7 +218,7 @@ class MendedStack(GraphStack):
     """
 
     # A cached product of adjacency and features would not have the factors.
-    transient = True  # type: ignore[assignment]
+    transient = True
 
     def __init__(self, parts: Sequence[Mended], whole: GraphStack):
         super().__init__(parts)

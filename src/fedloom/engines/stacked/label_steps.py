@@ -44,9 +44,7 @@ class BatchedLabelSteps(Batched):
             for of_client in records:
                 of_client(loss)
 
-        label_steps.function(
-            models[0], optimizers[0], graphs[0], of_class[0], counts[0], record
-        )
+        label_steps.function(models[0], optimizers[0], graphs[0], of_class[0], counts[0], record)
         for other in optimizers[1:]:
             _follow(other, optimizers[0])
         return [None] * len(calls)

@@ -49,8 +49,7 @@ class BatchedPass(Batched):
         """Architectures of fedloom with equal specs, on graphs or views of one kind."""
         model, graph, rng, *begun = args
         data = graph.whole if type(graph) is View else graph
-        mended = type(data) is Mended and data.factors is not None
-        features = data.real if mended else data
+        features = data.real if isinstance(data, Mended) and data.factors is not None else data
         if (
             type(features) is not Graph
             or type(model) not in ARCHITECTURES.values()
@@ -60,7 +59,7 @@ class BatchedPass(Batched):
         if begun and len(begun[0]) != graph.num_items:
             return None  # embeddings of another graph
         trained = [parameter_at(slot).requires_grad for slot in slots_of(model)]
-        kind = (rng is None, data is graph, mended, features.sparse_x is None)
+        kind = (rng is None, data is graph, features is data, features.sparse_x is None)
         return (model.form, *trained, *kind)
 
     def batch(self, calls: Sequence[tuple[Any, ...]], context: Context) -> list[Tensor]:
