@@ -27,9 +27,17 @@ class Encoder(nn.Module):
 
     def after_first(self, h: Tensor, rng: Noise | None) -> Tensor:
         """Returns the output, given the output of the first linear layer."""
-        for layer in list(self.layers)[1:]:
-            h = layer(dropout(torch.relu(h), self.dropout_rate, rng))
-        return h
+        if len(self.layers) == 1:
+            return h
+        return self.after_dropout(dropout(torch.relu(h), self.dropout_rate, rng), rng)
+
+    def after_dropout(self, h: Tensor, rng: Noise | None) -> Tensor:
+        """Returns the output, given what enters the second linear layer."""
+        second, *others = list(self.layers)[1:]
+        out: Tensor = second(h)
+        for layer in others:
+            out = layer(dropout(torch.relu(out), self.dropout_rate, rng))
+        return out
 
 
 @operation
