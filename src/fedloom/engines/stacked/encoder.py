@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.engines.stacked.lockstep import Batched, Context
-from fedloom.engines.stacked.tensors import common_source
+from fedloom.engines.stacked.tensors import common_source, common_weights
 from fedloom.nn.encoder import Encoder, encode_rows
 from fedloom.nn.layers import dropout, dropout_scale
 from fedloom.nn.weights import substituted
@@ -34,11 +34,8 @@ class BatchedEncoding(Batched):
     def batch(self, calls: Sequence[tuple[Any, ...]], context: Context) -> list[Tensor]:
         """The common part once, then each client's rows."""
         encoders, weights, s, rows, streams = zip(*calls, strict=True)
-        columns = {name: [own[name] for own in weights] for name in weights[0]}
-        sources = {name: common_source(column) for name, column in columns.items()}
-        common = {name: source for name, source in sources.items() if source is not None}
-        matrix = common_source(s)
-        if matrix is None or len(common) < len(columns) or sum(map(len, rows)) < len(matrix):
+        common, matrix = common_weights(weights), common_source(s)
+        if common is None or matrix is None or sum(map(len, rows)) < len(matrix):
             return [encode_rows.function(*call) for call in calls]
         begun = _Begun.of(encoders[0], common, matrix)
         trained = any(t.requires_grad for own in weights for t in (*own.values(), *s))

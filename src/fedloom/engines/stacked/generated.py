@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedloom.data.graph import Graph
 from fedloom.engines.stacked.graphs import GraphStack
 from fedloom.engines.stacked.lockstep import Batched, Context
 from fedloom.engines.stacked.parameters import parameter_at, stacked_parameters
-from fedloom.engines.stacked.tensors import common_source, split_rows
+from fedloom.engines.stacked.tensors import common_weights, split_rows
 from fedloom.nn.architectures import ARCHITECTURES
-from fedloom.nn.weights import slots_of, substituted
+from fedloom.nn.weights import Weights, slots_of, substituted
 
 
 class BatchedGeneratedLoss(Batched):
@@ -36,12 +36,9 @@ class BatchedGeneratedLoss(Batched):
         """One pass of the generator for all clients, and one of the stacked heads."""
         models, graphs, generators, weights, noise, y = zip(*calls, strict=True)
         size, labels = len(y[0]), torch.cat(y)
-        columns = {name: [own[name] for own in weights] for name in weights[0]}
-        sources = {name: common_source(column) for name, column in columns.items()}
-        shared = {name: source for name, source in sources.items() if source is not None}
-        if len(shared) == len(columns):
-            with substituted(generators[0], shared):
-                z = generators[0](torch.cat(noise), labels)
+        shared = common_weights(weights)
+        if shared is not None:
+            z = _made(generators[0], shared, torch.cat(noise), labels)
         else:  # each client has a generator of its own
             z = torch.cat([_made(*call[2:]) for call in calls])
         blank = context.group.cached(f"{size} embeddings", models, lambda: _blank(graphs, size))
@@ -51,7 +48,7 @@ class BatchedGeneratedLoss(Batched):
         return split_rows(each.view(len(calls), size).mean(1))
 
 
-def _made(generator: Any, weights: Any, noise: Tensor, y: Tensor) -> Tensor:
+def _made(generator: nn.Module, weights: Weights, noise: Tensor, y: Tensor) -> Tensor:
     with substituted(generator, weights):
         made: Tensor = generator(noise, y)
         return made
