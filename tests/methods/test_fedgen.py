@@ -98,6 +98,18 @@ def test_every_term_of_the_generator_reaches_every_weight():
         assert all(g.abs().sum() > 0 for g in gradients)
 
 
+@pytest.mark.parametrize("p", [8, 64])
+def test_the_generators_gradient_is_that_of_its_loss(p):
+    method, heads, counts, generator, noise, y = scene(p=p)
+    method = replace(method, diversity=0.7)
+    ensemble, parameters = Ensemble(heads, counts), list(generator.parameters())
+    loss = method.generator_loss(generator, ensemble, noise, y)
+    expected = torch.autograd.grad(loss, parameters)
+    method.set_gradient(generator, ensemble, noise, y)
+    for parameter, gradient in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-8)
+
+
 def test_the_generator_learns_what_the_heads_know():
     method, heads, counts, generator, *_ = scene()
     optimizer, rng = (

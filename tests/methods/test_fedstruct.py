@@ -19,8 +19,9 @@ from fedloom.data.synthetic import synthetic
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError, MessageError, Refusal
 from fedloom.experiments.run import run
-from fedloom.methods.fedstruct.state import Encoder, state_of
+from fedloom.methods.fedstruct.state import state_of
 from fedloom.nn.build import build_model
+from fedloom.nn.encoder import Encoder
 
 pytestmark = pytest.mark.usefixtures("reference_engine")
 

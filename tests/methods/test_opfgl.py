@@ -16,8 +16,17 @@ from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic
 from fedloom.errors import ConfigError, MessageError
 from fedloom.experiments.run import run
-from fedloom.methods.opfgl import VARIANTS, Alignment, LinkPredictor, OpFGL, balanced, smoothness
+from fedloom.methods.opfgl import (
+    VARIANTS,
+    Alignment,
+    LinkPredictor,
+    OpFGL,
+    balanced,
+    similarity,
+    smoothness,
+)
 from fedloom.nn.smoothing import propagated
+from fedloom.nn.training import label_steps
 
 # Short runs in which every setting has an effect: classes have several pseudo-nodes, HRE has two
 # classes, and γ is clamped.
@@ -274,6 +283,17 @@ def test_smoothness_by_hand_and_without_links():
     assert smoothness(x, torch.zeros(3, 3)) == 0
 
 
+def test_similarities_and_their_gradients():
+    for n in (1, 2, 5):
+        x = torch.randn(n, 3, generator=torch.Generator().manual_seed(n)).requires_grad_()
+        weight = torch.rand(n, n, generator=torch.Generator().manual_seed(0))  # not symmetric
+        plain = (-0.5 * (x[:, None] - x[None]).square()).exp().mean(2)
+        assert torch.equal(similarity(x), plain)
+        (expected,) = torch.autograd.grad((weight * plain).sum(), x)
+        (gradient,) = torch.autograd.grad((weight * similarity(x)).sum(), x)
+        assert torch.allclose(gradient, expected, atol=1e-7)
+
+
 def test_every_term_has_gradients_for_features_and_links():
     target = target_of([6, 8], features=5)
     y = torch.tensor([0, 0, 1, 1])
@@ -363,6 +383,14 @@ def test_the_variants_are_all_different(node_federation):
             assert far(found[one], found[other]) > 1e-5, (one, other)
 
 
+def descent(client):
+    """Returns what `fit` calls: steps on the client's own labels."""
+    model = client.state["model"]
+    return lambda optimizer, count: label_steps(
+        model, optimizer, client.graph, None, count, client.record_loss
+    )
+
+
 def test_the_copy_with_the_best_validation_accuracy_is_kept(node_federation):
     method = OpFGL(**{**QUICK, "steps": 30, "check_every": 5, "waits": 100})
     client = client_of(node_federation.graphs[0])
@@ -373,7 +401,7 @@ def test_the_copy_with_the_best_validation_accuracy_is_kept(node_federation):
         seen.append((original(model), {k: v.clone() for k, v in model.state_dict().items()}))
         or seen[-1][0]
     )
-    method.fit(client, model, 0.05, lambda: client.loss(model(client.graph), client.graph))
+    method.fit(client, model, 0.05, descent(client))
     assert len(seen) == 6
     best = max(score for score, _ in seen)
     first_best = next(state for score, state in seen if score == best)
@@ -387,12 +415,7 @@ def test_training_ends_after_checks_without_improvement(node_federation):
     client.validate = lambda model: (
         checks.append(0) or [0.1, 0.5, 0.5, 0.4, 0.3, 0.9][len(checks) - 1]
     )
-    method.fit(
-        client,
-        client.state["model"],
-        0.01,
-        lambda: client.loss(client.state["model"](client.graph), client.graph),
-    )
+    method.fit(client, client.state["model"], 0.01, descent(client))
     assert len(checks) == 5
 
 

@@ -27,6 +27,31 @@ def test_adam_with_l2_in_the_gradient():
         assert torch.allclose(p, expected, atol=1e-6)
 
 
+def test_adam_gives_the_bits_of_pytorch():
+    ours, theirs = (
+        [torch.linspace(-1, 1, n).requires_grad_() for n in (5, 300, 2)] for _ in range(2)
+    )
+    one = make_optimizer("adam", [{"params": ours[:2]}, {"params": ours[2:], "lr": 0.3}], 0.1, 0.5)
+    other = torch.optim.Adam(
+        [{"params": theirs[:2]}, {"params": theirs[2:], "lr": 0.3}],
+        lr=0.1,
+        weight_decay=0.5,
+        fused=True,
+    )
+    for number in range(4):
+        for parameters, optimizer in ((ours, one), (theirs, other)):
+            optimizer.zero_grad()
+            used = parameters[number % 2 :]  # the first has a gradient in every second step only
+            sum((p**3).sum() for p in used).backward()
+            optimizer.step()
+    assert all(map(torch.equal, ours, theirs))
+    one_state, other_state = one.state_dict()["state"], other.state_dict()["state"]
+    assert one_state.keys() == other_state.keys()
+    for k, state in one_state.items():
+        assert state.keys() == other_state[k].keys()
+        assert all(torch.equal(state[name], other_state[k][name]) for name in state)
+
+
 def test_seeded_modules_depend_only_on_the_generator():
     def build(seed):
         with seeded(torch.Generator().manual_seed(seed)):

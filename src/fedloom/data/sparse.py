@@ -98,6 +98,10 @@ class Sparse:
         )
         return Sparse(offsets, indices, self.values[self.order], (self.shape[1], self.shape[0]))
 
+    def declare_symmetric(self) -> None:
+        """Declares that the matrix equals its transpose, entry by entry."""
+        self.__dict__["transpose"] = self  # in place of the cached property
+
     def stacked(self, copies: int) -> tuple[Tensor, Tensor]:
         """Returns offsets and indices of a block-diagonal matrix of `copies` copies of this one."""
         if copies not in self._stacks:

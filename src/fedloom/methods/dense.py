@@ -35,7 +35,6 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import functional_call
 
 from fedloom.core.client import Client
 from fedloom.core.message import Message
@@ -46,7 +45,7 @@ from fedloom.data.graph import Graph
 from fedloom.data.seeds import stream_seed
 from fedloom.methods.fedavg import FedAvg
 from fedloom.nn.build import build_model
-from fedloom.nn.model import Model
+from fedloom.nn.model import Model, forward_with
 from fedloom.nn.training import make_optimizer, step
 from fedloom.nn.weights import load_weights, weights
 
@@ -63,7 +62,7 @@ class Ensemble:
         return graph.cached(
             "clients",
             lambda: torch.stack(
-                [functional_call(self.model, upload, (graph,)) for upload in self.uploads]
+                [forward_with(self.model, graph, upload) for upload in self.uploads]
             ),
         )
 
@@ -77,7 +76,9 @@ def knn_graph(x: Tensor, y: Tensor, neighbours: int, num_classes: int) -> Graph:
     unit = F.normalize(x.detach())
     near = (unit @ unit.T).fill_diagonal_(-torch.inf).topk(min(neighbours, len(x) - 1)).indices
     edges = torch.zeros(len(x), len(x), dtype=torch.bool).scatter_(1, near, True)
-    return Graph(x=x, edge_index=(edges | edges.T).nonzero().T, y=y, num_classes=num_classes)
+    graph = Graph(x=x, edge_index=(edges | edges.T).nonzero().T, y=y, num_classes=num_classes)
+    graph.adjacency("sym").declare_symmetric()  # so that it is never sorted by columns
+    return graph
 
 
 def divergence(teacher: Tensor, student: Tensor, tau: float = 1.0) -> Tensor:
@@ -138,7 +139,7 @@ class Dense(FedAvg):
 
     def generator_loss(self, ensemble: Ensemble, student: Model, graph: Graph) -> Tensor:
         """Returns L_gen."""
-        D, f_S = ensemble(graph), functional_call(student, weights(student), (graph,))
+        D, f_S = ensemble(graph), forward_with(student, graph, weights(student))
         of_cross_entropy, of_divergence = self.emphasis(D, f_S, graph.y)
         cross_entropy = of_cross_entropy * F.cross_entropy(D, graph.y, reduction="none")
         return (cross_entropy - self.adversarial * of_divergence * divergence(D, f_S)).mean()

@@ -44,7 +44,6 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts
@@ -54,9 +53,10 @@ from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError
+from fedloom.methods._shared.generator_gradient import generator_gradient
 from fedloom.methods._shared.local_training import LocalTraining
-from fedloom.nn.model import Model
-from fedloom.nn.training import make_optimizer, seeded, step
+from fedloom.nn.model import Model, generated_loss
+from fedloom.nn.training import make_optimizer, seeded
 from fedloom.nn.weights import load_weights, weights
 
 
@@ -68,9 +68,13 @@ class Generator(nn.Module):
         self.classes = classes
         self.hidden, self.out = nn.Linear(noise + classes, hidden), nn.Linear(hidden, width)
 
+    def inputs(self, noise: Tensor, y: Tensor) -> Tensor:
+        """Returns [ε ‖ one-hot y]."""
+        return torch.cat([noise, F.one_hot(y, self.classes)], 1)
+
     def forward(self, noise: Tensor, y: Tensor) -> Tensor:
         """Takes ε [m, noise] and classes [m], returns z [m, width]."""
-        return self.out(F.relu(self.hidden(torch.cat([noise, F.one_hot(y, self.classes)], 1))))
+        return self.out(F.relu(self.hidden(self.inputs(noise, y))))
 
 
 class Ensemble:
@@ -87,15 +91,24 @@ class Ensemble:
         )
         self.bias = torch.einsum("ky,kc->yc", share, torch.stack([head["bias"] for head in heads]))
 
+    def heads(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the weights [m, p, C] and biases [m, C] of the heads of some classes [m]."""
+        return self.weight[y], self.bias[y]
+
     def __call__(self, z: Tensor, y: Tensor) -> Tensor:
         """Returns logits [m, C] of embeddings that were generated for classes y."""
-        return torch.einsum("mp,mpc->mc", z, self.weight[y]) + self.bias[y]
+        weight, bias = self.heads(y)
+        return torch.einsum("mp,mpc->mc", z, weight) + bias
+
+
+def apart(noise: Tensor) -> Tensor:
+    """Returns mean (ε_i − ε_j)² of all pairs, [m, m]."""
+    return (noise.unsqueeze(0) - noise.unsqueeze(1)).square().mean(2)
 
 
 def diversity(noise: Tensor, z: Tensor) -> Tensor:
     """Returns L_div. It is small if different noise gives different embeddings."""
-    apart = (z.unsqueeze(0) - z.unsqueeze(1)).abs().mean(2)
-    return torch.exp(-(apart * (noise.unsqueeze(0) - noise.unsqueeze(1)).square().mean(2)).mean())
+    return torch.exp(-((z.unsqueeze(0) - z.unsqueeze(1)).abs().mean(2) * apart(noise)).mean())
 
 
 def require_linear_heads(facts: Facts) -> None:
@@ -162,8 +175,8 @@ class FedGen(LocalTraining):
         if not received:
             return loss
         noise, y = self.draw(received["prior"], client.rng("imagined"))
-        z = functional_call(client.memory["generator"], received["generator"], (noise, y))
-        return loss + self.alpha * F.cross_entropy(model.head(z, batch), y)
+        generator = client.memory["generator"], received["generator"]
+        return loss + self.alpha * generated_loss(model, batch, *generator, noise, y)
 
     # ---- at the server ----
     def make_generator(self, facts: Facts, rng: torch.Generator) -> Generator:
@@ -182,6 +195,17 @@ class FedGen(LocalTraining):
         """Returns the loss that a step of the generator minimises."""
         z = generator(noise, y)
         return F.cross_entropy(ensemble(z, y), y) + self.diversity * diversity(noise, z)
+
+    def set_gradient(
+        self, generator: Generator, ensemble: Ensemble, noise: Tensor, y: Tensor
+    ) -> None:
+        """Sets the gradient of `generator_loss` at the generator's weights."""
+        hidden, out = generator.hidden, generator.out
+        layers = hidden.weight, hidden.bias, out.weight, out.bias
+        inputs, heads = generator.inputs(noise, y), ensemble.heads(y)
+        gradient = generator_gradient(layers, inputs, heads, y, apart(noise), self.diversity)
+        for parameter, of_parameter in zip(layers, gradient, strict=True):
+            parameter.grad = of_parameter
 
     def run(self, server: Server) -> None:
         """Algorithm 1."""
@@ -205,6 +229,7 @@ class FedGen(LocalTraining):
                 ensemble = Ensemble(replies.values(), counts)
                 for _ in range(self.generator_steps):
                     noise, y = self.draw(state["prior"], server.rng("imagined"))
-                    step(optimizer, self.generator_loss(generator, ensemble, noise, y))
+                    self.set_gradient(generator, ensemble, noise, y)
+                    optimizer.step()
             state["head"] = {name: mean[name] for name in state["head"]}
             server.evaluate()

@@ -42,7 +42,7 @@ FedStruct's authors run it like this.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -60,7 +60,8 @@ from fedloom.errors import MessageError
 from fedloom.methods.fedavg import FedAvg
 from fedloom.methods.fedsgd import FedSGD
 from fedloom.nn.build import build_model
-from fedloom.nn.model import Model
+from fedloom.nn.mended import Mended
+from fedloom.nn.model import Model, forward_with
 from fedloom.nn.training import backward, make_optimizer
 from fedloom.nn.weights import load_weights, weights
 
@@ -74,10 +75,22 @@ ENTRIES = 2**23  # largest temporary matrix; larger ones are computed in blocks
 
 
 # ---- the generator ----
+def hidden_layer(fgen: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
+    """The first layer of fGen: takes and returns [rows, latent]."""
+    return F.relu(inputs @ fgen["first"] + fgen["first_bias"])
+
+
 def generate(fgen: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
     """fGen: takes noisy embeddings [rows, latent], returns features [rows, d]."""
-    hidden = F.relu(inputs @ fgen["first"] + fgen["first_bias"])
-    return hidden @ fgen["second"] + fgen["second_bias"]
+    return hidden_layer(fgen, inputs) @ fgen["second"] + fgen["second_bias"]
+
+
+def factors_of(fgen: Mapping[str, Tensor], inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns [hidden ‖ 1] and [second; bias], whose product is `generate(fgen, inputs)`."""
+    return (
+        F.pad(hidden_layer(fgen, inputs), (0, 1), value=1.0),
+        torch.cat([fgen["second"], fgen["second_bias"].unsqueeze(0)]),
+    )
 
 
 def noisy(z: Tensor, rows: Tensor, rng: Generator) -> Tensor:
@@ -148,27 +161,18 @@ def nearest(generated: Tensor, graph: Graph) -> Tensor:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class Mended(Graph):
-    """A graph with generated nodes at its end, whose features carry gradients."""
-
-    real: Graph = field(kw_only=True)  # the graph without them
-
-    @property
-    def sparse_x(self) -> None:
-        """None: sparse features are constants, and no gradient would reach the generator."""
-
-    def project(self, weight: Tensor) -> Tensor:
-        """Returns x @ weight. The real nodes' part is computed the fastest way."""
-        return torch.cat([self.real.project(weight), self.x[self.real.num_nodes :] @ weight])
-
-
-def mend(graph: Graph, generated: Tensor, rows: Tensor) -> Graph:
+def mend(
+    graph: Graph, generated: Tensor, rows: Tensor, factors: tuple[Tensor, Tensor] | None = None
+) -> Graph:
     """Returns the graph with new nodes, each linked both ways to its node in `rows`.
 
     New nodes have no label, are in no mask, and have node_id -1.
 
-    generated: the features of the new nodes.
+    Args:
+        graph: The graph.
+        generated: The features of the new nodes.
+        rows: The node that each new node is linked to.
+        factors: Two matrices whose product is `generated`, if there are any; constants.
     """
     if not len(generated):
         return graph
@@ -191,6 +195,7 @@ def mend(graph: Graph, generated: Tensor, rows: Tensor) -> Graph:
         cross_edges=graph.cross_edges,
         name=graph.name,
         real=graph,
+        factors=factors,
     )
 
 
@@ -403,8 +408,8 @@ class FedSagePlus(FedAvg, FedSGD):
         encoder = client.memory["encoder"]
         z = encoder.embed(graph)
         rows = self.nodes_to_extend(F.relu(encoder.head(z, graph)).squeeze(1))
-        inputs = noisy(z, rows, client.rng("generator"))
-        return mend(graph, generate(client.memory["fgen"], inputs), rows)
+        inputs, fgen = noisy(z, rows, client.rng("generator")), client.memory["fgen"]
+        return mend(graph, generate(fgen, inputs), rows, factors_of(fgen, inputs))
 
     # ---- FedAvg on the mended graphs ----
     @phase(size="int64[]")
@@ -419,11 +424,7 @@ class FedSagePlus(FedAvg, FedSGD):
         if graph is None:  # after the run
             client.rng("generator").set_state(client.memory["noise"])
             graph = self.mended(client, client.full_graph)
-        logits = (
-            local_model(graph)
-            if model is None
-            else torch.func.functional_call(local_model, model, (graph,))
-        )
+        logits = local_model(graph) if model is None else forward_with(local_model, graph, model)
         return logits[: client.full_graph.num_nodes]
 
     def predictor(self, client: Client) -> Message:

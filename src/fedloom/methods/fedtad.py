@@ -51,7 +51,6 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts
@@ -66,7 +65,7 @@ from fedloom.methods._shared.prototypes import class_sums
 from fedloom.methods.dense import Ensemble, knn_graph
 from fedloom.methods.fedavg import FedAvg
 from fedloom.methods.fedstar import return_probabilities
-from fedloom.nn.model import Model
+from fedloom.nn.model import Model, forward_with
 from fedloom.nn.training import make_optimizer, seeded, step
 from fedloom.nn.weights import load_weights, weights
 
@@ -134,7 +133,7 @@ class FedTAD(FedAvg):
         self, ensemble: Ensemble, share: Tensor, student: Model, graph: Graph, noise: Tensor
     ) -> Tensor:
         """Returns λ_1 L_sem − L_dis + λ_2 L_div of a graph that G generated from `noise`."""
-        f_k, f_S = ensemble.each(graph), functional_call(student, weights(student), (graph,))
+        f_k, f_S = ensemble.each(graph), forward_with(student, graph, weights(student))
         semantic = torch.stack(
             [F.cross_entropy(logits, graph.y, reduction="none") for logits in f_k]
         )

@@ -44,11 +44,13 @@ after HRE, as in the paper's text; the code uploads a second count for it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fedloom.core.client import Client
 from fedloom.core.message import Message
@@ -58,10 +60,13 @@ from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError, MessageError
+from fedloom.nn.losses import weighted_divergence
 from fedloom.nn.model import Model
 from fedloom.nn.smoothing import propagated
-from fedloom.nn.training import make_optimizer, seeded, step
+from fedloom.nn.training import label_steps, make_optimizer, seeded, step
 from fedloom.nn.weights import load_weights, weights
+
+Descend = Callable[[Optimizer, int], None]  # takes a number of steps
 
 
 class Variant(NamedTuple):
@@ -342,12 +347,11 @@ class OpFGL(Method):
         if not VARIANTS[self.variant].from_global:
             client.state["untrained"] = _copy(weights(model))
 
-        def loss() -> Tensor:
-            value = F.cross_entropy(model(pseudo), y, weight=client.class_weight)
-            client.record_loss(value)
-            return value
+        def descend(optimizer: Optimizer, count: int) -> None:
+            weight = client.class_weight
+            label_steps(model, optimizer, pseudo, weight, count, client.record_loss)
 
-        self.fit(client, model, self.lr_global, loss)
+        self.fit(client, model, self.lr_global, descend)
         return {}
 
     @phase()
@@ -368,10 +372,13 @@ class OpFGL(Method):
             own = client.loss(logits, graph, of_class=of_class)
             if variant.distilled == "none":
                 return own
-            divergence = F.kl_div(logits.log_softmax(1), teacher, reduction="none").sum(1)
-            return own + (gamma * divergence).mean()
+            return own + weighted_divergence(logits, teacher, gamma)
 
-        self.fit(client, model, self.lr_local, loss)
+        def descend(optimizer: Optimizer, count: int) -> None:
+            for _ in range(count):
+                step(optimizer, loss())
+
+        self.fit(client, model, self.lr_local, descend)
         return {}
 
     def gamma(self, graph: Graph) -> Tensor:
@@ -379,18 +386,18 @@ class OpFGL(Method):
         w_dist = 1 / (1 + self.homophily(graph).log1p())
         return (self.beta * self.soft_labels(graph) @ w_dist).clamp(self.gamma_min, self.gamma_max)
 
-    def fit(self, client: Client, model: Model, lr: float, loss: Callable[[], Tensor]) -> None:
-        """Runs Adam on `loss`; keeps the weights with the best validation accuracy.
+    def fit(self, client: Client, model: Model, lr: float, descend: Descend) -> None:
+        """Trains with Adam; keeps the weights with the best validation accuracy.
 
         It checks the accuracy every `check_every` steps. Without validation items, it keeps the
         last weights.
+
+        descend: takes an optimiser and a number of steps, and takes these steps.
         """
         optimizer = make_optimizer("adam", model.parameters(), lr, 0)
         best, kept, waited = -1.0, weights(model), 0
-        for number in range(1, self.steps + 1):
-            step(optimizer, loss())
-            if number % self.check_every and number < self.steps:
-                continue
+        for begun in range(0, self.steps, self.check_every):
+            descend(optimizer, min(self.check_every, self.steps - begun))
             accuracy = client.validate(model)
             if accuracy is None or accuracy > best:
                 best, waited = accuracy or 0.0, 0
@@ -457,7 +464,7 @@ class Alignment:
         self.share = target["count"][present] / target["count"].sum()
         member = F.one_hot(y, len(present)).float()[:, present]
         size = member.sum(0)
-        self.several = size > 1
+        self.several, self.alone = size > 1, bool((size == 1).all())
         self.member, self.size = member, size[:, None, None]
 
     def __call__(self, x: Tensor, adjacency: Tensor, hops: int) -> Tensor:
@@ -469,7 +476,9 @@ class Alignment:
         for _ in range(hops):
             views.append(normal @ views[-1])
         features = torch.stack(views, 1)
-        mean = torch.einsum("sc,svd->cvd", self.member, features) / self.size
+        mean = features  # of classes with one node each, which are in order
+        if not self.alone:
+            mean = torch.einsum("sc,svd->cvd", self.member, features) / self.size
         per_class = (mean - self.mean).square().mean((1, 2))
         if self.several.any():
             deviation = (features - self.member_mean(mean)).square()
@@ -490,8 +499,49 @@ def smoothness(x: Tensor, adjacency: Tensor) -> Tensor:
 
     It measures how similar linked nodes are.
     """
-    similarity = (-0.5 * (x[:, None] - x[None]).square()).exp().mean(2)
-    return (adjacency * similarity).sum() / adjacency.sum().clamp(min=1e-12)
+    return (adjacency * similarity(x)).sum() / adjacency.sum().clamp(min=1e-12)
+
+
+def similarity(x: Tensor) -> Tensor:
+    """Returns mean_d exp(−(x_i − x_j)² / 2) of all pairs of rows, [rows, rows]."""
+    return _Similarity.apply(x)  # type: ignore[no-untyped-call]
+
+
+class _Similarity(torch.autograd.Function):
+    """`similarity`: computed once for the pairs (i, j) and (j, i), in few passes over all pairs."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        n = len(x)
+        i, j, place = ctx.pairs = _pairs(n)
+        ctx.difference = x.index_select(0, i).sub_(x.index_select(0, j))
+        ctx.each = ctx.difference.square().mul_(-0.5).exp_()
+        similar = ctx.each.mean(1)
+        return torch.cat([similar, similar, x.new_ones(1)]).index_select(0, place).view(n, n)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        (i, j, place), n, d = ctx.pairs, len(gradient), ctx.difference.shape[1]
+        pull = ctx.difference.new_empty(2 * len(i) + 1, d)
+        for at, share in ((0, -gradient[i, j] / d), (len(i), gradient[j, i] / d)):
+            torch.mul(ctx.each, share.unsqueeze(1), out=pull[at : at + len(i)])
+            pull[at : at + len(i)] *= ctx.difference
+        pull[-1] = 0
+        of_pairs = pull.index_select(0, place).view(n, n, d)
+        return of_pairs.sum(1) - of_pairs.sum(0)
+
+
+@lru_cache(maxsize=8)
+def _pairs(n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns all pairs i < j, and where (i, j), (j, i) and (i, i) are in a list of them.
+
+    The list has the pairs (i, j), then the pairs (j, i), then one entry for all (i, i).
+    """
+    i, j = torch.triu_indices(n, n, 1)
+    place = torch.full((n, n), 2 * len(i))
+    place[i, j] = torch.arange(len(i))
+    place[j, i] = torch.arange(len(i), 2 * len(i))
+    return i, j, place.flatten()
 
 
 def balanced(graph: Graph) -> Tensor:

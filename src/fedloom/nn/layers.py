@@ -53,11 +53,16 @@ def dropout(h: Tensor, p: float, rng: Noise | None) -> Tensor:
         return h
     # Comparing bytes, or multiplying by a bool, takes several times as long as floats in place.
     keep = random_bytes(h, rng).to(h.dtype).ge_(cut)
-    return h * keep.mul_(256 / (256 - cut))
+    return h * keep.mul_(dropout_scale(p, rng))
+
+
+def dropout_scale(p: float, rng: Noise | None) -> float:
+    """Returns what `dropout` multiplies entries by that it does not set to 0."""
+    return 1.0 if rng is None else 256 / (256 - dropout_cut(p))
 
 
 def dropout_cut(p: float) -> int:
-    """Returns below which value a random byte sets its entry to 0."""
+    """Returns how many of the 256 values of a random byte set an entry to 0."""
     return min(round(256 * p), 255)
 
 

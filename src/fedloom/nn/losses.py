@@ -36,3 +36,16 @@ def cross_entropy(
 def training_loss(logits: Tensor, graph: Graph, reduction: str, of_class: Tensor | None) -> Tensor:
     """Returns the cross-entropy over a graph's training items; see `cross_entropy`."""
     return cross_entropy(logits, graph.y, graph.train, reduction, of_class)
+
+
+@operation
+def weighted_divergence(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    """Returns mean_i w_i KL(target_i ‖ softmax(logits_i)).
+
+    Args:
+        logits: [items, classes].
+        target: Probabilities [items, classes], constants.
+        weight: w [items], or one number for all items, constants.
+    """
+    each = F.kl_div(logits.log_softmax(1), target, reduction="none").sum(1)
+    return (weight * each).mean()

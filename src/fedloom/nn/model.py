@@ -12,6 +12,7 @@ from functools import partial
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from fedloom.data.graph import Graph, Task
@@ -188,3 +189,24 @@ def forward_with(model: Model, graph: Graph, weights: Weights) -> Tensor:
     with substituted(model, weights):
         out: Tensor = model(graph)
         return out
+
+
+@operation
+def generated_loss(
+    model: Model, graph: Graph, generator: nn.Module, weights: Weights, noise: Tensor, y: Tensor
+) -> Tensor:
+    """Returns the cross-entropy of a linear head on embeddings that a generator makes.
+
+    The head has no dropout. No gradient reaches the generator.
+
+    Args:
+        model: The model whose head is used.
+        graph: Any graph. A linear head does not use its edges.
+        generator: A module that takes noise [m, ...] and classes [m], and returns [m, width].
+        weights: The generator's weights, which need no gradient.
+        noise: The generator's noise.
+        y: Classes [m], for the generator and the cross-entropy.
+    """
+    with substituted(generator, weights):
+        z = generator(noise, y)
+    return F.cross_entropy(head(model, graph, None, z), y)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.data.graph import Graph
+from fedloom.nn.losses import training_loss
 from fedloom.nn.model import Model
 from fedloom.nn.operations import operation
 from fedloom.nn.optimizers import SGD, Adam
@@ -62,6 +63,34 @@ def backward(
     """
     parameters = model.parameters() if isinstance(model, nn.Module) else model
     backward_pass(list(parameters), root, gradient)
+
+
+@operation
+def label_steps(
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    graph: Graph,
+    of_class: Tensor | None,
+    count: int,
+    record: Callable[[Tensor], None],
+) -> None:
+    """Takes steps down the training loss of a graph, without dropout.
+
+    Clients that start from one model and train on equal graphs take the same steps. An engine may
+    take them once.
+
+    Args:
+        model: The model.
+        optimizer: An optimiser of its parameters.
+        graph: The graph.
+        of_class: Class weights [classes]. None: all are equal.
+        count: The number of steps.
+        record: Is called with the loss of each step, before the step.
+    """
+    for _ in range(count):
+        loss = training_loss(model(graph), graph, "mean", of_class)
+        record(loss)
+        step(optimizer, loss)
 
 
 def outputs(

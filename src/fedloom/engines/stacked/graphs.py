@@ -26,6 +26,7 @@ from fedloom.engines.stacked.matmul import (
     sum_of_blocks,
 )
 from fedloom.nn.augment import View
+from fedloom.nn.mended import Mended
 
 T = TypeVar("T")
 
@@ -191,10 +192,44 @@ class ViewStack(GraphStack):
         return self.whole.project(weight * self.columns)
 
 
+class MendedStack(GraphStack):
+    """Mended graphs as one.
+
+    It multiplies by the factors of the generated nodes' features. That takes k × features × width
+    products instead of nodes × features × width.
+    """
+
+    # A cached product of adjacency and features would not have the factors.
+    transient = True
+
+    def __init__(self, parts: Sequence[Mended], whole: GraphStack):
+        super().__init__(parts)
+        factors = [part.factors for part in parts if part.factors is not None]
+        object.__setattr__(self, "whole", whole)
+        object.__setattr__(self, "left", torch.cat([left for left, _ in factors]))
+        object.__setattr__(self, "right", torch.stack([right for _, right in factors]))
+        object.__setattr__(self, "generated", [len(left) for left, _ in factors])
+
+    whole: GraphStack  # the real nodes
+    left: Tensor  # [generated nodes, k]
+    right: Tensor  # [graphs, k, features]
+    generated: list[int]  # the number of generated nodes of each graph
+
+    def project(self, weight: Tensor) -> Tensor:
+        """Returns x @ weight; each graph may have its own weight."""
+        real = split(self.whole.project(weight), self.whole.sizes)
+        made = blockwise(self.left, self.right @ weight, self.generated)
+        pairs = zip(real, split(made, self.generated), strict=True)
+        return torch.cat([rows for pair in pairs for rows in pair])
+
+
 def stack_of(graphs: Sequence[Graph], group: Group) -> GraphStack:
     """Returns graphs as one graph, or views as one view. The group caches it."""
 
     def make() -> GraphStack:
+        mended = [graph for graph in graphs if isinstance(graph, Mended)]
+        if mended:
+            return MendedStack(mended, stack_of([graph.real for graph in mended], group))
         views = [graph for graph in graphs if isinstance(graph, View)]
         if views:
             return ViewStack(views, stack_of([view.whole for view in views], group))

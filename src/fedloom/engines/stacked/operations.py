@@ -12,8 +12,12 @@ from torch import Tensor
 from fedloom.data.graph import Graph
 from fedloom.data.sparse import Sparse
 from fedloom.engines.stacked import tensors
+from fedloom.engines.stacked.divergence import BatchedWeightedDivergence
+from fedloom.engines.stacked.encoder import BatchedEncoding
+from fedloom.engines.stacked.generated import BatchedGeneratedLoss
 from fedloom.engines.stacked.graphs import StackedNoise, stack_of
 from fedloom.engines.stacked.group_operations import confusion_matrices
+from fedloom.engines.stacked.label_steps import BatchedLabelSteps
 from fedloom.engines.stacked.lockstep import Batched, Context
 from fedloom.engines.stacked.parameters import (
     StackedOptimizer,
@@ -29,7 +33,9 @@ from fedloom.engines.stacked.tensors import common_source, join_rows, split_rows
 from fedloom.nn import losses, metrics, training
 from fedloom.nn.architectures import ARCHITECTURES
 from fedloom.nn.augment import View
-from fedloom.nn.model import Model, embed, forward, forward_with, head
+from fedloom.nn.encoder import encode_rows
+from fedloom.nn.mended import Mended
+from fedloom.nn.model import Model, embed, forward, forward_with, generated_loss, head
 from fedloom.nn.operations import Operation
 from fedloom.nn.weights import load_weights, slots_of, substituted
 
@@ -44,8 +50,9 @@ class BatchedPass(Batched):
         """Architectures of fedloom with equal specs, on graphs or views of one kind."""
         model, graph, rng, *begun = args
         data = graph.whole if type(graph) is View else graph
+        features = data.real if isinstance(data, Mended) and data.factors is not None else data
         if (
-            type(data) is not Graph
+            type(features) is not Graph
             or type(model) not in ARCHITECTURES.values()
             or data.x.requires_grad
         ):
@@ -53,7 +60,8 @@ class BatchedPass(Batched):
         if begun and len(begun[0]) != graph.num_items:
             return None  # embeddings of another graph
         trained = [parameter_at(slot).requires_grad for slot in slots_of(model)]
-        return (model.form, *trained, rng is None, data is graph, data.sparse_x is None)
+        kind = (rng is None, data is graph, features is data, features.sparse_x is None)
+        return (model.form, *trained, *kind)
 
     def batch(self, calls: Sequence[tuple[Any, ...]], context: Context) -> list[Tensor]:
         """Stacked parameters on a stack of graphs."""
@@ -238,9 +246,13 @@ BATCHED: Mapping[Operation[Any, Any], Batched] = {
     head: BatchedPass(head),
     forward: BatchedPass(forward),
     forward_with: BatchedForwardWith(),
+    generated_loss: BatchedGeneratedLoss(),
+    encode_rows: BatchedEncoding(),
     load_weights: BatchedLoad(),
     losses.training_loss: BatchedTrainingLoss(),
+    losses.weighted_divergence: BatchedWeightedDivergence(),
     metrics.held_out: BatchedHeldOut(),
+    training.label_steps: BatchedLabelSteps(),
     training.step: BatchedStep(),
     training.backward_pass: BatchedBackward(),
 }

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedloom.engines.stacked.matmul import split
 from fedloom.engines.stacked.private_torch import lazy_clone, version
+from fedloom.nn.weights import Weights
 
 
 class _Whole:
@@ -69,6 +70,13 @@ def common_source(tensors: Sequence[Tensor]) -> Tensor | None:
     ):
         return None
     return source
+
+
+def common_weights(weights: Sequence[Weights]) -> Weights | None:
+    """Returns the weights that all these are unwritten lazy copies of; None if there are none."""
+    sources = {name: common_source([own[name] for own in weights]) for name in weights[0]}
+    found = {name: source for name, source in sources.items() if source is not None}
+    return found if len(found) == len(sources) else None
 
 
 # ---- gradients of joint tensors ----

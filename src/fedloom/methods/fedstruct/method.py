@@ -99,7 +99,9 @@ from fedloom.methods.fedstruct.features import FixedFeatures
 from fedloom.methods.fedstruct.powers import Numbering, PartyAdjacency, Rows
 from fedloom.methods.fedstruct.private import PrivateSums
 from fedloom.methods.fedstruct.pruning import GlobalPruning
-from fedloom.methods.fedstruct.state import Encoder, gradients_of, state_of
+from fedloom.methods.fedstruct.state import gradients_of, state_of
+from fedloom.nn.encoder import Encoder, encode_rows
+from fedloom.nn.model import forward_with
 from fedloom.nn.training import backward, seeded
 from fedloom.nn.weights import load_weights, weights
 
@@ -363,14 +365,15 @@ class FedStruct(FedSGD, GlobalPruning, EncryptedBlocks, FixedFeatures, PrivateSu
         S = self._embeddings(client, model)
         S.requires_grad_(self.structure == "hop2vec")
         beta = model["beta"].requires_grad_() if self.learn_beta else None
-        q = S[rows.reach]
-        if not self.absorbed:
-            load_weights(g, model["structure"])
-            q = g(q, client.rng("structure dropout"))
+        if self.absorbed:
+            theta_s, q = {}, S[rows.reach]
+        else:
+            theta_s = {name: t.requires_grad_() for name, t in model["structure"].items()}
+            q = encode_rows(g, theta_s, S, rows.reach, client.rng("structure dropout"))
         backward(local_model, self._objective(client, rows, rows.propagate(q, beta)))
         gradient: Message = {"feature": gradients_of(local_model)}
         if not self.absorbed:
-            gradient["structure"] = gradients_of(g)
+            gradient["structure"] = gradients_of(theta_s)
         for name, leaf in (("S", S), ("beta", beta)):
             if leaf is not None and leaf.requires_grad:
                 gradient[name] = leaf.grad
@@ -389,7 +392,7 @@ class FedStruct(FedSGD, GlobalPruning, EncryptedBlocks, FixedFeatures, PrivateSu
         return model["S"] if self.structure == "hop2vec" else state_of(client).fixed
 
     def _encoder(self, client: Client) -> Encoder:
-        """Returns the client's g. Its weights are those that were loaded last."""
+        """Returns the client's g."""
         state = state_of(client)
         if state.encoder is None:
             with seeded(client.rng("structure")):
@@ -405,16 +408,18 @@ class FedStruct(FedSGD, GlobalPruning, EncryptedBlocks, FixedFeatures, PrivateSu
             assert state.z is not None, "private: the sums of this round are missing"
             z = state.z
         else:
-            q = self._embeddings(client, model)[state.rows.reach]
-            if not self.absorbed:
-                q = torch.func.functional_call(self._encoder(client), model["structure"], (q, None))
+            S, reach = self._embeddings(client, model), state.rows.reach
+            q = (
+                S[reach]
+                if self.absorbed
+                else encode_rows(self._encoder(client), model["structure"], S, reach, None)
+            )
             state.beta = model.get("beta")
             z = state.rows.propagate(q, state.beta)
         if self.inference == "structure":
             return z
         local_model, graph = client.state["model"], client.full_graph
-        h: Tensor = torch.func.functional_call(local_model, model["feature"], (graph,))
-        return h + z
+        return forward_with(local_model, graph, model["feature"]) + z
 
     def shared_predictor(self, model: Message) -> Message:
         """Returns θ_f. The structure branch predicts for the nodes of training only."""

@@ -25,7 +25,8 @@ from fedloom.core.server import Server
 from fedloom.errors import MessageError, Refusal
 from fedloom.methods.fedstruct import powers
 from fedloom.methods.fedstruct.powers import Numbering, Rows
-from fedloom.methods.fedstruct.state import Encoder, Queries, Query, gradients_of, state_of
+from fedloom.methods.fedstruct.state import Queries, Query, gradients_of, state_of
+from fedloom.nn.encoder import Encoder
 from fedloom.nn.training import backward, make_optimizer
 from fedloom.nn.weights import load_weights
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -15,26 +15,8 @@ from fedloom.core.client import Client
 from fedloom.core.message import Message
 from fedloom.data.sparse import Sparse
 from fedloom.methods.fedstruct.powers import Numbering, PartyAdjacency, Rows
-from fedloom.nn.layers import dropout
+from fedloom.nn.encoder import Encoder
 from fedloom.privacy import ckks
-
-
-class Encoder(nn.Module):
-    """g: LayerNorm, then linear layers with ReLU and dropout between them."""
-
-    def __init__(self, widths: list[int], dropout_rate: float):
-        super().__init__()
-        self.dropout_rate = dropout_rate
-        self.norm = nn.LayerNorm(widths[0])
-        self.layers = nn.ModuleList(nn.Linear(*sizes) for sizes in pairwise(widths))
-
-    def forward(self, s: Tensor, rng: torch.Generator | None) -> Tensor:
-        """Takes [nodes, d_s], returns [nodes, classes]. rng: None switches dropout off."""
-        first, *others = self.layers
-        h = first(self.norm(s))
-        for layer in others:
-            h = layer(dropout(torch.relu(h), self.dropout_rate, rng))
-        return h
 
 
 @dataclass(frozen=True)
@@ -90,7 +72,7 @@ class StructureState:
     rows: Rows = field(init=False)  # [finish] Ā for all own nodes
     train_rows: Rows = field(init=False)  # [finish] Ā for the own training nodes
     fixed: Tensor = field(init=False)  # [adopt] S [n, d_s], if it is not trained
-    encoder: Encoder | None = None  # g; its weights are those that were loaded last
+    encoder: Encoder | None = None  # g; with `private`, its weights are those loaded last
     beta: Tensor | None = None  # [evaluate] the last β, if it is trained
 
     # Sums instead of embeddings (`private`).
@@ -107,9 +89,13 @@ def state_of(client: Client) -> StructureState:
     return state
 
 
-def gradients_of(module: nn.Module) -> Message:
-    """Returns the gradients of a module's parameters, by name; zeros where there is none."""
+def gradients_of(parameters: nn.Module | Mapping[str, Tensor]) -> Message:
+    """Returns the gradients of a module's parameters, or of tensors, by name.
+
+    They are zeros where there is none.
+    """
+    named = parameters.named_parameters() if isinstance(parameters, nn.Module) else parameters
     return {
         name: torch.zeros_like(p) if p.grad is None else p.grad
-        for name, p in sorted(module.named_parameters())
+        for name, p in sorted(dict(named).items())
     }
