@@ -10,7 +10,7 @@ from fedloom.core.facts import Facts
 from fedloom.core.message import flatten
 from fedloom.data.synthetic import synthetic
 from fedloom.engines.stacked import engine as stacked
-from fedloom.engines.stacked import private_torch
+from fedloom.nn import private_torch
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.install.requirements import DEPENDENCIES, EXTRAS
 SOURCE = ROOT / "src"
 CORE = {requirement.module for requirement in DEPENDENCIES}
 OPTIONAL = {each.module for extra in EXTRAS.values() for each in extra} - CORE
-PRIVATE_TORCH = SOURCE / "fedloom" / "engines" / "stacked" / "private_torch.py"
+PRIVATE_TORCH = SOURCE / "fedloom" / "nn" / "private_torch.py"
 # Modules that import an extra when they are imported. The others import these where they use them.
 FLOWER = (
     "apps",

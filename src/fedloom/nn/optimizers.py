@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fedloom.nn.private_torch import fused_adam
+
 
 def _bare(method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the method that PyTorch wrapped, or the method itself if it is not wrapped."""
@@ -45,38 +47,21 @@ class Adam(_Uncompiled, torch.optim.Adam):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Takes one step. closure: must be None."""
         assert closure is None, "call backward before the step"
-        if not all(map(_is_plain, self.param_groups)):
+        if not all(map(_is_plain, self.param_groups)) or not self._fused_step():
             self._any_step()
-            return
-        for group in self.param_groups:
-            self._step_of(group)
 
     # PyTorch wraps a step unless it says that it calls hooks itself. Nothing here has hooks.
     step.hooked = True  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def _step_of(self, group: dict[str, Any]) -> None:
-        params = [p for p in group["params"] if p.grad is not None]
-        if not params:
-            return
-        states = [self.state[p] or self._begin(p) for p in params]
-        steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1)
-        torch._fused_adam_(
-            params,
-            [p.grad for p in params],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            steps,
-            lr=group["lr"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
+    def _fused_step(self) -> bool:
+        """Steps all groups by the kernel. Returns False if this PyTorch has none."""
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] or self._begin(p) for p in params]
+            if params and not fused_adam(params, states, group):
+                return False
+        return True
 
     def _begin(self, p: Tensor) -> dict[str, Tensor]:
         """Returns the state of a parameter before its first step."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from fedloom.core.shared_rows import SharedRows, Sharing
-from fedloom.engines.stacked.private_torch import version
 from fedloom.nn import optimizers
+from fedloom.nn.private_torch import version
 from fedloom.nn.weights import Slot, slots_of
 
 

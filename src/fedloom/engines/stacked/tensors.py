@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.engines.stacked.matmul import split
-from fedloom.engines.stacked.private_torch import lazy_clone, version
+from fedloom.nn.private_torch import lazy_clone, version
 from fedloom.nn.weights import Weights
 
 
