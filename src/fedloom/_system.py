@@ -321,7 +321,7 @@ def _first_signal(number: int, frame: object) -> None:
 # ---- memory ----
 
 _LARGE = 256 * 2**20  # blocks of at least this many bytes are returned to the system when freed
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # from malloc.h
 MALLOC_VARIABLES = (
     "MALLOC_TRIM_THRESHOLD_",
     "MALLOC_MMAP_THRESHOLD_",
@@ -339,9 +339,8 @@ def retained_memory() -> Iterator[None]:
     time on small graphs. Other allocators, and settings from the environment, are left alone. The
     previous thresholds cannot be read, so they are not restored.
     """
-    libc = ctypes.CDLL(None)
-    is_glibc = hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim")
-    if not is_glibc or any(name in os.environ for name in MALLOC_VARIABLES):
+    libc = _glibc()
+    if libc is None:
         yield
         return
     libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
@@ -350,6 +349,23 @@ def retained_memory() -> Iterator[None]:
         yield
     finally:
         libc.malloc_trim(ctypes.c_size_t(0))
+
+
+def allocate_from_one_arena() -> None:
+    """Makes the threads that this process starts from now on allocate where its main thread does.
+
+    By default glibc gives each thread memory of its own, which it returns to the system in spite of
+    `retained_memory`.
+    """
+    if libc := _glibc():
+        libc.mallopt(_M_ARENA_MAX, 1)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    """Returns glibc; None if another allocator or the environment decides about memory."""
+    libc = ctypes.CDLL(None)
+    is_glibc = hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim")
+    return None if not is_glibc or any(n in os.environ for n in MALLOC_VARIABLES) else libc
 
 
 def peak_memory() -> int:

@@ -20,7 +20,7 @@ from fedloom.core.phase import phase
 from fedloom.data.datasets import find
 from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
-from fedloom.engines._workers import WorkerError, grouped_by_content, partition
+from fedloom.engines._workers import WorkerError, contents_of, partition
 from fedloom.engines.processes import Block, Engine
 from fedloom.errors import ConfigError, MessageError, Refusal
 from fedloom.experiments.callbacks import Callback
@@ -193,13 +193,14 @@ def test_equal_tensors_are_written_once():
         {name: torch.full((3,), float(k)) for k, name in enumerate(NAMES)},
     )
     block = Block()
-    layout = block.write(grouped_by_content({name: {"model": {"w": model}} for name in NAMES}))
-    assert [clients for clients, _ in layout] == [list(NAMES)]
+    layout = block.write(contents_of({name: {"model": {"w": model}} for name in NAMES}))
+    assert [clients for clients, _, _ in layout] == [list(NAMES)]
     layout = block.write(
-        grouped_by_content({name: {"model": {"w": model}, "own": own[name]} for name in NAMES})
+        contents_of({name: {"model": {"w": model}, "own": own[name]} for name in NAMES})
     )
     assert (
-        len({place for _, rows in layout for name, _, _, place in rows if name == "model/w"}) == 1
+        len({place for _, _, rows in layout for name, _, _, place in rows if name == "model/w"})
+        == 1
     )
     assert all(torch.equal(block.read(layout)[name]["own"], own[name]) for name in NAMES)
     block.close()
@@ -215,7 +216,7 @@ def test_shared_memory_grows_and_holds_all_dtypes():
             "turned": torch.arange(6.0).view(2, 3).t(),
             "none": torch.zeros(0, 4),
         }
-        read = block.read(block.write(grouped_by_content({"a": {"nested": tensors}, "b": {}})))
+        read = block.read(block.write(contents_of({"a": {"nested": tensors}, "b": {}})))
         assert read["b"] == {}
         assert read["a"]["nested"].keys() == tensors.keys()
         for name, tensor in tensors.items():

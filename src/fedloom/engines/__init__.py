@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # mypy checks here that every engine satisfies the protocol
 
 AUTO = "auto"
 _ELSEWHERE = {"flower": "fedloom.deploy.engine"}  # an engine that needs a later layer
-_WITH_WORKERS = ("processes", "ray")
+_WITH_WORKERS = ("processes", "stacked_processes", "ray")
 
 
 def engine_names() -> list[str]:
