@@ -1,4 +1,4 @@
-"""Private helpers around the operating system: atomic files, crash points, signals, memory."""
+"""Private helpers around the operating system: files, crash points, signals, cores, memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import tomllib
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -316,6 +317,51 @@ def _first_signal(number: int, frame: object) -> None:
     if number == signal.SIGTERM:
         raise SystemExit(128 + number)
     raise KeyboardInterrupt
+
+
+# ---- processes ----
+_cores_are_shared = False
+
+
+def cores() -> int:
+    """Returns the number of cores that this process may use, within the limits of a container."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(count or 1, _quota(Path("/sys/fs/cgroup/cpu.max")))
+
+
+def _quota(limit: Path) -> int:
+    """Returns the cores that a control group (version 2) allows, at least 1."""
+    if not limit.exists():
+        return sys.maxsize
+    quota, period = limit.read_text().split()
+    return sys.maxsize if quota == "max" else max(1, int(quota) // int(period))
+
+
+def share_cores() -> None:
+    """Says that other processes do the same as this one at the same time; see `free_cores`."""
+    global _cores_are_shared
+    _cores_are_shared = True
+
+
+def free_cores() -> int:
+    """Returns how many cores this process may take without being asked to.
+
+    It is one if another process started this one, as a pool does: its siblings have the others.
+    """
+    from multiprocessing import parent_process  # here, since most commands do not need it
+
+    return 1 if _cores_are_shared or parent_process() is not None else cores()
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """Lets the block fork. Python 3.12 warns if there are threads, as in a notebook.
+
+    A forked process of fedloom does not use its parent's threads.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
+        yield
 
 
 # ---- memory ----

@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom._system import allocate_from_one_arena
+from fedloom._system import allocate_from_one_arena, cores, forking
 from fedloom.core.absence import FaultPolicy
 from fedloom.core.client import Client
 from fedloom.core.message import DTYPES, Batch, Message, isolate
@@ -155,7 +155,7 @@ class Engine(WorkerEngine[Place]):
 
     def cores(self) -> int:
         """Returns the number of cores that this process may use."""
-        return len(os.sched_getaffinity(0))
+        return cores()
 
     def start(self, method: Method, groups: list[list[Client]]) -> None:
         """Forks a worker for each group."""
@@ -179,7 +179,8 @@ class Engine(WorkerEngine[Place]):
             )  # fmt: skip
             name = f"fedloom worker {k}"
             worker = fork.Process(target=_work, args=arguments, name=name, daemon=True)
-            worker.start()
+            with forking():
+                worker.start()
             self._workers.append(worker)
             there.close()
 
