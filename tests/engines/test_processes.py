@@ -22,6 +22,7 @@ from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
 from fedloom.engines._workers import WorkerError, contents_of, partition
 from fedloom.engines.processes import Block, Engine
+from fedloom.engines.stacked_processes import Engine as StackedEngine
 from fedloom.errors import ConfigError, MessageError, Refusal
 from fedloom.experiments.callbacks import Callback
 from fedloom.experiments.report.tables import workers
@@ -100,9 +101,9 @@ def clients(sizes=(8, 8, 8)):
     return [Client(name, graph(nodes), facts) for name, nodes in zip(names, sizes, strict=True)]
 
 
-@pytest.fixture
-def engine():
-    made = Engine(Odd(), clients(), workers=2)
+@pytest.fixture(params=[Engine, StackedEngine], ids=["loop inside", "stacked inside"])
+def engine(request):
+    made = request.param(Odd(), clients(), workers=2)
     yield made
     made.close()
 
@@ -179,7 +180,7 @@ def test_workers_is_a_setting_of_engines_with_workers():
     with pytest.raises(
         ConfigError,
         match=r"run\.workers is 2, engine 'loop' has none; "
-        r"valid: 0, or run\.engine auto, processes or ray",
+        r"valid: 0, or run\.engine auto, processes, stacked_processes or ray",
     ):
         RunSettings(engine="loop", workers=2)
     with pytest.raises(ConfigError, match=r"run\.workers is -1, must be a whole number at least 0"):
