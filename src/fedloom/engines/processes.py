@@ -60,7 +60,7 @@ from fedloom.engines.base import EngineFactory
 from fedloom.errors import ConfigError
 
 if not hasattr(os, "memfd_create"):
-    raise ConfigError("run.engine 'processes' needs Linux (fork and memfd); use loop here")
+    raise ConfigError("engines with worker processes need Linux (fork and memfd); use stacked here")
 
 ALIGNED = 64  # bytes: the alignment of tensors that vector instructions prefer
 Place = tuple[int, int]  # begin and length
