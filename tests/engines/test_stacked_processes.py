@@ -12,7 +12,7 @@ from fedloom.core.message import Batch, Message, flatten
 from fedloom.core.method import Method
 from fedloom.core.phase import phase
 from fedloom.data.graph import Graph
-from fedloom.engines._workers import contents_of, joined, messages_of
+from fedloom.engines._workers import added, contents_of, joined, messages_of
 from fedloom.engines.stacked_processes import Engine
 from fedloom.errors import ConfigError
 from fedloom.experiments.run import run
@@ -234,5 +234,23 @@ def test_a_run_says_how_its_workers_ran(node_federation):
         "fedavg", node_federation, model="gcn-2x8", rounds=1, engine="stacked_processes", workers=2
     )
     assert result.summary["engine"] == "stacked_processes"
-    assert result.summary["engine_details"]["workers"] == 2
+    details = result.summary["engine_details"]
+    assert (details["workers"], details["clients_per_worker"]) == (2, [2, 2])
+    assert details["clients_per_group"] == [2, 2]
+    stacked = fedloom.run(
+        "fedavg", node_federation, model="gcn-2x8", rounds=1, engine="stacked"
+    ).summary["engine_details"]
+    assert details["phases"] == stacked["phases"]
+    assert details["phases"]["train"]["batched"] > 0
+
+
+def test_details_add_up():
+    one, other = {"a": [1], "b": {"x": 1, "y": 2}}, {"a": [2, 3], "b": {"x": 10}, "c": 4}
+    assert added(one, other) == {"a": [1, 2, 3], "b": {"x": 11, "y": 2}, "c": 4}
+
+
+def test_a_run_keeps_the_models_of_all_clients(node_federation):
+    result = fedloom.run(
+        "fedavg", node_federation, model="gcn-2x8", rounds=1, engine="stacked_processes", workers=2
+    )
     assert len(result.models) == 1 + node_federation.num_clients

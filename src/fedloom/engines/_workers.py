@@ -6,12 +6,13 @@ returns their errors.
 
 from __future__ import annotations
 
+import json
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -127,7 +128,7 @@ def execute(
 
     Args:
         engine: The worker's own engine.
-        command: "call", "snapshot", "restore", "keep", "models", "artifacts" or "peak".
+        command: "call", "snapshot", "restore", "keep", "models", "artifacts", "details" or "peak".
         phase: The phase of a call; the stage of "keep" and "models".
         messages: The messages to the worker's clients.
         pack: Converts the replies to the form in which they travel.
@@ -164,6 +165,9 @@ def _result(
         return {}
     if command == "peak":
         return {next(iter(messages)): {"mb": torch.tensor(engine.peak_mb())}}
+    if command == "details":
+        text = json.dumps(engine.details()).encode()
+        return {next(iter(messages)): {"json": torch.tensor(list(text), dtype=torch.uint8)}}
     shared = next(iter(messages.values()), {}).get("shared")  # the same for all clients
     if command == "keep":
         engine.keep_models(phase, shared)
@@ -330,6 +334,16 @@ class WorkerEngine(ABC, Generic[Share]):
         """Returns the number of workers, and the number of clients of each."""
         return {"workers": len(self.held), "clients_per_worker": [len(held) for held in self.held]}
 
+    def details_inside(self) -> dict[str, Any]:
+        """Returns what the engines of the workers say about themselves; nothing once closed.
+
+        Numbers of several workers are added up, and lists are chained.
+        """
+        said: dict[str, Any] = {}
+        for reply in (self._command_all("details") if self.open else {}).values():
+            said = added(said, json.loads(bytes(reply["json"].tolist())))
+        return said
+
     def peak_mb(self) -> float:
         """Returns the sum of the peak memory of this process and of each worker.
 
@@ -433,6 +447,16 @@ class WorkerEngine(ABC, Generic[Share]):
                 held = ", ".join(c for c in self.names if self.home[c] == worker)
                 raise WorkerError(f"{error}; it had clients {held}") from error.__cause__
             self.lost[worker] = str(error)
+
+
+def added(one: Any, other: Any) -> Any:
+    """Returns the sum of two numbers, of two lists, or of two dicts by key."""
+    if not isinstance(one, dict):
+        return one + other
+    return {
+        key: added(one[key], other[key]) if key in one and key in other else {**one, **other}[key]
+        for key in {**one, **other}
+    }
 
 
 def _raise_first(given: Mapping[str, Message | Absent]) -> None:

@@ -10,7 +10,7 @@ workers' tensors, so a round with a thousand clients costs it a few copies.
 from typing import ClassVar
 
 from fedloom.engines import processes, stacked
-from fedloom.engines.base import EngineFactory
+from fedloom.engines.base import Details, EngineFactory
 
 
 class Engine(processes.Engine):
@@ -18,3 +18,7 @@ class Engine(processes.Engine):
 
     tolerates_failures: ClassVar[bool] = False  # a client that fails stops its group
     inside: ClassVar[EngineFactory] = stacked.Engine
+
+    def details(self) -> Details:
+        """Returns the workers, and the groups and calls of all of them as in the stacked engine."""
+        return {**super().details(), **self.details_inside()}
