@@ -121,6 +121,13 @@ def test_auto_does_not_fork_where_a_fork_cannot_train(node_federation, cores, mo
         with pytest.raises(fedloom.ConfigError, match=text):
             choice(node_federation, engine=engine)
 
+    def killed(*arguments):
+        return attempt(*arguments) if os.getpid() == here else os._exit(3)
+
+    monkeypatch.setattr(memory_estimate, "_try", killed)
+    with pytest.raises(fedloom.ConfigError, match=r"cannot train here \(it ended with exit code 3"):
+        choice(node_federation, engine="processes")
+
     def nowhere(*arguments):
         raise ValueError("a wrong model")
 

@@ -304,7 +304,7 @@ def _answer_all(
 
     def pack(contents: list[Content]) -> Layout:
         return [
-            (None if clients == names else clients, stacked, rows)
+            (None if list(clients) == names else clients, stacked, rows)
             for clients, stacked, rows in answered.write(contents)
         ]
 

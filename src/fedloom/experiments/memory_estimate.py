@@ -288,10 +288,11 @@ def _try_in_fork(engine: str, graph: Graph, facts: Facts, spec: str) -> Cost:
     try:
         found = json.loads(here.recv_bytes())
     except EOFError:
+        process.join()
         found = f"it ended with exit code {process.exitcode}"
     finally:
         here.close()
-        process.join()
+    process.join()
     if isinstance(found, dict):
         return Cost(**found)
     _try(graph, facts, spec)  # an error of the model has nothing to do with the fork
