@@ -303,8 +303,9 @@ def _answer_all(
     torch.set_num_threads(threads)
 
     def pack(contents: list[Content]) -> Layout:
+        """Writes replies. One list of names less, if they are the replies of all clients."""
         return [
-            (None if list(clients) == names else clients, stacked, rows)
+            (None if clients is None or list(clients) == names else clients, stacked, rows)
             for clients, stacked, rows in answered.write(contents)
         ]
 
