@@ -303,7 +303,7 @@ def _answer_all(
     torch.set_num_threads(threads)
 
     def pack(contents: list[Content]) -> Layout:
-        """Writes replies. One list of names less, if they are the replies of all clients."""
+        """Writes replies. Leaves out the names, if all clients of this worker have answered."""
         return [
             (None if clients is None or list(clients) == names else clients, stacked, rows)
             for clients, stacked, rows in answered.write(contents)
