@@ -19,7 +19,7 @@ from fedloom.core.message import flatten, unflatten
 from fedloom.core.registry import make_method, method_class, method_names
 from fedloom.data.federation import Federation
 from fedloom.data.synthetic import synthetic, synthetic_graphs
-from fedloom.engines import engine_names
+from fedloom.engines import engine_names, in_lockstep
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError, MessageError, Refusal, RoundFailed
 from fedloom.experiments.recipe import make_recipe
@@ -32,9 +32,11 @@ THOROUGH = ("fedavg", "fedstruct")  # methods that are tested with every fault a
 # Methods that cover all that the processes engine carries: sums, peer messages, plug-ins.
 IN_PROCESSES = ("fedavg", "fedgcn", "fedgh", "fedpg", "fedstruct", "opfgl")
 
+# Engines that run clients in lockstep round differently than the loop.
+LOCKSTEP = [e for e in engine_names() if in_lockstep(e)]
 # Engines that must be bit-identical to the loop. Ray and Flower take seconds to start and have
-# tests of their own; the stacked engine rounds differently.
-EXACT = [e for e in engine_names() if e not in ("loop", "ray", "flower", "stacked")]
+# tests of their own.
+EXACT = [e for e in engine_names() if e not in ("loop", "ray", "flower", *LOCKSTEP)]
 FAULTS = ("nan", "inf", "shape", "dtype", "missing", "extra")
 _cached = {}
 
@@ -53,9 +55,11 @@ def pytest_generate_tests(metafunc):
         tasks = {n: [t for t in ("node", "graph") if t in method_class(n).tasks] for n in METHODS}
         cases = [(n, task) for n in METHODS for task in tasks[n]]
         if "engine" in wanted:
-            cases = [
-                (*c, e) for e in EXACT for c in cases if e != "processes" or c[0] in IN_PROCESSES
-            ]
+            if metafunc.function is test_engines_in_lockstep_agree_with_the_loop:
+                cases = [(*c, e) for e in LOCKSTEP for c in cases]
+            else:
+                some = {"processes": IN_PROCESSES}
+                cases = [(*c, e) for e in EXACT for c in cases if c[0] in some.get(e, METHODS)]
             metafunc.parametrize(("name", "task", "engine"), cases)
             return
         if metafunc.function is test_every_setting_changes_something:
@@ -205,11 +209,11 @@ def test_engines_are_bit_identical_to_the_loop(name, task, engine, federation):
     assert same_bits(loop, other)
 
 
-def test_the_stacked_engine_agrees_with_the_loop(name, task, federation):
-    loop, stacked = plain(name, federation), go(name, federation, engine="stacked")
-    assert loop.traffic == stacked.traffic
+def test_engines_in_lockstep_agree_with_the_loop(name, task, engine, federation):
+    loop, other = plain(name, federation), go(name, federation, engine=engine)
+    assert loop.traffic == other.traffic
     # Adam divides a gradient by its own size. Where large terms cancel, it scales rounding errors.
-    off = differences(loop, stacked)
+    off = differences(loop, other)
     assert off.max() < 1e-4
     assert (off > 1e-5).float().mean() < 0.01
 

@@ -1,4 +1,4 @@
-"""Private helpers around the operating system: atomic files, crash points, signals, memory."""
+"""Private helpers around the operating system: files, crash points, signals, cores, memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -321,10 +322,55 @@ def _first_signal(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
+# ---- processes ----
+_cores_are_shared = False
+
+
+def cores() -> int:
+    """Returns the number of cores that this process may use, within the limits of a container."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(count or 1, _quota(Path("/sys/fs/cgroup/cpu.max")))
+
+
+def _quota(limit: Path) -> int:
+    """Returns the cores that a control group (version 2) allows, at least 1."""
+    if not limit.exists():
+        return sys.maxsize
+    quota, period = limit.read_text().split()
+    return sys.maxsize if quota == "max" else max(1, int(quota) // int(period))
+
+
+def share_cores() -> None:
+    """Says that other processes do the same as this one at the same time; see `free_cores`."""
+    global _cores_are_shared
+    _cores_are_shared = True
+
+
+def free_cores() -> int:
+    """Returns how many cores this process may take without being asked to.
+
+    It is one if another process started this one, as a pool does: its siblings have the others.
+    """
+    from multiprocessing import parent_process  # here, since most commands do not need it
+
+    return 1 if _cores_are_shared or parent_process() is not None else cores()
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """Lets the block fork. Python 3.12 warns if there are threads, as in a notebook.
+
+    A forked process of fedloom does not use its parent's threads.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
+        yield
+
+
 # ---- memory ----
 
 _LARGE = 256 * 2**20  # blocks of at least this many bytes are returned to the system when freed
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # from malloc.h
 MALLOC_VARIABLES = (
     "MALLOC_TRIM_THRESHOLD_",
     "MALLOC_MMAP_THRESHOLD_",
@@ -342,9 +388,8 @@ def retained_memory() -> Iterator[None]:
     time on small graphs. Other allocators, and settings from the environment, are left alone. The
     previous thresholds cannot be read, so they are not restored.
     """
-    libc = ctypes.CDLL(None)
-    is_glibc = hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim")
-    if not is_glibc or any(name in os.environ for name in MALLOC_VARIABLES):
+    libc = _glibc()
+    if libc is None:
         yield
         return
     libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
@@ -353,6 +398,23 @@ def retained_memory() -> Iterator[None]:
         yield
     finally:
         libc.malloc_trim(ctypes.c_size_t(0))
+
+
+def allocate_from_one_arena() -> None:
+    """Makes the threads that this process starts from now on allocate where its main thread does.
+
+    By default glibc gives each thread memory of its own, which it returns to the system in spite of
+    `retained_memory`.
+    """
+    if libc := _glibc():
+        libc.mallopt(_M_ARENA_MAX, 1)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    """Returns glibc; None if another allocator or the environment decides about memory."""
+    libc = ctypes.CDLL(None)
+    is_glibc = hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim")
+    return None if not is_glibc or any(n in os.environ for n in MALLOC_VARIABLES) else libc
 
 
 def peak_memory() -> int:

@@ -106,8 +106,8 @@ LearningRate = Annotated[
 Engine = Annotated[
     str | None,
     option(
-        "how clients run: auto, loop, stacked, wire, processes, ray or flower (default: auto, the "
-        "fastest that gives the run what it asks for)",
+        "how clients run: auto, loop, stacked, wire, processes, stacked_processes, ray or flower "
+        "(default: auto, the fastest that gives the run what it asks for)",
         complete=ENGINES,
     ),
 ]

@@ -488,7 +488,7 @@ BAD = {
     "a dataset as recipe": (["run", "cora"], ["'cora'", "--dataset cora"]),
     "workers of the loop": (
         ["run", "--engine", "loop", "--set", "run.workers=2"],
-        ["run.workers", "auto, processes or ray"],
+        ["run.workers", "auto, processes, stacked_processes or ray"],
     ),
     "checkpoints": (["run", "--set", "run.checkpoint_every=-2"], ["checkpoint_every", "-1"]),
     "unknown baseline": (["run", *SMALL, "--baselines", "locl"], ["'locl'", "'local'"]),

@@ -68,11 +68,8 @@ def test_sums_and_means_are_those_of_the_dense_stack(stack):
 
 def test_selected_and_joined_clients_keep_their_matrices(stack):
     order = torch.tensor([2, 0])
-    chosen = SharedRows(stack.stored, stack.sharing.select(order))
-    assert torch.equal(chosen.dense(), stack.dense()[order])
-    joined = SharedRows(
-        torch.cat([stack.stored, stack.stored + 1]), Sharing.joined([stack.sharing] * 2)
-    )
+    assert torch.equal(stack.select(order).dense(), stack.dense()[order])
+    joined = SharedRows.joined([stack, SharedRows(stack.stored + 1, stack.sharing)])
     assert torch.equal(joined.dense(), torch.cat([stack.dense(), stack.dense() + 1]))
 
 

@@ -20,8 +20,9 @@ from fedloom.core.phase import phase
 from fedloom.data.datasets import find
 from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
-from fedloom.engines._workers import WorkerError, grouped_by_content, partition
+from fedloom.engines._workers import WorkerError, contents_of, partition
 from fedloom.engines.processes import Block, Engine
+from fedloom.engines.stacked_processes import Engine as StackedEngine
 from fedloom.errors import ConfigError, MessageError, Refusal
 from fedloom.experiments.callbacks import Callback
 from fedloom.experiments.report.tables import workers
@@ -100,9 +101,9 @@ def clients(sizes=(8, 8, 8)):
     return [Client(name, graph(nodes), facts) for name, nodes in zip(names, sizes, strict=True)]
 
 
-@pytest.fixture
-def engine():
-    made = Engine(Odd(), clients(), workers=2)
+@pytest.fixture(params=[Engine, StackedEngine], ids=["loop inside", "stacked inside"])
+def engine(request):
+    made = request.param(Odd(), clients(), workers=2)
     yield made
     made.close()
 
@@ -179,7 +180,7 @@ def test_workers_is_a_setting_of_engines_with_workers():
     with pytest.raises(
         ConfigError,
         match=r"run\.workers is 2, engine 'loop' has none; "
-        r"valid: 0, or run\.engine auto, processes or ray",
+        r"valid: 0, or run\.engine auto, processes, stacked_processes or ray",
     ):
         RunSettings(engine="loop", workers=2)
     with pytest.raises(ConfigError, match=r"run\.workers is -1, must be a whole number at least 0"):
@@ -193,13 +194,14 @@ def test_equal_tensors_are_written_once():
         {name: torch.full((3,), float(k)) for k, name in enumerate(NAMES)},
     )
     block = Block()
-    layout = block.write(grouped_by_content({name: {"model": {"w": model}} for name in NAMES}))
-    assert [clients for clients, _ in layout] == [list(NAMES)]
+    layout = block.write(contents_of({name: {"model": {"w": model}} for name in NAMES}))
+    assert [clients for clients, _, _ in layout] == [list(NAMES)]
     layout = block.write(
-        grouped_by_content({name: {"model": {"w": model}, "own": own[name]} for name in NAMES})
+        contents_of({name: {"model": {"w": model}, "own": own[name]} for name in NAMES})
     )
     assert (
-        len({place for _, rows in layout for name, _, _, place in rows if name == "model/w"}) == 1
+        len({place for _, _, rows in layout for name, _, _, place in rows if name == "model/w"})
+        == 1
     )
     assert all(torch.equal(block.read(layout)[name]["own"], own[name]) for name in NAMES)
     block.close()
@@ -215,7 +217,7 @@ def test_shared_memory_grows_and_holds_all_dtypes():
             "turned": torch.arange(6.0).view(2, 3).t(),
             "none": torch.zeros(0, 4),
         }
-        read = block.read(block.write(grouped_by_content({"a": {"nested": tensors}, "b": {}})))
+        read = block.read(block.write(contents_of({"a": {"nested": tensors}, "b": {}})))
         assert read["b"] == {}
         assert read["a"]["nested"].keys() == tensors.keys()
         for name, tensor in tensors.items():

@@ -102,7 +102,10 @@ def matrix_of(panel):
 
 
 # ---- artifacts of a run ----
-SLOW_ENGINES = [pytest.param(engine, marks=pytest.mark.slow) for engine in ("processes", "ray")]
+SLOW_ENGINES = [
+    pytest.param(engine, marks=pytest.mark.slow)
+    for engine in ("processes", "stacked_processes", "ray")
+]
 
 
 @pytest.mark.parametrize("method", GIVEN)

@@ -1,13 +1,18 @@
 """The engine of a run whose engine is "auto"."""
 
 import json
+import multiprocessing
+import os
 from itertools import pairwise
 
 import pytest
 
 import fedloom
+from fedloom import _system
+from fedloom._system import free_cores
 from fedloom.core.registry import make_method
-from fedloom.experiments import checkpoint, grid, memory_estimate
+from fedloom.engines.stacked import engine as stacked_engine
+from fedloom.experiments import checkpoint, engine_choice, grid, memory_estimate
 from fedloom.experiments.engine_choice import choose_engine
 from fedloom.experiments.recipe import make_recipe
 from fedloom.experiments.run import agree_on_facts
@@ -29,7 +34,7 @@ def test_the_default_is_auto_and_it_chooses_stacked(node_federation, graph_feder
         assert choice(federation)[:2] == ("stacked", "the fastest in one process")
 
 
-@pytest.mark.parametrize("engine", ["loop", "wire", "stacked", "processes"])
+@pytest.mark.parametrize("engine", ["loop", "wire", "stacked", "processes", "stacked_processes"])
 def test_an_engine_that_is_named_is_taken(node_federation, engine):
     assert choice(node_federation, engine=engine)[:2] == (engine, "")
 
@@ -38,7 +43,135 @@ def test_an_engine_that_is_named_is_taken(node_federation, engine):
 def test_workers_and_deadlines_are_those_of_processes(node_federation, name):
     for more in ({}, {"quorum": 0.5}):
         found = choice(node_federation, **{name: 2}, **more)
-        assert found[:2] == ("processes", f"run.{name} is set")
+        stacked = name == "workers" and not more  # nobody may be absent
+        engine = "stacked_processes" if stacked else "processes"
+        assert found[:2] == (engine, f"run.{name} is set")
+        assert found.workers == (2 if name == "workers" else 0)
+
+
+# ---- free cores ----
+@pytest.fixture
+def cores(monkeypatch):
+    """Sets the number of free cores, and how much work a federation must have to use two."""
+
+    def say(count, hidden_values=100):
+        monkeypatch.setattr(engine_choice, "free_cores", lambda: count)
+        monkeypatch.setattr(engine_choice, "HIDDEN_VALUES", hidden_values)
+
+    return say
+
+
+def test_free_cores_are_used_if_there_is_work_for_them(node_federation, cores):
+    hidden = 8 * sum(graph.num_nodes for graph in node_federation.graphs)
+    clients = node_federation.num_clients
+    for count, values, expected in (
+        (2, hidden, 2),
+        (2, hidden + 1, 1),
+        (1, 1, 1),
+        (3, 1, 3),
+        (99, 1, clients),  # at most one worker per client
+        (99, 2 * hidden // 3, 3),  # three times half of what two workers need
+    ):
+        cores(count, values)
+        found = choice(node_federation)
+        assert found.engine == ("stacked_processes" if expected > 1 else "stacked")
+        assert found.workers == (expected if expected > 1 else 0)
+    cores(4)
+    assert choice(node_federation, threads=2).workers == 2
+    assert choice(node_federation, threads=3).engine == "stacked"
+    assert choice(node_federation, engine="stacked").engine == "stacked"
+    assert choice(node_federation, quorum=0.5).engine == "loop"
+
+
+def test_clients_that_fill_a_group_by_themselves_use_free_cores(
+    node_federation, cores, monkeypatch
+):
+    monkeypatch.setattr("fedloom.engines.stacked.engine.GROUP_BYTES", 1.0)
+    cores(2)
+    assert choice(node_federation)[:2] == ("processes", "the fastest on 2 cores")
+    assert choice(node_federation.merged()).engine == "loop"
+
+
+def test_workers_that_do_not_fit_into_the_memory_are_not_used(node_federation, cores, monkeypatch):
+    monkeypatch.setattr(stacked_engine, "GROUP_BYTES", 4e4)  # two groups, which step at once
+    engines = ("loop", "stacked", "stacked_processes")
+    loop, stacked, workers = (choice(node_federation, engine=e).need.total for e in engines)
+    assert loop < stacked < workers
+    cores(2)
+    for free, expected in zip((loop, stacked, workers), engines, strict=True):
+        monkeypatch.setattr(memory_estimate, "available", lambda free=free: free)
+        assert choice(node_federation).engine == expected
+
+
+def test_auto_does_not_fork_where_a_fork_cannot_train(node_federation, cores, monkeypatch):
+    here, attempt = os.getpid(), memory_estimate._try
+
+    def only_here(*arguments):
+        if os.getpid() != here:
+            raise RuntimeError("no gradients")
+        return attempt(*arguments)
+
+    monkeypatch.setattr(memory_estimate, "_try", only_here)
+    cores(2)
+    assert choice(node_federation)[:2] == ("stacked", "the fastest in one process")
+    for engine in ("processes", "stacked_processes"):
+        text = (
+            rf"run\.engine '{engine}': a forked process cannot train here \(RuntimeError: no grad"
+        )
+        with pytest.raises(fedloom.ConfigError, match=text):
+            choice(node_federation, engine=engine)
+
+    def killed(*arguments):
+        return attempt(*arguments) if os.getpid() == here else os._exit(3)
+
+    monkeypatch.setattr(memory_estimate, "_try", killed)
+    with pytest.raises(fedloom.ConfigError, match=r"cannot train here \(it ended with exit code 3"):
+        choice(node_federation, engine="processes")
+
+    def nowhere(*arguments):
+        raise ValueError("a wrong model")
+
+    monkeypatch.setattr(memory_estimate, "_try", nowhere)
+    for engine in ("auto", "processes"):  # it has nothing to do with forks
+        with pytest.raises(ValueError, match="a wrong model"):
+            choice(node_federation, engine=engine)
+
+
+def _send_free_cores(pipe):
+    pipe.send(free_cores())
+
+
+def test_a_process_of_a_pool_leaves_the_cores_to_its_siblings(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr(_system, "_quota", lambda limit: 99)
+    assert free_cores() == 3
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe()
+    process = fork.Process(target=_send_free_cores, args=(there,))
+    process.start()
+    assert here.recv() == 1
+    process.join()
+    monkeypatch.setattr(_system, "_cores_are_shared", False)  # and undoes what follows
+    _system.share_cores()
+    assert free_cores() == 1
+
+
+def test_a_container_limits_the_cores(tmp_path):
+    limit = tmp_path / "cpu.max"
+    assert _system._quota(limit) > 10**6
+    for text, expected in (("200000 100000", 2), ("50000 100000", 1), ("350000 100000", 3)):
+        limit.write_text(f"{text}\n")
+        assert _system._quota(limit) == expected
+    limit.write_text("max 100000\n")
+    assert _system._quota(limit) > 10**6
+
+
+def test_a_run_uses_free_cores_by_itself(node_federation, cores):
+    cores(2)
+    result = fedloom.run("fedavg", node_federation, model=MODEL, rounds=2)
+    details = result.summary["engine_details"]
+    assert result.summary["engine"] == "stacked_processes"
+    assert (details["chosen_by"], details["workers"]) == ("auto", 2)
 
 
 def test_a_quorum_below_1_is_for_the_loop(node_federation):

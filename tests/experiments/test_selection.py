@@ -198,13 +198,14 @@ def test_a_loss_that_is_not_finite_is_none(node_federation):
 
 
 def test_losses_are_the_same_in_all_engines(node_federation):
-    engines = ("loop", "wire", "processes", "stacked")
+    engines = ("loop", "wire", "processes", "stacked", "stacked_processes")
     loop, *others = (
         [entry["loss"] for entry in go(node_federation, engine=engine).history]
         for engine in engines
     )
     assert others[0] == others[1] == loop
     assert others[2] == pytest.approx(loop, abs=1e-5)
+    assert others[3] == pytest.approx(loop, abs=1e-5)
 
 
 def test_the_loss_is_the_cross_entropy_before_each_step(node_federation):

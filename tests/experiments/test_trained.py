@@ -18,6 +18,7 @@ import fedloom
 from fedloom.core.message import flatten
 from fedloom.data.files import to_folder
 from fedloom.data.synthetic import synthetic, synthetic_graphs
+from fedloom.engines import has_workers
 from fedloom.errors import ConfigError, DataError
 from fedloom.experiments.history import History
 from fedloom.experiments.predict_command import predict
@@ -87,9 +88,9 @@ def test_the_models_are_of_the_best_round_and_the_final_ones_of_the_last(graph_f
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedsgd", "fednh"])
-@pytest.mark.parametrize("engine", ["loop", "wire", "stacked", "processes"])
+@pytest.mark.parametrize("engine", ["loop", "wire", "stacked", "processes", "stacked_processes"])
 def test_every_engine_keeps_the_models_that_were_scored(method, engine, graph_federation):
-    workers = {"workers": 2} if engine == "processes" else {}
+    workers = {"workers": 2} if has_workers(engine) else {}
     result = run(method, graph_federation, engine=engine, **workers, **QUICK)
     assert result.summary["best_round"] < result.summary["rounds"]
     assert accuracies(result) == reported(result)

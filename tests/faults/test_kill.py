@@ -139,7 +139,7 @@ def test_a_resume_may_be_killed_too(place, node_federation, unbroken, tmp_path):
     assert differences(tmp_path / "x", unbroken()) == set()
 
 
-@pytest.mark.parametrize("engine", ["wire", "stacked", "processes"])
+@pytest.mark.parametrize("engine", ["wire", "stacked", "processes", "stacked_processes"])
 @pytest.mark.parametrize(
     "place",
     places(

@@ -179,7 +179,7 @@ def test_split_names_the_parameters_of_the_head() -> None:
     assert not build_model(own_spec(Split), 12, 3, seed=1).linear
 
 
-@pytest.mark.parametrize("engine", ["wire", "stacked", "processes"])
+@pytest.mark.parametrize("engine", ["wire", "stacked", "processes", "stacked_processes"])
 def test_every_engine_agrees_with_the_loop(engine, federation) -> None:
     for model in (Plain, LinearHead):
         loop, other = (

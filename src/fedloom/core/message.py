@@ -171,6 +171,29 @@ class Batch(Mapping[str, Message]):
             yield stack.stored if isinstance(stack, SharedRows) else stack
 
 
+def joined_batches(batches: Sequence[Batch], clients: Sequence[str]) -> Batch | None:
+    """Copies batches of different clients into one, in the order of `clients`.
+
+    Returns None unless they have one schema, not an empty one, and are the messages of all clients.
+    """
+    found = [client for batch in batches for client in batch.clients]
+    schemas = {batch.schema for batch in batches}
+    if len(found) < len(clients) or len(schemas) != 1 or schemas == {()}:
+        return None
+    place = {client: k for k, client in enumerate(found)}
+    order = None if found == list(clients) else torch.tensor([place[c] for c in clients])
+    stacks: dict[str, Stack] = {}
+    for name in batches[0].stacks:
+        shared = [s for batch in batches if isinstance(s := batch.stacks[name], SharedRows)]
+        if len(shared) == len(batches):
+            joined = SharedRows.joined(shared)
+            stacks[name] = joined if order is None else joined.select(order)
+        else:
+            whole = torch.cat([batch.dense(name) for batch in batches])
+            stacks[name] = whole if order is None else whole.index_select(0, order)
+    return Batch(clients, stacks)
+
+
 def batched(messages: Mapping[str, Message]) -> Batch | None:
     """Copies {client: message} into a batch.
 

@@ -9,7 +9,8 @@ uses. `SharedRows` is a stack of matrices in that form. It behaves like the dens
 from __future__ import annotations
 
 import hashlib
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -87,19 +88,6 @@ class Sharing:
             self._mean = by, Sparse.from_edges(self.column, stored, weight, shape)
         return self._mean[1]
 
-    def select(self, clients: Tensor) -> Sharing:
-        """Returns the sharing of some of the clients, in the given order, with all stored rows."""
-        return Sharing(self.index[clients], self.column)
-
-    @staticmethod
-    def joined(parts: list[Sharing]) -> Sharing:
-        """Returns the sharing of the clients of several stacks, one stack after another."""
-        index, start = [], 0
-        for part in parts:
-            index.append(part.index + start)
-            start += part.stored
-        return Sharing(torch.cat(index), torch.cat([part.column for part in parts]))
-
 
 class SharedRows:
     """A stack of matrices [clients, rows, width] whose equal rows are stored once.
@@ -133,3 +121,23 @@ class SharedRows:
     def mean(self, by: Tensor) -> Tensor:
         """Returns Σ_k by_k · matrix_k, [rows, width]."""
         return self.sharing.mean_matrix(by) @ self.stored
+
+    def select(self, clients: Tensor) -> SharedRows:
+        """Returns the matrices of some clients, in the given order."""
+        return SharedRows(self.stored, Sharing(self.sharing.index[clients], self.sharing.column))
+
+    @staticmethod
+    def joined(parts: Sequence[SharedRows]) -> SharedRows:
+        """Copies the matrices of the clients of several stacks, one stack after another."""
+        sharings = tuple(part.sharing for part in parts)
+        sharing = sharings[0] if len(sharings) == 1 else _joined_sharing(sharings)
+        return SharedRows(torch.cat([part.stored for part in parts]), sharing)
+
+
+@lru_cache(maxsize=8)  # the same groups answer in every round, and a sharing caches its mean
+def _joined_sharing(parts: tuple[Sharing, ...]) -> Sharing:
+    index, start = [], 0
+    for part in parts:
+        index.append(part.index + start)
+        start += part.stored
+    return Sharing(torch.cat(index), torch.cat([part.column for part in parts]))

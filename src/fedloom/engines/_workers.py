@@ -1,16 +1,18 @@
 """Base of the engines that distribute the clients over workers.
 
-It decides which worker has which clients, runs a worker's commands, and returns its errors.
+It decides which worker has which clients, runs a worker's commands, joins the workers' replies, and
+returns their errors.
 """
 
 from __future__ import annotations
 
+import json
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,13 +20,12 @@ from torch import Tensor
 from fedloom._system import peak_memory
 from fedloom.core.absence import FaultPolicy
 from fedloom.core.client import Client
-from fedloom.core.message import Absent, Message, flatten, isolate
+from fedloom.core.message import Absent, Batch, Message, flatten, isolate, joined_batches, unflatten
 from fedloom.core.method import Method
 from fedloom.engines import loop
-from fedloom.engines.base import Details
+from fedloom.engines.base import Details, Engine, EngineFactory
 from fedloom.errors import FedloomError
 
-Content = tuple[dict[str, Tensor], list[str]]  # a flat message, and the clients that have it
 Failure = Mapping[str, str]  # an exception as texts: "class", "name", "text" and "traceback"
 Failures = dict[str, Failure]  # by client
 T = TypeVar("T")
@@ -33,6 +34,20 @@ Share = TypeVar("Share")  # the form in which messages travel to one worker
 
 class WorkerError(RuntimeError):
     """A worker died, or raised an error that is not one of fedloom's."""
+
+
+class Content(NamedTuple):
+    """A message that travels, with all the clients that have it; or one message of each of them.
+
+    Attributes:
+        tensors: The message, flat.
+        clients: The clients.
+        stacked: Whether each client has its own message: row k of every tensor is client k's.
+    """
+
+    tensors: dict[str, Tensor]
+    clients: Sequence[str]
+    stacked: bool = False
 
 
 # ---- distribution ----
@@ -53,29 +68,50 @@ def partition(clients: Sequence[Client], groups: int) -> list[list[Client]]:
     return [[c for c in clients if home[c.name] == k] for k in range(groups)]
 
 
-def grouped_by_content(messages: Mapping[str, Message]) -> list[Content]:
-    """Returns the different messages among {client: message}, each once, with its clients."""
-    found: dict[tuple[tuple[str, int], ...], Content] = {}
+# ---- what travels ----
+def contents_of(messages: Mapping[str, Message]) -> list[Content]:
+    """Returns {client: message} in the form in which it travels.
+
+    A message that several clients have is there once. A batch stays one tensor for each name.
+    """
+    if isinstance(messages, Batch):
+        dense = {name: messages.dense(name) for name in messages.stacks}
+        return [Content(dense, messages.clients, stacked=True)]
+    receivers: dict[int, list[str]] = {}
     for client, message in messages.items():
-        flat = flatten(message)
+        receivers.setdefault(id(message), []).append(client)
+    found: dict[tuple[tuple[str, int], ...], tuple[dict[str, Tensor], list[str]]] = {}
+    for clients in receivers.values():
+        flat = flatten(messages[clients[0]])
         key = tuple((name, id(tensor)) for name, tensor in flat.items())
-        found.setdefault(key, (flat, []))[1].append(client)
-    return list(found.values())
+        found.setdefault(key, (flat, []))[1].extend(clients)
+    return [Content(flat, clients) for flat, clients in found.values()]
+
+
+def messages_of(contents: Sequence[Content]) -> Mapping[str, Message]:
+    """The inverse of `contents_of`, without copying. A stacked content alone is a batch."""
+    parts = [
+        Batch(clients, tensors) if stacked else dict.fromkeys(clients, unflatten(tensors))
+        for tensors, clients, stacked in contents
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return {client: message for part in parts for client, message in part.items()}
 
 
 # ---- in a worker ----
 def execute(
-    engine: loop.Engine,
+    engine: Engine,
     command: str,
     phase: str,
-    messages: dict[str, Message],
+    messages: Mapping[str, Message],
     pack: Callable[[list[Content]], T],
 ) -> tuple[T, Failures]:
     """Runs a command in a worker.
 
     Args:
         engine: The worker's own engine.
-        command: "call", "snapshot", "restore", "keep", "models", "artifacts" or "peak".
+        command: "call", "snapshot", "restore", "keep", "models", "artifacts", "details" or "peak".
         phase: The phase of a call; the stage of "keep" and "models".
         messages: The messages to the worker's clients.
         pack: Converts the replies to the form in which they travel.
@@ -85,24 +121,36 @@ def execute(
     """
     try:
         given = _result(engine, command, phase, messages)
-        replies = {c: reply for c, reply in given.items() if not isinstance(reply, Absent)}
-        packed = pack(grouped_by_content(replies))
+        replies, absent = _parted(given)
+        packed = pack(contents_of(replies))
     except Exception as error:  # noqa: BLE001  (the engine raises it again)
         return pack([]), dict.fromkeys(messages, describe(error))
-    absent = {c: reply for c, reply in given.items() if isinstance(reply, Absent)}
     return packed, {c: describe(why.error) for c, why in absent.items() if why.error}
 
 
+def _parted(
+    given: Mapping[str, Message | Absent],
+) -> tuple[Mapping[str, Message], dict[str, Absent]]:
+    """Returns the replies, and the absences."""
+    if isinstance(given, Batch):
+        return given, {}
+    absent = {c: reply for c, reply in given.items() if isinstance(reply, Absent)}
+    return {c: r for c, r in given.items() if not isinstance(r, Absent)}, absent
+
+
 def _result(
-    engine: loop.Engine, command: str, phase: str, messages: dict[str, Message]
+    engine: Engine, command: str, phase: str, messages: Mapping[str, Message]
 ) -> Mapping[str, Message | Absent]:
     if command == "call":
-        return engine.call(phase, messages)
+        return engine.call(phase, dict(messages))
     if command == "restore":
         engine.restore({client: isolate(saved) for client, saved in messages.items()})
         return {}
     if command == "peak":
-        return {next(iter(engine.clients)): {"mb": torch.tensor(engine.peak_mb())}}
+        return {next(iter(messages)): {"mb": torch.tensor(engine.peak_mb())}}
+    if command == "details":
+        text = json.dumps(engine.details()).encode()
+        return {next(iter(messages)): {"json": torch.tensor(list(text), dtype=torch.uint8)}}
     shared = next(iter(messages.values()), {}).get("shared")  # the same for all clients
     if command == "keep":
         engine.keep_models(phase, shared)
@@ -150,7 +198,7 @@ def _with_subclasses(cls: type[FedloomError]) -> Iterator[type[FedloomError]]:
 
 
 class WorkerEngine(ABC, Generic[Share]):
-    """An engine whose clients live in workers. Each worker runs the loop engine over its clients.
+    """An engine whose clients live in workers. A worker runs an engine of its own over its clients.
 
     A worker runs one command at a time. If it does not answer while an exchange is open, its
     clients are late. Its late answer is discarded, and it gets the next command only after that.
@@ -167,6 +215,7 @@ class WorkerEngine(ABC, Generic[Share]):
 
     tolerates_failures: ClassVar[bool] = True
     supports_deadline: ClassVar[bool] = True
+    inside: ClassVar[EngineFactory] = loop.Engine  # what runs in a worker
     round: int = 0
 
     def __init__(
@@ -185,7 +234,8 @@ class WorkerEngine(ABC, Generic[Share]):
         wanted = workers or max(1, self.cores() // self.threads)
         groups = partition(clients, min(wanted, len(clients)))
         self.names = [client.name for client in clients]
-        self.home = {client.name: k for k, group in enumerate(groups) for client in group}
+        self.held = [[client.name for client in group] for group in groups]  # by worker
+        self.home = {client: k for k, held in enumerate(self.held) for client in held}
         self.open = True
         try:
             self.start(method, groups)
@@ -218,8 +268,11 @@ class WorkerEngine(ABC, Generic[Share]):
         """
 
     @abstractmethod
-    def receive(self, worker: int) -> tuple[dict[str, Message], Failures]:
-        """Returns the answer of a worker that is ready. Raises a WorkerError if it is gone."""
+    def receive(self, worker: int) -> tuple[Mapping[str, Message], Failures]:
+        """Returns the answer of a worker that is ready. Raises a WorkerError if it is gone.
+
+        A batch need not be a copy: it is read before the worker gets its next command.
+        """
 
     @abstractmethod
     def stop(self) -> None:
@@ -262,9 +315,17 @@ class WorkerEngine(ABC, Generic[Share]):
 
     def details(self) -> Details:
         """Returns the number of workers, and the number of clients of each."""
-        held = list(self.home.values())
-        counts = [held.count(k) for k in range(max(held) + 1)]
-        return {"workers": len(counts), "clients_per_worker": counts}
+        return {"workers": len(self.held), "clients_per_worker": [len(held) for held in self.held]}
+
+    def details_inside(self) -> dict[str, Any]:
+        """Returns what the engines of the workers say about themselves; nothing once closed.
+
+        Numbers of several workers are added up, and lists are chained.
+        """
+        said: dict[str, Any] = {}
+        for reply in (self._command_all("details") if self.open else {}).values():
+            said = added(said, json.loads(bytes(reply["json"].tolist())))
+        return said
 
     def peak_mb(self) -> float:
         """Returns the sum of the peak memory of this process and of each worker.
@@ -287,30 +348,30 @@ class WorkerEngine(ABC, Generic[Share]):
         self, command: str, messages: dict[str, Message] | None = None, phase: str = ""
     ) -> dict[str, Message]:
         """Runs a command in all workers, or in those of `messages`. Errors are always raised."""
-        sent = {name: {} for name in self.names} if messages is None else messages
+        sent = self._to_all(None) if messages is None else messages
         given = self._command(command, phase, sent)
         _raise_first(given)
         return {name: reply for name, reply in given.items() if not isinstance(reply, Absent)}
 
     def _command(
         self, command: str, phase: str, messages: dict[str, Message]
-    ) -> dict[str, Message | Absent]:
+    ) -> Mapping[str, Message | Absent]:
         if not self.open:
             raise WorkerError("the engine is closed")
-        contents = grouped_by_content(messages)
+        contents = contents_of(messages)
         try:
-            given = self._exchange(command, phase, contents, len(messages))
+            return self._exchange(command, phase, contents, list(messages))
         except BaseException:  # Ctrl-C or a lost worker: the workers' state is unknown from here on
             self.close()
             raise
-        return {name: given[name] for name in messages if name in given}
 
     def _exchange(
-        self, command: str, phase: str, contents: list[Content], asked: int
-    ) -> dict[str, Message | Absent]:
+        self, command: str, phase: str, contents: list[Content], asked: list[str]
+    ) -> Mapping[str, Message | Absent]:
         self.number += 1
         shares = self.shares(contents)
         given: dict[str, Message | Absent] = {}
+        batches: list[Batch] = []
         answered: set[int] = set()
         begun, reached = monotonic(), None  # reached: when there was a quorum
         while due := [k for k in shares if k not in answered and k not in self.lost]:
@@ -318,8 +379,9 @@ class WorkerEngine(ABC, Generic[Share]):
                 with self._may_lose(k):
                     self.send(k, command, phase, shares[k])
                     self.busy[k] = (self.number, repr(phase) if phase else command)
-            replies = sum(not isinstance(reply, Absent) for reply in given.values())
-            if reached is None and replies >= self.policy.enough(asked):
+            replies = sum(map(len, batches))
+            replies += sum(not isinstance(reply, Absent) for reply in given.values())
+            if reached is None and replies >= self.policy.enough(len(asked)):
                 reached = monotonic()
             waiting = [k for k in due if k in self.busy]
             if reached is not None and not any(self.busy[k][0] == self.number for k in waiting):
@@ -335,7 +397,10 @@ class WorkerEngine(ABC, Generic[Share]):
                     answers, failures = self.receive(k)
                     if number == self.number:  # otherwise the answer is late and is discarded
                         answered.add(k)
-                        given |= answers
+                        if isinstance(answers, Batch):
+                            batches.append(answers)
+                        else:
+                            given |= answers
                         for client, failure in failures.items():
                             cause = f"{failure['name']}: {failure['text']}"
                             given[client] = Absent(cause, restored_error(failure, k))
@@ -344,9 +409,11 @@ class WorkerEngine(ABC, Generic[Share]):
             number, what = self.busy.get(k, (0, ""))
             busy = late if number == self.number else f"still busy with {what}"
             cause = self.lost.get(k) or busy
-            clients = [c for _, clients in contents for c in clients if self.home[c] == k]
-            given |= dict.fromkeys(clients, Absent(cause))
-        return given
+            given |= dict.fromkeys((c for c in asked if self.home[c] == k), Absent(cause))
+        if whole := joined_batches(batches, asked):
+            return whole
+        given |= {client: isolate(batch[client]) for batch in batches for client in batch}
+        return {client: given[client] for client in asked if client in given}
 
     def _late(self, begun: float) -> str:
         if self.policy.deadline and monotonic() >= begun + self.policy.deadline:
@@ -365,7 +432,17 @@ class WorkerEngine(ABC, Generic[Share]):
             self.lost[worker] = str(error)
 
 
+def added(one: Any, other: Any) -> Any:
+    """Returns the sum of two numbers, of two lists, or of two dicts by key."""
+    if not isinstance(one, dict):
+        return one + other
+    return {
+        key: added(one[key], other[key]) if key in one and key in other else {**one, **other}[key]
+        for key in {**one, **other}
+    }
+
+
 def _raise_first(given: Mapping[str, Message | Absent]) -> None:
-    for reply in given.values():
+    for reply in () if isinstance(given, Batch) else given.values():
         if isinstance(reply, Absent) and reply.error is not None:
             raise reply.error

@@ -11,12 +11,13 @@ to the thread that opened it, so a worker does all its work in a fresh thread.
 
     this process                                          worker k
     tensors of all messages ──► memory that all read   ──► copied for each client, as in the loop
-    their places            ──► a pipe                 ──► the phase, one client after another
+    their places            ──► a pipe                 ──► the phase, in an engine of its own
     copied for `run`        ◄── memory that k writes   ◄── replies
                             ◄── a pipe                 ◄── their places
 
-A tensor that several clients get is written once. The list of places and the failures are JSON in
-the same memory. Only a few bytes pass through the pipe, so no worker can block on it. The memory
+A tensor that several clients get is written once. A batch of replies is one tensor for each name,
+and `joined_batches` copies the workers' batches into one. The list of places and the failures are
+JSON in the same memory. Only a few bytes pass through the pipe, so no worker can block on it. The memory
 has no name (memfd). It grows as needed, does not count against /dev/shm, and is released with the
 last process that holds it, even if that is killed. A worker ends when its engine is closed or when
 this process is gone.
@@ -24,6 +25,7 @@ this process is gone.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import mmap
@@ -31,7 +33,7 @@ import multiprocessing
 import os
 import signal
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from threading import Thread
@@ -40,21 +42,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedloom._system import allocate_from_one_arena, cores, forking
 from fedloom.core.absence import FaultPolicy
 from fedloom.core.client import Client
-from fedloom.core.message import DTYPES, Message, isolate, unflatten
+from fedloom.core.message import DTYPES, Batch, Message, isolate
 from fedloom.core.method import Method
-from fedloom.engines import loop
-from fedloom.engines._workers import Content, Failures, WorkerEngine, WorkerError, execute
+from fedloom.engines._workers import (
+    Content,
+    Failures,
+    WorkerEngine,
+    WorkerError,
+    execute,
+    messages_of,
+)
+from fedloom.engines.base import Engine as EngineInside
+from fedloom.engines.base import EngineFactory
 from fedloom.errors import ConfigError
 
 if not hasattr(os, "memfd_create"):
-    raise ConfigError("run.engine 'processes' needs Linux (fork and memfd); use loop here")
+    raise ConfigError("engines with worker processes need Linux (fork and memfd); use stacked here")
 
 ALIGNED = 64  # bytes: the alignment of tensors that vector instructions prefer
 Place = tuple[int, int]  # begin and length
 Row = tuple[str, str, list[int], int]  # a tensor's name, dtype, shape and place
-Layout = list[tuple[list[str], list[Row]]]  # the clients of a message, and its tensors
+# A content: its clients (None: all that the worker has), whether it is stacked, and its tensors.
+Entry = tuple[Sequence[str] | None, bool, list[Row]]
+Layout = list[Entry]
 
 
 class Block:
@@ -73,7 +86,7 @@ class Block:
 
         A tensor that several messages have is written once.
         """
-        tensors = {id(t): t for flat, _ in contents for t in flat.values()}
+        tensors = {id(t): t for content in contents for t in content.tensors.values()}
         place, self.end = {}, begin
         for key, tensor in tensors.items():
             place[key] = self.end
@@ -88,12 +101,15 @@ class Block:
             dtype = str(tensor.dtype).removeprefix("torch.")
             return name, dtype, list(tensor.shape), place[id(tensor)]
 
-        return [(clients, [row(n, t) for n, t in flat.items()]) for flat, clients in contents]
+        return [
+            (clients, stacked, [row(name, tensor) for name, tensor in tensors.items()])
+            for tensors, clients, stacked in contents
+        ]
 
     def append(self, content: object) -> Place:
         """Writes JSON behind the last content. Returns its place."""
         text, begin = json.dumps(content).encode(), self.end
-        self.write([({"": torch.frombuffer(bytearray(text), dtype=torch.uint8)}, [])], begin)
+        self.write([Content({"": torch.frombuffer(bytearray(text), dtype=torch.uint8)}, ())], begin)
         return begin, len(text)
 
     def content(self, place: Place) -> Any:
@@ -101,16 +117,23 @@ class Block:
         begin, length = place
         return json.loads(self._at(begin, torch.uint8, [length]).numpy().tobytes())
 
-    def read(self, layout: Layout) -> dict[str, Message]:
+    def read(self, layout: Layout, everyone: Sequence[str] = ()) -> Mapping[str, Message]:
         """Returns {client: message} without copying.
 
         The messages are valid until the other side writes again.
+
+        everyone: the clients of the worker.
         """
-        read: dict[str, Message] = {}
-        for clients, rows in layout:
-            flat = {name: self._at(at, DTYPES[dtype], shape) for name, dtype, shape, at in rows}
-            read |= dict.fromkeys(clients, unflatten(flat))
-        return read
+        return messages_of(
+            [
+                Content(
+                    {name: self._at(at, DTYPES[dtype], shape) for name, dtype, shape, at in rows},
+                    everyone if clients is None else clients,
+                    stacked,
+                )
+                for clients, stacked, rows in layout
+            ]
+        )
 
     def _at(self, place: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         count = math.prod(shape)
@@ -132,7 +155,7 @@ class Engine(WorkerEngine[Place]):
 
     def cores(self) -> int:
         """Returns the number of cores that this process may use."""
-        return len(os.sched_getaffinity(0))
+        return cores()
 
     def start(self, method: Method, groups: list[list[Client]]) -> None:
         """Forks a worker for each group."""
@@ -151,11 +174,13 @@ class Engine(WorkerEngine[Place]):
             # notice that this process is gone.
             blocks_of_worker = (self._sent, self._answered[k])
             arguments = (
-                method, group, self.policy, self.threads, there, self._pipes, *blocks_of_worker
+                self.inside, method, group, self.policy, self.threads, there, self._pipes,
+                *blocks_of_worker,
             )  # fmt: skip
             name = f"fedloom worker {k}"
             worker = fork.Process(target=_work, args=arguments, name=name, daemon=True)
-            worker.start()
+            with forking():
+                worker.start()
             self._workers.append(worker)
             there.close()
 
@@ -165,15 +190,28 @@ class Engine(WorkerEngine[Place]):
         Returns {worker: the place of its list of messages}.
         """
         layouts: dict[int, Layout] = {}
-        for clients, rows in self._sent.write(contents, max(self._reads.values(), default=0)):
-            for k in sorted({self.home[c] for c in clients}):
-                layouts.setdefault(k, []).append(([c for c in clients if self.home[c] == k], rows))
+        written = self._sent.write(contents, max(self._reads.values(), default=0))
+        for content, (_, _, rows) in zip(contents, written, strict=True):
+            for k, clients in self._by_worker(content.clients).items():
+                layouts.setdefault(k, []).append((clients, False, rows))
         return {k: self._sent.append(layout) for k, layout in layouts.items()}
+
+    def _by_worker(self, clients: Sequence[str]) -> dict[int, list[str] | None]:
+        """Divides clients among their workers. None: all clients of a worker."""
+        if len(clients) == len(self.names):
+            return dict.fromkeys(range(len(self.held)))
+        found: dict[int, list[str] | None] = {}
+        for client in clients:
+            part = found.setdefault(self.home[client], [])
+            assert part is not None
+            part.append(client)
+        return found
 
     def send(self, worker: int, command: str, phase: str, share: Place) -> None:
         """Sends a command through the pipe. Raises a WorkerError if the worker is gone."""
         try:
-            self._pipes[worker].send_bytes(json.dumps([command, phase, share]).encode())
+            order = [command, phase, self.round, share]
+            self._pipes[worker].send_bytes(json.dumps(order).encode())
         except OSError:
             raise self._gone(worker) from None
         self._reads[worker] = self._sent.end
@@ -183,15 +221,21 @@ class Engine(WorkerEngine[Place]):
         heard = wait([self._pipes[k] for k in workers], seconds)
         return [k for k in workers if self._pipes[k] in heard]
 
-    def receive(self, worker: int) -> tuple[dict[str, Message], Failures]:
-        """Returns copies of the replies. Raises a WorkerError if the worker is gone."""
+    def receive(self, worker: int) -> tuple[Mapping[str, Message], Failures]:
+        """Returns the replies: a batch as it is in the memory, or copies of single messages.
+
+        Raises a WorkerError if the worker is gone.
+        """
         del self._reads[worker]
         block = self._answered[worker]
         try:
             layout, failures = block.content(json.loads(self._pipes[worker].recv_bytes()))
         except (EOFError, OSError):
             raise self._gone(worker) from None
-        return {client: isolate(reply) for client, reply in block.read(layout).items()}, failures
+        replies = block.read(layout, self.held[worker])
+        if isinstance(replies, Batch):
+            return replies, failures
+        return {client: isolate(reply) for client, reply in replies.items()}, failures
 
     def stop(self) -> None:
         """Kills the workers."""
@@ -227,6 +271,7 @@ def _end(
 
 # ---- in the worker ----
 def _work(
+    inside: EngineFactory,
     method: Method,
     clients: list[Client],
     policy: FaultPolicy,
@@ -240,21 +285,38 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for other in others:
         other.close()
-    engine = loop.Engine(method, clients, policy)
-    answering = Thread(target=_answer_all, args=(engine, threads, pipe, sent, answered))
+    allocate_from_one_arena()
+    engine, names = inside(method, clients, policy), [client.name for client in clients]
+    answering = Thread(target=_answer_all, args=(engine, names, threads, pipe, sent, answered))
     answering.start()
     answering.join()
 
 
 def _answer_all(
-    engine: loop.Engine, threads: int, pipe: Connection, sent: Block, answered: Block
+    engine: EngineInside,
+    names: list[str],
+    threads: int,
+    pipe: Connection,
+    sent: Block,
+    answered: Block,
 ) -> None:
     torch.set_num_threads(threads)
+
+    def pack(contents: list[Content]) -> Layout:
+        """Writes replies. Leaves out the names, if all clients of this worker have answered."""
+        return [
+            (None if clients is None or list(clients) == names else clients, stacked, rows)
+            for clients, stacked, rows in answered.write(contents)
+        ]
+
     while True:
         try:
-            command, phase, share = json.loads(pipe.recv_bytes())
+            command, phase, round, share = json.loads(pipe.recv_bytes())
         except EOFError:
             return  # the engine's process is gone
-        messages = sent.read(sent.content(share))
-        place = answered.append(execute(engine, command, phase, messages, answered.write))
+        if round and not engine.round:
+            gc.freeze()  # as the recorder does: the clients stay, so the collector may skip them
+        engine.round = round
+        messages = sent.read(sent.content(share), names)
+        place = answered.append(execute(engine, command, phase, messages, pack))
         pipe.send_bytes(json.dumps(place).encode())

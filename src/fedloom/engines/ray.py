@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -28,11 +28,18 @@ from torch import Tensor
 from fedloom.core.absence import FaultPolicy
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts
-from fedloom.core.message import Message, isolate, unflatten
+from fedloom.core.message import Message, isolate
 from fedloom.core.method import Method
 from fedloom.data.graph import Graph
 from fedloom.engines import loop
-from fedloom.engines._workers import Content, Failures, WorkerEngine, WorkerError, execute
+from fedloom.engines._workers import (
+    Content,
+    Failures,
+    WorkerEngine,
+    WorkerError,
+    execute,
+    messages_of,
+)
 from fedloom.errors import ConfigError
 from fedloom.nn.own_model import OwnSpec
 from fedloom.privacy.choice import responder_for
@@ -50,7 +57,7 @@ except ImportError as error:
 _IMPORTABLE = {"fedloom", "torch", "torch_geometric", *sys.stdlib_module_names}
 # A client's name, its graph's tensors, the graph's other fields, and whether it is inductive.
 PackedClient = tuple[str, bytes, dict[str, Any], bool]
-PackedMessage = tuple[list[str], bytes]  # the clients of a message, and its bytes
+PackedContent = tuple[Sequence[str], bool, bytes]  # a `Content`, with its tensors as bytes
 # The clients of a message, and its bytes or a reference to them in the object store.
 RayShare = list[tuple[list[str], Any]]
 
@@ -93,7 +100,7 @@ class Engine(WorkerEngine[RayShare]):
     def shares(self, contents: list[Content]) -> dict[int, RayShare]:
         """Puts messages to several workers into the object store. Returns {worker: messages}."""
         shares: dict[int, RayShare] = {}
-        for clients, content in _pack(contents):
+        for clients, _, content in _pack(contents):
             homes = sorted({self.home[c] for c in clients})
             sent = ray.put(content) if len(homes) > 1 else content
             for k in homes:
@@ -111,7 +118,7 @@ class Engine(WorkerEngine[RayShare]):
         heard, _ = ray.wait([self._answers[k] for k in workers], num_returns=1, timeout=seconds)
         return [k for k in workers if self._answers[k] in heard]
 
-    def receive(self, worker: int) -> tuple[dict[str, Message], Failures]:
+    def receive(self, worker: int) -> tuple[Mapping[str, Message], Failures]:
         """Returns the replies. Raises a WorkerError if the worker is gone."""
         packed, failures = _get(worker, self._answers.pop(worker))
         return _unpack(packed), failures
@@ -152,15 +159,12 @@ def _save(tensors: Mapping[str, Tensor]) -> bytes:
     return save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
 
 
-def _pack(contents: list[Content]) -> list[PackedMessage]:
-    return [(clients, _save(flat)) for flat, clients in contents]
+def _pack(contents: list[Content]) -> list[PackedContent]:
+    return [(clients, stacked, _save(tensors)) for tensors, clients, stacked in contents]
 
 
-def _unpack(packed: Iterable[PackedMessage]) -> dict[str, Message]:
-    read: dict[str, Message] = {}
-    for clients, content in packed:
-        read |= dict.fromkeys(clients, unflatten(load(content)))
-    return read
+def _unpack(packed: Iterable[PackedContent]) -> Mapping[str, Message]:
+    return messages_of([Content(load(data), clients, stacked) for clients, stacked, data in packed])
 
 
 def _packed(client: Client) -> PackedClient:
@@ -193,7 +197,8 @@ class Worker:
 
     def execute(
         self, command: str, phase: str, clients: list[list[str]], *contents: bytes
-    ) -> tuple[list[PackedMessage], Failures]:
+    ) -> tuple[list[PackedContent], Failures]:
         """Runs a command with messages and the clients of each. Returns replies and failures."""
-        messages = _unpack(zip(clients, contents, strict=True))
+        sent = zip(clients, contents, strict=True)
+        messages = _unpack((receivers, False, content) for receivers, content in sent)
         return execute(self.engine, command, phase, messages, _pack)

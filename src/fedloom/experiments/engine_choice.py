@@ -1,29 +1,42 @@
 """Engine choice: which engine runs a run whose engine is "auto".
 
-| the run                                        | engine    | why                              |
-|------------------------------------------------|-----------|----------------------------------|
-| asks for workers, a deadline or a grace period | processes | it has them                      |
-| asks for a quorum below 1                      | loop      | in lockstep, a client that fails |
-|                                                |           | stops its group                  |
-| has one client, or only clients that fill a    | loop      | there is nothing to batch        |
-| group by themselves                            |           |                                  |
-| does not fit into the memory in lockstep       | loop      | it keeps the graphs once         |
-| is any other                                   | stacked   | the fastest in one process       |
+It is the first of these that fits:
+
+| the run                                        | engine            | why                        |
+|------------------------------------------------|-------------------|----------------------------|
+| asks for a deadline or a grace period          | processes         | it has them                |
+| asks for workers and a quorum below 1          | processes         | in lockstep, a client that |
+|                                                |                   | fails stops its group      |
+| asks for workers                               | stacked_processes | the fastest with workers   |
+| asks for a quorum below 1                      | loop              | as above                   |
+| computes much (`HIDDEN_VALUES`), on free cores | stacked_processes | the fastest                |
+| the same, but each client fills a group alone  | processes         | there is nothing to batch  |
+| has clients that share a group                 | stacked           | the fastest in one process |
+| is any other                                   | loop              | it needs the least memory  |
+
+An engine does not fit if it needs more memory than there is, or forks where a fork cannot train.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+from fedloom._system import free_cores
 from fedloom.data.federation import Federation
-from fedloom.engines import AUTO
 from fedloom.engines.stacked.engine import groups
 from fedloom.experiments import memory_estimate
-from fedloom.experiments.memory_estimate import Need
+from fedloom.experiments.memory_estimate import CannotForkError, Need
 
 if TYPE_CHECKING:
     from fedloom.core.facts import Facts
     from fedloom.experiments.settings import RunSettings
+
+# From here on two workers pay off: nodes x width of the model, over all clients. With fewer, a
+# round is so short that the messages between processes take a large part of what they save.
+HIDDEN_VALUES = 1_000_000
 
 
 class Choice(NamedTuple):
@@ -33,11 +46,13 @@ class Choice(NamedTuple):
         engine: Its name.
         reason: Why it was chosen; "" if the settings name it.
         need: The memory that the run needs in it.
+        workers: The number of its workers; 0 lets the engine choose.
     """
 
     engine: str
     reason: str
     need: Need
+    workers: int
 
 
 def choose_engine(settings: RunSettings, federation: Federation, facts: Facts) -> Choice:
@@ -49,21 +64,41 @@ def choose_engine(settings: RunSettings, federation: Federation, facts: Facts) -
         facts: What every party knows.
     """
 
-    def chosen(engine: str, reason: str = "") -> Choice:
-        need = memory_estimate.predict(federation, facts, engine, settings.workers)
-        return Choice(engine, reason, need)
+    def chosen(engine: str, reason: str = "", workers: int = settings.workers) -> Choice:
+        need = memory_estimate.predict(federation, facts, engine, workers)
+        return Choice(engine, reason, need, workers)
 
-    if settings.engine != AUTO:
-        return chosen(settings.engine)
     if settings.engine_required:
-        return chosen(*settings.engine_required)
-    # If distributing clients over several cores pays off without being asked for, say so here.
+        engine, reason = settings.engine_required
+        return chosen(engine, "" if settings.engine == engine else reason)
     nodes = {n: g.num_nodes for n, g in zip(federation.names, federation.graphs, strict=True)}
-    if all(len(names) == 1 for names in groups(facts, nodes)):
-        only = "one client" if len(nodes) == 1 else "every client fills a group by itself"
-        return chosen("loop", only)
-    lockstep = chosen("stacked", "the fastest in one process")
+    alone = all(len(names) == 1 for names in groups(facts, nodes))
+    why = "the stacked engine would need more memory than there is"
+    if alone:
+        why = "one client" if len(nodes) == 1 else "every client fills a group by itself"
     free = memory_estimate.available()
-    if free is not None and lockstep.need.total > free:
-        return chosen("loop", "the stacked engine would need more memory than there is")
-    return lockstep
+    if (workers := useful_workers(settings, facts, nodes)) > 1:
+        engine = "processes" if alone else "stacked_processes"
+        with suppress(CannotForkError):
+            found = chosen(engine, f"the fastest on {workers} cores", workers)
+            if free is None or found.need.total <= free:
+                return found
+    if not alone:
+        found = chosen("stacked", "the fastest in one process")
+        if free is None or found.need.total <= free:
+            return found
+    return chosen("loop", why)
+
+
+def useful_workers(settings: RunSettings, facts: Facts, nodes: Mapping[str, int]) -> int:
+    """Returns how many workers pay off: one per free core, as far as there is work for them.
+
+    Args:
+        settings: The run settings.
+        facts: What every party knows.
+        nodes: The number of nodes of each client.
+    """
+    if not hasattr(os, "memfd_create"):
+        return 1  # `fedloom.engines.processes` needs it
+    hidden = sum(count * facts.width_of(facts.model_of[c]) for c, count in nodes.items())
+    return min(free_cores() // settings.threads, len(nodes), 2 * hidden // HIDDEN_VALUES)

@@ -14,7 +14,6 @@ import signal
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -26,7 +25,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from threadpoolctl import threadpool_limits
 
-from fedloom._system import graceful_signals, write_atomic
+from fedloom._system import cores, forking, graceful_signals, share_cores, write_atomic
 from fedloom.errors import FedloomError
 from fedloom.experiments.callbacks import Callback
 from fedloom.experiments.grid import Cell, is_done, run_cell
@@ -183,11 +182,6 @@ def execute(
     return state
 
 
-def cores() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 # ---- processes of this machine ----
 class Processes:
     """Runs each cell in a forked process, which need not import anything again.
@@ -206,9 +200,7 @@ class Processes:
         importlib.import_module("scipy.sparse")  # once here, and not again in each process
         here, there = self._fork.Pipe(duplex=False)
         process = self._fork.Process(target=_work, args=(cell, there), name=cell.name)
-        with warnings.catch_warnings():
-            # Python 3.12 warns if there are threads, as in a notebook. `_work` says why it works.
-            warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
+        with forking():  # `_work` says why it works
             process.start()
         there.close()
         self._running[here] = cell, process
@@ -365,6 +357,7 @@ def _work_remotely(cell: Cell) -> tuple[str, dict[str, bytes]]:
     Returns the cause of a failure, or an empty text, and the folder's files.
     """
     cause = ""
+    share_cores()
     with tempfile.TemporaryDirectory() as place:
         there = replace(cell, folder=Path(place) / cell.name)
         try:

@@ -9,9 +9,12 @@ structure matrices.
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fedloom._system import peak_memory
+from fedloom._system import forking, peak_memory
 from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
-from fedloom.engines import has_workers
+from fedloom.engines import forks, has_workers, in_lockstep
 from fedloom.engines.stacked.engine import groups
 from fedloom.errors import ConfigError
 
@@ -60,6 +63,10 @@ ADVICE = {
 }
 
 
+class CannotForkError(ConfigError):
+    """The engine forks its workers, and a fork of this process cannot compute gradients."""
+
+
 @dataclass(frozen=True)
 class Need:
     """The memory that a run adds to what the process holds already: {purpose: bytes}."""
@@ -93,7 +100,7 @@ def predict(federation: Federation, facts: Facts, engine: str = "loop", workers:
     )
     # Clients in lockstep have their graphs a second time, as one graph, and step at the same time.
     lockstep: list[tuple[str, ...]] = []
-    if engine == "stacked":
+    if in_lockstep(engine):
         nodes = dict(zip(federation.names, (graph.num_nodes for graph in graphs), strict=True))
         lockstep = [names for names in groups(facts, nodes) if len(names) > 1]
     again = 0.0  # share of a graph that its client copies for training
@@ -106,13 +113,20 @@ def predict(federation: Federation, facts: Facts, engine: str = "loop", workers:
             (size[client] for client in facts.clients if facts.model_of[client] == spec),
             reverse=True,
         )
-        cost = _try(_piece(federation), facts, spec)
-        groups_of_spec = [
-            sum(size[client] for client in names if facts.model_of[client] == spec)
-            for names in lockstep
-        ]
+        piece = _piece(federation)
+        cost = (
+            _try_in_fork(engine, piece, facts, spec) if forks(engine) else _try(piece, facts, spec)
+        )
+        groups_of_spec = sorted(
+            (
+                sum(size[client] for client in names if facts.model_of[client] == spec)
+                for names in lockstep
+            ),
+            reverse=True,
+        )
         kept += cost.kept * (1 + again) * (sum(sizes) + sum(groups_of_spec))
-        step = max(step, STEP * cost.saved * max(sum(sizes[:at_once]), *groups_of_spec, 0))
+        stepping = max(sum(sizes[:at_once]), sum(groups_of_spec[:at_once]))
+        step = max(step, STEP * cost.saved * stepping)
         weights += cost.weights * len(sizes) * (COPIES_AT_CLIENT + COPIES_AT_SERVER)
     parts = {
         "kept with the graphs": kept,
@@ -257,6 +271,44 @@ def _try(graph: Graph, facts: Facts, spec: str) -> Cost:
         sum(of_step[place] for place in of_step.keys() - kept.keys() - before.keys()) / size,
         sum(p.numel() * p.element_size() for p in model.parameters()),
     )
+
+
+def _try_in_fork(engine: str, graph: Graph, facts: Facts, spec: str) -> Cost:
+    """`_try` in a forked process, as the workers of the engine will be.
+
+    Where PyTorch starts threads for gradients, forks of a process that has trained cannot train
+    (docs/install.md). So this process must not. Raises a CannotForkError if it has.
+    """
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe(duplex=False)
+    process = fork.Process(target=_report, args=(there, graph, facts, spec), daemon=True)
+    with forking():
+        process.start()
+    there.close()
+    try:
+        found = json.loads(here.recv_bytes())
+    except EOFError:
+        process.join()
+        found = f"it ended with exit code {process.exitcode}"
+    finally:
+        here.close()
+    process.join()
+    if isinstance(found, dict):
+        return Cost(**found)
+    _try(graph, facts, spec)  # an error of the model has nothing to do with the fork
+    raise CannotForkError(
+        f"run.engine {engine!r}: a forked process cannot train here ({found}); use stacked, or "
+        "start the run in a new Python process"
+    )
+
+
+def _report(pipe: Connection, graph: Graph, facts: Facts, spec: str) -> None:
+    torch.set_num_threads(1)  # the threads of the parent are not here
+    try:
+        found: object = asdict(_try(graph, facts, spec))
+    except Exception as error:  # noqa: BLE001  (the parent tries it, too)
+        found = f"{type(error).__name__}: {error}"
+    pipe.send_bytes(json.dumps(found).encode())
 
 
 def _reachable(thing: Any) -> dict[int, int]:

@@ -115,7 +115,7 @@ def run(
         inductive = federation.inductive
         clients = (Client(n, g, facts, inductive, responder_for(facts)) for n, g in graphs)
         made = engine_class(recorder.engine_name)
-        return made(chosen, clients, settings.faults, settings.workers)
+        return made(chosen, clients, settings.faults, choice.workers)
 
     alone = locked(folder, "run") if folder else nullcontext()
     with alone, threads(settings.threads), retained_memory(), _saying_what_is_kept(recorder):

@@ -118,7 +118,7 @@ class RunSettings:
         if not has_workers(self.engine) and self.workers:
             raise ConfigError(
                 f"run.workers is {self.workers}, engine {self.engine!r} has none; "
-                "valid: 0, or run.engine auto, processes or ray"
+                "valid: 0, or run.engine auto, processes, stacked_processes or ray"
             )
         engine = engine_class(self.engine)
         if self.quorum < 1 and not engine.tolerates_failures:
@@ -138,9 +138,12 @@ class RunSettings:
         """The engine that the settings determine, and why; None if it depends on the data."""
         if self.engine != AUTO:
             return self.engine, "run.engine"
-        for name in ("workers", "deadline", "grace"):
+        for name in ("deadline", "grace"):
             if getattr(self, name):
                 return "processes", f"run.{name} is set"
+        if self.workers:
+            engine = "processes" if self.quorum < 1 else "stacked_processes"
+            return engine, "run.workers is set"
         return ("loop", "run.quorum is below 1") if self.quorum < 1 else None
 
     @property

@@ -15,6 +15,7 @@ from torch import Tensor
 _has_lazy_clone = hasattr(Tensor, "_lazy_clone")
 _has_version = hasattr(Tensor, "_version")
 _has_fused_adam = hasattr(torch, "_fused_adam_") and hasattr(torch, "_foreach_add_")
+_has_log_softmax_backward = hasattr(torch, "_log_softmax_backward_data")
 _unknown = itertools.count(-1, -1)
 
 
@@ -53,7 +54,7 @@ def fused_adam(
     torch._foreach_add_(steps, 1)
     torch._fused_adam_(
         list(params),
-        [p.grad for p in params],
+        [p.grad for p in params if p.grad is not None],
         [state["exp_avg"] for state in states],
         [state["exp_avg_sq"] for state in states],
         [],
@@ -67,3 +68,13 @@ def fused_adam(
         maximize=False,
     )
     return True
+
+
+def log_softmax_backward(gradient: Tensor, log_p: Tensor) -> Tensor:
+    """Returns the gradient of a log-softmax over the columns with respect to its input.
+
+    Without `torch._log_softmax_backward_data` it is the formula, equal up to rounding.
+    """
+    if _has_log_softmax_backward:
+        return torch._log_softmax_backward_data(gradient, log_p, 1, log_p.dtype)
+    return gradient - log_p.exp() * gradient.sum(1, keepdim=True)

@@ -16,16 +16,14 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from fedloom.core.absence import FaultPolicy
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts, model_schema
-from fedloom.core.message import Absent, Batch, Message, Stack, batched, isolate
+from fedloom.core.message import Absent, Batch, Message, batched, isolate, joined_batches
 from fedloom.core.method import Method
 from fedloom.core.phase import phases_of
-from fedloom.core.shared_rows import SharedRows, Sharing
 from fedloom.engines import loop
 from fedloom.engines.base import Details
 from fedloom.engines.stacked.group import Group
@@ -86,8 +84,12 @@ class Engine(loop.Engine):
                 batches.append(batch)
             else:
                 replies.update(self._lockstep(group, phase, asked, messages))
-        if not replies and (joined := joined_batches(batches, list(messages))) is not None:
-            return joined
+        if batches and not replies:
+            only = batches[0]
+            if len(batches) == 1 and only.stacks and only.clients == tuple(messages):
+                return only
+            if (joined := joined_batches(batches, list(messages))) is not None:
+                return joined
         for batch in batches:
             replies.update(batch)
         ordered = {name: replies[name] for name in messages}
@@ -224,33 +226,6 @@ def _models(state: dict[str, Any]) -> Iterator[nn.Module]:
             yield value
         elif isinstance(value, dict):
             yield from _models(value)
-
-
-def joined_batches(batches: Sequence[Batch], clients: Sequence[str]) -> Batch | None:
-    """Returns the batches of several groups as one, in the order of `clients`.
-
-    Returns None if their schemas differ, or if they are empty.
-    """
-    if not batches or not batches[0].stacks or any(b.schema != batches[0].schema for b in batches):
-        return None
-    if len(batches) == 1 and list(batches[0].clients) == list(clients):
-        return batches[0]
-    found = [client for batch in batches for client in batch.clients]
-    place = {client: k for k, client in enumerate(found)}
-    order = torch.tensor([place[client] for client in clients])
-    sorted_already = found == list(clients)
-    stacks: dict[str, Stack] = {}
-    for name in batches[0].stacks:
-        parts = [batch.stacks[name] for batch in batches]
-        shared = [part for part in parts if isinstance(part, SharedRows)]
-        if len(shared) == len(parts):
-            sharing = Sharing.joined([part.sharing for part in shared])
-            stored = torch.cat([part.stored for part in shared])
-            stacks[name] = SharedRows(stored, sharing if sorted_already else sharing.select(order))
-        else:
-            whole = torch.cat([batch.dense(name) for batch in batches])
-            stacks[name] = whole if sorted_already else whole.index_select(0, order)
-    return Batch(clients, stacks)
 
 
 def delivered(messages: list[Message]) -> list[Message]:

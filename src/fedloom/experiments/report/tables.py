@@ -142,7 +142,7 @@ def workers(summary: Mapping[str, Any]) -> str:
         clients = _plural(counts[0], "client")
     threads = _plural(details["threads"], "thread")
     number = _plural(len(counts), "worker")
-    return f"engine {summary['engine']}: {number} with {clients} and {threads} each"
+    return f"engine {engine(summary)}: {number} with {clients} and {threads} each"
 
 
 def _plural(count: int, word: str) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fedloom.nn.private_torch import log_softmax_backward
+
 Layers = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -43,7 +45,7 @@ def generator_gradient(
     # Cross-entropy: softmax minus one-hot, over m.
     log_p = torch.log_softmax(torch.bmm(z.unsqueeze(1), W).squeeze(1).add_(b), 1)
     one_hot = torch.zeros_like(log_p).scatter_(1, y.unsqueeze(1), -1 / m)
-    of_logits = torch._log_softmax_backward_data(one_hot, log_p, 1, log_p.dtype)
+    of_logits = log_softmax_backward(one_hot, log_p)
     # Diversity: the derivative of |z_j − z_i| is a sign.
     difference = z.unsqueeze(0) - z.unsqueeze(1)
     second = weight * torch.exp(-(difference.abs().mean(2) * d).mean())
