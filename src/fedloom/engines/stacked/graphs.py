@@ -18,7 +18,7 @@ from fedloom.data.matmul import matmul
 from fedloom.data.sparse import Sparse, block_diagonal, vertical_stack
 from fedloom.engines.stacked.lockstep import Group
 from fedloom.engines.stacked.matmul import all_equal, blockwise, in_blocks, split
-from fedloom.nn.augment import View
+from fedloom.nn.augment import Masked, View, entries, selected_adjacency
 
 # ---- graphs ----
 
@@ -196,17 +196,31 @@ class ViewStack(GraphStack):
 
     def __init__(self, parts: Sequence[View], whole: GraphStack):
         super().__init__(parts)
-        object.__setattr__(self, "whole", whole)
-        object.__setattr__(
-            self, "columns", torch.stack([part.columns for part in parts]).unsqueeze(-1)
-        )
+        edges = entries(whole)
+        for name, value in {
+            "whole": whole,
+            "kept": torch.cat([part.pairs for part in parts])[edges.pair] | edges.loop,
+            "columns": torch.stack([part.columns for part in parts]),
+        }.items():
+            object.__setattr__(self, name, value)
 
     whole: GraphStack
-    columns: Tensor  # [views, features, 1]
+    kept: Tensor  # whether an entry of the whole stack's adjacency is left
+    columns: Tensor  # [views, features]
+
+    def adjacency(self, kind: str = "sym") -> Sparse:
+        """Returns the block-diagonal adjacency, one block per view."""
+        return self.cached(
+            ("adjacency", kind), lambda: selected_adjacency(self.whole, self.kept, kind)
+        )
 
     def project(self, weight: Tensor) -> Tensor:
         """Returns x @ weight; each view may have its own weight."""
-        return self.whole.project(weight * self.columns)
+        whole = self.whole._features(block_diagonal)
+        if whole is None or weight.dim() == 2:
+            return self.whole.project(weight * self.columns.unsqueeze(-1))
+        sparse = self.cached("masked features", lambda: Masked(whole, self.columns.flatten()))
+        return sparse @ weight.reshape(-1, weight.shape[-1])
 
 
 def stack_of(graphs: Sequence[Graph], group: Group) -> GraphStack:
