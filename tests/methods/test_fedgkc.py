@@ -14,8 +14,8 @@ from fedloom.data.graph import Graph
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError, MessageError
 from fedloom.experiments.run import run
-from fedloom.methods._shared.copilot import divergence
 from fedloom.methods.fedgkc import FedGKC
+from fedloom.nn.distillation import divergence
 from fedloom.nn.training import outputs
 
 pytestmark = pytest.mark.usefixtures("reference_engine")

@@ -25,6 +25,7 @@ from fedloom.engines.stacked.parameters import (
     tensor_of_rows,
 )
 from fedloom.engines.stacked.tensors import common_source, join_rows, split_rows
+from fedloom.engines.stacked.terms import TERMS
 from fedloom.nn import losses, metrics, training
 from fedloom.nn.architectures import ARCHITECTURES
 from fedloom.nn.augment import View
@@ -255,4 +256,5 @@ BATCHED: Mapping[Operation[Any, Any], Batched] = {
     metrics.held_out: BatchedHeldOut(),
     training.step: BatchedStep(),
     training.backward_pass: BatchedBackward(),
+    **TERMS,
 }
