@@ -1,4 +1,4 @@
-"""Losses of node and graph classification."""
+"""Losses of node and graph classification, and terms of the predictions themselves."""
 
 from __future__ import annotations
 
@@ -36,3 +36,25 @@ def cross_entropy(
 def training_loss(logits: Tensor, graph: Graph, reduction: str, of_class: Tensor | None) -> Tensor:
     """Returns the cross-entropy over a graph's training items; see `cross_entropy`."""
     return cross_entropy(logits, graph.y, graph.train, reduction, of_class)
+
+
+@operation
+def probabilities(logits: Tensor) -> Tensor:
+    """Returns the softmax of each row of logits [items, classes]."""
+    return logits.softmax(1)
+
+
+@operation
+def entropy(logits: Tensor) -> Tensor:
+    """Returns the entropy of the predictions, averaged over items."""
+    log_p = logits.log_softmax(1)
+    return -(log_p.exp() * log_p).sum(1).mean()
+
+
+@operation
+def hsic(one: Tensor, other: Tensor) -> Tensor:
+    """Returns HSIC of two [items, C] under linear kernels: how much one says about the other.
+
+    It is ‖oneᵀ H other‖² / items² with H = I − 1 1ᵀ / items. Centring one of them is enough.
+    """
+    return (one.T @ (other - other.mean(0)) / len(one)).square().sum()

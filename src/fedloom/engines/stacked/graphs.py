@@ -15,10 +15,12 @@ from torch import Generator, Tensor
 
 from fedloom.data.graph import Graph
 from fedloom.data.matmul import matmul
-from fedloom.data.sparse import Sparse, block_diagonal, vertical_stack
+from fedloom.data.sparse import Sparse, block_diagonal, vertical_stack, weighted
 from fedloom.engines.stacked.lockstep import Group
 from fedloom.engines.stacked.matmul import all_equal, blockwise, in_blocks, split
+from fedloom.engines.stacked.tensors import join_rows
 from fedloom.nn.augment import Masked, View, entries, selected_adjacency
+from fedloom.nn.edge_weights import EdgeWeighted, weighted_entries
 
 # ---- graphs ----
 
@@ -223,8 +225,45 @@ class ViewStack(GraphStack):
         return sparse @ weight.reshape(-1, weight.shape[-1])
 
 
+class WeightedStack(GraphStack):
+    """Graphs with learnt edge weights as one. It keeps the stack of the graphs without them."""
+
+    def __init__(self, parts: Sequence[EdgeWeighted], whole: GraphStack):
+        super().__init__(parts)
+        score = join_rows([part.score for part in parts])
+        for name, value in {"whole": whole, "score": score, "_values": {}}.items():
+            object.__setattr__(self, name, value)
+
+    whole: GraphStack
+    score: Tensor  # [edges]
+    _values: dict[str, Tensor]
+
+    @property
+    def x(self) -> Tensor:  # type: ignore[override]
+        """The features of all graphs, concatenated."""
+        return self.whole.x
+
+    def propagate(self, h: Tensor, kind: str = "sym") -> Tensor:
+        """Returns the weighted adjacency times h, differentiable in both."""
+        if kind not in self._values:
+            self._values[kind] = weighted_entries(self.whole, self.score, kind)
+        return weighted(self.whole.adjacency(kind), self._values[kind], h)
+
+    def adjacency(self, kind: str = "sym") -> Sparse:
+        """Returns the adjacency without the learnt weights."""
+        return self.whole.adjacency(kind)
+
+    def _features(self, put: Callable[[Sequence[Sparse]], Sparse]) -> Sparse | None:
+        return self.whole._features(put)
+
+    def _membership(self, rows: int) -> Sparse:
+        return self.whole._membership(rows)
+
+
 def stack_of(graphs: Sequence[Graph], group: Group) -> GraphStack:
     """Returns graphs as one graph, or views as one view. The group caches it."""
+    if learnt := [graph for graph in graphs if isinstance(graph, EdgeWeighted)]:
+        return WeightedStack(learnt, stack_of([graph.whole for graph in learnt], group))
 
     def make() -> GraphStack:
         views = [graph for graph in graphs if isinstance(graph, View)]

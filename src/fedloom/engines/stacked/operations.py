@@ -12,6 +12,7 @@ from torch import Tensor
 from fedloom.data.graph import Graph
 from fedloom.data.sparse import Sparse
 from fedloom.engines.stacked import tensors
+from fedloom.engines.stacked.edges import EDGES
 from fedloom.engines.stacked.graphs import StackedNoise, stack_of
 from fedloom.engines.stacked.lockstep import Batched, Context
 from fedloom.engines.stacked.parameters import (
@@ -27,8 +28,9 @@ from fedloom.engines.stacked.parameters import (
 from fedloom.engines.stacked.tensors import common_source, join_rows, split_rows
 from fedloom.engines.stacked.terms import TERMS
 from fedloom.nn import losses, metrics, training
-from fedloom.nn.architectures import ARCHITECTURES
+from fedloom.nn.architectures import ARCHITECTURES, GAT
 from fedloom.nn.augment import View
+from fedloom.nn.edge_weights import EdgeWeighted
 from fedloom.nn.model import Model, embed, forward, forward_with, head
 from fedloom.nn.operations import Operation
 from fedloom.nn.weights import load_weights, slots_of, substituted
@@ -43,17 +45,18 @@ class BatchedPass(Batched):
     def key(self, *args: Any) -> Hashable:
         """Architectures of fedloom with equal specs, on graphs or views of one kind."""
         model, graph, rng, *begun = args
-        data = graph.whole if type(graph) is View else graph
+        data = graph.whole if isinstance(graph, View | EdgeWeighted) else graph
         if (
             type(data) is not Graph
             or type(model) not in ARCHITECTURES.values()
+            or (isinstance(graph, EdgeWeighted) and isinstance(model, GAT))  # it needs their edges
             or data.x.requires_grad
         ):
             return None
         if begun and len(begun[0]) != graph.num_items:
             return None  # embeddings of another graph
         trained = [parameter_at(slot).requires_grad for slot in slots_of(model)]
-        return (model.form, *trained, rng is None, data is graph, data.sparse_x is None)
+        return (model.form, *trained, rng is None, type(graph), data.sparse_x is None)
 
     def batch(self, calls: Sequence[tuple[Any, ...]], context: Context) -> list[Tensor]:
         """Stacked parameters on a stack of graphs."""
@@ -256,5 +259,6 @@ BATCHED: Mapping[Operation[Any, Any], Batched] = {
     metrics.held_out: BatchedHeldOut(),
     training.step: BatchedStep(),
     training.backward_pass: BatchedBackward(),
+    **EDGES,
     **TERMS,
 }

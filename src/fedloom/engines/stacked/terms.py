@@ -12,9 +12,9 @@ from torch import Tensor
 from fedloom.data.graph import Graph
 from fedloom.engines.stacked.graphs import GraphStack, stack_of
 from fedloom.engines.stacked.lockstep import Batched, Context
-from fedloom.engines.stacked.matmul import split
+from fedloom.engines.stacked.matmul import outer_by_block, split
 from fedloom.engines.stacked.tensors import join_rows, split_rows
-from fedloom.nn import contrast, distillation
+from fedloom.nn import contrast, distillation, losses
 from fedloom.nn.operations import Operation
 
 
@@ -26,20 +26,24 @@ def block_sums(h: Tensor, sizes: Sequence[int]) -> Tensor:
     return torch.segment_reduce(h, "sum", lengths=torch.tensor(sizes), unsafe=True)
 
 
-class BatchedRows(Batched):
-    """A mean over the rows of tensors of one shape, such as a divergence.
-
-    of_row: takes the tensors of all clients and returns a number for each row.
-    """
-
-    def __init__(self, of_row: Callable[..., Tensor]):
-        self.of_row = of_row
+class _OfRows(Batched):
+    """A function of tensors that have the same rows."""
 
     def key(self, *args: Any) -> Hashable:
         """Tensors of equally many columns; of each client, as many rows in all of them."""
         if len({len(rows) for rows in args}) > 1:
             return None
         return tuple(rows.shape[1:] for rows in args)
+
+
+class BatchedMean(_OfRows):
+    """A mean over rows, such as a divergence.
+
+    of_row: takes the tensors of all clients and returns a number for each row.
+    """
+
+    def __init__(self, of_row: Callable[..., Tensor]):
+        self.of_row = of_row
 
     def batch(self, calls: Sequence[tuple[Any, ...]], context: Context) -> list[Tensor]:
         """One number for each row of all clients, averaged by client."""
@@ -56,6 +60,34 @@ def _divergences(teacher: Tensor, student: Tensor) -> Tensor:
 
 def _squared_errors(one: Tensor, other: Tensor) -> Tensor:
     return (one - other).square().mean(1)
+
+
+def _entropies(logits: Tensor) -> Tensor:
+    log_p = logits.log_softmax(1)
+    return -(log_p.exp() * log_p).sum(1)
+
+
+class BatchedProbabilities(_OfRows):
+    """The softmax of several clients' rows."""
+
+    def batch(self, calls: Sequence[tuple[Any, ...]], context: Context) -> list[Tensor]:
+        """One softmax of all rows."""
+        logits = [own for (own,) in calls]
+        return split_rows(join_rows(logits).softmax(1), [len(own) for own in logits])
+
+
+class BatchedHSIC(_OfRows):
+    """HSIC of several clients' outputs."""
+
+    def batch(self, calls: Sequence[tuple[Any, ...]], context: Context) -> list[Tensor]:
+        """One product oneᵀ (other − its mean) per client."""
+        one, other = map(join_rows, zip(*calls, strict=True))
+        sizes = [len(own) for own, _ in calls]
+        count = torch.tensor(sizes)
+        owner = torch.repeat_interleave(torch.arange(len(sizes)), count)
+        mean = torch.segment_reduce(other, "sum", lengths=count, unsafe=True) / count.unsqueeze(1)
+        products = outer_by_block(one, other - mean.index_select(0, owner), sizes)
+        return split_rows((products / count.view(-1, 1, 1)).square().sum((1, 2)))
 
 
 class _OnGraphs(Batched):
@@ -183,9 +215,12 @@ def _training_nodes(stack: GraphStack) -> tuple[Tensor, Tensor, Tensor, list[int
 
 
 TERMS: Mapping[Operation[Any, Any], Batched] = {
-    distillation.divergence: BatchedRows(_divergences),
-    distillation.squared_error: BatchedRows(_squared_errors),
+    distillation.divergence: BatchedMean(_divergences),
+    distillation.squared_error: BatchedMean(_squared_errors),
     distillation.neighbourly: BatchedNeighbourly(),
     distillation.structure: BatchedStructure(),
     contrast.class_contrast: BatchedContrast(),
+    losses.probabilities: BatchedProbabilities(),
+    losses.entropy: BatchedMean(_entropies),
+    losses.hsic: BatchedHSIC(),
 }
