@@ -5,7 +5,6 @@ The edges of a graph are those of adjacency("sum"), in its order.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from itertools import pairwise
 
 import torch
@@ -35,11 +34,8 @@ class EdgeWeighted(Graph):
     score: Tensor
 
     def __init__(self, whole: Graph, score: Tensor):
-        own = {f.name: getattr(whole, f.name) for f in fields(Graph) if f.init}
         # What is cached about features and the positions of edges is still valid.
-        own |= {"_cache": whole._cache, "whole": whole, "score": score, "_values": {}}
-        for name, value in own.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(vars(whole), whole=whole, score=score, _values={})
 
     _values: dict[str, Tensor]
 

@@ -48,11 +48,9 @@ class BatchedEdgeScores(Batched):
 
 def _of_edges(evaluator: EdgeEvaluator, stack: GraphStack, h: Tensor) -> Tensor:
     """Returns the scores of all edges [edges] from rows of nodes."""
-    sizes, membership = _edges_of(stack)
-    source, target = edge_ends(stack)
+    sizes, membership, ends = _edges_of(stack)
     both = torch.cat([evaluator.source.weight, evaluator.target.weight], 1).mT
-    of_source, of_target = blockwise(h, both, stack.sizes).chunk(2, 1)
-    g = of_source.index_select(0, source) + of_target.index_select(0, target)
+    g = ends @ blockwise(h, both, stack.sizes).view(2 * len(h), -1)
     first, *norms = evaluator.norms
     g = F.relu(_normed(first, g, membership))
     for layer, norm in zip(evaluator.hidden, norms, strict=True):
@@ -64,25 +62,54 @@ def _of_edges(evaluator: EdgeEvaluator, stack: GraphStack, h: Tensor) -> Tensor:
 
 def _normed(norm: Any, g: Tensor, membership: Sparse) -> Tensor:
     """Returns the output of `EdgeNorm` for the edges of each graph."""
-    count = membership.offsets.diff().unsqueeze(1)
-    mean = membership @ g / count
-    centred = g - membership.transpose @ mean
-    variance = membership @ centred.square() / count
-    scale = (variance + EdgeNorm.EPS).rsqrt() * norm.weight
-    expanded = membership.transpose @ torch.cat([scale, norm.bias], 1)
-    by, shift = expanded.chunk(2, 1)
-    return torch.addcmul(shift, centred, by)
+    return _Normed.apply(g, norm.weight, norm.bias, membership)  # type: ignore[no-untyped-call]
 
 
-def _edges_of(stack: GraphStack) -> tuple[list[int], Sparse]:
-    """Returns the number of edges of each graph, and the matrix [graphs, edges] of its edges."""
+class _Normed(torch.autograd.Function):
+    """`EdgeNorm` of several graphs: [edges, width], and scale and shift [graphs, width]."""
 
-    def make() -> tuple[list[int], Sparse]:
+    @staticmethod
+    def forward(ctx, g, weight, bias, membership):  # type: ignore[no-untyped-def]
+        count = membership.offsets.diff().unsqueeze(1)
+        expand = membership.transpose
+        centred = g - expand @ (membership @ g / count)
+        variance = membership @ centred.square() / count
+        inverse = expand @ (variance + EdgeNorm.EPS).rsqrt()
+        ctx.membership, ctx.count = membership, count
+        standard = centred.mul_(inverse)
+        ctx.save_for_backward(standard, inverse, weight)
+        return torch.addcmul(expand @ bias, standard, expand @ weight)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        (standard, inverse, weight), membership = ctx.saved_tensors, ctx.membership
+        expand = membership.transpose
+        to_weight, to_bias = membership @ (gradient * standard), membership @ gradient
+        # What the mean and the variance of a graph's edges pass on to each of them.
+        by_mean, by_variance = (expand @ (weight * t / ctx.count) for t in (to_bias, to_weight))
+        own = gradient * (expand @ weight)
+        to_g = own.sub_(by_mean).sub_(standard * by_variance).mul_(inverse)
+        return to_g, to_weight, to_bias, None
+
+
+def _edges_of(stack: GraphStack) -> tuple[list[int], Sparse, Sparse]:
+    """Returns the number of edges of each graph, and two matrices.
+
+    They are [graphs, edges], which edges a graph has, and [edges, 2 · nodes], the ends of each
+    edge: node i is column 2 i as a source and column 2 i + 1 as a target.
+    """
+
+    def make() -> tuple[list[int], Sparse, Sparse]:
         sizes = [part.adjacency("sum").nnz for part in stack.parts]
         owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-        every = torch.arange(len(owner))
-        ones = torch.ones(len(owner))
-        return sizes, Sparse.from_edges(owner, every, ones, (len(sizes), len(owner)))
+        every, (source, target) = torch.arange(len(owner)), edge_ends(stack)
+        columns = torch.cat([2 * source, 2 * target + 1])
+        ones, width = torch.ones(2 * len(owner)), 2 * stack.num_nodes
+        return (
+            sizes,
+            Sparse.from_edges(owner, every, ones[: len(owner)], (len(sizes), len(owner))),
+            Sparse.from_edges(every.repeat(2), columns, ones, (len(owner), width)),
+        )
 
     return stack.cached("edges of each graph", make)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.graph import Graph
+from fedloom.data.matmul import NARROW
 from fedloom.engines.stacked.graphs import GraphStack, stack_of
 from fedloom.engines.stacked.lockstep import Batched, Context
 from fedloom.engines.stacked.matmul import outer_by_block, split
@@ -24,6 +25,14 @@ def block_sums(h: Tensor, sizes: Sequence[int]) -> Tensor:
     sizes: the number of rows of each block.
     """
     return torch.segment_reduce(h, "sum", lengths=torch.tensor(sizes), unsafe=True)
+
+
+def log_softmax(h: Tensor) -> Tensor:
+    """Returns the logarithm of the softmax of each row.
+
+    With few columns, PyTorch takes 25 times as long for rows as for columns.
+    """
+    return h.t().contiguous().log_softmax(0).t() if h.shape[1] < NARROW else h.log_softmax(1)
 
 
 class _OfRows(Batched):
@@ -54,7 +63,7 @@ class BatchedMean(_OfRows):
 
 
 def _divergences(teacher: Tensor, student: Tensor) -> Tensor:
-    log_p, log_q = teacher.detach().log_softmax(1), student.log_softmax(1)
+    log_p, log_q = log_softmax(teacher.detach()), log_softmax(student)
     return (log_p.exp() * (log_p - log_q)).sum(1)
 
 
@@ -63,7 +72,7 @@ def _squared_errors(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _entropies(logits: Tensor) -> Tensor:
-    log_p = logits.log_softmax(1)
+    log_p = log_softmax(logits)
     return -(log_p.exp() * log_p).sum(1)
 
 
@@ -73,7 +82,7 @@ class BatchedProbabilities(_OfRows):
     def batch(self, calls: Sequence[tuple[Any, ...]], context: Context) -> list[Tensor]:
         """One softmax of all rows."""
         logits = [own for (own,) in calls]
-        return split_rows(join_rows(logits).softmax(1), [len(own) for own in logits])
+        return split_rows(log_softmax(join_rows(logits)).exp(), [len(own) for own in logits])
 
 
 class BatchedHSIC(_OfRows):
@@ -136,7 +145,7 @@ class BatchedNeighbourly(_OnGraphs):
             return taught.squeeze(1), teaches.squeeze(1), Q
 
         taught, teaches, Q = stack.cached(("neighbourly", norm), make)
-        log_a = teacher.detach().log_softmax(1)
+        log_a = log_softmax(teacher.detach())
         a = log_a.exp()
         gathered = (adjacency @ a).add_(a)
         known = (a * log_a).sum(1) * teaches
