@@ -23,12 +23,8 @@ from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError, MessageError
 from fedloom.experiments.run import run
 from fedloom.methods.fedpg.method import FedPG, _gathered
-from fedloom.methods.fedpg.neighbourhoods import (
-    Neighbours,
-    adjacency_of,
-    first_of_each,
-    shuffled_pairs,
-)
+from fedloom.methods.fedpg.neighbourhoods import adjacency_of, first_of_each, shuffled_pairs
+from fedloom.nn.prototypes import Neighbours
 
 pytestmark = pytest.mark.usefixtures("reference_engine")
 
@@ -200,11 +196,10 @@ def test_prototypes_are_means_of_neighbour_means(node_federation, neighbours):
     expected, there = by_hand(client.graph, z, 3, neighbours == "same")
     for attention in (True, False):  # it starts at 0, which gives all neighbours the same weight
         plain = replace(method, attention=attention)
-        table, present, _ = plain.prototypes(
-            client, z, plain.neighbourhoods(client, client.graph, z)
-        )
-        assert torch.equal(present, there)
-        assert torch.allclose(table[present], expected[there], atol=1e-5)
+        around = plain.neighbourhoods(client, client.graph, z)
+        table = plain.prototypes(client, z, around)
+        assert torch.equal(around.present, there)
+        assert torch.allclose(table[there], expected[there], atol=1e-5)
 
 
 def test_attention_is_a_softmax_over_the_members_of_each_centre(node_federation):
@@ -313,8 +308,9 @@ def test_the_alignment_is_the_sum_of_distances_between_prototypes(node_federatio
     client, method = ready(node_federation, pull=0.3, neighbours="any")
     model, graph = client.state["model"], client.graph
     z = F.normalize(model.embed(graph))
-    own, there, _ = method.prototypes(client, z, method.neighbourhoods(client, graph, z))
-    table, present = torch.randn(3, 3, 8), there.clone()
+    around = method.neighbourhoods(client, graph, z)
+    own = method.prototypes(client, z, around)
+    table, present = torch.randn(3, 3, 8), around.present.clone()
     present[1, 2] = False
     expected = client.loss(model(graph), graph) + 0.3 * sum(
         (own - table)[c, h].norm() for c, h in present.nonzero().tolist()

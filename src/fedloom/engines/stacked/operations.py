@@ -25,6 +25,7 @@ from fedloom.engines.stacked.parameters import (
     stacked_parameters,
     tensor_of_rows,
 )
+from fedloom.engines.stacked.prototypes import PROTOTYPES
 from fedloom.engines.stacked.tensors import common_source, join_rows, split_rows
 from fedloom.engines.stacked.terms import TERMS
 from fedloom.nn import losses, metrics, training
@@ -222,9 +223,11 @@ class BatchedStep(_Differentiation):
         optimizers, roots = zip(*calls, strict=True)
         stacked = None
         if len(calls) > 1:
-            stacked = context.group.cached(
-                "optimizer", optimizers, lambda: StackedOptimizer.of(optimizers)
+            known: list[StackedOptimizer | None] = context.group.cached(
+                "optimizer", optimizers, lambda: [None]
             )
+            # Some parameters are stacked later than at the first step.
+            stacked = known[0] = known[0] or StackedOptimizer.of(optimizers)
         if stacked is not None:
             stacked.clear()
         else:
@@ -260,5 +263,6 @@ BATCHED: Mapping[Operation[Any, Any], Batched] = {
     training.step: BatchedStep(),
     training.backward_pass: BatchedBackward(),
     **EDGES,
+    **PROTOTYPES,
     **TERMS,
 }

@@ -14,31 +14,8 @@ from torch import Tensor
 
 from fedloom.core.message import Message
 from fedloom.errors import MessageError
-
-
-def class_sums(z: Tensor, y: Tensor, mask: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Sums embeddings by class, over the items in `mask`.
-
-    Args:
-        z: Embeddings [items, p].
-        y: Classes [items].
-        mask: Which items count, bool [items].
-        num_classes: C.
-
-    Returns the sums [C, p] and the number of items of each class [C] (int64).
-    """
-    chosen = y[mask]
-    sums = z.new_zeros(num_classes, z.shape[1]).index_add(0, chosen, z[mask])
-    return sums, torch.bincount(chosen, minlength=num_classes)
-
-
-def class_means(z: Tensor, y: Tensor, mask: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Returns mean embeddings by class [C, p] and counts [C]; see `class_sums`.
-
-    The mean of a class without items is zero.
-    """
-    sums, counts = class_sums(z, y, mask, num_classes)
-    return sums / counts.clamp(min=1).unsqueeze(1), counts
+from fedloom.nn.prototypes import class_means as class_means
+from fedloom.nn.prototypes import class_sums as class_sums
 
 
 def pack_table(

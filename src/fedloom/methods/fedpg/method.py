@@ -77,15 +77,17 @@ from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
 from fedloom.data.seeds import stream_seed
 from fedloom.methods._shared.prototypes import class_means, pack_table, table_of
-from fedloom.methods.fedpg.neighbourhoods import (
+from fedloom.methods.fedpg.neighbourhoods import first_of_each, pairs_by_distance
+from fedloom.methods.fedproto import nearness
+from fedloom.methods.fedtgp import FedTGP
+from fedloom.nn.prototypes import (
     Attention,
     Neighbourhoods,
     Neighbours,
-    first_of_each,
-    pairs_by_distance,
+    neighbour_weights,
+    neighbourhood_prototypes,
+    table_distance,
 )
-from fedloom.methods.fedproto import nearness
-from fedloom.methods.fedtgp import FedTGP
 from fedloom.nn.training import make_optimizer, step
 
 CHUNK = 1024  # rows of similarities between graphs that are computed at once
@@ -207,14 +209,15 @@ class FedPG(FedTGP):
         z = self.embeddings(client)
         if self.annotate == "pseudo":
             client.state["annotation"] = self.pseudo_labels(client)
-        around, classes = self.neighbourhoods(client, client.graph, z), client.facts.num_classes
+        around = self.neighbourhoods(client, client.graph, z)
         with torch.no_grad():
-            table, there, items = self.prototypes(client, z, around)
-        sent = pack_table(self.disturbed(client, table), there, self.floor, items)
-        centres = torch.bincount(around.label[around.label >= 0], minlength=classes)
+            table = self.prototypes(client, z, around)
+        sent = pack_table(
+            self.disturbed(client, table), around.present, self.floor, around.num_items
+        )
         # A class whose own mean is not sent may still be sent at other hops. It then counts as if
         # it had just enough items.
-        return {**sent, "counts": centres.clamp(min=self.floor) * sent["present"].any(1)}
+        return {**sent, "counts": around.centres.clamp(min=self.floor) * sent["present"].any(1)}
 
     @torch.no_grad()
     def pseudo_labels(self, client: Client) -> Tensor:
@@ -244,12 +247,12 @@ class FedPG(FedTGP):
             if batch is client.graph:
                 label = client.state["annotation"]
             by_cosine = self.by_similarity(label, z.detach(), client.facts.num_classes)
-            return Neighbourhoods(label, by_cosine)
+            return Neighbourhoods(label, by_cosine, client.facts.num_classes)
         label, known = client.state["annotation"], client.memory.get("neighbourhoods")
         # They are computed once with `annotate = "train"`, else once per round.
         if known is None or known.label is not label:
             client.memory["neighbourhoods"] = known = Neighbourhoods(
-                label, self.by_edges(client, label)
+                label, self.by_edges(client, label), client.facts.num_classes
             )
         return known
 
@@ -298,29 +301,6 @@ class FedPG(FedTGP):
         joined = [torch.cat(found, 1) for found in pairs]
         return [Neighbours(both[0], both[1], label, classes) for both in joined]
 
-    def neighbour_weights(self, client: Client, hop: int, z: Tensor, at: Neighbours) -> Tensor:
-        """Returns w_ij of the pairs at a hop."""
-        return client.state["attention"](hop, z, at) if self.attention else 1 / at.size
-
-    def prototypes(
-        self, client: Client, z: Tensor, around: Neighbourhoods
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns P with a gradient, which entries exist, and the number of items in each.
-
-        They are [C, H+1, p], [C, H+1] and [C, H+1].
-        """
-        label, classes = around.label, client.facts.num_classes
-        means, counts = class_means(z, label, label >= 0, classes)
-        tables, present, items = [means], [counts > 0], [counts]
-        for hop, at in enumerate(around.hops, 1):
-            weight = self.neighbour_weights(client, hop, z, at) / at.num_centres[at.of]
-            # The weight of each item in each class's prototype. One product then serves all pairs.
-            weights = z.new_zeros(classes * len(z)).index_add(0, at.cell, weight)
-            tables.append(weights.view(classes, -1) @ z)
-            present.append(at.num_centres > 0)
-            items.append(at.num_members)
-        return torch.stack(tables, 1), torch.stack(present, 1), torch.stack(items, 1)
-
     def alignment(
         self, client: Client, batch: Graph, z: Tensor, table: Tensor, present: Tensor
     ) -> Tensor:
@@ -330,16 +310,23 @@ class FedPG(FedTGP):
         """
         around = self.neighbourhoods(client, batch, z)
         if self.align == "prototype":
-            own, there, _ = self.prototypes(client, z, around)
-            both = there & present
-            return ((own - table)[both].square().sum(-1) + 1e-12).sqrt().sum()
+            own = self.prototypes(client, z, around)
+            return table_distance(own, table, around.present & present)
         centres = around.label >= 0
         total = nearness(z[centres], around.label[centres], table[:, 0], present[:, 0])
         for hop, at in enumerate(around.hops, 1):
-            weight = self.neighbour_weights(client, hop, z, at).unsqueeze(1)
+            weight = neighbour_weights(self.attention_of(client), hop, z, at).unsqueeze(1)
             v = at.over_members(weight * z[at.member])[at.centres]
             total = total + nearness(v, around.label[at.centres], table[:, hop], present[:, hop])
         return total
+
+    def prototypes(self, client: Client, z: Tensor, around: Neighbourhoods) -> Tensor:
+        """Returns P with a gradient, [C, H+1, p]."""
+        return neighbourhood_prototypes(z, around, self.attention_of(client))
+
+    def attention_of(self, client: Client) -> Attention | None:
+        """Returns the client's attention, if there is one."""
+        return client.state["attention"] if self.attention else None
 
     # ---- the server's side ----
     def far(self, a: Tensor, b: Tensor) -> Tensor:
