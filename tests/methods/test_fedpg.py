@@ -396,7 +396,7 @@ def test_the_contrast_by_hand():
             false = sum(math.exp(cosine[k] / 0.7) for k in range(5) if at[k].tolist() == [1 - c, h])
             expected -= math.log(true / (true + false))
     # A constant shift of all distances changes nothing, so 1 − cosine gives the same loss.
-    assert method.contrast_anchors(anchors, uploads, positive, margin).item() == pytest.approx(
+    assert method.contrast_anchors(uploads, positive, margin)(anchors).item() == pytest.approx(
         expected, abs=1e-5
     )
 
@@ -406,8 +406,8 @@ def test_an_anchor_without_negatives_has_no_loss_and_a_finite_gradient():
     anchors = torch.randn(2, 2, 2, requires_grad=True)
     method = FedPG(hops=1)
     loss = method.contrast_anchors(
-        anchors, uploads, method.receptive_field(at, torch.rand(len(at), 2), 2), torch.zeros(2)
-    )
+        uploads, method.receptive_field(at, torch.rand(len(at), 2), 2), torch.zeros(2)
+    )(anchors)
     loss.backward()
     assert loss.item() == 0
     assert torch.isfinite(anchors.grad).all()
@@ -420,7 +420,7 @@ def test_the_gradient_to_the_positive_similarity_grows_with_the_margin():
     strength = []
     for margin in (0.0, 0.5, 1.0):
         anchors = torch.tensor([[[1.0, 1], [1, 1]], [[1, -1], [-1, 1]]], requires_grad=True)
-        method.contrast_anchors(anchors, uploads, positive, torch.full((2,), margin)).backward()
+        method.contrast_anchors(uploads, positive, torch.full((2,), margin))(anchors).backward()
         strength.append(anchors.grad.norm().item())
     assert strength == sorted(strength)
     assert strength[0] < strength[2]

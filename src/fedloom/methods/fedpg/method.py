@@ -60,7 +60,7 @@ numerically 0, peers' means shrunk to a third): the paper is followed. `align = 
 items, as FedProto and the authors' code do, averaged over items instead of within classes.
 """
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -331,9 +331,14 @@ class FedPG(FedTGP):
     # ---- the server's side ----
     def far(self, a: Tensor, b: Tensor) -> Tensor:
         """Returns 1 − cosine, or the Euclidean distance, of the rows of a and b."""
+        return self.far_from(b)(a)
+
+    def far_from(self, b: Tensor) -> Callable[[Tensor], Tensor]:
+        """Returns the function a ↦ `far(a, b)`, which computes what depends on b once."""
         if self.geometry == "euclidean":
-            return super().far(a, b)
-        return 1 - F.normalize(a) @ F.normalize(b).T
+            return lambda a: super(FedPG, self).far(a, b)
+        unit = F.normalize(b)
+        return lambda a: 1 - F.normalize(a) @ unit.T
 
     def receptive_field(self, at: Tensor, lots: Tensor, classes: int) -> Tensor:
         """Returns S⁺ of every (c,h) as bool [C, H+1, uploads].
@@ -346,45 +351,57 @@ class FedPG(FedTGP):
             lots: Random numbers, [uploads, H+1]. The uploads with the lowest are drawn.
             classes: C.
         """
-        positive = torch.zeros(classes, self.depth, len(at), dtype=torch.bool)
-        positive[at[:, 0], at[:, 1], torch.arange(len(at))] = True
-        own_hop = positive.clone()
-        for c, h in own_hop.any(2).nonzero().tolist():
-            others = ((at[:, 0] == c) & (at[:, 1] != h)).nonzero().flatten()
-            wanted = math.ceil(self.sampling * int(own_hop[c, h].sum()))
-            positive[c, h, others[lots[others, h].argsort()[:wanted]]] = True
-        return positive
+        of_class, of_hop = at.unbind(1)
+        same_class = of_class == torch.arange(classes).unsqueeze(1)
+        same_hop = of_hop == torch.arange(self.depth).unsqueeze(1)
+        own_hop = same_class.unsqueeze(1) & same_hop
+        others = same_class.unsqueeze(1) & ~same_hop
+        wanted = (self.sampling * own_hop.sum(2, keepdim=True).double()).ceil()
+        place = lots.T.masked_fill(~others, torch.inf).argsort(2).argsort(2)
+        return own_hop | (others & (place < wanted))
 
     def contrast_anchors(
-        self, anchors: Tensor, uploads: Tensor, positive: Tensor, margin: Tensor
-    ) -> Tensor:
-        """Returns Σ_{c,h} L_ch (Eq. 4, 7).
+        self, uploads: Tensor, positive: Tensor, margin: Tensor
+    ) -> Callable[[Tensor], Tensor]:
+        """Returns the function G ↦ Σ_{c,h} L_ch (Eq. 4, 7). G is [C, H+1, p].
 
         Args:
-            anchors: G, [C, H+1, p].
             uploads: The prototypes of all clients, [uploads, p].
             positive: S⁺, [C, H+1, uploads].
             margin: M, [H+1].
         """
-        near = -self.far(anchors.flatten(0, 1), uploads).view_as(positive)
         negative = positive.any(0) & ~positive  # S⁻: of another class at the same hop
-        shifted = (near - margin.view(1, -1, 1)) / self.temperature
-        true = shifted.masked_fill(~positive, -torch.inf)
-        false = (near / self.temperature).masked_fill(~negative, -torch.inf)
-        uploaded = positive.any(2)
-        true, false = true[uploaded].logsumexp(1), false[uploaded].logsumexp(1)
-        return (torch.logaddexp(true, false) - true).sum()
+        uploaded = positive.any(2).flatten().nonzero().flatten()
+        not_positive, not_negative = ~positive, ~negative
+        far, margin = self.far_from(uploads), margin.view(1, -1, 1)
+
+        def loss(anchors: Tensor) -> Tensor:
+            near = -far(anchors.flatten(0, 1)).view_as(positive)
+            shifted = (near - margin) / self.temperature
+            true = shifted.masked_fill(not_positive, -torch.inf)
+            false = (near / self.temperature).masked_fill(not_negative, -torch.inf)
+            true, false = (
+                each.flatten(0, 1).index_select(0, uploaded).logsumexp(1) for each in (true, false)
+            )
+            return (torch.logaddexp(true, false) - true).sum()
+
+        return loss
 
     def contrast_queries(
-        self, anchors: Tensor, uploads: Tensor, positive: Tensor, margin: Tensor
-    ) -> Tensor:
-        """Returns FedTGP's contrast, summed over hops. It takes what `contrast_anchors` takes."""
-        total = anchors.new_zeros(())
-        for hop in range(anchors.shape[1]):
-            label, which = positive[:, hop].nonzero().unbind(1)
-            if len(label):
-                total = total + self.contrast(anchors[:, hop], uploads[which], label, margin[hop])
-        return total
+        self, uploads: Tensor, positive: Tensor, margin: Tensor
+    ) -> Callable[[Tensor], Tensor]:
+        """Returns FedTGP's contrast, summed over hops, as `contrast_anchors` does."""
+        found = [positive[:, hop].nonzero().unbind(1) for hop in range(positive.shape[1])]
+
+        def loss(anchors: Tensor) -> Tensor:
+            total = anchors.new_zeros(())
+            for hop, (label, which) in enumerate(found):
+                if len(label):
+                    own = self.contrast(anchors[:, hop], uploads[which], label, margin[hop])
+                    total = total + own
+            return total
+
+        return loss
 
     def anchors(self, server: Server) -> Tensor:
         """Returns the current G, [C, H+1, p]."""
@@ -413,9 +430,9 @@ class FedPG(FedTGP):
         lots = torch.cat([drawn[client][reply["present"]] for client, reply in replies.items()])
         positive = self.receptive_field(at, lots, classes)
         contrast = self.contrast_anchors if self.direction == "anchor" else self.contrast_queries
+        loss = contrast(uploads, positive, margin)
         for _ in range(self.server_steps if len(uploads) else 0):
-            loss = contrast(self.anchors(server), uploads, positive, margin)
-            step(server.state["optimizer"], loss)
+            step(server.state["optimizer"], loss(self.anchors(server)))
         return self.anchors(server).detach()
 
     def personal(self, universal: Tensor, replies: Replies) -> dict[str, Message]:
@@ -429,7 +446,8 @@ class FedPG(FedTGP):
         for c, h in present.any(0).nonzero().tolist():
             who = present[:, c, h].nonzero().flatten()
             own, weight = tables[who, c, h], counts[who, c].float()
-            cosine = F.normalize(own) @ F.normalize(own).T
+            unit = F.normalize(own)
+            cosine = unit @ unit.T
             cosine.fill_diagonal_(torch.inf)  # every client is its own peer
             peers = cosine >= self.similar
             if self.top_peers:
