@@ -24,7 +24,7 @@ from fedloom.errors import ConfigError, MessageError
 from fedloom.experiments.run import run
 from fedloom.methods.fedpg.method import FedPG, _gathered
 from fedloom.methods.fedpg.neighbourhoods import adjacency_of, first_of_each, shuffled_pairs
-from fedloom.nn.prototypes import Neighbours
+from fedloom.nn.prototypes import Neighbours, neighbour_weights
 
 pytestmark = pytest.mark.usefixtures("reference_engine")
 
@@ -209,7 +209,7 @@ def test_attention_is_a_softmax_over_the_members_of_each_centre(node_federation)
     vectors = torch.nn.init.normal_(
         client.state["attention"].vectors.detach()[0], generator=torch.Generator().manual_seed(0)
     )
-    w = method.neighbour_weights(client, 1, z, around)
+    w = neighbour_weights(method.attention_of(client), 1, z, around)
     assert torch.allclose(around.over_members(w)[around.centres], torch.ones(len(around.centres)))
     i = int(around.centres[3])
     mine = around.centre == i
@@ -228,8 +228,9 @@ def test_every_hop_has_its_own_attention(node_federation):
     torch.nn.init.normal_(
         client.state["attention"].vectors.detach()[1], generator=torch.Generator().manual_seed(0)
     )
-    assert torch.allclose(method.neighbour_weights(client, 1, z, first), 1 / first.size)
-    assert not torch.allclose(method.neighbour_weights(client, 2, z, second), 1 / second.size)
+    attention = method.attention_of(client)
+    assert torch.allclose(neighbour_weights(attention, 1, z, first), 1 / first.size)
+    assert not torch.allclose(neighbour_weights(attention, 2, z, second), 1 / second.size)
 
 
 def test_universal_prototypes_have_length_one(node_federation, trainings):

@@ -26,18 +26,17 @@ class EdgeWeighted(Graph):
 
     Attributes:
         whole: The graph without these weights.
-        score: The weights, [edges].
+        weight: The weights, [edges].
     """
 
     transient = True
     whole: Graph
-    score: Tensor
-
-    def __init__(self, whole: Graph, score: Tensor):
-        # What is cached about features and the positions of edges is still valid.
-        vars(self).update(vars(whole), whole=whole, score=score, _values={})
-
+    weight: Tensor
     _values: dict[str, Tensor]
+
+    def __init__(self, whole: Graph, weight: Tensor):
+        # What is cached about features and the positions of edges is still valid.
+        vars(self).update(vars(whole), whole=whole, weight=weight, _values={})
 
     def propagate(self, h: Tensor, kind: str = "sym") -> Tensor:
         """Returns the weighted adjacency times h, differentiable in both."""
@@ -47,7 +46,12 @@ class EdgeWeighted(Graph):
 
     def normalised(self, kind: str) -> Tensor:
         """Returns the entries of adjacency(kind) with these weights, in its order."""
-        return weighted_entries(self.whole, self.score, kind)
+        return weighted_entries(self.whole, self.weight, kind)
+
+    @staticmethod
+    def of_edges(whole: Graph, weight: Tensor) -> Tensor:
+        """Returns `weight` with one number for each edge of a graph."""
+        return weight
 
 
 def weighted_entries(graph: Graph, score: Tensor, kind: str) -> Tensor:

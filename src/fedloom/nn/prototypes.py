@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedloom.data.graph import Graph
 from fedloom.nn.operations import operation
 
 
@@ -41,6 +42,55 @@ def class_means(z: Tensor, y: Tensor, mask: Tensor, num_classes: int) -> tuple[T
     """
     sums, counts = class_sums(z, y, mask, num_classes)
     return sums / counts.clamp(min=1).unsqueeze(1), counts
+
+
+# ---- prototypes of all nodes, with the model's own guesses ----
+
+
+def pseudo_labels(logits: Tensor, graph: Graph) -> tuple[Tensor, Tensor]:
+    """Returns ŷ and a of all nodes."""
+    sure, label = logits.softmax(1).max(1)
+    return torch.where(graph.train, graph.y, label), torch.where(graph.train, 1.0, sure)
+
+
+def class_centres(
+    z: Tensor, label: Tensor, sure: Tensor, num_classes: int
+) -> tuple[Tensor, Tensor]:
+    """Returns P [classes, p] and which classes occur. P is zero for a class that does not."""
+    total = z.new_zeros(num_classes).index_add(0, label, sure)
+    sums = z.new_zeros(num_classes, z.shape[1]).index_add(0, label, sure.unsqueeze(1) * z)
+    return sums / total.where(total > 0, 1.0).unsqueeze(1), total > 0
+
+
+def alignment(second: Tensor, first: Tensor, tau: float) -> Tensor:
+    """Returns the InfoNCE of two views' prototypes [classes, p].
+
+    The second view's prototype of a class must match the first's, among all classes' prototypes of
+    both views.
+    """
+    second, first = F.normalize(second), F.normalize(first)
+    among = torch.cat([second @ first.T, (second @ second.T).fill_diagonal_(-torch.inf)], 1)
+    return F.cross_entropy(among / tau, torch.arange(len(first)))
+
+
+@operation
+def centre_alignment(
+    graph: Graph, logits: Tensor, z: Tensor, z_second: Tensor, tau: float
+) -> Tensor:
+    """Returns the `alignment` of the class centres of two views.
+
+    Args:
+        graph: The graph.
+        logits: Of the first view. They give the classes of the nodes and how sure they are.
+        z: Embeddings of the first view.
+        z_second: Embeddings of the second view.
+        tau: The temperature.
+    """
+    label, sure = pseudo_labels(logits.detach(), graph)
+    (P, present), (P_second, _) = (
+        class_centres(each, label, sure, graph.num_classes) for each in (z, z_second)
+    )
+    return alignment(P_second[present], P[present], tau)
 
 
 # ---- prototypes of neighbourhoods ----

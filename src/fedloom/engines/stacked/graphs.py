@@ -230,12 +230,12 @@ class WeightedStack(GraphStack):
 
     def __init__(self, parts: Sequence[EdgeWeighted], whole: GraphStack):
         super().__init__(parts)
-        score = join_rows([part.score for part in parts])
-        for name, value in {"whole": whole, "score": score, "_values": {}}.items():
+        weight = parts[0].of_edges(whole, join_rows([part.weight for part in parts]))
+        for name, value in {"whole": whole, "weight": weight, "_values": {}}.items():
             object.__setattr__(self, name, value)
 
     whole: GraphStack
-    score: Tensor  # [edges]
+    weight: Tensor  # [edges]
     _values: dict[str, Tensor]
 
     @property
@@ -246,7 +246,7 @@ class WeightedStack(GraphStack):
     def propagate(self, h: Tensor, kind: str = "sym") -> Tensor:
         """Returns the weighted adjacency times h, differentiable in both."""
         if kind not in self._values:
-            self._values[kind] = weighted_entries(self.whole, self.score, kind)
+            self._values[kind] = weighted_entries(self.whole, self.weight, kind)
         return weighted(self.whole.adjacency(kind), self._values[kind], h)
 
     def adjacency(self, kind: str = "sym") -> Sparse:
