@@ -15,11 +15,11 @@ from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError
 from fedloom.experiments.run import run
-from fedloom.methods.fggp import CLUSTERS, FGGP, candidates, vote
+from fedloom.methods.fggp import CLUSTERS, FGGP, candidates
 from fedloom.methods.fpl import cluster_means
 from fedloom.nn.build import build_model
 from fedloom.nn.links import DrawnLinks, draw_links, link_scores, pairs_of, reconstruction, scores
-from fedloom.nn.prototypes import alignment, class_centres, pseudo_labels
+from fedloom.nn.prototypes import alignment, class_centres, pseudo_labels, vote
 from fedloom.nn.weights import load_weights, weights
 
 pytestmark = pytest.mark.usefixtures("reference_engine")

@@ -69,7 +69,7 @@ from fedloom.nn.build import build_model
 from fedloom.nn.links import DrawnLinks, draw_links, link_scores, reconstruction
 from fedloom.nn.model import Model
 from fedloom.nn.nearest import nearest_edges, pairs
-from fedloom.nn.prototypes import centre_alignment, class_centres, pseudo_labels
+from fedloom.nn.prototypes import centre_alignment, class_centres, pseudo_labels, vote
 from fedloom.nn.training import make_optimizer, outputs
 from fedloom.nn.weights import load_weights, weights
 
@@ -245,13 +245,3 @@ def candidates(graph: Graph, z: Tensor, neighbours: int) -> Graph:
     suggested = replace(graph, edge_index=torch.cat([joined, joined.flip(0)], 1), edge_weight=None)
     suggested.cached("features", lambda: graph.sparse_x)
     return suggested
-
-
-# ---- the vote ----
-def vote(z: Tensor, clusters: Tensor, of_class: Tensor, num_classes: int, tau: float) -> Tensor:
-    """Returns log Σ_{clusters Q of c} e^{cos(z, Q) / τ_v}, [nodes, classes].
-
-    It is −∞ for a class without clusters.
-    """
-    similar = F.normalize(z) @ F.normalize(clusters).T / tau
-    return torch.stack([similar[:, of_class == c].logsumexp(1) for c in range(num_classes)], 1)

@@ -167,24 +167,41 @@ class Entries:
         source: The source of each entry.
         loop: Whether an entry is a self-loop.
         weight: The weight of each entry.
-        pair: The undirected edge of each entry. Both directions of an edge have the same number.
-        num_pairs: Number of undirected edges.
-        symmetric: Whether every edge has a reversed edge with the same weight.
+        bare: adjacency("sum").
+        num_nodes: Number of nodes.
     """
 
     def __init__(self, graph: Graph):
-        n, adjacency = graph.num_nodes, graph.adjacency("sym")
+        self.num_nodes, adjacency = graph.num_nodes, graph.adjacency("sym")
         self.offsets, self.indices = adjacency.offsets, adjacency.indices
         self.target, self.source = adjacency.rows, adjacency.indices.long()
         self.loop = self.source == self.target
+        self.bare = graph.adjacency("sum")  # the same order, without the loops
         self.weight = torch.ones(adjacency.nnz)
-        bare = graph.adjacency("sum")
-        self.weight[~self.loop] = bare.values  # the same order, without the loops
+        self.weight[~self.loop] = self.bare.values
+
+    @cached_property
+    def _pairs(self) -> tuple[Tensor, Tensor]:
         low, high = torch.minimum(self.source, self.target), torch.maximum(self.source, self.target)
-        pairs, self.pair = torch.unique(low * n + high, return_inverse=True)
-        self.num_pairs = len(pairs)
-        self.symmetric = torch.equal(bare.transpose.indices, bare.indices) and torch.equal(
-            bare.transpose.values, bare.values
+        pairs, pair = torch.unique(low * self.num_nodes + high, return_inverse=True)
+        return pairs, pair
+
+    @property
+    def pair(self) -> Tensor:
+        """The undirected edge of each entry. Both directions have the same number."""
+        return self._pairs[1]
+
+    @property
+    def num_pairs(self) -> int:
+        """Number of undirected edges."""
+        return len(self._pairs[0])
+
+    @cached_property
+    def symmetric(self) -> bool:
+        """Whether every edge has a reversed edge with the same weight."""
+        transpose = self.bare.transpose
+        return torch.equal(transpose.indices, self.bare.indices) and torch.equal(
+            transpose.values, self.bare.values
         )
 
 

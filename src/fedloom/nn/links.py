@@ -22,7 +22,7 @@ def pairs_of(suggested: Graph) -> Tensor:
 
 def scores(h: Tensor, pairs: Tensor) -> Tensor:
     """Returns h_i · h_j of each pair."""
-    return (h[pairs[0]] * h[pairs[1]]).sum(1)
+    return (h.index_select(0, pairs[0]) * h.index_select(0, pairs[1])).sum(1)
 
 
 @operation
@@ -87,7 +87,7 @@ class DrawnLinks(EdgeWeighted):
             ("order", kind), lambda: torch.argsort(target * n + source, stable=True)
         )
         degree = torch.zeros(n).index_add(0, target, weight)
-        return scaled(kind, source, target, weight, degree)[order]
+        return scaled(kind, source, target, weight, degree).index_select(0, order)
 
     @staticmethod
     def of_edges(whole: Graph, weight: Tensor) -> Tensor:

@@ -93,6 +93,16 @@ def centre_alignment(
     return alignment(P_second[present], P[present], tau)
 
 
+@operation
+def vote(z: Tensor, clusters: Tensor, of_class: Tensor, num_classes: int, tau: float) -> Tensor:
+    """Returns log Σ_{clusters Q of c} e^{cos(z, Q) / τ_v}, [nodes, classes].
+
+    It is −∞ for a class without clusters.
+    """
+    similar = F.normalize(z) @ F.normalize(clusters).T / tau
+    return torch.stack([similar[:, of_class == c].logsumexp(1) for c in range(num_classes)], 1)
+
+
 # ---- prototypes of neighbourhoods ----
 
 

@@ -28,9 +28,10 @@ from fedloom.nn.edge_weights import EdgeWeighted, weighted_entries
 class GraphStack(Graph):
     """Several graphs as one. It has the fields that models read: features, edges and `batch`."""
 
-    def __init__(self, parts: Sequence[Graph]):
+    def __init__(self, parts: Sequence[Graph], group: Group | None = None):
         for name, value in {
             "parts": tuple(parts),
+            "group": group,
             "_cache": {},
             "num_classes": parts[0].num_classes,
             "name": parts[0].name,
@@ -38,6 +39,7 @@ class GraphStack(Graph):
             object.__setattr__(self, name, value)
 
     parts: tuple[Graph, ...]
+    group: Group | None  # whose cache has the features of graphs that differ only in their edges
 
     @property
     def transient(self) -> bool:  # type: ignore[override]
@@ -103,7 +105,9 @@ class GraphStack(Graph):
     def _features(self, put: Callable[[Sequence[Sparse]], Sparse]) -> Sparse | None:
         def make() -> Sparse | None:
             parts = [x for part in self.parts if (x := part.sparse_x) is not None]
-            return put(parts) if parts else None
+            if not parts or self.group is None:
+                return put(parts) if parts else None
+            return self.group.cached(f"features, {put.__name__}", parts, lambda: put(parts))
 
         return self.cached(put, make)
 
@@ -269,7 +273,7 @@ def stack_of(graphs: Sequence[Graph], group: Group) -> GraphStack:
         views = [graph for graph in graphs if isinstance(graph, View)]
         if views:
             return ViewStack(views, stack_of([view.whole for view in views], group))
-        return GraphStack(graphs)
+        return GraphStack(graphs, group)
 
     return group.cached("stack", [graph._cache for graph in graphs], make)
 

@@ -14,6 +14,7 @@ from fedloom.data.sparse import Sparse
 from fedloom.engines.stacked import tensors
 from fedloom.engines.stacked.edges import EDGES
 from fedloom.engines.stacked.graphs import StackedNoise, stack_of
+from fedloom.engines.stacked.links import LINKS
 from fedloom.engines.stacked.lockstep import Batched, Context
 from fedloom.engines.stacked.parameters import (
     StackedOptimizer,
@@ -263,6 +264,7 @@ BATCHED: Mapping[Operation[Any, Any], Batched] = {
     training.step: BatchedStep(),
     training.backward_pass: BatchedBackward(),
     **EDGES,
+    **LINKS,
     **PROTOTYPES,
     **TERMS,
 }

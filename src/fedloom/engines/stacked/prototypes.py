@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedloom.data.graph import Graph
 from fedloom.data.sparse import Sparse, weighted
 from fedloom.engines.stacked.lockstep import Batched, Context
 from fedloom.engines.stacked.matmul import blockwise
 from fedloom.engines.stacked.parameters import stacked_parameters
-from fedloom.engines.stacked.tensors import join_rows, joint_tensor, split_rows
+from fedloom.engines.stacked.tensors import common_source, join_rows, joint_tensor, split_rows
+from fedloom.engines.stacked.terms import log_softmax
 from fedloom.nn import prototypes
 from fedloom.nn.operations import Operation
 from fedloom.nn.prototypes import Neighbourhoods
@@ -31,6 +33,64 @@ class BatchedUnitRows(Batched):
         """All rows at once."""
         rows = [z for (z,) in calls]
         return split_rows(F.normalize(join_rows(rows)), [len(z) for z in rows])
+
+
+class BatchedAlignment(Batched):
+    """Alignments of the class centres of several graphs' views."""
+
+    def key(self, *args: Any) -> Hashable:
+        """Plain graphs, outputs of equal widths, and the same temperature."""
+        graph, logits, z, _, tau = args
+        return (logits.shape[1], z.shape[1], tau) if type(graph) is Graph else None
+
+    def batch(self, calls: Sequence[tuple[Any, ...]], context: Context) -> list[Tensor]:
+        """The centres of all graphs are rows of one table, [graphs · C, p]."""
+        graphs, logits, first, second, taus = zip(*calls, strict=True)
+        K, C = len(graphs), graphs[0].num_classes
+
+        def make() -> tuple[Tensor, Tensor, Tensor]:
+            sizes = torch.tensor([graph.num_items for graph in graphs])
+            owner = torch.repeat_interleave(torch.arange(K), sizes)
+            y = torch.cat([graph.y for graph in graphs])
+            return torch.cat([graph.train for graph in graphs]), y, owner * C
+
+        train, y, start = context.group.cached("pseudo-labels", graphs, make)
+        log_p, guess = log_softmax(join_rows(logits).detach()).max(1)
+        place = start + torch.where(train, y, guess)
+        sure = torch.where(train, 1.0, log_p.exp())
+        total = sure.new_zeros(K * C).index_add(0, place, sure)
+        share = sure / total.index_select(0, place)
+        P, P_second = (
+            F.normalize(
+                z.new_zeros(K * C, z.shape[1]).index_add(0, place, share.unsqueeze(1) * z)
+            ).view(K, C, -1)
+            for z in (join_rows(first), join_rows(second))
+        )
+        present = (total > 0).view(K, C)
+        hidden = torch.cat([~present, ~present], 1).unsqueeze(1).repeat(1, C, 1)
+        hidden[:, :, C:] |= torch.eye(C, dtype=torch.bool)
+        among = P_second @ torch.cat([P, P_second], 1).mT / taus[0]
+        log_q = among.masked_fill(hidden, -torch.inf).log_softmax(2)
+        own = log_q[:, :, :C].diagonal(dim1=1, dim2=2)
+        return split_rows(-own.where(present, 0.0).sum(1) / present.sum(1))
+
+
+class BatchedVote(Batched):
+    """Votes of the same clusters on several clients' items."""
+
+    def key(self, *args: Any) -> Hashable:
+        """Copies of the same clusters, and equal settings."""
+        z, clusters, of_class, num_classes, tau = args
+        sources = [common_source([tensor]) for tensor in (clusters, of_class)]
+        if any(source is None for source in sources):
+            return None
+        return z.shape[1], *map(id, sources), num_classes, tau
+
+    def batch(self, calls: Sequence[tuple[Any, ...]], context: Context) -> list[Tensor]:
+        """All items at once."""
+        rows = [call[0] for call in calls]
+        votes = prototypes.vote.function(join_rows(rows), *calls[0][1:])
+        return split_rows(votes, [len(z) for z in rows])
 
 
 class _Joined:
@@ -140,6 +200,8 @@ class BatchedTableDistance(Batched):
 
 
 PROTOTYPES: Mapping[Operation[Any, Any], Batched] = {
+    prototypes.centre_alignment: BatchedAlignment(),
+    prototypes.vote: BatchedVote(),
     prototypes.unit_rows: BatchedUnitRows(),
     prototypes.neighbourhood_prototypes: BatchedPrototypes(),
     prototypes.table_distance: BatchedTableDistance(),
