@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from scipy.sparse import coo_matrix
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from fedloom.core.message import Message
@@ -64,7 +62,16 @@ def clusters(points: Tensor) -> Tensor:
     if count < 2:
         return torch.zeros(count, dtype=torch.int64)
     unit = F.normalize(points)
-    nearest = (unit @ unit.T).fill_diagonal_(-torch.inf).argmax(1).numpy()
-    links = coo_matrix((torch.ones(count).numpy(), (range(count), nearest)), shape=(count, count))
-    _, labels = connected_components(links, directed=False)
-    return torch.from_numpy(labels).long()
+    nearest = (unit @ unit.T).fill_diagonal_(-torch.inf).argmax(1).tolist()
+    above = list(range(count))  # each point's parent in a tree, whose root is its least point
+
+    def root(point: int) -> int:
+        while above[point] != point:
+            above[point] = above[above[point]]
+            point = above[point]
+        return point
+
+    for point, other in enumerate(nearest):
+        low, high = sorted((root(point), root(other)))
+        above[high] = low
+    return torch.tensor([root(point) for point in range(count)]).unique(return_inverse=True)[1]
