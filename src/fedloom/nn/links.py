@@ -71,7 +71,7 @@ class DrawnLinks(EdgeWeighted):
         vars(self)["_cache"] = {"features": whole.sparse_x}
 
     @property
-    def edge_index(self) -> Tensor:  # type: ignore[override]
+    def edge_index(self) -> Tensor:
         """The links that are drawn, in both directions."""
         drawn = self.weight.detach() > 0
         return self.cached("drawn", lambda: self.whole.edge_index[:, drawn.repeat(2)])

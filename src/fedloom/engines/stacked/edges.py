@@ -54,6 +54,7 @@ def _of_edges(evaluator: EdgeEvaluator, stack: GraphStack, h: Tensor) -> Tensor:
     first, *norms = evaluator.norms
     g = F.relu(_normed(first, g, membership))
     for layer, norm in zip(evaluator.hidden, norms, strict=True):
+        assert isinstance(layer.weight, Tensor)
         g = F.relu(_normed(norm, blockwise(g, layer.weight.mT, sizes), membership))
     weight, bias = evaluator.out.weight.squeeze(1), evaluator.out.bias
     last = membership.transpose @ torch.cat([weight, bias], 1)

@@ -29,14 +29,9 @@ class GraphStack(Graph):
     """Several graphs as one. It has the fields that models read: features, edges and `batch`."""
 
     def __init__(self, parts: Sequence[Graph], group: Group | None = None):
-        for name, value in {
-            "parts": tuple(parts),
-            "group": group,
-            "_cache": {},
-            "num_classes": parts[0].num_classes,
-            "name": parts[0].name,
-        }.items():
-            object.__setattr__(self, name, value)
+        first = parts[0]
+        vars(self).update(parts=tuple(parts), group=group, _cache={})
+        vars(self).update(num_classes=first.num_classes, name=first.name)
 
     parts: tuple[Graph, ...]
     group: Group | None  # whose cache has the features of graphs that differ only in their edges
@@ -243,7 +238,7 @@ class WeightedStack(GraphStack):
     _values: dict[str, Tensor]
 
     @property
-    def x(self) -> Tensor:  # type: ignore[override]
+    def x(self) -> Tensor:
         """The features of all graphs, concatenated."""
         return self.whole.x
 

@@ -33,7 +33,7 @@ from fedloom.nn import losses, metrics, training
 from fedloom.nn.architectures import ARCHITECTURES, GAT
 from fedloom.nn.augment import View
 from fedloom.nn.edge_weights import EdgeWeighted
-from fedloom.nn.model import Model, embed, forward, forward_with, head
+from fedloom.nn.model import Model, embed, embed_and_head, forward, forward_with, head
 from fedloom.nn.operations import Operation
 from fedloom.nn.weights import load_weights, slots_of, substituted
 
@@ -41,7 +41,7 @@ from fedloom.nn.weights import load_weights, slots_of, substituted
 class BatchedPass(Batched):
     """A pass through models of one form: one model with stacked parameters on a stack of graphs."""
 
-    def __init__(self, operation: Operation[Any, Tensor]):
+    def __init__(self, operation: Operation[Any, Any]):
         self.through = operation.function
 
     def key(self, *args: Any) -> Hashable:
@@ -83,6 +83,30 @@ class BatchedPass(Batched):
         with substituted(model, parameters):
             out = self.through(model, stack, noise, *rest)
         return split_rows(out, stack.item_sizes)
+
+
+class BatchedOutputs(BatchedPass):
+    """A pass that gives embeddings and logits."""
+
+    def __init__(self) -> None:
+        super().__init__(embed_and_head)
+
+    def on_stack(
+        self,
+        model: Model,
+        parameters: Mapping[str, Tensor],
+        graphs: Sequence[Graph],
+        streams: Sequence[Any],
+        context: Context,
+        *rest: Tensor,
+    ) -> list[Any]:
+        """One model with stacked parameters on many graphs."""
+        stack = stack_of(graphs, context.group)
+        noise = None if streams[0] is None else StackedNoise(streams, stack)
+        with substituted(model, parameters):
+            both = self.through(model, stack, noise)
+        rows = (split_rows(out, stack.item_sizes) for out in both)
+        return list(zip(*rows, strict=True))
 
 
 class BatchedForwardWith(BatchedPass):
@@ -257,6 +281,7 @@ BATCHED: Mapping[Operation[Any, Any], Batched] = {
     embed: BatchedPass(embed),
     head: BatchedPass(head),
     forward: BatchedPass(forward),
+    embed_and_head: BatchedOutputs(),
     forward_with: BatchedForwardWith(),
     load_weights: BatchedLoad(),
     losses.training_loss: BatchedTrainingLoss(),
