@@ -42,6 +42,7 @@ from fedloom.methods._shared.local_training import LocalTraining
 from fedloom.methods._shared.prototypes import class_sums, pack_table, table_of
 from fedloom.nn.model import Model
 from fedloom.nn.prototypes import unit_rows
+from fedloom.nn.training import outputs
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,8 @@ class FedProto(LocalTraining):
 
     def objective(self, client: Client, batch: Graph, model: Model, received: Message) -> Tensor:
         """Returns CE plus the alignment. One forward pass serves both."""
-        rng = client.rng("dropout")
-        z = model.embed(batch, rng)
-        loss = client.loss(model.head(z, batch, rng), batch)
+        z, logits = outputs(model, batch, client.rng("dropout"))
+        loss = client.loss(logits, batch)
         if not received:
             return loss
         return loss + self.pull * self.alignment(client, batch, self.scaled(z), **received)

@@ -147,8 +147,8 @@ class FGGP(FedAvg):
                 suggested = candidates(graph, local_model.embed(graph), self.neighbours)
             self.descend(client, local_model, {"candidates": suggested})
             with torch.no_grad():
-                z = local_model.embed(graph)
-                label, sure = pseudo_labels(local_model.head(z, graph), graph)
+                z, logits = outputs(local_model, graph)
+                label, sure = pseudo_labels(logits, graph)
                 table, present = class_centres(z, label, sure, C)
         return {
             "model": weights(local_model),
