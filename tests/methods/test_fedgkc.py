@@ -103,8 +103,8 @@ def test_self_distillation_by_hand_teaches_the_strong_view_or_both(node_federati
         method = FedGKC(symmetric=symmetric, **QUICK)
         client = client_of(node_federation, method)
         model, seen = client.state["model"], []
-        original = model.embed
-        model.embed = lambda graph, rng=None: seen.append((graph, z := original(graph, rng))) or z  # noqa: B023
+        original = model.items
+        model.items = lambda graph, rng: seen.append((graph, z := original(graph, rng))) or z  # noqa: B023
         loss = method.itself(client, client.graph)
         (strong, z_strong), (weak, z_weak) = seen
         assert strong.num_edges < weak.num_edges < client.graph.num_edges
