@@ -183,10 +183,10 @@ def forward(model: Model, graph: Graph, rng: Noise | None) -> Tensor:
 
 
 @operation
-def embed_and_head(model: Model, graph: Graph, rng: Noise | None) -> tuple[Tensor, Tensor]:
+def embed_and_head(model: Model, graph: Graph, rng: Generator | None) -> tuple[Tensor, Tensor]:
     """Runs extractor and head. Returns embeddings [items, width] and logits [items, classes]."""
-    z = model.items(graph, rng)
-    return z, model.logits(z, graph, rng)
+    z = model.embed(graph, rng)
+    return z, model.head(z, graph, rng)
 
 
 @operation

@@ -1,4 +1,8 @@
-"""The batched form of every operation: forward passes, losses, steps, loading weights, scores."""
+"""The batched form of forward passes, losses, steps, loading weights and scores.
+
+`BATCHED` lists every operation that has a batched form. `terms`, `prototypes`, `links` and `edges`
+have those of the objectives of single methods.
+"""
 
 from __future__ import annotations
 
