@@ -89,10 +89,7 @@ class View(Graph):
 
     def project(self, weight: Tensor) -> Tensor:
         """Returns x @ weight."""
-        sparse = self.sparse_x
-        if sparse is None:
-            return self.whole.project(weight * self.columns.unsqueeze(1))
-        return sparse @ weight
+        return self.whole.project(weight * self.columns.unsqueeze(1))
 
     def adjacency(self, kind: str = "sym") -> Sparse:
         """Returns the adjacency of the edges that are left, with their own degrees."""
