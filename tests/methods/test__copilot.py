@@ -6,7 +6,8 @@ import torch
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts
 from fedloom.errors import ConfigError
-from fedloom.methods._shared.copilot import WithCopilot, divergence
+from fedloom.methods._shared.copilot import WithCopilot
+from fedloom.nn.distillation import divergence
 
 
 class Both(WithCopilot):

@@ -17,8 +17,10 @@ from fedloom.data.graph import Graph
 from fedloom.data.synthetic import synthetic
 from fedloom.errors import ConfigError
 from fedloom.experiments.run import run
-from fedloom.methods.fedath import Evaluator, FedATH, entropy, hsic, with_edge_weights
+from fedloom.methods.fedath import Evaluator, FedATH
 from fedloom.nn.build import build_model
+from fedloom.nn.edge_weights import EdgeWeighted
+from fedloom.nn.losses import entropy, hsic
 
 SMALL = {"model": "gcn-2x8", "rounds": 3}
 SEEING = [
@@ -104,7 +106,7 @@ def test_products_and_gradients_are_those_of_a_dense_matrix(kind):
     S = {"sum": A, "row": inverse[:, None] * A, "mean": inverse[:, None] * A}.get(
         kind, inverse.sqrt()[:, None] * A * inverse.sqrt()
     )
-    got = with_edge_weights(graph, score).propagate(h, kind)
+    got = EdgeWeighted(graph, score).propagate(h, kind)
     assert torch.allclose(got, S @ h, atol=1e-6)
     expected, arrived = (torch.autograd.grad((out * onto).sum(), score)[0] for out in (S @ h, got))
     assert torch.allclose(arrived, expected, atol=1e-5)
@@ -115,12 +117,10 @@ def test_with_all_weights_one_every_model_predicts_as_on_the_graph_itself(spec):
     graph = small_graph()
     model = build_model(spec, 4, 3, seed=0)
     count = graph.adjacency("sum").nnz
-    assert torch.allclose(
-        model(with_edge_weights(graph, torch.ones(count))), model(graph), atol=1e-5
-    )
+    assert torch.allclose(model(EdgeWeighted(graph, torch.ones(count))), model(graph), atol=1e-5)
     score = torch.linspace(0.1, 0.9, count).requires_grad_()
-    assert not torch.allclose(model(with_edge_weights(graph, score)), model(graph), atol=1e-4)
-    model(with_edge_weights(graph, score)).square().sum().backward()
+    assert not torch.allclose(model(EdgeWeighted(graph, score)), model(graph), atol=1e-4)
+    model(EdgeWeighted(graph, score)).square().sum().backward()
     assert score.grad.abs().sum() > 0
 
 
@@ -128,7 +128,7 @@ def test_a_weighted_graph_leaves_the_original_unchanged():
     graph = small_graph()
     model = build_model("sgc-2x8", 4, 3, seed=0)
     before = model(replace(graph))
-    model(with_edge_weights(graph, torch.full((6,), 0.1)))
+    model(EdgeWeighted(graph, torch.full((6,), 0.1)))
     assert torch.equal(model(graph), before)
 
 
@@ -290,7 +290,7 @@ def test_training_lowers_the_dependence_and_raises_the_biased_entropy():
             score = model.evaluator(graph)
             causal, biased = (
                 model(graph),
-                client.state["biased"](with_edge_weights(graph, (-score).sigmoid())),
+                client.state["biased"](EdgeWeighted(graph, (-score).sigmoid())),
             )
         return client.loss(causal, graph), entropy(biased)
 
@@ -339,7 +339,7 @@ def test_prediction_is_on_the_causal_graph_also_with_the_global_weights():
     method, client = scene(small_graph())
     model = client.state["model"]
     other = build_model("gcn-2x8", 4, 3, seed=5)
-    causal = with_edge_weights(client.full_graph, model.evaluator(client.full_graph).sigmoid())
+    causal = EdgeWeighted(client.full_graph, model.evaluator(client.full_graph).sigmoid())
     assert torch.equal(method.predict(client, None), model.sees(causal))
     assert torch.allclose(method.predict(client, dict(other.named_parameters())), other(causal))
 

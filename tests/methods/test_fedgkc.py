@@ -14,8 +14,8 @@ from fedloom.data.graph import Graph
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError, MessageError
 from fedloom.experiments.run import run
-from fedloom.methods._shared.copilot import divergence
 from fedloom.methods.fedgkc import FedGKC
+from fedloom.nn.distillation import divergence, neighbourly
 from fedloom.nn.training import outputs
 
 pytestmark = pytest.mark.usefixtures("reference_engine")
@@ -52,15 +52,15 @@ def test_the_neighbourly_loss_equals_the_double_loop(norm):
     a, b = t.softmax(1), u.softmax(1)
     total = sum((a[j] * (a[j] / b[i]).log()).sum() for i in near for j in near[i])
     by = sum(map(len, near.values())) if norm == "pairs" else 5
-    assert torch.isclose(FedGKC(norm=norm).neighbourly(graph, t, u), total / by, atol=1e-6)
+    assert torch.isclose(neighbourly(graph, t, u, norm), total / by, atol=1e-6)
 
 
 def test_equal_embeddings_have_no_neighbourly_loss_and_only_the_student_gets_a_gradient():
     graph = five_nodes()
     same = drawn(1, 4).expand(5, 4)
-    assert FedGKC().neighbourly(graph, same, same).abs() < 1e-6
+    assert neighbourly(graph, same, same, "pairs").abs() < 1e-6
     t, u = drawn(5, 4).requires_grad_(), drawn(5, 4, seed=1).requires_grad_()
-    FedGKC().neighbourly(graph, t, u).backward()
+    neighbourly(graph, t, u, "pairs").backward()
     assert t.grad is None
     assert u.grad.abs().sum() > 0
 
@@ -80,7 +80,7 @@ def test_the_neighbourly_loss_makes_no_tensor_as_long_as_the_edges():
     edges = graph.adjacency("sum").nnz
     graph.adjacency("sum").transpose  # noqa: B018  (computed once, before the watch begins)
     with Largest() as seen:
-        FedGKC().neighbourly(graph, drawn(50, 4), drawn(50, 4, seed=1).requires_grad_()).backward()
+        neighbourly(graph, drawn(50, 4), drawn(50, 4, seed=1).requires_grad_(), "pairs").backward()
     assert 0 < seen.numel < edges
 
 
@@ -92,8 +92,8 @@ def test_the_losses_by_hand(node_federation):
     own, copilot = (outputs(client.state[which], graph) for which in ("model", "copilot"))
     own_loss, copilot_loss = method.losses(client, graph, own, copilot)
     for got, student, teacher in ((own_loss, own, copilot), (copilot_loss, copilot, own)):
-        by_hand = 0.5 * client.loss(student[1], graph) + 0.3 * method.neighbourly(
-            graph, teacher[0], student[0]
+        by_hand = 0.5 * client.loss(student[1], graph) + 0.3 * neighbourly(
+            graph, teacher[0], student[0], "pairs"
         )
         assert torch.isclose(got, by_hand + 0.2 * divergence(teacher[1], student[1]), atol=1e-6)
 
@@ -103,8 +103,8 @@ def test_self_distillation_by_hand_teaches_the_strong_view_or_both(node_federati
         method = FedGKC(symmetric=symmetric, **QUICK)
         client = client_of(node_federation, method)
         model, seen = client.state["model"], []
-        original = model.embed
-        model.embed = lambda graph, rng=None: seen.append((graph, z := original(graph, rng))) or z  # noqa: B023
+        original = model.items
+        model.items = lambda graph, rng: seen.append((graph, z := original(graph, rng))) or z  # noqa: B023
         loss = method.itself(client, client.graph)
         (strong, z_strong), (weak, z_weak) = seen
         assert strong.num_edges < weak.num_edges < client.graph.num_edges

@@ -11,8 +11,8 @@ from fedloom.core.message import check, flatten
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import MessageError
 from fedloom.experiments.run import run
-from fedloom.methods._shared.copilot import divergence
 from fedloom.methods.fedkd import FedKD, compressed, restored
+from fedloom.nn.distillation import divergence
 from fedloom.nn.training import outputs
 
 pytestmark = pytest.mark.usefixtures("reference_engine")

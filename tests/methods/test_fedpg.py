@@ -23,12 +23,8 @@ from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError, MessageError
 from fedloom.experiments.run import run
 from fedloom.methods.fedpg.method import FedPG, _gathered
-from fedloom.methods.fedpg.neighbourhoods import (
-    Neighbours,
-    adjacency_of,
-    first_of_each,
-    shuffled_pairs,
-)
+from fedloom.methods.fedpg.neighbourhoods import adjacency_of, first_of_each, shuffled_pairs
+from fedloom.nn.prototypes import Neighbours, neighbour_weights
 
 pytestmark = pytest.mark.usefixtures("reference_engine")
 
@@ -200,11 +196,10 @@ def test_prototypes_are_means_of_neighbour_means(node_federation, neighbours):
     expected, there = by_hand(client.graph, z, 3, neighbours == "same")
     for attention in (True, False):  # it starts at 0, which gives all neighbours the same weight
         plain = replace(method, attention=attention)
-        table, present, _ = plain.prototypes(
-            client, z, plain.neighbourhoods(client, client.graph, z)
-        )
-        assert torch.equal(present, there)
-        assert torch.allclose(table[present], expected[there], atol=1e-5)
+        around = plain.neighbourhoods(client, client.graph, z)
+        table = plain.prototypes(client, z, around)
+        assert torch.equal(around.present, there)
+        assert torch.allclose(table[there], expected[there], atol=1e-5)
 
 
 def test_attention_is_a_softmax_over_the_members_of_each_centre(node_federation):
@@ -214,7 +209,7 @@ def test_attention_is_a_softmax_over_the_members_of_each_centre(node_federation)
     vectors = torch.nn.init.normal_(
         client.state["attention"].vectors.detach()[0], generator=torch.Generator().manual_seed(0)
     )
-    w = method.neighbour_weights(client, 1, z, around)
+    w = neighbour_weights(method.attention_of(client), 1, z, around)
     assert torch.allclose(around.over_members(w)[around.centres], torch.ones(len(around.centres)))
     i = int(around.centres[3])
     mine = around.centre == i
@@ -233,8 +228,9 @@ def test_every_hop_has_its_own_attention(node_federation):
     torch.nn.init.normal_(
         client.state["attention"].vectors.detach()[1], generator=torch.Generator().manual_seed(0)
     )
-    assert torch.allclose(method.neighbour_weights(client, 1, z, first), 1 / first.size)
-    assert not torch.allclose(method.neighbour_weights(client, 2, z, second), 1 / second.size)
+    attention = method.attention_of(client)
+    assert torch.allclose(neighbour_weights(attention, 1, z, first), 1 / first.size)
+    assert not torch.allclose(neighbour_weights(attention, 2, z, second), 1 / second.size)
 
 
 def test_universal_prototypes_have_length_one(node_federation, trainings):
@@ -313,8 +309,9 @@ def test_the_alignment_is_the_sum_of_distances_between_prototypes(node_federatio
     client, method = ready(node_federation, pull=0.3, neighbours="any")
     model, graph = client.state["model"], client.graph
     z = F.normalize(model.embed(graph))
-    own, there, _ = method.prototypes(client, z, method.neighbourhoods(client, graph, z))
-    table, present = torch.randn(3, 3, 8), there.clone()
+    around = method.neighbourhoods(client, graph, z)
+    own = method.prototypes(client, z, around)
+    table, present = torch.randn(3, 3, 8), around.present.clone()
     present[1, 2] = False
     expected = client.loss(model(graph), graph) + 0.3 * sum(
         (own - table)[c, h].norm() for c, h in present.nonzero().tolist()
@@ -400,7 +397,7 @@ def test_the_contrast_by_hand():
             false = sum(math.exp(cosine[k] / 0.7) for k in range(5) if at[k].tolist() == [1 - c, h])
             expected -= math.log(true / (true + false))
     # A constant shift of all distances changes nothing, so 1 − cosine gives the same loss.
-    assert method.contrast_anchors(anchors, uploads, positive, margin).item() == pytest.approx(
+    assert method.contrast_anchors(uploads, positive, margin)(anchors).item() == pytest.approx(
         expected, abs=1e-5
     )
 
@@ -410,8 +407,8 @@ def test_an_anchor_without_negatives_has_no_loss_and_a_finite_gradient():
     anchors = torch.randn(2, 2, 2, requires_grad=True)
     method = FedPG(hops=1)
     loss = method.contrast_anchors(
-        anchors, uploads, method.receptive_field(at, torch.rand(len(at), 2), 2), torch.zeros(2)
-    )
+        uploads, method.receptive_field(at, torch.rand(len(at), 2), 2), torch.zeros(2)
+    )(anchors)
     loss.backward()
     assert loss.item() == 0
     assert torch.isfinite(anchors.grad).all()
@@ -424,7 +421,7 @@ def test_the_gradient_to_the_positive_similarity_grows_with_the_margin():
     strength = []
     for margin in (0.0, 0.5, 1.0):
         anchors = torch.tensor([[[1.0, 1], [1, 1]], [[1, -1], [-1, 1]]], requires_grad=True)
-        method.contrast_anchors(anchors, uploads, positive, torch.full((2,), margin)).backward()
+        method.contrast_anchors(uploads, positive, torch.full((2,), margin))(anchors).backward()
         strength.append(anchors.grad.norm().item())
     assert strength == sorted(strength)
     assert strength[0] < strength[2]

@@ -15,20 +15,11 @@ from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError
 from fedloom.experiments.run import run
-from fedloom.methods.fggp import (
-    CLUSTERS,
-    FGGP,
-    alignment,
-    candidates,
-    class_centres,
-    pairs_of,
-    pseudo_labels,
-    reconstruction,
-    scores,
-    vote,
-)
+from fedloom.methods.fggp import CLUSTERS, FGGP, candidates
 from fedloom.methods.fpl import cluster_means
 from fedloom.nn.build import build_model
+from fedloom.nn.links import DrawnLinks, draw_links, link_scores, pairs_of, reconstruction, scores
+from fedloom.nn.prototypes import alignment, class_centres, pseudo_labels, vote
 from fedloom.nn.weights import load_weights, weights
 
 pytestmark = pytest.mark.usefixtures("reference_engine")
@@ -132,12 +123,12 @@ def test_reconstruction_is_the_balanced_loss_over_all_pairs():
 
 # ---- the draw ----
 def test_links_are_drawn_with_their_probability(node_federation):
-    method, _, suggested = scene(node_federation, alpha=0.8)
+    _, _, suggested = scene(node_federation)
     score = torch.linspace(-3, 3, pairs_of(suggested).shape[1])
     rng, often = torch.Generator().manual_seed(0), torch.zeros(len(score))
     for _ in range(200):
-        view = method.draw(suggested, score, rng)
-        weight = view.links.edge_weight.chunk(2)[0]
+        weight = draw_links(score, 0.8, 1.0, rng)
+        view = DrawnLinks(suggested, weight)
         often += weight
         assert set(weight.tolist()) <= {0.0, 1.0}
         assert view.num_edges == 2 * int(weight.sum())
@@ -146,11 +137,10 @@ def test_links_are_drawn_with_their_probability(node_federation):
 
 
 def test_alpha_zero_keeps_every_candidate(node_federation):
-    method, _, suggested = scene(node_federation, alpha=0.0)
-    view = method.draw(
-        suggested, torch.full((suggested.num_edges // 2,), -9.0), torch.Generator().manual_seed(0)
-    )
-    assert torch.equal(view.edge_index, suggested.edge_index)
+    _, _, suggested = scene(node_federation)
+    score = torch.full((suggested.num_edges // 2,), -9.0)
+    weight = draw_links(score, 0.0, 1.0, torch.Generator().manual_seed(0))
+    assert torch.equal(DrawnLinks(suggested, weight).edge_index, suggested.edge_index)
 
 
 @pytest.mark.parametrize(
@@ -168,13 +158,10 @@ def test_alpha_zero_keeps_every_candidate(node_federation):
     ],
 )
 def test_every_model_uses_only_the_drawn_links_of_a_view(node_federation, spec):
-    method, client, suggested = scene(node_federation, spec)
+    _, client, suggested = scene(node_federation, spec)
     model = client.state["model"]
-    view = method.draw(
-        suggested,
-        scores(client.state["sampler"](suggested), pairs_of(suggested)),
-        client.rng("links"),
-    )
+    score = link_scores(client.state["sampler"](suggested), suggested)
+    view = DrawnLinks(suggested, draw_links(score, 0.5, 1.0, client.rng("links")))
     assert 0 < view.num_edges < suggested.num_edges
     plain = replace(client.graph, edge_index=view.edge_index, edge_weight=None)
     assert torch.allclose(model(view), model(plain), atol=1e-5)
@@ -193,13 +180,14 @@ def test_the_gradient_of_a_product_equals_that_of_the_dense_adjacency():
     i, j = pairs_of(suggested)
     h = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     score = torch.zeros(len(i), requires_grad=True)
-    view = FGGP().draw(suggested, score, torch.Generator().manual_seed(1))
-    weight = view.links.edge_weight.chunk(2)[0].detach().requires_grad_()
+    drawn = draw_links(score, 0.5, 1.0, torch.Generator().manual_seed(1))
+    view = DrawnLinks(suggested, drawn)
+    weight = drawn.detach().requires_grad_()
     A = torch.eye(4).index_put((i, j), weight).index_put((j, i), weight)
     D = torch.diag(A.sum(1).rsqrt())
     (expected,) = torch.autograd.grad((D @ A @ D @ h).square().sum(), weight)
-    (arrived,) = torch.autograd.grad(view.propagate(h).square().sum(), view.links.edge_weight)
-    assert torch.allclose(arrived[: len(i)] + arrived[len(i) :], expected, atol=1e-5)
+    (arrived,) = torch.autograd.grad(view.propagate(h).square().sum(), drawn)
+    assert torch.allclose(arrived, expected, atol=1e-5)
     assert weight.detach().sum() < len(i)  # also of links that were not drawn
 
 

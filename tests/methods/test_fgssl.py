@@ -16,8 +16,10 @@ from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError
 from fedloom.experiments.run import run
-from fedloom.methods import fgssl
-from fedloom.methods.fgssl import FGSSL, contrast, log_neighbours, structure, unit
+from fedloom.methods.fgssl import FGSSL
+from fedloom.nn import contrast as nn_contrast
+from fedloom.nn.contrast import contrast
+from fedloom.nn.distillation import log_neighbours, structure, unit
 
 SMALL = {"model": "gcn-2x8", "rounds": 3}
 WHOLE = {"weak_edges": 0.0, "weak_columns": 0.0, "strong_edges": 0.0, "strong_columns": 0.0}
@@ -93,14 +95,14 @@ def test_blocks_of_rows_give_the_same_result(nodes, rows, seed):
     whole = contrast(z, anchors, y, 0.2)
     (expected,) = torch.autograd.grad(whole, z)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fgssl, "ROWS", rows)
+        patch.setattr(nn_contrast, "ROWS", rows)
         parts = contrast(z, anchors, y, 0.2)
         assert torch.isclose(parts, whole, atol=1e-5)
         assert torch.allclose(torch.autograd.grad(parts, z)[0], expected, atol=1e-5)
 
 
 def test_only_one_block_of_rows_is_in_memory_in_both_passes(monkeypatch):
-    monkeypatch.setattr(fgssl, "ROWS", 16)
+    monkeypatch.setattr(nn_contrast, "ROWS", 16)
     z, anchors = torch.rand(400, 8, requires_grad=True), torch.rand(400, 8)
     with Largest() as largest:
         contrast(z, anchors, torch.arange(400) % 3, 0.1).backward()

@@ -10,8 +10,8 @@ from fedloom.core.facts import Facts
 from fedloom.core.message import flatten
 from fedloom.errors import ConfigError
 from fedloom.experiments.run import run
-from fedloom.methods._shared.copilot import divergence
 from fedloom.methods.fml import FML
+from fedloom.nn.distillation import divergence
 from fedloom.nn.training import outputs
 
 MODEL = "gcn-2x8"

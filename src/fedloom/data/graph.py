@@ -477,9 +477,10 @@ def scaled(kind: str, source: Tensor, target: Tensor, weight: Tensor, degree: Te
     """
     if kind in ("sym", "sym-bare"):
         scale = degree.clamp(min=1e-12).rsqrt().where(degree > 0, 0.0)
-        return scale[target] * weight * scale[source]
+        # `index_select` has a faster gradient than indexing.
+        return scale.index_select(0, target) * weight * scale.index_select(0, source)
     if kind in ("row", "mean"):
-        return weight / degree.where(degree != 0, 1.0)[target]
+        return weight / degree.where(degree != 0, 1.0).index_select(0, target)
     if kind != "sum":
         raise ValueError(f"adjacency kind {kind!r}: valid are sym, row, mean, sum, sym-bare")
     return weight

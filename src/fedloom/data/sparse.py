@@ -188,8 +188,8 @@ def weighted(matrix: Sparse, values: Tensor, dense: Tensor) -> Tensor:
     return _Weighted.apply(values, dense, matrix)  # type: ignore[no-untyped-call]
 
 
-def _entries(matrix: Sparse, left: Tensor, right: Tensor) -> Tensor:
-    """Returns the entries of left @ rightᵀ at the coordinates of a matrix.
+def products_at(matrix: Sparse, left: Tensor, right: Tensor) -> Tensor:
+    """Returns the entries of left @ rightᵀ at the coordinates of a matrix, differentiable in both.
 
     [..., rows, width] and [..., columns, width] give [..., nnz].
     """
@@ -256,7 +256,7 @@ class _Weighted(torch.autograd.Function):
         (values, dense), matrix = ctx.saved_tensors, ctx.matrix
         to_values, to_dense, _ = ctx.needs_input_grad
         return (
-            _entries(matrix, gradient, dense) if to_values else None,
+            products_at(matrix, gradient, dense) if to_values else None,
             weighted(matrix.transpose, values.index_select(-1, matrix.order), gradient)
             if to_dense
             else None,

@@ -17,10 +17,10 @@ to the thread that opened it, so a worker does all its work in a fresh thread.
 
 A tensor that several clients get is written once. A batch of replies is one tensor for each name,
 and `joined_batches` copies the workers' batches into one. The list of places and the failures are
-JSON in the same memory. Only a few bytes pass through the pipe, so no worker can block on it. The memory
-has no name (memfd). It grows as needed, does not count against /dev/shm, and is released with the
-last process that holds it, even if that is killed. A worker ends when its engine is closed or when
-this process is gone.
+JSON in the same memory. Only a few bytes pass through the pipe, so no worker can block on it. The
+memory has no name (memfd). It grows as needed, does not count against /dev/shm, and is released
+with the last process that holds it, even if that is killed. A worker ends when its engine is closed
+or when this process is gone.
 """
 
 from __future__ import annotations

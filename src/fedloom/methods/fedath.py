@@ -37,12 +37,9 @@ too, as there; so it has no state. Their dropout stays on at test time; here it 
 learning rate is 1e-3, for models 512 wide.
 """
 
-from dataclasses import dataclass, field, fields
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from fedloom.core.client import Client
@@ -50,13 +47,13 @@ from fedloom.core.facts import Facts
 from fedloom.core.message import Message
 from fedloom.core.phase import averaged, phase
 from fedloom.core.settings import setting
-from fedloom.data.graph import WITH_LOOPS, Graph, scaled
-from fedloom.data.sparse import weighted
+from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError
 from fedloom.methods.fedavg import FedAvg
 from fedloom.nn.architectures import ARCHITECTURES
-from fedloom.nn.augment import Entries, entries
 from fedloom.nn.build import parse_spec
+from fedloom.nn.edge_weights import EdgeEvaluator, EdgeWeighted
+from fedloom.nn.losses import entropy, hsic, probabilities
 from fedloom.nn.model import Model
 from fedloom.nn.training import make_optimizer, seeded, step
 from fedloom.nn.weights import load_weights, weights
@@ -131,12 +128,12 @@ class FedATH(FedAvg):
         """Returns the loss of the causal model and its evaluator, and that of the biased model."""
         model, rng = client.state["model"], client.rng("dropout")
         score = model.evaluator(batch, rng)
-        causal = model.sees(with_edge_weights(batch, score.sigmoid()), rng)
-        biased_graph = with_edge_weights(batch, (-score).sigmoid().detach())
+        causal = model.sees(EdgeWeighted(batch, score.sigmoid()), rng)
+        biased_graph = EdgeWeighted(batch, (-score).sigmoid().detach())
         biased = client.state["biased"](biased_graph, client.rng("biased dropout"))
         F_c, F_b = causal, biased
         if self.compare == "probabilities":
-            F_c, F_b = causal.softmax(1), biased.softmax(1)
+            F_c, F_b = probabilities(causal), probabilities(biased)
         weight = self.independence * (batch.num_nodes if self.per == "nodes" else 1)
         of_causal = client.loss(causal, batch) + weight * hsic(F_c, F_b.detach())
         return of_causal, self.independence * hsic(F_c.detach(), F_b) - entropy(biased)
@@ -162,55 +159,7 @@ class FedATH(FedAvg):
         load_weights(model, kept)
 
 
-def hsic(F_c: Tensor, F_b: Tensor) -> Tensor:
-    """Returns HSIC of two [nodes, C] under linear kernels. Centring one of them is enough."""
-    return (F_c.T @ (F_b - F_b.mean(0)) / len(F_c)).square().sum()
-
-
-def entropy(logits: Tensor) -> Tensor:
-    """Returns the entropy of the predictions, averaged over nodes."""
-    log_p = logits.log_softmax(1)
-    return -(log_p.exp() * log_p).sum(1).mean()
-
-
-# ---- edge weights ----
-@dataclass(frozen=True, eq=False)
-class EdgeWeighted(Graph):
-    """A graph with a weight for every edge, to which adjacency products carry a gradient."""
-
-    score: Tensor = field(kw_only=True)  # one for each entry of adjacency("sum"), in its order
-    transient: ClassVar[bool] = True
-    _values: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
-
-    def propagate(self, h: Tensor, kind: str = "sym") -> Tensor:
-        """Returns the weighted adjacency times h, differentiable in both."""
-        if kind not in self._values:
-            self._values[kind] = self._normalised(kind)
-        return weighted(self.adjacency(kind), self._values[kind], h)
-
-    def _normalised(self, kind: str) -> Tensor:
-        """Returns the entries of adjacency(kind) with these weights."""
-        edges = entries(self)
-        source, target, proper = edges.source, edges.target, ~edges.loop
-        weight = edges.weight.index_put((proper,), edges.weight[proper] * self.score)
-        if kind not in WITH_LOOPS:
-            source, target, weight = source[proper], target[proper], weight[proper]
-        degree = torch.zeros(self.num_nodes).index_add(0, target, weight)
-        return scaled(kind, source, target, weight, degree)
-
-
-def with_edge_weights(graph: Graph, score: Tensor) -> EdgeWeighted:
-    """Returns the graph with weights for its edges, in the order of adjacency("sum").
-
-    Weights that the data already have are multiplied.
-    """
-    own = {f.name: getattr(graph, f.name) for f in fields(Graph) if f.init}
-    result = EdgeWeighted(**own, score=score)
-    # What is cached about features and the positions of edges is still valid.
-    object.__setattr__(result, "_cache", graph._cache)
-    return result
-
-
+# ---- networks ----
 class Causal(nn.Module):
     """A client's model, and the evaluator that weights its causal graph.
 
@@ -224,54 +173,16 @@ class Causal(nn.Module):
 
     def forward(self, graph: Graph, rng: Generator | None = None) -> Tensor:
         """Returns the logits [nodes, C] of a graph's nodes."""
-        return self.sees(with_edge_weights(graph, self.evaluator(graph, rng).sigmoid()), rng)
+        return self.sees(EdgeWeighted(graph, self.evaluator(graph, rng).sigmoid()), rng)
 
 
-class Evaluator(nn.Module):
-    """Scores edges: a GCN, then an MLP of both endpoints' rows, 2C → C → C/2 → 1."""
+class Evaluator(EdgeEvaluator):
+    """Scores edges; from the client's own random streams."""
 
     def __init__(self, client: Client):
-        super().__init__()
         facts = client.facts
-        C = facts.num_classes
-        widths = (C, max(C // 2, 1))
-        self.gcn = facts.build(f"gcn-2x{facts.width}", client.name, "evaluator")
+        gcn = facts.build(f"gcn-2x{facts.width}", client.name, "evaluator")
         # This bias is a constant, which the first norm removes.
-        self.gcn.classifier.bias.requires_grad_(False)
+        gcn.classifier.bias.requires_grad_(False)
         with seeded(client.rng("evaluator")):
-            self.source, self.target = (nn.Linear(C, C, bias=False) for _ in range(2))
-            self.hidden = nn.ModuleList(nn.Linear(*sizes, bias=False) for sizes in pairwise(widths))
-            self.norms = nn.ModuleList(map(EdgeNorm, widths))
-            self.out = nn.Linear(widths[-1], 1)
-
-    def forward(self, graph: Graph, rng: Generator | None = None) -> Tensor:
-        """Returns g [edges] of a graph, in the order of adjacency("sum")."""
-        source, target = graph.cached("proper edges", lambda: proper_edges(entries(graph)))
-        h = self.gcn(graph, rng)
-        # A linear map of [h_i ‖ h_j] is the sum of two maps of nodes, which are fewer than edges.
-        g = self.source(h).index_select(0, source) + self.target(h).index_select(0, target)
-        first, *norms = self.norms
-        g = F.relu(first(g))
-        for layer, norm in zip(self.hidden, norms, strict=True):
-            g = F.relu(norm(layer(g)))
-        return self.out(g).squeeze(1)
-
-
-def proper_edges(edges: Entries) -> tuple[Tensor, Tensor]:
-    """Returns sources and targets of the edges that are not self-loops."""
-    return edges.source[~edges.loop], edges.target[~edges.loop]
-
-
-class EdgeNorm(nn.Module):
-    """BatchNorm over the edges of the current graph, with a learned scale and shift."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
-
-    def forward(self, g: Tensor) -> Tensor:
-        """Takes and returns [edges, width]."""
-        if not len(g):
-            return g
-        variance, mean = torch.var_mean(g, 0, correction=0)
-        return (g - mean) * (variance + 1e-5).rsqrt() * self.weight + self.bias
+            super().__init__(gcn, facts.num_classes)

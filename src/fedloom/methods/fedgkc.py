@@ -62,9 +62,10 @@ from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError, MessageError
-from fedloom.methods._shared.copilot import Outputs, WithCopilot, copilot_weights, divergence
+from fedloom.methods._shared.copilot import Outputs, WithCopilot, copilot_weights
 from fedloom.nn.augment import random_view
 from fedloom.nn.build import parse_spec
+from fedloom.nn.distillation import divergence, neighbourly, squared_error
 from fedloom.nn.training import outputs
 from fedloom.nn.weights import load_weights, weights
 
@@ -216,25 +217,13 @@ class FedGKC(WithCopilot):
         def learning(student: Outputs, teacher: Outputs) -> Tensor:
             loss = self.alpha * client.loss(student[1], batch, record=student is own)
             if self.beta:
-                loss = loss + self.beta * self.neighbourly(batch, teacher[0], student[0])
+                loss = loss + self.beta * neighbourly(batch, teacher[0], student[0], self.norm)
             return loss + (1 - self.alpha - self.beta) * self.taught(batch, teacher[1], student[1])
 
         own_loss, copilot_loss = learning(own, copilot), learning(copilot, own)
         if self.self_weight:
             own_loss = own_loss + self.self_weight * self.itself(client, batch)
         return own_loss, copilot_loss
-
-    def neighbourly(self, graph: Graph, teacher: Tensor, student: Tensor) -> Tensor:
-        """Returns L_neigh of embeddings [nodes, p] (Eq. 1).
-
-        Every node learns from the teacher's embeddings of its neighbours and of itself.
-        """
-        log_a, log_b = teacher.detach().log_softmax(1), student.log_softmax(1)
-        a, adjacency = log_a.exp(), graph.adjacency("sum")
-        columns = torch.cat([a, (a * log_a).sum(1, keepdim=True)], 1)
-        gathered = adjacency @ columns + columns
-        pairs = adjacency.values.sum() + len(a) if self.norm == "pairs" else len(a)
-        return (gathered[:, -1].sum() - (gathered[:, :-1] * log_b).sum()) / pairs
 
     def itself(self, client: Client, batch: Graph) -> Tensor:
         """Returns L_self: the own model on a weak view teaches it on a strong one (Eq. 4, 5)."""
@@ -244,7 +233,7 @@ class FedGKC(WithCopilot):
         z_strong, strong_logits = outputs(model, strong, noise)
         with torch.set_grad_enabled(self.symmetric):
             z_weak, weak_logits = outputs(model, weak)
-        loss = F.mse_loss(z_strong, z_weak) + divergence(weak_logits, strong_logits)
+        loss = squared_error(z_strong, z_weak) + divergence(weak_logits, strong_logits)
         return loss + divergence(strong_logits, weak_logits) if self.symmetric else loss
 
     def assurance(self, p: Tensor, graph: Graph) -> Tensor:

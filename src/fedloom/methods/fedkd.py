@@ -34,7 +34,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedloom.core.client import Client
@@ -48,6 +47,7 @@ from fedloom.data.graph import Graph
 from fedloom.errors import MessageError
 from fedloom.methods._shared.copilot import Outputs, WithCopilot
 from fedloom.nn.build import parse_spec
+from fedloom.nn.distillation import squared_error
 from fedloom.nn.training import make_optimizer
 from fedloom.nn.weights import load_weights, weights
 
@@ -142,8 +142,8 @@ class FedKD(WithCopilot):
         trust = 1 / (ce + ce_c).detach().clamp(min=1e-8)
         kl = self.taught(batch, teacher=logits_c, student=logits)
         kl_c = self.taught(batch, teacher=logits, student=logits_c)
-        own_loss = ce + trust * (kl + F.mse_loss(z, mapped.detach()))
-        copilot_loss = ce_c + trust * (kl_c + F.mse_loss(mapped, z.detach()))
+        own_loss = ce + trust * (kl + squared_error(z, mapped.detach()))
+        copilot_loss = ce_c + trust * (kl_c + squared_error(mapped, z.detach()))
         return own_loss, copilot_loss
 
     def run(self, server: Server) -> None:

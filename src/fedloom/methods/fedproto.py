@@ -41,6 +41,8 @@ from fedloom.data.graph import Graph
 from fedloom.methods._shared.local_training import LocalTraining
 from fedloom.methods._shared.prototypes import class_sums, pack_table, table_of
 from fedloom.nn.model import Model
+from fedloom.nn.prototypes import unit_rows
+from fedloom.nn.training import outputs
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,12 @@ class FedProto(LocalTraining):
 
     def scaled(self, z: Tensor) -> Tensor:
         """Returns z, with rows of length 1 if `unit` is set."""
-        return F.normalize(z) if self.unit else z
+        return unit_rows(z) if self.unit else z
 
     def objective(self, client: Client, batch: Graph, model: Model, received: Message) -> Tensor:
         """Returns CE plus the alignment. One forward pass serves both."""
-        rng = client.rng("dropout")
-        z = model.embed(batch, rng)
-        loss = client.loss(model.head(z, batch, rng), batch)
+        z, logits = outputs(model, batch, client.rng("dropout"))
+        loss = client.loss(logits, batch)
         if not received:
             return loss
         return loss + self.pull * self.alignment(client, batch, self.scaled(z), **received)

@@ -50,8 +50,8 @@ from fedloom.core.phase import phase, summed
 from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
-from fedloom.methods._shared.copilot import divergence
 from fedloom.methods._shared.local_training import LocalTraining
+from fedloom.nn.distillation import divergence
 from fedloom.nn.layers import dropout
 from fedloom.nn.model import Model
 from fedloom.nn.training import make_optimizer, outputs, step

@@ -14,14 +14,14 @@ What travels, per client (C classes, p the embedding's width):
 
     candidates = own edges ∪ each node's k nearest by cosine              `candidates`
                  under the downloaded θ
-    g_ij = h_i · h_j, h = sampler(candidates)                             `scores`
-    link ij is drawn with probability α σ(g_ij) + 1 − α                   `draw`
+    g_ij = h_i · h_j, h = sampler(candidates)                             `link_scores`
+    link ij is drawn with probability α σ(g_ij) + 1 − α                   `draw_links`
     P[c] = Σ a_i z_i / Σ a_i over the nodes with ŷ_i = c                  `class_centres`
     ŷ_i = y_i, a_i = 1 in the training set; else the class that θ_k       `pseudo_labels`
           predicts and its probability
     L_links = ½ (mean over candidates of −log σ(g)                        `reconstruction`
                  + mean over other pairs of −log σ(−g))
-    L_align = InfoNCE of the second view's P[c] with the first's;         `alignment`
+    L_align = InfoNCE of the second view's P[c] with the first's;         `centre_alignment`
               negatives: all other classes
     min CE + λ_1 CE(second view) + λ_2 L_links + λ_3 L_align              `objective`
     P_k → means of FINCH's clusters, class by class                       `fpl.cluster_means`
@@ -44,13 +44,13 @@ nearest 20 to 100. Two faults of public code are not kept: it numbers a client's
 order of the classes present, and a benchmark computes the clusters but does not use them.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor
+from torch import Tensor
 
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts
@@ -61,33 +61,19 @@ from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
 from fedloom.data.seeds import stream_seed
-from fedloom.data.sparse import weighted
 from fedloom.methods._shared.prototypes import pack_table
 from fedloom.methods.fedavg import FedAvg
 from fedloom.methods.fednh import embed_with
 from fedloom.methods.fpl import cluster_means
 from fedloom.nn.build import build_model
+from fedloom.nn.links import DrawnLinks, draw_links, link_scores, reconstruction
 from fedloom.nn.model import Model
 from fedloom.nn.nearest import nearest_edges, pairs
+from fedloom.nn.prototypes import centre_alignment, class_centres, pseudo_labels, vote
 from fedloom.nn.training import make_optimizer, outputs
 from fedloom.nn.weights import load_weights, weights
 
 CLUSTERS = ("clusters", "of_class")  # what clients know of the clusters, besides θ
-
-
-@dataclass(frozen=True, eq=False)
-class View(Graph):
-    """A graph of drawn links, whose adjacency products carry a gradient to the draw.
-
-    Products of `Sparse` do not.
-    """
-
-    links: Graph = field(kw_only=True)  # all candidates, with weight 1 if drawn, else 0
-
-    def propagate(self, h: Tensor, kind: str = "sym") -> Tensor:
-        """Returns adjacency(kind) @ h, differentiable in both."""
-        S = self.links.adjacency(kind)
-        return weighted(S, S.values, h)
 
 
 @dataclass(frozen=True)
@@ -161,8 +147,8 @@ class FGGP(FedAvg):
                 suggested = candidates(graph, local_model.embed(graph), self.neighbours)
             self.descend(client, local_model, {"candidates": suggested})
             with torch.no_grad():
-                z = local_model.embed(graph)
-                label, sure = pseudo_labels(local_model.head(z, graph), graph)
+                z, logits = outputs(local_model, graph)
+                label, sure = pseudo_labels(logits, graph)
                 table, present = class_centres(z, label, sure, C)
         return {
             "model": weights(local_model),
@@ -175,41 +161,21 @@ class FGGP(FedAvg):
 
         received: the graph of candidate links under `candidates`.
         """
-        suggested, C = received["candidates"], client.facts.num_classes
+        suggested = received["candidates"]
         h = client.state["sampler"](suggested)
-        view = self.draw(suggested, scores(h, pairs_of(suggested)), client.rng("links"))
+        score = link_scores(h, suggested)
+        drawn = draw_links(score, self.alpha, self.softness, client.rng("links"))
+        view = DrawnLinks(suggested, drawn)
         (z, logits), (z_second, logits_second) = (
             outputs(model, g, client.rng(noise))
             for g, noise in ((batch, "dropout"), (view, "second"))
-        )
-        label, sure = pseudo_labels(logits.detach(), batch)
-        (P, present), (P_second, _) = (
-            class_centres(each, label, sure, C) for each in (z, z_second)
         )
         return (
             client.loss(logits, batch)
             + self.second * client.loss(logits_second, batch, record=False)
             + self.links * reconstruction(h, suggested, client.rng("pairs"))
-            + self.align * alignment(P_second[present], P[present], self.tau)
+            + self.align * centre_alignment(batch, logits, z, z_second, self.tau)
         )
-
-    def draw(self, suggested: Graph, score: Tensor, rng: Generator) -> View:
-        """Returns the second view: each candidate is drawn or not, for both directions."""
-        probability = self.alpha * torch.sigmoid(score) + 1 - self.alpha
-        noise = torch.logit(torch.rand(len(score), generator=rng), eps=1e-6)
-        soft = torch.sigmoid((torch.logit(probability, eps=1e-6) + noise) / self.softness)
-        drawn = soft.detach() > 0.5
-        weight = drawn.float() + (soft - soft.detach())  # 0 or 1, with the gradient of `soft`
-        view = View(
-            x=suggested.x,
-            edge_index=suggested.edge_index[:, drawn.repeat(2)],
-            y=suggested.y,
-            num_classes=suggested.num_classes,
-            train=suggested.train,
-            links=replace(suggested, edge_weight=weight.repeat(2)),
-        )
-        view.cached("features", lambda: suggested.sparse_x)
-        return view
 
     def predict(self, client: Client, model: Message | None) -> Tensor:
         """Returns the vote, or the head's logits.
@@ -279,60 +245,3 @@ def candidates(graph: Graph, z: Tensor, neighbours: int) -> Graph:
     suggested = replace(graph, edge_index=torch.cat([joined, joined.flip(0)], 1), edge_weight=None)
     suggested.cached("features", lambda: graph.sparse_x)
     return suggested
-
-
-def pairs_of(suggested: Graph) -> Tensor:
-    """Returns the candidate pairs, [2, pairs], i < j."""
-    return suggested.edge_index[:, : suggested.num_edges // 2]
-
-
-def scores(h: Tensor, pairs: Tensor) -> Tensor:
-    """Returns g of each pair."""
-    return (h[pairs[0]] * h[pairs[1]]).sum(1)
-
-
-def reconstruction(h: Tensor, suggested: Graph, rng: Generator) -> Tensor:
-    """Returns L_links."""
-    n, linked = suggested.num_nodes, pairs_of(suggested)
-    others = torch.randint(n, linked.shape, generator=rng).sort(0).values
-    known, key = linked[0] * n + linked[1], others[0] * n + others[1]
-    others = others[:, (others[0] < others[1]) & ~torch.isin(key, known)]
-    kinds = (F.softplus(-scores(h, linked)), F.softplus(scores(h, others)))
-    # A complete graph has no other pairs.
-    return 0.5 * sum((each.mean() for each in kinds if len(each)), h.sum() * 0.0)
-
-
-# ---- prototypes ----
-def pseudo_labels(logits: Tensor, graph: Graph) -> tuple[Tensor, Tensor]:
-    """Returns ŷ and a of all nodes."""
-    sure, label = logits.softmax(1).max(1)
-    return torch.where(graph.train, graph.y, label), torch.where(graph.train, 1.0, sure)
-
-
-def class_centres(
-    z: Tensor, label: Tensor, sure: Tensor, num_classes: int
-) -> tuple[Tensor, Tensor]:
-    """Returns P [classes, p] and which classes occur. P is zero for a class that does not."""
-    total = z.new_zeros(num_classes).index_add(0, label, sure)
-    sums = z.new_zeros(num_classes, z.shape[1]).index_add(0, label, sure.unsqueeze(1) * z)
-    return sums / total.where(total > 0, 1.0).unsqueeze(1), total > 0
-
-
-def alignment(second: Tensor, first: Tensor, tau: float) -> Tensor:
-    """Returns L_align.
-
-    The second view's prototype of a class must match the first's, among all classes' prototypes of
-    both views.
-    """
-    second, first = F.normalize(second), F.normalize(first)
-    among = torch.cat([second @ first.T, (second @ second.T).fill_diagonal_(-torch.inf)], 1)
-    return F.cross_entropy(among / tau, torch.arange(len(first)))
-
-
-def vote(z: Tensor, clusters: Tensor, of_class: Tensor, num_classes: int, tau: float) -> Tensor:
-    """Returns log Σ_{clusters Q of c} e^{cos(z, Q) / τ_v}, [nodes, classes].
-
-    It is −∞ for a class without clusters.
-    """
-    similar = F.normalize(z) @ F.normalize(clusters).T / tau
-    return torch.stack([similar[:, of_class == c].logsumexp(1) for c in range(num_classes)], 1)

@@ -8,7 +8,7 @@ What travels: as in FedAvg.
                columns missing, drawn at every step
     z, f   = embeddings and logits of the trained model on G_s                    `objective`
     z°, f° = embeddings and logits of the downloaded model on G_w                 `objective`
-    L_c = mean_i −mean_{j: y_j = y_i} log                                         `contrast`
+    L_c = mean_i −mean_{j: y_j = y_i} log                                         `class_contrast`
               e^{cos(z_i, z°_j)/τ} / Σ_j e^{cos(z_i, z°_j)/τ}
           where i and j are training nodes
     q_i = softmax over i's neighbours j of cos(f_i, f_j)/ω                        `log_neighbours`
@@ -17,7 +17,7 @@ What travels: as in FedAvg.
     min CE on the graph itself + λ_c L_c + λ_d L_d                                `objective`
 
 Neighbours are those of the whole graph, also where a view lacks the edge. L_d takes memory for one
-row of logits per edge, L_c for `ROWS` rows of training nodes × training nodes. With a single class
+row of logits per edge, L_c for 1,024 rows of training nodes × training nodes. With a single class
 L_c only makes its nodes equally near; without edges L_d is 0.
 
 Departures from the authors' code. L_c is the same as there (a node is its own positive, too). For
@@ -33,7 +33,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from fedloom.core.client import Client
 from fedloom.core.message import Message
@@ -42,11 +41,11 @@ from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
 from fedloom.methods.fedavg import FedAvg
 from fedloom.nn.augment import random_view
+from fedloom.nn.contrast import class_contrast
+from fedloom.nn.distillation import structure
 from fedloom.nn.model import Model
 from fedloom.nn.training import outputs
 from fedloom.nn.weights import load_weights
-
-ROWS = 1024  # rows of similarities that are in memory at once
 
 
 @dataclass(frozen=True)
@@ -103,67 +102,8 @@ class FGSSL(FedAvg):
         with torch.no_grad():
             z_global, f_global = outputs(client.memory["global"], weak)
         z, f = outputs(model, strong, client.rng("strong"))
-        known, y = batch.train, batch.y[batch.train]
         return (
             plain
-            + self.semantic * contrast(z[known], z_global[known], y, self.tau)
+            + self.semantic * class_contrast(batch, z, z_global, self.tau)
             + self.structural * structure(f, f_global, batch, self.omega)
         )
-
-
-def unit(z: Tensor) -> Tensor:
-    """Returns the rows scaled to length 1.
-
-    A row of zeros stays zero. `F.normalize` would give it a gradient of 1e12.
-    """
-    length = z.norm(dim=1, keepdim=True)
-    return z / length.where(length > 0, 1.0)
-
-
-def contrast(z: Tensor, anchors: Tensor, y: Tensor, tau: float) -> Tensor:
-    """Returns L_c; 0 without nodes.
-
-    Args:
-        z: Embeddings of training nodes.
-        anchors: The global model's embeddings of the same nodes.
-        y: Their classes.
-        tau: τ.
-    """
-    z, anchors = unit(z), unit(anchors)
-    # The mean over j of the same class is linear in z°_j, so it is a product with the class's mean.
-    # Only the divisor needs all pairs.
-    classes, place, count = y.unique(return_inverse=True, return_counts=True)
-    sums = z.new_zeros(len(classes), z.shape[1]).index_add(0, place, anchors)
-    centres = sums / count.unsqueeze(1)
-    near = (z * centres[place]).sum(1) / tau
-    # The backward pass computes rows again, so that only one block of them is in memory.
-    blocks = [
-        checkpoint(_divisor, rows, anchors, tau, use_reentrant=False, preserve_rng_state=False)
-        for rows in z.split(ROWS)
-    ]
-    return (torch.cat(blocks) - near).sum() / max(len(y), 1)
-
-
-def _divisor(z: Tensor, anchors: Tensor, tau: float) -> Tensor:
-    return (z @ anchors.T / tau).logsumexp(1)
-
-
-def structure(f: Tensor, f_global: Tensor, graph: Graph, omega: float) -> Tensor:
-    """Returns L_d; 0 without edges."""
-    q, q_global = (log_neighbours(each, graph, omega) for each in (f, f_global))
-    with_neighbours = int((graph.adjacency("sum").offsets.diff() > 0).sum())
-    return (q_global.exp() * (q_global - q)).sum() / max(with_neighbours, 1)
-
-
-def log_neighbours(f: Tensor, graph: Graph, omega: float) -> Tensor:
-    """Returns log q_i(j) of all edges j → i, in the order of `graph.adjacency("sum")`.
-
-    In that order the edges of one node are contiguous.
-    """
-    edges, direction = graph.adjacency("sum"), unit(f)
-    score = (direction[edges.rows] * direction[edges.indices.long()]).sum(1) / omega
-    # The largest score is subtracted so that exp cannot overflow. It is a constant.
-    top = torch.segment_reduce(score.detach(), "max", offsets=edges.offsets.long())
-    score = score - top[edges.rows]
-    total = score.new_zeros(graph.num_nodes).index_add(0, edges.rows, score.exp())
-    return score - total[edges.rows].log()

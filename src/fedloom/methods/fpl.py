@@ -44,6 +44,7 @@ from fedloom.data.graph import Graph
 from fedloom.methods._shared.prototypes import class_means, clusters, pack_table, table_of
 from fedloom.methods.fedavg import FedAvg
 from fedloom.nn.model import Model
+from fedloom.nn.training import outputs
 from fedloom.nn.weights import load_weights, weights
 
 
@@ -94,9 +95,8 @@ class FPL(FedAvg):
 
         received: the cluster prototypes and their classes; empty in the first round.
         """
-        rng = client.rng("dropout")
-        z = model.embed(batch, rng)
-        loss = client.loss(model.head(z, batch, rng), batch)
+        z, logits = outputs(model, batch, client.rng("dropout"))
+        loss = client.loss(logits, batch)
         if not received:
             return loss
         of_class = received["of_class"]

@@ -2,13 +2,14 @@
 
 Training draws new views at every step, so they must be cheap. Models treat a view as an ordinary
 graph. Its adjacency is selected from the adjacency of the original graph, which is already sorted.
-Its features are computed only on access, which models with +norm need. Other models do not need
-them, because X with masked columns times W is X times W with masked rows. Views are for models
+Its dense features are computed only on access, which models with +norm need. Other models do not
+need them, because X with masked columns times W is X times W with masked rows. Views are for models
 only. Functions that derive graphs (`replace`, `subgraph`) need the original graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -24,23 +25,24 @@ class View(Graph):
 
     Attributes:
         whole: The original graph.
-        kept: Whether an entry of the original graph's adjacency is left, [entries] bool.
+        pairs: Whether an undirected edge of the original graph is left, [pairs] bool.
         columns: 1 for the feature columns that are left, 0 for the others, [features].
     """
 
-    def __init__(self, whole: Graph, kept: Tensor, columns: Tensor):
+    def __init__(self, whole: Graph, pairs: Tensor, columns: Tensor):
         # Features and edges are computed on access. All other fields are those of the original.
         unchanged: dict[str, Any] = {
             name: getattr(whole, name)
             for name in ("y", "num_classes", "train", "val", "test", "node_id", "batch")
         }
         unchanged |= {"cross_edges": whole.cross_edges[:, :0], "name": whole.name, "_cache": {}}
-        for name, value in (unchanged | {"whole": whole, "kept": kept, "columns": columns}).items():
+        own = {"whole": whole, "pairs": pairs, "columns": columns}
+        for name, value in (unchanged | own).items():
             object.__setattr__(self, name, value)
 
     transient = True
     whole: Graph
-    kept: Tensor
+    pairs: Tensor
     columns: Tensor
 
     @property
@@ -57,6 +59,12 @@ class View(Graph):
     def x(self) -> Tensor:
         """The features. Masked columns are zero."""
         return self.whole.x * self.columns
+
+    @cached_property
+    def kept(self) -> Tensor:
+        """Whether an entry of the original graph's adjacency is left, [entries] bool."""
+        edges = entries(self.whole)
+        return self.pairs[edges.pair] | edges.loop
 
     @cached_property
     def edge_index(self) -> Tensor:
@@ -77,15 +85,7 @@ class View(Graph):
         whole = self.whole.sparse_x
         if whole is None:
             return None
-        return self.cached(
-            "features",
-            lambda: Sparse(
-                whole.offsets,
-                whole.indices,
-                whole.values * self.columns[whole.indices.long()],
-                whole.shape,
-            ),
-        )
+        return self.cached("features", lambda: Masked(whole, self.columns))
 
     def project(self, weight: Tensor) -> Tensor:
         """Returns x @ weight."""
@@ -93,25 +93,65 @@ class View(Graph):
 
     def adjacency(self, kind: str = "sym") -> Sparse:
         """Returns the adjacency of the edges that are left, with their own degrees."""
-        return self.cached(("adjacency", kind), lambda: self._select(kind))
+        return self.cached(
+            ("adjacency", kind), lambda: selected_adjacency(self.whole, self.kept, kind)
+        )
 
-    def _select(self, kind: str) -> Sparse:
-        edges, n = entries(self.whole), self.num_nodes
-        kept = self.kept if kind in WITH_LOOPS else self.kept & ~edges.loop
-        source, target, weight = edges.source[kept], edges.target[kept], edges.weight[kept]
-        degree = torch.zeros(n).index_add_(0, target, weight)
-        offsets = torch.zeros(n + 1, dtype=edges.offsets.dtype)
-        torch.cumsum(torch.bincount(target, minlength=n), 0, out=offsets[1:])
-        indices = edges.indices[kept]
-        matrix = Sparse(offsets, indices, scaled(kind, source, target, weight, degree), (n, n))
-        matrix.__dict__["rows"] = target
-        if edges.symmetric:  # then the transpose has entries at the same coordinates
-            transpose = Sparse(
-                offsets, indices, scaled(kind, target, source, weight, degree), (n, n)
-            )
-            transpose.__dict__["rows"] = target
-            matrix.__dict__["transpose"] = transpose
-        return matrix
+
+class Masked(Sparse):
+    """A sparse matrix without some of its columns. It has the same coordinates, and zeros there.
+
+    columns: 1 for the columns that are left, 0 for the others, [columns].
+    """
+
+    def __init__(self, whole: Sparse, columns: Tensor):
+        values = whole.values * columns.index_select(0, whole.indices)
+        super().__init__(whole.offsets, whole.indices, values, whole.shape)
+        self.whole, self.columns = whole, columns
+
+    @cached_property
+    def transpose(self) -> Sparse:
+        """The transposed matrix."""
+        whole = self.whole.transpose
+        values = whole.values * self.columns.index_select(0, whole.rows)
+        return Sparse(whole.offsets, whole.indices, values, whole.shape)
+
+
+class _Selected(Sparse):
+    """The adjacency of some symmetric edges. Its transpose has the same coordinates."""
+
+    transposed_values: Callable[[], Tensor]
+
+    @cached_property
+    def transpose(self) -> Sparse:
+        """The transposed matrix."""
+        made = Sparse(self.offsets, self.indices, self.transposed_values(), self.shape)
+        made.__dict__["rows"] = self.rows
+        return made
+
+
+def selected_adjacency(whole: Graph, kept: Tensor, kind: str) -> Sparse:
+    """Returns the adjacency of some edges of a graph, with their own degrees.
+
+    Args:
+        whole: The graph.
+        kept: Which of its `Entries` are left, [entries] bool. Self-loops are.
+        kind: The kind of adjacency.
+    """
+    edges, n = entries(whole), whole.num_nodes
+    kept = kept if kind in WITH_LOOPS else kept & ~edges.loop
+    left = kept.nonzero().flatten()
+    source, target, weight = edges.source[left], edges.target[left], edges.weight[left]
+    degree = torch.zeros(n).index_add_(0, target, weight)
+    offsets = torch.zeros(n + 1, dtype=edges.offsets.dtype)
+    torch.cumsum(torch.bincount(target, minlength=n), 0, out=offsets[1:])
+    values = scaled(kind, source, target, weight, degree)
+    form = _Selected if edges.symmetric else Sparse
+    matrix = form(offsets, edges.indices[left], values, (n, n))
+    matrix.__dict__["rows"] = target
+    if isinstance(matrix, _Selected):
+        matrix.transposed_values = lambda: scaled(kind, target, source, weight, degree)
+    return matrix
 
 
 class Entries:
@@ -124,24 +164,41 @@ class Entries:
         source: The source of each entry.
         loop: Whether an entry is a self-loop.
         weight: The weight of each entry.
-        pair: The undirected edge of each entry. Both directions of an edge have the same number.
-        num_pairs: Number of undirected edges.
-        symmetric: Whether every edge has a reversed edge with the same weight.
+        bare: adjacency("sum").
+        num_nodes: Number of nodes.
     """
 
     def __init__(self, graph: Graph):
-        n, adjacency = graph.num_nodes, graph.adjacency("sym")
+        self.num_nodes, adjacency = graph.num_nodes, graph.adjacency("sym")
         self.offsets, self.indices = adjacency.offsets, adjacency.indices
         self.target, self.source = adjacency.rows, adjacency.indices.long()
         self.loop = self.source == self.target
+        self.bare = graph.adjacency("sum")  # the same order, without the loops
         self.weight = torch.ones(adjacency.nnz)
-        bare = graph.adjacency("sum")
-        self.weight[~self.loop] = bare.values  # the same order, without the loops
+        self.weight[~self.loop] = self.bare.values
+
+    @cached_property
+    def _pairs(self) -> tuple[Tensor, Tensor]:
         low, high = torch.minimum(self.source, self.target), torch.maximum(self.source, self.target)
-        pairs, self.pair = torch.unique(low * n + high, return_inverse=True)
-        self.num_pairs = len(pairs)
-        self.symmetric = torch.equal(bare.transpose.indices, bare.indices) and torch.equal(
-            bare.transpose.values, bare.values
+        pairs, pair = torch.unique(low * self.num_nodes + high, return_inverse=True)
+        return pairs, pair
+
+    @property
+    def pair(self) -> Tensor:
+        """The undirected edge of each entry. Both directions have the same number."""
+        return self._pairs[1]
+
+    @property
+    def num_pairs(self) -> int:
+        """Number of undirected edges."""
+        return len(self._pairs[0])
+
+    @cached_property
+    def symmetric(self) -> bool:
+        """Whether every edge has a reversed edge with the same weight."""
+        transpose = self.bare.transpose
+        return torch.equal(transpose.indices, self.bare.indices) and torch.equal(
+            transpose.values, self.bare.values
         )
 
 
@@ -160,5 +217,5 @@ def random_view(graph: Graph, edges: float, columns: float, rng: Generator) -> G
         rng: The source of randomness.
     """
     whole = entries(graph)
-    kept = (torch.rand(whole.num_pairs, generator=rng) >= edges)[whole.pair] | whole.loop
-    return View(graph, kept, (torch.rand(graph.num_features, generator=rng) >= columns).float())
+    pairs = torch.rand(whole.num_pairs, generator=rng) >= edges
+    return View(graph, pairs, (torch.rand(graph.num_features, generator=rng) >= columns).float())

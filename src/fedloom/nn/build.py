@@ -25,6 +25,7 @@ data, and averaging them over parties breaks them. LayerNorm replaces it.
 from __future__ import annotations
 
 import re
+from functools import cache
 
 from torch import Generator, nn
 
@@ -51,8 +52,12 @@ def parse_spec(spec: str) -> Spec:
 
     A user's own model has one part, its name. The width of its embedding is known once it is built.
     """
-    if is_own(spec):
-        return Spec(own_spec(spec))
+    return Spec(own_spec(spec)) if is_own(spec) else _parsed(spec)
+
+
+@cache
+def _parsed(spec: str) -> Spec:
+    """Returns the parts of a spec of fedloom's own architectures."""
     head, *options = spec.split("+")
     name, dash, size = head.partition("-")
     if name not in ARCHITECTURES:

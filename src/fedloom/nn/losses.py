@@ -1,4 +1,4 @@
-"""Losses of node and graph classification."""
+"""Losses of node and graph classification, and terms of the predictions themselves."""
 
 from __future__ import annotations
 
@@ -49,3 +49,25 @@ def weighted_divergence(logits: Tensor, target: Tensor, weight: Tensor) -> Tenso
     """
     each = F.kl_div(logits.log_softmax(1), target, reduction="none").sum(1)
     return (weight * each).mean()
+
+
+@operation
+def probabilities(logits: Tensor) -> Tensor:
+    """Returns the softmax of each row of logits [items, classes]."""
+    return logits.softmax(1)
+
+
+@operation
+def entropy(logits: Tensor) -> Tensor:
+    """Returns the entropy of the predictions, averaged over items."""
+    log_p = logits.log_softmax(1)
+    return -(log_p.exp() * log_p).sum(1).mean()
+
+
+@operation
+def hsic(one: Tensor, other: Tensor) -> Tensor:
+    """Returns HSIC of two [items, C] under linear kernels: how much one says about the other.
+
+    It is ‖oneᵀ H other‖² / items² with H = I − 1 1ᵀ / items. Centring one of them is enough.
+    """
+    return (one.T @ (other - other.mean(0)) / len(one)).square().sum()

@@ -184,6 +184,13 @@ def forward(model: Model, graph: Graph, rng: Noise | None) -> Tensor:
 
 
 @operation
+def embed_and_head(model: Model, graph: Graph, rng: Generator | None) -> tuple[Tensor, Tensor]:
+    """Runs extractor and head. Returns embeddings [items, width] and logits [items, classes]."""
+    z = model.embed(graph, rng)
+    return z, model.head(z, graph, rng)
+
+
+@operation
 def forward_with(model: Model, graph: Graph, weights: Weights) -> Tensor:
     """Returns logits [items, classes] of a model with other weights, without dropout."""
     with substituted(model, weights):

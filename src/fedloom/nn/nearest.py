@@ -66,7 +66,7 @@ def above(z: Tensor, threshold: float, most: int) -> Tensor:
 
 def pairs(ends: Tensor, n: int) -> Tensor:
     """Returns the sorted, distinct pairs i < j of edges [2, any], without loops: [2, pairs]."""
-    low, high = ends.sort(0).values
+    low, high = torch.minimum(*ends), torch.maximum(*ends)
     key = (low * n + high)[low != high].unique()
     return torch.stack([key // n, key % n])
 

@@ -72,4 +72,5 @@ def caching_pays(graph: Graph, hops: int) -> bool:
     if graph.sparse_x is None:
         return True
     sparse_entries = graph.sparse_x.nnz + hops * graph.adjacency("sym").nnz
-    return sparse_entries > SPARSE_FEATURES_BELOW * graph.x.numel()
+    # Not `x.numel()`: a stack of graphs would have to make its dense features.
+    return sparse_entries > SPARSE_FEATURES_BELOW * graph.num_nodes * graph.num_features

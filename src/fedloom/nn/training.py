@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedloom.data.graph import Graph
 from fedloom.nn.losses import training_loss
-from fedloom.nn.model import Model
+from fedloom.nn.model import Model, embed_and_head
 from fedloom.nn.operations import operation
 from fedloom.nn.optimizers import SGD, Adam
 
@@ -97,8 +97,7 @@ def outputs(
     model: Model, graph: Graph, rng: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns embeddings [items, width] and logits [items, classes] of one forward pass."""
-    z = model.embed(graph, rng)
-    return z, model.head(z, graph, rng)
+    return embed_and_head(model, graph, rng)
 
 
 @contextmanager

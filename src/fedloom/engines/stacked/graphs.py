@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 
 from fedloom.data.graph import Graph
 from fedloom.data.matmul import matmul
-from fedloom.data.sparse import Sparse, block_diagonal, vertical_stack
+from fedloom.data.sparse import Sparse, block_diagonal, vertical_stack, weighted
 from fedloom.engines.stacked.group import Group
 from fedloom.engines.stacked.matmul import (
     add_to_blocks,
@@ -25,7 +25,9 @@ from fedloom.engines.stacked.matmul import (
     split,
     sum_of_blocks,
 )
-from fedloom.nn.augment import View
+from fedloom.engines.stacked.tensors import join_rows
+from fedloom.nn.augment import Masked, View, entries, selected_adjacency
+from fedloom.nn.edge_weights import EdgeWeighted, weighted_entries
 from fedloom.nn.mended import Mended
 
 T = TypeVar("T")
@@ -36,16 +38,13 @@ T = TypeVar("T")
 class GraphStack(Graph):
     """Several graphs as one. It has the fields that models read: features, edges and `batch`."""
 
-    def __init__(self, parts: Sequence[Graph]):
-        for name, value in {
-            "parts": tuple(parts),
-            "_cache": {},
-            "num_classes": parts[0].num_classes,
-            "name": parts[0].name,
-        }.items():
-            object.__setattr__(self, name, value)
+    def __init__(self, parts: Sequence[Graph], group: Group | None = None):
+        first = parts[0]
+        vars(self).update(parts=tuple(parts), group=group, _cache={})
+        vars(self).update(num_classes=first.num_classes, name=first.name)
 
     parts: tuple[Graph, ...]
+    group: Group | None  # whose cache has the features of graphs that differ only in their edges
 
     @property
     def transient(self) -> bool:  # type: ignore[override]
@@ -111,7 +110,12 @@ class GraphStack(Graph):
     def _features(self, put: Callable[[Sequence[Sparse]], Sparse]) -> Sparse | None:
         def make() -> Sparse | None:
             parts = [x for part in self.parts if (x := part.sparse_x) is not None]
-            return _joined(parts, put) if len(parts) == len(self.parts) else None
+            if len(parts) < len(self.parts):
+                return None
+            if self.group is None:
+                return _joined(parts, put)
+            name = f"features, {put.__name__}"
+            return self.group.cached(name, parts, lambda: _joined(parts, put))
 
         return self.cached(put, make)
 
@@ -179,17 +183,66 @@ class ViewStack(GraphStack):
 
     def __init__(self, parts: Sequence[View], whole: GraphStack):
         super().__init__(parts)
-        object.__setattr__(self, "whole", whole)
-        object.__setattr__(
-            self, "columns", torch.stack([part.columns for part in parts]).unsqueeze(-1)
-        )
+        edges = entries(whole)
+        for name, value in {
+            "whole": whole,
+            "kept": torch.cat([part.pairs for part in parts])[edges.pair] | edges.loop,
+            "columns": torch.stack([part.columns for part in parts]),
+        }.items():
+            object.__setattr__(self, name, value)
 
     whole: GraphStack
-    columns: Tensor  # [views, features, 1]
+    kept: Tensor  # whether an entry of the whole stack's adjacency is left
+    columns: Tensor  # [views, features]
+
+    def adjacency(self, kind: str = "sym") -> Sparse:
+        """Returns the block-diagonal adjacency, one block per view."""
+        return self.cached(
+            ("adjacency", kind), lambda: selected_adjacency(self.whole, self.kept, kind)
+        )
 
     def project(self, weight: Tensor) -> Tensor:
         """Returns x @ weight; each view may have its own weight."""
-        return self.whole.project(weight * self.columns)
+        whole = self.whole._features(block_diagonal)
+        if whole is None or weight.dim() == 2:
+            return self.whole.project(weight * self.columns.unsqueeze(-1))
+        sparse = self.cached("masked features", lambda: Masked(whole, self.columns.flatten()))
+        return sparse @ weight.reshape(-1, weight.shape[-1])
+
+
+class WeightedStack(GraphStack):
+    """Graphs with learnt edge weights as one. It keeps the stack of the graphs without them."""
+
+    def __init__(self, parts: Sequence[EdgeWeighted], whole: GraphStack):
+        super().__init__(parts)
+        weight = parts[0].of_edges(whole, join_rows([part.weight for part in parts]))
+        for name, value in {"whole": whole, "weight": weight, "_values": {}}.items():
+            object.__setattr__(self, name, value)
+
+    whole: GraphStack
+    weight: Tensor  # [edges]
+    _values: dict[str, Tensor]
+
+    @property
+    def x(self) -> Tensor:
+        """The features of all graphs, concatenated."""
+        return self.whole.x
+
+    def propagate(self, h: Tensor, kind: str = "sym") -> Tensor:
+        """Returns the weighted adjacency times h, differentiable in both."""
+        if kind not in self._values:
+            self._values[kind] = weighted_entries(self.whole, self.weight, kind)
+        return weighted(self.whole.adjacency(kind), self._values[kind], h)
+
+    def adjacency(self, kind: str = "sym") -> Sparse:
+        """Returns the adjacency without the learnt weights."""
+        return self.whole.adjacency(kind)
+
+    def _features(self, put: Callable[[Sequence[Sparse]], Sparse]) -> Sparse | None:
+        return self.whole._features(put)
+
+    def _membership(self, rows: int) -> Sparse:
+        return self.whole._membership(rows)
 
 
 class MendedStack(GraphStack):
@@ -225,6 +278,8 @@ class MendedStack(GraphStack):
 
 def stack_of(graphs: Sequence[Graph], group: Group) -> GraphStack:
     """Returns graphs as one graph, or views as one view. The group caches it."""
+    if learnt := [graph for graph in graphs if isinstance(graph, EdgeWeighted)]:
+        return WeightedStack(learnt, stack_of([graph.whole for graph in learnt], group))
 
     def make() -> GraphStack:
         mended = [graph for graph in graphs if isinstance(graph, Mended)]
@@ -233,7 +288,7 @@ def stack_of(graphs: Sequence[Graph], group: Group) -> GraphStack:
         views = [graph for graph in graphs if isinstance(graph, View)]
         if views:
             return ViewStack(views, stack_of([view.whole for view in views], group))
-        return GraphStack(graphs)
+        return GraphStack(graphs, group)
 
     return group.cached("stack", [graph._cache for graph in graphs], make)
 

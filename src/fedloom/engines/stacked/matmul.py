@@ -38,6 +38,32 @@ class _Blockwise(torch.autograd.Function):
         )
 
 
+def outer_product(h: Tensor, g: Tensor, sizes: list[int]) -> Tensor:
+    """Multiplies the transpose of each block of rows of h by the same block of g.
+
+    Takes [rows, in], [rows, out] and the number of rows of each block. Returns [blocks, in, out].
+    """
+    return _Outer.apply(h, g, sizes)  # type: ignore[no-untyped-call]
+
+
+class _Outer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, g, sizes):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(h, g)
+        ctx.sizes = sizes
+        return outer_by_block(h.detach(), g.detach(), sizes)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        (h, g), sizes = ctx.saved_tensors, ctx.sizes
+        to_h, to_g, _ = ctx.needs_input_grad
+        return (
+            blocks_times(g, gradient.transpose(1, 2), sizes) if to_h else None,
+            blocks_times(h, gradient, sizes) if to_g else None,
+            None,
+        )
+
+
 def blocks_times(h: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
     """`blockwise`, not differentiable."""
     width = weights.shape[2]

@@ -1,4 +1,8 @@
-"""The batched form of every operation: forward passes, losses, steps, loading weights, scores."""
+"""The batched form of forward passes, losses, steps, loading weights and scores.
+
+`BATCHED` lists every operation that has a batched form. `terms`, `prototypes`, `links` and `edges`
+have those of the objectives of single methods.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,13 @@ from fedloom.data.graph import Graph
 from fedloom.data.sparse import Sparse
 from fedloom.engines.stacked import tensors
 from fedloom.engines.stacked.divergence import BatchedWeightedDivergence
+from fedloom.engines.stacked.edges import EDGES
 from fedloom.engines.stacked.encoder import BatchedEncoding
 from fedloom.engines.stacked.generated import BatchedGeneratedLoss
 from fedloom.engines.stacked.graphs import StackedNoise, stack_of
 from fedloom.engines.stacked.group_operations import confusion_matrices
 from fedloom.engines.stacked.label_steps import BatchedLabelSteps
+from fedloom.engines.stacked.links import LINKS
 from fedloom.engines.stacked.lockstep import Batched, Context
 from fedloom.engines.stacked.parameters import (
     StackedOptimizer,
@@ -29,13 +35,24 @@ from fedloom.engines.stacked.parameters import (
     stacked_parameters,
     tensor_of_rows,
 )
+from fedloom.engines.stacked.prototypes import PROTOTYPES
 from fedloom.engines.stacked.tensors import common_source, join_rows, split_rows
+from fedloom.engines.stacked.terms import TERMS
 from fedloom.nn import losses, metrics, training
-from fedloom.nn.architectures import ARCHITECTURES
+from fedloom.nn.architectures import ARCHITECTURES, GAT
 from fedloom.nn.augment import View
+from fedloom.nn.edge_weights import EdgeWeighted
 from fedloom.nn.encoder import encode_rows
 from fedloom.nn.mended import Mended
-from fedloom.nn.model import Model, embed, forward, forward_with, generated_loss, head
+from fedloom.nn.model import (
+    Model,
+    embed,
+    embed_and_head,
+    forward,
+    forward_with,
+    generated_loss,
+    head,
+)
 from fedloom.nn.operations import Operation
 from fedloom.nn.weights import load_weights, slots_of, substituted
 
@@ -43,24 +60,25 @@ from fedloom.nn.weights import load_weights, slots_of, substituted
 class BatchedPass(Batched):
     """A pass through models of one form: one model with stacked parameters on a stack of graphs."""
 
-    def __init__(self, operation: Operation[Any, Tensor]):
+    def __init__(self, operation: Operation[Any, Any]):
         self.through = operation.function
 
     def key(self, *args: Any) -> Hashable:
         """Architectures of fedloom with equal specs, on graphs or views of one kind."""
         model, graph, rng, *begun = args
-        data = graph.whole if type(graph) is View else graph
+        data = graph.whole if isinstance(graph, View | EdgeWeighted) else graph
         features = data.real if isinstance(data, Mended) and data.factors is not None else data
         if (
             type(features) is not Graph
             or type(model) not in ARCHITECTURES.values()
+            or (isinstance(graph, EdgeWeighted) and isinstance(model, GAT))  # it needs their edges
             or data.x.requires_grad
         ):
             return None
         if begun and len(begun[0]) != graph.num_items:
             return None  # embeddings of another graph
         trained = [parameter_at(slot).requires_grad for slot in slots_of(model)]
-        kind = (rng is None, data is graph, features is data, features.sparse_x is None)
+        kind = (rng is None, type(graph), features is data, features.sparse_x is None)
         return (model.form, *trained, *kind)
 
     def batch(self, calls: Sequence[tuple[Any, ...]], context: Context) -> list[Tensor]:
@@ -86,6 +104,30 @@ class BatchedPass(Batched):
         with substituted(model, parameters):
             out = self.through(model, stack, noise, *rest)
         return split_rows(out, stack.item_sizes)
+
+
+class BatchedOutputs(BatchedPass):
+    """A pass that gives embeddings and logits."""
+
+    def __init__(self) -> None:
+        super().__init__(embed_and_head)
+
+    def on_stack(
+        self,
+        model: Model,
+        parameters: Mapping[str, Tensor],
+        graphs: Sequence[Graph],
+        streams: Sequence[Any],
+        context: Context,
+        *rest: Tensor,
+    ) -> list[Any]:
+        """One model with stacked parameters on many graphs."""
+        stack = stack_of(graphs, context.group)
+        noise = None if streams[0] is None else StackedNoise(streams, stack)
+        with substituted(model, parameters):
+            both = self.through(model, stack, noise)
+        rows = (split_rows(out, stack.item_sizes) for out in both)
+        return list(zip(*rows, strict=True))
 
 
 class BatchedForwardWith(BatchedPass):
@@ -214,9 +256,11 @@ class BatchedStep(_Differentiation):
         optimizers, roots = zip(*calls, strict=True)
         stacked = None
         if len(calls) > 1:
-            stacked = context.group.cached(
-                "optimizer", optimizers, lambda: StackedOptimizer.of(optimizers)
+            known: list[StackedOptimizer | None] = context.group.cached(
+                "optimizer", optimizers, lambda: [None]
             )
+            # Some parameters are stacked later than at the first step.
+            stacked = known[0] = known[0] or StackedOptimizer.of(optimizers)
         if stacked is not None:
             stacked.clear()
         else:
@@ -245,6 +289,7 @@ BATCHED: Mapping[Operation[Any, Any], Batched] = {
     embed: BatchedPass(embed),
     head: BatchedPass(head),
     forward: BatchedPass(forward),
+    embed_and_head: BatchedOutputs(),
     forward_with: BatchedForwardWith(),
     generated_loss: BatchedGeneratedLoss(),
     encode_rows: BatchedEncoding(),
@@ -255,4 +300,8 @@ BATCHED: Mapping[Operation[Any, Any], Batched] = {
     training.label_steps: BatchedLabelSteps(),
     training.step: BatchedStep(),
     training.backward_pass: BatchedBackward(),
+    **EDGES,
+    **LINKS,
+    **PROTOTYPES,
+    **TERMS,
 }

@@ -25,6 +25,7 @@ from fedloom.core.client import LOSS, Client
 from fedloom.core.message import Message, Stack
 from fedloom.core.method import Method
 from fedloom.core.phase import Phase
+from fedloom.data.graph import Graph
 from fedloom.engines.stacked import group_operations
 from fedloom.engines.stacked.group import Group
 from fedloom.engines.stacked.group_client import GroupClient, Read, joined
@@ -241,6 +242,8 @@ def _read(recording: Recording, of: Any) -> dict[str, Pending]:
 def _forward(recording: Recording, of: Any, graph: Any, streams: Any) -> Logits:
     if not isinstance(of, GroupModel) or of.part or not isinstance(graph, GroupGraph):
         raise RecordingError("it runs another model or another graph than the client's own")
+    if any(type(each) is not Graph or each.x.requires_grad for each in graph.graphs):
+        raise RecordingError("its graphs are not plain ones")
     recording.passes.append(Logits(of, graph, streams, recording.version))
     return recording.passes[-1]
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom.core.client import Client
@@ -22,6 +21,7 @@ from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError
 from fedloom.methods._shared.local_training import LocalTraining
 from fedloom.nn.build import parse_spec
+from fedloom.nn.distillation import divergence
 from fedloom.nn.model import Model
 from fedloom.nn.training import make_optimizer, outputs, step
 from fedloom.nn.weights import weights
@@ -108,16 +108,3 @@ def _named() -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"method.copilot: {error}") from error
-
-
-def divergence(teacher: Tensor, student: Tensor) -> Tensor:
-    """Returns KL(softmax teacher ‖ softmax student) of logits [items, classes], mean over items.
-
-    No gradient reaches the teacher.
-    """
-    return F.kl_div(
-        student.log_softmax(1),
-        teacher.detach().log_softmax(1),
-        reduction="batchmean",
-        log_target=True,
-    )

@@ -8,37 +8,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from scipy.sparse import coo_matrix
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from fedloom.core.message import Message
 from fedloom.errors import MessageError
-
-
-def class_sums(z: Tensor, y: Tensor, mask: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Sums embeddings by class, over the items in `mask`.
-
-    Args:
-        z: Embeddings [items, p].
-        y: Classes [items].
-        mask: Which items count, bool [items].
-        num_classes: C.
-
-    Returns the sums [C, p] and the number of items of each class [C] (int64).
-    """
-    chosen = y[mask]
-    sums = z.new_zeros(num_classes, z.shape[1]).index_add(0, chosen, z[mask])
-    return sums, torch.bincount(chosen, minlength=num_classes)
-
-
-def class_means(z: Tensor, y: Tensor, mask: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Returns mean embeddings by class [C, p] and counts [C]; see `class_sums`.
-
-    The mean of a class without items is zero.
-    """
-    sums, counts = class_sums(z, y, mask, num_classes)
-    return sums / counts.clamp(min=1).unsqueeze(1), counts
+from fedloom.nn.prototypes import class_means as class_means
+from fedloom.nn.prototypes import class_sums as class_sums
 
 
 def pack_table(
@@ -87,7 +62,16 @@ def clusters(points: Tensor) -> Tensor:
     if count < 2:
         return torch.zeros(count, dtype=torch.int64)
     unit = F.normalize(points)
-    nearest = (unit @ unit.T).fill_diagonal_(-torch.inf).argmax(1).numpy()
-    links = coo_matrix((torch.ones(count).numpy(), (range(count), nearest)), shape=(count, count))
-    _, labels = connected_components(links, directed=False)
-    return torch.from_numpy(labels).long()
+    nearest = (unit @ unit.T).fill_diagonal_(-torch.inf).argmax(1).tolist()
+    above = list(range(count))  # each point's parent in a tree, whose root is its least point
+
+    def root(point: int) -> int:
+        while above[point] != point:
+            above[point] = above[above[point]]
+            point = above[point]
+        return point
+
+    for point, other in enumerate(nearest):
+        low, high = sorted((root(point), root(other)))
+        above[high] = low
+    return torch.tensor([root(point) for point in range(count)]).unique(return_inverse=True)[1]

@@ -60,7 +60,7 @@ numerically 0, peers' means shrunk to a third): the paper is followed. `align = 
 items, as FedProto and the authors' code do, averaged over items instead of within classes.
 """
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -77,15 +77,17 @@ from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
 from fedloom.data.seeds import stream_seed
 from fedloom.methods._shared.prototypes import class_means, pack_table, table_of
-from fedloom.methods.fedpg.neighbourhoods import (
+from fedloom.methods.fedpg.neighbourhoods import first_of_each, pairs_by_distance
+from fedloom.methods.fedproto import nearness
+from fedloom.methods.fedtgp import FedTGP
+from fedloom.nn.prototypes import (
     Attention,
     Neighbourhoods,
     Neighbours,
-    first_of_each,
-    pairs_by_distance,
+    neighbour_weights,
+    neighbourhood_prototypes,
+    table_distance,
 )
-from fedloom.methods.fedproto import nearness
-from fedloom.methods.fedtgp import FedTGP
 from fedloom.nn.training import make_optimizer, step
 
 CHUNK = 1024  # rows of similarities between graphs that are computed at once
@@ -207,14 +209,15 @@ class FedPG(FedTGP):
         z = self.embeddings(client)
         if self.annotate == "pseudo":
             client.state["annotation"] = self.pseudo_labels(client)
-        around, classes = self.neighbourhoods(client, client.graph, z), client.facts.num_classes
+        around = self.neighbourhoods(client, client.graph, z)
         with torch.no_grad():
-            table, there, items = self.prototypes(client, z, around)
-        sent = pack_table(self.disturbed(client, table), there, self.floor, items)
-        centres = torch.bincount(around.label[around.label >= 0], minlength=classes)
+            table = self.prototypes(client, z, around)
+        sent = pack_table(
+            self.disturbed(client, table), around.present, self.floor, around.num_items
+        )
         # A class whose own mean is not sent may still be sent at other hops. It then counts as if
         # it had just enough items.
-        return {**sent, "counts": centres.clamp(min=self.floor) * sent["present"].any(1)}
+        return {**sent, "counts": around.centres.clamp(min=self.floor) * sent["present"].any(1)}
 
     @torch.no_grad()
     def pseudo_labels(self, client: Client) -> Tensor:
@@ -244,12 +247,12 @@ class FedPG(FedTGP):
             if batch is client.graph:
                 label = client.state["annotation"]
             by_cosine = self.by_similarity(label, z.detach(), client.facts.num_classes)
-            return Neighbourhoods(label, by_cosine)
+            return Neighbourhoods(label, by_cosine, client.facts.num_classes)
         label, known = client.state["annotation"], client.memory.get("neighbourhoods")
         # They are computed once with `annotate = "train"`, else once per round.
         if known is None or known.label is not label:
             client.memory["neighbourhoods"] = known = Neighbourhoods(
-                label, self.by_edges(client, label)
+                label, self.by_edges(client, label), client.facts.num_classes
             )
         return known
 
@@ -298,29 +301,6 @@ class FedPG(FedTGP):
         joined = [torch.cat(found, 1) for found in pairs]
         return [Neighbours(both[0], both[1], label, classes) for both in joined]
 
-    def neighbour_weights(self, client: Client, hop: int, z: Tensor, at: Neighbours) -> Tensor:
-        """Returns w_ij of the pairs at a hop."""
-        return client.state["attention"](hop, z, at) if self.attention else 1 / at.size
-
-    def prototypes(
-        self, client: Client, z: Tensor, around: Neighbourhoods
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns P with a gradient, which entries exist, and the number of items in each.
-
-        They are [C, H+1, p], [C, H+1] and [C, H+1].
-        """
-        label, classes = around.label, client.facts.num_classes
-        means, counts = class_means(z, label, label >= 0, classes)
-        tables, present, items = [means], [counts > 0], [counts]
-        for hop, at in enumerate(around.hops, 1):
-            weight = self.neighbour_weights(client, hop, z, at) / at.num_centres[at.of]
-            # The weight of each item in each class's prototype. One product then serves all pairs.
-            weights = z.new_zeros(classes * len(z)).index_add(0, at.cell, weight)
-            tables.append(weights.view(classes, -1) @ z)
-            present.append(at.num_centres > 0)
-            items.append(at.num_members)
-        return torch.stack(tables, 1), torch.stack(present, 1), torch.stack(items, 1)
-
     def alignment(
         self, client: Client, batch: Graph, z: Tensor, table: Tensor, present: Tensor
     ) -> Tensor:
@@ -330,23 +310,35 @@ class FedPG(FedTGP):
         """
         around = self.neighbourhoods(client, batch, z)
         if self.align == "prototype":
-            own, there, _ = self.prototypes(client, z, around)
-            both = there & present
-            return ((own - table)[both].square().sum(-1) + 1e-12).sqrt().sum()
+            own = self.prototypes(client, z, around)
+            return table_distance(own, table, around.present & present)
         centres = around.label >= 0
         total = nearness(z[centres], around.label[centres], table[:, 0], present[:, 0])
         for hop, at in enumerate(around.hops, 1):
-            weight = self.neighbour_weights(client, hop, z, at).unsqueeze(1)
+            weight = neighbour_weights(self.attention_of(client), hop, z, at).unsqueeze(1)
             v = at.over_members(weight * z[at.member])[at.centres]
             total = total + nearness(v, around.label[at.centres], table[:, hop], present[:, hop])
         return total
 
+    def prototypes(self, client: Client, z: Tensor, around: Neighbourhoods) -> Tensor:
+        """Returns P with a gradient, [C, H+1, p]."""
+        return neighbourhood_prototypes(z, around, self.attention_of(client))
+
+    def attention_of(self, client: Client) -> Attention | None:
+        """Returns the client's attention, if there is one."""
+        return client.state["attention"] if self.attention else None
+
     # ---- the server's side ----
     def far(self, a: Tensor, b: Tensor) -> Tensor:
         """Returns 1 − cosine, or the Euclidean distance, of the rows of a and b."""
+        return self.far_from(b)(a)
+
+    def far_from(self, b: Tensor) -> Callable[[Tensor], Tensor]:
+        """Returns the function a ↦ `far(a, b)`, which computes what depends on b once."""
         if self.geometry == "euclidean":
-            return super().far(a, b)
-        return 1 - F.normalize(a) @ F.normalize(b).T
+            return lambda a: super(FedPG, self).far(a, b)
+        unit = F.normalize(b)
+        return lambda a: 1 - F.normalize(a) @ unit.T
 
     def receptive_field(self, at: Tensor, lots: Tensor, classes: int) -> Tensor:
         """Returns S⁺ of every (c,h) as bool [C, H+1, uploads].
@@ -359,45 +351,57 @@ class FedPG(FedTGP):
             lots: Random numbers, [uploads, H+1]. The uploads with the lowest are drawn.
             classes: C.
         """
-        positive = torch.zeros(classes, self.depth, len(at), dtype=torch.bool)
-        positive[at[:, 0], at[:, 1], torch.arange(len(at))] = True
-        own_hop = positive.clone()
-        for c, h in own_hop.any(2).nonzero().tolist():
-            others = ((at[:, 0] == c) & (at[:, 1] != h)).nonzero().flatten()
-            wanted = math.ceil(self.sampling * int(own_hop[c, h].sum()))
-            positive[c, h, others[lots[others, h].argsort()[:wanted]]] = True
-        return positive
+        of_class, of_hop = at.unbind(1)
+        same_class = of_class == torch.arange(classes).unsqueeze(1)
+        same_hop = of_hop == torch.arange(self.depth).unsqueeze(1)
+        own_hop = same_class.unsqueeze(1) & same_hop
+        others = same_class.unsqueeze(1) & ~same_hop
+        wanted = (self.sampling * own_hop.sum(2, keepdim=True).double()).ceil()
+        place = lots.T.masked_fill(~others, torch.inf).argsort(2).argsort(2)
+        return own_hop | (others & (place < wanted))
 
     def contrast_anchors(
-        self, anchors: Tensor, uploads: Tensor, positive: Tensor, margin: Tensor
-    ) -> Tensor:
-        """Returns Σ_{c,h} L_ch (Eq. 4, 7).
+        self, uploads: Tensor, positive: Tensor, margin: Tensor
+    ) -> Callable[[Tensor], Tensor]:
+        """Returns the function G ↦ Σ_{c,h} L_ch (Eq. 4, 7). G is [C, H+1, p].
 
         Args:
-            anchors: G, [C, H+1, p].
             uploads: The prototypes of all clients, [uploads, p].
             positive: S⁺, [C, H+1, uploads].
             margin: M, [H+1].
         """
-        near = -self.far(anchors.flatten(0, 1), uploads).view_as(positive)
         negative = positive.any(0) & ~positive  # S⁻: of another class at the same hop
-        shifted = (near - margin.view(1, -1, 1)) / self.temperature
-        true = shifted.masked_fill(~positive, -torch.inf)
-        false = (near / self.temperature).masked_fill(~negative, -torch.inf)
-        uploaded = positive.any(2)
-        true, false = true[uploaded].logsumexp(1), false[uploaded].logsumexp(1)
-        return (torch.logaddexp(true, false) - true).sum()
+        uploaded = positive.any(2).flatten().nonzero().flatten()
+        not_positive, not_negative = ~positive, ~negative
+        far, margin = self.far_from(uploads), margin.view(1, -1, 1)
+
+        def loss(anchors: Tensor) -> Tensor:
+            near = -far(anchors.flatten(0, 1)).view_as(positive)
+            shifted = (near - margin) / self.temperature
+            true = shifted.masked_fill(not_positive, -torch.inf)
+            false = (near / self.temperature).masked_fill(not_negative, -torch.inf)
+            true, false = (
+                each.flatten(0, 1).index_select(0, uploaded).logsumexp(1) for each in (true, false)
+            )
+            return (torch.logaddexp(true, false) - true).sum()
+
+        return loss
 
     def contrast_queries(
-        self, anchors: Tensor, uploads: Tensor, positive: Tensor, margin: Tensor
-    ) -> Tensor:
-        """Returns FedTGP's contrast, summed over hops. It takes what `contrast_anchors` takes."""
-        total = anchors.new_zeros(())
-        for hop in range(anchors.shape[1]):
-            label, which = positive[:, hop].nonzero().unbind(1)
-            if len(label):
-                total = total + self.contrast(anchors[:, hop], uploads[which], label, margin[hop])
-        return total
+        self, uploads: Tensor, positive: Tensor, margin: Tensor
+    ) -> Callable[[Tensor], Tensor]:
+        """Returns FedTGP's contrast, summed over hops, as `contrast_anchors` does."""
+        found = [positive[:, hop].nonzero().unbind(1) for hop in range(positive.shape[1])]
+
+        def loss(anchors: Tensor) -> Tensor:
+            total = anchors.new_zeros(())
+            for hop, (label, which) in enumerate(found):
+                if len(label):
+                    own = self.contrast(anchors[:, hop], uploads[which], label, margin[hop])
+                    total = total + own
+            return total
+
+        return loss
 
     def anchors(self, server: Server) -> Tensor:
         """Returns the current G, [C, H+1, p]."""
@@ -426,9 +430,9 @@ class FedPG(FedTGP):
         lots = torch.cat([drawn[client][reply["present"]] for client, reply in replies.items()])
         positive = self.receptive_field(at, lots, classes)
         contrast = self.contrast_anchors if self.direction == "anchor" else self.contrast_queries
+        loss = contrast(uploads, positive, margin)
         for _ in range(self.server_steps if len(uploads) else 0):
-            loss = contrast(self.anchors(server), uploads, positive, margin)
-            step(server.state["optimizer"], loss)
+            step(server.state["optimizer"], loss(self.anchors(server)))
         return self.anchors(server).detach()
 
     def personal(self, universal: Tensor, replies: Replies) -> dict[str, Message]:
@@ -442,7 +446,8 @@ class FedPG(FedTGP):
         for c, h in present.any(0).nonzero().tolist():
             who = present[:, c, h].nonzero().flatten()
             own, weight = tables[who, c, h], counts[who, c].float()
-            cosine = F.normalize(own) @ F.normalize(own).T
+            unit = F.normalize(own)
+            cosine = unit @ unit.T
             cosine.fill_diagonal_(torch.inf)  # every client is its own peer
             peers = cosine >= self.similar
             if self.top_peers:

@@ -1,89 +1,15 @@
-"""Neighbourhoods N_h(i) of items with a class, and the attention w_ij over them."""
+"""The members of neighbourhoods N_h(i), from the edges of a graph."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
 from scipy.sparse import csr_matrix
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedloom.data.graph import Graph
 from fedloom.methods._shared.structure import at_distance
 
 Pairs = tuple[Tensor, Tensor]  # centres and members, [pairs] each
-
-
-class Neighbours:
-    """All N_h(i) at one hop h, as pairs of a centre i and a member j.
-
-    Args:
-        centre: i of each pair. It has a class.
-        member: j of each pair.
-        label: The class of every item; -1 if unknown.
-        classes: C.
-
-    Attributes:
-        size: The number of members of the pair's centre, [pairs].
-        centres: The items that have members.
-        of: The class of the pair's centre, [pairs].
-        cell: The position of the pair in a matrix [classes, items].
-        num_centres: The number of centres of each class that have members.
-        num_members: The number of different members of each class's centres.
-    """
-
-    def __init__(self, centre: Tensor, member: Tensor, label: Tensor, classes: int):
-        self.centre, self.member, self.items = centre, member, len(label)
-        members = torch.bincount(centre, minlength=self.items)
-        self.size = members[centre].float()
-        self.centres = members.nonzero().flatten()
-        self.of = label[centre]
-        self.cell = self.of * self.items + member
-        self.num_centres = torch.bincount(label[self.centres], minlength=classes)
-        self.num_members = torch.bincount(
-            torch.unique(self.cell) // max(self.items, 1), minlength=classes
-        )
-
-    def over_members(self, value: Tensor) -> Tensor:
-        """Returns the sum over each centre's pairs of a number [pairs] or a vector [pairs, p].
-
-        The result is [items] or [items, p]. It is 0 for items that are no centres.
-        """
-        return value.new_zeros(self.items, *value.shape[1:]).index_add(0, self.centre, value)
-
-
-@dataclass
-class Neighbourhoods:
-    """What prototypes are computed from.
-
-    Attributes:
-        label: The class of every item; -1 if unknown.
-        hops: The neighbours at hop 1 ... H.
-    """
-
-    label: Tensor
-    hops: list[Neighbours]
-
-
-class Attention(nn.Module):
-    """a_1 ... a_H: how much each neighbour counts, given itself, its centre and the others."""
-
-    def __init__(self, hops: int, width: int):
-        super().__init__()
-        self.vectors = nn.Parameter(torch.zeros(hops, 3, width))
-
-    def forward(self, hop: int, z: Tensor, neighbours: Neighbours) -> Tensor:
-        """Returns w_ij of the pairs at a hop. They sum to 1 for each centre."""
-        centre, member = neighbours.centre, neighbours.member
-        # A score is the sum of three numbers, [items] each.
-        own, other, common = (z @ self.vectors[hop - 1].T).unbind(1)
-        mean = neighbours.over_members(common[member] / neighbours.size)
-        score = F.leaky_relu(own[centre] + other[member] + mean[centre], 0.2)
-        lowest = score.new_full((len(z),), -torch.inf)
-        highest = lowest.scatter_reduce(0, centre, score.detach(), "amax")
-        share = (score - highest[centre]).exp()
-        return share / neighbours.over_members(share)[centre]
 
 
 def pairs_by_distance(graph: Graph, hops: int, starts: Tensor, seed: int) -> list[Pairs]:
