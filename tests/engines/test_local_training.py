@@ -1,4 +1,4 @@
-"""Local training by hand equals autograd, for all families, features and arrangements of rows."""
+"""Local training by hand equals autograd, for all models, features and arrangements of rows."""
 
 import pytest
 import torch

@@ -88,8 +88,8 @@ def test_clients_that_fill_a_group_by_themselves_use_free_cores(
 ):
     monkeypatch.setattr("fedloom.engines.stacked.engine.GROUP_BYTES", 1.0)
     cores(2)
-    assert choice(node_federation)[:2] == ("processes", "the fastest on 2 cores")
-    assert choice(node_federation.merged()).engine == "loop"
+    assert choice(node_federation)[:2] == ("stacked_processes", "the fastest on 2 cores")
+    assert choice(node_federation.merged()).engine == "stacked"
 
 
 def test_workers_that_do_not_fit_into_the_memory_are_not_used(node_federation, cores, monkeypatch):
@@ -178,13 +178,10 @@ def test_a_quorum_below_1_is_for_the_loop(node_federation):
     assert choice(node_federation, quorum=0.5)[:2] == ("loop", "run.quorum is below 1")
 
 
-def test_one_client_has_nothing_to_batch(node_federation):
-    assert choice(node_federation.merged())[:2] == ("loop", "one client")
-
-
-def test_clients_that_fill_a_group_by_themselves_run_in_the_loop(node_federation, monkeypatch):
+def test_one_client_and_clients_that_fill_a_group_run_stacked(node_federation, monkeypatch):
+    assert choice(node_federation.merged()).engine == "stacked"
     monkeypatch.setattr("fedloom.engines.stacked.engine.GROUP_BYTES", 1.0)
-    assert choice(node_federation)[:2] == ("loop", "every client fills a group by itself")
+    assert choice(node_federation).engine == "stacked"
 
 
 def test_what_does_not_fit_into_the_memory_in_lockstep_runs_in_the_loop(
@@ -209,7 +206,7 @@ def test_the_summary_and_the_config_say_what_was_asked_for_and_what_ran(node_fed
     named = fedloom.run("fedavg", node_federation, model=MODEL, rounds=1, engine="loop").summary
     assert (named["engine"], "chosen_by" in named["engine_details"]) == ("loop", False)
     central = fedloom.run("central", node_federation, model=MODEL, rounds=1).summary
-    assert central["engine"] == "loop"
+    assert central["engine"] == "stacked"
 
 
 class StoppedError(Exception):
@@ -231,7 +228,8 @@ def test_a_resumed_run_goes_on_in_the_engine_of_its_checkpoint(
     unbroken = fedloom.run("fedavg", node_federation, engine="loop", **settings)
     first = {"out": tmp_path / "x", "callbacks": stop_after(3), **settings}
     with monkeypatch.context() as patched:
-        patched.setattr("fedloom.engines.stacked.engine.GROUP_BYTES", 1.0)  # so it takes the loop
+        need = choice(node_federation, engine="loop").need.total
+        patched.setattr(memory_estimate, "available", lambda: need)  # so it takes the loop
         with pytest.raises(StoppedError):
             fedloom.run("fedavg", node_federation, **first)
     resumed = fedloom.run("fedavg", node_federation, out=tmp_path / "x", resume=True, **settings)

@@ -121,10 +121,11 @@ def test_generating_changes_neither_student_nor_clients():
 
 
 def test_without_batches_it_is_one_round_of_fedavg(node_federation):
-    dense = run("dense", node_federation, **{**SMALL, "batches": 0})
+    dense = run("dense", node_federation, engine="loop", **{**SMALL, "batches": 0})
     plain = run(
         "fedavg",
         node_federation,
+        engine="loop",
         model="gcn-2x8",
         rounds=1,
         epochs=SMALL["epochs"],

@@ -35,7 +35,7 @@ def same(one, other, atol=0.0):
 
 
 def test_without_pull_and_in_the_first_round_it_is_local_training(federation):
-    settings = {"model": MODEL, "rounds": 3}
+    settings = {"model": MODEL, "rounds": 3, "engine": "loop"}
     assert same(
         run("fedproto", federation, pull=0.0, **settings),
         run("local", federation, **settings),

@@ -433,9 +433,9 @@ class WorkerEngine(ABC, Generic[Share]):
 
 
 def added(one: Any, other: Any) -> Any:
-    """Returns the sum of two numbers, of two lists, or of two dicts by key."""
+    """Returns the sum of two numbers, of two lists, or of two dicts by key. Of texts, the first."""
     if not isinstance(one, dict):
-        return one + other
+        return one if isinstance(one, str) else one + other
     return {
         key: added(one[key], other[key]) if key in one and key in other else {**one, **other}[key]
         for key in {**one, **other}

@@ -10,9 +10,8 @@ It is the first of these that fits:
 | asks for workers                               | stacked_processes | the fastest with workers   |
 | asks for a quorum below 1                      | loop              | as above                   |
 | computes much (`HIDDEN_VALUES`), on free cores | stacked_processes | the fastest                |
-| the same, but each client fills a group alone  | processes         | there is nothing to batch  |
-| has clients that share a group                 | stacked           | the fastest in one process |
-| is any other                                   | loop              | it needs the least memory  |
+| is any other                                   | stacked           | the fastest in one process |
+| does not fit into the memory in that one       | loop              | it needs the least memory  |
 
 An engine does not fit if it needs more memory than there is, or forks where a fork cannot train.
 """
@@ -26,7 +25,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fedloom._system import free_cores
 from fedloom.data.federation import Federation
-from fedloom.engines.stacked.engine import groups
 from fedloom.experiments import memory_estimate
 from fedloom.experiments.memory_estimate import CannotForkError, Need
 
@@ -72,22 +70,16 @@ def choose_engine(settings: RunSettings, federation: Federation, facts: Facts) -
         engine, reason = settings.engine_required
         return chosen(engine, "" if settings.engine == engine else reason)
     nodes = {n: g.num_nodes for n, g in zip(federation.names, federation.graphs, strict=True)}
-    alone = all(len(names) == 1 for names in groups(facts, nodes))
-    why = "the stacked engine would need more memory than there is"
-    if alone:
-        why = "one client" if len(nodes) == 1 else "every client fills a group by itself"
     free = memory_estimate.available()
     if (workers := useful_workers(settings, facts, nodes)) > 1:
-        engine = "processes" if alone else "stacked_processes"
         with suppress(CannotForkError):
-            found = chosen(engine, f"the fastest on {workers} cores", workers)
+            found = chosen("stacked_processes", f"the fastest on {workers} cores", workers)
             if free is None or found.need.total <= free:
                 return found
-    if not alone:
-        found = chosen("stacked", "the fastest in one process")
-        if free is None or found.need.total <= free:
-            return found
-    return chosen("loop", why)
+    found = chosen("stacked", "the fastest in one process")
+    if free is None or found.need.total <= free:
+        return found
+    return chosen("loop", "the stacked engine would need more memory than there is")
 
 
 def useful_workers(settings: RunSettings, facts: Facts, nodes: Mapping[str, int]) -> int:

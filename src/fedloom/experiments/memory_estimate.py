@@ -98,11 +98,11 @@ def predict(federation: Federation, facts: Facts, engine: str = "loop", workers:
     size = dict(
         zip(federation.names, (graph.num_nodes + graph.num_edges for graph in graphs), strict=True)
     )
-    # Clients in lockstep have their graphs a second time, as one graph, and step at the same time.
+    # Clients of a group have their graphs a second time, as one graph, and step at the same time.
     lockstep: list[tuple[str, ...]] = []
     if in_lockstep(engine):
         nodes = dict(zip(federation.names, (graph.num_nodes for graph in graphs), strict=True))
-        lockstep = [names for names in groups(facts, nodes) if len(names) > 1]
+        lockstep = groups(facts, nodes)
     again = 0.0  # share of a graph that its client copies for training
     if federation.inductive or federation.task == "graph":
         again = sum(int(g.train.sum()) for g in graphs) / max(sum(g.num_items for g in graphs), 1)

@@ -7,8 +7,10 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch.optim import Optimizer
+
 from fedloom.core.message import Stack
-from fedloom.engines.stacked.parameters import SharedStack
+from fedloom.engines.stacked.parameters import SharedStack, StackedOptimizer
 from fedloom.nn.operations import Operation
 
 if TYPE_CHECKING:
@@ -53,6 +55,15 @@ class Group:
                 self._cache.popitem(last=False)
         made: T = self._cache[key][1]
         return made
+
+    def optimizer_of(self, optimizers: Sequence[Optimizer]) -> StackedOptimizer | None:
+        """Returns optimisers as one; None if they cannot be (`StackedOptimizer.of`).
+
+        Some parameters are stacked later than at the first step, so it asks again until they are.
+        """
+        known: list[StackedOptimizer | None] = self.cached("optimizer", optimizers, lambda: [None])
+        known[0] = known[0] or StackedOptimizer.of(optimizers)
+        return known[0]
 
     def part(self, clients: tuple[str, ...]) -> Group:
         """Returns a group of some of the clients, with a cache of its own."""

@@ -26,7 +26,6 @@ from fedloom.engines.stacked.label_steps import BatchedLabelSteps
 from fedloom.engines.stacked.links import LINKS
 from fedloom.engines.stacked.lockstep import Batched, Context
 from fedloom.engines.stacked.parameters import (
-    StackedOptimizer,
     clear_gradients,
     hand_out_gradients,
     parameter_at,
@@ -254,13 +253,7 @@ class BatchedStep(_Differentiation):
     def batch(self, calls: Sequence[tuple[Any, ...]], context: Context) -> list[None]:
         """One backward pass and, where parameters are stacked, one step of a joint optimiser."""
         optimizers, roots = zip(*calls, strict=True)
-        stacked = None
-        if len(calls) > 1:
-            known: list[StackedOptimizer | None] = context.group.cached(
-                "optimizer", optimizers, lambda: [None]
-            )
-            # Some parameters are stacked later than at the first step.
-            stacked = known[0] = known[0] or StackedOptimizer.of(optimizers)
+        stacked = context.group.optimizer_of(optimizers) if len(calls) > 1 else None
         if stacked is not None:
             stacked.clear()
         else:

@@ -36,7 +36,6 @@ from fedloom.engines.stacked.parameters import (
     ChosenOptimizer,
     ChosenStack,
     ParameterStack,
-    StackedOptimizer,
 )
 from fedloom.engines.stacked.stand_ins import (
     CrossEntropy,
@@ -104,9 +103,7 @@ class Recording:
 
     def optimizer_of(self, optimizers: Sequence[Optimizer], stack: AnyStack) -> AnyOptimizer | None:
         """Returns the optimisers of all members as one, or of those that take part."""
-        whole = self.group.whole.cached(
-            "optimizer", optimizers, lambda: StackedOptimizer.of(optimizers)
-        )
+        whole = self.group.whole.optimizer_of(optimizers)
         if not isinstance(stack, ChosenStack) or whole is None:
             return whole
         if any(held is not stack.stack for held, _ in whole.positions) or not whole.ready():
