@@ -27,9 +27,11 @@ from torch import Tensor
 from fedloom.data.federation import Federation
 from fedloom.data.files import as_graph
 from fedloom.data.graph import Graph
+from fedloom.data.louvain import louvain
+from fedloom.data.neighbours import adjacency, is_undirected
 from fedloom.data.seeds import stream_seed
 from fedloom.data.split import DEFAULT_SPLIT, apply_split, check_split, order_by_owner
-from fedloom.data.statistics import count_edges, is_undirected
+from fedloom.data.statistics import count_edges
 from fedloom.errors import ConfigError, unknown
 
 Numbers = npt.NDArray[np.int64]
@@ -266,7 +268,9 @@ def _louvain_cyclic(
     Isolated nodes are one community. Communities are first cut to at most n/K + delta nodes.
     """
     communities = _communities(graph, seed, resolution)
-    isolated = np.diff(_adjacency(graph).indptr) == 0
+    source, target = graph.edge_index.numpy()
+    isolated = np.ones(graph.num_nodes, dtype=bool)
+    isolated[graph.edge_index[:, torch.from_numpy(source != target)].numpy()] = False
     communities[isolated] = len(communities)  # no community has this number
     return _balanced_cyclic(communities, clients, delta)
 
@@ -382,50 +386,17 @@ def _small_seed(seed: int) -> int:
     return stream_seed(seed, "partition") % 2**31
 
 
-def _adjacency(graph: Graph) -> csr_matrix:
-    """Returns the symmetric 0/1 adjacency without self-loops."""
-    source, target = graph.edge_index[:, graph.edge_index[0] != graph.edge_index[1]].numpy()
-    adjacency = csr_matrix(
-        (np.ones(len(source), dtype=np.float32), (source, target)), shape=(graph.num_nodes,) * 2
-    )
-    turned = adjacency.T.tocsr()
-    if not (
-        np.array_equal(adjacency.indptr, turned.indptr)
-        and np.array_equal(adjacency.indices, turned.indices)
-    ):
-        adjacency += turned  # some edges have only one direction
-    adjacency.data[:] = 1  # the entries of repeated edges were added
-    return adjacency
-
-
 def _communities(graph: Graph, seed: int, resolution: float) -> Numbers:
     """Returns the Louvain community of every node. Isolated nodes are communities of one node."""
-    from sknetwork.clustering import Louvain  # takes half a second to import
-
-    adjacency = _adjacency(graph)
-    if adjacency.nnz == 0:
-        return np.arange(graph.num_nodes)
-    louvain = Louvain(
-        resolution=resolution,
-        modularity="newman",
-        tol_optimization=1e-4,
-        tol_aggregation=1e-4,
-        shuffle_nodes=True,
-        return_probs=False,
-        return_aggregate=False,
-        random_state=_small_seed(seed),
-    )
-    return _in_order(louvain.fit_predict(adjacency))
+    return _in_order(louvain(adjacency(graph), _small_seed(seed), resolution))
 
 
 def _metis_parts(graph: Graph, parts: int, seed: int) -> Numbers:
     """Returns the Metis part of every node."""
     import pymetis
 
-    adjacency = _adjacency(graph)
-    edges = pymetis.CSRAdjacency(
-        adjacency.indptr.astype(np.int64), adjacency.indices.astype(np.int64)
-    )
+    matrix = adjacency(graph)
+    edges = pymetis.CSRAdjacency(matrix.indptr.astype(np.int64), matrix.indices.astype(np.int64))
     _, part = pymetis.part_graph(parts, edges, options=pymetis.Options(seed=_small_seed(seed)))
     # Metis leaves parts empty if there are few nodes per part.
     return _fill_empty(np.asarray(part, dtype=np.int64), parts)

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
-
-
-def is_undirected(graph: Graph) -> bool:
-    """Returns whether every edge is stored in both directions."""
-    source, target = graph.edge_index.numpy()
-    forth, back = source * graph.num_nodes, target * graph.num_nodes
-    for keys, other in ((forth, target), (back, source)):
-        keys += other  # in place, because allocating memory takes longer than adding
-        keys.sort()
-    return bool(np.array_equal(forth, back))
+from fedloom.data.neighbours import is_undirected
 
 
 def count_edges(edge_index: Tensor, undirected: bool) -> int:
