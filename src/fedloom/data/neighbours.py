@@ -17,6 +17,11 @@ from fedloom.data.graph import Graph
 BLOCK = 2**18  # edges per block: its arrays of 2 MB stay in the cache
 
 
+def index_type(*sizes: int) -> type[np.int32] | type[np.int64]:
+    """Returns the integer type with 32 bits, or with 64 if a size needs them."""
+    return np.int32 if max(sizes) < 2**31 else np.int64
+
+
 def sorted_edges(graph: Graph) -> csr_matrix:
     """Returns the edges as a matrix [nodes, nodes] of ones.
 
@@ -24,7 +29,7 @@ def sorted_edges(graph: Graph) -> csr_matrix:
     """
     source, target = graph.edge_index.numpy()
     nodes, edges = graph.num_nodes, graph.num_edges
-    kind = np.int32 if max(nodes, edges) < 2**31 else np.int64
+    kind = index_type(nodes, edges)
     starts = np.zeros(nodes + 1, dtype=kind)
     np.cumsum(np.bincount(source, minlength=nodes), out=starts[1:])
     if _is_sorted(source, target):
