@@ -113,8 +113,9 @@ def _search(
         resolution,
         LEAST_GAIN,
     )
-    _, numbered = np.unique(np.asarray(labels), return_inverse=True)
-    return numbered, gain
+    used = np.zeros(len(weights), dtype=bool)
+    used[labels] = True
+    return (np.cumsum(used) - 1)[labels], gain
 
 
 def _aggregated(matrix: csr_matrix, values: Floats, labels: Numbers, count: int) -> csr_matrix:
@@ -131,14 +132,14 @@ def _aggregated(matrix: csr_matrix, values: Floats, labels: Numbers, count: int)
         count: Number of communities.
     """
     unit = identity(count, format="csr")
-    compact = labels.astype(matrix.indices.dtype)
+    compact = labels.astype(np.min_scalar_type(count))  # small, as it is looked up for every edge
     rows = []
     for first, end in row_blocks(matrix.indptr):
         begin, stop = matrix.indptr[first], matrix.indptr[end]
         block = csr_matrix(
             (
                 np.ascontiguousarray(values[begin:stop]),
-                compact.take(matrix.indices[begin:stop]),
+                compact.take(matrix.indices[begin:stop]).astype(matrix.indices.dtype),
                 matrix.indptr[first : end + 1] - begin,
             ),
             shape=(end - first, count),
