@@ -6,6 +6,8 @@ search does the work. What is around it uses that the adjacency is symmetric and
 - scikit-network adds the transpose to the adjacency, in 64 bits. Here it is only scaled.
 - The search reads the same number for every edge. Here that number is stored once.
 - The search visits three numbers of each neighbouring community. Here they are side by side.
+- The search keeps a sorted set of neighbouring communities. It is faster if it meets nodes that it
+  has not visited first, and the order within a row does not matter while all weights are equal.
 - A community graph is a product of matrices. Here it is computed in blocks of rows.
 """
 
@@ -38,7 +40,7 @@ def louvain(adjacency: csr_matrix, seed: int, resolution: float) -> Numbers:
         return np.arange(nodes)
     order = np.random.RandomState(seed).permutation(np.arange(nodes))
     weights = np.diff(adjacency.indptr)[order] / np.float64(edges)
-    matrix = _shuffled(adjacency, order)
+    matrix, descending = _shuffled(adjacency, order), True
     del adjacency
     # The entries sum to 1. scikit-network divides twos by their sum, as here.
     values = _repeated(2.0 * (1.0 / (2 * edges)), edges)
@@ -50,8 +52,8 @@ def louvain(adjacency: csr_matrix, seed: int, resolution: float) -> Numbers:
         count = int(labels.max()) + 1
         if count == 1 or gain <= LEAST_GAIN:
             break
-        matrix = _aggregated(matrix, values, labels, count)
-        values, loops = matrix.data, matrix.diagonal()
+        matrix = _aggregated(matrix, values, labels, count, descending)
+        values, loops, descending = matrix.data, matrix.diagonal(), False
         weights = np.bincount(labels, weights=weights, minlength=count)
     communities = np.empty_like(found)
     communities[order] = found
@@ -59,11 +61,14 @@ def louvain(adjacency: csr_matrix, seed: int, resolution: float) -> Numbers:
 
 
 def _shuffled(matrix: csr_matrix, order: Numbers) -> csr_matrix:
-    """Returns the rows and columns of a symmetric matrix in another order, with sorted rows.
+    """Returns the rows and columns of a symmetric matrix in another order.
 
-    The transpose of rows in the new order has columns that ascend in the new order.
+    The columns of a row descend: a transpose has the columns in the order of the rows that it was
+    made of.
     """
-    return matrix[order].T.tocsr()[order]
+    found = matrix[order[::-1]].T.tocsr()[order]
+    np.subtract(len(order) - 1, found.indices, out=found.indices)
+    return found
 
 
 def _repeated(number: float, times: int) -> Floats:
@@ -118,7 +123,9 @@ def _search(
     return (np.cumsum(used) - 1)[labels], gain
 
 
-def _aggregated(matrix: csr_matrix, values: Floats, labels: Numbers, count: int) -> csr_matrix:
+def _aggregated(
+    matrix: csr_matrix, values: Floats, labels: Numbers, count: int, descending: bool
+) -> csr_matrix:
     """Returns the weights between communities, [count, count].
 
     scikit-network computes M'(A M), where M has the community of every node. A M is A with
@@ -130,20 +137,26 @@ def _aggregated(matrix: csr_matrix, values: Floats, labels: Numbers, count: int)
         values: The edges' weights.
         labels: The community of every node.
         count: Number of communities.
+        descending: Whether rows are to be read from their ends, as scikit-network has them.
     """
+    columns, starts = matrix.indices, matrix.indptr
+    if descending:  # everything from its end: the last row comes first
+        columns, starts, values = columns[::-1], matrix.nnz - starts[::-1], values[::-1]
     unit = identity(count, format="csr")
     compact = labels.astype(np.min_scalar_type(count))  # small, as it is looked up for every edge
     rows = []
-    for first, end in row_blocks(matrix.indptr):
-        begin, stop = matrix.indptr[first], matrix.indptr[end]
+    for first, end in row_blocks(starts):
+        begin, stop = starts[first], starts[end]
         block = csr_matrix(
             (
                 np.ascontiguousarray(values[begin:stop]),
-                compact.take(matrix.indices[begin:stop]).astype(matrix.indices.dtype),
-                matrix.indptr[first : end + 1] - begin,
+                compact.take(columns[begin:stop]).astype(columns.dtype),
+                starts[first : end + 1] - begin,
             ),
             shape=(end - first, count),
         )
-        rows.append(block @ unit)
+        product = block @ unit
+        rows.append(product[::-1] if descending else product)
+    joined = vstack(rows[::-1] if descending else rows, format="csr")
     members = csr_matrix((np.ones(len(labels)), labels, np.arange(len(labels) + 1)))
-    return members.T.tocsr() @ vstack(rows, format="csr")
+    return members.T.tocsr() @ joined
