@@ -1,6 +1,6 @@
 """The benchmarks run, and their page shows the kept results."""
 
-import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -31,25 +31,92 @@ def test_one_part_runs_again_and_the_others_are_kept(speed, monkeypatch, tmp_pat
         "startup",
         lambda quick: [{"what": "fedloom --help", "seconds": 0.25, "least": 0.125}],
     )
-    run(speed, monkeypatch, "small1000", "startup", "--quick", "--keep", kept)
+    quick = ("--quick", "--keep", kept, "--base", BENCH.parent)
+    run(speed, monkeypatch, "small1000", "startup", *quick)
     before = speed.read(kept)
-    run(speed, monkeypatch, "small1000", "--quick", "--keep", kept, "--write", page)
+    run(speed, monkeypatch, "small1000", *quick, "--write", page)
     after = speed.read(kept)
     assert list(after) == ["small1000", "startup"]
     assert len(kept.read_text().splitlines()) == 2
     assert after["startup"] == before["startup"]
     assert after["small1000"]["rows"] != before["small1000"]["rows"]
-    assert [row["way"] for row in after["small1000"]["rows"]] == ["plain", *speed.ENGINES]
+    rows = {row["way"]: row for row in after["small1000"]["rows"]}
+    assert list(rows) == ["plain", "loop", "wire", "stacked, before", "stacked"]
+    assert all(row["ms"] > 0 and row["load"] >= 0 and row["peak_mb"] > 0 for row in rows.values())
+    assert rows["stacked"]["gain"] > 0
     text = page.read_text()
     assert "| `fedloom --help` | 0.25 | 0.12 |" in text
-    assert f"| {after['small1000']['rows'][0]['ms']:.1f} |" in text
+    assert f"| {rows['plain']['ms']:.1f} |" in text
     assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_part_has_a_table(speed):
     import speed_page
+    import speed_tools
 
-    assert {*speed_page.ROUNDS, *speed_page.TABLES} == set(speed.PARTS)
+    assert {*speed_page.ROUNDS, *speed_page.TABLES} == set(speed.PARTS) == set(speed_tools.PARTS)
+
+
+@pytest.mark.slow
+def test_methods_and_workers_are_compared_with_older_code(speed, monkeypatch, tmp_path):
+    kept, page = tmp_path / "kept.jsonl", tmp_path / "page.md"
+    quick = ("--quick", "--keep", kept, "--base", BENCH.parent)
+    run(speed, monkeypatch, "methods", "workers", "command", "products", *quick, "--write", page)
+    found = {name: result["rows"] for name, result in speed.read(kept).items()}
+    assert [row["method"] for row in found["methods"]] == ["fedavg", "fedproto"]
+    assert all({"loop_ms", "before_ms", "stacked_ms"} <= row.keys() for row in found["methods"])
+    assert [row["way"] for row in found["workers"]] == ["stacked", "workers", "processes, before"]
+    assert [row["what"] for row in found["command"]][-1] == "import torch"
+    assert [row.get("older", False) for row in found["products"]] == [True, False, False, False]
+    assert "The partition by louvain is " in page.read_text()
+
+
+def test_goals_are_reached_or_missed(speed):
+    import speed_page
+
+    assert speed_page.verdict(13.0, 13) == "reached"
+    assert speed_page.verdict(11.7, 13) == "missed by 10 %"
+
+
+def test_ratios_are_medians_over_turns(speed):
+    from speed_tools import Turns
+
+    slow, fast = iter([2.0, 9.0, 4.0]), iter([1.0, 1.0, 1.0])
+    turns = Turns({"slow": lambda: next(slow), "fast": lambda: next(fast)}, 3)
+    assert turns.ms("slow") == 4000
+    assert turns.faster("fast", "slow") == 4
+    assert [(row["way"], row["ratio"]) for row in turns.rows("slow")] == [("slow", 1), ("fast", 4)]
+
+
+def test_the_code_of_a_commit_is_there_for_a_while(speed, monkeypatch, tmp_path):
+    import speed_tools
+
+    def git(*arguments):
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+
+    package = tmp_path / "src" / "fedloom" / "__init__.py"
+    package.parent.mkdir(parents=True)
+    package.write_text("old")
+    git("init")
+    git("add", "src")
+    git("commit", "-m", "old")
+    package.write_text("new")
+    monkeypatch.setattr(speed_tools, "ROOT", tmp_path)
+    for _ in range(2):
+        with speed_tools.older_code("HEAD"):
+            folder, environment = speed_tools.code(older=True)
+            assert (folder / "src" / "fedloom" / "__init__.py").read_text() == "old"
+            assert environment["PYTHONPATH"] == str(folder / "src")
+            assert speed_tools.code(older=False)[0] == tmp_path
+        assert not folder.exists()
+
+
+def test_a_worker_refuses_code_from_elsewhere(speed, tmp_path):
+    import speed_tools
+
+    with pytest.raises(AssertionError, match=r"fedloom.__init__\.py"):
+        speed_tools.serve(tmp_path)
 
 
 def test_an_unknown_part_is_refused(speed, monkeypatch, tmp_path, capsys):
@@ -72,9 +139,12 @@ def test_exponents(speed):
     assert speed.slope([1, 2, 4], [5, 20, 80]) == pytest.approx(2)
 
 
-def test_a_job_prints_its_measurement(speed, capsys, monkeypatch):
-    run(speed, monkeypatch, "--job", "many_clients", json.dumps({"count": 2, "method": "fedproto"}))
-    assert json.loads(capsys.readouterr().out).keys() == {"ms", "mb"}
+@pytest.mark.slow
+def test_a_job_returns_its_measurement(speed):
+    import speed_large
+
+    row = speed_large.many_clients(count=2, method="fedproto")
+    assert row.keys() == {"count", "method", "ms", "mb", "load"}
 
 
 # ---- sweeps ----

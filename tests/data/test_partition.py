@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -443,13 +444,40 @@ def test_cutting_in_one_pass_equals_selecting_client_by_client(graph, clients, w
     if weighted:
         graph = replace(graph, edge_weight=torch.rand(graph.num_edges, generator=rng))
     owner = torch.randint(clients, (graph.num_items,), generator=rng)
-    with mock.patch.object(module, "_CHUNK", 7 if chunked else 2**22):
+    with in_blocks(7 if chunked else module.BLOCK):
         parts = module.cut(graph, owner, clients)
     for k, part in enumerate(parts):
         assert all(
             _alike(getattr(part, key), getattr(graph.select_items(owner == k), key))
             for key in FIELDS
         )
+
+
+@given(graph=graphs(), clients=st.integers(1, 6), block=st.sampled_from([3, 7, module.BLOCK]))
+def test_cross_edges_equal_a_selection_client_by_client(graph, clients, block):
+    graph = replace(graph, node_id=torch.arange(graph.num_nodes) * 3)
+    rng = torch.Generator().manual_seed(graph.num_edges)
+    owner = torch.randint(clients, (graph.num_nodes,), generator=rng)
+    with in_blocks(block):
+        found = module._cross_edges(graph, owner, clients)
+    position = torch.empty_like(owner)
+    for k in range(clients):
+        position[owner == k] = torch.arange(int((owner == k).sum()))
+    for k in range(clients):
+        rows = []
+        for way, (mine, other) in enumerate((graph.edge_index, graph.edge_index.flip(0))):
+            crossing = (owner[mine] == k) & (owner[other] != k)
+            mine, other = mine[crossing], other[crossing]
+            columns = [position[mine], 3 * other, owner[other], torch.full_like(mine, way)]
+            rows.append(torch.stack(columns))
+        assert torch.equal(found[k], torch.cat(rows, 1))
+
+
+@contextmanager
+def in_blocks(length):
+    """Makes passes over edges work in blocks of this length, for any number of clients."""
+    with mock.patch.object(module, "BLOCK", length), mock.patch.object(module, "_PIECE", 1):
+        yield
 
 
 def test_cutting_graph_level_datasets():

@@ -8,8 +8,9 @@ import torch
 
 from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
+from fedloom.data.neighbours import is_undirected
 from fedloom.data.partition import divide
-from fedloom.data.statistics import count_edges, is_undirected, partition_statistics
+from fedloom.data.statistics import count_edges, partition_statistics
 
 
 def both_ways(*pairs):

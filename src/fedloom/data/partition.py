@@ -17,7 +17,8 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+from functools import partial
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -27,15 +28,14 @@ from torch import Tensor
 from fedloom.data.federation import Federation
 from fedloom.data.files import as_graph
 from fedloom.data.graph import Graph
+from fedloom.data.neighbours import BLOCK, adjacency, index_type, is_undirected
 from fedloom.data.seeds import stream_seed
 from fedloom.data.split import DEFAULT_SPLIT, apply_split, check_split, order_by_owner
-from fedloom.data.statistics import count_edges, is_undirected
+from fedloom.data.statistics import count_edges
 from fedloom.errors import ConfigError, unknown
 
-if TYPE_CHECKING:
-    from scipy.sparse import csr_matrix
-
 Numbers = npt.NDArray[np.int64]
+Owners = npt.NDArray[np.unsignedinteger[Any]]  # client numbers in a small type
 Partitioner = Callable[..., Numbers]
 Fill = Callable[[list[int], int, int, int], list[int]]
 CrossEdges = Literal["none", "known"]
@@ -48,7 +48,7 @@ Alpha = Annotated[float, 1e-3]  # smaller values make Dirichlet draws underflow
 _PARTITIONERS: dict[str, Partitioner] = {}
 _FOR_GRAPHS: set[str] = set()  # the partitioners that need no edges between items
 _REDRAWS = 100
-_CHUNK = 2**22  # edges per pass, so that temporary arrays stay small compared with the graph
+_PIECE = 256  # the least mean length of a client's piece of a block of edges
 
 
 def partitioner(name: str, *, graphs: bool = False) -> Callable[[Partitioner], Partitioner]:
@@ -130,8 +130,8 @@ def assign(
 def cut(graph: Graph, owner: Tensor, clients: int) -> list[Graph]:
     """Returns each client's part: its items in their order, and the edges among them.
 
-    There is one pass over the edges, for any number of clients. The parts are named after the
-    graph, "cora/0", "cora/1", ...
+    The number of passes over the edges does not depend on the number of clients. The parts are
+    named after the graph, "cora/0", "cora/1", ...
 
     Args:
         graph: The graph.
@@ -143,25 +143,22 @@ def cut(graph: Graph, owner: Tensor, clients: int) -> list[Graph]:
     if graph.batch is not None:
         node_owner = owner[graph.batch]
         nodes, position = _grouped_members(node_owner, clients)
-    weight = graph.edge_weight
-    edges = [[graph.edge_index[:, :0]] for _ in range(clients)]
-    weights = [[] if weight is None else [weight[:0]] for _ in range(clients)]
-    compact = _compact(node_owner, clients)
-    for start in range(0, graph.num_edges, _CHUNK):
-        ends = graph.edge_index[:, start : start + _CHUNK]
-        here, there = compact.take(ends.numpy())
-        inside = np.flatnonzero(here == there)
-        order, counts = _grouped(here[inside], clients)
-        kept = torch.from_numpy(inside[order])
-        _append_shares(edges, position.take(ends[:, kept]), counts)
-        if weight is not None:
-            _append_shares(weights, weight[start : start + _CHUNK][kept], counts)
+    edge_owner = _edge_owners(graph, node_owner, clients)
+    local, ends = position.numpy().astype(index_type(graph.num_nodes)), graph.edge_index.numpy()
+    edges = _shares(
+        edge_owner,
+        clients,
+        lambda some: np.stack([local.take(end.take(some)) for end in ends], dtype=np.int64),
+    )
+    weights: list[Tensor] = []
+    if graph.edge_weight is not None:
+        weights = _shares(edge_owner, clients, graph.edge_weight.numpy().take)
     return [
         replace(
             graph,
             x=graph.x[nodes[k]],
-            edge_index=torch.cat(edges[k], 1),
-            edge_weight=None if weight is None else torch.cat(weights[k]),
+            edge_index=edges[k],
+            edge_weight=weights[k] if weights else None,
             y=graph.y[items[k]],
             train=graph.train[items[k]],
             val=graph.val[items[k]],
@@ -273,7 +270,9 @@ def _louvain_cyclic(
     Isolated nodes are one community. Communities are first cut to at most n/K + delta nodes.
     """
     communities = _communities(graph, seed, resolution)
-    isolated = np.diff(_adjacency(graph).indptr) == 0
+    source, target = graph.edge_index.numpy()
+    isolated = np.ones(graph.num_nodes, dtype=bool)
+    isolated[graph.edge_index[:, torch.from_numpy(source != target)].numpy()] = False
     communities[isolated] = len(communities)  # no community has this number
     return _balanced_cyclic(communities, clients, delta)
 
@@ -391,52 +390,19 @@ def _small_seed(seed: int) -> int:
     return stream_seed(seed, "partition") % 2**31
 
 
-def _adjacency(graph: Graph) -> csr_matrix:
-    """Returns the symmetric 0/1 adjacency without self-loops."""
-    from scipy.sparse import csr_matrix  # takes a tenth of a second to import
-
-    source, target = graph.edge_index[:, graph.edge_index[0] != graph.edge_index[1]].numpy()
-    adjacency = csr_matrix(
-        (np.ones(len(source), dtype=np.float32), (source, target)), shape=(graph.num_nodes,) * 2
-    )
-    turned = adjacency.T.tocsr()
-    if not (
-        np.array_equal(adjacency.indptr, turned.indptr)
-        and np.array_equal(adjacency.indices, turned.indices)
-    ):
-        adjacency += turned  # some edges have only one direction
-    adjacency.data[:] = 1  # the entries of repeated edges were added
-    return adjacency
-
-
 def _communities(graph: Graph, seed: int, resolution: float) -> Numbers:
     """Returns the Louvain community of every node. Isolated nodes are communities of one node."""
-    from sknetwork.clustering import Louvain  # takes half a second to import
+    from fedloom.data.louvain import louvain  # it imports scipy, which takes a tenth of a second
 
-    adjacency = _adjacency(graph)
-    if adjacency.nnz == 0:
-        return np.arange(graph.num_nodes)
-    louvain = Louvain(
-        resolution=resolution,
-        modularity="newman",
-        tol_optimization=1e-4,
-        tol_aggregation=1e-4,
-        shuffle_nodes=True,
-        return_probs=False,
-        return_aggregate=False,
-        random_state=_small_seed(seed),
-    )
-    return _in_order(louvain.fit_predict(adjacency))
+    return _in_order(louvain(adjacency(graph), _small_seed(seed), resolution))
 
 
 def _metis_parts(graph: Graph, parts: int, seed: int) -> Numbers:
     """Returns the Metis part of every node."""
     import pymetis
 
-    adjacency = _adjacency(graph)
-    edges = pymetis.CSRAdjacency(
-        adjacency.indptr.astype(np.int64), adjacency.indices.astype(np.int64)
-    )
+    matrix = adjacency(graph)
+    edges = pymetis.CSRAdjacency(matrix.indptr.astype(np.int64), matrix.indices.astype(np.int64))
     _, part = pymetis.part_graph(parts, edges, options=pymetis.Options(seed=_small_seed(seed)))
     # Metis leaves parts empty if there are few nodes per part.
     return _fill_empty(np.asarray(part, dtype=np.int64), parts)
@@ -567,7 +533,7 @@ def _fill_empty(owner: Numbers, clients: int) -> Numbers:
     return owner
 
 
-def _compact(owner: Tensor, clients: int) -> npt.NDArray[Any]:
+def _compact(owner: Tensor, clients: int) -> Owners:
     """Returns client numbers in the smallest integer type.
 
     They are looked up for every edge, so they should fit into the processor's cache.
@@ -588,31 +554,74 @@ def _grouped_members(owner: Tensor, clients: int) -> tuple[tuple[Tensor, ...], T
     return torch.from_numpy(order).split(counts), torch.from_numpy(number)
 
 
-def _append_shares(shares: list[list[Tensor]], columns: Tensor, counts: list[int]) -> None:
-    """Appends each client's columns to its list. The columns are sorted by client."""
-    for own, share in zip(shares, columns.split(counts, -1), strict=True):
-        own.append(share)
+def _edge_owners(
+    graph: Graph, owner: Tensor, clients: int, end: int = 0, *, crossing: bool = False
+) -> Owners:
+    """Returns the owner of one end of each edge, or `clients` for edges that do not count.
+
+    Args:
+        graph: The graph.
+        owner: The client number of every node.
+        clients: Number of clients.
+        end: 0 for the source, 1 for the target.
+        crossing: Whether edges between clients count, not those within one.
+    """
+    compact, ends = _compact(owner, clients), graph.edge_index.numpy()
+    nobody = compact.dtype.type(clients)
+    found = np.empty(graph.num_edges, dtype=compact.dtype)
+    for begin in range(0, graph.num_edges, BLOCK):
+        block = slice(begin, begin + BLOCK)
+        mine, other = compact.take(ends[end, block]), compact.take(ends[1 - end, block])
+        found[block] = np.where((mine != other) == crossing, mine, nobody)
+    return found
+
+
+def _shares(
+    owners: Owners, clients: int, columns: Callable[[Numbers], npt.NDArray[Any]]
+) -> list[Tensor]:
+    """Returns each client's columns, in the order of the edges.
+
+    Args:
+        owners: The owner of each edge. `clients` stands for nobody.
+        clients: Number of clients.
+        columns: Takes the numbers of some edges and returns their columns, [..., some].
+    """
+    length = max(BLOCK, _PIECE * clients)  # copying many short pieces would take long
+    blocks = [owners[begin : begin + length] for begin in range(0, len(owners), length)]
+    counts = [np.bincount(block, minlength=clients + 1)[:clients] for block in blocks]
+    sizes = sum(counts, np.zeros(clients, dtype=np.int64))
+    none = columns(np.arange(0))
+    shares = [np.empty((*none.shape[:-1], size), dtype=none.dtype) for size in sizes]
+    filled = np.zeros(clients, dtype=np.int64)
+    for number, (block, count) in enumerate(zip(blocks, counts, strict=True)):
+        ends = np.cumsum(count)
+        found = columns(order_by_owner(block, clients)[: ends[-1]] + number * length)
+        for k in np.flatnonzero(count):
+            share = found[..., ends[k] - count[k] : ends[k]]
+            shares[k][..., filled[k] : filled[k] + count[k]] = share
+        filled += count
+    return [torch.from_numpy(share) for share in shares]
 
 
 def _cross_edges(graph: Graph, owner: Tensor, clients: int) -> list[Tensor]:
     """Returns each client's `Graph.cross_edges`, [4, cut]: the cut edges with one end there."""
-    compact, (_, local) = _compact(owner, clients), _grouped_members(owner, clients)
+    _, local = _grouped_members(owner, clients)
+    ends = graph.edge_index
+
+    def rows(incoming: int, some: Numbers) -> npt.NDArray[np.int64]:
+        mine, other = ends[incoming, some], ends[1 - incoming, some]
+        return torch.stack(
+            [local[mine], graph.node_id[other], owner[other], torch.full_like(mine, incoming)]
+        ).numpy()
+
     # Each client's outgoing edges come before its incoming ones.
-    shares: tuple[list[list[Tensor]], ...] = tuple(
-        [[graph.cross_edges[:, :0]] for _ in range(clients)] for _ in range(2)
-    )
-    for start in range(0, graph.num_edges, _CHUNK):
-        ends = graph.edge_index[:, start : start + _CHUNK]
-        here, there = compact.take(ends.numpy())
-        ends = ends[:, torch.from_numpy(here != there)]
-        for incoming, (mine, other) in enumerate((ends, ends.flip(0))):
-            order, counts = _grouped(compact.take(mine.numpy()), clients)
-            mine, other = mine[order], other[order]
-            rows = torch.stack(
-                [local[mine], graph.node_id[other], owner[other], torch.full_like(mine, incoming)]
-            )
-            _append_shares(shares[incoming], rows, counts)
-    return [torch.cat(outgoing + incoming, 1) for outgoing, incoming in zip(*shares, strict=True)]
+    shares = [
+        _shares(
+            _edge_owners(graph, owner, clients, way, crossing=True), clients, partial(rows, way)
+        )
+        for way in (0, 1)
+    ]
+    return [torch.cat(pair, 1) for pair in zip(*shares, strict=True)]
 
 
 # ---- options ----

@@ -10,16 +10,7 @@ from torch import Tensor
 
 from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
-
-
-def is_undirected(graph: Graph) -> bool:
-    """Returns whether every edge is stored in both directions."""
-    source, target = graph.edge_index.numpy()
-    forth, back = source * graph.num_nodes, target * graph.num_nodes
-    for keys, other in ((forth, target), (back, source)):
-        keys += other  # in place, because allocating memory takes longer than adding
-        keys.sort()
-    return bool(np.array_equal(forth, back))
+from fedloom.data.neighbours import BLOCK, is_undirected
 
 
 def count_edges(edge_index: Tensor, undirected: bool) -> int:
@@ -27,7 +18,11 @@ def count_edges(edge_index: Tensor, undirected: bool) -> int:
 
     The two directions of an undirected edge count as one edge. A self-loop counts as one edge.
     """
-    loops = int((edge_index[0] == edge_index[1]).sum())
+    source, target = edge_index.numpy()
+    loops = sum(
+        int(np.count_nonzero(source[k : k + BLOCK] == target[k : k + BLOCK]))
+        for k in range(0, len(source), BLOCK)
+    )
     return loops + (edge_index.shape[1] - loops) // (2 if undirected else 1)
 
 
