@@ -15,6 +15,8 @@ SOURCE = ROOT / "src"
 CORE = {requirement.module for requirement in DEPENDENCIES}
 OPTIONAL = {each.module for extra in EXTRAS.values() for each in extra} - CORE
 PRIVATE_TORCH = SOURCE / "fedloom" / "nn" / "private_torch.py"
+# Functions that import the module that their first argument names.
+IMPORTERS = ("import_module", "importlib.import_module", "__import__", "import_compiled")
 # Modules that import an extra when they are imported. The others import these where they use them.
 FLOWER = (
     "apps",
@@ -41,7 +43,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
             yield from ((f"{node.module}.{alias.name}", now) for alias in node.names)
         elif (
             isinstance(node, ast.Call)
-            and ast.unparse(node.func) in ("import_module", "importlib.import_module", "__import__")
+            and ast.unparse(node.func) in IMPORTERS
             and isinstance(node.args[0], ast.Constant)
         ):
             yield str(node.args[0].value), now

@@ -120,7 +120,7 @@ def _inspect(path: Path) -> None:
         if size != stored:
             raise DataError(
                 f"graph: {str(path)!r} is damaged: "
-                f"its pickle expects {size} bytes of tensor {key}, the file holds {stored}"
+                f"its pickle expects {size} bytes of tensor {key!r}, the file holds {stored}"
             )
 
 
