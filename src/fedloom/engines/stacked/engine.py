@@ -129,7 +129,9 @@ class Engine(loop.Engine):
                 self.unrecorded[phase] = recording
                 return None
             group.calls["recorded"] += len(asked)
-            return Batch(asked, recording.run())
+            replies = Batch(asked, recording.run())
+            recording.release()
+            return replies
 
     def _lockstep(
         self, group: Group, phase: str, asked: Sequence[str], messages: Mapping[str, Message]
@@ -198,7 +200,7 @@ class Engine(loop.Engine):
         """Separates the clients' models from the parameter stacks."""
         self._hand_out()
         for state in self.states.values():
-            state.separate()
+            state.close()
         for client in self.clients.values():
             unstack(p for model in _models(client.state) for p in model.parameters())
 

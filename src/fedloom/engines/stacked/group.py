@@ -23,7 +23,6 @@ class Group:
     """Clients that run together.
 
     Attributes:
-        whole: The group that this is a part of, or itself.
         batched: The operations that have a batched form in lockstep.
         calls: How many calls of operations ran "batched" and "single", and how many clients' phases
             were "recorded".
@@ -37,7 +36,7 @@ class Group:
 
     def __init__(self, batched: Mapping[Operation[Any, Any], Batched], whole: Group | None = None):
         self.batched = batched
-        self.whole = whole or self
+        self._whole = whole
         self._choices: OrderedDict[tuple[str, ...], Group] = OrderedDict()
         self.calls: Counter[str] = Counter()
         self.shared: SharedStack | None = None
@@ -56,6 +55,11 @@ class Group:
         made: T = self._cache[key][1]
         return made
 
+    @property
+    def whole(self) -> Group:
+        """The group that this is a part of, or itself."""
+        return self._whole or self
+
     def optimizer_of(self, optimizers: Sequence[Optimizer]) -> StackedOptimizer | None:
         """Returns optimisers as one; None if they cannot be (`StackedOptimizer.of`).
 
@@ -73,6 +77,12 @@ class Group:
                 self._choices.popitem(last=False)
         self._choices.move_to_end(clients)
         return self._choices[clients]
+
+    def close(self) -> None:
+        """Releases what it keeps. Without this, the garbage collector would have to find it."""
+        self.separate()
+        self._choices.clear()
+        self._cache.clear()
 
     def write_back(self) -> None:
         """Brings the clients' own models and optimisers up to date."""

@@ -152,6 +152,16 @@ class Recording:
             if not _recorded_loss(loss).logits.stepped:
                 raise RecordingError("it records a loss that no step uses")
 
+    def release(self) -> None:
+        """Ends the recording.
+
+        It and its stand-ins refer to each other. Without this, they and the clients would stay in
+        memory until the garbage collector runs.
+        """
+        vars(self.client.state).clear()
+        vars(self.client).clear()
+        vars(self).clear()
+
     def run(self) -> dict[str, Stack]:
         """Runs everything. Returns the replies of all clients, [clients, ...] for each name."""
         for instruction in self.instructions:
@@ -423,10 +433,12 @@ def record(
         received = first if same else joined(recording, messages)
         recording.finish(phase.function(method, recording.client, **received))
     except RecordingError as error:
+        recording.release()
         return str(error)
     # Python and torch refuse some uses of a stand-in by errors of their own. If the error is a
     # real one, the phase raises it again in lockstep.
     except Exception as error:  # noqa: BLE001
+        recording.release()
         return f"{type(error).__name__}: {error}"
     finally:
         set_scheduler(before)
