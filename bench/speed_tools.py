@@ -18,6 +18,7 @@ import fedloom
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+DATA = ROOT.parent / "shared" / "data"  # where developers have the real datasets
 MODEL = "gcn-2x64"
 PLAIN = "plain"
 Row = dict[str, Any]
@@ -81,7 +82,10 @@ def code(older: bool) -> tuple[Path, dict[str, str]]:
     """Returns the folder of this code or of the older one, and an environment that imports it."""
     assert before is not None or not older
     folder = before if older and before is not None else ROOT
-    return folder, {**os.environ, "PYTHONPATH": str(folder / "src")}
+    environment = {**os.environ, "PYTHONPATH": str(folder / "src")}
+    if DATA.is_dir():  # both find the same datasets
+        environment.setdefault("FEDLOOM_DATA", str(DATA))
+    return folder, environment
 
 
 # ---- processes that measure ----

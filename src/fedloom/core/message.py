@@ -350,6 +350,9 @@ def travels(tensor: Tensor) -> bool:
     """Returns whether all numbers of a tensor are finite and at most `LARGEST` in size."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
+    # No entry is larger than the norm. It takes half of the time of the extremes.
+    if torch.linalg.vector_norm(tensor).item() < LARGEST:
+        return True
     low, high = torch.aminmax(tensor)  # one pass; comparisons with NaN are false
     return low.item() >= -LARGEST and high.item() <= LARGEST
 

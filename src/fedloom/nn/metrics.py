@@ -236,12 +236,13 @@ def all_scores(
     if probabilistic is None:
         probabilistic = torch.full((len(areas), 2, len(PROBABILISTIC)), UNDEFINED)
     both = torch.cat([areas.unsqueeze(2), probabilistic], 2).transpose(0, 1)
+    columns = scores(torch.cat([val, test]))
     of_val, of_test = (
         {
-            **scores(matrices),
+            **{name: column[first : first + len(val)] for name, column in columns.items()},
             **dict(zip(("auc", *PROBABILISTIC), map(_defined, part.T), strict=True)),
         }
-        for matrices, part in zip((val, test), both, strict=True)
+        for first, part in zip((0, len(val)), both, strict=True)
     )
     chosen = {f"val_{name}": of_val[name] for name in ("accuracy", selection)}
     return {**of_test, **chosen}

@@ -52,7 +52,7 @@ def load(group: Group, stack: AnyStack, new: Mapping[int, Tensor]) -> None:
         shared = None
     for j, value in new.items():
         if shared is not None and j in shared.shared:
-            torch.index_select(value, 0, shared.sharing.column, out=shared.tensors[j])
+            shared.load(j, value)
         else:
             stack.tensors[j].copy_(value)
 
@@ -61,8 +61,16 @@ def read(group: Group, stack: AnyStack, j: int) -> Stack:
     """Returns one parameter of all models, without copying it."""
     shared = _shared(group, stack)
     if shared is not None and j in shared.shared:
-        return SharedRows(shared.tensors[j], shared.sharing)
+        return SharedRows(shared.tensors[j].detach(), shared.sharing)
     return stack.tensors[j].detach()
+
+
+def kept(group: Group, stack: AnyStack, j: int) -> Stack:
+    """Returns one parameter of all models as it is now, whatever happens to the models later."""
+    shared = _shared(group, stack)
+    if shared is not None and j in shared.shared:
+        return shared.hand_out(j)
+    return stack.tensors[j].detach().clone(memory_format=torch.contiguous_format)
 
 
 def copied_models(group: Group, clients: Sequence[Client]) -> dict[str, Stack] | None:
@@ -75,17 +83,7 @@ def copied_models(group: Group, clients: Sequence[Client]) -> dict[str, Stack] |
     if stack is None:
         return None
     names = [name for _, _, name in stack.slots[0]]
-    return {
-        name: copy_of(read(group, stack, j))
-        for name, j in sorted(zip(names, count(), strict=False))
-    }
-
-
-def copy_of(stack: Stack) -> Stack:
-    """Returns a contiguous copy."""
-    if isinstance(stack, SharedRows):
-        return SharedRows(stack.stored.clone(), stack.sharing)
-    return stack.clone(memory_format=torch.contiguous_format)
+    return {name: kept(group, stack, j) for name, j in sorted(zip(names, count(), strict=False))}
 
 
 def _shared(group: Group, stack: AnyStack) -> SharedStack | None:
@@ -234,6 +232,8 @@ class Training:
     def steps(self, number: int) -> Tensor:
         """Takes some steps. Returns each client's cross-entropy before each, [steps, clients]."""
         shared = self._share()
+        if shared is not None:
+            shared.prepare_to_change()
         tensors = self.stack.tensors if shared is None else shared.tensors
         optimizer = self.optimizer.own if shared is None else shared.own
         self.optimizer.configure(optimizer)

@@ -60,21 +60,23 @@ class Targets:
             weight *= of_class.expand(len(rows.sizes), -1)[rows.owner, y]
         total = torch.zeros(len(rows.sizes)).index_add_(0, rows.owner, weight)
         weight /= total[rows.owner]
-        self.share, self.y = weight.unsqueeze(1), y.unsqueeze(1)
+        self.share, self.y = weight.unsqueeze(0), y.unsqueeze(0)
         self.clients, self.owner = len(rows.sizes), rows.owner
-        self.onehot = F.one_hot(y, plan.stack.num_classes).float()
+        self.onehot = F.one_hot(y, plan.stack.num_classes).float().t().contiguous()
 
     def gradient(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Returns −log p of each row's label, and the gradient of all losses' sum."""
-        log_p = torch.log_softmax(logits, 1)
-        return log_p.gather(1, self.y).neg_(), log_p.exp_().sub_(self.onehot).mul_(self.share)
+        # A softmax over few columns takes a fifth of the time when the columns are contiguous.
+        log_p = torch.log_softmax(logits.t().contiguous(), 0)
+        of_rows = log_p.gather(0, self.y).neg_()
+        return of_rows, log_p.exp_().sub_(self.onehot).mul_(self.share).t().contiguous()
 
     def losses(self, rows: Sequence[Tensor]) -> Tensor:
         """Returns the losses of each client, [steps, clients].
 
         rows: what `gradient` returned in each step.
         """
-        each = torch.stack(list(rows)).mul_(self.share).squeeze(2)
+        each = torch.cat(list(rows)).mul_(self.share)
         return torch.zeros(len(rows), self.clients).index_add_(1, self.owner, each)
 
 

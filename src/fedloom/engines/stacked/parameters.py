@@ -439,6 +439,7 @@ class SharedStack:
     ):
         self.optimizer, self.stack, self.shared, self.sharing = optimizer, stack, shared, sharing
         self.tensors = list(stack.tensors)
+        self._handed_out: set[int] = set()  # whose memory somebody else holds
         for j in shared:
             self.tensors[j] = sharing.stored_rows(stack.tensors[j].detach())
         dense = optimizer.own
@@ -475,6 +476,22 @@ class SharedStack:
             if not all(map(sharing.holds, [stack.tensors[j].detach(), *moments])):
                 return None
         return cls(optimizer, stack, shared, sharing)
+
+    def load(self, j: int, matrix: Tensor) -> None:
+        """Overwrites a matrix with shared rows by one that all clients received."""
+        self.tensors[j].data = matrix.index_select(0, self.sharing.column)
+        self._handed_out.discard(j)
+
+    def hand_out(self, j: int) -> SharedRows:
+        """Returns a matrix as it is now. It is copied only if it changes later."""
+        self._handed_out.add(j)
+        return SharedRows(self.tensors[j].detach(), self.sharing)
+
+    def prepare_to_change(self) -> None:
+        """Copies the matrices that somebody else holds."""
+        for j in self._handed_out:
+            self.tensors[j].data = self.tensors[j].data.clone()
+        self._handed_out.clear()
 
     def versions(self) -> list[int]:
         """Returns numbers that change when a model or a moment changes, other than by itself."""

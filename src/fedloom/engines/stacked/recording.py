@@ -15,6 +15,7 @@ one message is a real tensor, and what is computed from it is the same for all c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -207,8 +208,9 @@ def _answered(value: Pending | Tensor, clients: int) -> Stack:
     """Returns a value of the reply for all clients, in memory that nothing else uses."""
     if isinstance(value, Tensor):
         return value.detach().expand(clients, *value.shape).clone()
-    assert value.stack is not None  # its instruction has run
-    return group_operations.copy_of(value.stack)
+    if value.keep is not None:
+        return value.keep()
+    return value.dense.clone(memory_format=torch.contiguous_format)
 
 
 # ---- operations ----
@@ -237,13 +239,16 @@ def _read(recording: Recording, of: Any) -> dict[str, Pending]:
     if not isinstance(of, GroupModel):
         raise RecordingError("it reads the weights of something that is not the client's model")
 
-    def reads(j: int) -> Callable[[], Stack]:
-        return lambda: group_operations.read(recording.group, of.stack, j)
+    def pending(j: int) -> Pending:
+        return Pending(
+            recording,
+            of.stack.rows[j][0].shape,
+            partial(group_operations.read, recording.group, of.stack, j),
+            recording.version,
+            partial(group_operations.kept, recording.group, of.stack, j),
+        )
 
-    return {
-        name: Pending(recording, of.stack.rows[j][0].shape, reads(j), recording.version)
-        for name, j in of.parameters_by_name.items()
-    }
+    return {name: pending(j) for name, j in of.parameters_by_name.items()}
 
 
 def _forward(recording: Recording, of: Any, graph: Any, streams: Any) -> Logits:

@@ -64,6 +64,7 @@ class Pending(StandIn):
         compute: Returns the tensors of all clients, [clients, *shape].
         weights_of: The version of the recording whose weights it shares memory with. None: it has
             its own memory.
+        keep: Returns such weights in memory that does not change with the models.
     """
 
     recording: Recording
@@ -71,6 +72,7 @@ class Pending(StandIn):
     stack: Stack | None  # what `compute` returned
 
     weights_of: int | None
+    keep: Callable[[], Stack] | None
 
     def __init__(
         self,
@@ -78,9 +80,10 @@ class Pending(StandIn):
         shape: Sequence[int],
         compute: Callable[[], Stack],
         weights_of: int | None = None,
+        keep: Callable[[], Stack] | None = None,
     ) -> None:
         vars(self).update(recording=recording, shape=torch.Size(shape), stack=None)
-        vars(self).update(weights_of=weights_of)
+        vars(self).update(weights_of=weights_of, keep=keep)
         recording.instructions.append(lambda: vars(self).update(stack=compute()))
 
     @property
