@@ -4,7 +4,7 @@
 |-------------------|------------------------------------------------------------------|
 | loop              | one after another, in plain PyTorch: the reference               |
 | wire              | as in the loop, and every message passes the encoder and decoder |
-| stacked           | in lockstep, equal operations batched                            |
+| stacked           | in groups, each phase once or in lockstep                        |
 | processes         | in worker processes of this machine, as in the loop              |
 | stacked_processes | in worker processes of this machine, as in the stacked engine    |
 | ray               | in the actors of a Ray cluster, as in the loop                   |

@@ -1,3 +1,3 @@
-"""The stacked engine: clients in lockstep, equal operations batched. All about stacking is here."""
+"""The stacked engine: whole groups of clients at once. All about stacking is here."""
 
 from fedloom.engines.stacked.engine import Engine as Engine

@@ -1,12 +1,11 @@
-"""The stacked engine: clients run in lockstep, and equal operations run once, on stacked data.
+"""The stacked engine: groups of clients run at once, on stacked models and graphs.
 
-Every client runs its own code with its own random numbers (`fedloom.engines.stacked.lockstep`).
-Models, losses and optimisers of one form run as one (`fedloom.engines.stacked.operations`). The
-rest of a phase runs for one client after another, as in the loop engine. Results equal the loop
-engine's up to rounding.
+A phase that only asks for operations is recorded once for a whole group
+(`fedloom.engines.stacked.recording`). Any other phase runs in lockstep: every client runs its own
+code, and equal operations run as one (`fedloom.engines.stacked.lockstep`). Each client has its own
+random numbers. Results equal the loop engine's up to rounding. docs/stacked.md explains it.
 
-Clients run in groups, one group after another. The working set of a group fits into the processor's
-cache. A client that fills a group by itself runs as in the loop engine, with its memory use.
+Groups run one after another. The activations of a group fit into the processor's cache.
 """
 
 import math
@@ -41,7 +40,7 @@ GROUP_PARAMETER_BYTES = 512e6
 
 
 class Engine(loop.Engine):
-    """Runs groups of clients in lockstep."""
+    """Runs groups of clients at once."""
 
     tolerates_failures: ClassVar[bool] = False  # a client that fails stops its group
 

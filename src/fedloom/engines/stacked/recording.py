@@ -333,11 +333,8 @@ class Steps:
             and mine.logits.of is its.logits.of
             and mine.logits.graph is its.logits.graph
             and mine.logits.streams is its.logits.streams
-            and len(self.penalties) == len(other.penalties)
-            and all(a[0] == b[0] and a[1].equals(b[1]) for a, b in zip(
-                self.penalties, other.penalties, strict=True
-            ))
-        )  # fmt: skip
+            and _same_penalties(self.penalties, other.penalties)
+        )
 
     def prepare(self) -> None:
         """Raises RecordingError if the step has no form for the group."""
@@ -360,6 +357,15 @@ class Steps:
         losses = self.training.steps(len(self.entropies))
         for entropy, values in zip(self.entropies, losses, strict=True):
             entropy.values = values
+
+
+def _same_penalties(
+    some: Sequence[tuple[float, Penalty]], others: Sequence[tuple[float, Penalty]]
+) -> bool:
+    pairs = zip(some, others, strict=False)
+    return len(some) == len(others) and all(
+        factor == other and penalty.equals(same) for (factor, penalty), (other, same) in pairs
+    )
 
 
 def _held_out(recording: Recording, logits: Any, graph: Any) -> Pending:
