@@ -279,10 +279,11 @@ def deferred_signals() -> Iterator[None]:
     main = threading.current_thread() is threading.main_thread()  # other threads get no signals
     before = {n: h for n in SIGNALS if callable(h := signal.getsignal(n))} if main else {}
     received: list[int] = []
+    owner = os.getpid()
 
     def hold(number: int, frame: object) -> None:
         received.append(number)
-        if len(received) > 1:
+        if len(received) > 1 or os.getpid() != owner:  # a forked process does not leave the block
             before[signal.Signals(number)](number, None)
 
     for number in before:
@@ -360,9 +361,10 @@ def free_cores() -> int:
 def forking() -> Iterator[None]:
     """Lets the block fork. Python 3.12 warns if there are threads, as in a notebook.
 
-    A forked process of fedloom does not use its parent's threads.
+    A forked process of fedloom does not use its parent's threads. Signals wait for the end of the
+    block, because Python ignores exceptions in the functions that it calls after a fork.
     """
-    with warnings.catch_warnings():
+    with deferred_signals(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
         yield
 

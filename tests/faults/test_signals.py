@@ -236,3 +236,25 @@ def test_without_a_signal_all_is_as_before(as_in_a_terminal):
         signal.default_int_handler,
         before,
     )
+
+
+SIGNAL_AFTER_FORK = """
+import os, signal
+from fedloom._system import forking, graceful_signals
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+with graceful_signals():
+    try:
+        with forking():
+            if os.fork() == 0:
+                os._exit(0)
+        print("lost")
+    except KeyboardInterrupt:
+        print("stopped")
+"""
+
+
+def test_a_signal_during_a_fork_is_not_lost():
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNAL_AFTER_FORK], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "stopped\n", done.stderr

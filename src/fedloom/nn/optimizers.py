@@ -75,7 +75,7 @@ class Adam(_Uncompiled, torch.optim.Adam):
 def _is_plain(group: dict[str, Any]) -> bool:
     """Returns whether the fused kernel steps this group, with its default options."""
     return group["fused"] and not (
-        group["amsgrad"] or group["maximize"] or group["decoupled_weight_decay"]
+        group["amsgrad"] or group["maximize"] or group.get("decoupled_weight_decay", False)
     )
 
 
