@@ -102,7 +102,11 @@ class BatchedPass(Batched):
         noise = None if streams[0] is None else StackedNoise(streams, stack)
         with substituted(model, parameters):
             out = self.through(model, stack, noise, *rest)
-        return split_rows(out, stack.item_sizes)
+        return self.divided(out, stack.item_sizes)
+
+    def divided(self, out: Any, sizes: list[int]) -> list[Any]:
+        """Divides the output into that of each client. sizes: the number of each one's items."""
+        return split_rows(out, sizes)
 
 
 class BatchedOutputs(BatchedPass):
@@ -111,22 +115,9 @@ class BatchedOutputs(BatchedPass):
     def __init__(self) -> None:
         super().__init__(embed_and_head)
 
-    def on_stack(
-        self,
-        model: Model,
-        parameters: Mapping[str, Tensor],
-        graphs: Sequence[Graph],
-        streams: Sequence[Any],
-        context: Context,
-        *rest: Tensor,
-    ) -> list[Any]:
-        """One model with stacked parameters on many graphs."""
-        stack = stack_of(graphs, context.group)
-        noise = None if streams[0] is None else StackedNoise(streams, stack)
-        with substituted(model, parameters):
-            both = self.through(model, stack, noise)
-        rows = (split_rows(out, stack.item_sizes) for out in both)
-        return list(zip(*rows, strict=True))
+    def divided(self, out: Any, sizes: list[int]) -> list[Any]:
+        """Returns each client's embeddings and logits."""
+        return list(zip(*(split_rows(rows, sizes) for rows in out), strict=True))
 
 
 class BatchedForwardWith(BatchedPass):
