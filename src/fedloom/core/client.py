@@ -178,7 +178,7 @@ class Client:
         """
         weight = self.class_weight if of_class is None else of_class
         loss = training_loss(logits, batch, reduction, weight)
-        if record:
+        if record and loss.requires_grad:
             summed = reduction == "sum"
             self.record_loss(loss / batch.train.sum().clamp(min=1) if summed else loss)
         return loss
@@ -186,13 +186,12 @@ class Client:
     def record_loss(self, loss: Tensor) -> None:
         """Adds the loss of a training step to the client's training loss.
 
-        `loss` calls it. A method that trains the scored model on labels by a loss of its own calls
-        it, too.
+        `loss` calls it if the loss has a gradient. A method that fits the scored model to labels by
+        a loss of its own calls it, too.
 
-        loss: a scalar, the mean over items. It is not recorded if it has no gradient.
+        loss: a scalar, the mean over items.
         """
-        if loss.requires_grad:
-            self._losses.append(loss.detach())
+        self._losses.append(loss.detach())
 
     def take_training_loss(self) -> Tensor:
         """Returns the mean loss of the last training, once; a scalar.

@@ -47,7 +47,8 @@ class Method(ABC):
         transductive: It must see all nodes before training, without their labels.
         tasks: The tasks that it can do.
         needs_of_model: What it needs of a client's model. "logits": any model. "embeddings": a
-            model with an extractor and a head. "architecture": one of fedloom's own.
+            model with an extractor and a head. "architecture": one of fedloom's own. "nothing":
+            it uses no model.
         validates: Clients choose between models by their validation items.
         min_replies: The fewest replies that an exchange can continue with, whatever the quorum.
         requires_all: Phases that no client may be absent from, whatever the quorum.

@@ -44,7 +44,8 @@ def headline(s: Mapping[str, Any]) -> str:
     """Returns the task of a run and how it ended, in one line."""
     by = f" by {s['partition']}" if s.get("partition") else ""
     task = f"{s['method']} on {s['dataset']}, {s['clients']} clients{by}"
-    line = f"{task}, {s['model']}, seed {s['seed']}: {s['status']}"
+    model = f", {s['model']}" if s["model"] else ""
+    line = f"{task}{model}, seed {s['seed']}: {s['status']}"
     return line + (f" ({s['cause']})" if s.get("cause") else "")
 
 

@@ -464,7 +464,7 @@ class Recorder:
             "dataset": about["dataset"],
             "partition": about.get("partition"),
             "clients": about["clients"],
-            "model": self.config.get("model", {}).get("name"),
+            "model": self._model_name(),
             "seed": self.settings.seed,
             **self._engine(),
             "task": self.roster.task,
@@ -495,6 +495,13 @@ class Recorder:
             "versions": _versions(),
             "config": self.config,
         }
+
+    def _model_name(self) -> str | None:
+        """The clients' models; None if the method uses none."""
+        if self.method.needs_of_model == "nothing":
+            return None
+        name: str | None = self.config.get("model", {}).get("name")
+        return name
 
     def _per_client(self, best: dict[str, Any]) -> list[dict[str, Any]]:
         counts = ("nodes", "items", "train", "val", "test")

@@ -45,7 +45,18 @@ from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
 from fedloom.data.sparse import Sparse
-from fedloom.errors import ConfigError, DataError, MessageError
+from fedloom.errors import ConfigError, MessageError
+from fedloom.methods._shared.cut_edges import (
+    IN,
+    OUT,
+    cross_edges,
+    degree,
+    next_hop,
+    own_adjacency,
+    require_nodes,
+    scale,
+    written_sums,
+)
 from fedloom.methods.fedavg import FedAvg
 from fedloom.methods.fedsgd import FedSGD
 from fedloom.nn.build import parse_spec
@@ -53,61 +64,6 @@ from fedloom.nn.layers import dropout
 from fedloom.nn.model import Model
 from fedloom.nn.training import step
 from fedloom.nn.weights import load_weights, weights
-
-OUT, IN = 0, 1  # directions of cross edges
-
-
-def degree(graph: Graph) -> Tensor:
-    """Returns d̃ [nodes]: the edges into each node over the whole graph, plus its self-loop.
-
-    This loop replaces the self-loops of the data.
-    """
-    source, target = graph.edge_index
-    own, _, _, direction = graph.cross_edges
-    targets = torch.cat([target[source != target], own[direction == IN]])
-    return 1 + torch.bincount(targets, minlength=graph.num_nodes)
-
-
-def scale(degree: Tensor) -> Tensor:
-    """Returns d̃^-1/2."""
-    return degree.float().rsqrt()
-
-
-def cross_edges(client: Client, other: str, direction: int) -> tuple[Tensor, Tensor]:
-    """Returns the cross edges between two clients in one direction.
-
-    These are the own endpoints (local numbers) and the other client's endpoints (node_id).
-    """
-    own, remote, owner, of_edge = client.graph.cross_edges
-    chosen = (owner == client.facts.clients.index(other)) & (of_edge == direction)
-    return own[chosen], remote[chosen]
-
-
-def require_nodes(message: Message, known: Tensor, writer: str) -> None:
-    """Raises a MessageError unless a peer message has exactly one row for each expected node.
-
-    Args:
-        message: The peer message.
-        known: The nodes [m] that the reader's cross edges name.
-        writer: The client that wrote it, for the error.
-    """
-    nodes = message["nodes"]
-    for name, tensor in message.items():
-        if len(tensor) != len(nodes):
-            raise MessageError(
-                f"{writer}: tensor {name!r} has {len(tensor)} rows for {len(nodes)} nodes"
-            )
-    if unknown := nodes[~torch.isin(nodes, known)].tolist():
-        raise MessageError(
-            f"{writer}: tensor 'nodes' names {unknown[0]}, but the reader knows no such cross edge"
-        )
-    if absent := known[~torch.isin(known, nodes)].tolist():
-        raise MessageError(
-            f"{writer}: tensor 'nodes' lacks {absent[0]}: the writer does not know a cross edge "
-            "that the reader knows"
-        )
-    if not torch.equal(nodes, known):
-        raise MessageError(f"{writer}: tensor 'nodes' must be ascending, each node once")
 
 
 def known_features(graph: Graph, features: Tensor) -> Graph:
@@ -160,20 +116,7 @@ class FedGCN(FedAvg, FedSGD):
         It also writes the number of these edges. A client without such nodes gets an empty message.
         Otherwise it could not distinguish an absent client from one that does not know of an edge.
         """
-        graph = client.graph
-        if graph.edge_weight is not None:
-            raise DataError(
-                f"graph {graph.name!r}: edge_weight: cross edges have no weights, "
-                "so fedgcn can take none"
-            )
-        scaled, written = scale(degree(graph)), {}
-        for receiver in client.facts.clients:
-            source, target = cross_edges(client, receiver, OUT)
-            if receiver != client.name:
-                nodes, row, edges = target.unique(return_inverse=True, return_counts=True)
-                add = Sparse.from_edges(row, source, scaled[source], (len(nodes), graph.num_nodes))
-                written[receiver] = {"nodes": nodes, "edges": edges, "sums": add @ graph.x}
-        return written
+        return written_sums(client, client.graph.x, "fedgcn")
 
     @phase()
     def read_sums(self, client: Client, inbox: Message | None = None) -> Message:
@@ -181,29 +124,9 @@ class FedGCN(FedAvg, FedSGD):
 
         If a client did not write, the sums lack its nodes; the degrees still count them.
         """
-        graph, n, scaled = client.graph, client.graph.num_nodes, scale(degree(client.graph))
-        source, target = graph.edge_index[:, graph.edge_index[0] != graph.edge_index[1]]
-        loop = torch.arange(n)
-        source, target = torch.cat([source, loop]), torch.cat([target, loop])
-        client.memory["S"] = Sparse.from_edges(
-            target, source, scaled[target] * scaled[source], (n, n)
-        )
-        features = client.memory["S"] @ graph.x
-        for sender, message in (inbox or {}).items():
-            writer = f"client {sender!r} in 'write_sums'"
-            own, _ = cross_edges(client, sender, IN)
-            nodes, row, edges = graph.node_id[own].unique(return_inverse=True, return_counts=True)
-            require_nodes(message, nodes, writer)
-            for node, counted, known in zip(
-                nodes.tolist(), message["edges"].tolist(), edges.tolist(), strict=True
-            ):
-                if counted != known:
-                    raise MessageError(
-                        f"{writer}: tensor 'edges' counts {counted} cross edges to {node}, "
-                        f"the reader knows {known}"
-                    )
-            target = torch.empty_like(nodes).scatter_(0, row, own)
-            features.index_add_(0, target, scaled[target, None] * message["sums"])
+        graph = client.graph
+        client.memory["S"] = own_adjacency(graph)
+        features = next_hop(client, client.memory["S"], graph.x, inbox)
         client.memory["known"] = known_features(graph, features)
         return {}
 

@@ -69,7 +69,7 @@ def make_page(c: Comparison, command: str = "") -> dict[str, Any]:
 
 def _facts(c: Comparison, runs: Sequence[Run]) -> list[list[str]]:
     """Returns what all methods have in common: models, rounds, seeds, and how rounds are chosen."""
-    models = dict.fromkeys(str(run.summary["model"]) for run in runs if "model" in run.summary)
+    models = dict.fromkeys(str(run.summary["model"]) for run in runs if run.summary.get("model"))
     rounds = sorted({run.summary["rounds"] for run in runs})
     chosen = dict.fromkeys(selection_of(run.summary) for run in runs)
     facts = {

@@ -1,0 +1,395 @@
+"""FedGram: one round of ridge regression on propagated features, exact, from sums alone.
+
+A method of this project. Each client sends the second moments of its propagated features, and the
+server solves one linear system. There is no training loop: the result equals ridge regression on
+the pooled rows of all clients. The parts are known. Analytic federated learning (He et al.: "AFL: A
+Single-Round Analytic Approach for Federated Learning with Pre-trained Models", CVPR 2025) and
+one-shot federated ridge regression (arXiv 2601.08216) send such sums for images and tables. The
+propagation is that of SGC (Wu et al., ICML 2019) and S²GC (Zhu, Koniusz, ICLR 2021).
+
+What travels, per client, as sums:
+    up    gram, moment   G_k = Fᵀ F (upper triangle) and B_k = Fᵀ Y over the training items,
+                         m (m+1)/2 + m C numbers; before that, if there are several maps and the
+                         features are wide, the same for each map with `sketch` columns
+    down  weights        W(λ) for every λ of the grid (and every map of the sketch), m C each
+    up    confusion      confusion matrices of the validation items for each of them, C² each
+    down  model          the chosen W, m C numbers
+With one map and one λ there is one upload and one download.
+
+    H_0 = rows of X at length 1;  H_l = S H_{l-1}, S = D̃^-1/2 (A+I) D̃^-1/2        `features`
+    F   = [rows of H_0 + ... + H_L at length 1, w · labels of neighbours, 1]      `features`
+    G = Σ_k G_k,  B = Σ_k B_k                                                     `statistics`
+    W(λ) = (G + λ I)^-1 B                                                         `solve`
+    L, λ: the best validation score of the confusion matrices, summed            `compare`
+    W_k = W + Fᵀ (F Fᵀ + μ I)^-1 (Y - F W) over the client's own training rows,   `personalised`
+          with the best μ on its own validation items, if it gains more than
+          √(items whose prediction changes between right and wrong); else W_k = W
+    logits = log softplus(20 F W_k) / 20: scores of ridge regression estimate     `predict`
+          probabilities
+
+Wide features (d > m) are first projected by a common matrix of random signs. Graph tasks have other
+features: hashed Weisfeiler-Leman labels and pooled node features (`graph_features`); the rest is
+the same. Rows count by their class to the power `balance`. With `epsilon`, the sum gets Gaussian
+noise once (`noise`, docs/fedgram.md). `leave` and `join` subtract and add clients' sums.
+
+The clients' models (`--model`) are not used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedloom.core.class_weight import balanced_weights
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.core.message import Message, Schema
+from fedloom.core.method import Method
+from fedloom.core.phase import Computed, phase, summed
+from fedloom.core.server import Server
+from fedloom.core.settings import setting
+from fedloom.data.graph import Graph
+from fedloom.errors import ConfigError
+from fedloom.methods.fedgram.features import neighbour_labels, smoothed
+from fedloom.methods.fedgram.graph_features import graph_features
+from fedloom.methods.fedgram.ridge import corrections, packed, unpacked, weights_of
+from fedloom.nn import metrics
+from fedloom.nn.metric_names import FROM_CONFUSION
+
+STEEPNESS = 20  # of the softplus that makes probabilities of scores
+
+
+def _statistics_schema(
+    method: FedGram, facts: Facts, message: Message, reply: Message | None
+) -> Schema:
+    """One packed Gram matrix for each map that the message asks for."""
+    sizes = _asked(method, facts, message)
+    return tuple((str(k), "float32", (m * (m + 1) // 2,)) for k, m in sizes)
+
+
+def _moment_schema(
+    method: FedGram, facts: Facts, message: Message, reply: Message | None
+) -> Schema:
+    sizes = _asked(method, facts, message)
+    return tuple((str(k), "float32", (m, facts.num_classes)) for k, m in sizes)
+
+
+def _asked(method: FedGram, facts: Facts, message: Message) -> list[tuple[int, int]]:
+    """Returns number and width of each map that a message asks for."""
+    width = int(message["width"])
+    return [(k, method.columns(facts, width)) for k in message["maps"].tolist()]
+
+
+def _confusion_schema(
+    method: FedGram, facts: Facts, message: Message, reply: Message | None
+) -> Schema:
+    classes = facts.num_classes
+    return tuple(
+        (str(k), "int64", (len(W), classes, classes)) for k, W in message["weights"].items()
+    )
+
+
+@dataclass(frozen=True)
+class FedGram(Method):
+    """Ridge regression on propagated features, from sums."""
+
+    rounds: int = setting(
+        1, "communication rounds: this is a one-shot method", at_least=1, at_most=1
+    )
+    hops: str = setting(
+        "2,4",
+        "L, how far features are propagated; of several, the best on validation items",
+        task="node",
+    )
+    colors: int = setting(
+        4, "rounds of Weisfeiler-Leman labels", at_least=0, task="graph", tune="0..6"
+    )
+    width: int = setting(
+        2048, "m, the most columns of features; wider ones are projected", at_least=1
+    )
+    sketch: int = setting(
+        512, "columns of the projection on which maps are compared", at_least=1, task="node"
+    )
+    labels: float = setting(
+        0.2,
+        "w, weight of the columns with the labels of neighbours; 0 = no such columns",
+        at_least=0,
+        task="node",
+        tune="0..1",
+    )
+    ridges: str = setting(
+        "0.03,0.1,0.3,1,3,10", "λ, the penalties; of several, the best on validation items"
+    )
+    personal: str = setting(
+        "0.03,0.1,0.3,1,3,10",
+        "μ, the penalties of the personal part; empty = every client uses W",
+    )
+    balance: float = setting(
+        0.0,
+        "power of n / (C n_c) by which the rows of class c count; 0.5 raises macro-F1",
+        at_least=0,
+        at_most=1,
+        tune="0..1",
+    )
+
+    evaluations: ClassVar[tuple[str, ...]] = ("local", "global")
+    needs_of_model: ClassVar[str] = "nothing"
+    validates: ClassVar[bool] = True
+    discloses_to_server: ClassVar[str] = (
+        "the second moments of the propagated features of training items: each client's own unless "
+        "the run is secure, which shows the span of the rows of a client with few training items "
+        "and lets them be recognised (docs/fedgram.md)"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        numbers("hops", self.hops, whole=True)
+        numbers("ridges", self.ridges)
+        numbers("personal", self.personal, empty=True)
+
+    # ---- features ----
+    @property
+    def maps(self) -> list[int]:
+        """L of each candidate."""
+        return [int(value) for value in numbers("hops", self.hops, whole=True)]
+
+    def inner(self, facts: Facts, width: int) -> int:
+        """Returns the number of columns that come from the features, at most `width`."""
+        return width if facts.task == "graph" else min(width, facts.num_features)
+
+    def columns(self, facts: Facts, width: int) -> int:
+        """Returns m: the number of columns of F."""
+        beside = 2 * facts.num_classes if facts.task == "node" and self.labels else 0
+        return self.inner(facts, width) + beside + 1
+
+    def features(self, client: Client, graph: Graph, number: int, width: int) -> Tensor:
+        """Returns F [items, m] of a graph.
+
+        Args:
+            client: The client, for the run's seed.
+            graph: The client's graph: that of training, or the full one.
+            number: Which of the candidates of `hops`.
+            width: The most columns that come from the features.
+        """
+        one = torch.ones(graph.num_items, 1)
+        if graph.task == "graph":
+            rows = graph.cached(
+                ("gram graphs", width, self.colors),
+                lambda: graph_features(graph, width, self.colors),
+            )
+            return torch.cat([rows, one], 1)
+        parts = [self.smoothed(client, graph, self.maps[number], width), one]
+        if self.labels:
+            parts.insert(1, self.labels * neighbour_labels(graph))
+        return torch.cat(parts, 1)
+
+    def smoothed(self, client: Client, graph: Graph, count: int, width: int) -> Tensor:
+        """Returns the rows of H_0 + ... + H_count at length 1, [nodes, columns]."""
+        return smoothed(graph, width, client.facts.seed, count)
+
+    def training_rows(self, client: Client, number: int, width: int) -> tuple[Tensor, Tensor]:
+        """Returns F and Y of the client's training items, scaled by the root of their weight."""
+        graph = client.graph
+        rows = self.features(client, graph, number, width)[graph.train]
+        labels = graph.y[graph.train]
+        Y = F.one_hot(labels, graph.num_classes).float()
+        weight = torch.ones(graph.num_classes)
+        if client.class_weight is not None:
+            weight = weight * client.class_weight
+        if (balance := client.state.get("balance")) is not None:
+            weight = weight * balance
+        scale = weight.sqrt()[labels][:, None]
+        return scale * rows, scale * Y
+
+    # ---- at a client ----
+    @phase()
+    def weigh_rows(self, client: Client, weights: Tensor) -> Message:
+        """Remembers by how much the rows of each class count (`balance`)."""
+        client.state["balance"] = weights
+        return {}
+
+    @summed
+    @phase(gram=Computed(_statistics_schema), moment=Computed(_moment_schema))
+    def statistics(self, client: Client, maps: Tensor, width: Tensor) -> Message:
+        """Answers G_k and B_k for some maps.
+
+        Args:
+            client: The client.
+            maps: The numbers of the maps.
+            width: The most columns that come from the features.
+        """
+        gram, moment = {}, {}
+        for k in maps.tolist():
+            rows, Y = self.training_rows(client, k, int(width))
+            gram[str(k)], moment[str(k)] = packed(rows.T @ rows), rows.T @ Y
+        return {"gram": gram, "moment": moment}
+
+    @summed
+    @phase(confusion=Computed(_confusion_schema))
+    def compare(self, client: Client, weights: Message, width: Tensor) -> Message:
+        """Answers confusion matrices of the client's validation items.
+
+        Args:
+            client: The client.
+            weights: W(λ) [ridges, m, C] of each map, by its number.
+            width: The most columns that come from the features.
+        """
+        graph, found = client.full_graph, {}
+        for k, W in weights.items():
+            rows = self.features(client, graph, int(k), int(width))[graph.val]
+            every = torch.ones(len(rows), dtype=torch.bool)
+            y, classes = graph.y[graph.val], graph.num_classes
+            found[k] = torch.stack([metrics.confusion(rows @ w, y, every, classes) for w in W])
+        return {"confusion": found}
+
+    @phase()
+    def adopt(self, client: Client, model: Message) -> Message:
+        """Computes W_k from W.
+
+        model: W as `weights` [m, C], and the number of its map as `map`.
+        """
+        own = self.personalised(client, model["weights"], int(model["map"]))
+        client.state["predictor"] = {"weights": own, "map": model["map"]}
+        return {}
+
+    def personalised(self, client: Client, W: Tensor, number: int) -> Tensor:
+        """Returns W_k, and records the squared error on the client's training items.
+
+        Args:
+            client: The client.
+            W: The weights that all clients share, [m, C].
+            number: The number of the map.
+        """
+        width = self.inner(client.facts, self.width)
+        rows, Y = self.training_rows(client, number, width)
+        penalties = numbers("personal", self.personal, empty=True)
+        if len(rows) and penalties:
+            W = self.chosen(client, W, W + corrections(rows, Y - rows @ W, penalties), number)
+        if len(rows):
+            client.record_loss((Y - rows @ W).square().sum(1).mean())
+        return W
+
+    def chosen(self, client: Client, W: Tensor, others: Tensor, number: int) -> Tensor:
+        """Returns the best of several W_k on the client's validation items, if it is clearly best.
+
+        Its gain over W must exceed one standard error: √(items on which just one of both is right).
+        Of equals, the one with the largest penalty, the last, is best.
+        """
+        graph = client.full_graph
+        rows = self.features(client, graph, number, self.inner(client.facts, self.width))[graph.val]
+        right = (torch.stack([rows @ w for w in (W, *others)]).argmax(2)) == graph.y[graph.val]
+        shared, own = right[0], right[1:]
+        gain = own.sum(1) - shared.sum()
+        best = len(gain) - 1 - int(gain.flip(0).argmax())
+        return others[best] if gain[best] > (own[best] ^ shared).sum().sqrt() else W
+
+    # ---- predictions ----
+    def predict(self, client: Client, model: Message | None) -> Tensor:
+        """Returns logits: logarithms of the scores, made positive.
+
+        model: W and its map. None: the client's own.
+        """
+        model = self.predictor(client) if model is None else model
+        width = self.inner(client.facts, self.width)
+        scores = self.features(client, client.full_graph, int(model["map"]), width)
+        return (F.softplus(STEEPNESS * scores @ model["weights"]) / STEEPNESS).log()
+
+    def predictor(self, client: Client) -> Message:
+        """Returns W_k and its map. A client that has not received a W fits a model of its own."""
+        if "predictor" not in client.state:
+            facts = client.facts
+            columns = self.columns(facts, self.inner(facts, self.width))
+            none = {"weights": torch.zeros(columns, facts.num_classes), "map": torch.tensor(0)}
+            self.adopt(client, none)
+        return dict(client.state["predictor"])
+
+    def load_predictor(self, client: Client, kept: Message) -> None:
+        """Prepares a new client to predict with W_k."""
+        client.state["predictor"] = dict(kept)
+
+    # ---- at the server ----
+    def solve(self, sums: Message, columns: int) -> Message:
+        """Returns W(λ) [ridges, m, C] of each map."""
+        ridges = numbers("ridges", self.ridges)
+        return {
+            k: weights_of(unpacked(triangle, columns), sums["moment"][k], ridges)
+            for k, triangle in sums["gram"].items()
+        }
+
+    def best(self, confusion: Message, selection: str) -> tuple[str, int]:
+        """Returns the number of the best map, and the place of the best λ.
+
+        Of equals, it is the first map and the largest λ.
+
+        Args:
+            confusion: Summed confusion matrices [ridges, C, C] of each map.
+            selection: The run's metric. Metrics that need probabilities are replaced by accuracy.
+        """
+        metric = selection if selection in FROM_CONFUSION else "accuracy"
+        found = [
+            (score if score is not None else -1.0, -int(k), place)
+            for k, matrices in confusion.items()
+            for place, score in enumerate(metrics.scores(matrices)[metric])
+        ]
+        _, number, place = max(found)
+        return str(-number), place
+
+    def fitted(self, server: Server) -> Message:
+        """Returns the chosen W and its map, after as many exchanges as the choice needs."""
+        facts = server.facts
+        full = self.inner(facts, self.width)
+        maps = list(range(len(self.maps))) if facts.task == "node" else [0]
+        width = min(self.sketch, full) if len(maps) > 1 else full
+        while True:
+            asked = {"maps": torch.tensor(maps), "width": torch.tensor(width)}
+            weights = self.solve(server.sum(self.statistics, **asked), self.columns(facts, width))
+            number, place = str(maps[0]), 0
+            if len(maps) > 1 or len(weights[number]) > 1:
+                counted = server.sum(self.compare, weights=weights, width=asked["width"])
+                number, place = self.best(counted["confusion"], facts.selection)
+            if width == full:
+                server.notes["ridge"] = numbers("ridges", self.ridges)[place]
+                if facts.task == "node":
+                    server.notes["hops"] = float(self.maps[int(number)])
+                return {"weights": weights[number][place], "map": torch.tensor(int(number))}
+            maps, width = [int(number)], full
+
+    def run(self, server: Server) -> None:
+        """One round: statistics up, W down, and the choice between candidates by sums."""
+        for _ in server.rounds(1):
+            if self.balance:
+                counts = server.sum(self.count_labels)["counts"]
+                server.ask(self.weigh_rows, weights=balanced_weights(counts) ** self.balance)
+            server.state["model"] = self.fitted(server)
+            server.ask(self.adopt, model=server.state["model"])
+            server.evaluate(model=server.state["model"])
+
+
+def numbers(name: str, text: str, whole: bool = False, empty: bool = False) -> list[float]:
+    """Returns the numbers of a setting that lists them, such as "0.1,1,10".
+
+    Raises a ConfigError that names the setting unless all of them are above 0.
+
+    Args:
+        name: The setting.
+        text: Its value.
+        whole: Whether they must be whole numbers; then 0 is valid, too.
+        empty: Whether the list may be empty.
+    """
+    parts = [part for part in text.split(",") if part.strip()]
+    try:
+        values = [float(part) for part in parts]
+    except ValueError:
+        values = [-1.0]
+    lowest = all(v >= 0 and v == int(v) for v in values) if whole else all(v > 0 for v in values)
+    if not lowest or not all(v < float("inf") for v in values) or not (values or empty):
+        what = "whole numbers from 0" if whole else "numbers above 0"
+        raise ConfigError(
+            f"method.{name} is {text!r}, must be {what}, separated by commas"
+            f"{', or empty' if empty else ''}"
+        )
+    return values

@@ -1,0 +1,56 @@
+"""Ridge regression from sums: the statistics of rows, and the weights that they determine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def packed(gram: Tensor) -> Tensor:
+    """Returns the upper triangle of a symmetric matrix [m, m], row by row, [m (m+1) / 2]."""
+    row, column = torch.triu_indices(*gram.shape)
+    return gram[row, column]
+
+
+def unpacked(triangle: Tensor, m: int) -> Tensor:
+    """Returns the symmetric matrix [m, m] of a packed upper triangle."""
+    row, column = torch.triu_indices(m, m)
+    gram = triangle.new_zeros(m, m)
+    gram[row, column] = triangle
+    gram[column, row] = triangle
+    return gram
+
+
+def weights_of(gram: Tensor, moment: Tensor, ridges: Sequence[float]) -> Tensor:
+    """Returns W(λ) = (G + λ I)^-1 B for several λ, [ridges, m, C] float32.
+
+    Args:
+        gram: G = Fᵀ F, [m, m].
+        moment: B = Fᵀ Y, [m, C].
+        ridges: The values of λ, each above 0.
+    """
+    G, B = gram.double(), moment.double()
+    identity = torch.eye(len(G), dtype=torch.float64)
+    solved = [
+        torch.cholesky_solve(B, torch.linalg.cholesky(G + ridge * identity)) for ridge in ridges
+    ]
+    return torch.stack(solved).float()
+
+
+def corrections(rows: Tensor, residual: Tensor, ridges: Sequence[float]) -> Tensor:
+    """Returns F'(F F' + μ I)^-1 R for several μ, [ridges, m, C]: what own rows add to weights.
+
+    It is ridge regression on the residual, through a system as large as the number of rows.
+
+    Args:
+        rows: F, [n, m].
+        residual: R = Y - F W, [n, C].
+        ridges: The values of μ, each above 0.
+    """
+    K, R = (rows @ rows.T).double(), residual.double()
+    values, vectors = torch.linalg.eigh(K)
+    inside = vectors.T @ R
+    scaled = [vectors @ (inside / (values.clamp(min=0) + mu)[:, None]) for mu in ridges]
+    return torch.stack([rows.T @ a.float() for a in scaled])

@@ -1,0 +1,2 @@
+"""FedGram over cut edges."""
+from tests.methods.test_fedgram import OTHER, QUICK  # noqa: F401
