@@ -6,6 +6,7 @@ most tests compare something with them.
 
 import importlib
 import math
+import re
 import tomllib
 from dataclasses import fields, replace
 
@@ -168,7 +169,10 @@ def test_same_seed_same_bits_and_another_seed_others(name, task, federation):
     again, other = go(name, federation), go(name, federation, seed=6)
     assert first.summary["history_hash"] == again.summary["history_hash"]
     assert same_bits(first, again)
-    assert first.summary["history_hash"] != other.summary["history_hash"]
+    # A task in which a method draws no random number gives the same bits for every seed.
+    without_draws = task in getattr(own_tests(name), "DRAWS_NOTHING", ())
+    same = first.summary["history_hash"] == other.summary["history_hash"]
+    assert same == without_draws
     assert all(torch.isfinite(t).all() for t in weights_of(first).values())
     assert 0 <= first.accuracy <= 1
     assert first.summary["status"] == "completed"
@@ -573,7 +577,9 @@ def test_the_best_models_predict_what_was_scored(name, task, federation, tmp_pat
     else:
         assert cls.keeps_logits
         assert torch.equal(result.model(client).own_logits, again.own_logits)
-        with pytest.raises(ConfigError, match=f"{name} cannot predict for unseen .*: it needs"):
+        with pytest.raises(
+            ConfigError, match=rf"{re.escape(name)} cannot predict for unseen .*: it needs"
+        ):
             result.predict(new, client=client)
 
 

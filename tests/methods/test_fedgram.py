@@ -1,3 +1,383 @@
-"""FedGram."""
+"""FedGram: equality with pooled ridge regression, its limits, and its exact traffic."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from sklearn.linear_model import Ridge
+
+from fedloom.core.client import Client
+from fedloom.core.facts import Facts
+from fedloom.data.federation import Federation
+from fedloom.data.graph import Graph
+from fedloom.data.partition import divide
+from fedloom.data.synthetic import synthetic
+from fedloom.engines.loop import Engine as Loop
+from fedloom.errors import ConfigError
+from fedloom.experiments.run import run
+from fedloom.methods.fedgram import FedGram
+from fedloom.methods.fedgram.features import neighbour_labels, returns, signs, smoothed, start
+from fedloom.methods.fedgram.ridge import corrections, packed, unpacked, weights_of
+
 QUICK = {"rounds": 1, "width": 8, "sketch": 4, "hops": "1,2"}
-OTHER = {"hops": "2,3", "ridges": "2", "personal": "", "colors": 1}
+OTHER = {
+    "hops": "2,3",
+    "ridges": "2",
+    "personal": "",
+    "colors": 1,
+    "join": "1",
+    "leave": "2",
+}
+DRAWS_NOTHING = ("graph",)  # tasks without random numbers: the features are hashed by constants
+# One map and one λ, so that nothing is chosen.
+PLAIN = {"hops": "2", "ridges": "0.5", "personal": "", "engine": "loop"}
+
+
+def go(federation, **settings):
+    return run("fedgram", federation, **{**PLAIN, **settings})
+
+
+def pooled(federation, method, seed=0):
+    """F and Y of all clients' training items."""
+    rows = []
+    for name, graph in zip(federation.names, federation.graphs, strict=True):
+        rows.append(method.training_rows(client_of(federation, name, graph, seed), 0, method.width))
+    return (torch.cat(part) for part in zip(*rows, strict=True))
+
+
+def client_of(federation, name, graph, seed=0):
+    facts = Facts(
+        graph.num_features, graph.num_classes, graph.task, (name,), ("gcn-2x8",), seed=seed
+    )
+    return Client(name, graph, facts)
+
+
+def weights_in(result, owner="server"):
+    return result.final_models[owner]["weights"]
+
+
+def ridge(F, Y, penalty, weight=None):
+    """scikit-learn's ridge regression. F has its constant column already."""
+    found = Ridge(alpha=penalty, fit_intercept=False, solver="cholesky", tol=1e-12)
+    fitted = found.fit(F.double().numpy(), Y.double().numpy(), sample_weight=weight)
+    return torch.from_numpy(fitted.coef_.T).float()
+
+
+def settings_of(federation, **changed):
+    return FedGram(**{k: v for k, v in {**PLAIN, **changed}.items() if k != "engine"})
+
+
+# ---- equality with pooled ridge regression ----
+@pytest.mark.parametrize("labels", [0.0, 0.2])
+def test_it_equals_scikit_learns_ridge_on_the_pooled_rows(node_federation, labels):
+    F, Y = pooled(node_federation, settings_of(node_federation, labels=labels))
+    result = go(node_federation, labels=labels)
+    assert torch.allclose(weights_in(result), ridge(F, Y, 0.5), atol=1e-4)
+
+
+def test_graph_tasks_equal_pooled_ridge_regression_too(graph_federation):
+    method = settings_of(graph_federation, width=64)
+    F, Y = pooled(graph_federation, method)
+    result = go(graph_federation, width=64)
+    assert torch.allclose(weights_in(result), ridge(F, Y, 0.5), atol=1e-4)
+
+
+def test_class_weights_are_sample_weights(node_federation):
+    F, Y = pooled(node_federation, settings_of(node_federation))
+    weight = torch.tensor([1.0, 4.0, 9.0])[Y.argmax(1)].numpy()
+    result = go(node_federation, class_weight="1,4,9")
+    assert torch.allclose(weights_in(result), ridge(F, Y, 0.5, weight), atol=1e-4)
+
+
+def test_balance_weighs_rows_by_a_power_of_the_inverse_class_frequency(node_federation):
+    F, Y = pooled(node_federation, settings_of(node_federation))
+    count = Y.sum(0)
+    weight = (count.sum() / (3 * count)).sqrt()[Y.argmax(1)].numpy()
+    result = go(node_federation, balance=0.5)
+    assert torch.allclose(weights_in(result), ridge(F, Y, 0.5, weight), atol=1e-4)
+
+
+def disjoint(one, other):
+    """Two graphs as one, without edges between them."""
+    parts = {key: torch.cat([getattr(one, key), getattr(other, key)]) for key in ("x", "y")}
+    masks = {
+        key: torch.cat([getattr(one, key), getattr(other, key)]) for key in ("train", "val", "test")
+    }
+    edges = torch.cat([one.edge_index, other.edge_index + one.num_nodes], 1)
+    return Graph(**parts, edge_index=edges, num_classes=one.num_classes, **masks)
+
+
+def test_order_and_number_of_clients_change_only_the_rounding(node_federation):
+    a, b, c, d = node_federation.graphs
+    orders = ((a, b, c, d), (d, b, a, c), (disjoint(a, c), d, b), (disjoint(disjoint(b, a), d), c))
+    found = [weights_in(go(Federation(graphs))) for graphs in orders]
+    for other in found[1:]:
+        assert torch.allclose(found[0], other, atol=1e-5)
+
+
+def test_one_client_has_its_own_ridge_regression(node_federation):
+    alone = Federation(node_federation.graphs[:1])
+    F, Y = pooled(alone, settings_of(alone))
+    assert torch.allclose(weights_in(go(alone)), ridge(F, Y, 0.5), atol=1e-4)
+
+
+def test_a_secure_run_gives_the_same_weights(node_federation):
+    plain, secure = (go(node_federation, hops="1,2", secure=on) for on in (False, True))
+    assert torch.allclose(weights_in(plain), weights_in(secure), atol=1e-5)
+    assert plain.summary["notes"] == secure.summary["notes"]
+
+
+def test_a_client_that_drops_out_equals_the_run_without_it(node_federation, monkeypatch):
+    original, absent = Loop.call, node_federation.names[1]
+
+    def call(self, phase, sent):
+        replies = original(self, phase, sent)
+        return {c: r for c, r in replies.items() if phase != "send_moments" or c != absent}
+
+    others = [k for k, name in enumerate(node_federation.names) if name != absent]
+    rest = Federation(
+        tuple(node_federation.graphs[k] for k in others),
+        names=tuple(node_federation.names[k] for k in others),
+    )
+    without = go(rest)
+    monkeypatch.setattr(Loop, "call", call)
+    assert torch.allclose(weights_in(go(node_federation)), weights_in(without), atol=1e-6)
+
+
+# ---- unlearning and late joining ----
+def without(federation, *gone):
+    kept = [k for k, name in enumerate(federation.names) if name not in gone]
+    return Federation(
+        tuple(federation.graphs[k] for k in kept), names=tuple(federation.names[k] for k in kept)
+    )
+
+
+@pytest.fixture(scope="module")
+def eight():
+    """Eight clients: a secure sum needs more than two thirds of them."""
+    graph = synthetic(nodes=300, classes=3, features=12, degree=6.0, homophily=0.8, seed=1)
+    return divide(graph, 8, "random", 0, split="40/30/30")
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_clients_that_leave_are_forgotten_exactly(eight, secure):
+    left = go(eight, leave="0,2", secure=secure)
+    never = go(without(eight, "0", "2"))
+    assert torch.allclose(weights_in(left), weights_in(never), atol=1e-5)
+    before = [entry for entry in left.history if entry.get("stage") == "before"]
+    assert len(before) == 1
+    # The control: with them the weights are others.
+    assert not torch.allclose(weights_in(go(eight)), weights_in(never), atol=1e-2)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_clients_that_join_late_count_as_if_they_had_been_there(eight, secure):
+    joined = go(eight, join="1,3", secure=secure)
+    assert torch.allclose(weights_in(joined), weights_in(go(eight)), atol=1e-5)
+    if not secure:  # only their own statistics travelled again
+        assert joined.traffic["phases"]["send_moments"]["messages"] == 2 * 8
+
+
+def test_a_client_may_replace_another(node_federation):
+    swapped = go(node_federation, join="1", leave="2")
+    assert torch.allclose(
+        weights_in(swapped), weights_in(go(without(node_federation, "2"))), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"leave": "7"}, r"unknown client in method\.leave: '7'.*Valid: 0, 1, 2, 3"),
+        ({"join": "0,1", "leave": "2,3"}, "name all clients"),
+        ({"leave": "1", "secure": True}, r"run\.secure: method\.leave names one client"),
+        ({"hops": "two"}, r"method\.hops is 'two', must be whole numbers from 0"),
+        ({"hops": ""}, r"method\.hops is '', must be whole numbers"),
+        ({"ridges": "0"}, r"method\.ridges is '0', must be numbers above 0"),
+        ({"ridges": "inf"}, r"method\.ridges is 'inf', must be numbers above 0"),
+        ({"personal": "1,x"}, r"method\.personal is '1,x', must be .* or empty"),
+    ],
+)
+def test_wrong_settings_are_named(node_federation, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        go(node_federation, **settings)
+
+
+# ---- the personal part ----
+def test_the_correction_is_ridge_regression_on_the_residual():
+    rng = torch.Generator().manual_seed(0)
+    rows, R = torch.randn(9, 30, generator=rng), torch.randn(9, 4, generator=rng)
+    for penalty, found in zip((0.1, 2.0), corrections(rows, R, (0.1, 2.0)), strict=True):
+        assert torch.allclose(found, ridge(rows, R, penalty), atol=1e-4)
+
+
+def test_an_infinite_penalty_is_the_global_model(node_federation):
+    none, huge = go(node_federation), go(node_federation, personal="1e12")
+    for name in node_federation.names:
+        shared = weights_in(none)
+        assert torch.equal(weights_in(none, name), shared)
+        assert torch.allclose(weights_in(huge, name), shared, atol=1e-6)
+
+
+def two_groups(flipped):
+    """A client whose training labels, and validation labels, are those of the others or flipped."""
+    rng = torch.Generator().manual_seed(4)
+    y = torch.arange(80) % 2
+    x = torch.nn.functional.one_hot(y, 2).float() + 0.1 * torch.rand(80, 2, generator=rng)
+    part = torch.arange(80) // 2 % 4
+    return Graph(
+        x,
+        torch.zeros(2, 0, dtype=torch.int64),
+        1 - y if flipped else y,
+        2,
+        train=part == 0,
+        val=part == 1,
+        test=part > 1,
+    ).check()
+
+
+def test_a_client_unlike_the_others_keeps_its_own_weights():
+    federation = Federation(tuple(two_groups(k == 3) for k in range(4)))
+    shared = go(federation, evaluation="global")
+    own = go(federation, personal="0.1,1")
+    assert [row["accuracy"] for row in shared.per_client] == [1, 1, 1, 0]
+    assert [row["accuracy"] for row in own.per_client] == [1, 1, 1, 1]
+    for name in "012":  # nothing to gain: they keep W itself
+        assert torch.equal(weights_in(own, name), weights_in(own))
+
+
+def test_the_personal_part_needs_a_gain_of_more_than_one_standard_error():
+    method, graph = FedGram(personal="1", labels=0.0), two_groups(False)
+    client = client_of(Federation((graph,)), "0", graph)
+    W = torch.zeros(3, 2)
+    W[0, 0] = W[1, 1] = 1.0
+    worse = W.clone()
+    worse[2, 1] = 10.0  # always predicts class 1
+    assert torch.equal(method.chosen(client, worse, W[None], 0), W)
+    assert torch.equal(method.chosen(client, W, worse[None], 0), W)
+    assert torch.equal(method.chosen(client, W, 2 * W[None], 0), W)  # equally good
+
+
+# ---- the choice ----
+def test_the_best_of_equal_candidates_is_the_first_map_and_the_largest_penalty():
+    right, wrong = torch.tensor([[3, 0], [0, 3]]), torch.tensor([[3, 0], [1, 2]])
+    confusion = {"0": torch.stack([wrong, right, right]), "1": torch.stack([right] * 3)}
+    assert FedGram().best(confusion, "accuracy") == ("0", 2)
+    assert FedGram().best({**confusion, "0": torch.stack([wrong] * 3)}, "auc") == ("1", 2)
+
+
+def test_the_metric_of_the_run_chooses():
+    # Accuracy prefers the larger class, macro-F1 does not.
+    of_larger = torch.tensor([[90, 0], [10, 0]])
+    of_both = torch.tensor([[80, 10], [1, 9]])
+    confusion = {"0": torch.stack([of_larger, of_both])}
+    assert FedGram().best(confusion, "accuracy") == ("0", 0)
+    assert FedGram().best(confusion, "f1_macro") == ("0", 1)
+
+
+def test_several_maps_are_compared_on_a_sketch(node_federation):
+    """Too few hops lose on a graph whose features are noise and whose neighbours agree."""
+    graph = synthetic(nodes=600, classes=3, features=40, degree=10.0, homophily=0.95, seed=3)
+    federation = divide(graph, 3, "random", 0, split="40/30/30")
+    result = go(federation, hops="0,3", labels=0.0, sketch=10)
+    assert result.summary["notes"]["hops"] == 3
+    phases = result.traffic["phases"]
+    assert phases["send_moments"]["messages"] == 2 * 2 * 3
+    narrow = go(federation, hops="3", labels=0.0)
+    assert torch.equal(weights_in(result), weights_in(narrow))
+
+
+# ---- features ----
+def test_a_node_sees_the_labels_of_others_and_not_its_own():
+    graph = synthetic(nodes=40, classes=3, features=5, degree=4.0, seed=2)
+    keep = torch.rand(graph.num_edges, generator=torch.Generator().manual_seed(0)) < 0.7
+    graph = replace(
+        graph, edge_index=graph.edge_index[:, keep], train=torch.arange(40) % 2 == 0
+    ).hide_labels()
+    P = graph.adjacency("mean").dense()
+    Y = torch.zeros(40, 3)
+    Y[graph.train, graph.y[graph.train]] = 1
+    twice = P @ P
+    assert torch.allclose(returns(graph), twice.diagonal(), atol=1e-6)
+    expected = torch.cat([P @ Y, (twice - twice.diagonal().diag()) @ Y], 1)
+    found = neighbour_labels(graph)
+    assert torch.allclose(found, expected, atol=1e-6)
+    for node in (0, 2, 4):  # the columns of a training node do not depend on its own label
+        changed = graph.y.clone()
+        changed[node] = (changed[node] + 1) % 3
+        other = neighbour_labels(replace(graph, y=changed))
+        assert torch.allclose(other[node], found[node], atol=1e-6)
+        assert not torch.allclose(other, found)
+
+
+def test_hops_are_the_powers_of_the_normalised_adjacency():
+    graph = synthetic(nodes=30, classes=2, features=7, seed=5)
+    S, H = graph.adjacency("sym").dense(), torch.nn.functional.normalize(graph.x)
+    for hops in (3, 0, 1, 5, 2):  # in any order: some continue from others
+        total = sum(torch.linalg.matrix_power(S, k) @ H for k in range(hops + 1))
+        expected = torch.nn.functional.normalize(total)
+        assert torch.allclose(smoothed(graph, 100, 0, hops), expected, atol=1e-5)
+
+
+def test_wide_features_are_projected_by_signs_that_all_parties_share():
+    graph = synthetic(nodes=30, classes=2, features=64, seed=5)
+    R = signs(3, 64, 16)
+    assert torch.equal(R.abs(), torch.full((64, 16), 0.25))
+    assert abs(R.sum()) < 40
+    assert torch.equal(R, signs(3, 64, 16))
+    assert not torch.equal(R, signs(4, 64, 16))
+    expected = torch.nn.functional.normalize(graph.x) @ R
+    assert torch.allclose(start(graph, 16, 3), expected, atol=1e-5)
+    assert start(graph, 64, 3).shape == (30, 64)
+
+
+def test_a_packed_triangle_is_unpacked():
+    A = torch.arange(9.0).view(3, 3)
+    A = A + A.T
+    assert packed(A).tolist() == [0, 4, 8, 8, 12, 16]
+    assert torch.equal(unpacked(packed(A), 3), A)
+    W = weights_of(A + 30 * torch.eye(3), torch.ones(3, 2), (1.0,))
+    assert torch.allclose((A + 31 * torch.eye(3)) @ W[0], torch.ones(3, 2), atol=1e-5)
+
+
+# ---- unusual clients ----
+def test_clients_with_one_class_or_no_training_item_take_part(node_federation):
+    first, second, *rest = node_federation.graphs
+    one_class = replace(first, train=first.train & (first.y == first.y[first.train][0]))
+    bare = replace(second, train=torch.zeros_like(second.train))
+    result = go(Federation((one_class, bare, *rest)), personal="0.1,1")
+    assert all(model["weights"].isfinite().all() for model in result.models.values())
+    assert torch.equal(weights_in(result, "1"), weights_in(result))
+
+
+def test_more_columns_than_rows(node_federation):
+    wide = tuple(
+        replace(g, x=torch.cat([g.x, torch.rand(g.num_nodes, 300)], 1))
+        for g in node_federation.graphs
+    )
+    federation = Federation(wide)
+    F, Y = pooled(federation, settings_of(federation))
+    assert F.shape[1] > len(F)
+    assert torch.allclose(weights_in(go(federation)), ridge(F, Y, 0.5), atol=1e-4)
+
+
+# ---- traffic ----
+def test_traffic_is_that_of_the_formula(node_federation):
+    d, C, K = node_federation.num_features, node_federation.num_classes, 4
+    m = d + 2 * C + 1
+    phases = go(node_federation).traffic["phases"]
+    assert phases["send_moments"]["scalars_up"] == K * (m * (m + 1) // 2 + m * C)
+    assert phases["adopt"]["scalars_down"] == K * (m * C + 1)
+    assert set(phases) == {"send_moments", "adopt", "evaluate"}  # one upload, one download
+    several = go(node_federation, ridges="0.1,1,10", hops="1,2", sketch=5).traffic["phases"]
+    s = 5 + 2 * C + 1
+    sketched, full = (n * (n + 1) // 2 + n * C for n in (s, m))
+    assert several["send_moments"]["scalars_up"] == K * (2 * sketched + full)
+    assert several["compare_weights"]["scalars_up"] == K * (2 + 1) * 3 * C * C
+    assert several["compare_weights"]["scalars_down"] == K * (3 * (2 * s + m) * C + 2)
+
+
+def test_the_clients_models_are_not_used(node_federation):
+    one, other = (go(node_federation, model=model) for model in ("gcn-2x8", "gat-3x16"))
+    assert one.summary["history_hash"] == other.summary["history_hash"]
+    assert one.summary["model"] is None

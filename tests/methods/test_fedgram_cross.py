@@ -1,2 +1,3 @@
 """FedGram over cut edges."""
+
 from tests.methods.test_fedgram import OTHER, QUICK  # noqa: F401

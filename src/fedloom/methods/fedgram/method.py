@@ -18,9 +18,9 @@ With one map and one λ there is one upload and one download.
 
     H_0 = rows of X at length 1;  H_l = S H_{l-1}, S = D̃^-1/2 (A+I) D̃^-1/2        `features`
     F   = [rows of H_0 + ... + H_L at length 1, w · labels of neighbours, 1]      `features`
-    G = Σ_k G_k,  B = Σ_k B_k                                                     `statistics`
+    G = Σ_k G_k,  B = Σ_k B_k                                                     `send_moments`
     W(λ) = (G + λ I)^-1 B                                                         `solve`
-    L, λ: the best validation score of the confusion matrices, summed            `compare`
+    L, λ: the best validation score of the confusion matrices, summed            `compare_weights`
     W_k = W + Fᵀ (F Fᵀ + μ I)^-1 (Y - F W) over the client's own training rows,   `personalised`
           with the best μ on its own validation items, if it gains more than
           √(items whose prediction changes between right and wrong); else W_k = W
@@ -37,6 +37,7 @@ The clients' models (`--model`) are not used.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -47,13 +48,13 @@ from torch import Tensor
 from fedloom.core.class_weight import balanced_weights
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts
-from fedloom.core.message import Message, Schema
+from fedloom.core.message import Message, Schema, tree_map
 from fedloom.core.method import Method
 from fedloom.core.phase import Computed, phase, summed
 from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, unknown
 from fedloom.methods.fedgram.features import neighbour_labels, smoothed
 from fedloom.methods.fedgram.graph_features import graph_features
 from fedloom.methods.fedgram.ridge import corrections, packed, unpacked, weights_of
@@ -63,17 +64,13 @@ from fedloom.nn.metric_names import FROM_CONFUSION
 STEEPNESS = 20  # of the softplus that makes probabilities of scores
 
 
-def _statistics_schema(
-    method: FedGram, facts: Facts, message: Message, reply: Message | None
-) -> Schema:
-    """One packed Gram matrix for each map that the message asks for."""
+def gram_schema(method: FedGram, facts: Facts, message: Message, reply: Message | None) -> Schema:
+    """Returns the schema of one packed Gram matrix for each map that the message asks for."""
     sizes = _asked(method, facts, message)
     return tuple((str(k), "float32", (m * (m + 1) // 2,)) for k, m in sizes)
 
 
-def _moment_schema(
-    method: FedGram, facts: Facts, message: Message, reply: Message | None
-) -> Schema:
+def moment_schema(method: FedGram, facts: Facts, message: Message, reply: Message | None) -> Schema:
     sizes = _asked(method, facts, message)
     return tuple((str(k), "float32", (m, facts.num_classes)) for k, m in sizes)
 
@@ -84,7 +81,7 @@ def _asked(method: FedGram, facts: Facts, message: Message) -> list[tuple[int, i
     return [(k, method.columns(facts, width)) for k in message["maps"].tolist()]
 
 
-def _confusion_schema(
+def confusion_schema(
     method: FedGram, facts: Facts, message: Message, reply: Message | None
 ) -> Schema:
     classes = facts.num_classes
@@ -135,6 +132,12 @@ class FedGram(Method):
         at_most=1,
         tune="0..1",
     )
+    join: str = setting(
+        "", "clients that join after the first model: their sums are added to those of the others"
+    )
+    leave: str = setting(
+        "", "clients that leave after the first model: their sums are subtracted (unlearning)"
+    )
 
     evaluations: ClassVar[tuple[str, ...]] = ("local", "global")
     needs_of_model: ClassVar[str] = "nothing"
@@ -150,6 +153,21 @@ class FedGram(Method):
         numbers("hops", self.hops, whole=True)
         numbers("ridges", self.ridges)
         numbers("personal", self.personal, empty=True)
+
+    def check(self, facts: Facts) -> None:
+        """Checks the clients that join and leave."""
+        for setting_, text in (("join", self.join), ("leave", self.leave)):
+            for client in (listed := names(text)):
+                if client not in facts.clients:
+                    raise unknown(f"client in method.{setting_}:", client, facts.clients)
+            if len(listed) == 1 and facts.secure is not None:
+                raise ConfigError(
+                    f"run.secure: method.{setting_} names one client; the difference of the sums "
+                    "before and after would be its statistics; name two or more"
+                )
+        staying = [c for c in facts.clients if c not in names(self.join) + names(self.leave)]
+        if not staying:
+            raise ConfigError("method.join and method.leave name all clients; one must stay")
 
     # ---- features ----
     @property
@@ -213,8 +231,8 @@ class FedGram(Method):
         return {}
 
     @summed
-    @phase(gram=Computed(_statistics_schema), moment=Computed(_moment_schema))
-    def statistics(self, client: Client, maps: Tensor, width: Tensor) -> Message:
+    @phase(gram=Computed(gram_schema), moment=Computed(moment_schema))
+    def send_moments(self, client: Client, maps: Tensor, width: Tensor) -> Message:
         """Answers G_k and B_k for some maps.
 
         Args:
@@ -229,8 +247,8 @@ class FedGram(Method):
         return {"gram": gram, "moment": moment}
 
     @summed
-    @phase(confusion=Computed(_confusion_schema))
-    def compare(self, client: Client, weights: Message, width: Tensor) -> Message:
+    @phase(confusion=Computed(confusion_schema))
+    def compare_weights(self, client: Client, weights: Message, width: Tensor) -> Message:
         """Answers confusion matrices of the client's validation items.
 
         Args:
@@ -293,10 +311,13 @@ class FedGram(Method):
 
         model: W and its map. None: the client's own.
         """
-        model = self.predictor(client) if model is None else model
+        scores = self.scores(client, self.predictor(client) if model is None else model)
+        return (F.softplus(STEEPNESS * scores) / STEEPNESS).log()
+
+    def scores(self, client: Client, model: Message) -> Tensor:
+        """Returns F W [items, C] of the client's full graph."""
         width = self.inner(client.facts, self.width)
-        scores = self.features(client, client.full_graph, int(model["map"]), width)
-        return (F.softplus(STEEPNESS * scores @ model["weights"]) / STEEPNESS).log()
+        return self.features(client, client.full_graph, int(model["map"]), width) @ model["weights"]
 
     def predictor(self, client: Client) -> Message:
         """Returns W_k and its map. A client that has not received a W fits a model of its own."""
@@ -338,35 +359,98 @@ class FedGram(Method):
         _, number, place = max(found)
         return str(-number), place
 
-    def fitted(self, server: Server) -> Message:
-        """Returns the chosen W and its map, after as many exchanges as the choice needs."""
-        facts = server.facts
-        full = self.inner(facts, self.width)
-        maps = list(range(len(self.maps))) if facts.task == "node" else [0]
-        width = min(self.sketch, full) if len(maps) > 1 else full
-        while True:
-            asked = {"maps": torch.tensor(maps), "width": torch.tensor(width)}
-            weights = self.solve(server.sum(self.statistics, **asked), self.columns(facts, width))
-            number, place = str(maps[0]), 0
-            if len(maps) > 1 or len(weights[number]) > 1:
-                counted = server.sum(self.compare, weights=weights, width=asked["width"])
-                number, place = self.best(counted["confusion"], facts.selection)
-            if width == full:
-                server.notes["ridge"] = numbers("ridges", self.ridges)[place]
-                if facts.task == "node":
-                    server.notes["hops"] = float(self.maps[int(number)])
-                return {"weights": weights[number][place], "map": torch.tensor(int(number))}
-            maps, width = [int(number)], full
+    def gather(
+        self, server: Server, maps: Sequence[int], width: int, clients: Sequence[str]
+    ) -> Message:
+        """Returns G and B of some maps, summed over clients."""
+        chosen, columns = torch.tensor(list(maps)), torch.tensor(width)
+        return server.sum(self.send_moments, clients=clients, maps=chosen, width=columns)
+
+    def choose(
+        self, server: Server, sums: Message, width: int, clients: Sequence[str]
+    ) -> tuple[int, int, Tensor]:
+        """Returns the number of the best map, the place of the best λ, and its W [m, C].
+
+        Clients compare them on their validation items, if there is more than one.
+        """
+        weights = self.solve(sums, self.columns(server.facts, width))
+        number, place = next(iter(weights)), 0
+        if len(weights) > 1 or len(weights[number]) > 1:
+            columns = torch.tensor(width)
+            counted = server.sum(
+                self.compare_weights, clients=clients, weights=weights, width=columns
+            )
+            number, place = self.best(counted["confusion"], server.facts.selection)
+        return int(number), place, weights[number][place]
+
+    def chosen_map(self, server: Server, clients: Sequence[str]) -> int:
+        """Returns the number of the best map, by a sketch of the features if they are wide."""
+        number, maps = 0, range(len(self.maps)) if server.facts.task == "node" else range(1)
+        if len(maps) > 1:
+            width = min(self.sketch, self.inner(server.facts, self.width))
+            sums = self.gather(server, maps, width, clients)
+            number = self.choose(server, sums, width, clients)[0]
+        if server.facts.task == "node":
+            server.notes["hops"] = float(self.maps[number])
+        return number
+
+    def selected(
+        self, server: Server, sums: Message, number: int, clients: Sequence[str]
+    ) -> Message:
+        """Returns the model: the best W of one map's sums, and the number of the map."""
+        width = self.inner(server.facts, self.width)
+        _, place, W = self.choose(server, sums, width, clients)
+        server.notes["ridge"] = numbers("ridges", self.ridges)[place]
+        return {"weights": W, "map": torch.tensor(number)}
+
+    def changed(
+        self, server: Server, sums: Message, number: int, clients: Sequence[str]
+    ) -> Message:
+        """Returns the sums of one map after clients have joined and left.
+
+        A secure run sums again over the clients that stay: a sum over the few that change would
+        need a quorum of its own. The server can subtract both sums.
+
+        Args:
+            server: The server.
+            sums: The sums before.
+            number: The number of the map.
+            clients: The clients that are there now.
+        """
+        full = self.inner(server.facts, self.width)
+        if server.facts.secure is not None:
+            return self.gather(server, [number], full, clients)
+        for changing, combine in ((self.join, torch.add), (self.leave, torch.sub)):
+            if listed := names(changing):
+                own = self.gather(server, [number], full, listed)
+                sums = tree_map(combine, sums, own)
+        return sums
 
     def run(self, server: Server) -> None:
         """One round: statistics up, W down, and the choice between candidates by sums."""
+        state, full = server.state, self.inner(server.facts, self.width)
+        late, gone = names(self.join), names(self.leave)
         for _ in server.rounds(1):
+            clients = [c for c in server.participants if c not in late]
             if self.balance:
                 counts = server.sum(self.count_labels)["counts"]
                 server.ask(self.weigh_rows, weights=balanced_weights(counts) ** self.balance)
-            server.state["model"] = self.fitted(server)
-            server.ask(self.adopt, model=server.state["model"])
-            server.evaluate(model=server.state["model"])
+            number = self.chosen_map(server, clients)
+            sums = self.gather(server, [number], full, clients)
+            state["model"] = self.selected(server, sums, number, clients)
+            if late or gone:
+                server.ask(self.adopt, clients=clients, model=state["model"])
+                server.evaluate(stage="before", model=state["model"])
+                clients = [c for c in server.participants if c not in gone]
+                sums = self.changed(server, sums, number, clients)
+                state["model"] = self.selected(server, sums, number, clients)
+            server.ask(self.adopt, clients=clients, model=state["model"])
+            server.evaluate(model=state["model"])
+
+
+def names(text: str) -> list[str]:
+    """Returns the clients of a setting that lists them, such as "bank-a,bank-b"."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def numbers(name: str, text: str, whole: bool = False, empty: bool = False) -> list[float]:
