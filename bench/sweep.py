@@ -25,19 +25,19 @@ Found = dict[str, list[dict[str, Any]]]  # {label: summaries by seed}
 
 def sweep(
     recipes: Mapping[str, Tables],
-    seeds: int,
+    seeds: int | Callable[[str], int],
     report: Callable[[str, int, dict[str, Any]], None],
     kept: Path | None = None,
     run: bool = True,
     workers: int = 0,
 ) -> Found:
-    """Runs recipes with the seeds 0 .. seeds-1 and returns {label: summaries by seed}.
+    """Runs recipes with the seeds 0, 1, ... and returns {label: summaries by seed}.
 
     A run that fails raises a RuntimeError after all others have finished.
 
     Args:
         recipes: {label: tables}.
-        seeds: The number of seeds.
+        seeds: The number of seeds, or a function that gives that of a label.
         report: Called with label, seed and summary of each run as it ends.
         kept: A folder for run folders, without models. Runs with the same settings and code are
             read from it.
@@ -47,7 +47,9 @@ def sweep(
     with ExitStack() as stack:
         place = kept or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         # Seeds are outermost, so every label has a number early.
-        wanted = [(label, seed) for seed in range(seeds) for label in recipes]
+        count = {label: seeds if isinstance(seeds, int) else seeds(label) for label in recipes}
+        most = max(count.values(), default=0)
+        wanted = [(label, seed) for seed in range(most) for label in recipes if seed < count[label]]
         cells = {
             key: grid.cell(override(recipes[key[0]], [f"run.seed={key[1]}"]), place)
             for key in wanted
@@ -70,10 +72,11 @@ def sweep(
         complete = [
             label
             for label in recipes
-            if all(grid.is_done(cells[label, seed]) for seed in range(seeds))
+            if all(grid.is_done(cells[label, seed]) for seed in range(count[label]))
         ]
         return {
-            label: [_summary(cells[label, seed]) for seed in range(seeds)] for label in complete
+            label: [_summary(cells[label, seed]) for seed in range(count[label])]
+            for label in complete
         }
 
 
@@ -87,7 +90,7 @@ def make_tables(
     about: str,
     name: str,
     cells: dict[str, Tables],
-    seeds: int,
+    seeds: int | Callable[[str], int],
     sections: Mapping[str, Callable[[Found], str]],
 ) -> None:
     """The command of a file that fills tables in a Markdown file.
@@ -99,7 +102,7 @@ def make_tables(
         about: The file's docstring.
         name: NAME of the folder and the file above.
         cells: {label: recipe}, the most wanted first.
-        seeds: The number of seeds.
+        seeds: The number of seeds, or a function that gives that of a label.
         sections: {mark in the Markdown file: function that makes the text}.
     """
     parser = argparse.ArgumentParser(
@@ -149,6 +152,7 @@ _KEPT = (
     "seed",
     "accuracy",
     "accuracy_mean",
+    "f1_macro",
     "auc",
     "final_accuracy",
     "val_accuracy",

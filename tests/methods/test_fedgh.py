@@ -83,7 +83,7 @@ NEEDS = {
 BASES = [
     name
     for name in method_names()
-    if name not in ("fedgh", "central") and "node" in method_class(name).tasks
+    if name not in ("fedgh", "fedgram+", "central") and "node" in method_class(name).tasks
 ]
 
 USUAL_BASES = ("fedprox", "fedpg", "fedstruct", "opfgl", "fedtad")  # those of the quick tests

@@ -16,10 +16,17 @@ from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError
 from fedloom.experiments.run import run
 from fedloom.methods.fedgram import FedGram
-from fedloom.methods.fedgram.features import neighbour_labels, returns, signs, smoothed, start
-from fedloom.methods.fedgram.ridge import corrections, packed, unpacked, weights_of
+from fedloom.methods.fedgram.features import signs, smoothed, start
+from fedloom.methods.fedgram.ridge import (
+    corrections,
+    generalised_error,
+    packed,
+    unpacked,
+    weights_of,
+)
+from fedloom.methods.fedgram.structure import labels_around
 
-QUICK = {"rounds": 1, "width": 8, "sketch": 4, "hops": "1,2"}
+QUICK = {"rounds": 1, "width": 8, "sketch": 4, "hops": "1,2,side"}
 OTHER = {
     "hops": "2,3",
     "ridges": "2",
@@ -27,7 +34,9 @@ OTHER = {
     "colors": 1,
     "join": "1",
     "leave": "2",
+    "caution": 0.0,
 }
+NEEDS = {"personal": {"caution": 0.0}}
 DRAWS_NOTHING = ("graph",)  # tasks without random numbers: the features are hashed by constants
 # One map and one λ, so that nothing is chosen.
 PLAIN = {"hops": "2", "ridges": "0.5", "personal": "", "engine": "loop"}
@@ -191,8 +200,9 @@ def test_a_client_may_replace_another(node_federation):
         ({"leave": "7"}, r"unknown client in method\.leave: '7'.*Valid: 0, 1, 2, 3"),
         ({"join": "0,1", "leave": "2,3"}, "name all clients"),
         ({"leave": "1", "secure": True}, r"run\.secure: method\.leave names one client"),
-        ({"hops": "two"}, r"method\.hops is 'two', must be whole numbers from 0"),
-        ({"hops": ""}, r"method\.hops is '', must be whole numbers"),
+        ({"hops": "two"}, r"method\.hops is 'two', must be different whole .* or 'side'"),
+        ({"hops": "2,2"}, r"method\.hops is '2,2', must be different"),
+        ({"hops": ""}, r"method\.hops is '', must be different whole numbers"),
         ({"ridges": "0"}, r"method\.ridges is '0', must be numbers above 0"),
         ({"ridges": "inf"}, r"method\.ridges is 'inf', must be numbers above 0"),
         ({"personal": "1,x"}, r"method\.personal is '1,x', must be .* or empty"),
@@ -256,14 +266,52 @@ def test_the_personal_part_needs_a_gain_of_more_than_one_standard_error():
     assert torch.equal(method.chosen(client, worse, W[None], 0), W)
     assert torch.equal(method.chosen(client, W, worse[None], 0), W)
     assert torch.equal(method.chosen(client, W, 2 * W[None], 0), W)  # equally good
+    eager = FedGram(personal="1", labels=0.0, caution=0.0)
+    assert torch.equal(eager.chosen(client, W, 2 * W[None], 0), 2 * W)
+    assert torch.equal(eager.chosen(client, W, worse[None], 0), W)
 
 
 # ---- the choice ----
-def test_the_best_of_equal_candidates_is_the_first_map_and_the_largest_penalty():
+def test_equal_candidates_are_all_best():
     right, wrong = torch.tensor([[3, 0], [0, 3]]), torch.tensor([[3, 0], [1, 2]])
-    confusion = {"0": torch.stack([wrong, right, right]), "1": torch.stack([right] * 3)}
-    assert FedGram().best(confusion, "accuracy") == ("0", 2)
-    assert FedGram().best({**confusion, "0": torch.stack([wrong] * 3)}, "auc") == ("1", 2)
+    method = FedGram(hops="1,2")
+    confusion = {"0": torch.stack([wrong, right]), "1": torch.stack([right, wrong])}
+    assert method.best(confusion, "accuracy") == [("0", 1), ("1", 0)]
+    confusion["0"][1] = wrong
+    assert method.best(confusion, "auc") == [("1", 0)]  # accuracy in its place
+
+
+def test_maps_side_by_side_must_be_better_by_a_standard_error():
+    # Of 100 items, 84 are right: one standard error is 4 items.
+    def matrix(right):
+        return torch.tensor([[[right, 100 - right], [0, 0]]])
+
+    method = FedGram(hops="2,side")
+    assert method.best({"0": matrix(84), "1": matrix(88)}, "accuracy") == [("0", 0)]
+    assert method.best({"0": matrix(84), "1": matrix(89)}, "accuracy") == [("1", 0)]
+    assert FedGram(hops="side").best({"0": matrix(5)}, "accuracy") == [("0", 0)]
+
+
+def test_generalised_cross_validation_from_sums_is_that_of_the_rows():
+    rng = torch.Generator().manual_seed(1)
+    F = torch.cat([torch.randn(40, 6, generator=rng), torch.ones(40, 1)], 1).double()
+    Y = torch.nn.functional.one_hot(torch.randint(0, 3, (40,), generator=rng), 3).double()
+    G, B = F.T @ F, F.T @ Y
+    W = weights_of(G, B, (0.7,))[0]
+    hat = F @ torch.linalg.inv(G + 0.7 * torch.eye(7)) @ F.T
+    expected = (Y - hat @ Y).square().sum() / 40 / (1 - hat.trace() / 40) ** 2
+    assert generalised_error(G, B, W, 0.7) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_ties_are_broken_by_generalised_cross_validation():
+    """Without validation items all candidates are equal."""
+    rng = torch.Generator().manual_seed(0)
+    x, noise = torch.randn(200, 5, generator=rng), torch.randn(200, generator=rng)
+    y = (x[:, 0] + 0.3 * noise > 0).long()
+    half = torch.arange(200) < 100
+    graph = Graph(x, torch.zeros(2, 0, dtype=torch.int64), y, 2, train=half, test=~half)
+    chosen = go(Federation((graph,)), ridges="0.001,1,100000").summary["notes"]["ridge"]
+    assert chosen in (0.001, 1.0)  # 100,000 shrinks everything to 0
 
 
 def test_the_metric_of_the_run_chooses():
@@ -271,8 +319,8 @@ def test_the_metric_of_the_run_chooses():
     of_larger = torch.tensor([[90, 0], [10, 0]])
     of_both = torch.tensor([[80, 10], [1, 9]])
     confusion = {"0": torch.stack([of_larger, of_both])}
-    assert FedGram().best(confusion, "accuracy") == ("0", 0)
-    assert FedGram().best(confusion, "f1_macro") == ("0", 1)
+    assert FedGram().best(confusion, "accuracy") == [("0", 0)]
+    assert FedGram().best(confusion, "f1_macro") == [("0", 1)]
 
 
 def test_several_maps_are_compared_on_a_sketch(node_federation):
@@ -280,7 +328,7 @@ def test_several_maps_are_compared_on_a_sketch(node_federation):
     graph = synthetic(nodes=600, classes=3, features=40, degree=10.0, homophily=0.95, seed=3)
     federation = divide(graph, 3, "random", 0, split="40/30/30")
     result = go(federation, hops="0,3", labels=0.0, sketch=10)
-    assert result.summary["notes"]["hops"] == 3
+    assert result.summary["notes"]["map"] == 1
     phases = result.traffic["phases"]
     assert phases["send_moments"]["messages"] == 2 * 2 * 3
     narrow = go(federation, hops="3", labels=0.0)
@@ -298,14 +346,13 @@ def test_a_node_sees_the_labels_of_others_and_not_its_own():
     Y = torch.zeros(40, 3)
     Y[graph.train, graph.y[graph.train]] = 1
     twice = P @ P
-    assert torch.allclose(returns(graph), twice.diagonal(), atol=1e-6)
     expected = torch.cat([P @ Y, (twice - twice.diagonal().diag()) @ Y], 1)
-    found = neighbour_labels(graph)
+    found = labels_around(graph)
     assert torch.allclose(found, expected, atol=1e-6)
     for node in (0, 2, 4):  # the columns of a training node do not depend on its own label
         changed = graph.y.clone()
         changed[node] = (changed[node] + 1) % 3
-        other = neighbour_labels(replace(graph, y=changed))
+        other = labels_around(replace(graph, y=changed))
         assert torch.allclose(other[node], found[node], atol=1e-6)
         assert not torch.allclose(other, found)
 

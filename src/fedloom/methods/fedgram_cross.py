@@ -28,18 +28,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom.core.client import Client
+from fedloom.core.facts import Facts
 from fedloom.core.message import Message
 from fedloom.core.phase import peer_messages, phase
 from fedloom.core.server import Server
+from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
+from fedloom.errors import ConfigError
 from fedloom.methods._shared.cut_edges import next_hop, own_adjacency, written_sums
 from fedloom.methods.fedgram.features import signs, start
-from fedloom.methods.fedgram.method import FedGram
+from fedloom.methods.fedgram.method import SIDE, FedGram
 
 
 @dataclass(frozen=True)
 class FedGramCross(FedGram):
     """FedGram on features that are propagated over cut edges, too."""
+
+    hops: str = setting(
+        "2,4", "L, the numbers of hops that are summed; of several, the best on validation items"
+    )
 
     uses_cross_edges: ClassVar[bool] = True
     transductive: ClassVar[bool] = True
@@ -55,11 +62,20 @@ class FedGramCross(FedGram):
         "features, up to a factor)"
     )
 
+    def check(self, facts: Facts) -> None:
+        """Checks that every map is a number of hops."""
+        super().check(facts)
+        if SIDE in self.maps:
+            raise ConfigError(
+                f"method.hops is {self.hops!r}: fedgram-cross exchanges sums over hops; leave out "
+                f"{SIDE!r}"
+            )
+
     @peer_messages(read_by="read_sums")
     @phase(nodes="int64[n]", edges="int64[n]", sums="float32[n,n]")
     def write_sums(self, client: Client) -> Message:
         """Writes to every client, for each of its nodes with edges from here, Σ_u h_u d̃_u^-1/2."""
-        width = self.inner(client.facts, self.width)
+        width = self.full(client.facts)
         first = [start(client.graph, width, client.facts.seed)]
         return written_sums(client, client.memory.setdefault("hops", first)[-1], "fedgram-cross")
 
@@ -81,6 +97,6 @@ class FedGramCross(FedGram):
 
     def run(self, server: Server) -> None:
         """One exchange per hop, then FedGram."""
-        for _ in range(max(self.maps)):
+        for _ in range(max(map(int, self.maps))):
             server.relay(self.write_sums)
         super().run(server)

@@ -42,7 +42,7 @@ class FedGramPlus(Plugin):
     """Appends FedGram's scores to the features, in front of any method."""
 
     score_weight: float = setting(5.0, "s, weight of the scores as features", above=0, tune="1..20")
-    score_hops: str = setting("2,4", "the setting `hops` of FedGram", task="node")
+    score_hops: str = setting("2,4,side", "the setting `hops` of FedGram", task="node")
     score_width: int = setting(2048, "the setting `width` of FedGram", at_least=1)
 
     transductive: ClassVar[bool] = True
@@ -101,6 +101,6 @@ class FedGramPlus(Plugin):
         """Runs FedGram and appends its scores."""
         gram, clients = self.gram, server.clients
         number = gram.chosen_map(server, clients)
-        sums = gram.gather(server, [number], gram.inner(server.facts, gram.width), clients)
+        sums = gram.gather(server, [number], gram.full(server.facts), clients)
         server.ask(self.append_scores, model=gram.selected(server, sums, number, clients))
         server.facts = widened(server.facts)

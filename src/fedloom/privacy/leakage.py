@@ -1,10 +1,15 @@
-"""Leakage: attacks that measure what a synthetic graph reveals, and a theoretical bound.
+"""Leakage: attacks that measure what messages reveal, and a theoretical bound.
 
 A method may send a synthetic row for every node instead of the real one (FedGH's pseudo-graphs).
 Its privacy depends on how the rows were made, and only attacks measure it. `reidentified` assumes
 an attacker with candidates for the real rows, who looks for the one behind each synthetic row;
 chance is 1/n. `edge_auc` guesses from synthetic rows and links which nodes are linked; chance is
-0.5. These attacks are simple, so their success is a lower bound of the leakage.
+0.5.
+
+A method may send second moments G = Fᵀ F and B = Fᵀ Y of rows instead of the rows (FedGram).
+`member_auc` and `labels_read` assume an attacker who has G and B, and candidates for the rows.
+
+These attacks are simple, so their success is a lower bound of the leakage.
 """
 
 from __future__ import annotations
@@ -97,3 +102,42 @@ def forward_noise_epsilon(alpha_bar: float, bound: float, delta: float = 1e-5) -
         raise ConfigError(f"bound is {bound} and delta {delta}, must be above 0, and delta below 1")
     rho = 2 * alpha_bar * bound**2 / (1 - alpha_bar)
     return rho + 2 * math.sqrt(rho * math.log(1 / delta))
+
+
+def member_auc(gram: Tensor, rows: Tensor, member: Tensor, smallest: float = 1e-4) -> float:
+    """Returns how well an attack tells the rows of G from others: the area under the ROC curve.
+
+    If the rows of G do not span all columns, the score of a candidate is the share of it that lies
+    within their span. Otherwise it is its leverage fᵀ G^-1 f, which is larger for rows of G.
+
+    Args:
+        gram: G = Fᵀ F, [m, m].
+        rows: The candidates, [n, m].
+        member: Which candidates are rows of F, [n] bool.
+        smallest: Eigenvalues of G below this share of the largest count as 0.
+    """
+    values, vectors = torch.linalg.eigh(gram.double())
+    inside = rows.double() @ vectors
+    kept = values > smallest * values.max()
+    leverage, outside = (inside.square() / values).sum(1), inside[:, ~kept].square().sum(1)
+    score = leverage if kept.all() else -outside
+    return float(roc_auc_score(member.numpy(), score.numpy()))
+
+
+def labels_read(
+    gram: Tensor, moment: Tensor, rows: Tensor, y: Tensor, ridge: float = 1e-4
+) -> float:
+    """Returns the share of rows whose label an attack reads from G and B.
+
+    It predicts the largest entry of fᵀ (G + εI)^-1 B: least squares with hardly any penalty.
+
+    Args:
+        gram: G = Fᵀ F, [m, m].
+        moment: B = Fᵀ Y, [m, C].
+        rows: The candidates, [n, m].
+        y: Their labels, [n].
+        ridge: ε.
+    """
+    G = gram.double() + ridge * torch.eye(len(gram), dtype=torch.float64)
+    weights = torch.linalg.solve(G, moment.double())
+    return float(((rows.double() @ weights).argmax(1) == y).double().mean())

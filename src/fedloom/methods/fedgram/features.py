@@ -68,30 +68,3 @@ def smoothed(graph: Graph, width: int, seed: int, count: int) -> Tensor:
 
     unfinished = ("gram hops", width, seed)
     return graph.cached(("gram features", width, seed, count), make)
-
-
-def neighbour_labels(graph: Graph) -> Tensor:
-    """Returns the shares of the classes among training nodes one and two hops away, [nodes, 2 C].
-
-    P is the adjacency of kind "mean" and Y has the training labels. The columns are P Y and P² Y
-    without the node's own label: a training node does not see its own label.
-    """
-    Y = torch.zeros(graph.num_nodes, graph.num_classes)
-    Y[graph.train, graph.y[graph.train]] = 1
-    P = graph.adjacency("mean")
-    one = P @ Y
-    return torch.cat([one, P @ one - returns(graph)[:, None] * Y], 1)
-
-
-def returns(graph: Graph) -> Tensor:
-    """Returns the probability that a random walk is back after two steps, (P²)_ii, [nodes]."""
-
-    def make() -> Tensor:
-        P = graph.adjacency("mean")
-        n = graph.num_nodes
-        there, back = P.rows * n + P.indices, P.indices.long() * n + P.rows
-        place = torch.searchsorted(there, back).clamp(max=max(P.nnz - 1, 0))
-        paired = torch.where(there[place] == back, P.values[place], 0.0)
-        return torch.zeros(n).index_add_(0, P.rows, P.values * paired)
-
-    return graph.cached("returns", make)

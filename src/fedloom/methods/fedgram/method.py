@@ -22,8 +22,8 @@ With one map and one λ there is one upload and one download.
     W(λ) = (G + λ I)^-1 B                                                         `solve`
     L, λ: the best validation score of the confusion matrices, summed            `compare_weights`
     W_k = W + Fᵀ (F Fᵀ + μ I)^-1 (Y - F W) over the client's own training rows,   `personalised`
-          with the best μ on its own validation items, if it gains more than
-          √(items whose prediction changes between right and wrong); else W_k = W
+          with the best μ on its own validation items, if it gains more than one      `chosen`
+          standard error there; else W_k = W
     logits = log softplus(20 F W_k) / 20: scores of ridge regression estimate     `predict`
           probabilities
 
@@ -37,6 +37,7 @@ The clients' models (`--model`) are not used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -55,13 +56,22 @@ from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError, unknown
-from fedloom.methods.fedgram.features import neighbour_labels, smoothed
+from fedloom.methods.fedgram.features import smoothed
 from fedloom.methods.fedgram.graph_features import graph_features
-from fedloom.methods.fedgram.ridge import corrections, packed, unpacked, weights_of
+from fedloom.methods.fedgram.ridge import (
+    corrections,
+    generalised_error,
+    packed,
+    unpacked,
+    weights_of,
+)
+from fedloom.methods.fedgram.structure import labels_around, structure_features, structure_width
 from fedloom.nn import metrics
 from fedloom.nn.metric_names import FROM_CONFUSION
 
 STEEPNESS = 20  # of the softplus that makes probabilities of scores
+SIDE = "side"  # the map with all hops side by side
+NARROWEST_GRAPH = 8  # the fewest columns of `graph_features`
 
 
 def gram_schema(method: FedGram, facts: Facts, message: Message, reply: Message | None) -> Schema:
@@ -78,7 +88,7 @@ def moment_schema(method: FedGram, facts: Facts, message: Message, reply: Messag
 def _asked(method: FedGram, facts: Facts, message: Message) -> list[tuple[int, int]]:
     """Returns number and width of each map that a message asks for."""
     width = int(message["width"])
-    return [(k, method.columns(facts, width)) for k in message["maps"].tolist()]
+    return [(k, method.columns(facts, k, width)) for k in message["maps"].tolist()]
 
 
 def confusion_schema(
@@ -98,8 +108,9 @@ class FedGram(Method):
         1, "communication rounds: this is a one-shot method", at_least=1, at_most=1
     )
     hops: str = setting(
-        "2,4",
-        "L, how far features are propagated; of several, the best on validation items",
+        "2,4,side",
+        "maps of the features; of several, the best on validation items: a number L sums 0 to L "
+        "hops, 'side' has them side by side, for graphs whose neighbours differ",
         task="node",
     )
     colors: int = setting(
@@ -119,11 +130,18 @@ class FedGram(Method):
         tune="0..1",
     )
     ridges: str = setting(
-        "0.03,0.1,0.3,1,3,10", "λ, the penalties; of several, the best on validation items"
+        "0.003,0.01,0.03,0.1,0.3,1,3,10",
+        "λ, the penalties; of several, the best on validation items",
     )
     personal: str = setting(
         "0.03,0.1,0.3,1,3,10",
         "μ, the penalties of the personal part; empty = every client uses W",
+    )
+    caution: float = setting(
+        1.0,
+        "standard errors by which the personal part must gain; 0 = it must not lose",
+        at_least=0,
+        tune="0..2",
     )
     balance: float = setting(
         0.0,
@@ -150,7 +168,7 @@ class FedGram(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        numbers("hops", self.hops, whole=True)
+        self.maps  # noqa: B018  (raises an error if a name is wrong)
         numbers("ridges", self.ridges)
         numbers("personal", self.personal, empty=True)
 
@@ -171,18 +189,40 @@ class FedGram(Method):
 
     # ---- features ----
     @property
-    def maps(self) -> list[int]:
-        """L of each candidate."""
-        return [int(value) for value in numbers("hops", self.hops, whole=True)]
+    def maps(self) -> list[str]:
+        """The maps of node features that are compared: numbers of hops, or SIDE."""
+        listed = [part.strip() for part in self.hops.split(",") if part.strip()]
+        for name in listed:
+            if name != SIDE and not name.isdecimal():
+                listed = []
+        if not listed or len(set(listed)) < len(listed):
+            raise ConfigError(
+                f"method.hops is {self.hops!r}, must be different whole numbers from 0, "
+                f"or {SIDE!r}, separated by commas"
+            )
+        return listed
 
-    def inner(self, facts: Facts, width: int) -> int:
-        """Returns the number of columns that come from the features, at most `width`."""
-        return width if facts.task == "graph" else min(width, facts.num_features)
+    def full(self, facts: Facts) -> int:
+        """Returns `width`, or less if no map has as many columns."""
+        return self.width if facts.task == "graph" else min(self.width, self._widest(facts))
 
-    def columns(self, facts: Facts, width: int) -> int:
-        """Returns m: the number of columns of F."""
-        beside = 2 * facts.num_classes if facts.task == "node" and self.labels else 0
-        return self.inner(facts, width) + beside + 1
+    def _widest(self, facts: Facts) -> int:
+        return max(facts.num_features, 7 * facts.num_features * (SIDE in self.maps))
+
+    def columns(self, facts: Facts, number: int, width: int) -> int:
+        """Returns m: the number of columns of F.
+
+        Args:
+            facts: The facts of the run.
+            number: The number of the map.
+            width: The most columns that come from the features.
+        """
+        features, classes = facts.num_features, facts.num_classes
+        if facts.task == "graph":
+            return max(width, NARROWEST_GRAPH) + 1
+        if self.maps[number] == SIDE:
+            return structure_width(features, classes, width) + 1
+        return min(width, features) + (2 * classes if self.labels else 0) + 1
 
     def features(self, client: Client, graph: Graph, number: int, width: int) -> Tensor:
         """Returns F [items, m] of a graph.
@@ -190,19 +230,22 @@ class FedGram(Method):
         Args:
             client: The client, for the run's seed.
             graph: The client's graph: that of training, or the full one.
-            number: Which of the candidates of `hops`.
+            number: The number of the map.
             width: The most columns that come from the features.
         """
         one = torch.ones(graph.num_items, 1)
         if graph.task == "graph":
+            width = max(width, NARROWEST_GRAPH)
             rows = graph.cached(
                 ("gram graphs", width, self.colors),
                 lambda: graph_features(graph, width, self.colors),
             )
             return torch.cat([rows, one], 1)
-        parts = [self.smoothed(client, graph, self.maps[number], width), one]
+        if self.maps[number] == SIDE:
+            return torch.cat([structure_features(graph, width), one], 1)
+        parts = [self.smoothed(client, graph, int(self.maps[number]), width), one]
         if self.labels:
-            parts.insert(1, self.labels * neighbour_labels(graph))
+            parts.insert(1, self.labels * labels_around(graph))
         return torch.cat(parts, 1)
 
     def smoothed(self, client: Client, graph: Graph, count: int, width: int) -> Tensor:
@@ -282,7 +325,7 @@ class FedGram(Method):
             W: The weights that all clients share, [m, C].
             number: The number of the map.
         """
-        width = self.inner(client.facts, self.width)
+        width = self.full(client.facts)
         rows, Y = self.training_rows(client, number, width)
         penalties = numbers("personal", self.personal, empty=True)
         if len(rows) and penalties:
@@ -294,16 +337,18 @@ class FedGram(Method):
     def chosen(self, client: Client, W: Tensor, others: Tensor, number: int) -> Tensor:
         """Returns the best of several W_k on the client's validation items, if it is clearly best.
 
-        Its gain over W must exceed one standard error: √(items on which just one of both is right).
-        Of equals, the one with the largest penalty, the last, is best.
+        Its gain over W must exceed `caution` standard errors. One standard error is √(items on
+        which just one of both is right). Of equals, the one with the largest penalty is best.
         """
         graph = client.full_graph
-        rows = self.features(client, graph, number, self.inner(client.facts, self.width))[graph.val]
+        rows = self.features(client, graph, number, self.full(client.facts))[graph.val]
         right = (torch.stack([rows @ w for w in (W, *others)]).argmax(2)) == graph.y[graph.val]
         shared, own = right[0], right[1:]
         gain = own.sum(1) - shared.sum()
         best = len(gain) - 1 - int(gain.flip(0).argmax())
-        return others[best] if gain[best] > (own[best] ^ shared).sum().sqrt() else W
+        error = float((own[best] ^ shared).sum()) ** 0.5
+        clear = gain[best] > self.caution * error if self.caution else gain[best] >= 0
+        return others[best] if clear else W
 
     # ---- predictions ----
     def predict(self, client: Client, model: Message | None) -> Tensor:
@@ -316,14 +361,14 @@ class FedGram(Method):
 
     def scores(self, client: Client, model: Message) -> Tensor:
         """Returns F W [items, C] of the client's full graph."""
-        width = self.inner(client.facts, self.width)
+        width = self.full(client.facts)
         return self.features(client, client.full_graph, int(model["map"]), width) @ model["weights"]
 
     def predictor(self, client: Client) -> Message:
         """Returns W_k and its map. A client that has not received a W fits a model of its own."""
         if "predictor" not in client.state:
             facts = client.facts
-            columns = self.columns(facts, self.inner(facts, self.width))
+            columns = self.columns(facts, 0, self.full(facts))
             none = {"weights": torch.zeros(columns, facts.num_classes), "map": torch.tensor(0)}
             self.adopt(client, none)
         return dict(client.state["predictor"])
@@ -333,72 +378,90 @@ class FedGram(Method):
         client.state["predictor"] = dict(kept)
 
     # ---- at the server ----
-    def solve(self, sums: Message, columns: int) -> Message:
-        """Returns W(λ) [ridges, m, C] of each map."""
-        ridges = numbers("ridges", self.ridges)
-        return {
-            k: weights_of(unpacked(triangle, columns), sums["moment"][k], ridges)
-            for k, triangle in sums["gram"].items()
-        }
-
-    def best(self, confusion: Message, selection: str) -> tuple[str, int]:
-        """Returns the number of the best map, and the place of the best λ.
-
-        Of equals, it is the first map and the largest λ.
-
-        Args:
-            confusion: Summed confusion matrices [ridges, C, C] of each map.
-            selection: The run's metric. Metrics that need probabilities are replaced by accuracy.
-        """
-        metric = selection if selection in FROM_CONFUSION else "accuracy"
-        found = [
-            (score if score is not None else -1.0, -int(k), place)
-            for k, matrices in confusion.items()
-            for place, score in enumerate(metrics.scores(matrices)[metric])
-        ]
-        _, number, place = max(found)
-        return str(-number), place
-
     def gather(
         self, server: Server, maps: Sequence[int], width: int, clients: Sequence[str]
     ) -> Message:
-        """Returns G and B of some maps, summed over clients."""
+        """Returns G and B of some maps, summed over clients, by the number of the map."""
         chosen, columns = torch.tensor(list(maps)), torch.tensor(width)
-        return server.sum(self.send_moments, clients=clients, maps=chosen, width=columns)
+        sums = server.sum(self.send_moments, clients=clients, maps=chosen, width=columns)
+        sizes = {str(k): self.columns(server.facts, k, width) for k in maps}
+        gram = {k: unpacked(triangle, sizes[k]) for k, triangle in sums["gram"].items()}
+        return {"gram": gram, "moment": sums["moment"]}
+
+    def solve(self, sums: Message) -> Message:
+        """Returns W(λ) [ridges, m, C] of each map."""
+        ridges = numbers("ridges", self.ridges)
+        gram, moment = sums["gram"], sums["moment"]
+        return {k: weights_of(gram[k], moment[k], ridges) for k in gram}
 
     def choose(
         self, server: Server, sums: Message, width: int, clients: Sequence[str]
     ) -> tuple[int, int, Tensor]:
         """Returns the number of the best map, the place of the best λ, and its W [m, C].
 
-        Clients compare them on their validation items, if there is more than one.
+        Clients compare them on their validation items, if there is more than one. Of candidates
+        with the same score, the best has the smallest error of generalised cross-validation.
         """
-        weights = self.solve(sums, self.columns(server.facts, width))
-        number, place = next(iter(weights)), 0
-        if len(weights) > 1 or len(weights[number]) > 1:
+        weights = self.solve(sums)
+        best = [(next(iter(weights)), 0)]
+        if len(weights) > 1 or len(weights[best[0][0]]) > 1:
             columns = torch.tensor(width)
             counted = server.sum(
                 self.compare_weights, clients=clients, weights=weights, width=columns
             )
-            number, place = self.best(counted["confusion"], server.facts.selection)
+            best = self.best(counted["confusion"], server.facts.selection)
+        ridges = numbers("ridges", self.ridges)
+
+        def error(candidate: tuple[str, int]) -> float:
+            k, place = candidate
+            W = weights[k][place]
+            return generalised_error(sums["gram"][k], sums["moment"][k], W, ridges[place])
+
+        number, place = best[0] if len(best) == 1 else min(best, key=error)
         return int(number), place, weights[number][place]
+
+    def best(self, confusion: Message, selection: str) -> list[tuple[str, int]]:
+        """Returns the candidates with the best score: number of the map, place of λ.
+
+        SIDE must be better than every other map by more than one standard error: √errors items.
+
+        Args:
+            confusion: Summed confusion matrices [ridges, C, C] of each map.
+            selection: The run's metric. Metrics that need probabilities are replaced by accuracy.
+        """
+        metric = selection if selection in FROM_CONFUSION else "accuracy"
+        scores = {
+            (k, place): -1.0 if score is None else score
+            for k, matrices in confusion.items()
+            for place, score in enumerate(metrics.scores(matrices)[metric])
+        }
+        sums = [candidate for candidate in scores if self.maps[int(candidate[0])] != SIDE]
+        if sums and len(sums) < len(scores):
+            k, place = max(sums, key=lambda candidate: scores[candidate])
+            matrix = confusion[k][place]
+            items, errors = int(matrix.sum()), int(matrix.sum() - matrix.trace())
+            margin = errors**0.5 / max(items, 1)
+            enough = scores[k, place] + margin
+            scores = {c: score for c, score in scores.items() if c in sums or score > enough}
+        highest = max(scores.values())
+        return [candidate for candidate, score in scores.items() if score == highest]
 
     def chosen_map(self, server: Server, clients: Sequence[str]) -> int:
         """Returns the number of the best map, by a sketch of the features if they are wide."""
         number, maps = 0, range(len(self.maps)) if server.facts.task == "node" else range(1)
         if len(maps) > 1:
-            width = min(self.sketch, self.inner(server.facts, self.width))
+            width = min(self.sketch, self.full(server.facts))
             sums = self.gather(server, maps, width, clients)
             number = self.choose(server, sums, width, clients)[0]
         if server.facts.task == "node":
-            server.notes["hops"] = float(self.maps[number])
+            server.notes["map"] = float(number)
         return number
 
     def selected(
         self, server: Server, sums: Message, number: int, clients: Sequence[str]
     ) -> Message:
         """Returns the model: the best W of one map's sums, and the number of the map."""
-        width = self.inner(server.facts, self.width)
+        width = self.full(server.facts)
         _, place, W = self.choose(server, sums, width, clients)
         server.notes["ridge"] = numbers("ridges", self.ridges)[place]
         return {"weights": W, "map": torch.tensor(number)}
@@ -417,7 +480,7 @@ class FedGram(Method):
             number: The number of the map.
             clients: The clients that are there now.
         """
-        full = self.inner(server.facts, self.width)
+        full = self.full(server.facts)
         if server.facts.secure is not None:
             return self.gather(server, [number], full, clients)
         for changing, combine in ((self.join, torch.add), (self.leave, torch.sub)):
@@ -428,7 +491,7 @@ class FedGram(Method):
 
     def run(self, server: Server) -> None:
         """One round: statistics up, W down, and the choice between candidates by sums."""
-        state, full = server.state, self.inner(server.facts, self.width)
+        state, full = server.state, self.full(server.facts)
         late, gone = names(self.join), names(self.leave)
         for _ in server.rounds(1):
             clients = [c for c in server.participants if c not in late]
@@ -453,7 +516,7 @@ def names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def numbers(name: str, text: str, whole: bool = False, empty: bool = False) -> list[float]:
+def numbers(name: str, text: str, empty: bool = False) -> list[float]:
     """Returns the numbers of a setting that lists them, such as "0.1,1,10".
 
     Raises a ConfigError that names the setting unless all of them are above 0.
@@ -461,19 +524,15 @@ def numbers(name: str, text: str, whole: bool = False, empty: bool = False) -> l
     Args:
         name: The setting.
         text: Its value.
-        whole: Whether they must be whole numbers; then 0 is valid, too.
         empty: Whether the list may be empty.
     """
-    parts = [part for part in text.split(",") if part.strip()]
     try:
-        values = [float(part) for part in parts]
+        values = [float(part) for part in text.split(",") if part.strip()]
     except ValueError:
         values = [-1.0]
-    lowest = all(v >= 0 and v == int(v) for v in values) if whole else all(v > 0 for v in values)
-    if not lowest or not all(v < float("inf") for v in values) or not (values or empty):
-        what = "whole numbers from 0" if whole else "numbers above 0"
+    if not all(0 < value < math.inf for value in values) or not (values or empty):
         raise ConfigError(
-            f"method.{name} is {text!r}, must be {what}, separated by commas"
+            f"method.{name} is {text!r}, must be numbers above 0, separated by commas"
             f"{', or empty' if empty else ''}"
         )
     return values

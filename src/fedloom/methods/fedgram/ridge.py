@@ -54,3 +54,24 @@ def corrections(rows: Tensor, residual: Tensor, ridges: Sequence[float]) -> Tens
     inside = vectors.T @ R
     scaled = [vectors @ (inside / (values.clamp(min=0) + mu)[:, None]) for mu in ridges]
     return torch.stack([rows.T @ a.float() for a in scaled])
+
+
+def generalised_error(gram: Tensor, moment: Tensor, W: Tensor, ridge: float) -> float:
+    """Returns the error of generalised cross-validation (Golub, Heath, Wahba 1979), from sums.
+
+    It is (R/n) / (1 - t/n)² with the squared error R on the n rows, and t = tr G (G + λI)^-1, the
+    degrees of freedom. The last column of F is 1, and the rows of Y are one-hot, so n and Σ‖y‖²
+    are in G and B.
+
+    Args:
+        gram: G = Fᵀ F, [m, m].
+        moment: B = Fᵀ Y, [m, C].
+        W: W(λ), [m, C].
+        ridge: λ.
+    """
+    G, B, W = gram.double(), moment.double(), W.double()
+    rows = float(G[-1, -1])
+    error = float(B[-1].sum() - 2 * (W * B).sum() + (W * (G @ W)).sum())
+    root = torch.linalg.cholesky(G + ridge * torch.eye(len(G), dtype=torch.float64))
+    free = len(G) - ridge * float(torch.cholesky_inverse(root).diagonal().sum())
+    return error / max(rows, 1.0) / max(1 - free / max(rows, 1.0), 1e-6) ** 2
