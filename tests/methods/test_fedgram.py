@@ -7,7 +7,7 @@ import torch
 from sklearn.linear_model import Ridge
 
 from fedloom.core.client import Client
-from fedloom.core.facts import Facts
+from fedloom.core.facts import Facts, SecureTerms
 from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
 from fedloom.data.partition import divide
@@ -17,6 +17,7 @@ from fedloom.errors import ConfigError
 from fedloom.experiments.run import run
 from fedloom.methods.fedgram import FedGram
 from fedloom.methods.fedgram.features import signs, smoothed, start
+from fedloom.methods.fedgram.noise import gaussian_scale
 from fedloom.methods.fedgram.ridge import (
     corrections,
     generalised_error,
@@ -25,6 +26,7 @@ from fedloom.methods.fedgram.ridge import (
     weights_of,
 )
 from fedloom.methods.fedgram.structure import labels_around
+from fedloom.privacy.secure_aggregation import SecureResponder
 
 QUICK = {"rounds": 1, "width": 8, "sketch": 4, "hops": "1,2,side"}
 OTHER = {
@@ -35,8 +37,18 @@ OTHER = {
     "join": "1",
     "leave": "2",
     "caution": 0.0,
+    "epsilon": 4.0,
+    "delta": 1e-3,
 }
-NEEDS = {"personal": {"caution": 0.0}}
+PRIVATE = {"secure": True, "hops": "1"}
+NEEDS = {
+    "personal": {"caution": 0.0},
+    "epsilon": PRIVATE,
+    "delta": {**PRIVATE, "epsilon": 8.0},
+    "protects": {**PRIVATE, "epsilon": 8.0},
+    "private_hops": {**PRIVATE, "epsilon": 8.0},
+    "degree": {**PRIVATE, "epsilon": 8.0, "private_hops": 1},
+}
 DRAWS_NOTHING = ("graph",)  # tasks without random numbers: the features are hashed by constants
 # One map and one λ, so that nothing is chosen.
 PLAIN = {"hops": "2", "ridges": "0.5", "personal": "", "engine": "loop"}
@@ -406,6 +418,100 @@ def test_more_columns_than_rows(node_federation):
     F, Y = pooled(federation, settings_of(federation))
     assert F.shape[1] > len(F)
     assert torch.allclose(weights_in(go(federation)), ridge(F, Y, 0.5), atol=1e-4)
+
+
+# ---- differential privacy ----
+def private_client(**settings):
+    """A client of a private run, with wide features, and its method."""
+    graph = synthetic(nodes=80, classes=3, features=200, seed=2)
+    graph = replace(graph, train=torch.arange(80) < 40)
+    method = FedGram(hops="2", epsilon=settings.pop("epsilon", 2.0), **settings)
+    names = ("a", "b", "c", "d")
+    facts = Facts(200, 3, "node", names, ("gcn",) * 4, secure=SecureTerms())
+    client = Client("a", graph, facts, responder=SecureResponder(facts.secure))
+    return client, method
+
+
+def sent(client, method):
+    m = method.columns(client.facts, 0, method.full(client.facts))
+    width = torch.tensor(method.full(client.facts))
+    reply = method.send_moments(client, torch.tensor([0]), width)
+    return unpacked(reply["gram"]["0"], m), reply["moment"]["0"]
+
+
+@pytest.mark.parametrize("protects", ["label", "node"])
+def test_each_client_adds_its_share_of_the_noise(protects):
+    client, method = private_client(protects=protects)
+    G, B = sent(client, method)
+    rows = method.private_rows(client, 200)[:40]
+    Y = torch.nn.functional.one_hot(client.graph.y[:40], 3).float()
+    # Three of four clients are enough for a secure sum, so three shares make up σ.
+    share = gaussian_scale(2.0, 1e-5, 2**0.5) / 3**0.5
+    noise = (B - rows.T @ Y)[:-1]
+    assert noise.std() == pytest.approx(share, rel=0.3)
+    of_gram = (G - rows.T @ rows)[:-1, :-1]
+    assert torch.equal(of_gram, of_gram.T)
+    if protects == "label":
+        assert torch.allclose(of_gram, torch.zeros(200, 200), atol=1e-5)  # public: no noise
+    else:
+        assert of_gram.diagonal().std() == pytest.approx(share, rel=0.3)
+        above = torch.triu_indices(200, 200, 1)
+        assert of_gram[above[0], above[1]].std() == pytest.approx(share / 2**0.5, rel=0.1)
+    assert (B[-1] == 0).all()
+    assert (G[-1] == 0).all()
+
+
+def test_a_repeated_request_gets_the_same_noise():
+    client, method = private_client()
+    one, again, other = sent(client, method), sent(client, method), sent(*private_client())
+    assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_edges_cost_nothing_if_sums_use_rows_without_hops():
+    client, method = private_client(protects="edge")
+    assert method.noise_scale(client.facts) == 0
+    rewired = replace(client.full_graph, edge_index=client.full_graph.edge_index.flip(0)[:, ::2])
+    other = Client("a", rewired, client.facts, responder=SecureResponder(client.facts.secure))
+    assert all(
+        torch.equal(a, b) for a, b in zip(sent(client, method), sent(other, method), strict=True)
+    )
+
+
+def test_with_a_huge_epsilon_it_is_ridge_regression_on_the_unsmoothed_rows(node_federation):
+    result = go(node_federation, epsilon=1e12, secure=True)
+    method = FedGram(hops="2", epsilon=1e12)
+    rows, labels = [], []
+    for name, graph in zip(node_federation.names, node_federation.graphs, strict=True):
+        client = client_of(node_federation, name, graph)
+        rows.append(method.private_rows(client, 100)[graph.train])
+        labels.append(graph.y[graph.train])
+    Y = torch.nn.functional.one_hot(torch.cat(labels), 3).float()
+    penalty = result.summary["notes"]["ridge"]
+    assert penalty == pytest.approx(0.1)
+    assert torch.allclose(weights_in(result), ridge(torch.cat(rows), Y, penalty), atol=1e-3)
+    assert set(result.traffic["phases"]) & {"send_moments", "compare_weights"} == {"send_moments"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, r"method\.epsilon is 1, but run\.secure is false.*give --secure"),
+        ({"secure": True, "hops": "2,4"}, r"but method\.hops is '2,4'.*give one number"),
+        ({"secure": True, "hops": "side"}, r"but method\.hops is 'side'"),
+        ({"secure": True, "balance": 0.5}, r"but run\.class_weight and method\.balance weigh rows"),
+        ({"secure": True, "class_weight": "1,2,3"}, r"but run\.class_weight and method\.balance"),
+        ({"secure": True, "leave": "0,1"}, r"but method\.join and method\.leave need further sums"),
+    ],
+)
+def test_a_private_run_releases_nothing_else(node_federation, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        go(node_federation, epsilon=1.0, **settings)
+
+
+def test_edges_of_graphs_are_protected_as_whole_graphs(graph_federation):
+    with pytest.raises(ConfigError, match="in a graph task give 'node'"):
+        go(graph_federation, epsilon=1.0, secure=True, protects="edge")
 
 
 # ---- traffic ----

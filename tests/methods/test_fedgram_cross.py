@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.methods.test_fedgram import OTHER, PLAIN, ridge
+from tests.methods.test_fedgram import NEEDS, OTHER, PLAIN, ridge
 from tests.methods.test_fedgram import QUICK as OF_FEDGRAM_QUICK
 
 from fedloom.data.partition import divide
@@ -12,7 +12,7 @@ from fedloom.errors import MessageError
 from fedloom.experiments.run import run
 from fedloom.methods.fedgram.features import smoothed
 
-__all__ = ["OTHER"]
+__all__ = ["NEEDS", "OTHER"]
 QUICK = {**OF_FEDGRAM_QUICK, "hops": "1,2"}
 
 

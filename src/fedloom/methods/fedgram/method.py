@@ -56,8 +56,20 @@ from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError, unknown
-from fedloom.methods.fedgram.features import smoothed
+from fedloom.methods.fedgram.features import smoothed, start
 from fedloom.methods.fedgram.graph_features import graph_features
+from fedloom.methods.fedgram.noise import (
+    RELATIONS,
+    bounded_rows,
+    capped,
+    entropy_noise,
+    gaussian_scale,
+    nearest_psd,
+    noise_share,
+    ridge_for_noise,
+    sensitivity,
+    symmetric_noise,
+)
 from fedloom.methods.fedgram.ridge import (
     corrections,
     generalised_error,
@@ -150,6 +162,21 @@ class FedGram(Method):
         at_most=1,
         tune="0..1",
     )
+    epsilon: float = setting(
+        0.0, "ε of differential privacy; 0 = no noise. It needs --secure and one map", at_least=0
+    )
+    delta: float = setting(1e-5, "δ of differential privacy", above=0, below=1)
+    protects: str = setting(
+        "node",
+        "what ε is about: a training label, an edge, or a training item with all it has",
+        choices=RELATIONS,
+    )
+    private_hops: int = setting(
+        0, "L of the sums in a private run; predictions use `hops`", at_least=0, task="node"
+    )
+    degree: int = setting(
+        10, "most edges of a protected node, if `private_hops` is above 0", at_least=1, task="node"
+    )
     join: str = setting(
         "", "clients that join after the first model: their sums are added to those of the others"
     )
@@ -183,11 +210,37 @@ class FedGram(Method):
                     f"run.secure: method.{setting_} names one client; the difference of the sums "
                     "before and after would be its statistics; name two or more"
                 )
+        if self.epsilon:
+            self.check_privacy(facts)
         staying = [c for c in facts.clients if c not in names(self.join) + names(self.leave)]
         if not staying:
             raise ConfigError("method.join and method.leave name all clients; one must stay")
 
+    def check_privacy(self, facts: Facts) -> None:
+        """Checks that a private run releases nothing but the noisy sums, once."""
+        refused = {
+            "run.secure is false: each client adds only its share of the noise, so the sums must "
+            "be secure; give --secure": facts.secure is None,
+            f"method.hops is {self.hops!r}: nothing is chosen by validation; give one number, "
+            "e.g. method.hops=2": facts.task == "node" and not self.hops.strip().isdecimal(),
+            "run.class_weight and method.balance weigh rows, so that there is no bound; leave them "
+            "out": bool(self.balance or facts.class_weight),
+            "method.join and method.leave need further sums; leave them out": bool(
+                self.join or self.leave
+            ),
+            "method.protects is 'edge': in a graph task give 'node', which protects a whole "
+            "graph": facts.task == "graph" and self.protects == "edge",
+        }
+        for reason, wrong in refused.items():
+            if wrong:
+                raise ConfigError(f"method.epsilon is {self.epsilon:g}, but {reason}")
+
     # ---- features ----
+    @property
+    def label_weight(self) -> float:
+        """The weight of the columns with labels of neighbours. A private run has none."""
+        return 0.0 if self.epsilon else self.labels
+
     @property
     def maps(self) -> list[str]:
         """The maps of node features that are compared: numbers of hops, or SIDE."""
@@ -222,7 +275,7 @@ class FedGram(Method):
             return max(width, NARROWEST_GRAPH) + 1
         if self.maps[number] == SIDE:
             return structure_width(features, classes, width) + 1
-        return min(width, features) + (2 * classes if self.labels else 0) + 1
+        return min(width, features) + (2 * classes if self.label_weight else 0) + 1
 
     def features(self, client: Client, graph: Graph, number: int, width: int) -> Tensor:
         """Returns F [items, m] of a graph.
@@ -244,8 +297,8 @@ class FedGram(Method):
         if self.maps[number] == SIDE:
             return torch.cat([structure_features(graph, width), one], 1)
         parts = [self.smoothed(client, graph, int(self.maps[number]), width), one]
-        if self.labels:
-            parts.insert(1, self.labels * labels_around(graph))
+        if self.label_weight:
+            parts.insert(1, self.label_weight * labels_around(graph))
         return torch.cat(parts, 1)
 
     def smoothed(self, client: Client, graph: Graph, count: int, width: int) -> Tensor:
@@ -283,11 +336,58 @@ class FedGram(Method):
             maps: The numbers of the maps.
             width: The most columns that come from the features.
         """
+        if self.epsilon:
+            # A repeated request gets the same noise.
+            if "noisy" not in client.memory:
+                client.memory["noisy"] = self.noisy_moments(client, int(width))
+            return dict(client.memory["noisy"])
         gram, moment = {}, {}
         for k in maps.tolist():
             rows, Y = self.training_rows(client, k, int(width))
             gram[str(k)], moment[str(k)] = packed(rows.T @ rows), rows.T @ Y
         return {"gram": gram, "moment": moment}
+
+    def noisy_moments(self, client: Client, width: int) -> Message:
+        """Returns G_k and B_k with the client's share of the noise, as `send_moments` answers."""
+        graph, facts = client.graph, client.facts
+        Y = F.one_hot(graph.y[graph.train], graph.num_classes).float()
+        rows = self.private_rows(client, width)[graph.train]
+        m = self.columns(facts, 0, width)
+        noise, of_gram = torch.zeros(m, graph.num_classes), torch.zeros(m, m)
+        scale = noise_share(self.noise_scale(facts), self.honest(facts))
+        noise[:-1] = entropy_noise((m - 1, graph.num_classes), scale)  # the last column is 0
+        if self.protects != "label":  # otherwise G is public
+            of_gram[:-1, :-1] = symmetric_noise(m - 1, scale)
+        return {
+            "gram": {"0": packed(rows.T @ rows + of_gram)},
+            "moment": {"0": rows.T @ Y + noise},
+        }
+
+    def private_rows(self, client: Client, width: int) -> Tensor:
+        """Returns rows of length at most 1 and a column of zeros, [items, m]."""
+        graph, count = client.graph, self.private_hops
+        if graph.task == "graph":
+            rows = self.features(client, graph, 0, width)[:, :-1]
+        else:
+            if count and self.protects == "node":
+                graph = capped(graph, self.degree)
+            total = last = start(graph, width, client.facts.seed)
+            for _ in range(count):
+                last = graph.propagate(last, "sym")
+                total = total + last
+            rows = bounded_rows(total / (count + 1), 1 / (count + 1))
+        return F.pad(rows, (0, 1))
+
+    def noise_scale(self, facts: Facts) -> float:
+        """Returns σ of the noise on the sums."""
+        count = self.private_hops if facts.task == "node" else 0
+        change = sensitivity(self.protects, count, self.degree, constant=0.0)
+        return gaussian_scale(self.epsilon, self.delta, change)
+
+    def honest(self, facts: Facts) -> int:
+        """Returns how many clients' shares make up σ: the fewest that a secure sum needs."""
+        assert facts.secure is not None
+        return facts.secure.quorum(facts.num_clients)
 
     @summed
     @phase(confusion=Computed(confusion_schema))
@@ -388,10 +488,19 @@ class FedGram(Method):
         gram = {k: unpacked(triangle, sizes[k]) for k, triangle in sums["gram"].items()}
         return {"gram": gram, "moment": sums["moment"]}
 
-    def solve(self, sums: Message) -> Message:
+    def penalties(self, facts: Facts) -> list[float]:
+        """Returns the values of λ. In a private run, one that follows from the noise."""
+        if not self.epsilon:
+            return numbers("ridges", self.ridges)
+        scale = self.noise_scale(facts) * (facts.num_clients / self.honest(facts)) ** 0.5
+        return [ridge_for_noise(scale, self.columns(facts, 0, self.full(facts)))]
+
+    def solve(self, sums: Message, facts: Facts) -> Message:
         """Returns W(λ) [ridges, m, C] of each map."""
-        ridges = numbers("ridges", self.ridges)
         gram, moment = sums["gram"], sums["moment"]
+        ridges = self.penalties(facts)
+        if self.epsilon:
+            gram = {k: nearest_psd(G) for k, G in gram.items()}
         return {k: weights_of(gram[k], moment[k], ridges) for k in gram}
 
     def choose(
@@ -402,7 +511,7 @@ class FedGram(Method):
         Clients compare them on their validation items, if there is more than one. Of candidates
         with the same score, the best has the smallest error of generalised cross-validation.
         """
-        weights = self.solve(sums)
+        weights = self.solve(sums, server.facts)
         best = [(next(iter(weights)), 0)]
         if len(weights) > 1 or len(weights[best[0][0]]) > 1:
             columns = torch.tensor(width)
@@ -410,7 +519,7 @@ class FedGram(Method):
                 self.compare_weights, clients=clients, weights=weights, width=columns
             )
             best = self.best(counted["confusion"], server.facts.selection)
-        ridges = numbers("ridges", self.ridges)
+        ridges = self.penalties(server.facts)
 
         def error(candidate: tuple[str, int]) -> float:
             k, place = candidate
@@ -463,7 +572,7 @@ class FedGram(Method):
         """Returns the model: the best W of one map's sums, and the number of the map."""
         width = self.full(server.facts)
         _, place, W = self.choose(server, sums, width, clients)
-        server.notes["ridge"] = numbers("ridges", self.ridges)[place]
+        server.notes["ridge"] = self.penalties(server.facts)[place]
         return {"weights": W, "map": torch.tensor(number)}
 
     def changed(

@@ -1,0 +1,266 @@
+"""Noise for FedGram's sums: sensitivities, the Gaussian mechanism, and what the server repairs.
+
+The clients send G = Σ φφᵀ and B = Σ φyᵀ over their training nodes, once, as a secure sum.
+Here φ = (f, c) is a node's row with a constant, y its one-hot label, and
+
+    s = (H_0 + ... + H_L) / (L+1),   H_l = Â H_{l-1},   rows of H_0 of length at most 1
+    f = s / max(|s|, r)                                                            `bounded_rows`
+
+with Â = D̃^-1/2 (A+I) D̃^-1/2. The floor r makes f a Lipschitz function of s; without it, two nearly
+equal s of length 0 could have opposite f. For features without negative entries and r = 1/(L+1),
+f is s scaled to length 1, as in a run without noise.
+
+The proofs of the sensitivities are in docs/fedgram.md. They hold for undirected edges of weight 1
+and for every client's own edges only.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.data.graph import Graph
+from fedloom.errors import ConfigError, unknown
+
+RELATIONS = ("label", "edge", "node")
+RIDGE_PER_NOISE = 0.5  # λ / (σ √width); see `ridge_for_noise`
+SMALLEST_RIDGE = 0.1
+
+
+def sensitivity(
+    relation: str,
+    hops: int,
+    degree: int,
+    constant: float,
+    floor: float | None = None,
+    capping: bool = True,
+) -> float:
+    """Returns the largest change of (G, B) between neighbours, as a Euclidean length.
+
+    The length of G's part is its Frobenius length: noise of one scale goes to the upper triangle
+    with off-diagonal entries times √2 (see `symmetric_noise`).
+
+    | relation | neighbours differ in | what is noised |
+    |---|---|---|
+    | "label" | the label of one training node | B only: G does not change |
+    | "edge" | one undirected edge | G and B |
+    | "node" | one node of degree ≤ `degree`, there or not, with its edges | G and B |
+
+    Args:
+        relation: "label", "edge" or "node".
+        hops: L.
+        degree: The cap D of the degree. Only "node" depends on it.
+        constant: c, the value of the constant column.
+        floor: r of `bounded_rows`. None: 1 / (L+1).
+        capping: Whether the graphs are capped by `capped`, so that removing a node may let one
+            other edge of each of its neighbours in. False: all graphs are known to have degrees of
+            at most D, and nothing is dropped. Only "node" depends on it.
+    """
+    if relation not in RELATIONS:
+        raise unknown("relation", relation, RELATIONS)
+    if hops < 0:
+        raise ConfigError(f"hops is {hops!r}, must be at least 0")
+    if relation == "node" and degree < 1:
+        raise ConfigError(f"degree is {degree!r}, must be at least 1")
+    if not (math.isfinite(constant) and constant >= 0):
+        raise ConfigError(f"constant is {constant!r}, must be a finite number, 0 or more")
+    radius = 1 / (hops + 1) if floor is None else floor
+    if not 0 < radius <= 1:
+        raise ConfigError(f"floor is {floor!r}, must be above 0 and at most 1")
+
+    square = constant**2
+    if relation == "label":
+        return math.sqrt(2 * (1 + square))
+    # The change of one row's (φφᵀ, φyᵀ) is at most `slope` times that of f, which is at most 1/r
+    # times that of s, which is the mean of the hops.
+    slope = math.sqrt(5 + 2 * square) / (radius * (hops + 1))
+    edge = slope * sum(_edge_change(l) for l in range(1, hops + 1))
+    if relation == "edge":
+        return edge
+    own = math.sqrt((1 + square) * (2 + square))
+    node = own + slope * sum(_node_change(l, degree) for l in range(1, hops + 1))
+    return node + degree * edge if capping else node
+
+
+def _edge_change(hop: int) -> float:
+    """Returns a bound of Σ_i |ΔH_hop,i| if one edge goes or comes, at any degrees."""
+    return 2.0 if hop == 1 else 4 * math.sqrt(2) + 4 * (hop - 2)
+
+
+def _node_change(hop: int, degree: int) -> float:
+    """Returns a bound of Σ_i |ΔH_hop,i| over the other nodes if a node of the degree goes."""
+    if hop == 1:
+        return degree / math.sqrt(2 * (degree + 1)) + degree / 2
+    first = degree * math.sqrt(2)
+    last = degree / math.sqrt(degree + 1) + degree / math.sqrt(2)
+    return first + last + 2 * degree * (hop - 2)
+
+
+def gaussian_scale(epsilon: float, delta: float, sensitivity: float) -> float:
+    """Returns the least σ with which Gaussian noise is (ε, δ)-differentially private.
+
+    This is the analytic Gaussian mechanism: Balle and Wang, "Improving the Gaussian Mechanism for
+    Differential Privacy" (2018), Theorem 8. It is exact, and valid for every ε.
+
+    Args:
+        epsilon: ε, above 0. Infinity gives 0.
+        delta: δ, between 0 and 1.
+        sensitivity: The L2 sensitivity.
+    """
+    if not epsilon > 0:
+        raise ConfigError(f"epsilon is {epsilon!r}, must be above 0")
+    if not 0 < delta < 1:
+        raise ConfigError(f"delta is {delta!r}, must be between 0 and 1")
+    if not (math.isfinite(sensitivity) and sensitivity >= 0):
+        raise ConfigError(f"sensitivity is {sensitivity!r}, must be a finite number, 0 or more")
+    if math.isinf(epsilon) or sensitivity == 0:
+        return 0.0
+    low = high = 1.0
+    while _delta(high, epsilon) > delta:
+        high *= 2
+    while _delta(low, epsilon) <= delta:
+        low /= 2
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        if not low < middle < high:
+            break
+        if _delta(middle, epsilon) > delta:
+            low = middle
+        else:
+            high = middle
+    return high * sensitivity
+
+
+def _delta(scale: float, epsilon: float) -> float:
+    """Returns the δ of noise N(0, scale²) for sensitivity 1."""
+    half, tilt = 1 / (2 * scale), epsilon * scale
+    rare = _normal(-half - tilt)
+    # e^ε alone overflows from ε = 710. If `rare` is rounded to 0, δ comes out too large, which is
+    # the safe side.
+    return _normal(half - tilt) - (math.exp(epsilon + math.log(rare)) if rare > 0 else 0.0)
+
+
+def _normal(x: float) -> float:
+    """Returns the standard normal distribution function, exact also far below 0."""
+    return math.erfc(-x / math.sqrt(2)) / 2
+
+
+def noise_share(scale: float, honest: int) -> float:
+    """Returns the scale of one client's share of the noise.
+
+    Shares add up to `scale` over `honest` clients. With K clients that take honest = K, the sum
+    over h of them has variance σ² h/K. To keep ε if only h clients both take part and keep their
+    share secret, all take honest = h; the full sum then has noise σ √(K/h).
+    """
+    if honest < 1:
+        raise ConfigError(f"honest is {honest!r}, must be at least 1")
+    return scale / math.sqrt(honest)
+
+
+def entropy_noise(shape: tuple[int, ...], scale: float) -> Tensor:
+    """Returns Gaussian noise in float64 from the operating system's entropy.
+
+    A run's generators are seeded by a number in the recipe, so who knows the recipe could subtract
+    their noise. NumPy's generators are not made to be unpredictable from their output, whatever
+    their seed. So the bits come from the kernel's cryptographic generator. Box and Muller's formula
+    makes two normals of two 53-bit uniforms; it has no rejected draws, and no tables.
+
+    The largest value is 8.6 σ. A normal number is beyond with probability 1e-17, which is added to
+    δ for each number and is far below any useful δ. As all noise in floating point, it is not the
+    exact distribution in the last bits; the secure sum's rounding to fixed point hides these.
+    """
+    count = math.prod(shape)
+    pairs = (count + 1) // 2
+    words = np.frombuffer(os.urandom(16 * pairs), dtype=np.uint64) >> np.uint64(11)
+    # (0, 1]: the logarithm of 0 must not occur.
+    uniform = (words.astype(np.float64) + 1) * 2.0**-53
+    radius = np.sqrt(-2 * np.log(uniform[:pairs]))
+    angle = 2 * math.pi * uniform[pairs:]
+    normal = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+    return torch.from_numpy(scale * normal).reshape(shape)
+
+
+def symmetric_noise(width: int, scale: float) -> Tensor:
+    """Returns a symmetric matrix of noise for G, [width, width] float64.
+
+    Its isometric vector (diagonal, and √2 times the entries above it) has independent entries of
+    the scale. So the entries off the diagonal have scale/√2, and G's sensitivity counts as
+    Frobenius length.
+    """
+    square = entropy_noise((width, width), scale)
+    return (square + square.T) / 2
+
+
+def nearest_psd(matrix: Tensor) -> Tensor:
+    """Returns the positive semi-definite matrix nearest to a symmetric one, in Frobenius length.
+
+    It needs no privacy budget, because it uses only what was released.
+    """
+    symmetric = ((matrix + matrix.T) / 2).double()
+    values, vectors = torch.linalg.eigh(symmetric)
+    return ((vectors * values.clamp(min=0)) @ vectors.T).to(matrix.dtype)
+
+
+def ridge_for_noise(scale: float, width: int) -> float:
+    """Returns λ for noise of a scale: RIDGE_PER_NOISE σ √width, at least SMALLEST_RIDGE.
+
+    The symmetric noise on G has spectral length about σ √(2 width); noise on B has singular values
+    of about σ √width. λ is proportional to these, and independent of the data.
+    """
+    return max(SMALLEST_RIDGE, RIDGE_PER_NOISE * scale * math.sqrt(width))
+
+
+def bounded_rows(total: Tensor, floor: float) -> Tensor:
+    """Returns s / max(|s|, floor) for each row s.
+
+    This is the projection to the ball of radius `floor`, divided by `floor`. So lengths are at most
+    1, and no distance grows by more than 1 / floor.
+    """
+    return total / total.norm(dim=1, keepdim=True).clamp(min=floor)
+
+
+def capped(graph: Graph, degree: int) -> Graph:
+    """Returns the graph without edges beyond a degree: an edge stays if both ends list it.
+
+    A node lists its first `degree` edges, in an order that a fixed hash of the two `node_id`s
+    gives. A node's list depends only on its own edges, so the rule is stable: one edge more or less
+    changes at most 3 edges of the result (itself, and one at each end). A greedy rule that fills
+    free places has no such bound, because a place that becomes free can start a chain. Self-loops
+    stay and do not count.
+    """
+    if degree < 1:
+        raise ConfigError(f"degree is {degree!r}, must be at least 1")
+    source, target = (row.numpy() for row in graph.edge_index)
+    loop = source == target
+    low, high = np.minimum(source, target), np.maximum(source, target)
+    pairs, inverse = np.unique(np.stack([low, high], 1)[~loop], axis=0, return_inverse=True)
+    ids = graph.node_id.numpy().astype(np.uint64)
+    one, other = ids[pairs[:, 0]], ids[pairs[:, 1]]
+    small, large = np.minimum(one, other), np.maximum(one, other)
+    order = _mixed(_mixed(small) ^ large)
+    kept = np.ones(len(pairs), dtype=bool)
+    ends = np.concatenate([pairs[:, 0], pairs[:, 1]])
+    edge = np.tile(np.arange(len(pairs)), 2)
+    # Ties of the hash are broken by the ids, so that the order does not depend on positions.
+    by_node = np.lexsort((large[edge], small[edge], order[edge], ends))
+    ends, edge = ends[by_node], edge[by_node]
+    starts = np.searchsorted(ends, ends)
+    kept[edge[np.arange(len(ends)) - starts >= degree]] = False
+    keep = np.ones(len(source), dtype=bool)
+    keep[~loop] = kept[inverse.reshape(-1)]
+    mask = torch.from_numpy(keep)
+    weight = None if graph.edge_weight is None else graph.edge_weight[mask]
+    return replace(graph, edge_index=graph.edge_index[:, mask], edge_weight=weight)
+
+
+def _mixed(numbers: np.ndarray) -> np.ndarray:
+    """Returns a 64-bit hash of each number: SplitMix64's."""
+    z = numbers + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
