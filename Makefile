@@ -20,8 +20,8 @@ setup: .venv/ready  ## the environment, in .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
-demo: setup  ## FedAvg on Cora with 10 clients, with local and central training as baselines
-	$(BIN)/fedloom run examples/cora-louvain-10-fedavg --baselines local,central
+demo: setup  ## FedGram on Cora with 10 clients; FedAvg, local and central training as baselines
+	$(BIN)/fedloom run examples/cora-louvain-10-fedgram --baselines fedavg,local,central
 
 test: setup check  ## lint, types, import direction and the quick tests
 	$(PYTEST) -n 2 --dist worksteal -m "not slow"
@@ -72,12 +72,16 @@ reproduce: setup  ## the papers' numbers that take 25 minutes together, with Loc
 reproduce-all: setup  ## all of the papers' numbers (a night); finished runs are cached
 	$(BIN)/python bench/reproduce.py
 
-results: setup  ## every method on Cora, CiteSeer, PubMed, Chameleon and Photo: the tables in docs/results.md (a night)
+results: setup  ## the tables in docs/results.md and docs/fedgram.md (some nights)
 	$(BIN)/python bench/results.py docs/results.md
 	$(BIN)/python bench/oneshot.py docs/results.md
 	$(BIN)/python bench/fedstruct.py docs/results.md
 	$(BIN)/python bench/fedpg.py docs/results.md
 	$(BIN)/python bench/fedgkc.py docs/results.md
+	$(BIN)/python bench/fedgram.py docs/fedgram.md
+	$(BIN)/python bench/gram_leakage.py docs/fedgram.md
+	$(BIN)/python bench/gram_privacy.py docs/fedgram.md
+	$(BIN)/python bench/gram_time.py docs/fedgram.md
 
 docs: setup  ## the documentation, in site/: open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # not --quiet: it would hide warnings from --strict

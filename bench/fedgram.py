@@ -6,11 +6,13 @@ python bench/fedgram.py docs/fedgram.md [--only "10 louvain cora"] [--skip physi
                                                           (a night on two quiet cores)
 """
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from fedpg import GRAPHS, graphs
+from fedpg import GRAPH_METHODS, GRAPHS, graphs
 from oneshot import LOCAL, PAPER, SETTINGS
 from sweep import Found, Tables, counted, make_tables, markdown, scores_of, spread, verdict
 
@@ -20,13 +22,14 @@ from fedloom.experiments.report.significance import verdict as tested
 OURS = "FedGram"
 DATASETS = ("cora", "citeseer", "pubmed", "photo", "computers", "cs", "physics")
 HETEROPHILOUS = ("chameleon", "minesweeper")
+UNDIRECTED = "chameleon, flow both"
 PARTITIONS = ("louvain", "metis")
 Rows = dict[str, dict[str, Any]]
 # `evaluation` and `model` belong to other tables of a recipe.
-GRAM: Rows = {
-    OURS: {"name": "fedgram"},
-    "FedGram, W for all clients": {"name": "fedgram", "personal": ""},
-}
+GRAM: Rows = {OURS: {"name": "fedgram"}, "W for all clients": {"name": "fedgram", "personal": ""}}
+WIDE: Rows = {"FedGram, m = 4096": {"name": "fedgram", "width": 4096}}
+WIDE_ON = ("citeseer", "cs", "physics")  # more than 2048 features
+CLOSEST = ("Local", "FedSGD", "FedDC")  # the best of the others over the seeds 0 to 2
 # Rows with the same first name are settings of one method; validation accuracy chooses for each
 # dataset. Other settings are the defaults, which were chosen by validation on Cora.
 FAST: Rows = {
@@ -113,7 +116,7 @@ def one_round(data: str, partition: str, clients: int) -> dict[str, Tables]:
         "Co-Boost": {"name": "coboost", "batches": 20, **LOCAL},
         "O-pFGL": {"name": "opfgl", **SETTINGS[data, partition]},
         OURS: {"name": "fedgram", "balance": 0.5},
-        "FedGram, W for all clients": {"name": "fedgram", "balance": 0.5, "personal": ""},
+        "W for all clients": {"name": "fedgram", "balance": 0.5, "personal": ""},
     }
     return {
         f"one round {clients} {partition} {data}: {row}": {
@@ -142,12 +145,23 @@ def cells() -> dict[str, Tables]:
 
     add({**GRAM, **FAST}, (*DATASETS, *HETEROPHILOUS), PARTITIONS, 10)
     for clients in (10, 20):
+        add(WIDE, WIDE_ON, PARTITIONS, clients)
+    for partition in PARTITIONS:
+        for row, method in {**GRAM, **FAST}.items():
+            recipe = nodes("chameleon", partition, 10, method)
+            recipe["data"]["flow"] = "both"
+            found[f"10 {partition} {UNDIRECTED}: {row}"] = recipe
+    for clients in (10, 20):
         for data in ONE_ROUND:
             for partition in ("louvain+", "metis+"):
                 found |= one_round(data, partition, clients)
     for data in GRAPHS:
         gram = graphs(data, {"name": "uniform"}, {"rounds": 1, "name": "fedgram"})
         found[f"graphs {data}: {OURS}"] = gram
+    for data in DATASETS:
+        rows = {**GRAM, **(WIDE if data in WIDE_ON else {}), **{row: FAST[row] for row in CLOSEST}}
+        for row, method in rows.items():
+            found[f"fresh louvain {data}: {row}"] = nodes(data, "louvain", 10, method)
     for width in WIDTHS:
         add({f"width {width}": {"name": "fedgram", "width": width}}, DATASETS, ("louvain",), 10)
     for base in IN_FRONT:
@@ -161,20 +175,20 @@ def cells() -> dict[str, Tables]:
     return found
 
 
-def seeds(label: str) -> int:
-    """Returns the number of seeds of a label."""
-    return 5 if label.startswith("one round") else 3
+def seeds(label: str) -> range:
+    """Returns the seeds of a label."""
+    if label.startswith("fresh"):
+        return range(3, 6)
+    five = label.startswith("one round") and not label.endswith(("DENSE", "Co-Boost"))
+    return range(5 if five else 3)
 
 
 # ---- the node tables ----
-def families() -> dict[str, list[str]]:
+def rows_of_methods() -> dict[str, list[str]]:
     """Returns the rows of each method: its settings, of which validation chooses."""
-    rows = [*GRAM, *FAST, *TUNED, *MIDDLE, *SLOW]
-    heads = [OURS, "FedGram, W for all clients"]
-    found: dict[str, list[str]] = {head: [head] for head in heads}
-    for row in rows:
-        if row not in heads:
-            found.setdefault(row.partition(",")[0], []).append(row)
+    found: dict[str, list[str]] = {}
+    for row in (*GRAM, *WIDE, *FAST, *TUNED, *MIDDLE, *SLOW):
+        found.setdefault(row.partition(",")[0], []).append(row)
     return found
 
 
@@ -187,7 +201,7 @@ def best_row(found: Found, prefix: str, rows: list[str]) -> str | None:
 def _league(found: Found, clients: int, partition: str) -> str:
     prefixes = [f"{clients} {partition} {data}" for data in DATASETS]
     lines: list[tuple[float, list[str]]] = []
-    for name, rows in families().items():
+    for name, rows in rows_of_methods().items():
         chosen = [best_row(found, prefix, rows) for prefix in prefixes]
         if not any(chosen):
             continue
@@ -203,8 +217,8 @@ def _league(found: Found, clients: int, partition: str) -> str:
 
 def rivals(found: Found, prefix: str) -> Iterator[str]:
     """Yields the chosen label of every method but FedGram and Central."""
-    for name, rows in families().items():
-        if name not in ("Central", OURS) and not name.startswith(f"{OURS},"):
+    for name, rows in rows_of_methods().items():
+        if name not in ("Central", *GRAM):
             label = best_row(found, prefix, rows)
             if label:
                 yield label
@@ -217,10 +231,11 @@ def _against_best(found: Found) -> str:
             for data in DATASETS:
                 prefix = f"{clients} {partition} {data}"
                 others = list(rivals(found, prefix))
-                if f"{prefix}: {OURS}" not in found or not others:
+                ours = best_row(found, prefix, rows_of_methods()[OURS])
+                if ours is None or not others:
                     continue
                 best = max(others, key=lambda label: mean(s["accuracy"] for s in found[label]))
-                difference = tested(paired(found[f"{prefix}: {OURS}"], found[best]))
+                difference = tested(paired(found[ours], found[best]))
                 clear = difference.p < 0.05
                 said = "better" if clear and difference.mean > 0 else "worse" if clear else "level"
                 lines.append(
@@ -234,17 +249,58 @@ def _against_best(found: Found) -> str:
     return markdown(["", "best other method, by test", "FedGram less it, points", ""], lines)
 
 
+def _fresh(found: Found) -> str:
+    lines = []
+    for name in (OURS, "W for all clients", *CLOSEST):
+        chosen = [
+            best_row(found, f"fresh louvain {data}", rows_of_methods()[name]) for data in DATASETS
+        ]
+        if all(chosen):
+            cells_ = [spread(scores_of(found, label)) for label in chosen if label]
+            values = [mean(s["accuracy"] for s in found[label]) for label in chosen if label]
+            lines.append([name, *cells_, f"{100 * mean(values):.2f}"])
+    for other in CLOSEST[1:]:
+        cells_, every = [], []
+        for data in DATASETS:
+            prefix = f"fresh louvain {data}"
+            ours, theirs = (
+                best_row(found, prefix, rows_of_methods()[name]) for name in (OURS, other)
+            )
+            if ours and theirs:
+                difference = tested(paired(found[ours], found[theirs]))
+                every.append(difference.mean)
+                cells_.append(f"{difference.mean:+.1f}, p = {difference.p:.2g}")
+        if len(every) == len(DATASETS):
+            lines.append([f"**FedGram less {other}**", *cells_, f"{mean(every):+.2f}"])
+    return markdown(["10 clients by Louvain, seeds 3 to 5", *DATASETS, "mean"], lines)
+
+
+def _graphs(found: Found) -> str:
+    known = json.loads((Path(__file__).parent / "results" / "fedpg.json").read_text())
+    lines = []
+    for row in GRAPH_METHODS:
+        labels = [f"graphs iid, {data}: {row}" for data in GRAPHS]
+        if all(label in known for label in labels):
+            cells_ = [spread([s["accuracy"] for s in known[label]]) for label in labels]
+            lines.append([row, *cells_])
+    labels = [f"graphs {data}: {OURS}" for data in GRAPHS]
+    if any(label in found for label in labels):
+        lines.append([f"**{OURS}**", *(spread(scores_of(found, label)) for label in labels)])
+    return markdown(["accuracy", *GRAPHS], lines)
+
+
 def _hetero(found: Found) -> str:
     lines = []
-    for name, rows in families().items():
+    for name, rows in rows_of_methods().items():
         cells_ = []
-        for data in HETEROPHILOUS:
+        for data in ("chameleon", UNDIRECTED, "minesweeper"):
             for partition in PARTITIONS:
                 label = best_row(found, f"10 {partition} {data}", rows)
                 cells_.append(spread(scores_of(found, label)) if label else "-")
         if set(cells_) != {"-"}:
             lines.append([name, *cells_])
-    head = [f"{data}, {partition}" for data in HETEROPHILOUS for partition in PARTITIONS]
+    named = ("chameleon", UNDIRECTED, "minesweeper")
+    head = [f"{data}, {partition}" for data in named for partition in PARTITIONS]
     return markdown(["accuracy", *head], lines)
 
 
@@ -362,6 +418,8 @@ SECTIONS = {
         for partition in PARTITIONS
     },
     "against-best": _against_best,
+    "fresh": _fresh,
+    "graphs": _graphs,
     "heterophily": _hetero,
     "one-round": _one_round,
     "widths": _widths,

@@ -7,7 +7,7 @@ import argparse
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean
@@ -25,7 +25,7 @@ Found = dict[str, list[dict[str, Any]]]  # {label: summaries by seed}
 
 def sweep(
     recipes: Mapping[str, Tables],
-    seeds: int | Callable[[str], int],
+    seeds: int | Callable[[str], Sequence[int]],
     report: Callable[[str, int, dict[str, Any]], None],
     kept: Path | None = None,
     run: bool = True,
@@ -37,7 +37,7 @@ def sweep(
 
     Args:
         recipes: {label: tables}.
-        seeds: The number of seeds, or a function that gives that of a label.
+        seeds: The number of seeds, or a function that gives the seeds of a label.
         report: Called with label, seed and summary of each run as it ends.
         kept: A folder for run folders, without models. Runs with the same settings and code are
             read from it.
@@ -47,9 +47,11 @@ def sweep(
     with ExitStack() as stack:
         place = kept or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         # Seeds are outermost, so every label has a number early.
-        count = {label: seeds if isinstance(seeds, int) else seeds(label) for label in recipes}
-        most = max(count.values(), default=0)
-        wanted = [(label, seed) for seed in range(most) for label in recipes if seed < count[label]]
+        of_label = {
+            label: range(seeds) if isinstance(seeds, int) else seeds(label) for label in recipes
+        }
+        every = sorted({seed for chosen in of_label.values() for seed in chosen})
+        wanted = [(label, seed) for seed in every for label in recipes if seed in of_label[label]]
         cells = {
             key: grid.cell(override(recipes[key[0]], [f"run.seed={key[1]}"]), place)
             for key in wanted
@@ -72,11 +74,10 @@ def sweep(
         complete = [
             label
             for label in recipes
-            if all(grid.is_done(cells[label, seed]) for seed in range(count[label]))
+            if all(grid.is_done(cells[label, seed]) for seed in of_label[label])
         ]
         return {
-            label: [_summary(cells[label, seed]) for seed in range(count[label])]
-            for label in complete
+            label: [_summary(cells[label, seed]) for seed in of_label[label]] for label in complete
         }
 
 
@@ -90,7 +91,7 @@ def make_tables(
     about: str,
     name: str,
     cells: dict[str, Tables],
-    seeds: int | Callable[[str], int],
+    seeds: int | Callable[[str], Sequence[int]],
     sections: Mapping[str, Callable[[Found], str]],
 ) -> None:
     """The command of a file that fills tables in a Markdown file.
@@ -102,7 +103,7 @@ def make_tables(
         about: The file's docstring.
         name: NAME of the folder and the file above.
         cells: {label: recipe}, the most wanted first.
-        seeds: The number of seeds, or a function that gives that of a label.
+        seeds: The number of seeds, or a function that gives the seeds of a label.
         sections: {mark in the Markdown file: function that makes the text}.
     """
     parser = argparse.ArgumentParser(

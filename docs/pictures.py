@@ -20,7 +20,7 @@ from typing import Any
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
-METHODS = "local,fedavg,fedprox,fedproto,fedpg,fedgkc,opfgl,fedstruct,fedgh"
+METHODS = "local,fedgram,fedavg,fedprox,fedpg,fedgkc,opfgl,fedstruct,fedgh"
 GRID = [
     "--dataset",
     "cora",

@@ -27,6 +27,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from fedloom.core.method import Method
 from fedloom.core.registry import method_class
 from fedloom.data.datasets import catalogue, find
 from fedloom.data.federation import Federation
@@ -168,18 +169,27 @@ def _with_options(base: dict[str, Any], given: Given, assignments: Iterable[str]
 def _as_baseline(base: dict[str, Any], name: str) -> dict[str, Any]:
     """Returns the recipe for another method with as much training.
 
-    Learning rate and optimiser stay those of the method.
+    Learning rate and optimiser stay those of the method. A one-shot method, and a baseline of one,
+    has its own number of rounds and epochs.
     """
+    given = base.get("method", {})
     own = {f.name: f for f in fields(method_class(name))}
     shared = {"rounds", "epochs", "batch_size", "weight_decay"} & own.keys()
-    if own["rounds"].metadata["bounds"]["at most"] == 1:
-        shared -= {"rounds", "epochs"}  # a one-shot method has its own number of epochs
-    kept = {key: value for key, value in base.get("method", {}).items() if key in shared}
+    if _is_one_shot(method_class(name)) or _is_one_shot(
+        method_class(given.get("name", "fedavg"), given)
+    ):
+        shared -= {"rounds", "epochs"}
+    kept = {key: value for key, value in given.items() if key in shared}
     return {
         **base,
         "method": {"name": name, **kept},
         "run": {**base.get("run", {}), "evaluation": ""},
     }
+
+
+def _is_one_shot(method: type[Method]) -> bool:
+    (rounds,) = (f for f in fields(method) if f.name == "rounds")
+    return bool(rounds.metadata["bounds"]["at most"] == 1)
 
 
 def resume(folder: Path, as_json: bool, track: str = "", wide: bool = False) -> None:

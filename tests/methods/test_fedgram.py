@@ -6,6 +6,7 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 
+from fedloom.commands import _as_baseline
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts, SecureTerms
 from fedloom.data.federation import Federation
@@ -534,3 +535,10 @@ def test_the_clients_models_are_not_used(node_federation):
     one, other = (go(node_federation, model=model) for model in ("gcn-2x8", "gat-3x16"))
     assert one.summary["history_hash"] == other.summary["history_hash"]
     assert one.summary["model"] is None
+
+
+def test_its_baselines_have_rounds_of_their_own():
+    base = {"data": {"dataset": "cora"}, "method": {"name": "fedgram", "rounds": 1}}
+    assert _as_baseline(base, "fedavg")["method"] == {"name": "fedavg"}
+    base["method"] = {"name": "fedprox", "rounds": 7}
+    assert _as_baseline(base, "fedavg")["method"] == {"name": "fedavg", "rounds": 7}

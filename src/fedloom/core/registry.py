@@ -25,11 +25,8 @@ _DEFINED: dict[str, Class] = {}
 def method_names() -> dict[str, str]:
     """Returns {name: module} of all methods of fedloom. Files "_name.py" are not methods."""
     methods = importlib.import_module("fedloom.methods")
-    return {
-        _shown(m.name): m.name
-        for m in pkgutil.iter_modules(methods.__path__)
-        if not m.name.startswith("_")
-    }
+    modules = [m.name for m in pkgutil.iter_modules(methods.__path__)]
+    return dict(sorted((_shown(name), name) for name in modules if not name.startswith("_")))
 
 
 def _shown(module: str) -> str:
