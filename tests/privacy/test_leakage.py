@@ -8,7 +8,13 @@ import torch
 from fedloom.errors import ConfigError
 from fedloom.methods.fedgh import Schedule
 from fedloom.privacy import leakage
-from fedloom.privacy.leakage import edge_auc, forward_noise_epsilon, reidentified
+from fedloom.privacy.leakage import (
+    edge_auc,
+    forward_noise_epsilon,
+    labels_read,
+    member_auc,
+    reidentified,
+)
 
 NO_LINKS = torch.zeros(2, 0, dtype=torch.int64)
 
@@ -93,3 +99,28 @@ def test_the_theorems_numbers():
 def test_what_the_theorem_does_not_cover_is_refused(arguments, words):
     with pytest.raises(ConfigError, match=words):
         forward_noise_epsilon(*arguments)
+
+
+# ---- second moments ----
+def moments(rows, columns, seed=0):
+    """Rows of length 1 with labels, and which of them are in the moments: every other one."""
+    rng = torch.Generator().manual_seed(seed)
+    f = torch.nn.functional.normalize(torch.randn(rows, columns, generator=rng))
+    y = torch.randint(0, 3, (rows,), generator=rng)
+    member = torch.arange(rows) % 2 == 0
+    Y = torch.nn.functional.one_hot(y, 3).float()
+    return f, y, member, f[member].T @ f[member], f[member].T @ Y[member]
+
+
+def test_few_rows_are_recognised_and_their_labels_read():
+    f, y, member, gram, moment = moments(rows=20, columns=50)
+    assert member_auc(gram, f, member) == 1.0
+    assert labels_read(gram, moment, f[member], y[member]) == 1.0
+    assert labels_read(gram, moment, f[~member], y[~member]) < 0.9
+
+
+def test_many_rows_hide_each_other():
+    f, y, member, gram, moment = moments(rows=4000, columns=10)
+    assert member_auc(gram, f, member) == pytest.approx(0.5, abs=0.06)
+    # Labels are random here: nothing but membership could tell them.
+    assert labels_read(gram, moment, f[member], y[member]) < 0.5
