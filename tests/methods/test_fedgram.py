@@ -348,6 +348,15 @@ def test_several_maps_are_compared_on_a_sketch(node_federation):
     assert torch.equal(weights_in(result), weights_in(narrow))
 
 
+def test_what_the_sketch_has_in_full_is_not_sent_again(node_federation):
+    d = node_federation.num_features
+    narrow, wide = (go(node_federation, hops="1,2", sketch=n) for n in (d, d - 1))
+    assert narrow.traffic["phases"]["send_moments"]["messages"] == 2 * 4
+    assert wide.traffic["phases"]["send_moments"]["messages"] == 2 * 2 * 4
+    one = go(node_federation, hops=str(1 + int(narrow.summary["notes"]["map"])))
+    assert torch.equal(weights_in(narrow), weights_in(one))
+
+
 # ---- features ----
 def test_a_node_sees_the_labels_of_others_and_not_its_own():
     graph = synthetic(nodes=40, classes=3, features=5, degree=4.0, seed=2)

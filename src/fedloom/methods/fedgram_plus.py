@@ -100,7 +100,6 @@ class FedGramPlus(Plugin):
     def prepare_clients(self, server: Server) -> None:
         """Runs FedGram and appends its scores."""
         gram, clients = self.gram, server.clients
-        number = gram.chosen_map(server, clients)
-        sums = gram.gather(server, [number], gram.full(server.facts), clients)
+        number, sums = gram.best_map(server, clients)
         server.ask(self.append_scores, model=gram.selected(server, sums, number, clients))
         server.facts = widened(server.facts)

@@ -18,12 +18,13 @@ With one map and one λ there is one upload and one download.
 
     H_0 = rows of X at length 1;  H_l = S H_{l-1}, S = D̃^-1/2 (A+I) D̃^-1/2        `features`
     F   = [rows of H_0 + ... + H_L at length 1, w · labels of neighbours, 1]      `features`
+          or, for the map "side": [X, S X, Sᵀ X, ... side by side, labels, 1]     `structure`
     G = Σ_k G_k,  B = Σ_k B_k                                                     `send_moments`
     W(λ) = (G + λ I)^-1 B                                                         `solve`
-    L, λ: the best validation score of the confusion matrices, summed            `compare_weights`
+    map, λ: the best validation score of the confusion matrices, summed           `compare_weights`
     W_k = W + Fᵀ (F Fᵀ + μ I)^-1 (Y - F W) over the client's own training rows,   `personalised`
-          with the best μ on its own validation items, if it gains more than one      `chosen`
-          standard error there; else W_k = W
+          with the best μ on its own validation items, if it gains more than      `chosen`
+          one standard error there; else W_k = W
     logits = log softplus(20 F W_k) / 20: scores of ridge regression estimate     `predict`
           probabilities
 
@@ -77,7 +78,12 @@ from fedloom.methods.fedgram.ridge import (
     unpacked,
     weights_of,
 )
-from fedloom.methods.fedgram.structure import labels_around, structure_features, structure_width
+from fedloom.methods.fedgram.structure import (
+    labels_around,
+    side_width,
+    structure_features,
+    structure_width,
+)
 from fedloom.nn import metrics
 from fedloom.nn.metric_names import FROM_CONFUSION
 
@@ -93,6 +99,7 @@ def gram_schema(method: FedGram, facts: Facts, message: Message, reply: Message 
 
 
 def moment_schema(method: FedGram, facts: Facts, message: Message, reply: Message | None) -> Schema:
+    """Returns the schema of B for each map that the message asks for."""
     sizes = _asked(method, facts, message)
     return tuple((str(k), "float32", (m, facts.num_classes)) for k, m in sizes)
 
@@ -106,6 +113,7 @@ def _asked(method: FedGram, facts: Facts, message: Message) -> list[tuple[int, i
 def confusion_schema(
     method: FedGram, facts: Facts, message: Message, reply: Message | None
 ) -> Schema:
+    """Returns the schema of a confusion matrix for each λ of each map."""
     classes = facts.num_classes
     return tuple(
         (str(k), "int64", (len(W), classes, classes)) for k, W in message["weights"].items()
@@ -257,10 +265,10 @@ class FedGram(Method):
 
     def full(self, facts: Facts) -> int:
         """Returns `width`, or less if no map has as many columns."""
-        return self.width if facts.task == "graph" else min(self.width, self._widest(facts))
-
-    def _widest(self, facts: Facts) -> int:
-        return max(facts.num_features, 7 * facts.num_features * (SIDE in self.maps))
+        if facts.task == "graph":
+            return self.width
+        widest = side_width(facts.num_features) if SIDE in self.maps else facts.num_features
+        return min(self.width, widest)
 
     def columns(self, facts: Facts, number: int, width: int) -> int:
         """Returns m: the number of columns of F.
@@ -555,16 +563,21 @@ class FedGram(Method):
         highest = max(scores.values())
         return [candidate for candidate, score in scores.items() if score == highest]
 
-    def chosen_map(self, server: Server, clients: Sequence[str]) -> int:
-        """Returns the number of the best map, by a sketch of the features if they are wide."""
-        number, maps = 0, range(len(self.maps)) if server.facts.task == "node" else range(1)
+    def best_map(self, server: Server, clients: Sequence[str]) -> tuple[int, Message]:
+        """Returns the number of the best map, and its G and B.
+
+        Maps are compared on `sketch` columns. If the best one has no more, its sums are known.
+        """
+        facts, full = server.facts, self.full(server.facts)
+        number, maps = 0, range(len(self.maps)) if facts.task == "node" else range(1)
         if len(maps) > 1:
-            width = min(self.sketch, self.full(server.facts))
+            width = min(self.sketch, full)
             sums = self.gather(server, maps, width, clients)
             number = self.choose(server, sums, width, clients)[0]
-        if server.facts.task == "node":
             server.notes["map"] = float(number)
-        return number
+            if self.columns(facts, number, width) == self.columns(facts, number, full):
+                return number, {name: {str(number): of[str(number)]} for name, of in sums.items()}
+        return number, self.gather(server, [number], full, clients)
 
     def selected(
         self, server: Server, sums: Message, number: int, clients: Sequence[str]
@@ -600,15 +613,13 @@ class FedGram(Method):
 
     def run(self, server: Server) -> None:
         """One round: statistics up, W down, and the choice between candidates by sums."""
-        state, full = server.state, self.full(server.facts)
-        late, gone = names(self.join), names(self.leave)
+        state, late, gone = server.state, names(self.join), names(self.leave)
         for _ in server.rounds(1):
             clients = [c for c in server.participants if c not in late]
             if self.balance:
                 counts = server.sum(self.count_labels)["counts"]
                 server.ask(self.weigh_rows, weights=balanced_weights(counts) ** self.balance)
-            number = self.chosen_map(server, clients)
-            sums = self.gather(server, [number], full, clients)
+            number, sums = self.best_map(server, clients)
             state["model"] = self.selected(server, sums, number, clients)
             if late or gone:
                 server.ask(self.adopt, clients=clients, model=state["model"])

@@ -22,9 +22,14 @@ LABELS, PRODUCTS = 1.0, 3.0
 _WALKS = ("", "i", "o", "ii", "io", "oi", "oo")  # i: against the arrows, o: along them
 
 
+def side_width(features: int) -> int:
+    """Returns the number of columns of `side_by_side` if they all fit."""
+    return len(_WALKS) * features + 2 * BUCKETS
+
+
 def structure_width(features: int, classes: int, width: int) -> int:
     """Returns the number of columns of `structure_features`."""
-    blocks = min(max(width, NARROWEST), len(_WALKS) * features + 2 * BUCKETS)
+    blocks = min(max(width, NARROWEST), side_width(features))
     return blocks + 4 * classes + _pair_count(features, classes)
 
 
@@ -61,7 +66,7 @@ def side_by_side(graph: Graph, width: int) -> Tensor:
     """
     room = width - 2 * BUCKETS
     x = normalize(graph.x)
-    if len(_WALKS) * graph.num_features <= room:
+    if side_width(graph.num_features) <= width:
         return torch.cat([*(_walked(graph, x, walk) for walk in _WALKS), degrees(graph)], 1)
     generator = torch.Generator().manual_seed(0)
     total = torch.zeros(graph.num_nodes, room)
