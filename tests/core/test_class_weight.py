@@ -68,7 +68,7 @@ def counts_of(federation):
 
 
 @pytest.mark.parametrize("secure", [False, True])
-def test_counts_are_summed_once_and_booked(imbalanced, secure, monkeypatch):
+def test_counts_are_summed_once_and_booked(imbalanced, secure, monkeypatch, reference_engine):
     told, original = [], FedAvg.weigh_classes.function
 
     def weigh(self, client, weights):

@@ -551,3 +551,9 @@ def test_its_baselines_have_rounds_of_their_own():
     assert _as_baseline(base, "fedavg")["method"] == {"name": "fedavg"}
     base["method"] = {"name": "fedprox", "rounds": 7}
     assert _as_baseline(base, "fedavg")["method"] == {"name": "fedavg", "rounds": 7}
+
+
+def test_lists_of_one_number_may_be_numbers():
+    assert FedGram(hops=2, ridges=1, personal=0.5, leave=3) == FedGram(
+        hops="2", ridges="1", personal="0.5", leave="3"
+    )

@@ -62,9 +62,12 @@ def valid_values(f: Field[Any]) -> str:
 def check_setting(f: Field[Any], value: Any, table: str) -> Any:
     """Returns `value` as the setting's type, or raises a ConfigError that names `table` and field.
 
-    A whole number is accepted where a float is expected.
+    A whole number is accepted where a float is expected, and a number where a text without fixed
+    choices is: `method.hops=2` is as valid as `method.hops=2,4`.
     """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if _type_of(f) == "str" and number and not f.metadata.get("choices"):
+        return str(value)
     ok: bool = {
         "int": isinstance(value, int) and number,
         "float": number and math.isfinite(value),
