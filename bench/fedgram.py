@@ -109,14 +109,15 @@ def nodes(data: str, partition: str, clients: int, method: dict[str, Any]) -> Ta
 
 def one_round(data: str, partition: str, clients: int) -> dict[str, Tables]:
     """Returns the recipes of O-pFGL's own setting. Each seed draws a partition."""
+    gram = {"name": "fedgram", "balance": 0.5, "width": 4096 if data in WIDE_ON else 2048}
     rows: Rows = {
         "Local": {"name": "local"},
         "FedAvg + ft": {"name": "fedavg", "rounds": 1, **LOCAL},
         "DENSE": {"name": "dense", "batches": 20, **LOCAL},
         "Co-Boost": {"name": "coboost", "batches": 20, **LOCAL},
         "O-pFGL": {"name": "opfgl", **SETTINGS[data, partition]},
-        OURS: {"name": "fedgram", "balance": 0.5},
-        "W for all clients": {"name": "fedgram", "balance": 0.5, "personal": ""},
+        OURS: gram,
+        "W for all clients": {**gram, "personal": ""},
     }
     return {
         f"one round {clients} {partition} {data}: {row}": {

@@ -18,12 +18,12 @@ from fedloom.methods.fedgram.noise import (
     capped,
     entropy_noise,
     gaussian_scale,
-    nearest_psd,
     noise_share,
     ridge_for_noise,
     sensitivity,
     symmetric_noise,
 )
+from fedloom.methods.fedgram.ridge import nearest_psd
 
 EPSILONS = (0.01, 0.5, 1.0, 2.0, 8.0, 16.0, 100.0)
 

@@ -409,6 +409,20 @@ def test_a_packed_triangle_is_unpacked():
     assert torch.allclose((A + 31 * torch.eye(3)) @ W[0], torch.ones(3, 2), atol=1e-5)
 
 
+def test_columns_that_depend_on_each_other_do_not_end_in_an_error():
+    """The rounding of float32 sums gives G eigenvalues below -λ."""
+    rng = torch.Generator().manual_seed(0)
+    base = torch.randn(3000, 8, generator=rng)
+    F = torch.cat([300 * base @ torch.randn(8, 60, generator=rng), torch.ones(3000, 1)], 1)
+    Y = torch.nn.functional.one_hot((base[:, 0] > 0).long(), 2).float()
+    G, B = F.T @ F, F.T @ Y
+    assert torch.linalg.cholesky_ex(G.double() + 0.003 * torch.eye(61)).info > 0
+    W = weights_of(G, B, (0.003, 1.0))
+    assert W.isfinite().all()
+    assert ((F @ W[0]).argmax(1) == Y.argmax(1)).float().mean() > 0.9
+    assert generalised_error(G, B, W[0], 0.003) >= 0
+
+
 # ---- unusual clients ----
 def test_clients_with_one_class_or_no_training_item_take_part(node_federation):
     first, second, *rest = node_federation.graphs

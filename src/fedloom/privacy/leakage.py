@@ -108,7 +108,8 @@ def member_auc(gram: Tensor, rows: Tensor, member: Tensor, smallest: float = 1e-
     """Returns how well an attack tells the rows of G from others: the area under the ROC curve.
 
     If the rows of G do not span all columns, the score of a candidate is the share of it that lies
-    within their span. Otherwise it is its leverage fᵀ G^-1 f, which is larger for rows of G.
+    within their span. Otherwise it is its leverage fᵀ G^-1 f. If the attack is worse than chance,
+    its scores are negated.
 
     Args:
         gram: G = Fᵀ F, [m, m].
@@ -121,7 +122,8 @@ def member_auc(gram: Tensor, rows: Tensor, member: Tensor, smallest: float = 1e-
     kept = values > smallest * values.max()
     leverage, outside = (inside.square() / values).sum(1), inside[:, ~kept].square().sum(1)
     score = leverage if kept.all() else -outside
-    return float(roc_auc_score(member.numpy(), score.numpy()))
+    area = float(roc_auc_score(member.numpy(), score.numpy()))
+    return max(area, 1 - area)
 
 
 def labels_read(

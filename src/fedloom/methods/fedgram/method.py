@@ -65,7 +65,6 @@ from fedloom.methods.fedgram.noise import (
     capped,
     entropy_noise,
     gaussian_scale,
-    nearest_psd,
     noise_share,
     ridge_for_noise,
     sensitivity,
@@ -74,6 +73,7 @@ from fedloom.methods.fedgram.noise import (
 from fedloom.methods.fedgram.ridge import (
     corrections,
     generalised_error,
+    nearest_psd,
     packed,
     unpacked,
     weights_of,

@@ -196,16 +196,6 @@ def symmetric_noise(width: int, scale: float) -> Tensor:
     return (square + square.T) / 2
 
 
-def nearest_psd(matrix: Tensor) -> Tensor:
-    """Returns the positive semi-definite matrix nearest to a symmetric one, in Frobenius length.
-
-    It needs no privacy budget, because it uses only what was released.
-    """
-    symmetric = ((matrix + matrix.T) / 2).double()
-    values, vectors = torch.linalg.eigh(symmetric)
-    return ((vectors * values.clamp(min=0)) @ vectors.T).to(matrix.dtype)
-
-
 def ridge_for_noise(scale: float, width: int) -> float:
     """Returns λ for noise of a scale: RIDGE_PER_NOISE σ √width, at least SMALLEST_RIDGE.
 

@@ -23,6 +23,23 @@ def unpacked(triangle: Tensor, m: int) -> Tensor:
     return gram
 
 
+def nearest_psd(matrix: Tensor) -> Tensor:
+    """Returns the positive semi-definite matrix nearest to a symmetric one, in Frobenius length.
+
+    Noise needs it, and the rounding of float32 sums if columns depend on each other.
+    """
+    symmetric = ((matrix + matrix.T) / 2).double()
+    values, vectors = torch.linalg.eigh(symmetric)
+    return ((vectors * values.clamp(min=0)) @ vectors.T).to(matrix.dtype)
+
+
+def repaired(gram: Tensor, ridge: float) -> Tensor:
+    """Returns G in float64, made positive semi-definite if G + λI is not positive definite."""
+    G = gram.double()
+    failed = torch.linalg.cholesky_ex(G + ridge * torch.eye(len(G), dtype=torch.float64)).info
+    return nearest_psd(G) if failed else G
+
+
 def weights_of(gram: Tensor, moment: Tensor, ridges: Sequence[float]) -> Tensor:
     """Returns W(λ) = (G + λ I)^-1 B for several λ, [ridges, m, C] float32.
 
@@ -31,7 +48,7 @@ def weights_of(gram: Tensor, moment: Tensor, ridges: Sequence[float]) -> Tensor:
         moment: B = Fᵀ Y, [m, C].
         ridges: The values of λ, each above 0.
     """
-    G, B = gram.double(), moment.double()
+    G, B = repaired(gram, min(ridges)), moment.double()
     identity = torch.eye(len(G), dtype=torch.float64)
     solved = [
         torch.cholesky_solve(B, torch.linalg.cholesky(G + ridge * identity)) for ridge in ridges
@@ -69,9 +86,9 @@ def generalised_error(gram: Tensor, moment: Tensor, W: Tensor, ridge: float) -> 
         W: W(λ), [m, C].
         ridge: λ.
     """
-    G, B, W = gram.double(), moment.double(), W.double()
+    G, B, W = repaired(gram, ridge), moment.double(), W.double()
     rows = float(G[-1, -1])
-    error = float(B[-1].sum() - 2 * (W * B).sum() + (W * (G @ W)).sum())
+    error = max(0.0, float(B[-1].sum() - 2 * (W * B).sum() + (W * (G @ W)).sum()))
     root = torch.linalg.cholesky(G + ridge * torch.eye(len(G), dtype=torch.float64))
     free = len(G) - ridge * float(torch.cholesky_inverse(root).diagonal().sum())
     return error / max(rows, 1.0) / max(1 - free / max(rows, 1.0), 1e-6) ** 2
