@@ -13,6 +13,7 @@ from statistics import mean
 from typing import Any
 
 from fedpg import GRAPH_METHODS, GRAPHS, graphs
+from fedpg import METHODS as PROTOTYPES
 from oneshot import LOCAL, PAPER, SETTINGS
 from sweep import Found, Tables, counted, make_tables, markdown, scores_of, spread, verdict
 
@@ -62,14 +63,7 @@ MIDDLE: Rows = {
     "FedNH": {"name": "fednh"},
     "FPL": {"name": "fpl"},
     "FedDistill": {"name": "feddistill"},
-    "FedPG": {
-        "name": "fedpg",
-        "align": "item",
-        "pull": 5.0,
-        "alpha": 0.2,
-        "annotate": "pseudo",
-        "most": 8,
-    },
+    "FedPG": PROTOTYPES["FedPG"],
 }
 SLOW: Rows = {
     "FedKD": {"name": "fedkd"},
@@ -90,6 +84,7 @@ SLOW: Rows = {
 }
 WIDTHS = (64, 128, 256, 512, 1024, 2048)
 IN_FRONT = ("fedavg", "fedpg", "fedgkc")
+CUT_ON, OVER_CUT = ("cora", "citeseer", "photo", "chameleon"), "FedGram over cut edges"
 ONE_ROUND = ("cora", "citeseer", "pubmed")
 
 
@@ -163,6 +158,12 @@ def cells() -> dict[str, Tables]:
         rows = {**GRAM, **(WIDE if data in WIDE_ON else {}), **{row: FAST[row] for row in CLOSEST}}
         for row, method in rows.items():
             found[f"fresh louvain {data}: {row}"] = nodes(data, "louvain", 10, method)
+    for data in CUT_ON:
+        found[f"cut edges {data}: {OVER_CUT}"] = {
+            "data": {"dataset": data, "split": "global 10/10/80"},
+            "partition": {"name": "random", "clients": 10},
+            "method": {"name": "fedgram-cross"},
+        }
     for width in WIDTHS:
         add({f"width {width}": {"name": "fedgram", "width": width}}, DATASETS, ("louvain",), 10)
     for base in IN_FRONT:
@@ -288,6 +289,19 @@ def _graphs(found: Found) -> str:
     if any(label in found for label in labels):
         lines.append([f"**{OURS}**", *(spread(scores_of(found, label)) for label in labels)])
     return markdown(["accuracy", *GRAPHS], lines)
+
+
+def _cut_edges(found: Found) -> str:
+    known = json.loads((Path(__file__).parent / "results" / "fedstruct.json").read_text())
+    rows = ("Local", "FedSGD", "FedStruct, HOP2VEC, pruned globally", "FedGCN, 2 hops", "Central")
+    lines = []
+    for row in rows:
+        labels = [f"{data}, random, 10 clients: {row}" for data in CUT_ON]
+        lines.append([row, *(spread([s["accuracy"] for s in known[label]]) for label in labels)])
+    labels = [f"cut edges {data}: {OVER_CUT}" for data in CUT_ON]
+    if all(label in found for label in labels):
+        lines.append([f"**{OVER_CUT}**", *(spread(scores_of(found, label)) for label in labels)])
+    return markdown(["accuracy", *CUT_ON], lines)
 
 
 def _hetero(found: Found) -> str:
@@ -421,6 +435,7 @@ SECTIONS = {
     "against-best": _against_best,
     "fresh": _fresh,
     "graphs": _graphs,
+    "cut-edges": _cut_edges,
     "heterophily": _hetero,
     "one-round": _one_round,
     "widths": _widths,

@@ -1,7 +1,7 @@
 """FedGram, as a package.
 
-`method` has the algorithm, `features` and `graph_features` the maps of nodes and of graphs, `ridge`
-the sums and their solution, `noise` differential privacy.
+`method` has the algorithm, `features` and `structure` the maps of nodes, `graph_features` that of
+graphs, `ridge` the sums and their solution, `noise` differential privacy.
 """
 
 from fedloom.methods.fedgram import method

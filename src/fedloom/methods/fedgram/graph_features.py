@@ -26,9 +26,9 @@ from torch import Tensor
 
 from fedloom.data.graph import Graph
 from fedloom.errors import DataError
+from fedloom.methods.fedgram.hashing import Hashes, mixed
 
 Floats = NDArray[np.float32]
-Hashes = NDArray[np.uint64]
 
 HOPS = 3  # of a node's context
 MOST_FEATURES = 64  # wider node features are projected to this number of columns
@@ -212,8 +212,8 @@ def _subtrees(parts: _Parts, labels: Hashes, width: int, rounds: int) -> Tensor:
     out = torch.zeros(len(parts.size), width)
     for r in range(rounds + 1):
         if r:
-            labels = _mixed(3 * labels + _mixed(parts.neighbour_sum(_mixed(labels))))
-        out += DECAY**r * _unit(_counted(parts, _mixed(labels + np.uint64(r)), width))
+            labels = mixed(3 * labels + mixed(parts.neighbour_sum(mixed(labels))))
+        out += DECAY**r * _unit(_counted(parts, mixed(labels + np.uint64(r)), width))
     return out
 
 
@@ -242,25 +242,17 @@ def _start_labels(x: Tensor) -> Hashes:
     value = torch.where(value.abs() > EXACT, power, value)
     row, column = value.numpy().nonzero()
     bits = value.numpy()[row, column].view(np.uint32).astype(np.uint64)
-    names = _mixed(np.arange(x.shape[1], dtype=np.uint64))
+    names = mixed(np.arange(x.shape[1], dtype=np.uint64))
     ends = np.searchsorted(row, np.arange(len(x) + 1))
-    return _mixed(_segment_sums(_mixed(bits + names[column]), ends))
+    return mixed(_segment_sums(mixed(bits + names[column]), ends))
 
 
 # ---- public random numbers ----
-def _mixed(values: Hashes) -> Hashes:
-    """Returns 64-bit numbers that look random, by the mixing function of SplitMix64."""
-    z = values + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
 def _hashed_uniform(purpose: int, rows: int, columns: int) -> NDArray[np.float64]:
     """Returns [rows, columns] numbers between 0 and 1; each depends only on its own position."""
-    row = _mixed(np.arange(rows, dtype=np.uint64) + np.uint64(purpose << 32))
-    column = _mixed(np.arange(columns, dtype=np.uint64) + np.uint64(FOR_COLUMNS << 32))
-    bits = _mixed(row[:, None] + column) >> np.uint64(11)
+    row = mixed(np.arange(rows, dtype=np.uint64) + np.uint64(purpose << 32))
+    column = mixed(np.arange(columns, dtype=np.uint64) + np.uint64(FOR_COLUMNS << 32))
+    bits = mixed(row[:, None] + column) >> np.uint64(11)
     return (bits.astype(np.float64) + 0.5) / 2.0**53
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError, unknown
+from fedloom.methods.fedgram.hashing import mixed
 
 RELATIONS = ("label", "edge", "node")
 RIDGE_PER_NOISE = 0.5  # λ / (σ √width); see `ridge_for_noise`
@@ -232,7 +233,7 @@ def capped(graph: Graph, degree: int) -> Graph:
     ids = graph.node_id.numpy().astype(np.uint64)
     one, other = ids[pairs[:, 0]], ids[pairs[:, 1]]
     small, large = np.minimum(one, other), np.maximum(one, other)
-    order = _mixed(_mixed(small) ^ large)
+    order = mixed(mixed(small) ^ large)
     kept = np.ones(len(pairs), dtype=bool)
     ends = np.concatenate([pairs[:, 0], pairs[:, 1]])
     edge = np.tile(np.arange(len(pairs)), 2)
@@ -246,11 +247,3 @@ def capped(graph: Graph, degree: int) -> Graph:
     mask = torch.from_numpy(keep)
     weight = None if graph.edge_weight is None else graph.edge_weight[mask]
     return replace(graph, edge_index=graph.edge_index[:, mask], edge_weight=weight)
-
-
-def _mixed(numbers: np.ndarray) -> np.ndarray:
-    """Returns a 64-bit hash of each number: SplitMix64's."""
-    z = numbers + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
