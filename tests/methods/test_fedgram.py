@@ -14,7 +14,7 @@ from fedloom.data.graph import Graph
 from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic
 from fedloom.engines.loop import Engine as Loop
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, DataError
 from fedloom.experiments.run import run
 from fedloom.methods.fedgram import FedGram
 from fedloom.methods.fedgram.features import signs, smoothed, start
@@ -500,6 +500,21 @@ def test_edges_cost_nothing_if_sums_use_rows_without_hops():
     assert all(
         torch.equal(a, b) for a, b in zip(sent(client, method), sent(other, method), strict=True)
     )
+
+
+@pytest.mark.parametrize("hops", [0, 1, 2])
+def test_private_rows_are_no_longer_than_1_after_a_projection(hops):
+    client, method = private_client(private_hops=hops, width=20)
+    assert start(client.graph, 20, 0).norm(dim=1).max() > 1.2  # the projection lengthens some
+    assert method.private_rows(client, 20).norm(dim=1).max() <= 1 + 1e-6
+
+
+def test_weights_of_edges_have_no_bound():
+    client, method = private_client(private_hops=1)
+    weight = torch.ones(client.graph.num_edges)
+    client.graph = replace(client.graph, edge_weight=weight)
+    with pytest.raises(DataError, match="edge_weight: with method.private_hops"):
+        method.private_rows(client, 200)
 
 
 def test_with_a_huge_epsilon_it_is_ridge_regression_on_the_unsmoothed_rows(node_federation):

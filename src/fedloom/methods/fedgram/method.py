@@ -56,7 +56,7 @@ from fedloom.core.phase import Computed, phase, summed
 from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
-from fedloom.errors import ConfigError, unknown
+from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.methods.fedgram.features import smoothed, start
 from fedloom.methods.fedgram.graph_features import graph_features
 from fedloom.methods.fedgram.noise import (
@@ -377,9 +377,15 @@ class FedGram(Method):
         if graph.task == "graph":
             rows = self.features(client, graph, 0, width)[:, :-1]
         else:
+            if count and graph.edge_weight is not None:
+                raise DataError(
+                    f"graph {graph.name!r}: edge_weight: with method.private_hops above 0 edges "
+                    "must have no weights: there is no bound for them"
+                )
             if count and self.protects == "node":
                 graph = capped(graph, self.degree)
-            total = last = start(graph, width, client.facts.seed)
+            # A projection may lengthen rows.
+            total = last = bounded_rows(start(graph, width, client.facts.seed), 1.0)
             for _ in range(count):
                 last = graph.propagate(last, "sym")
                 total = total + last
