@@ -513,7 +513,7 @@ def test_weights_of_edges_have_no_bound():
     client, method = private_client(private_hops=1)
     weight = torch.ones(client.graph.num_edges)
     client.graph = replace(client.graph, edge_weight=weight)
-    with pytest.raises(DataError, match="edge_weight: with method.private_hops"):
+    with pytest.raises(DataError, match=r"edge_weight: with method\.private_hops"):
         method.private_rows(client, 200)
 
 
