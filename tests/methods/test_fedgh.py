@@ -733,7 +733,7 @@ def test_a_client_that_sends_nothing_gets_zeros_and_no_edges(node_federation, mo
     ({"add_above": 1.5}, r"method\.add_above is 1\.5, must be a number at least -1 and at most 1"),
     ({"add_above": -2}, r"method\.add_above is -2"),
     ({"base": "fedavgg"}, "fedavg"),
-    ({"base": 3}, r"method\.base is 3, must be a text"),
+    ({"base": True}, r"method\.base is True, must be a text"),
     ({"base": "fedgh"}, "a plug-in itself; give the method that trains"),
     ({"base": "central"}, "sees all graphs in one place"),
     ({"base": "gcfl+"}, "does graph tasks, not node tasks"),
