@@ -2,7 +2,7 @@
 
 runs/fedgram caches finished runs. bench/results/fedgram.json has the scores of all of them.
 
-python bench/fedgram.py docs/fedgram.md [--only "10 louvain cora"] [--skip physics]
+python bench/fedgram.py docs/fedgram.md [--missing] [--only "10 louvain cora"] [--skip physics]
                                                           (a night on two quiet cores)
 """
 

@@ -119,21 +119,29 @@ def make_tables(
         default=[],
         help="skip the cells whose names contain this text",
     )
+    parser.add_argument(
+        "--missing",
+        action="store_true",
+        help="run the cells without kept results, and write them and the tables, also with --only",
+    )
     parser.add_argument("--write", action="store_true", help="run nothing, write known results")
     args = parser.parse_args()
+    kept = Path(__file__).parent / "results" / f"{name}.json"
+    done = _remembered(kept) if args.missing else {}
     recipes = {
         k: v
         for k, v in cells.items()
-        if k.startswith(args.only or "") and not any(text in k for text in args.skip)
+        if k.startswith(args.only or "")
+        and not any(text in k for text in args.skip)
+        and k not in done
     }
 
     def show(label: str, seed: int, s: dict[str, Any]) -> None:
         print(f"{label}, seed {seed}: {s['seconds']['total']:.0f} s", flush=True)
 
     found = sweep(recipes, seeds, show, Path(f"runs/{name}"), run=not args.write)
-    if args.only:
+    if args.only and not args.missing:
         return
-    kept = Path(__file__).parent / "results" / f"{name}.json"
     found = {
         label: runs for label, runs in {**_remembered(kept), **found}.items() if label in cells
     }
