@@ -30,12 +30,16 @@ class SecureTerms:
             parties, means all of them.
         bits: Sums are modulo 2^bits.
         range: The largest |x| that an entry of one party's float tensors may have.
+        cohort: The least share of all clients in every sum. A client refuses smaller sums.
+        apart: Two cohorts of a round and phase must be equal, or differ in so many clients.
     """
 
     threshold: float = 2 / 3
     neighbours: int = 0
     bits: int = 64
     range: float = 2.0**24
+    cohort: float = 0.0
+    apart: int = 2
 
     def __post_init__(self) -> None:
         if not 0.5 <= self.threshold < 1:
@@ -48,6 +52,14 @@ class SecureTerms:
             raise ConfigError(f"secure_bits is {self.bits!r}, must be 32 or 64")
         if not (self.range > 0 and math.isfinite(self.range)):
             raise ConfigError(f"secure_range is {self.range!r}, must be above 0 and finite")
+        if not 0 <= self.cohort <= 1:
+            raise ConfigError(f"secure_cohort is {self.cohort!r}, must be from 0 to 1")
+        if self.apart < 1:
+            raise ConfigError(f"secure_apart is {self.apart!r}, must be at least 1")
+
+    def least(self, population: int) -> int:
+        """Returns how many clients every sum must cover."""
+        return math.floor(Fraction(self.cohort).limit_denominator(10**6) * population)
 
     def quorum(self, members: int) -> int:
         """Returns t: the fewest members of a neighbourhood that exceed the threshold."""

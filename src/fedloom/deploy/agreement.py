@@ -38,18 +38,20 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from fedloom.core.facts import Facts
 from fedloom.core.message import FORMAT
 from fedloom.core.method import Method
 from fedloom.core.registry import make_method, method_class
 from fedloom.core.settings import check_setting, setting
 from fedloom.data.columns import Table
 from fedloom.data.encoding import AUTO, Encoding
-from fedloom.data.federation import PartySize
+from fedloom.data.federation import PartySize, Roster
 from fedloom.data.files import from_file, from_folder
-from fedloom.data.graph import Graph
+from fedloom.data.graph import Graph, Task
 from fedloom.data.split import apply_split, check_split
 from fedloom.data.tables import read_folder
 from fedloom.deploy.envelope import VERSION as ENVELOPE_VERSION
@@ -57,10 +59,12 @@ from fedloom.deploy.keys import PublicKey, public_key_of, read_public_key, requi
 from fedloom.deploy.names import align_classes, align_features
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiments.recipe import ModelTable, read_tables, table
+from fedloom.experiments.run import agree_on_facts
 from fedloom.experiments.settings import RunSettings, chosen_evaluation
 from fedloom.experiments.source_digest import code_behind
 from fedloom.nn.build import parse_spec, split_specs
 from fedloom.nn.own_model import is_own, own_spec
+from fedloom.privacy.secure_sum import VERSION as SUM_VERSION
 
 OWN_SPLIT = "own"
 
@@ -158,7 +162,7 @@ class Agreement:
             if f.name not in ("engine", "workers", "device")
         }
         return {
-            "wire": {"messages": FORMAT, "envelopes": ENVELOPE_VERSION},
+            "wire": {"messages": FORMAT, "envelopes": ENVELOPE_VERSION, "secure_sums": SUM_VERSION},
             "parties": {name: key.text() for name, key in self.parties.items()},
             "data": {f.name: _json(getattr(self.data, f.name)) for f in fields(DataTable)},
             "model": {f.name: getattr(self.model, f.name) for f in fields(ModelTable)},
@@ -171,6 +175,46 @@ class Agreement:
             },
             "run": run,
         }
+
+    def digest(self) -> bytes:
+        """Returns the SHA-256 digest of everything that must be the same at every party."""
+        return sha256(json.dumps(self.agreed(), sort_keys=True).encode()).digest()
+
+    def roster(
+        self,
+        sizes: Mapping[str, PartySize],
+        encoding: Encoding | None,
+        knows_cross_edges: bool = True,
+    ) -> Roster:
+        """Returns the parties and the public facts about their data.
+
+        Args:
+            sizes: The sizes of parties. A party that is missing has size 0.
+            encoding: The fitted encoding; None if features are numbers already.
+            knows_cross_edges: Whether some party knows an edge to another party's node.
+        """
+        data = self.data
+        known = tuple(sizes.get(n, PartySize(n, 0, 0, 0, 0, 0)) for n in self.parties)
+        names = data.feature_names if encoding is None else tuple(encoding.feature_names)
+        return Roster(
+            known,
+            len(names) or data.num_features,
+            data.num_classes,
+            cast(Task, data.task),
+            data.inductive,
+            knows_cross_edges,
+            {"dataset": "each party's own", "clients": len(known)},
+            data.class_names,
+            names,
+        )
+
+    def facts(self, roster: Roster) -> Facts:
+        """Returns what every party knows before training. Each side derives it from its own copy.
+
+        Raises a ConfigError if method, models, data and settings do not fit each other.
+        """
+        method, dropout = self.make_method(), self.model.dropout
+        return agree_on_facts(method, self.method, roster, self.model_specs, dropout, self.run)
 
     def graph(self, path: Path, party: str) -> Graph:
         """Returns a party's graph, split as agreed. Raises DataError if it does not match.

@@ -13,14 +13,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from fedloom.core.absence import FaultPolicy
 from fedloom.core.facts import Facts
 from fedloom.core.message import Absent
 from fedloom.data.encoding import Encoding
 from fedloom.data.federation import PartySize, Roster
-from fedloom.data.graph import Task
 from fedloom.deploy.agreement import Agreement, differences
 from fedloom.deploy.envelope import EnvelopeError, Gate, Header, sign
 from fedloom.deploy.keys import PartyKey
@@ -186,22 +185,7 @@ class Coordinator:
 
     def roster(self) -> Roster:
         """Returns the parties and their sizes. A party that has not joined yet has size 0."""
-        data = self.agreement.data
-        sizes = tuple(
-            self.sizes.get(name, PartySize(name, 0, 0, 0, 0, 0)) for name in self.agreement.parties
-        )
-        names = data.feature_names if self.encoding is None else self.encoding.feature_names
-        return Roster(
-            sizes,
-            len(names) or data.num_features,
-            data.num_classes,
-            cast(Task, data.task),
-            data.inductive,
-            self.knows_cross_edges,
-            {"dataset": "each party's own", "clients": len(sizes)},
-            data.class_names,
-            names,
-        )
+        return self.agreement.roster(self.sizes, self.encoding, self.knows_cross_edges)
 
     def begin_fit(self) -> None:
         """Begins the fit of the encoding at all parties that have joined.

@@ -210,6 +210,7 @@ class Engine(RemoteEngine):
             "selection": facts.selection,
             "top_k": facts.top_k,
             "class_weight": facts.class_weight,
+            "auc": facts.auc,
         }
         if facts.secure is not None:
             terms = {

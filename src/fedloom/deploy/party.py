@@ -37,7 +37,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,7 @@ from typing import Any
 import torch
 
 from fedloom._system import write_atomic
+from fedloom.core.aggregation import Responder
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts, SecureTerms
 from fedloom.core.message import Message, decode, encode
@@ -68,6 +69,8 @@ from fedloom.errors import ConfigError, DataError, FedloomError, MessageError, R
 from fedloom.experiments import checkpoint
 from fedloom.experiments.trained import ModelCard, model_bytes
 from fedloom.privacy.choice import responder_for
+from fedloom.privacy.identity import Identity
+from fedloom.privacy.sum_record import SumRecord
 
 SAVED_STATES = 3  # that a party keeps: a resumed run may need the one before the last
 # Seconds before a party tries again to reach the coordinator; the pause doubles each time.
@@ -157,6 +160,8 @@ class Party:
         self._client: Client | None = None
         self._fit_client: Client | None = None  # that takes part in the fit of the encoding
         self._local_client: Client | None = None  # that adds the Local score to a sum
+        self._record: SumRecord | None = None  # of the run's secure sums
+        self._restarted = False  # whether the party's process began during the run
         self._round = 0  # of the phase that is executed
         self._stage = ""  # whose best evaluation is the result of the run
         self._history: OwnHistory | None = None
@@ -285,10 +290,31 @@ class Party:
         if self.agreement.encoding is None:
             raise ConfigError(f"party {self.name!r}: no raw columns are agreed")
         facts, inductive = fit_facts(self.agreement), self.agreement.data.inductive
-        self._fit_client = Client(self.name, self._raw, facts, inductive, responder_for(facts))
+        responder = self._responder(facts, "-fit")
+        self._fit_client = Client(self.name, self._raw, facts, inductive, responder)
         self._session = session
         self._method = self._client = None  # the run that was, if any, is over
         return {}
+
+    def _responder(self, facts: Facts, program: str = "") -> Responder:
+        """Returns how the party answers: with its own keys, and its record of secure sums.
+
+        Args:
+            facts: The facts of the run, or of another program.
+            program: The program, if it is not the run itself. Its sums have their own record.
+        """
+        if facts.secure is None:
+            return responder_for(facts, self.name)
+        digest = self.agreement.digest()
+        keys = {name: key.signing for name, key in self.agreement.parties.items()}
+        identity = Identity(self.name, self.key.signing, keys, digest)
+        path = self.folder / "sums" / f"{digest.hex()[:32]}{program}.jsonl"
+        record = SumRecord(path, facts.secure.apart)
+        if program:
+            record.rewind(-1)
+        else:
+            self._record = record
+        return responder_for(facts, self.name, identity, record)
 
     def _encode(self, order: dict[str, Any]) -> None:
         """Encodes the party's table, if raw columns are agreed, and keeps the encoding."""
@@ -310,9 +336,8 @@ class Party:
 
     def _begin(self, order: dict[str, Any], session: _Session) -> dict[str, Any]:
         self._require_current(order, session)
-        facts = self._with_agreed_models(facts_from_json(order["facts"]))
         self._encode(order)
-        self._require_agreed(facts)
+        facts = self._own_facts(order["facts"])
         torch.set_num_threads(self.agreement.run.threads)
         lineage = _file_name(order, "lineage")
         if lineage != self._lineage:
@@ -321,39 +346,37 @@ class Party:
         self._history = OwnHistory(self._state_folder() / HISTORY)
         self._session = session
         inductive = self.agreement.data.inductive
-        self._client = Client(self.name, self.graph, facts, inductive, responder_for(facts))
+        fresh, self._restarted = self._client is None, False
+        self._client = Client(self.name, self.graph, facts, inductive, self._responder(facts))
         self._fit_client = self._local_client = None
         self._client.remembers_shared = True
         # A party that was restarted during a run continues from its last saved state.
         self._to_restore = self._latest_state() if order["rejoin"] else ""
+        # Its user has restarted it, and not the coordinator: it need not repeat its last sums.
+        self._restarted = fresh and order["rejoin"] is True
+        if self._record is not None and not self._restarted:
+            self._record.rewind(-1)
         return {}
 
-    def _with_agreed_models(self, facts: Facts) -> Facts:
-        """Returns the facts with the models of the party's own agreement.
+    def _own_facts(self, said: object) -> Facts:
+        """Returns the facts that follow from the party's own copy of the agreement.
 
-        A model of a file is then the party's own file.
+        Raises ConfigError if they do not match its graph, or if the coordinator says otherwise.
+
+        said: the coordinator's facts, as JSON.
         """
-        agreed = {str(spec): spec for spec in self.agreement.model_specs}
-        for spec in facts.models:
-            if spec not in agreed:
-                raise ConfigError(
-                    f"party {self.name!r}: model {spec!r} is not as agreed: {', '.join(agreed)}"
-                )
-        return replace(facts, models=tuple(agreed[spec] for spec in facts.models))
-
-    def _require_agreed(self, facts: Facts) -> None:
-        """Raises ConfigError if the facts do not match the party's graph and its agreement."""
-        graph, settings = self.graph, self.agreement.run
-        of_graph = (graph.num_features, graph.num_classes, graph.task)
+        encoding = self.graph.encoding if self.agreement.encoding is not None else None
+        facts = self.agreement.facts(self.agreement.roster({}, encoding))
+        of_graph = (self.graph.num_features, self.graph.num_classes, self.graph.task)
         if (facts.num_features, facts.num_classes, facts.task) != of_graph:
-            raise ConfigError(f"party {self.name!r}: the facts do not match its graph")
-        if facts.secure != settings.terms and not self.agreement.make_method().centralized:
-            raise ConfigError(f"party {self.name!r}: the terms of secure sums are not as agreed")
-        if (facts.upload, facts.download) != (settings.upload, settings.download):
-            raise ConfigError(f"party {self.name!r}: the filters are not as agreed")
-        for name in ("selection", "top_k", "class_weight"):
-            if getattr(facts, name) != getattr(settings, name):
-                raise ConfigError(f"party {self.name!r}: {name} is not as agreed")
+            raise ConfigError(f"party {self.name!r}: the agreed facts do not match its graph")
+        theirs = said if isinstance(said, dict) else {}
+        if found := differences(_as_sent(facts_to_json(facts)), theirs):
+            raise ConfigError(
+                f"party {self.name!r}: the coordinator's facts are not as agreed: "
+                f"{'; '.join(found)}"
+            )
+        return facts
 
     def _perform(self, header: Header, body: bytes) -> bytes:
         if header.phase.startswith(FIT_PROGRAM):
@@ -362,7 +385,7 @@ class Party:
             return self._perform_in_local_sum(header, body)
         method, client = self._ready()
         if self._to_restore and header.round > 0:
-            self._restore({"mark": self._to_restore})
+            self._load(self._to_restore, rewind=not self._restarted)
         self._round = header.round
         message = decode(body, header.phase)
         _require_phase(method, client, header.phase, message, self.agreement.method)
@@ -417,7 +440,8 @@ class Party:
             raise Refusal(f"party {self.name!r} has no Local baseline")
         if self._local_client is None:
             facts = client.facts
-            self._local_client = Client(self.name, self.graph, facts, False, responder_for(facts))
+            responder = self._responder(facts, "-local")
+            self._local_client = Client(self.name, self.graph, facts, False, responder)
             self._local_client.memory["local"] = self._local.summand
         method, phase = LocalScores(), header.phase.removeprefix(LOCAL_PROGRAM)
         message = decode(body, header.phase)
@@ -454,20 +478,30 @@ class Party:
         _, client = self._ready()
         path = self._state_folder() / f"{_file_name(order, 'mark')}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_atomic(path, checkpoint.encode(checkpoint.Checkpoint({}, client.snapshot())))
+        about = {"round": self._round}
+        write_atomic(path, checkpoint.encode(checkpoint.Checkpoint(about, client.snapshot())))
         for old in self._saved_states()[:-SAVED_STATES]:
             old.unlink()
         return {}
 
     def _restore(self, order: dict[str, Any]) -> dict[str, Any]:
+        self._load(_file_name(order, "mark"), rewind=True)
+        return {}
+
+    def _load(self, mark: str, rewind: bool) -> None:
+        """Restores a saved state.
+
+        rewind: whether sums after that state must be repeated before any others.
+        """
         _, client = self._ready()
-        mark = _file_name(order, "mark")
         path = self._state_folder() / f"{mark}.safetensors"
         if not path.exists():
             raise DataError(f"party {self.name!r} has no saved state {mark}")
-        client.restore(checkpoint.decode(path.read_bytes()).state)
+        saved = checkpoint.decode(path.read_bytes())
+        client.restore(saved.state)
+        if self._record is not None and rewind:
+            self._record.rewind(int(saved.about.get("round", 0)))
         self._to_restore = ""
-        return {}
 
     def _finish(self, order: dict[str, Any]) -> dict[str, Any]:
         if self._method is not None and self._client is not None:
@@ -565,11 +599,10 @@ def facts_to_json(facts: Facts) -> dict[str, Any]:
     return {**content, **lists, "secure": secure}
 
 
-def facts_from_json(content: dict[str, Any]) -> Facts:
-    """Returns the facts in the output of `facts_to_json`."""
-    secure = None if content["secure"] is None else SecureTerms(**content["secure"])
-    tuples = {"clients": tuple(content["clients"]), "models": tuple(content["models"])}
-    return Facts(**{**content, **tuples, "secure": secure})
+def _as_sent(content: dict[str, Any]) -> dict[str, Any]:
+    """Returns a JSON object as a receiver reads it."""
+    sent: dict[str, Any] = json.loads(json.dumps(content))
+    return sent
 
 
 # ---- the party's process ----

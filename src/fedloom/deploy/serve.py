@@ -30,7 +30,7 @@ from fedloom.errors import RoundFailed
 from fedloom.experiments.callbacks import Given
 from fedloom.experiments.recorder import Recorder
 from fedloom.experiments.result import Result
-from fedloom.experiments.run import agree_on_facts, run_folder, threads
+from fedloom.experiments.run import run_folder, threads
 
 MAX_SUPERLINKS = 10  # that one call of `serve` may start, one after the other
 
@@ -121,8 +121,7 @@ def _run_session(
         write_atomic(folder / "config.json", (json.dumps(config, indent=1) + "\n").encode())
         coordinator.encoding = _fitted(agreement, coordinator, folder / ENCODING_FILE, log)
     roster = coordinator.roster()
-    models, dropout = agreement.model_specs, agreement.model.dropout
-    facts = agree_on_facts(method, agreement.method, roster, models, dropout, settings)
+    facts = agreement.facts(roster)
     recorder = Recorder(roster, settings, folder, callbacks)
     recorder.config = config
 

@@ -189,7 +189,7 @@ class Worker:
                 Graph(**isolate(load(tensors)), **rest),
                 facts,
                 inductive,
-                responder_for(facts),
+                responder_for(facts, name),
             )
             for name, tensors, rest, inductive in packed
         ]

@@ -166,7 +166,7 @@ def fit_encoding(
         require_cohort(len(graphs), "the number of parties")
     facts = encoding_facts(tuple(graphs), secure=SecureTerms() if secure else None)
     method = FitEncoding(declared=declared.to_json())
-    clients = [Client(n, g, facts, inductive, responder_for(facts)) for n, g in graphs.items()]
+    clients = [Client(n, g, facts, inductive, responder_for(facts, n)) for n, g in graphs.items()]
     engine = Engine(method, clients, FaultPolicy())
     policy, aggregation = RoundPolicy("local"), aggregation_for(facts)
     server = Server(method, facts, engine.call, policy, NoRounds(), aggregation)

@@ -183,7 +183,7 @@ class Recorder:
         earlier = entries(self.folder) if self.folder and resume else ()  # read only if tracked
         self.tracking.begin(Begun(self.config, self.roster.about, name, self.folder), earlier)
         self.server = server = Server(
-            method, facts, self._call, policy, self, aggregation_for(facts)
+            method, facts, self._call, policy, self, aggregation_for(facts, self.folder)
         )
         if self._pending is not None:
             server.absences.resume(self._pending[0].about.get("absences", {}))

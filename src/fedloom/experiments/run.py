@@ -113,7 +113,7 @@ def run(
     def engine() -> Engine:
         graphs = zip(federation.names, federation.graphs, strict=True)
         inductive = federation.inductive
-        clients = (Client(n, g, facts, inductive, responder_for(facts)) for n, g in graphs)
+        clients = (Client(n, g, facts, inductive, responder_for(facts, n)) for n, g in graphs)
         made = engine_class(recorder.engine_name)
         return made(chosen, clients, settings.faults, choice.workers)
 

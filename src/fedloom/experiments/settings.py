@@ -70,6 +70,15 @@ class RunSettings:
     )
     secure_bits: int = setting(64, "width of a masked number, 32 or 64", at_least=32, at_most=64)
     secure_range: float = setting(2.0**24, "largest absolute value that a client may add", above=0)
+    secure_cohort: float = setting(
+        0.0,
+        "least share of the clients in every sum (0 = quorum x participation)",
+        at_least=0,
+        at_most=1,
+    )
+    secure_apart: int = setting(
+        2, "cohorts of a round and phase are equal or differ in so many clients", at_least=1
+    )
     threads: int = setting(1, "threads of a tensor operation", at_least=1, at_most=1024)
     workers: int = setting(
         0, "worker processes, in engines that have them (0 = as the cores allow)", at_least=0
@@ -150,7 +159,12 @@ class RunSettings:
     def terms(self) -> SecureTerms | None:
         """The terms of secure sums; None if the run is not secure."""
         terms = SecureTerms(
-            self.secure_threshold, self.secure_neighbours, self.secure_bits, self.secure_range
+            self.secure_threshold,
+            self.secure_neighbours,
+            self.secure_bits,
+            self.secure_range,
+            self.secure_cohort or self.quorum * self.participation,
+            self.secure_apart,
         )
         return terms if self.secure else None
 

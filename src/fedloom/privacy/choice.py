@@ -5,27 +5,49 @@ A plain run does not import `secure_aggregation`, and so no cryptography.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from fedloom.core.aggregation import Aggregation, PlainAggregation, PlainResponder, Responder
 from fedloom.core.facts import Facts
 from fedloom.errors import ConfigError
 
+if TYPE_CHECKING:
+    from fedloom.privacy.identity import Identity
+    from fedloom.privacy.sum_record import SumRecord
 
-def aggregation_for(facts: Facts) -> Aggregation:
-    """Returns the server's side of a run with these facts: secure or plain."""
+
+def aggregation_for(facts: Facts, folder: Path | None = None) -> Aggregation:
+    """Returns the server's side of a run with these facts: secure or plain.
+
+    folder: where a secure run logs its cohorts; None keeps them in memory.
+    """
     if facts.secure is None:
         return PlainAggregation()
     from fedloom.privacy.secure_aggregation import SecureAggregation  # imports cryptography
 
-    return SecureAggregation(facts.secure)
+    return SecureAggregation(facts.secure, folder)
 
 
-def responder_for(facts: Facts) -> Responder:
-    """Returns a client's side of a run with these facts: secure or plain."""
+def responder_for(
+    facts: Facts, name: str, identity: Identity | None = None, record: SumRecord | None = None
+) -> Responder:
+    """Returns a client's side of a run with these facts: secure or plain.
+
+    Args:
+        facts: What every party knows.
+        name: The client's name.
+        identity: Its keys. None: those of a simulation.
+        record: The secure sums that it took part in. None: a new record, in memory.
+    """
     if facts.secure is None:
         return PlainResponder()
-    from fedloom.privacy.secure_aggregation import SecureResponder  # imports cryptography
+    from fedloom.privacy.identity import simulated_identity  # imports cryptography
+    from fedloom.privacy.secure_aggregation import SecureResponder
+    from fedloom.privacy.sum_record import SumRecord
 
-    return SecureResponder(facts.secure)
+    identity = identity or simulated_identity(name, facts.clients, facts.seed)
+    return SecureResponder(facts.secure, identity, record or SumRecord(apart=facts.secure.apart))
 
 
 def require_cohort(clients: int, source: str) -> None:

@@ -1,7 +1,7 @@
 """Peer channel: in a secure run, clients write to each other through a server that cannot read it.
 
     server                                  client
-    greet_peers                          ►  ◄ key       a fresh X25519 public key
+    greet_peers                          ►  ◄ key       a fresh X25519 public key, signed
     meet_peers      all public keys      ►              PeerChannel.meet: a key per direction (HKDF)
     a phase         its message          ►  ◄ blobs     {receiver: AES-256-GCM}: PeerChannel.seal
     its reader      {sender: blob}       ►              PeerChannel.open, then the phase itself
@@ -11,8 +11,7 @@ ciphertext with its tag. Numbers only increase, so a message that arrives twice,
 one, is refused. The phase is part of the plaintext, so a message of another phase is refused too.
 A server that holds a message back until the same phase is asked again, and then delivers it in
 place of the next one, is not noticed. The server still sees who writes to whom, when, and how much.
-As in secure sums there are no signatures: a server that hands out keys of its own is a
-man in the middle, which an honest but curious server is not.
+Every key is signed by its owner (`Identity`), so the server cannot hand out keys of its own.
 """
 
 from __future__ import annotations
@@ -24,16 +23,21 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedloom.errors import Refusal
-from fedloom.privacy.secure_sum import KEY_BYTES
+from fedloom.privacy.identity import SIGNATURE_BYTES, Identity
 
+KEY_BYTES = 32
+ANNOUNCED_BYTES = KEY_BYTES + SIGNATURE_BYTES
 NUMBER_BYTES = 8
 
 
 class PeerChannel:
-    """One client's keys for peer messages. They live as long as the process and are never saved."""
+    """One client's keys for peer messages. They live as long as the process and are never saved.
 
-    def __init__(self, name: str):
-        self.name = name
+    identity: the client's signing key and the public keys of all clients.
+    """
+
+    def __init__(self, identity: Identity):
+        self.name, self._identity = identity.name, identity
         self._key = X25519PrivateKey.generate()
         # By peer: the cipher, and the number of the last message.
         self._outgoing: dict[str, tuple[AESGCM, int]] = {}
@@ -44,11 +48,17 @@ class PeerChannel:
         """The public key, 32 bytes."""
         return self._key.public_key().public_bytes_raw()
 
-    def meet(self, keys: dict[str, bytes]) -> None:
-        """Takes every client's public key, once.
+    @property
+    def announced(self) -> bytes:
+        """The public key and its signature, 96 bytes."""
+        return self.public + self._identity.sign("peer key", self.public)
+
+    def meet(self, announced: dict[str, bytes]) -> None:
+        """Takes what every client announced, once.
 
         A server that could change the keys later could read all messages from then on.
         """
+        keys = {name: content[:KEY_BYTES] for name, content in announced.items()}
         if self._outgoing:
             raise Refusal(
                 f"client {self.name!r} refuses to meet its peers again: it has their keys"
@@ -63,6 +73,12 @@ class PeerChannel:
         for peer, public in keys.items():
             if peer == self.name:
                 continue
+            signature = announced[peer][KEY_BYTES:]
+            if not self._identity.is_signed(peer, "peer key", public, signature):
+                raise Refusal(
+                    f"client {self.name!r} refuses to meet its peers: "
+                    f"{peer!r} has not signed the key under its name"
+                )
             try:
                 secret = self._key.exchange(X25519PublicKey.from_public_bytes(public))
             except ValueError:

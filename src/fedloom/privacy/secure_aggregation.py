@@ -1,9 +1,12 @@
 """Secure aggregation: the server of a run with `secure = true` learns sums and nothing else.
 
-    server                                    client advertise_keys  run, number, roster, t ►  ◄
-    keys       Member.advertise share_keys      keys, answered         ►  ◄ shares     Member.share
-    the phase       its message, shared    ►  ◄ masked     its reply, encoded and masked:
-    Member.mask unmask          survivors, shares      ►  ◄ revealed   Member.unmask
+    server                                           client
+    advertise_keys   the sum, roster, threshold  ►  ◄ keys        Member.advertise
+    draw_graph       commitments, answered       ►  ◄ nonce       Member.draw, if a graph is drawn
+    share_keys       keys, answered, nonces      ►  ◄ shares      Member.share
+    the phase        its message, shared         ►  ◄ masked      its reply, encoded: Member.mask
+    confirm          survivors                   ►  ◄ signature   Member.confirm
+    unmask           shares, signatures          ►  ◄ revealed    Member.unmask
 
 One masked vector holds everything that a client adds: tensors, counts and, in a mean, its weight,
 by which it multiplies its reply itself. A client in a secure run answers nothing else: no phase
@@ -13,9 +16,13 @@ their phase says that they are encrypted or public already (`encrypted = False`)
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,19 +55,22 @@ from fedloom.core.replies import Replies
 from fedloom.core.server import Server
 from fedloom.errors import ConfigError, MessageError, Refusal
 from fedloom.privacy import secure_sum
-from fedloom.privacy.peer_channel import PeerChannel
+from fedloom.privacy.identity import SIGNATURE_BYTES, Identity
+from fedloom.privacy.peer_channel import ANNOUNCED_BYTES, PeerChannel
 from fedloom.privacy.secure_sum import (
-    ADVERTISED_BYTES,
     CIPHERTEXT_BYTES,
-    KEY_BYTES,
+    NONCE_BYTES,
     SHARE_BYTES,
     Collector,
     Member,
     TooFew,
 )
+from fedloom.privacy.sum_record import SumId, SumRecord
 
-SUM_PHASES = ("advertise_keys", "share_keys", "unmask")
+SUM_PHASES = ("advertise_keys", "draw_graph", "share_keys", "confirm", "unmask")
 CHANNEL_PHASES = ("greet_peers", "meet_peers")
+RUN_BYTES = 16  # of the id of a session
+LOG = "secure-sums.jsonl"  # in a run folder: the cohorts of all sums, through every resume
 WEIGHT = "weight of the client"  # no phase can declare a tensor of this name
 
 
@@ -69,11 +79,17 @@ class SecureResponder:
     """Answers requests under masks, and refuses those that could expose the client's data.
 
     Its secrets live as long as the process and are never saved.
+
+    Args:
+        terms: The terms that the client agreed to.
+        identity: The client's signing key and the public keys of all clients.
+        record: The sums that the client took part in.
     """
 
-    def __init__(self, terms: SecureTerms):
-        self.terms = terms
+    def __init__(self, terms: SecureTerms, identity: Identity, record: SumRecord):
+        self.terms, self.identity, self.record = terms, identity, record
         self.member: Member | None = None  # the client's side of the current sum
+        self.about: SumId | None = None  # that sum
         self.channel: PeerChannel | None = None
 
     def answer(self, method: Method, client: Client, phase: str, message: Message) -> Message:
@@ -102,38 +118,47 @@ class SecureResponder:
 
     # ---- sums ----
     def _advertise(
-        self, client: Client, run: Tensor, number: Tensor, roster: Tensor, threshold: Tensor
+        self,
+        client: Client,
+        run: Tensor,
+        number: Tensor,
+        round: Tensor,
+        phase: Tensor,
+        roster: Tensor,
+        threshold: Tensor,
     ) -> Message:
-        refusal, fresh = f"client {client.name!r} refuses", {"run": run, "number": torch.tensor(0)}
-        known = client.state.setdefault("secure_sums", fresh)
-        if not torch.equal(known["run"], run):
-            raise Refusal(f"{refusal}: the run's id changed")
-        if number.is_floating_point() or number <= known["number"]:
-            last = int(known["number"])
-            raise Refusal(f"{refusal}: sum {int(number)} was asked for before, the last was {last}")
-        known["number"] = number
-        position, population = client.facts.clients.index(client.name), client.facts.num_clients
-        self.member = Member(
-            position,
-            population,
-            self.terms,
-            run.numpy().tobytes(),
-            int(number),
-            roster.numpy(),
-            int(threshold),
+        name = _bytes(phase).decode("utf-8", "replace")
+        about = SumId(_bytes(run), _count(number), _count(round), name)
+        if len(about.run) != RUN_BYTES or about.number < 0 or about.round < 0:
+            raise Refusal(f"client {client.name!r} refuses: what identifies the sum is not valid")
+        self.member = None  # the sum before, if it did not end
+        member = Member(
+            self.identity, client.facts.clients, self.terms, about, roster.numpy(), int(threshold)
         )
-        return {"keys": _tensor(self.member.advertise())}
+        with _named(client):
+            self.record.begin(about, member.drawn)
+        self.member, self.about = member, about
+        return {"keys": _tensor(member.advertise())}
 
     def _stage(self, client: Client, phase: str, message: Message) -> Message:
-        member = self.member
-        if member is None:
+        member, about = self.member, self.about
+        if member is None or about is None:
             raise Refusal(f"client {client.name!r} refuses to {phase}: no sum has begun")
+        arrays = {name: tensor.numpy() for name, tensor in message.items()}
+        if phase == "draw_graph":
+            return {"nonce": _tensor(member.draw(**arrays))}
         if phase == "share_keys":
-            shares = member.share(message["keys"].numpy(), message["answered"].numpy())
-            return {"shares": torch.from_numpy(shares)}
+            return {"shares": torch.from_numpy(member.share(**arrays))}
+        if phase == "confirm":
+            signature = member.confirm(**arrays)
+            self.member = None
+            cohort = np.asarray(client.facts.clients)[arrays["survivors"]]
+            with _named(client):  # a refused sum has no signature
+                self.record.release(about, cohort.tolist())
+            self.member = member
+            return {"signature": _tensor(signature)}
         self.member = None
-        revealed = member.unmask(message["survivors"].numpy(), message["shares"].numpy())
-        return {"revealed": torch.from_numpy(revealed)}
+        return {"revealed": torch.from_numpy(member.unmask(**arrays))}
 
     def _masked(
         self, method: Method, client: Client, bound: BoundPhase, message: Message
@@ -145,6 +170,11 @@ class SecureResponder:
                 "this is a secure run"
             )
         self.member.require_due("mask")  # before the phase changes the client's state
+        if self.about is None or self.about.phase != bound.name:
+            raise Refusal(
+                f"client {client.name!r} refuses to answer {bound.name!r}: the sum that has begun "
+                f"is of {self.about and self.about.phase!r}"
+            )
         own = {name: content for name, content in message.items() if name != "secure"}
         weight = _weight(method, client, phase.weighted_by) if phase.aggregate == "mean" else None
         reply = bound(client, **own)
@@ -177,8 +207,8 @@ class SecureResponder:
                     f"client {client.name!r} refuses to greet its peers again: "
                     "a server that changes keys may want to read"
                 )
-            self.channel = PeerChannel(client.name)
-            return {"key": _bytes_tensor(self.channel.public)}
+            self.channel = PeerChannel(self.identity)
+            return {"key": _bytes_tensor(self.channel.announced)}
         keys = {name: _bytes(key) for name, key in message["keys"].items()}
         self._channel(client).meet(keys)
         return {}
@@ -242,11 +272,18 @@ def _weight(method: Method, client: Client, by: str) -> Tensor:
 
 # ---- the server's side ----
 class SecureAggregation:
-    """The server learns the sum, or the mean, of the replies."""
+    """The server learns the sum, or the mean, of the replies.
 
-    def __init__(self, terms: SecureTerms):
-        self.terms = terms
+    Args:
+        terms: The terms of the sums.
+        folder: The run folder, in which the cohorts are logged; None keeps them in memory.
+    """
+
+    def __init__(self, terms: SecureTerms, folder: Path | None = None):
+        self.terms, self.log = terms, CohortLog(folder)
         self.keys_exchanged = False  # whether the clients have each other's public keys
+        # Each session has its own id, so that numbers never repeat, also after a resume.
+        self.run, self.number = os.urandom(RUN_BYTES), 0
 
     def replies(
         self,
@@ -303,20 +340,13 @@ class SecureAggregation:
 
         Two sums over cohorts that differ in one client reveal that client's reply.
         """
-        known = server.state.get("secure_sums", {})
-        cohorts = [rows.int() for rows in known.get("cohorts", {}).values()]
-        distances = [torch.cdist(rows.float(), rows.float(), p=1) for rows in cohorts]
-        return {
-            "sums": int(known.get("number", 0)),
-            "fewest_clients": min((int(rows.sum(1).min()) for rows in cohorts), default=0),
-            "cohorts_one_apart": sum(int((d == 1).sum()) // 2 for d in distances),
-        }
+        return self.log.summary()
 
     def _exchange_keys(self, server: Server) -> None:
         """Gives every client the others' public keys, once in a run."""
         if self.keys_exchanged:
             return
-        schema: Schema = (("key", "uint8", (KEY_BYTES,)),)
+        schema: Schema = (("key", "uint8", (ANNOUNCED_BYTES,)),)
         greeted = server.exchange("greet_peers", {c: {} for c in server.clients}, lambda *_: schema)
         keys = greeted.column("key")
         server.exchange("meet_peers", {c: {"keys": keys} for c in greeted}, lambda *_: ())
@@ -379,14 +409,16 @@ class SecureAggregation:
         # The wire has signed integers only.
         signed = _stage(server, name, asked, name, lost, masked=(f"int{terms.bits}", (size,)))
         vectors = ((at, vector.view(terms.word)) for at, vector in signed)
-        post = {
-            at: {"survivors": _tensor(s), "shares": _tensor(c)}
-            for at, (s, c) in collector.take_vectors(vectors).items()
+        due = {
+            at: {"survivors": _tensor(s)} for at, (s,) in collector.take_vectors(vectors).items()
         }
-        survivors = {server.clients[at]: messages[server.clients[at]] for at in post}
+        survivors = {server.clients[at]: messages[server.clients[at]] for at in due}
         least = server.least(name, len(messages))
-        if server.tolerates_absence and len(post) < least:
+        if server.tolerates_absence and len(due) < least:
             raise server.failed(name, too_few(survivors, len(messages), least), lost)
+        declared = ("uint8", (SIGNATURE_BYTES,))
+        confirmed = _stage(server, "confirm", due, name, lost, signature=declared)
+        post = _messages(("ciphertexts", "signatures"), collector.take_confirmations(confirmed))
         revealed = ("uint8", (collector.degree + 1, SHARE_BYTES))
         reveals = _stage(server, "unmask", post, name, lost, revealed=revealed)
         added = secure_sum.decode(
@@ -394,7 +426,7 @@ class SecureAggregation:
         )
         total = _as_declared(name, added, reply, mean)
         # Masks differ in every run. What was asked, who is in the sum, and the sum do not.
-        _record_cohort(server, name, np.isin(server.clients, list(survivors)))
+        self.log.add(server.round, name, [c for c in server.clients if c in survivors])
         server.remember(name, survivors, {"sum": total})
         missing = {c: lost.get(c, SILENT) for c in messages if c not in survivors}
         server.conclude(name, messages, missing, None, repeatable=False)
@@ -414,22 +446,29 @@ class SecureAggregation:
         present, absent = server.present(messages, phase in MEASURING)
         lost |= absent
         roster = np.array([name in present for name in server.clients])
-        run, number = _next_number(server)
+        self.number += 1
+        about = SumId(self.run, self.number, server.round, phase)
         try:
-            collector = Collector(terms, run.numpy().tobytes(), number, roster, size)
+            collector = Collector(terms, about, roster, size)
             proposal = {
-                "run": run,
-                "number": torch.tensor(number),
+                "run": _bytes_tensor(about.run),
+                "number": torch.tensor(about.number),
+                "round": torch.tensor(about.round),
+                "phase": _bytes_tensor(phase.encode()),
                 "roster": torch.from_numpy(roster),
                 "threshold": torch.tensor(collector.threshold),
             }
             sent = dict.fromkeys(np.flatnonzero(roster).tolist(), proposal)
-            declared = ("uint8", (ADVERTISED_BYTES,))
+            declared = ("uint8", (collector.advertised,))
             arrived = _stage(server, "advertise_keys", sent, phase, lost, keys=declared)
-            keys = {
-                at: {"keys": _tensor(k), "answered": _tensor(a)}
-                for at, (k, a) in collector.take_keys(arrived).items()
-            }
+            due = collector.take_keys(arrived)
+            if collector.drawn:
+                sent = _messages(("commitments", "answered"), due)
+                declared = ("uint8", (NONCE_BYTES,))
+                due = collector.take_nonces(
+                    _stage(server, "draw_graph", sent, phase, lost, nonce=declared)
+                )
+            keys = _messages(("keys", "answered", "nonces"), due)
             declared_shares = ("uint8", (collector.degree, CIPHERTEXT_BYTES))
             arrived = _stage(server, "share_keys", keys, phase, lost, shares=declared_shares)
             return collector, collector.take_shares(arrived)
@@ -480,22 +519,69 @@ def _stage(
         yield position[client], reply[answer].numpy()
 
 
-def _next_number(server: Server) -> tuple[Tensor, int]:
-    run = torch.frombuffer(bytearray(os.urandom(16)), dtype=torch.uint8)
-    known = server.state.setdefault("secure_sums", {"run": run, "number": torch.tensor(0)})
-    known["number"] = known["number"] + 1
-    return known["run"], int(known["number"])
+class CohortLog:
+    """Over whom each phase was summed: two cohorts that differ in one client expose it.
+
+    Checkpoints do not take it back: a resumed run continues the file.
+
+    folder: the run folder; None keeps the log in memory.
+    """
+
+    def __init__(self, folder: Path | None):
+        self._path = None if folder is None else folder / LOG
+        self._sums, self._fewest = 0, 0
+        self._cohorts: dict[str, set[frozenset[str]]] = {}
+        if self._path is not None and self._path.exists():
+            for line in self._path.read_text().splitlines():
+                row = json.loads(line)
+                self._take(str(row["phase"]), row["clients"])
+
+    def add(self, round: int, phase: str, clients: Sequence[str]) -> None:
+        """Adds a sum.
+
+        Args:
+            round: Its round.
+            phase: The phase whose replies were added.
+            clients: Whose replies were added.
+        """
+        if self._path is not None:
+            row = {"round": round, "phase": phase, "clients": list(clients)}
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        self._take(phase, clients)
+
+    def _take(self, phase: str, clients: Sequence[str]) -> None:
+        self._sums += 1
+        self._fewest = min(self._fewest or len(clients), len(clients))
+        self._cohorts.setdefault(phase, set()).add(frozenset(clients))
+
+    def summary(self) -> dict[str, int]:
+        """Returns the number of sums, the size of the smallest, and how many pairs differ in one.
+
+        Two sums over cohorts that differ in one client reveal that client's reply.
+        """
+        one_apart = sum(
+            len(one ^ other) == 1
+            for cohorts in self._cohorts.values()
+            for one, other in combinations(cohorts, 2)
+        )
+        return {
+            "sums": self._sums,
+            "fewest_clients": self._fewest,
+            "cohorts_one_apart": one_apart,
+        }
 
 
-def _record_cohort(server: Server, phase: str, cohort: np.ndarray) -> None:
-    """Records over whom a phase was summed: two cohorts that differ in one client expose it."""
-    known = server.state["secure_sums"]
-    row = torch.from_numpy(cohort)[None]
-    earlier = known.setdefault("cohorts", {}).get(phase)
-    if earlier is None:
-        known["cohorts"][phase] = row
-    elif not (earlier == row).all(1).any():
-        known["cohorts"][phase] = torch.cat([earlier, row])
+def _messages(names: Sequence[str], due: Mapping[int, Sequence[np.ndarray]]) -> dict[int, Message]:
+    """Returns the message of each party: its arrays by name. An array for all is made once."""
+    made: dict[int, Tensor] = {}
+    return {
+        at: {
+            name: made.setdefault(id(array), _tensor(array))
+            for name, array in zip(names, arrays, strict=False)
+        }
+        for at, arrays in due.items()
+    }
 
 
 def _terms_of(terms: SecureTerms, phase: str) -> SecureTerms:
@@ -511,6 +597,20 @@ def _tensor(array: np.ndarray) -> Tensor:
 
 def _bytes_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+@contextmanager
+def _named(client: Client) -> Iterator[None]:
+    """Adds the client's name to a refusal."""
+    try:
+        yield
+    except Refusal as error:
+        raise Refusal(f"client {client.name!r} refuses: {error}") from None
+
+
+def _count(tensor: Tensor) -> int:
+    """Returns a whole number; -1 if it is none."""
+    return -1 if tensor.is_floating_point() or tensor.numel() != 1 else int(tensor)
 
 
 def _bytes(tensor: Tensor) -> bytes:
