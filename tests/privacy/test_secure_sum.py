@@ -8,6 +8,7 @@ import hmac
 import math
 import os
 from collections import Counter
+from contextlib import suppress
 from fractions import Fraction
 from functools import partial
 from hashlib import sha256
@@ -26,6 +27,7 @@ from scipy import stats
 from fedloom.core.facts import SecureTerms
 from fedloom.errors import ConfigError, FedloomError, MessageError, Refusal
 from fedloom.privacy import secure_sum, shamir
+from fedloom.privacy.identity import simulated_identity
 from fedloom.privacy.secure_sum import (
     Collector,
     Member,
@@ -35,11 +37,42 @@ from fedloom.privacy.secure_sum import (
     neighbourhood,
     pieces,
 )
+from fedloom.privacy.sum_record import SumId
 
 MANY = "FEDLOOM_SECURE_CASES" in os.environ
 CASES = int(os.environ.get("FEDLOOM_SECURE_CASES", "200"))
 RUN = bytes(range(16))
-STAGES = ("advertise", "share", "mask", "unmask")
+TAKES = {
+    "advertise": "take_keys",
+    "draw": "take_nonces",
+    "share": "take_shares",
+    "mask": "take_vectors",
+    "confirm": "take_confirmations",
+    "unmask": "take_reveals",
+}
+DRAWN = tuple(TAKES)  # the stages on a k-regular graph
+STAGES = tuple(stage for stage in DRAWN if stage != "draw")  # and on the complete graph
+SUM_ID = SumId(RUN, 0).text()
+
+
+def names(population):
+    return tuple(f"c{p}" for p in range(population))
+
+
+def identity(position, population):
+    return simulated_identity(f"c{position}", names(population), 0)
+
+
+def nonce(position):
+    """A party's nonce in these tests, so that they know the graph."""
+    return (1000 + int(position)).to_bytes(secure_sum.NONCE_BYTES, "big")
+
+
+def graph_seed(roster, answered):
+    """What the graph is drawn from."""
+    nonces = [nonce(p) if answered[p] else bytes(16) for p in np.flatnonzero(roster)]
+    rows = np.frombuffer(b"".join(nonces), np.uint8).reshape(-1, secure_sum.NONCE_BYTES)
+    return secure_sum._graph_seed(rows, answered)
 
 
 # ---- driving a sum ----
@@ -62,13 +95,14 @@ class Drive:
         population = population or max(vectors) + 1
         self.vectors, self.lost, self.transcript = vectors, lost or {}, []
         self.roster = flags(vectors, population)
-        self.collector = collector(
-            terms, RUN, number, self.roster, len(next(iter(vectors.values())))
-        )
+        about = SumId(RUN, number)
+        self.collector = collector(terms, about, self.roster, len(next(iter(vectors.values()))))
+        proposal = (terms, about, self.roster, self.collector.threshold)
         self.members = {
-            p: member(p, population, terms, RUN, number, self.roster, self.collector.threshold)
-            for p in vectors
+            p: member(identity(p, population), names(population), *proposal) for p in vectors
         }
+        for p, one in self.members.items():
+            one._nonce = nonce(p)
         self.requests = dict.fromkeys(vectors, ())
         self.stage = "advertise"
         self.total = None
@@ -84,14 +118,11 @@ class Drive:
         """Runs one stage. `change` may tamper with the replies."""
         replies = {p: self.ask(p) for p in self.requests if self.lost.get(p) != self.stage}
         change(replies)
-        take = dict(
-            zip(STAGES, ("take_keys", "take_shares", "take_vectors", "take_reveals"), strict=True)
-        )[self.stage]
-        answer = getattr(self.collector, take)(replies.items())
+        answer = getattr(self.collector, TAKES[self.stage])(replies.items())
         if self.stage == "unmask":
             self.total = answer
         else:
-            self.requests, self.stage = answer, STAGES[STAGES.index(self.stage) + 1]
+            self.requests, self.stage = answer, self.collector._expects
         return self
 
     def until(self, stage):
@@ -130,21 +161,25 @@ def drive(n=5, stage="advertise", terms=None, lost=None, **kwargs):
 
 
 # ---- exactness ----
-def verdict(near, threshold, lost):
+def verdict(near, threshold, lost, drawn=False):
     """Returns the survivors, or the stage after which there are too few, computed with sets.
 
     near: {party: its neighbours}.
     """
 
     def passed(stage):
-        return {p for p in near if p not in lost or STAGES.index(lost[p]) > STAGES.index(stage)}
+        return {p for p in near if p not in lost or DRAWN.index(lost[p]) > DRAWN.index(stage)}
 
     def enough(owners, helpers):
         return all(len((near[p] | {p}) & helpers) >= threshold for p in owners)
 
     shared, survivors = passed("share"), passed("mask")
     gone = {p for p in shared - survivors if near[p] & survivors}
-    for stage in ("advertise", "share"):
+    if len(passed("advertise")) < 3:
+        return "advertise"
+    if drawn and passed("draw") != passed("advertise"):
+        return "draw"
+    for stage in ("draw" if drawn else "advertise", "share"):
         if len(passed(stage)) < 3 or not enough(passed(stage), passed(stage)):
             return stage
     graph = nx.Graph((p, q) for p in survivors for q in near[p] & survivors)
@@ -154,19 +189,28 @@ def verdict(near, threshold, lost):
         or nx.number_connected_components(graph) > 1
     ):
         return "mask"
-    return survivors if enough(survivors | gone, passed("unmask")) else "unmask"
+    for stage in ("confirm", "unmask"):
+        if not enough(survivors | gone, passed(stage)):
+            return stage
+    return survivors
 
 
 def check_case(terms, positions, lost, seed=0, population=None):
     """One sum with dropouts against the verdict; gives the verdict."""
     vectors = random_vectors(positions, terms, 1 + seed % 4, seed)
     sums = Drive(terms, vectors, lost, population, number=seed % 1000)
-    near = {p: set(sums.members[p].neighbours.tolist()) for p in positions}
+    drawn, answered = sums.collector.drawn, sums.roster.copy()
+    answered[[p for p, stage in lost.items() if stage == "advertise"]] = False
+    seed_of_graph = graph_seed(sums.roster, answered)
+    near = {
+        p: set(neighbourhood(p, sums.roster, terms.neighbours, seed_of_graph).tolist())
+        for p in positions
+    }
     members = {len(peers) + 1 for peers in near.values()}
     assert len(members) == 1
     threshold = Fraction(terms.threshold).limit_denominator(100) * members.pop() // 1 + 1
     assert sums.collector.threshold == threshold
-    expected = verdict(near, threshold, lost)
+    expected = verdict(near, threshold, lost, drawn)
     if isinstance(expected, str):
         with pytest.raises(TooFew, match="nothing was released"):
             sums.run()
@@ -178,9 +222,9 @@ def check_case(terms, positions, lost, seed=0, population=None):
     return expected if isinstance(expected, str) else "sum"
 
 
-def every_pattern(n):
-    for stages in product((*STAGES, None), repeat=n):
-        yield {p: stage for p, stage in enumerate(stages) if stage}
+def every_pattern(n, stages=STAGES):
+    for chosen in product((*stages, None), repeat=n):
+        yield {p: stage for p, stage in enumerate(chosen) if stage}
 
 
 @pytest.mark.parametrize("threshold", [0.5, 2 / 3, 0.8])
@@ -189,9 +233,9 @@ def test_every_dropout_pattern_of_three(threshold):
         check_case(SecureTerms(threshold, bits=32 + i % 2 * 32), range(3), lost, i)
         for i, lost in enumerate(every_pattern(3))
     )
-    assert sum(seen.values()) == 5**3
+    assert sum(seen.values()) == 6**3
     assert seen["sum"] == (
-        4 if threshold == 0.5 else 1
+        7 if threshold == 0.5 else 1
     )  # all must survive; after that t = 2 of them can do without the third
 
 
@@ -199,24 +243,29 @@ def test_every_dropout_pattern_of_three(threshold):
     ("threshold", "neighbours", "step"),
     [
         pytest.param(0.5, 0, 1, marks=pytest.mark.slow),
-        (0.5, 0, 23),
-        (2 / 3, 0, 11),
-        (0.8, 0, 11),
-        (0.5, 2, 23),
+        (0.5, 0, 53),
+        (2 / 3, 0, 29),
+        (0.8, 0, 29),
+        (0.5, 2, 89),
     ],
 )
 def test_every_dropout_pattern_of_five(threshold, neighbours, step):
-    patterns = list(enumerate(every_pattern(5)))[:: 1 if MANY else step]
+    stages = DRAWN if neighbours else STAGES
+    patterns = [
+        (i, lost)
+        for i, lost in enumerate(every_pattern(5, stages))
+        if MANY or i % step == 0 or len(lost) <= 1
+    ]
     seen = Counter(
         check_case(SecureTerms(threshold, neighbours, 32 + i % 2 * 32), range(5), lost, i)
         for i, lost in patterns
     )
-    assert {"advertise", "share", "mask", "unmask", "sum"} <= seen.keys()
+    assert {*stages, "sum"} <= seen.keys()
     if (
-        len(patterns) == 5**5 and neighbours == 0
-    ):  # any parties, as many as are tolerated, each at any of four stages
+        len(patterns) == 6**5 and neighbours == 0
+    ):  # any parties, as many as are tolerated, each at any of five stages
         tolerated = 5 - {0.5: 3, 2 / 3: 4, 0.8: 5}[threshold]
-        assert seen["sum"] == sum(math.comb(5, gone) * 4**gone for gone in range(tolerated + 1))
+        assert seen["sum"] == sum(math.comb(5, gone) * 5**gone for gone in range(tolerated + 1))
 
 
 @st.composite
@@ -246,13 +295,14 @@ def cases(draw):
             st.integers(0, n),
         )
     )
-    lost = {p: draw(st.sampled_from(STAGES)) for p in shuffled[: min(losses, n)]}
+    stages = STAGES if complete or draw(st.integers(0, 3)) else DRAWN  # any loss in `draw` ends it
+    lost = {p: draw(st.sampled_from(stages)) for p in shuffled[: min(losses, n)]}
     return terms, sorted(shuffled[:n]), lost, draw(st.integers(0, 2**32)), population
 
 
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(case=cases())
-@example(case=(SecureTerms(), range(20), {p: STAGES[p % 4] for p in range(6)}, 2, 20))
+@example(case=(SecureTerms(), range(20), {p: STAGES[p % 5] for p in range(6)}, 2, 20))
 def test_some_random_dropout_patterns(case):
     terms, positions, lost, seed, population = case
     check_case(terms, positions, lost, seed, population)
@@ -264,10 +314,10 @@ def test_some_random_dropout_patterns(case):
 @given(case=cases())
 @example(case=(SecureTerms(), range(50), {}, 1, 50))
 @example(
-    case=(SecureTerms(), range(50), {p: STAGES[p % 4] for p in range(16)}, 2, 50)
+    case=(SecureTerms(), range(50), {p: STAGES[p % 5] for p in range(16)}, 2, 50)
 )  # the last loss that is tolerated
 @example(
-    case=(SecureTerms(), range(50), {p: STAGES[p % 4] for p in range(17)}, 3, 50)
+    case=(SecureTerms(), range(50), {p: STAGES[p % 5] for p in range(17)}, 3, 50)
 )  # and one too many
 def test_random_dropout_patterns(case):
     terms, positions, lost, seed, population = case
@@ -280,9 +330,10 @@ def test_a_party_lost_at_any_stage_is_survived(stage):
     assert check_case(SecureTerms(), range(10), {4: stage}) == "sum"
 
 
-def around_the_circle(n, k):
+def around_the_circle(n, k, answered=None):
     """Returns the parties in the order of the circle: neighbours share the most neighbours."""
-    roster, salt = np.ones(n, bool), RUN + bytes(8)
+    roster = np.ones(n, bool)
+    salt = graph_seed(roster, roster if answered is None else answered)
     near = {p: {p, *neighbourhood(p, roster, k, salt).tolist()} for p in range(n)}
     circle = [0]
     while len(circle) < n:
@@ -295,7 +346,7 @@ def around_the_circle(n, k):
 def test_lost_parties_with_which_no_survivor_padded_are_not_needed():
     """On a ring of ten, two neighbours and all parties around them are lost."""
     ring = around_the_circle(10, 2)
-    lost = dict.fromkeys((ring[0], ring[3]), "advertise") | dict.fromkeys(ring[1:3], "mask")
+    lost = dict.fromkeys((ring[0], ring[3]), "share") | dict.fromkeys(ring[1:3], "mask")
     assert check_case(SecureTerms(0.5, neighbours=2), range(10), lost) == "sum"
 
 
@@ -318,17 +369,15 @@ def test_two_sums_in_a_row_have_nothing_in_common():
         ({"roster": flags([0, 2, 3, 4], 5)}, "not in the roster"),
         ({"roster": np.ones(6, bool)}, "the roster must be bool"),
         ({"roster": np.ones(5, np.uint8)}, "the roster must be bool"),
-        ({"position": 5}, "not in the roster"),
-        ({"position": -1}, "not in the roster"),
+        ({"terms": SecureTerms(cohort=1), "roster": flags(range(4), 5)}, "4 parties .* than 5"),
     ],
 )
 def test_a_proposal_that_breaks_the_terms_is_refused(change, text):
     proposal = {
-        "position": 1,
-        "population": 5,
+        "identity": identity(1, 5),
+        "names": names(5),
         "terms": SecureTerms(),
-        "run": RUN,
-        "number": 0,
+        "about": SumId(RUN, 0),
         "roster": np.ones(5, bool),
         "threshold": 4,
     }
@@ -339,10 +388,9 @@ def test_a_proposal_that_breaks_the_terms_is_refused(change, text):
 
 def test_the_threshold_counts_the_neighbourhood_not_the_roster():
     proposal = {
-        "position": 1,
-        "population": 50,
-        "run": RUN,
-        "number": 0,
+        "identity": identity(1, 50),
+        "names": names(50),
+        "about": SumId(RUN, 0),
         "roster": np.ones(50, bool),
         "threshold": 8,
     }
@@ -359,15 +407,23 @@ def untimely(member, stage):
         "advertise": (),
         "share": (None, None),
         "mask": (np.zeros(3, member.terms.word), None),
+        "confirm": (None,),
         "unmask": (None, None),
     }
     return getattr(member, stage)(*request[stage])
 
 
-def refused(text, stage, change, n=5, terms=None, lost=None, position=1):
-    """Checks that a member refuses a changed request, deletes its secrets, and stops."""
+def refused(text, stage, change, n=5, terms=None, lost=None, position=1, colluding=False):
+    """Checks that a member refuses a changed request, deletes its secrets, and stops.
+
+    colluding: the neighbours sign what was changed under their names.
+    """
     sums = drive(n, stage, terms, lost)
     sums.requests[position] = change(*[part.copy() for part in sums.requests[position]])
+    if colluding:
+        keys = sums.requests[position][KEYS]
+        for row, peer in enumerate(sums.members[position].neighbours.tolist()):
+            keys[row] = signed(sums.members[peer], keys[row, :-64])
     with pytest.raises(Refusal, match=f"party {position} refuses: .*{text}"):
         sums.ask(position)
     member = sums.members[position]
@@ -377,6 +433,12 @@ def refused(text, stage, change, n=5, terms=None, lost=None, position=1):
     for later in STAGES:
         with pytest.raises(Refusal, match=f"asked to {later}, but what is due is: nothing more"):
             untimely(member, later)
+
+
+def signed(member, content):
+    """What a member advertises if these are its keys."""
+    signature = member._identity.sign("keys", member._said + content.tobytes())
+    return np.r_[content, np.frombuffer(signature, np.uint8)]
 
 
 def put(place, value):
@@ -399,7 +461,8 @@ def flip(place):
     return change
 
 
-KEYS, CIPHERTEXTS, ANSWERED, SHARED, SURVIVORS = 0, 1, 1, 0, 0  # which argument they are
+# Which argument they are.
+KEYS, ANSWERED, SHARED, SURVIVORS, CIPHERTEXTS, SIGNATURES = 0, 1, 0, 0, 0, 1
 LOW_ORDER = np.frombuffer(bytes([1]) + bytes(31), np.uint8)
 
 
@@ -413,16 +476,12 @@ LOW_ORDER = np.frombuffer(bytes([1]) + bytes(31), np.uint8)
         ("who answered must be bool", lambda keys, answered: (keys, answered[:-1])),
         ("keys must be uint8", lambda keys, answered: (keys[:-1], answered)),
         ("keys must be uint8", lambda keys, answered: (keys.astype(np.int64), answered)),
-        ("a key of party 0 is of low order", put((KEYS, 0, slice(0, 32)), LOW_ORDER)),
-        ("a key of party 2 is of low order", put((KEYS, 1, slice(32, 64)), LOW_ORDER)),
-        ("a key of party 3 is there twice", lambda keys, answered: (keys[[0, 1, 1, 3]], answered)),
+        (r"party 3 \(c3\) has not signed the keys", flip((KEYS, 2, 5))),
+        (r"party 3 \(c3\) has not signed the keys", flip((KEYS, 2, 70))),
+        (r"party 3 \(c3\) has not signed the keys", flip((KEYS, 2, 100))),
         (
-            "a key of party 2 is there twice",
-            lambda keys, answered: (np.c_[keys[:, :32], keys[[0, 0, 2, 3], 32:]], answered),
-        ),
-        (
-            "a key of party 0 is there twice",
-            lambda keys, answered: (np.c_[keys[:, :32], keys[:, :32]], answered),
+            r"party 2 \(c2\) has not signed the keys",
+            lambda keys, answered: (keys[[0, 2, 1, 3]], answered),
         ),
     ],
 )
@@ -430,11 +489,35 @@ def test_keys_that_are_refused(text, change):
     refused(text, "share", change)
 
 
+@pytest.mark.parametrize(
+    ("text", "change"),
+    [
+        ("a key of party 0 is of low order", put((KEYS, 0, slice(0, 32)), LOW_ORDER)),
+        ("a key of party 2 is of low order", put((KEYS, 1, slice(32, 64)), LOW_ORDER)),
+        ("a key of party 3 is there twice", lambda keys, answered: (keys[[0, 1, 1, 3]], answered)),
+        (
+            "a key of party 2 is there twice",
+            lambda keys, answered: (
+                np.c_[keys[:, :32], keys[[0, 0, 2, 3], 32:64], keys[:, 64:]],
+                answered,
+            ),
+        ),
+        (
+            "a key of party 0 is there twice",
+            lambda keys, answered: (np.c_[keys[:, :32], keys[:, :32], keys[:, 64:]], answered),
+        ),
+    ],
+)
+def test_keys_that_are_refused_though_their_owners_signed_them(text, change):
+    refused(text, "share", change, colluding=True)
+
+
 @pytest.mark.parametrize("half", [slice(32), slice(32, 64)])
 def test_its_own_keys_are_refused(half):
     sums = drive(stage="share")
     keys, answered = sums.requests[1]
     keys[0, half] = np.frombuffer(sums.members[1]._public_keys(), np.uint8)[half]
+    keys[0] = signed(sums.members[0], keys[0, :-64])
     with pytest.raises(Refusal, match="a key of party 0 is there twice"):
         sums.members[1].share(keys, answered)
 
@@ -463,7 +546,7 @@ def test_too_few_around_it_are_refused_at_every_stage():
     )
     refused(
         "3 of the 5 parties around it survived, fewer than 4",
-        "unmask",
+        "confirm",
         without(3, 4, argument=SURVIVORS),
     )
     half = SecureTerms(0.5)
@@ -473,7 +556,7 @@ def test_too_few_around_it_are_refused_at_every_stage():
     refused("2 parties shared, fewer than 3", "mask", without(2, argument=SHARED), n=3, terms=half)
     refused(
         "2 parties survived, fewer than 3",
-        "unmask",
+        "confirm",
         without(2, argument=SURVIVORS),
         n=3,
         terms=half,
@@ -485,7 +568,7 @@ def test_too_few_around_it_are_refused_at_every_stage():
     [
         ("share", None, "answered", ANSWERED),
         ("mask", {3: "advertise"}, "shared", SHARED),
-        ("unmask", {3: "share"}, "survived", SURVIVORS),
+        ("confirm", {3: "share"}, "survived", SURVIVORS),
     ],
 )
 def test_parties_from_nowhere_are_refused(stage, lost, did, argument):
@@ -501,7 +584,7 @@ def test_parties_from_nowhere_are_refused(stage, lost, did, argument):
 
 
 @pytest.mark.parametrize(
-    ("stage", "did", "argument"), [("mask", "shared", 0), ("unmask", "survived", 0)]
+    ("stage", "did", "argument"), [("mask", "shared", 0), ("confirm", "survived", 0)]
 )
 def test_a_sum_without_itself_is_refused(stage, did, argument):
     refused(f"it is not among those who {did}", stage, put((argument, 1), False))
@@ -515,15 +598,15 @@ def test_a_sum_without_itself_is_refused(stage, did, argument):
             flip((CIPHERTEXTS, 2, 5)),
             None,
         ),
-        ("what party 3 encrypted for it", lambda who, rows: (who, rows[[0, 1, 3, 2]]), None),
+        ("what party 3 encrypted for it", lambda rows, signed: (rows[[0, 1, 3, 2]], signed), None),
         (r"there are no ciphertexts of parties \[4\]", put((CIPHERTEXTS, 3), 0), None),
         (
             r"there are ciphertexts of parties \[4\], which are said to be gone",
             put((CIPHERTEXTS, 3), 1),
             {4: "share"},
         ),
-        ("ciphertexts must be uint8", lambda who, rows: (who, rows[:, :-1]), None),
-        ("ciphertexts must be uint8", lambda who, rows: (who, rows[:-1]), None),
+        ("ciphertexts must be uint8", lambda rows, signed: (rows[:, :-1], signed), None),
+        ("ciphertexts must be uint8", lambda rows, signed: (rows[:-1], signed), None),
     ],
 )
 def test_ciphertexts_that_are_refused(text, change, lost):
@@ -549,19 +632,20 @@ def test_a_second_masking_is_refused():
     member, (shared,) = sums.members[1], sums.requests[1]
     member.mask(sums.vectors[1], shared)
     for vector in (sums.vectors[1], np.zeros_like(sums.vectors[1])):
-        with pytest.raises(Refusal, match="asked to mask, but what is due is: unmask"):
+        with pytest.raises(Refusal, match="asked to mask, but what is due is: confirm"):
             member.mask(vector, shared)
 
 
 def test_both_kinds_of_share_of_one_peer_are_never_handed_out():
     """Flower's client hands out the share of the pad and the share of the key of the same peer."""
     sums = drive(n=7, stage="unmask")
-    survivors, ciphertexts = sums.requests[1]
-    member = sums.members[1]
-    first = member.unmask(survivors, ciphertexts)
-    for again in (survivors, survivors & ~flags([4], 7)):
-        with pytest.raises(Refusal, match="asked to unmask, but what is due is: nothing more"):
-            member.unmask(again, ciphertexts)
+    member, request = sums.members[1], sums.requests[1]
+    first = member.unmask(*request)
+    with pytest.raises(Refusal, match="asked to unmask, but what is due is: nothing more"):
+        member.unmask(*request)
+    for survivors in (member._present, member._present & ~flags([4], 7)):
+        with pytest.raises(Refusal, match="asked to confirm, but what is due is: nothing more"):
+            member.confirm(survivors)
     assert first.shape == (7, secure_sum.SHARE_BYTES)  # one row a party: there is no room for two
     assert not {"_seed", "_cipher_key", "_mask_key", "_own_share"} & vars(member).keys()
     assert not member._inbox_keys
@@ -577,11 +661,215 @@ def test_survivors_that_fall_apart():
         TooFew, match="fall into 2 pieces, and the sum of each would be open; nothing was released"
     ):
         Drive(terms, random_vectors(range(10), terms), lost).run()
-    sums = Drive(terms, random_vectors(range(10), terms)).until("unmask")
-    survivors, ciphertexts = sums.requests[ring[2]]
+    sums = Drive(terms, random_vectors(range(10), terms)).until("confirm")
+    (survivors,) = sums.requests[ring[2]]
     survivors[[ring[0], ring[5]]] = False
     with pytest.raises(Refusal, match="the survivors fall into 2 pieces"):
-        sums.members[ring[2]].unmask(survivors, ciphertexts)
+        sums.members[ring[2]].confirm(survivors)
+
+
+# ---- a server that deviates ----
+def opened(told, colluding=(), terms=None, protected=True, n=9):
+    """Returns the parties whose seeds, and those whose mask keys, a lying server can combine.
+
+    Args:
+        told: Takes a party, returns the survivors that the server tells it.
+        colluding: Parties that sign, and reveal, whatever the server wants.
+        terms: The terms.
+        protected: Whether the parties check signatures of the survivors.
+        n: The number of parties.
+    """
+    sums = drive(n, "confirm", terms)
+    members, survivors = sums.members, {p: flags(told(p), n) for p in range(n)}
+    signed = {p: members[p].confirm(survivors[p]) for p in range(n) if p not in colluding}
+    inbox = sums.collector._ciphertexts.reshape(-1, secure_sum.CIPHERTEXT_BYTES)
+    helpers = {kind: {p: set(colluding) for p in range(n)} for kind in ("seed", "key")}
+    for p in signed:
+        member, rows = members[p], []
+        if not protected:
+            member._require_confirmed = lambda signatures: None
+        for peer in member.neighbours.tolist():
+            forger = members[peer]._identity
+            willing = forger.sign("survivors", member._confirmed()) if peer in colluding else b""
+            rows.append(np.frombuffer(willing, np.uint8) if willing else signed[peer])
+        with suppress(Refusal):
+            member.unmask(inbox[sums.collector._inbox[p]], np.stack(rows))
+            for owner in range(n):
+                kind = "seed" if survivors[p][owner] else "key"
+                helpers[kind][owner].add(p)
+    enough = sums.collector.threshold
+    return {kind: {p for p in of if len(of[p]) >= enough} for kind, of in helpers.items()}
+
+
+def everybody(p):
+    return range(9)
+
+
+def lists_that_leave_two(p):
+    """Every party is told that four others are lost, in turn; together all but two are."""
+    ring = list(range(2, 9))
+    if p in (0, 1):
+        gone = ring[:4] if p == 0 else ring[4:]
+    else:
+        gone = [ring[(p - 2 + step) % 7] for step in range(1, 5)]
+    return [q for q in range(9) if q not in gone]
+
+
+def test_parties_that_are_told_different_survivors_open_nothing():
+    """The control: without the consistency round the server gets the sum of two parties."""
+    half = SecureTerms(0.5)
+    found = opened(lists_that_leave_two, terms=half, protected=False)
+    assert found["seed"] >= {0, 1}
+    assert found["key"] == set(range(2, 9))
+    assert opened(lists_that_leave_two, terms=half) == {"seed": set(), "key": set()}
+    assert opened(everybody) == {"seed": set(range(9)), "key": set()}  # an honest sum
+
+
+@pytest.mark.parametrize("colluders", [0, 1, 2])
+def test_fewer_than_a_third_that_collude_open_one_secret_of_a_party_at_most(colluders):
+    """The victim's seed and its mask key together would open its vector."""
+    for split in range(9):
+        for protected in (True, False):
+
+            def told(p, split=split):
+                return range(9) if p < split or p == 8 else range(8)
+
+            found = opened(told, tuple(range(colluders)), protected=protected)
+            assert not found["seed"] & found["key"], (split, protected)
+
+
+def test_control_more_than_half_that_collude_open_both_secrets_of_a_party():
+    def told(p):
+        return range(9) if p in (5, 8) else range(8)
+
+    found = opened(told, (0, 1, 2, 3, 4), SecureTerms(0.5))
+    assert found["seed"] & found["key"] == set(range(9))
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("round", lambda a: a._replace(round=2)),
+        ("number", lambda a: a._replace(number=2)),
+        ("phase", lambda a: a._replace(phase="other")),
+        ("run", lambda a: a._replace(run=bytes(16))),
+    ],
+)
+def test_parties_that_are_told_different_things_refuse_each_others_keys(what, change):
+    about, roster, t = SumId(RUN, 1, 1, "train"), np.ones(5, bool), 4
+    members = [
+        Member(
+            identity(p, 5), names(5), SecureTerms(), change(about) if p == 2 else about, roster, t
+        )
+        for p in range(5)
+    ]
+    advertised = [member.advertise() for member in members]
+    for p in (0, 2):
+        keys = np.stack([advertised[q] for q in range(5) if q != p])
+        with pytest.raises(Refusal, match="has not signed the keys under its name for this sum"):
+            members[p].share(keys, roster)
+
+
+def test_parties_that_are_told_different_rosters_or_thresholds_refuse_each_others_keys():
+    about, roster = SumId(RUN, 1), np.ones(6, bool)
+    other = roster & ~flags([5], 6)
+    for change in ({"threshold": 6}, {"roster": other, "threshold": 5}):
+        said = {"roster": roster, "threshold": 5}
+        members = [
+            Member(
+                identity(p, 6),
+                names(6),
+                SecureTerms(),
+                about,
+                **(said | change if p == 2 else said),
+            )
+            for p in range(5)
+        ]
+        advertised = [member.advertise() for member in members]
+        answered = flags(range(5), 6)
+        keys = np.zeros((5, 160), np.uint8)
+        keys[:4] = [advertised[q] for q in range(5) if q != 0]
+        with pytest.raises(Refusal, match=r"party 2 \(c2\) has not signed"):
+            members[0].share(keys, answered)
+
+
+def test_a_server_in_the_middle_is_refused():
+    """The server hands out keys of its own under the names of others."""
+    sums = drive(stage="share")
+    keys, answered = sums.requests[1]
+    forged = drive().step().collector._advertised[0]
+    with pytest.raises(Refusal, match=r"party 0 \(c0\) has not signed the keys"):
+        sums.members[1].share(np.r_[forged[None] ^ 1, keys[1:]], answered)
+    # The control: without the check, the server reads the shares and shares the pads.
+    open_one = drive(stage="share").members[1]
+    open_one._require_signed_keys = lambda peer, advertised: None
+    mine = secure_sum.X25519PrivateKey.generate()
+    row = forged.copy()
+    row[:32] = np.frombuffer(mine.public_key().public_bytes_raw(), np.uint8)
+    sent = open_one.share(np.r_[row[None], keys[1:]], answered)
+    secret = secure_sum._agree(mine, open_one._public_keys()[:32])
+    key = secure_sum._derive(secret, "shares", open_one._sum_id, 1, 0)
+    assert len(AESGCM(key).decrypt(bytes(12), sent[0].tobytes(), None)) == 66
+
+
+# ---- the drawn graph ----
+RING = SecureTerms(0.5, neighbours=4)
+
+
+def test_a_nonce_is_revealed_only_for_all_commitments():
+    sums = drive(10, "draw", RING)
+    commitments, answered = sums.requests[1]
+    changed = commitments.copy()
+    changed[1] ^= 1
+    with pytest.raises(Refusal, match="the commitment under its own name is not its own"):
+        sums.members[1].draw(changed, answered)
+    sums = drive(10, "draw", RING)
+    changed = commitments.copy()
+    changed[3] = 0
+    with pytest.raises(Refusal, match="commitments of exactly the parties that are present"):
+        sums.members[1].draw(changed, answered)
+
+
+def test_a_nonce_that_was_chosen_later_is_refused():
+    sums = drive(10, "share", RING)
+    keys, answered, nonces = sums.requests[1]
+    changed = nonces.copy()
+    changed[3] ^= 1
+    with pytest.raises(Refusal, match="the nonce of party 3 is not the one that it committed to"):
+        sums.members[1].share(keys, answered, changed)
+
+
+def test_a_nonce_that_is_left_out_ends_the_sum():
+    """A server that leaves out nonces would choose among graphs."""
+    with pytest.raises(TooFew, match="1 parties did not reveal their nonces"):
+        drive(10, "draw", RING, lost={4: "draw"}).step()
+    sums = drive(10, "share", RING)
+    keys, answered, nonces = sums.requests[1]
+    with pytest.raises(Refusal, match="not all parties that committed to a nonce have revealed it"):
+        sums.members[1].share(keys, answered & ~flags([4], 10), nonces)
+
+
+def test_nobody_chooses_the_neighbours_of_a_victim():
+    """Before, a server searched run ids until t neighbours of its victim colluded."""
+    n, k, colluding = 60, 8, set(range(12))
+    roster = np.ones(n, bool)
+
+    def near(salt):
+        return len(colluding & set(neighbourhood(30, roster, k, salt).tolist()))
+
+    searched = max(
+        near(SumId(bytes([i, j] + [0] * 14), 0).text()) for i in range(64) for j in range(64)
+    )
+    terms = SecureTerms(neighbours=k)
+    assert searched >= terms.quorum(k + 1) - 1  # the search would succeed
+    found = []
+    for number in range(20):  # fresh nonces: the server cannot prepare anything
+        sums = Drive(terms, random_vectors(range(n), terms), number=number)
+        for p, member in sums.members.items():
+            member._nonce = nonce(p) if p in colluding else os.urandom(16)
+        sums.until("share")
+        found.append(len(colluding & set(sums.collector._near[30].tolist())))
+    assert max(found) < terms.quorum(k + 1)
 
 
 class Careless(Collector):
@@ -596,7 +884,7 @@ def test_every_client_refuses_what_a_careful_server_would_not_ask(threshold):
     terms, complete_graph = SecureTerms(threshold), {p: set(range(5)) - {p} for p in range(5)}
     vectors = random_vectors(range(5), terms)
     asked = 0
-    for lost in [lost for i, lost in enumerate(every_pattern(5)) if i % 7 == 0]:
+    for lost in [lost for i, lost in enumerate(every_pattern(5)) if i % 17 == 0]:
         stage = verdict(complete_graph, terms.quorum(5), lost)
         if stage not in ("advertise", "share", "mask"):
             continue
@@ -653,7 +941,7 @@ def test_nobody_answers_twice():
         MessageError, match="party 1 was not asked to advertise, or answered before"
     ):
         sums.collector.take_keys(
-            [(p, sums.members[p].advertise()) for p in (0, 1)] + [(1, np.zeros(96, np.uint8))]
+            [(p, sums.members[p].advertise()) for p in (0, 1)] + [(1, np.zeros(160, np.uint8))]
         )
 
 
@@ -676,13 +964,19 @@ def test_a_sum_over_two_is_not_begun():
     with pytest.raises(
         TooFew, match="2 parties are asked, at least 3 are needed; nothing was released"
     ):
-        Collector(SecureTerms(), RUN, 0, flags([0, 3], 5), 4)
+        Collector(SecureTerms(), SumId(RUN, 0), flags([0, 3], 5), 4)
 
 
 def test_too_few_says_how_many():
     for stage, did in zip(
         STAGES,
-        ("advertised keys", "shared their secrets", "sent their vectors", "revealed their shares"),
+        (
+            "advertised keys",
+            "shared their secrets",
+            "sent their vectors",
+            "confirmed the survivors",
+            "revealed their shares",
+        ),
         strict=True,
     ):
         lost = dict.fromkeys(range(5, 10), stage)
@@ -727,7 +1021,7 @@ def test_a_wrong_share_would_spoil_the_sum(monkeypatch):
 
 def test_wrong_shares_dealt_by_their_owner_are_noticed():
     class Cheat(Member):
-        def share(self, keys, answered):
+        def share(self, keys, answered, nonces=None):
             if self.position == 2:
                 self._seed, true = bytes(32), self._seed
             sent = super().share(keys, answered)
@@ -806,14 +1100,14 @@ def test_every_bit_of_a_seed_counts():
     seeds = [seed] + [seed ^ (1 << bit) for bit in range(256)]
     for derived in (
         own_pad_key,
-        partial(secure_sum._pair_key, sum_id=RUN + bytes(8), one=1, other=2),
+        partial(secure_sum._pair_key, sum_id=SUM_ID, one=1, other=2),
     ):
         assert len({stream(derived(s.to_bytes(32, "big"))).tobytes() for s in seeds}) == 257
     assert len({stream(s.to_bytes(32, "big")).tobytes() for s in seeds}) == 257
 
 
 def own_pad_key(seed):
-    return secure_sum._derive(seed, "own pad", RUN + bytes(8), 1)
+    return secure_sum._derive(seed, "own pad", SUM_ID, 1)
 
 
 def stream(key, words=8, dtype=np.uint64):
@@ -963,9 +1257,10 @@ def test_nothing_travels_in_the_clear():
         }
         assert not clear & {int(word) for vector in sent["mask"] for word in vector}
         assert {(stage, *reply[0].shape) for stage, reply in sent.items()} == {
-            ("advertise", 96),
+            ("advertise", 160),
             ("share", 3, 82),
             ("mask", 10),
+            ("confirm", 64),
             ("unmask", 4, 33),
         }
         requests = {
@@ -975,7 +1270,7 @@ def test_nothing_travels_in_the_clear():
             ("share", "|u1"),
             ("share", "|b1"),
             ("mask", "|b1"),
-            ("unmask", "|b1"),
+            ("confirm", "|b1"),
             ("unmask", "|u1"),
         }
         back = decode(
@@ -1016,6 +1311,7 @@ def hkdf(secret, purpose, number, *positions):
         + purpose
         + RUN
         + number.to_bytes(8, "big")
+        + bytes(8)  # the round
         + b"".join(p.to_bytes(4, "big") for p in positions)
     )
     return hmac.digest(hmac.digest(bytes(32), secret, "sha256"), info + b"\1", "sha256")
@@ -1137,7 +1433,7 @@ def test_a_threshold_of_nearly_all_is_all():
 @pytest.mark.parametrize("run", [bytes(15), bytes(17)])
 def test_a_run_has_an_id_of_16_bytes(run):
     with pytest.raises(ValueError, match="16 bytes"):
-        Collector(SecureTerms(), run, 0, np.ones(3, bool), 1)
+        Collector(SecureTerms(), SumId(run, 0), np.ones(3, bool), 1)
 
 
 # ---- numbers ----
