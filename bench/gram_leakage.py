@@ -41,7 +41,7 @@ def attacked(
     asked = {"maps": torch.tensor([0]), "width": torch.tensor(columns)}
     own, rows, train, y = [], [], [], []
     for name, graph in zip(parties.names, parties.graphs, strict=True):
-        client = Client(name, graph, facts, responder=responder_for(facts))
+        client = Client(name, graph, facts, responder=responder_for(facts, name))
         sent = method.send_moments(client, **asked)
         own.append(
             (unpacked(sent["gram"]["0"], method.columns(facts, 0, columns)), sent["moment"]["0"])

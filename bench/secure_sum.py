@@ -89,7 +89,7 @@ def main() -> None:
         Graph(torch.ones(1, 1), torch.zeros(2, 0, dtype=torch.int64), torch.tensor([0]), 2),
     )
     engine = Lossy(
-        method, [Client(name, graph, facts, responder=responder_for(facts)) for name in names]
+        method, [Client(name, graph, facts, responder=responder_for(facts, name)) for name in names]
     )
     order = torch.randperm(len(names), generator=torch.Generator().manual_seed(0))[
         : round(options.dropout * len(names))

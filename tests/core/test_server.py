@@ -453,7 +453,7 @@ def test_the_parties_of_a_secure_run_need_their_side_of_secure_aggregation():
         Client("a", graph(), known)
     with pytest.raises(ValueError, match="the server of a secure run needs the aggregation"):
         Server(Toy(), known, None, RoundPolicy("local"), Watcher())
-    Client("a", graph(), known, responder=responder_for(known))
+    Client("a", graph(), known, responder=responder_for(known, "a"))
     Server(Toy(), known, None, RoundPolicy("local"), Watcher(), aggregation_for(known))
 
 

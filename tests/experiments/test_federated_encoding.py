@@ -104,7 +104,7 @@ def test_a_party_answers_no_sum_in_the_clear_in_a_secure_fit(banks):
     graph = read_folder(banks["bank-a"])
     method = FitEncoding(declared=graph.declared.to_json())
     facts = encoding_facts(("a", "b", "c"), secure=fedloom.RunSettings(secure=True).terms)
-    client = Client("a", graph, facts, responder=responder_for(facts))
+    client = Client("a", graph, facts, responder=responder_for(facts, "a"))
     with pytest.raises(Refusal, match="refuses to answer 'kinds' in the clear"):
         client.perform(method, "kinds", {})
 

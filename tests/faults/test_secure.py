@@ -12,7 +12,7 @@ from fedloom.privacy.secure_sum import TooFew
 
 pytestmark = pytest.mark.usefixtures("reference_engine")
 
-STAGES = ("advertise_keys", "share_keys", "train", "unmask")
+STAGES = ("advertise_keys", "share_keys", "train", "confirm", "unmask")
 
 
 def close(one, other):
@@ -42,7 +42,7 @@ def sums(monkeypatch):
 def test_a_client_lost_at_any_stage_is_survived(stage, fault, node_federation, monkeypatch, sums):
     # A client that is lost after it sent its vector is in the sum.
     with monkeypatch.context() as patch:
-        Schedule(patch, {} if stage == "unmask" else {(2, "train", "1"): fault})
+        Schedule(patch, {} if stage in STAGES[3:] else {(2, "train", "1"): fault})
         plain = go(node_federation, rounds=2)
     with monkeypatch.context() as patch:
         schedule = Schedule(patch, {(2, stage, "1"): [fault]})
@@ -53,13 +53,14 @@ def test_a_client_lost_at_any_stage_is_survived(stage, fault, node_federation, m
         (2, stage, "1", "did not answer" if fault is LOST else "ValueError: boom")
     ]
     assert len(set(sums)) == len(sums)
-    # Each stage once, up to the fault; then the four stages of the evaluation, with the client.
+    # Each stage once, up to the fault; then the stages of the evaluation, with the client.
     of_sum = STAGES[: STAGES.index(stage) + 1]
     assert asked_for(schedule, 2, "1") == [
         *of_sum,
         "advertise_keys",
         "share_keys",
         "evaluate_sum",
+        "confirm",
         "unmask",
     ]
 
@@ -82,7 +83,7 @@ def test_too_few_before_the_phase_begin_a_new_sum(stage, node_federation, monkey
         assert result.summary["retried"] == 4
     unharmed = go(node_federation, secure=True)
     assert close(unharmed, result)
-    assert result.summary["secure"]["sums"] == unharmed.summary["secure"]["sums"] + 1
+    assert result.summary["secure"] == unharmed.summary["secure"]
 
 
 @pytest.mark.parametrize("stage", STAGES[2:])
@@ -110,13 +111,15 @@ def test_too_few_all_the_time_fail_the_round_after_so_many_sums(node_federation,
     assert len(set(sums)) == len(sums)
 
 
-def test_silence_with_a_quorum_of_1_is_borne_as_far_as_the_threshold(node_federation, monkeypatch):
-    with monkeypatch.context() as patch:
-        Schedule(patch, {(2, "train", "1"): LOST})
-        assert go(node_federation, secure=True, quorum=1.0).summary["status"] == "completed"
-    Schedule(monkeypatch, {(2, "train", c): LOST for c in "12"})
-    with pytest.raises(TooFew):
-        go(node_federation, secure=True, quorum=1.0)
+def test_silence_with_a_quorum_of_1_is_borne_as_far_as_the_cohort(node_federation, monkeypatch):
+    for cohort, lost in ((0.0, "1"), (0.5, "12")):
+        with monkeypatch.context() as patch:
+            Schedule(patch, {(2, "train", c): LOST for c in lost})
+            with pytest.raises(TooFew):
+                go(node_federation, secure=True, quorum=1.0, secure_cohort=cohort)
+    Schedule(monkeypatch, {(2, "train", "1"): LOST})
+    result = go(node_federation, secure=True, quorum=1.0, secure_cohort=0.5)
+    assert result.summary["status"] == "completed"
 
 
 def test_who_is_lost_in_one_sum_of_a_round_is_in_no_other(node_federation, monkeypatch):

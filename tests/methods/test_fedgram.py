@@ -27,7 +27,7 @@ from fedloom.methods.fedgram.ridge import (
     weights_of,
 )
 from fedloom.methods.fedgram.structure import labels_around
-from fedloom.privacy.secure_aggregation import SecureResponder
+from fedloom.privacy.choice import responder_for
 
 QUICK = {"rounds": 1, "width": 8, "sketch": 4, "hops": "1,2,side"}
 OTHER = {
@@ -183,7 +183,7 @@ def eight():
 
 @pytest.mark.parametrize("secure", [False, True])
 def test_clients_that_leave_are_forgotten_exactly(eight, secure):
-    left = go(eight, leave="0,2", secure=secure)
+    left = go(eight, leave="0,2", secure=secure, secure_cohort=0.5)
     never = go(without(eight, "0", "2"))
     assert torch.allclose(weights_in(left), weights_in(never), atol=1e-5)
     before = [entry for entry in left.history if entry.get("stage") == "before"]
@@ -194,7 +194,7 @@ def test_clients_that_leave_are_forgotten_exactly(eight, secure):
 
 @pytest.mark.parametrize("secure", [False, True])
 def test_clients_that_join_late_count_as_if_they_had_been_there(eight, secure):
-    joined = go(eight, join="1,3", secure=secure)
+    joined = go(eight, join="1,3", secure=secure, secure_cohort=0.5)
     assert torch.allclose(weights_in(joined), weights_in(go(eight)), atol=1e-5)
     if not secure:  # only their own statistics travelled again
         assert joined.traffic["phases"]["send_moments"]["messages"] == 2 * 8
@@ -452,7 +452,7 @@ def private_client(**settings):
     method = FedGram(hops="2", epsilon=settings.pop("epsilon", 2.0), **settings)
     names = ("a", "b", "c", "d")
     facts = Facts(200, 3, "node", names, ("gcn",) * 4, secure=SecureTerms())
-    client = Client("a", graph, facts, responder=SecureResponder(facts.secure))
+    client = Client("a", graph, facts, responder=responder_for(facts, "a"))
     return client, method
 
 
@@ -496,7 +496,7 @@ def test_edges_cost_nothing_if_sums_use_rows_without_hops():
     client, method = private_client(protects="edge")
     assert method.noise_scale(client.facts) == 0
     rewired = replace(client.full_graph, edge_index=client.full_graph.edge_index.flip(0)[:, ::2])
-    other = Client("a", rewired, client.facts, responder=SecureResponder(client.facts.secure))
+    other = Client("a", rewired, client.facts, responder=responder_for(client.facts, "a"))
     assert all(
         torch.equal(a, b) for a, b in zip(sent(client, method), sent(other, method), strict=True)
     )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedloom.core.message import flatten
 from fedloom.data.partition import divide
@@ -9,15 +10,16 @@ from fedloom.data.synthetic import synthetic
 from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import Refusal
 from fedloom.experiments.run import run
+from fedloom.privacy.identity import simulated_identity
 from fedloom.privacy.peer_channel import PeerChannel
 
 pytestmark = pytest.mark.usefixtures("reference_engine")
 
 
 def met(*names):
-    channels = {name: PeerChannel(name) for name in names}
+    channels = {name: PeerChannel(simulated_identity(name, names, 0)) for name in names}
     for channel in channels.values():
-        channel.meet({name: other.public for name, other in channels.items()})
+        channel.meet({name: other.announced for name, other in channels.items()})
     return channels
 
 
@@ -70,20 +72,32 @@ def test_equal_plaintexts_have_different_ciphertexts():
         (lambda keys: {**keys, "a": keys["b"]}, "the key under its own name is not its own"),
         (lambda keys: {name: key for name, key in keys.items() if name != "a"}, "not its own"),
         (lambda keys: {**keys, "c": keys["b"]}, "one key is there twice"),
-        (lambda keys: {**keys, "b": bytes(32)}, "the key of 'b' is not valid"),
-        (lambda keys: {**keys, "b": b"short"}, "the key of 'b' is not valid"),
+        (lambda keys: {**keys, "b": signed_by_b(bytes(32))}, "the key of 'b' is not valid"),
+        (lambda keys: {**keys, "b": b"short"}, "'b' has not signed the key under its name"),
+        (lambda keys: {**keys, "b": forged(keys)}, "'b' has not signed the key under its name"),
+        (lambda keys: {**keys, "d": keys["b"][:32] + bytes(64)}, "one key is there twice"),
+        (lambda keys: {**keys, "d": forged(keys)}, "'d' has not signed the key under its name"),
     ],
 )
 def test_invalid_sets_of_keys_are_refused(spoil, words):
-    channels = {name: PeerChannel(name) for name in "abc"}
+    channels = {name: PeerChannel(simulated_identity(name, tuple("abc"), 0)) for name in "abc"}
     with pytest.raises(Refusal, match=words):
-        channels["a"].meet(spoil({name: channel.public for name, channel in channels.items()}))
+        channels["a"].meet(spoil({name: channel.announced for name, channel in channels.items()}))
+
+
+def signed_by_b(key):
+    return key + simulated_identity("b", tuple("abc"), 0).sign("peer key", key)
+
+
+def forged(keys):
+    """A key of the server's own, with the signature of another key."""
+    return X25519PrivateKey.generate().public_key().public_bytes_raw() + keys["b"][32:]
 
 
 def test_keys_are_accepted_only_once():
     channels = met("a", "b")
     with pytest.raises(Refusal, match="refuses to meet its peers again"):
-        channels["a"].meet({name: channel.public for name, channel in channels.items()})
+        channels["a"].meet({name: channel.announced for name, channel in channels.items()})
 
 
 # ---- in a run ----

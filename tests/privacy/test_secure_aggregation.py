@@ -22,6 +22,7 @@ from fedloom.experiments.settings import RunSettings
 from fedloom.privacy.choice import aggregation_for, responder_for
 from fedloom.privacy.secure_aggregation import SUM_PHASES
 from fedloom.privacy.secure_sum import Member, TooFew
+from fedloom.privacy.sum_record import MOST_DRAWS
 
 NAMES = tuple("abcdefgh")
 SIZES = {name: 3 + 2 * k for k, name in enumerate(NAMES)}
@@ -62,6 +63,12 @@ class Adder(Method):
         """To be averaged."""
         return self.blend(client, model)
 
+    @summed
+    @phase(x="float32[3]", count="int64[2]")
+    def mixed(self, client: Client):
+        """The same numbers in another phase."""
+        return self.numbers(client)
+
     @phase()
     def silent(self, client: Client):
         """Nothing comes back."""
@@ -100,7 +107,7 @@ def make(terms=TERMS, names=NAMES, method=None, **lost):
     )
     facts = Facts(2, 3, "node", names, ("gcn-2x8",) * len(names), secure=terms)
     method = method or Adder()
-    clients = [Client(name, graph, facts, responder=responder_for(facts)) for name in names]
+    clients = [Client(name, graph, facts, responder=responder_for(facts, name)) for name in names]
     engine = Lossy(method, clients, lost)
     policy, aggregation = RoundPolicy("local"), aggregation_for(facts)
     return Server(method, facts, engine.call, policy, None, aggregation), engine, method
@@ -154,7 +161,8 @@ def test_weights_are_masked_too_and_give_the_weighted_mean():
         ({"advertise_keys": "a"}, "bcdefgh"),
         ({"share_keys": "c"}, "abdefgh"),
         ({"numbers": "dh"}, "abcefg"),
-        ({"unmask": "ab"}, NAMES),  # their vectors arrived
+        ({"confirm": "ab"}, NAMES),  # their vectors arrived
+        ({"unmask": "ab"}, NAMES),
         ({"advertise_keys": "a", "numbers": "b"}, "cdefgh"),
     ],
 )
@@ -165,7 +173,7 @@ def test_who_drops_out_is_left_out_and_the_rest_is_exact(lost, left):
     assert torch.allclose(total["x"], plain_sum(left)[0], atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", ["advertise_keys", "share_keys", "numbers", "unmask"])
+@pytest.mark.parametrize("stage", ["advertise_keys", "share_keys", "numbers", "confirm", "unmask"])
 def test_too_many_dropouts_end_it_and_release_nothing(stage):
     server, _, method = make(**{stage: "abc"})  # 5 of 8 are left, 6 are needed
     before = server.history_hash
@@ -229,6 +237,7 @@ def test_nothing_in_the_clear_but_rosters_keys_ciphertexts_and_pads():
         ("advertise_keys", "keys", "torch.uint8"),
         ("share_keys", "shares", "torch.uint8"),
         ("numbers", "masked", "torch.int64"),
+        ("confirm", "signature", "torch.uint8"),
         ("unmask", "revealed", "torch.uint8"),
     }
     # Uniform over 64 bits, where the numbers themselves are below 2^45.
@@ -245,7 +254,7 @@ def test_without_pads_the_same_look_finds_the_numbers(monkeypatch):
     """The positive control of the test above."""
     monkeypatch.setattr(Member, "mask", lambda self, vector, shared: vector)
     server, engine, method = make()
-    with pytest.raises(Refusal, match="unmask"):  # the stage before was skipped
+    with pytest.raises(Refusal, match="confirm"):  # the stage before was skipped
         server.sum(method.numbers)
     words = words_of(engine)
     assert (words.double().abs() < 2**50).all()
@@ -257,12 +266,12 @@ def test_the_ledger_books_the_key_exchange_apart_and_keys_of_an_evaluation_as_me
 ):
     result = run("fedavg", node_federation, model="gcn-2x8", rounds=2, secure=True)
     phases = result.traffic["phases"]
-    assert set(phases) == {*SUM_PHASES, "train", "evaluate_sum"}
+    assert set(phases) == {*SUM_PHASES, "train", "evaluate_sum"} - {"draw_graph"}
     size = sum(t.numel() for t in result.final_models["server"].values())
     clients = node_federation.num_clients
     assert phases["train"]["scalars_up"] == 2 * clients * (size + 1)  # the model, and its weight
     assert phases["advertise_keys"]["messages"] == 2 * 2 * clients
-    assert result.traffic["measuring"]["messages"] == 2 * 4 * 2 * clients
+    assert result.traffic["measuring"]["messages"] == 2 * 5 * 2 * clients
     for entry in result.history:
         assert "clients" not in entry
     assert all(row["accuracy"] is None for row in result.per_client)
@@ -295,8 +304,8 @@ def test_scores_are_those_of_a_plain_run(node_federation):
 
 
 # ---- what clients refuse, whatever the server asks ----
-def ask(engine, phase, client="a", **message):
-    return engine.call(phase, {client: message})
+def ask(engine, asked, /, client="a", **message):
+    return engine.call(asked, {client: message})
 
 
 def begin(server, engine, method, **changes):
@@ -304,6 +313,8 @@ def begin(server, engine, method, **changes):
     proposal = {
         "run": torch.zeros(16, dtype=torch.uint8),
         "number": torch.tensor(1),
+        "round": torch.tensor(0),
+        "phase": torch.tensor(list(b"numbers"), dtype=torch.uint8),
         "roster": torch.ones(len(NAMES), dtype=torch.bool),
         "threshold": torch.tensor(6),
         **changes,
@@ -344,31 +355,83 @@ def test_bad_proposals_are_refused(changes, why):
         begin(*make(), **changes)
 
 
-def test_a_second_request_for_the_same_sum_and_another_runs_id_are_refused():
+def test_a_second_request_for_the_same_sum_is_refused():
     setting = make()
     begin(*setting)
-    with pytest.raises(Refusal, match="sum 1 was asked for before"):
+    with pytest.raises(Refusal, match="client 'a' refuses: sum 1 was asked for before"):
         begin(*setting)
-    with pytest.raises(Refusal, match="run's id changed"):
-        begin(*setting, run=torch.ones(16, dtype=torch.uint8), number=torch.tensor(2))
     begin(*setting, number=torch.tensor(2))
+    begin(*setting, run=torch.ones(16, dtype=torch.uint8))  # another session
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"number": torch.tensor(-1)},
+        {"number": torch.tensor([1, 2])},
+        {"round": torch.tensor(1.0)},
+        {"run": torch.zeros(15, dtype=torch.uint8)},
+    ],
+)
+def test_what_identifies_a_sum_must_be_valid(change):
+    with pytest.raises(Refusal, match="what identifies the sum is not valid"):
+        begin(*make(), **change)
+
+
+def test_a_sum_that_began_for_one_phase_is_not_used_for_another():
+    server, engine, method = make()
+    call = engine.call
+
+    def swap(phase, messages):
+        return call("mixed" if phase == "numbers" else phase, messages)
+
+    server._call = swap
+    with pytest.raises(Refusal, match=r"refuses to answer 'mixed': the sum .* is of 'numbers'"):
+        server.sum(method.numbers)
+
+
+# ---- repeated sums ----
+def test_a_sum_over_one_client_less_is_refused():
+    """The difference of the two sums is what the missing client added."""
+    server, engine, method = make()
+    server.sum(method.numbers)
+    engine.lost = {"numbers": {"h"}}
+    with pytest.raises(Refusal, match="differ in fewer than 2 clients"):
+        server.sum(method.numbers)
+    engine.lost = {"numbers": {"g", "h"}}
+    server.sum(method.numbers)
+    engine.lost = {}
+    with pytest.raises(Refusal, match="differ in fewer than 2 clients"):
+        server.sum(method.numbers, clients=list("abcdefg"))
+
+
+def test_a_graph_that_is_drawn_again_and_again_is_refused():
+    """Every failed draw is another graph that a server could choose."""
+    server, engine, method = make(SecureTerms(0.5, neighbours=4), share_keys="abcdefgh")
+    for _ in range(MOST_DRAWS):
+        with pytest.raises(TooFew):
+            server.sum(method.numbers)
+    with pytest.raises(Refusal, match="a server could choose among their graphs"):
+        server.sum(method.numbers)
+    engine.lost = {}
+    server.round = 1
+    server.sum(method.numbers)  # of another round
 
 
 def test_a_finished_sum_cannot_be_unmasked_again_for_the_other_kind_of_share():
     server, engine, method = make()
     server.sum(method.numbers)
-    (asked,) = [messages["a"] for phase, messages, _ in engine.seen if phase == "unmask"]
-    fewer = {**asked, "survivors": asked["survivors"] & (torch.arange(8) != 3)}
-    for again in (asked, fewer):
+    seen = {phase: messages["a"] for phase, messages, _ in engine.seen}
+    fewer = {"survivors": seen["confirm"]["survivors"] & (torch.arange(8) != 3)}
+    for stage, again in (("unmask", seen["unmask"]), ("confirm", fewer)):
         with pytest.raises(Refusal, match="no sum has begun"):
-            ask(engine, "unmask", **again)
+            ask(engine, stage, **again)
 
 
 def test_secrets_are_never_part_of_a_checkpoint():
     server, engine, method = make()
     begin(server, engine, method)
-    kept = flatten(engine.snapshot())
-    assert set(kept) == {"a/state/secure_sums/run", "a/state/secure_sums/number"}
+    assert not flatten(engine.snapshot())
 
 
 # ---- configuration ----
@@ -394,11 +457,16 @@ def test_settings_are_checked_by_name():
         ("secure_bits", 48),
         ("secure_range", 0.0),
         ("secure_neighbours", -1),
+        ("secure_cohort", 1.1),
+        ("secure_apart", 0),
     ):
         with pytest.raises(ConfigError, match=key):
             RunSettings(**{key: value})
     assert RunSettings().terms is None
-    assert RunSettings(secure=True, secure_neighbours=6).terms == SecureTerms(neighbours=6)
+    terms = RunSettings(secure=True, secure_neighbours=6).terms
+    assert terms == SecureTerms(neighbours=6, cohort=1.0)  # as the quorum says
+    assert RunSettings(secure=True, secure_cohort=0.5).terms.cohort == 0.5
+    assert RunSettings(secure=True, quorum=0.8, participation=0.5).terms.cohort == 0.4
 
 
 def test_shapes_that_differ_cannot_be_added(node_federation):

@@ -183,9 +183,7 @@ def test_a_masking_that_is_refused_changes_nothing_at_the_client():
     original = engine.call
     server._call = lambda name, sent: asked.append((name, sent)) or original(name, sent)
     server.sum(method.counts)
-    begin(
-        server, engine, method, run=server.state["secure_sums"]["run"], number=torch.tensor(2)
-    )  # keys, but no shares yet
+    begin(server, engine, method, number=torch.tensor(2))  # keys, but no shares yet
     (sent,) = [sent for name, sent in asked if name == "counts"]
     with pytest.raises(Refusal):
         engine.call("counts", {"a": sent["a"]})
@@ -194,7 +192,7 @@ def test_a_masking_that_is_refused_changes_nothing_at_the_client():
 
 def test_a_sum_number_between_two_whole_ones_is_no_new_one():
     for number in (1.0, 1.5):  # both would be 1 in the sum's id
-        with pytest.raises(Refusal, match="was asked for before"):
+        with pytest.raises(Refusal, match="what identifies the sum is not valid"):
             begin(*make(), number=torch.tensor(number))
 
 
@@ -322,7 +320,7 @@ def test_a_secure_run_is_not_resumed_in_the_clear(node_federation, tmp_path):
 
 
 def test_cohorts_that_differ_in_one_client_are_reported():
-    server, engine, method = make()
+    server, engine, method = make(SecureTerms(apart=1))
     assert server.aggregation.summary(server) == {
         "sums": 0,
         "fewest_clients": 0,
