@@ -11,6 +11,7 @@ NEED_FLOWER = (
     "test_coordinator",
     "test_deploy",
     "test_dishonest",
+    "test_dishonest_coordinator",
     "test_encoding",
     "test_flower",
     "test_names",
