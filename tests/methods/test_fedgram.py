@@ -213,6 +213,11 @@ def test_a_client_may_replace_another(node_federation):
         ({"leave": "7"}, r"unknown client in method\.leave: '7'.*Valid: 0, 1, 2, 3"),
         ({"join": "0,1", "leave": "2,3"}, "name all clients"),
         ({"leave": "1", "secure": True}, r"run\.secure: method\.leave names one client"),
+        ({"leave": "1,2", "secure": True}, r"run\.secure_cohort: 4 of 4 clients .* at most 0\.5"),
+        (
+            {"leave": "1,2", "secure": True, "secure_apart": 3},
+            r"run\.secure_apart is 3, but method\.leave names 2 clients",
+        ),
         ({"hops": "two"}, r"method\.hops is 'two', must be different whole .* or 'side'"),
         ({"hops": "2,2"}, r"method\.hops is '2,2', must be different"),
         ({"hops": ""}, r"method\.hops is '', must be different whole numbers"),

@@ -483,7 +483,7 @@ def test_a_secure_run_also_sends_the_indicator_and_is_bit_identical(node_federat
     c, d, k = node_federation.num_classes, node_federation.num_features, node_federation.num_clients
     up = secure[0].traffic["phases"]["secure_statistics"]["scalars_up"]
     assert up == k * (2 * c + 2 * 2 * d * c)
-    keys = {"advertise_keys", "share_keys", "unmask"}
+    keys = {"advertise_keys", "share_keys", "confirm", "unmask"}
     assert set(secure[0].traffic["phases"]) == {
         "secure_statistics",
         "generalise",

@@ -49,7 +49,7 @@ from torch import Tensor
 
 from fedloom.core.class_weight import balanced_weights
 from fedloom.core.client import Client
-from fedloom.core.facts import Facts
+from fedloom.core.facts import Facts, SecureTerms
 from fedloom.core.message import Message, Schema, tree_map
 from fedloom.core.method import Method
 from fedloom.core.phase import Computed, phase, summed
@@ -207,17 +207,33 @@ class FedGram(Method):
         numbers("ridges", self.ridges)
         numbers("personal", self.personal, empty=True)
 
+    def _check_secure(self, setting_: str, changing: int, terms: SecureTerms, all_: int) -> None:
+        """Checks that clients will take part in sums before and after others join or leave."""
+        if changing == 1:
+            raise ConfigError(
+                f"run.secure: method.{setting_} names one client; the difference of the sums "
+                "before and after would be its statistics; name two or more"
+            )
+        if changing < terms.apart:
+            raise ConfigError(
+                f"run.secure_apart is {terms.apart}, but method.{setting_} names {changing} "
+                "clients; name more, or agree on a smaller number"
+            )
+        if all_ - changing < terms.least(all_):
+            raise ConfigError(
+                f"run.secure_cohort: {terms.least(all_)} of {all_} clients must be in every sum, "
+                f"but method.{setting_} leaves {all_ - changing}; set run.secure_cohort to a "
+                f"share of at most {(all_ - changing) / all_:.2g}"
+            )
+
     def check(self, facts: Facts) -> None:
         """Checks the clients that join and leave."""
         for setting_, text in (("join", self.join), ("leave", self.leave)):
             for client in (listed := names(text)):
                 if client not in facts.clients:
                     raise unknown(f"client in method.{setting_}:", client, facts.clients)
-            if len(listed) == 1 and facts.secure is not None:
-                raise ConfigError(
-                    f"run.secure: method.{setting_} names one client; the difference of the sums "
-                    "before and after would be its statistics; name two or more"
-                )
+            if listed and facts.secure is not None:
+                self._check_secure(setting_, len(listed), facts.secure, facts.num_clients)
         if self.epsilon:
             self.check_privacy(facts)
         staying = [c for c in facts.clients if c not in names(self.join) + names(self.leave)]
