@@ -161,7 +161,8 @@ def main() -> None:
     seconds = sum(seconds for _, seconds in spent.values())
     print(
         f"signatures: {spent['sign'][0]} made, {spent['is_signed'][0]} verified, "
-        f"{seconds:.2f} s CPU, {1000 * seconds / len(names):.1f} ms a client; {signatures / len(names):.0f} a client"
+        f"{seconds:.2f} s CPU, {1000 * seconds / len(names):.1f} ms a client; "
+        f"{signatures / len(names):.0f} a client"
     )
     print(f"bytes of a client by stage, both ways: {dict(of_stage)}")
     # Commitments and nonces of all clients, if a graph is drawn, and signatures of the neighbours.

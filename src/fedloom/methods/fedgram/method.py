@@ -229,13 +229,14 @@ class FedGram(Method):
     def check(self, facts: Facts) -> None:
         """Checks the clients that join and leave."""
         for setting_, text in (("join", self.join), ("leave", self.leave)):
-            for client in (listed := names(text)):
+            for client in names(text):
                 if client not in facts.clients:
                     raise unknown(f"client in method.{setting_}:", client, facts.clients)
-            if listed and facts.secure is not None:
-                self._check_secure(setting_, len(listed), facts.secure, facts.num_clients)
         if self.epsilon:
             self.check_privacy(facts)
+        for setting_, text in (("join", self.join), ("leave", self.leave)):
+            if (changing := len(names(text))) and facts.secure is not None:
+                self._check_secure(setting_, changing, facts.secure, facts.num_clients)
         staying = [c for c in facts.clients if c not in names(self.join) + names(self.leave)]
         if not staying:
             raise ConfigError("method.join and method.leave name all clients; one must stay")
