@@ -32,7 +32,10 @@ every honest party that helps to open it has signed, and nothing else about the 
   neighbourhood, 2t would be at most m plus the number of colluding members, but it is more.
 - An honest party reveals one kind of share of each peer: of its seed if the peer survived, of its
   mask key if not. For both secrets of a party, again 2t would be at most m plus the colluders.
-- Members refuse survivors that are not connected: the sum of each piece would be open.
+- Members refuse survivors that are not connected: the sum of each piece would be open. On a
+  k-regular graph, survivors may also fall apart without the colluding members. A piece then has
+  more than m/3 honest parties: an honest party sees t survivors around it, and fewer than m/3 of
+  them collude.
 - Nobody chooses the graph. Each party commits to a nonce before it knows those of others, and
   reveals it only when it has all commitments. The graph follows from all nonces. If one is missing,
   the sum fails, and a party takes part in few failed draws of the same sum (`SumRecord`).
