@@ -1,5 +1,6 @@
 """Secure aggregation: what travels in a secure run, what clients refuse, and dropouts."""
 
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -403,6 +404,89 @@ def test_a_sum_over_one_client_less_is_refused():
     engine.lost = {}
     with pytest.raises(Refusal, match="differ in fewer than 2 clients"):
         server.sum(method.numbers, clients=list("abcdefg"))
+
+
+# Every field of every message that the server sends in a sum, and what a client says if it alone
+# is told something else.
+CHANGED = {
+    ("advertise_keys", "run"): "has not signed the keys|the nonce of party",
+    ("advertise_keys", "number"): "was asked for before",
+    ("advertise_keys", "round"): "has not signed the keys|the nonce of party",
+    ("advertise_keys", "phase"): "has not signed the keys|the nonce of party",
+    ("advertise_keys", "roster"): "not in the roster|were not there a stage before",
+    ("advertise_keys", "threshold"): "has not signed|is too low|more than the",
+    ("draw_graph", "commitments"): "the commitment under its own name|the nonce of party",
+    ("draw_graph", "answered"): "commitments of exactly|not among those",
+    ("share_keys", "keys"): "has not signed the keys",
+    ("share_keys", "answered"): "said to be gone|have revealed it|not among those",
+    ("share_keys", "nonces"): "the nonce of party",
+    ("numbers", "secure"): "not among those who shared|are said to have|around it",
+    ("confirm", "survivors"): "not among those who survived|have signed these survivors",
+    ("unmask", "ciphertexts"): "did not arrive as it was sent",
+    ("unmask", "signatures"): "nothing: the others are enough",
+}
+
+
+def flipped(tensor, place):
+    """Returns a tensor with one entry changed."""
+    changed = tensor.clone()
+    flat = changed.view(-1)
+    entry = flat[place % flat.numel()]
+    flat[place % flat.numel()] = ~entry if tensor.dtype == torch.bool else entry ^ 1
+    return changed
+
+
+@pytest.mark.parametrize("terms", [SecureTerms(), SecureTerms(neighbours=4)], ids=["all", "ring"])
+@pytest.mark.parametrize(("stage", "field"), CHANGED)
+def test_a_client_that_is_told_something_else_refuses(stage, field, terms):
+    drawn = terms.neighbours > 0
+    if not drawn and (stage == "draw_graph" or field == "nonces"):
+        pytest.skip("no graph is drawn")
+    outcomes = set()
+    for place in (0, 1, 5, 40, 70, 100):
+        server, engine, method = make(terms)
+        call = engine.call
+
+        def lying(phase, messages, call=call, place=place):
+            if phase == stage:
+                message = messages["a"]
+                if field == "secure":
+                    shared = flipped(message["secure"]["shared"], place)
+                    told = {**message, "secure": {"shared": shared}}
+                else:
+                    told = {**message, field: flipped(message[field], place)}
+                messages = {**messages, "a": told}
+            return call(phase, messages)
+
+        server._call = lying
+        try:
+            total = server.sum(method.numbers)["count"].tolist()
+        except Refusal as error:
+            outcomes.add("refused")
+            assert re.search(CHANGED[stage, field], str(error)), str(error)  # noqa: PT017
+        except MessageError:
+            outcomes.add("failed")  # pads or shares that do not fit: nothing was released
+        else:
+            # One signature more or less does not matter. The sum is the right one.
+            assert total == plain_sum(NAMES)[1]
+            outcomes.add("right")
+    assert outcomes == {"right"} if field == "signatures" else "refused" in outcomes
+
+
+def test_a_client_does_not_open_a_sum_that_too_few_have_confirmed():
+    server, engine, method = make()
+    call = engine.call
+
+    def lying(phase, messages):
+        if phase == "unmask":  # three of seven: with its own, five of the six that are needed
+            rows = torch.arange(7)[:, None] < 4
+            told = messages["a"]["signatures"] * rows
+            messages = {**messages, "a": {**messages["a"], "signatures": told}}
+        return call(phase, messages)
+
+    server._call = lying
+    with pytest.raises(Refusal, match="5 of the 8 parties around it have signed these survivors"):
+        server.sum(method.numbers)
 
 
 def test_a_graph_that_is_drawn_again_and_again_is_refused():
