@@ -478,7 +478,7 @@ def test_a_client_does_not_open_a_sum_that_too_few_have_confirmed():
     call = engine.call
 
     def lying(phase, messages):
-        if phase == "unmask":  # three of seven: with its own, five of the six that are needed
+        if phase == "unmask":  # four of seven: with its own, five of the six that are needed
             rows = torch.arange(7)[:, None] < 4
             told = messages["a"]["signatures"] * rows
             messages = {**messages, "a": {**messages["a"], "signatures": told}}
