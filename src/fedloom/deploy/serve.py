@@ -79,6 +79,7 @@ def serve(
     lineage, faults = config["deployment"]["lineage"], agreement.run.faults
     started = 0
     with locked(folder, "run"):
+        run_folder(out, resume)  # again, now that no other process writes to it
         while True:
             transport: Transport
             if open_transport is None:
@@ -91,6 +92,7 @@ def serve(
             log(f"listening on {agreement.federation.listen or agreement.federation.address}")
             try:
                 coordinator = Coordinator(agreement, transport, key, lineage, faults)
+                coordinator.log = log
                 return _run_session(
                     agreement, coordinator, folder, config, wait, resume, log, callbacks
                 )
