@@ -341,7 +341,10 @@ def _holder_of(handle: int) -> str | None:
 
 def _this_process() -> str:
     """Returns this process in words: its number, host, time and command."""
-    command = shlex.join([Path(sys.argv[0]).name or "python", *sys.argv[1:]])
+    program = Path(sys.argv[0])
+    if program.name == "__main__.py":  # of `python -m PACKAGE`
+        program = program.parent
+    command = shlex.join([program.name or "python", *sys.argv[1:]])
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     words = f"pid {os.getpid()} on {os.uname().nodename}, since {now}: {command}"
     return plain_text(words, _HOLDER // 2)
