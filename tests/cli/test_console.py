@@ -408,7 +408,7 @@ def test_a_stopped_grid_or_study_says_how_to_continue(command, tmp_path):
         _, refused = second.communicate(timeout=200)
         assert second.returncode == 2, refused
         assert f"(pid {process.pid} on " in refused
-        assert ' '.join(arguments) in refused
+        assert " ".join(arguments) in refused
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=200)
     finally:

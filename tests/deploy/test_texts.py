@@ -74,7 +74,7 @@ def test_the_terminal_of_a_coordinator_gets_no_escape_sequence_of_a_party(deploy
 def test_an_agreement_of_ten_megabytes_is_refused_in_a_short_line(tmp_path):
     deployed = InProcess(tmp_path)
     deployed.transport.parties[PARTY].agreed["model"]["name"] = LONG
-    with pytest.raises(ConfigError, match="model.name is") as refused:
+    with pytest.raises(ConfigError, match=r"model\.name is") as refused:
         deployed.serve()
     assert is_plain(str(refused.value))
 

@@ -10,9 +10,9 @@ from fedloom.errors import ConfigError
 def agreed(deploy):
     """A deployment whose method is a file that leaves a mark when it is imported."""
     d = deploy(parties=("bank-a", "bank-b"), rounds=1, method="slow.py", settings={"seconds": 0})
-    method = d.folder / "slow.py"
-    mark = d.folder / "executed"
-    method.write_text(f"from pathlib import Path\nPath({str(mark)!r}).touch()\n{method.read_text()}")
+    method, mark = d.folder / "slow.py", d.folder / "executed"
+    touch = f"from pathlib import Path\nPath({str(mark)!r}).touch()\n"
+    method.write_text(touch + method.read_text())
     return d, mark
 
 
