@@ -49,6 +49,18 @@ def test_four_answers_of_ten_megabytes_leave_a_small_history_without_hidden_char
     assert all(path.stat().st_size < 200_000 for path in (tmp_path / "run").iterdir())
 
 
+def test_without_the_cleaning_the_history_has_40_megabytes_and_escape_sequences(
+    tmp_path, monkeypatch
+):
+    for module in ("core.message", "deploy.coordinator"):
+        monkeypatch.setattr(f"fedloom.{module}.plain_text", lambda text, length=0: str(text))
+    loud(tmp_path, quorum=0.5).serve()
+    path = tmp_path / "run" / "history.jsonl"
+    assert path.stat().st_size > 40_000_000
+    with open(path) as history:
+        assert "\x1b[2J" in json.loads(history.readline())["absent"][0]["cause"]
+
+
 def test_the_error_that_ends_a_run_is_plain_too(tmp_path):
     with pytest.raises(RoundFailed) as ended:
         loud(tmp_path).serve()

@@ -30,6 +30,7 @@ def test_a_party_that_joins_twice_is_refused_at_once_with_the_other_process(live
     assert f"fedloom: {field}: another process works on the " in said
     assert f"(pid {first.pid} on {os.uname().nodename}, since " in said
     assert "fedloom join federation.toml --party bank-a" in said
+    assert not (live.folder / "another").exists()
     live.join("bank-b")
     live.completed()  # the first one takes part as before
     assert first.wait() == 0
@@ -51,6 +52,16 @@ def test_serve_on_the_folder_of_a_live_coordinator_is_refused_with_its_process(l
     said = live.output("second")
     assert said.count(f"another process works on the run in 'run' (pid {coordinator.pid} on ") == 1
     assert "'run' is not a run folder" in said  # it has not begun
+
+
+def test_serve_into_another_folder_is_refused_with_the_process_that_uses_the_key(live):
+    second = live.start("second", "serve", "federation.toml", "--keys", ".", "--out", "another")
+    assert second.wait() == 2
+    first = live.processes["coordinator"].pid
+    assert (
+        f"key: another process works on the identity of the coordinator in '.' (pid {first} on "
+        in live.output("second")
+    )
 
 
 def test_a_party_on_two_machines_is_named_by_the_coordinator_and_by_the_party(deploy, patient):

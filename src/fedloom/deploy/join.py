@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fedloom._system import LOCK, locked, make_private
+from fedloom._system import locked, make_private
 from fedloom.deploy.agreement import Agreement, read_agreement, require_tls
+from fedloom.deploy.identity import END_IT, locked_key
 from fedloom.deploy.keys import read_party_key
 from fedloom.deploy.party import Log, Party, run_party, run_party_at_socket
 from fedloom.experiments.report.labels import label
@@ -91,19 +90,13 @@ def join(
 def _alone(agreed: Agreement, name: str, key: Path, folder: Path) -> Iterator[None]:
     """Lets one process of this machine take part as a party: one for each folder and each key.
 
-    Raises a ConfigError that names the other process. The lock of the key is a file beside it. A
-    folder of keys that cannot be written to has none; the coordinator notices two processes then.
+    Raises a ConfigError that names the other process. Removes a new folder that stays empty.
     """
-    end = "end it first: a party takes part in one process"
-    who = hashlib.sha256(f"{agreed.coordinator.text()} {agreed.federation.address}".encode())
-    with ExitStack() as locks:
-        make_private(folder)
-        locks.enter_context(locked(folder, f"party {name!r}", "state", advice=end))
-        try:
-            file = f".{key.name}.{who.hexdigest()[:8]}{LOCK}"  # a key may serve two federations
-            lock = locked(key.parent, f"identity of party {name!r}", "key", file, end)
-            locks.enter_context(lock)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-                raise
-        yield
+    who, new = f"party {name!r}", not folder.exists()
+    make_private(folder)
+    try:
+        with locked(folder, who, "state", advice=END_IT), locked_key(key, agreed, who):
+            yield
+    finally:
+        if new and not any(folder.iterdir()):
+            folder.rmdir()
