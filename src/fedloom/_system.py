@@ -7,10 +7,14 @@ import errno
 import fcntl
 import importlib.util
 import os
+import re
 import resource
+import shlex
 import signal
 import sys
 import threading
+import time
+import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +24,35 @@ from io import FileIO
 from pathlib import Path
 from types import ModuleType
 
-from fedloom.errors import ConfigError, unknown
+from fedloom.errors import ConfigError, SecondWriterError, unknown
+
+# ---- texts of others ----
+
+TEXT_LENGTH = 500  # characters of a text that another process has sent
+
+
+def plain_text(text: object, length: int = TEXT_LENGTH) -> str:
+    """Returns a text that another process has sent as one short line without hidden characters.
+
+    Control characters, among them those of terminals' escape sequences, and characters that change
+    the direction of writing or that nobody sees become U+FFFD. White space becomes one space.
+
+    Args:
+        text: The text, or anything else.
+        length: The largest number of characters. A longer text ends with "...".
+    """
+    cut = str(text)[: 8 * length + 8]  # the work does not grow with the text
+    words = " ".join(cut.split())
+    shown = "".join(
+        letter if unicodedata.category(letter) not in _HIDDEN else "\N{REPLACEMENT CHARACTER}"
+        for letter in words[: length + 1]
+    )
+    return shown if len(shown) <= length else f"{shown[: length - 3]}..."
+
+
+# Unicode's categories of control, format (bidirectional, zero width), surrogate, private and
+# unassigned characters, and of line and paragraph separators.
+_HIDDEN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
 
 # ---- the version ----
 
@@ -76,8 +108,39 @@ def crash_point(name: str) -> None:
 
 # ---- files that survive a crash ----
 
+PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700  # modes: the owner's only, whatever the umask
 
-def write_atomic(path: Path, content: bytes, kind: str = "", keep: Path | None = None) -> None:
+
+def make_private(folder: Path) -> Path:
+    """Makes a folder, and its missing parents, that only their owner can open. Returns it.
+
+    A folder that exists already keeps its mode: it may be shared on purpose.
+    """
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+    return folder
+
+
+def open_private(path: str | Path, flags: int) -> int:
+    """Opens a file for its owner only; the `opener` of `open`.
+
+    A file that exists already, of an older version, loses the access of others.
+    """
+    handle = os.open(path, flags, PRIVATE_FILE)
+    with suppress(OSError):  # the file of another user, which that user has shared
+        os.fchmod(handle, PRIVATE_FILE)
+    return handle
+
+
+def write_atomic(
+    path: Path,
+    content: bytes,
+    kind: str = "",
+    keep: Path | None = None,
+    *,
+    shared: bool = False,
+) -> None:
     """Replaces a file in one step and flushes it: readers see the old content or the new one.
 
     Args:
@@ -85,11 +148,12 @@ def write_atomic(path: Path, content: bytes, kind: str = "", keep: Path | None =
         content: Its new content.
         kind: The file's name in crash points. The default is the file's stem.
         keep: Where to move the previous version. The default is to discard it.
+        shared: Let the umask decide who may read the file. By default only its owner may.
     """
     kind, fresh = kind or path.stem, path.with_name(path.name + ".new")
     with _naming(path):
         try:
-            with open(fresh, "wb", buffering=0) as file:
+            with open(fresh, "wb", buffering=0, opener=None if shared else open_private) as file:
                 _write(file, content, kind)
                 os.fsync(file.fileno())
         except OSError:
@@ -106,19 +170,34 @@ def write_atomic(path: Path, content: bytes, kind: str = "", keep: Path | None =
 
 
 class AppendLog:
-    """A file that grows by whole entries.
+    """A file that grows by whole entries and has one writer.
 
     Only the first `size` bytes are valid. Anything after them was being written when the process
-    stopped, and the next `append` overwrites it.
+    before stopped, and the first `append` overwrites it. From then on the file must be as this
+    process has left it.
     """
 
     def __init__(self, path: Path, size: int = 0):
         self.path, self.size = path, size
+        self._ours = False  # whether this process has written to the file
 
     def append(self, content: bytes) -> None:
-        """Adds an entry after the valid bytes."""
-        with _naming(self.path), open(self.path, "ab", buffering=0) as file:
+        """Adds an entry after the valid bytes.
+
+        Raises a SecondWriterError, and writes nothing, if another process has changed the file.
+        """
+        with (
+            _naming(self.path),
+            open(self.path, "ab", buffering=0, opener=open_private) as file,
+        ):
+            found = os.fstat(file.fileno()).st_size
+            if self._ours and found != self.size:
+                raise SecondWriterError(
+                    f"run: another process has changed {str(self.path)!r} ({found} bytes instead "
+                    f"of {self.size}); this process stops and leaves the folder as it is"
+                )
             file.truncate(self.size)
+            self._ours = True
             try:
                 _write(file, content, self.path.stem)
             except OSError:
@@ -128,7 +207,7 @@ class AppendLog:
 
     def truncate(self) -> None:
         """Removes the bytes that are not valid."""
-        with _naming(self.path), open(self.path, "ab") as file:
+        with _naming(self.path), open(self.path, "ab", opener=open_private) as file:
             file.truncate(self.size)
         crash_point(f"{self.path.stem}-cut")
 
@@ -179,55 +258,106 @@ def _sync(path: Path) -> None:
 
 LOCK = ".lock"  # in the folder that it locks
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # a network disk without locks
+_HOLDER = 500  # the longest text about the process that holds a lock
 _locks: set[int] = set()  # the file descriptors of the locks that this process holds
 
 
 @contextmanager
-def locked(folder: Path, what: str) -> Iterator[None]:
+def locked(
+    folder: Path,
+    what: str,
+    field: str = "out",
+    name: str = LOCK,
+    advice: str = "wait until it ends, or choose another folder",
+) -> Iterator[None]:
     """Holds the lock of a folder. The system releases it when the process ends, however it ends.
 
-    Raises a ConfigError that names the other process if one holds the lock. A file system without
-    locks is used without them.
+    Raises a ConfigError that names the other process if one holds the lock. On a file system
+    without locks the file names the process, and counts until that process has ended.
 
     Args:
         folder: The folder, which exists.
         what: What the folder is for, for the error message: "run".
+        field: The setting that names the folder, for the error message.
+        name: The name of the lock's file.
+        advice: What to do, for the error message.
     """
-    path = folder / LOCK
-    handle = _lock(path, what)
+    path = folder / name
+    handle, holder = _lock(path)
+    if holder is not None:
+        raise ConfigError(
+            f"{field}: another process works on the {what} in {str(folder)!r} "
+            f"({holder or 'pid unknown'}); {advice}"
+        )
     try:
         yield
     finally:
         if handle in _locks:  # not in a forked process, which has no lock
             with suppress(OSError):  # a folder that has become read-only: the file locks nothing
-                path.unlink(missing_ok=True)
+                if _is_same_file(handle, path):
+                    path.unlink()
             _locks.discard(handle)
             os.close(handle)
 
 
-def _lock(path: Path, what: str) -> int:
-    """Returns the file descriptor of a locked file that contains the number of this process."""
+def _lock(path: Path) -> tuple[int, str | None]:
+    """Locks a file, which then describes this process.
+
+    Returns its file descriptor, and None or the process that holds the lock, in words.
+    """
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(handle, 20).decode(errors="replace").strip() or "unknown"
+            holder = _holder_of(handle)
+        except OSError:
             os.close(handle)
-            raise ConfigError(
-                f"out: another process works on the {what} in {str(path.parent)!r} "
-                f"(pid {holder}); wait until it ends, or choose another folder"
-            ) from None
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                os.close(handle)
-                raise
+            raise
+        if holder is not None:
+            os.close(handle)
+            return -1, holder
         if _is_same_file(handle, path):  # else the process before removed it in the meantime
             os.truncate(handle, 0)
-            os.write(handle, f"{os.getpid()}\n".encode())
+            os.pwrite(handle, (_this_process() + "\n").encode(), 0)
             _locks.add(handle)
-            return handle
+            return handle, None
         os.close(handle)
+
+
+def _holder_of(handle: int) -> str | None:
+    """Locks a file. Returns None, or the process that holds the lock, in words."""
+    written = " ".join(os.pread(handle, _HOLDER, 0).decode(errors="replace").split())
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return plain_text(written, _HOLDER)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        found = re.match(r"pid (\d+) on (\S+),", written)
+        ended = found is None or (found[2] == os.uname().nodename and not _is_alive(int(found[1])))
+        return None if ended else plain_text(written, _HOLDER)
+    return None
+
+
+def _this_process() -> str:
+    """Returns this process in words: its number, host, time and command."""
+    program = Path(sys.argv[0])
+    if program.name == "__main__.py":  # of `python -m PACKAGE`
+        program = program.parent
+    command = shlex.join([program.name or "python", *sys.argv[1:]])
+    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    words = f"pid {os.getpid()} on {os.uname().nodename}, since {now}: {command}"
+    return plain_text(words, _HOLDER // 2)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # it belongs to another user
+    return True
 
 
 def _is_same_file(handle: int, path: Path) -> bool:

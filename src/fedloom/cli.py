@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from fedloom._system import graceful_signals, installed_version
+from fedloom._system import graceful_signals, installed_version, plain_text
 from fedloom.errors import FedloomError, RoundFailed, unknown
 from fedloom.experiments import completion
 
@@ -128,6 +128,9 @@ TrackBy = Annotated[
     ),
 ]
 Agreement = Annotated[Path, argument("the TOML file that all parties have agreed on")]
+Trust = Annotated[
+    bool, option("execute the Python files that the file or folder names: read them first")
+]
 Insecure = Annotated[bool, option("no TLS; on this machine only")]
 Folder = Annotated[Path, argument("a run folder")]
 Out = Annotated[Path | None, option("run folder (default: a new one under runs/)")]
@@ -228,6 +231,7 @@ def run(
         ),
     ] = "",
     track: TrackBy = "",
+    trust: Trust = False,
     wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
@@ -237,18 +241,22 @@ def run(
     override its settings.
     """
     given = _given(locals())
-    _commands().run(recipe, given, set_, out, baselines, as_json, track, wide)
+    _commands().run(recipe, given, set_, out, baselines, as_json, track, wide, trust)
 
 
 @app.command()
 def resume(
-    folder: Folder, track: TrackBy = "", wide: Wide = False, as_json: AsJson = False
+    folder: Folder,
+    track: TrackBy = "",
+    trust: Trust = False,
+    wide: Wide = False,
+    as_json: AsJson = False,
 ) -> None:
     """Continue a run that was stopped or killed.
 
     FOLDER is its run folder. The result is bit-identical to that of an uninterrupted run.
     """
-    _commands().resume(folder, as_json, track, wide)
+    _commands().resume(folder, as_json, track, wide, trust)
 
 
 @app.command()
@@ -280,6 +288,7 @@ def predict(
     ] = None,
     client: Annotated[str | None, option("whose model predicts (default: the server's)")] = None,
     which: Annotated[str, option("best (validation round) or final (round)", "--model")] = "best",
+    trust: Trust = False,
 ) -> None:
     """Predict the classes of new data with a model of a run.
 
@@ -288,7 +297,7 @@ def predict(
     with _collecting_no_modules():
         from fedloom.experiments import predict_command
 
-    predict_command.predict(source, data, out, client, which)
+    predict_command.predict(source, data, out, client, which, trust)
 
 
 @app.command()
@@ -392,13 +401,14 @@ def serve(
         float, option("seconds to wait for all parties; after that a quorum is enough")
     ] = 600.0,
     insecure: Insecure = False,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Coordinate a federation: wait for the parties of an agreement, then run its method.
 
     AGREEMENT is the TOML file that all parties have agreed on (docs/deploy.md).
     """
-    _commands().serve(agreement, keys, out, wait, insecure, as_json)
+    _commands().serve(agreement, keys, out, wait, insecure, as_json, trust=trust)
 
 
 @app.command()
@@ -428,13 +438,14 @@ def join(
             help="train this party's own model too, without the others, to compare",
         ),
     ] = True,
+    trust: Trust = False,
 ) -> None:
     """Take part in a federation with a graph that stays on this machine.
 
     AGREEMENT is the TOML file that all parties have agreed on (docs/deploy.md).
     """
     _commands().join(
-        agreement, party, key, data, state, patience, tell_errors, socket, insecure, baseline
+        agreement, party, key, data, state, patience, tell_errors, socket, insecure, baseline, trust
     )
 
 
@@ -503,6 +514,7 @@ def compare(
         option("where runs execute: processes (of this machine) or ray (cluster: RAY_ADDRESS)"),
     ] = "processes",
     report: Annotated[bool, option("write report.html")] = True,
+    trust: Trust = False,
     wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
@@ -527,7 +539,7 @@ def compare(
         "run.engine": engine,
         "run.device": device,
     }
-    _commands().compare(grid, given, set_, metric, out, jobs, on, report, as_json, wide)
+    _commands().compare(grid, given, set_, metric, out, jobs, on, report, as_json, wide, trust)
 
 
 @app.command()
@@ -542,6 +554,7 @@ def report(
     embeddings: Annotated[
         bool, option("compute embeddings in two dimensions, of each method's first seed")
     ] = False,
+    trust: Trust = False,
 ) -> None:
     """Write runs as one HTML page: tables, curves, traffic, clients, data.
 
@@ -549,7 +562,7 @@ def report(
     """
     from fedloom.experiments.report import command as reading
 
-    reading.report(folders, out, metric, figures, formats, embeddings)
+    reading.report(folders, out, metric, figures, formats, embeddings, trust)
 
 
 @app.command()
@@ -612,6 +625,7 @@ def tune(
         option("folder of a new or earlier study (default: under tuned/, named after the task)"),
     ] = None,
     jobs: Annotated[int, option("concurrent trials, each in a process of its own")] = 1,
+    trust: Trust = False,
     wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
@@ -622,7 +636,9 @@ def tune(
     declared ranges.
     """
     given = _given(locals())
-    _commands().tune(recipe, given, set_, over, trials, minutes, seeds, out, jobs, as_json, wide)
+    _commands().tune(
+        recipe, given, set_, over, trials, minutes, seeds, out, jobs, as_json, wide, trust
+    )
 
 
 def main() -> None:
@@ -651,5 +667,5 @@ def main() -> None:
 
 
 def _fail(reason: object, code: int = 2) -> NoReturn:
-    print(f"fedloom: {' '.join(str(reason).split())}", file=sys.stderr)
+    print(f"fedloom: {plain_text(reason, 10_000)}", file=sys.stderr)
     sys.exit(code)

@@ -27,6 +27,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from fedloom._system import plain_text
 from fedloom.core.method import Method
 from fedloom.core.registry import method_class
 from fedloom.data.datasets import catalogue, find
@@ -49,12 +50,14 @@ from fedloom.experiments.run_folder import entries as history_entries
 from fedloom.experiments.run_folder import find as find_runs
 from fedloom.experiments.run_folder import is_completed, is_run, read_config
 from fedloom.experiments.trackers import make_trackers, tracked
+from fedloom.experiments.trust import code_in, require_trust
 from fedloom.nn.build import architectures
 
 if TYPE_CHECKING:
     from fedloom.experiments.tune import Trial
 
 
+LINE = 2000  # characters of a line about an event, which may contain a text of another process
 Given = Mapping[str, Any]  # {"table.key": value}; None for an option that was not given
 
 
@@ -68,10 +71,11 @@ def run(
     as_json: bool,
     track: str = "",
     wide: bool = False,
+    trust: bool = False,
 ) -> None:
     """Runs a recipe with options and assignments on top, then baselines on the same federation."""
     trackers = make_trackers(track)  # a missing package fails before the data are loaded
-    base = _tables(recipe, given, assignments)
+    base = _tables(recipe, given, assignments, trust)
     chosen = make_recipe(base)
     names = dict.fromkeys(filter(None, baselines.replace(" ", "").split(",")))
     others = [make_recipe(_as_baseline(base, name)) for name in names]
@@ -143,7 +147,7 @@ def _say_kept(folder: Path) -> None:
     if not is_run(folder):
         _note("stopped before the run began; nothing was written")
         return
-    command = f"fedloom resume {shlex.quote(str(folder))}"
+    command = _resume_command(folder)
     if is_completed(folder):
         _note(f"stopped: the run in {folder} is complete, its baselines are not")
         _note(f"to continue them: {command}")
@@ -157,8 +161,22 @@ def _say_kept(folder: Path) -> None:
     _note(f"to continue {where}: {command}")
 
 
-def _tables(recipe: str | None, given: Given, assignments: Iterable[str]) -> dict[str, Any]:
-    return _with_options(find_tables(recipe) if recipe is not None else {}, given, assignments)
+def _resume_command(folder: Path) -> str:
+    trust = " --trust" if code_in(read_config(folder)) else ""
+    return f"fedloom resume {shlex.quote(str(folder))}{trust}"
+
+
+def _tables(
+    recipe: str | None, given: Given, assignments: Iterable[str], trust: bool
+) -> dict[str, Any]:
+    """Returns the tables of a recipe with options on top. Code of the recipe must be trusted."""
+    assignments = list(assignments)
+    own = _with_options({}, given, assignments)
+    if recipe is None:
+        return own
+    tables = _with_options(find_tables(recipe), given, assignments)
+    require_trust(tables, f"recipe {recipe!r}", trust, own)
+    return tables
 
 
 def _with_options(base: dict[str, Any], given: Given, assignments: Iterable[str]) -> dict[str, Any]:
@@ -192,7 +210,9 @@ def _is_one_shot(method: type[Method]) -> bool:
     return bool(rounds.metadata["bounds"]["at most"] == 1)
 
 
-def resume(folder: Path, as_json: bool, track: str = "", wide: bool = False) -> None:
+def resume(
+    folder: Path, as_json: bool, track: str = "", wide: bool = False, trust: bool = False
+) -> None:
     """Continues a run from its checkpoint, or from the beginning if it has none.
 
     Then it runs or continues the baselines that the run was started with. Prints the result of a
@@ -203,8 +223,12 @@ def resume(folder: Path, as_json: bool, track: str = "", wide: bool = False) -> 
         as_json: Print JSON.
         track: The trackers from now on; empty = the same as before.
         wide: Print all columns.
+        trust: Execute the Python files that the folder names as method or model.
     """
-    planned = [make_recipe(tables) for tables in read_planned(folder)]
+    baselines = read_planned(folder)
+    for recipe_of_baseline in baselines:
+        require_trust(recipe_of_baseline, f"run {str(folder)!r}", trust)
+    planned = [make_recipe(recipe_of_baseline) for recipe_of_baseline in baselines]
     left = [r for r in planned if not is_completed(baseline_folder(folder, r.method))]
     if is_completed(folder) and not left:
         _say("this run is completed")
@@ -225,6 +249,7 @@ def resume(folder: Path, as_json: bool, track: str = "", wide: bool = False) -> 
             kept["insecure"],
             as_json,
             resumed=config,
+            trust=trust,
         )
         return
     if "partition" not in config:
@@ -232,6 +257,7 @@ def resume(folder: Path, as_json: bool, track: str = "", wide: bool = False) -> 
             f"{folder} was started from Python with a federation of its own: "
             "fedloom.resume(folder, federation) continues it there"
         )
+    require_trust(config, f"run {str(folder)!r}", trust)
     recipe = make_recipe(config)
     trackers = make_trackers(track or tracked(folder))
     federation = recipe.federation()
@@ -258,7 +284,7 @@ def show(folder: Path, as_json: bool, wide: bool = False) -> None:
         saved = checkpoint.saved_round(folder)
         where = f"continues after round {saved}" if saved else "begins again, without a checkpoint"
         _print(result, as_json, baselines, wide)
-        _note(f"`fedloom resume {shlex.quote(str(folder))}` {where}")
+        _note(f"`{_resume_command(folder)}` {where}")
     else:
         _print(result, as_json, baselines, wide)
 
@@ -353,7 +379,7 @@ def partition(
     wide: bool = False,
 ) -> None:
     """Divides a graph, prints the statistics of the partition, and draws it if asked to."""
-    federation = make_recipe(_tables(None, given, assignments)).federation()
+    federation = make_recipe(_with_options({}, given, assignments)).federation()
     statistics = partition_statistics(federation)
     if plot:
         from fedloom.experiments.report.partition_plot import plot_partition  # few want a picture
@@ -411,6 +437,7 @@ def serve(
     insecure: bool,
     as_json: bool,
     resumed: dict[str, Any] | None = None,
+    trust: bool = False,
 ) -> None:
     """Coordinates a federation.
 
@@ -422,11 +449,12 @@ def serve(
         insecure: Run without TLS.
         as_json: Print JSON.
         resumed: The config of the run to continue; None starts a new run.
+        trust: Execute the Python files that the agreement names as method or model.
     """
     from fedloom.deploy.agreement import read_agreement
     from fedloom.deploy.serve import serve as coordinate
 
-    agreed = read_agreement(agreement)
+    agreed = read_agreement(agreement, trust)
     folder = folder or _unused(
         Path("runs") / f"{agreement.stem}-{Path(agreed.method).stem}-s{agreed.run.seed}"
     )
@@ -466,6 +494,7 @@ def join(
     socket: Path | None,
     insecure: bool,
     baseline: bool,
+    trust: bool,
 ) -> None:
     """Takes part in a federation until the run ends. `fedloom.cli.join` describes the options."""
     from fedloom.deploy.join import join as take_part
@@ -482,6 +511,7 @@ def join(
             socket=socket,
             insecure=insecure,
             baseline=baseline,
+            trust=trust,
             log=_say,
             progress=partial(_live, bar, bar.add_task(party, total=None, score="")),
         )
@@ -507,11 +537,12 @@ def tune(
     jobs: int,
     as_json: bool,
     wide: bool = False,
+    trust: bool = False,
 ) -> None:
     """Tunes a recipe; prints the best trials and the path of the new recipe."""
     from fedloom.experiments.tune import tune as search
 
-    base = _tables(recipe, given, assignments)
+    base = _tables(recipe, given, assignments, trust)
     chosen = make_recipe(base)
     folder = folder or Path("tuned") / chosen.name
     over_so_far = 0
@@ -564,12 +595,14 @@ def compare(
     report: bool,
     as_json: bool,
     wide: bool = False,
+    trust: bool = False,
 ) -> None:
     """Runs a grid, prints its table, and writes tables and report into the folder.
 
     Raises RoundFailed at the end if a cell did not complete.
     """
     base = _with_options(read_tables(file) if file else {}, given, [])
+    require_trust(base, f"grid {str(file)!r}", trust, _with_options({}, given, []))
     methods = grid.read_axes(base.get("compare", {})).methods
     require_valid(metric, jobs, on)
     cells = grid.cells(grid.assigned(base, assignments, methods), folder / "runs")
@@ -660,11 +693,11 @@ def _grid_progress(cells: Sequence[grid.Cell]) -> Iterator[_GridProgress]:
 
 # ---- common parts ----
 def _say(line: str) -> None:
-    err.print(line, style="dim", highlight=False)
+    err.print(plain_text(line, LINE), style="dim", highlight=False)
 
 
 def _note(line: str) -> None:
-    err.print(line, style="yellow", highlight=False)
+    err.print(plain_text(line, LINE), style="yellow", highlight=False)
 
 
 @contextmanager

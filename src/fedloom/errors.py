@@ -25,6 +25,10 @@ class MessageError(FedloomError):
     """A message that breaks the rules of the wire. The text names the tensor."""
 
 
+class SecondWriterError(DataError):
+    """Another process has written to a file of this run. This process writes no more to it."""
+
+
 class Refusal(MessageError):  # noqa: N818
     """A client refuses a request, because the answer could expose its data or a peer's data."""
 

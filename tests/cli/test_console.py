@@ -407,7 +407,8 @@ def test_a_stopped_grid_or_study_says_how_to_continue(command, tmp_path):
         second = started(tmp_path, *arguments)
         _, refused = second.communicate(timeout=200)
         assert second.returncode == 2, refused
-        assert f"(pid {process.pid})" in refused
+        assert f"(pid {process.pid} on " in refused
+        assert " ".join(arguments) in refused
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=200)
     finally:
@@ -421,8 +422,10 @@ def test_a_stopped_grid_or_study_says_how_to_continue(command, tmp_path):
 # ---- locks ----
 def test_a_folder_has_one_process_at_a_time(tmp_path):
     with locked(tmp_path, "run"):
-        assert (tmp_path / LOCK).read_text().strip() == str(os.getpid())
-        words = rf"another process .* \(pid {os.getpid()}\)"
+        host = re.escape(os.uname().nodename)
+        described = rf"pid {os.getpid()} on {host}, since \d{{4}}-\d\d-\d\d [\d:]+ UTC: .*pytest"
+        assert re.match(described, (tmp_path / LOCK).read_text())
+        words = rf"another process works on the run in .* \({described}"
         with pytest.raises(ConfigError, match=words), locked(tmp_path, "run"):
             pass
     assert list(tmp_path.iterdir()) == []
@@ -457,7 +460,7 @@ def test_the_second_process_on_a_run_folder_is_refused(arguments, tmp_path, here
         code, text, err = here(*arguments, cwd=tmp_path)
     assert (code, text) == (2, "")
     last = err.strip().splitlines()[-1]
-    assert f"another process works on the run in 'x' (pid {os.getpid()})" in last
+    assert f"another process works on the run in 'x' (pid {os.getpid()} on " in last
     assert sorted(path.name for path in (tmp_path / "x").iterdir()) == before
 
 
@@ -469,7 +472,7 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path):
     wait_for(lambda: history.exists() and history.read_text().count("\n") > 2, process)
     refused = started(tmp_path, "resume", "x")
     _, err = refused.communicate(timeout=200)
-    assert (refused.returncode, f"(pid {process.pid})" in err) == (2, True), err
+    assert (refused.returncode, f"(pid {process.pid} on " in err) == (2, True), err
     process.kill()
     process.communicate()
     with locked(tmp_path / "x", "run"):

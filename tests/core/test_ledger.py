@@ -187,7 +187,7 @@ def test_what_was_half_written_is_written_over(tmp_path):
     whole = (tmp_path / "ledger.csv").read_bytes()
     with open(tmp_path / "ledger.csv", "ab") as file:
         file.write(b"3,train,up,0,1")
-    ledger.write(tmp_path)
+    Ledger.read(tmp_path, len(whole)).write(tmp_path)
     assert (tmp_path / "ledger.csv").read_bytes() == whole
 
 

@@ -16,7 +16,11 @@ NEED_FLOWER = (
     "test_flower",
     "test_names",
     "test_party",
+    "test_party_files",
+    "test_texts",
     "test_transport",
+    "test_trusted_agreement",
+    "test_twice",
 )
 
 

@@ -128,6 +128,8 @@ class Deployment:
         self.settings = {"name": method, "rounds": rounds, **(settings or {})}
         self.run = {"seed": 7, "checkpoint_every": 1, **(run or {})}
         self.tls, self.model = tls, model
+        # Its agreement names Python files.
+        self.trust = ("--trust",) if ".py" in f"{method} {model}" else ()
         self.write()
 
     def write(self, path="federation.toml", address=None, **changed):
@@ -170,16 +172,16 @@ class Deployment:
 
     def serve(self, *more, out="run"):
         given = ("--keys", ".", "--out", out, "--wait", WAIT_SECONDS)
-        return self.start("coordinator", "serve", "federation.toml", *given, *more)
+        return self.start("coordinator", "serve", "federation.toml", *given, *self.trust, *more)
 
     def resume(self, out="run"):
-        return self.start("coordinator", "resume", out)
+        return self.start("coordinator", "resume", out, *self.trust)
 
     def join(self, name, *more, key=None, agreement="federation.toml"):
         files = {"--key": key or f"{name}.key", "--data": f"{name}.safetensors"}
         given = {"--party": name, **files, "--state": f"state-{name}"}
         flat = [word for option in given.items() for word in option]
-        return self.start(name, "join", agreement, *flat, *more)
+        return self.start(name, "join", agreement, *flat, *self.trust, *more)
 
     def join_all(self):
         return [self.join(name) for name in self.parties]

@@ -19,12 +19,12 @@ class InProcess:
     def __init__(self, folder, baseline=False, **settings):
         self.deployment = Deployment(folder, tls=False, **settings)
         self.folder = folder
-        self.agreement = read_agreement(folder / "federation.toml")
+        self.agreement = read_agreement(folder / "federation.toml", trust=True)
         parties = {n: self.party(n, baseline=baseline) for n in self.agreement.parties}
         self.transport = InProcessTransport(parties)
 
     def party(self, name, agreement="federation.toml", **options):
-        agreement = read_agreement(self.folder / agreement)
+        agreement = read_agreement(self.folder / agreement, trust=True)
         graph = agreement.graph(self.folder / f"{name}.safetensors", name)
         key = read_party_key(self.folder / f"{name}.key")
         return Party(agreement, name, key, graph, self.folder / f"state-{name}", **options)

@@ -88,7 +88,11 @@ class Sender:
             phase=phase,
         )
         tensors = phase in ("setup", "train", "evaluate") and opened.kind == "answer"
-        return opened.kind, opened.body if tensors else json.loads(opened.body)
+        if tensors:
+            return opened.kind, opened.body
+        content = json.loads(opened.body)
+        assert content.pop("instance") == self.party.instance
+        return opened.kind, content
 
     def begin_order(self, nonce, **changed):
         return {

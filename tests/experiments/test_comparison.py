@@ -101,10 +101,6 @@ def test_exports_mark_best_and_second(found, tmp_path):
     ]
 
 
-def test_names_in_latex_are_escaped():
-    assert comparison._escaped("a_b & 50%") == r"a\_b \& 50\%"
-
-
 def test_another_metric_can_be_compared(found, folder):
     other = compare(*gather([folder]), metric="f1_macro")
     assert other.on(other.tasks[0])["fedavg"].score.mean == mean(

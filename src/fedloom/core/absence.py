@@ -217,11 +217,13 @@ def too_few(answered: Collection[str], asked: int, needed: int) -> str:
 
 
 def listed(absent: Mapping[str, Absent]) -> str:
-    """Lists the absent clients by cause."""
+    """Lists the absent clients by cause, at most 20 causes."""
     clients: dict[str, list[str]] = {}
     for client, why in absent.items():
         clients.setdefault(why.cause, []).append(client)
-    return "; ".join(f"{named(absentees)}: {cause}" for cause, absentees in clients.items())
+    lines = [f"{named(absentees)}: {cause}" for cause, absentees in clients.items()]
+    more = len(lines) - 20
+    return "; ".join([*lines[:20], *([f"and {more} more causes"] if more > 0 else [])])
 
 
 def named(clients: Collection[str]) -> str:

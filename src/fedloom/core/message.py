@@ -20,6 +20,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
+from fedloom._system import plain_text
 from fedloom.core.shared_rows import SharedRows
 from fedloom.errors import MessageError
 
@@ -235,7 +236,8 @@ class Absent:
     """What an engine returns in place of a client's reply.
 
     Args:
-        cause: Why there is no reply, in one line.
+        cause: Why there is no reply. A client may have sent it, so that it becomes one short line
+            without hidden characters.
         error: The exception that the client raised, if there is one.
         lost_state: The client is back but has lost its state. It must repeat all exchanges before
             the rounds.
@@ -246,7 +248,7 @@ class Absent:
     lost_state: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "cause", " ".join(self.cause.split()))
+        object.__setattr__(self, "cause", plain_text(self.cause))
 
     @classmethod
     def by(cls, error: Exception) -> Absent:

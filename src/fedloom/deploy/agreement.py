@@ -62,6 +62,7 @@ from fedloom.experiments.recipe import ModelTable, read_tables, table
 from fedloom.experiments.run import agree_on_facts
 from fedloom.experiments.settings import RunSettings, chosen_evaluation
 from fedloom.experiments.source_digest import code_behind
+from fedloom.experiments.trust import require_trust
 from fedloom.nn.build import parse_spec, split_specs
 from fedloom.nn.own_model import is_own, own_spec
 from fedloom.privacy.secure_sum import VERSION as SUM_VERSION
@@ -289,9 +290,16 @@ def differences(
     return found
 
 
-def read_agreement(path: Path) -> Agreement:
-    """Reads and checks an agreement. A ConfigError names the table, the key and valid values."""
+def read_agreement(path: Path, trust: bool = False) -> Agreement:
+    """Reads and checks an agreement. A ConfigError names the table, the key and valid values.
+
+    Args:
+        path: The file.
+        trust: Execute the Python files that it names as method or model. Without it they are an
+            error.
+    """
     tables, folder = read_tables(path), path.resolve().parent
+    require_trust(tables, f"agreement {str(path)!r}", trust)
     for name in tables:
         if name not in (valid := (*TABLES, "parties", "method")):
             raise unknown("table of an agreement:", name, valid)

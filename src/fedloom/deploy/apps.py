@@ -67,8 +67,8 @@ def _reply(message: Message, content: dict[str, Any]) -> Message:
 def main(grid: Grid, context: Context) -> None:
     """Runs `fedloom serve` over Flower's grid. It resumes a run that is in the folder already.
 
-    The run config has the coordinator's paths `agreement`, `keys` and `out`, and `wait`, the
-    seconds to wait for the parties.
+    The run config has the coordinator's paths `agreement`, `keys` and `out`; `wait`, the seconds
+    to wait for the parties; and `trust`, whether to execute Python files that the agreement names.
     """
     from fedloom.deploy.agreement import read_agreement
     from fedloom.deploy.serve import serve
@@ -76,7 +76,7 @@ def main(grid: Grid, context: Context) -> None:
 
     config = context.run_config
     path, keys, out = (Path(str(config[name])) for name in ("agreement", "keys", "out"))
-    agreement = read_agreement(path)
+    agreement = read_agreement(path, trust=bool(config.get("trust", False)))
     serve(
         agreement,
         keys,

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from fedloom._system import plain_text
 from fedloom.core.absence import FaultPolicy
 from fedloom.core.facts import Facts
 from fedloom.core.message import Absent
@@ -23,7 +24,7 @@ from fedloom.data.federation import PartySize, Roster
 from fedloom.deploy.agreement import Agreement, differences
 from fedloom.deploy.envelope import EnvelopeError, Gate, Header, sign
 from fedloom.deploy.keys import PartyKey
-from fedloom.deploy.party import Log, facts_to_json
+from fedloom.deploy.party import SECOND_PROCESS, Log, facts_to_json
 from fedloom.deploy.transport import PartyStatus, Transport
 from fedloom.errors import ConfigError, MessageError
 
@@ -34,6 +35,7 @@ DEAD_AFTER = 7.0
 # it believes that a party is gone which is not.
 MAX_RETURNS = 5
 CONTROL_SECONDS = 60.0  # that parties have to answer a control order
+REMEMBERED = 64  # processes that have answered as one party
 POLL_SECONDS = 1.0  # between two looks at the parties' signs of life
 
 
@@ -108,6 +110,7 @@ class Coordinator:
         sizes: The sizes of the parties that have said hello.
         ready: The parties that have begun the run.
         on_join: Called with the size of a party when it says hello.
+        log: Called with a line for each event that the operator must know.
 
     Args:
         agreement: The coordinator's copy of the agreement.
@@ -139,6 +142,9 @@ class Coordinator:
         self.on_join: Callable[[PartySize], None] = lambda size: None
         self._sequence = -1
         self._overdue: dict[str, Overdue] = {}  # the last order that a party did not answer in time
+        self.log: Log = lambda line: None
+        self._instances: dict[str, deque[str]] = {}  # each party's processes, the last one last
+        self._doubled: set[str] = set()  # the parties that two processes take part as
 
     # ---- before the run ----
     def wait_for_parties(
@@ -236,7 +242,7 @@ class Coordinator:
         if any(type(size.get(count)) is not int or size[count] < 0 for count in counts):
             raise MessageError(f"gives no valid size: {', '.join(sorted(counts))} must be counts")
         if found := differences(agreed, self.agreement.agreed()):
-            raise ConfigError(f"has agreed to something else: {'; '.join(found)}")
+            raise ConfigError(f"has agreed to something else: {plain_text('; '.join(found))}")
         self.knows_cross_edges |= answer.get("knows_cross_edges") is True
         return nonce, PartySize(name, **{count: size[count] for count in counts})
 
@@ -269,14 +275,42 @@ class Coordinator:
             phase: The order; see `fedloom.deploy.party`.
             contents: The content of each party's order, as JSON.
         """
-        bodies = {name: json.dumps(content).encode() for name, content in contents.items()}
+        bodies = {
+            name: json.dumps(
+                {**content, SECOND_PROCESS: True} if name in self._doubled else content
+            ).encode()
+            for name, content in contents.items()
+        }
         # It does not wait for busy parties. The caller decides how many must answer.
         policy = FaultPolicy(quorum=1e-9, deadline=CONTROL_SECONDS)
         answers = self._exchange(phase, bodies, 0, policy)
-        return {
+        read = {
             name: answer if isinstance(answer, Absent) else _json_object(answer)
             for name, answer in answers.items()
         }
+        for name, content in read.items():
+            if not isinstance(content, Absent):
+                self._note_instance(name, content.get("instance"))
+        return read
+
+    def _note_instance(self, name: str, instance: object) -> None:
+        """Notices two processes with one key: an earlier one answers after a later one.
+
+        A party that was restarted does not come back. The log, and the next order to the party,
+        say that there are two.
+        """
+        if not isinstance(instance, str) or not 0 < len(instance) <= 64:
+            return
+        seen = self._instances.setdefault(name, deque(maxlen=REMEMBERED))
+        if instance in seen and instance != seen[-1] and name not in self._doubled:
+            self._doubled.add(name)
+            self.log(
+                f"two processes take part as party {name!r} at the same time, with the same key; "
+                "one of them must end"
+            )
+        if instance in seen:
+            seen.remove(instance)
+        seen.append(instance)
 
     # ---- exchanges ----
     def ask(self, phase: str, bodies: Mapping[str, bytes], round: int) -> dict[str, bytes | Absent]:
@@ -418,8 +452,9 @@ class Coordinator:
         failure = _json_object(opened.body)
         if isinstance(failure, Absent):
             return failure
+        self._note_instance(name, failure.get("instance"))
         lost_state = failure.get("lost_state") is True
-        return Absent(str(failure.get("cause", "")), lost_state=lost_state)
+        return Absent(plain_text(failure.get("cause", "")), lost_state=lost_state)
 
     def _alive(self) -> set[str]:
         return {name for name, status in self.transport.status().items() if not _is_dead(status)}

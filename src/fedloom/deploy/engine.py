@@ -243,7 +243,7 @@ class Engine(RemoteEngine):
         ]
         path = self.folder / "federation.toml"
         path.write_text("\n".join(lines) + "\n")
-        return read_agreement(path)
+        return read_agreement(path, trust=True)  # this process has written it
 
     def snapshot(self) -> Message:
         """Returns everything of the clients that a later round depends on, as in the loop engine.

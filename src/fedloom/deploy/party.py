@@ -21,6 +21,9 @@ the method or one of these control orders:
                                                   (that of the stage's best round, and the last one)
                                                   and ends
 
+Every answer to a control order also has `instance`, the id of the party's process. An order has
+`second_process` if two processes take part as that party.
+
 A party begins a run only if the order contains the nonce that the party has just drawn, so that a
 recorded order begins nothing. Until then the current run continues, even if another session says
 hello: a recorded hello of an earlier session of the coordinator ends nothing either.
@@ -39,13 +42,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fedloom._system import write_atomic
+from fedloom._system import make_private, open_private, plain_text, write_atomic
 from fedloom.core.aggregation import Responder
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts, SecureTerms
@@ -79,6 +81,7 @@ REFUSED_SECONDS = 10.0  # after which a party gives up on a coordinator that ref
 ERROR_LENGTH = 1000  # characters of an error message that the coordinator receives
 
 LOCAL_SECONDS = 10.0  # of the Local baseline's training in one order, at most
+SECOND_PROCESS = "second_process"  # in an order: two processes take part as this party
 HISTORY = "history.jsonl"  # the party's own scores, in the folder of a run's states
 
 Log = Callable[[str], None]  # called with a line for each event
@@ -112,7 +115,8 @@ class Party:
     Attributes:
         status: How the run ended; empty before.
         refusal: Why the coordinator refuses the party; empty if it does not.
-        complaints: Why the party did not begin a run, for its user.
+        complaints: Why the party did not begin a run, and what else its user must know.
+        instance: The id of this process.
 
     Args:
         agreement: The party's own copy of the agreement.
@@ -150,6 +154,8 @@ class Party:
         self.agreed = agreement.agreed()
         self.status, self.on_scores = "", on_scores
         self.refusal, self.complaints = "", list[str]()
+        self.instance = secrets.token_hex(8)  # tells this process from another one with the key
+        self._told = False  # whether the user knows that there is another one
         self._wants_baseline = baseline
         self._local: LocalBaseline | None = None
         self._lineage = ""  # the id of the run, the same through every resume
@@ -224,25 +230,40 @@ class Party:
         }
         try:
             if header.phase in before:
-                reply = before[header.phase](json.loads(body), session)
-                return "answer", json.dumps(reply).encode()
+                return self._as_json(before[header.phase](self._read_order(body), session))
             if session is not self._session:
                 raise LostStateError(f"party {self.name!r} has not begun this run")
             if header.phase in during:
-                return "answer", json.dumps(during[header.phase](json.loads(body))).encode()
+                return self._as_json(during[header.phase](self._read_order(body)))
             return "answer", self._perform(header, body)
         except Exception as error:  # noqa: BLE001  (the coordinator receives it and decides)
             if header.phase in before:
-                self.complaints.append(f"does not begin: {error}")
+                self.complaints.append(f"does not begin: {plain_text(error, ERROR_LENGTH)}")
             return self._failure(error)
+
+    def _read_order(self, body: bytes) -> dict[str, Any]:
+        """Returns the content of a control order. Notes if another process is the same party."""
+        order: dict[str, Any] = json.loads(body)
+        if order.pop(SECOND_PROCESS, False) is True and not self._told:
+            self._told = True
+            self.complaints.append(
+                f"another process takes part as party {self.name!r}, with the same key; end one "
+                "of the two: the coordinator hears now one, now the other"
+            )
+        return order
+
+    def _as_json(self, reply: dict[str, Any]) -> tuple[Kind, bytes]:
+        """Returns the answer to a control order. It names the process, so that two are noticed."""
+        return "answer", json.dumps({**reply, "instance": self.instance}).encode()
 
     def _failure(self, error: Exception) -> tuple[Kind, bytes]:
         """Returns the answer of a party that could not execute an order."""
-        kind, text = type(error).__name__, " ".join(str(error).split())
+        kind, text = type(error).__name__, str(error)
         if not isinstance(error, FedloomError) and not self.tell_errors:
             text = f"the message stays with the party, {self._log_error(error)}"
         content = {
-            "cause": f"{kind}: {text}"[:ERROR_LENGTH],
+            "cause": plain_text(f"{kind}: {text}", ERROR_LENGTH),
+            "instance": self.instance,
             "lost_state": isinstance(error, LostStateError),
         }
         return "error", json.dumps(content).encode()
@@ -251,9 +272,8 @@ class Party:
         """Writes an error to the party's own log. Returns where it is, in words."""
         entry = f"as error {secrets.token_hex(4)}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            private = partial(os.open, mode=0o600)
-            with open(self.errors, "a", encoding="utf-8", opener=private) as log:
+            make_private(self.folder)
+            with open(self.errors, "a", encoding="utf-8", opener=open_private) as log:
                 trace = "".join(traceback.format_exception(error))
                 log.write(f"{entry}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n{trace}\n")
         except OSError as failure:
@@ -272,7 +292,7 @@ class Party:
 
     def _end_refused(self, order: dict[str, Any], session: _Session) -> dict[str, Any]:
         if self._client is None and self._fit_client is None:
-            self.refusal = " ".join(str(order["cause"]).split())[:ERROR_LENGTH]
+            self.refusal = plain_text(order["cause"], ERROR_LENGTH)
         return {}
 
     def _require_current(self, order: dict[str, Any], session: _Session) -> None:
@@ -323,7 +343,7 @@ class Party:
         encoding = Encoding.from_json(order["encoding"])
         with self._private_errors():
             self.graph = encoded(self._raw, encoding, self.agreement.encoding, self.name)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_private(self.folder)
         write_atomic(self.folder / ENCODING_FILE, (encoding.to_json() + "\n").encode())
 
     @contextmanager
@@ -430,7 +450,7 @@ class Party:
         return self._local
 
     def _write_scores(self, scores: dict[str, Any]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_private(self.folder)
         write_atomic(self.folder / "scores.json", (json.dumps(scores, indent=1) + "\n").encode())
 
     def _perform_in_local_sum(self, header: Header, body: bytes) -> bytes:
@@ -477,7 +497,7 @@ class Party:
     def _save_state(self, order: dict[str, Any]) -> dict[str, Any]:
         _, client = self._ready()
         path = self._state_folder() / f"{_file_name(order, 'mark')}.safetensors"
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(path.parent)
         about = {"round": self._round}
         write_atomic(path, checkpoint.encode(checkpoint.Checkpoint(about, client.snapshot())))
         for old in self._saved_states()[:-SAVED_STATES]:
@@ -505,12 +525,12 @@ class Party:
 
     def _finish(self, order: dict[str, Any]) -> dict[str, Any]:
         if self._method is not None and self._client is not None:
-            stage, number = str(order.get("stage", "")), order.get("round")
+            stage, number = plain_text(order.get("stage", "")), order.get("round")
             self._write_model(self.model, "best", self._client.kept.get(stage, {}), stage, number)
             last = self._client.predictor(self._method)
             self._write_model(self.final_model, "final", last, stage, None)
             self._stage = stage
-        self.status = str(order["status"])
+        self.status = plain_text(order["status"]) or "over"
         return {}
 
     def _keep_model(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -542,7 +562,7 @@ class Party:
             self.graph.feature_names,
             encoding=self.graph.encoding,
         )
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_private(self.folder)
         write_atomic(path, model_bytes(card, tensors))
 
     def _ready(self) -> tuple[Method, Client]:
@@ -633,7 +653,7 @@ def run_party(party: Party, log: Log, patience: float = math.inf) -> str:
                 lost = None
             except (UnreachableError, RefusedError) as error:
                 if connected:
-                    log(f"lost the coordinator ({error}); waiting for it")
+                    log(f"lost the coordinator ({plain_text(error)}); waiting for it")
                 connected, lost = False, lost or time.monotonic()
                 refused = isinstance(error, RefusedError)
                 limit = min(patience, REFUSED_SECONDS) if refused else patience

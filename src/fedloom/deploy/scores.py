@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fedloom._system import write_atomic
+from fedloom._system import make_private, open_private, write_atomic
 from fedloom.core.client import Client
 from fedloom.core.message import Message
 from fedloom.core.method import Method
@@ -119,11 +119,11 @@ class OwnHistory:
         earlier = [old for old in self.rows[:kept] if old["round"] < row["round"]]
         self.rows = [*earlier, *self.rows[kept:], row]
         self._added += 1
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(self.path.parent)
         if len(earlier) < kept:
             self._write()
         else:
-            with open(self.path, "a", encoding="utf-8") as file:
+            with open(self.path, "a", encoding="utf-8", opener=open_private) as file:
                 file.write(json.dumps(row) + "\n")
 
     def _write(self) -> None:

@@ -22,6 +22,7 @@ from fedloom.deploy.encode import FILE as ENCODING_FILE
 from fedloom.deploy.encode import PROGRAM as FIT_PROGRAM
 from fedloom.deploy.encode import fit
 from fedloom.deploy.engine import RemoteEngine
+from fedloom.deploy.key_lock import locked_key
 from fedloom.deploy.keys import read_party_key, require_private
 from fedloom.deploy.party import Log
 from fedloom.deploy.scores import gain
@@ -78,7 +79,9 @@ def serve(
     }
     lineage, faults = config["deployment"]["lineage"], agreement.run.faults
     started = 0
-    with locked(folder, "run"):
+    identity = locked_key(keys / "coordinator.key", agreement, "the coordinator")
+    with locked(folder, "run"), identity:
+        run_folder(out, resume)  # again, now that no other process writes to it
         while True:
             transport: Transport
             if open_transport is None:
@@ -91,6 +94,7 @@ def serve(
             log(f"listening on {agreement.federation.listen or agreement.federation.address}")
             try:
                 coordinator = Coordinator(agreement, transport, key, lineage, faults)
+                coordinator.log = log
                 return _run_session(
                     agreement, coordinator, folder, config, wait, resume, log, callbacks
                 )

@@ -57,13 +57,13 @@ def run_and_compare(
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, "comparison"):
         state = executor.execute(cells, executor.EXECUTORS[on](jobs), watch)
-    failed = {end.cell.name for end in state.failed}
-    runs, left_out = gather(cell.folder for cell in cells if cell.name not in failed)
-    left_out += [
-        LeftOut(str(end.cell.folder), f"{end.status}: {end.cause}") for end in state.failed
-    ]
-    compared = comparison.compare(runs, left_out, metric)
-    return compared, state.failed, comparison.write_tables(compared, folder)
+        failed = {end.cell.name for end in state.failed}
+        runs, left_out = gather(cell.folder for cell in cells if cell.name not in failed)
+        left_out += [
+            LeftOut(str(end.cell.folder), f"{end.status}: {end.cause}") for end in state.failed
+        ]
+        compared = comparison.compare(runs, left_out, metric)
+        return compared, state.failed, comparison.write_tables(compared, folder)
 
 
 def log_progress(state: executor.State, event: executor.Step | executor.End | None) -> None:

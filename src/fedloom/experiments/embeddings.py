@@ -26,7 +26,12 @@ WIDTH = 50  # number of principal components that t-SNE starts from
 
 
 def embed(
-    folder: str | Path, clients: Sequence[str] | None = None, most: int = 2000, how: str = "tsne"
+    folder: str | Path,
+    clients: Sequence[str] | None = None,
+    most: int = 2000,
+    how: str = "tsne",
+    *,
+    trust: bool = False,
 ) -> Figure:
     """Returns the figure of a completed run's embeddings, coloured by class and by client.
 
@@ -39,13 +44,14 @@ def embed(
         clients: The clients whose items are shown. The default is all.
         most: The largest number of items. More are sampled at random.
         how: "pca", or "tsne" of the principal components.
+        trust: Execute the Python files that the folder names as method or model.
     """
     if how not in WAYS:
         raise unknown("way to two dimensions: how", how, WAYS)
     if most < 3:
         raise ConfigError(f"most is {most}, must be at least 3")
     folder = Path(folder)
-    run = load_run(folder)
+    run = load_run(folder, trust=trust)
     if run.summary["status"] != "completed":
         raise DataError(
             f"run: {str(folder)!r} is {run.summary['status']}, embeddings are of completed runs"

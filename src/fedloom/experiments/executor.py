@@ -25,7 +25,15 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from threadpoolctl import threadpool_limits
 
-from fedloom._system import cores, forking, graceful_signals, share_cores, write_atomic
+from fedloom._system import (
+    cores,
+    forking,
+    graceful_signals,
+    make_private,
+    plain_text,
+    share_cores,
+    write_atomic,
+)
 from fedloom.errors import FedloomError
 from fedloom.experiments.callbacks import Callback
 from fedloom.experiments.grid import Cell, is_done, run_cell
@@ -293,7 +301,7 @@ def _work(cell: Cell, pipe: Connection) -> None:
 
 def in_words(error: BaseException) -> str:
     """Returns an error as one line, without its type if it is a FedloomError."""
-    text = " ".join(str(error).split())
+    text = plain_text(error, 2000)
     return text if isinstance(error, FedloomError) else f"{type(error).__name__}: {text}"
 
 
@@ -374,7 +382,7 @@ def _unpack(files: dict[str, bytes], folder: Path) -> None:
     for place in (fresh, folder):
         shutil.rmtree(place, ignore_errors=True)
     for name, content in files.items():
-        path = fresh / name
+        path = make_private(fresh) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, content)
     if files:

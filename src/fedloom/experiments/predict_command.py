@@ -17,7 +17,12 @@ OF_PARTY = dict(zip(WHICH, ("model.safetensors", "final-model.safetensors"), str
 
 
 def predict(
-    source: Path, data: str | None, out: Path | None, client: str | None, which: str
+    source: Path,
+    data: str | None,
+    out: Path | None,
+    client: str | None,
+    which: str,
+    trust: bool = False,
 ) -> None:
     """Writes predictions as a table.
 
@@ -28,15 +33,16 @@ def predict(
         client: The client whose model predicts. None: the server's, or every client's for its own
             data.
         which: "best" or "final".
+        trust: Execute the Python files that the source names as method or model.
     """
     if which not in WHICH:
         raise ConfigError(f"model: {which!r} is not valid; valid: {', '.join(WHICH)}")
     if out is not None and out.suffix not in ENDINGS:
         raise ConfigError(f"out: {str(out)!r} has no known ending; valid: {', '.join(ENDINGS)}")
     if is_run(source):
-        found, by = _of_run(load_run(source), data, client, which)
+        found, by = _of_run(load_run(source, trust=trust), data, client, which)
     else:
-        found, by = _of_file(load_model(_file(source, which)), data, client)
+        found, by = _of_file(load_model(_file(source, which), trust=trust), data, client)
     if out is None:
         sys.stdout.writelines(found.csv_lines())
     else:

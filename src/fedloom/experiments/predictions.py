@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.errors import ConfigError
+from fedloom.experiments.escaping import csv_text
 
 ENDINGS = (".csv", ".parquet")
 
@@ -77,13 +77,10 @@ class Predictions:
 
     def csv_lines(self) -> list[str]:
         """Returns the lines of the CSV table, with their ends."""
-        lines: list[str] = []
         table = self.columns()
-        writer = csv.writer(_Lines(lines), lineterminator="\n")
-        writer.writerow(table)
         texts = [_texts(column) for column in table.values()]
-        writer.writerows(zip(*texts, strict=True))
-        return lines
+        rows = [list(table), *zip(*texts, strict=True)]
+        return csv_text(rows, "\n").splitlines(keepends=True)
 
     def to_parquet(self, path: str | Path) -> Path:
         """Writes the table as Parquet. Returns the path. It needs the extra `tables`."""
@@ -108,16 +105,6 @@ class Predictions:
         except ImportError as error:
             raise ConfigError("pandas is missing: pip install 'fedloom[tables]'") from error
         return pd.DataFrame(self.columns())
-
-
-class _Lines:
-    """A file that appends what is written to a list."""
-
-    def __init__(self, lines: list[str]):
-        self.lines = lines
-
-    def write(self, line: str) -> None:
-        self.lines.append(line)
 
 
 def _texts(column: NDArray[Any]) -> Sequence[str]:

@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from fedloom._system import make_private
 from fedloom.core.method import Method
 from fedloom.core.registry import name_of
 from fedloom.core.settings import default_of
@@ -40,6 +41,7 @@ from fedloom.experiments.result import Result, load_run
 from fedloom.experiments.run import run
 from fedloom.experiments.run_folder import is_completed, read_config, read_partition
 from fedloom.experiments.trackers import Track, tracked
+from fedloom.experiments.trust import require_trust
 from fedloom.experiments.tune import Trial, Tuned
 from fedloom.experiments.tune import tune as search
 from fedloom.nn.build import parse_spec, split_specs
@@ -65,6 +67,7 @@ def compare(
     jobs: int = 0,
     on: str = "processes",
     tables: Tables = "",
+    trust: bool = False,
     **options: Any,
 ) -> Comparison:
     """Compares methods over data, partitions, numbers of clients, models and seeds.
@@ -91,6 +94,7 @@ def compare(
         on: Where runs execute: "processes" (of this machine) or "ray".
         tables: Other settings, as a grid file has them: {"partition": {"delta": 10}}, or the path
             of a grid file.
+        trust: Execute the Python files that a grid file names as methods or models.
         options: Run settings (`engine="stacked"`), and settings of all methods that have them
             (`rounds`, `epochs`, `batch_size`, `weight_decay`, `lr`, `optimizer`).
 
@@ -99,7 +103,7 @@ def compare(
     """
     require_valid(metric, jobs, on)
     folder = Path(out)
-    base = _read(tables)
+    base = _read(tables, trust)
     datasets, federations = _datasets(data, folder)
     axes = {
         "datasets": datasets,
@@ -192,7 +196,7 @@ def _dataset(data: Any, folder: Path) -> str:
     graph = as_graph(data).check()
     path = folder / "data" / f"{Path(graph.name).name}-{graph.digest()}.safetensors"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         to_file(graph, path)
     return str(path)
 
@@ -204,9 +208,11 @@ def _not_data(data: object) -> ConfigError:
     )
 
 
-def _read(tables: Tables) -> dict[str, Any]:
+def _read(tables: Tables, trust: bool) -> dict[str, Any]:
     if isinstance(tables, (str, Path)):
-        return dict(read_tables(Path(tables))) if str(tables) else {}
+        content = dict(read_tables(Path(tables))) if str(tables) else {}
+        require_trust(content, f"recipe {str(tables)!r}", trust)
+        return content
     if not isinstance(tables, Mapping):
         raise ConfigError(f"tables is {shown(tables)}, must be a dict of tables or a file's path")
     return {name: dict(t) if isinstance(t, Mapping) else t for name, t in tables.items()}
@@ -240,6 +246,7 @@ def tune(
     partition: str | None = None,
     split: str | None = None,
     tables: Tables = "",
+    trust: bool = False,
     **options: Any,
 ) -> Tuned:
     """Finds a method's best settings by validation score, and writes them as a recipe.
@@ -264,6 +271,7 @@ def tune(
         split: The split; see `fedloom.divide`.
         tables: Other settings, as a recipe has them: {"model": {"dropout": 0.3}}, or the path of a
             recipe.
+        trust: Execute the Python files that a recipe names as method or model.
         options: The method's settings and run settings that are not tuned, as in `fedloom.run`.
 
     Returns:
@@ -271,7 +279,7 @@ def tune(
         `pandas()`), and the path of the recipe (`recipe`).
     """
     name, settings = _named(method)
-    base = _read(tables)
+    base = _read(tables, trust)
     of_run = {key: value for key, value in options.items() if key in RUN_SETTINGS}
     of_method = {key: value for key, value in options.items() if key not in RUN_SETTINGS}
     base["method"] = {**base.get("method", {}), "name": name, **settings, **of_method}
@@ -343,6 +351,7 @@ def report(
     *,
     metric: str = "accuracy",
     embeddings: bool = False,
+    trust: bool = False,
 ) -> Path:
     """Writes runs as one HTML page that needs no network. Returns its path.
 
@@ -352,12 +361,13 @@ def report(
         out: The page.
         metric: The score to compare.
         embeddings: Whether to compute embeddings of each method's first seed.
+        trust: Execute the Python files that the folders name, which embeddings may need.
     """
     several = [runs] if isinstance(runs, (str, Path, Result, Comparison)) else runs
     if not isinstance(several, Collection) or not several:
         raise ConfigError(f"runs is {shown(runs)}, must be run folders or results")
     folders = [folder for each in several for folder in _folders(each)]
-    compared = make_report(folders, Path(out), metric, embeddings)
+    compared = make_report(folders, Path(out), metric, embeddings, trust=trust)
     for each in compared.left_out:
         warnings.warn(f"left out: {each.folder}: {each.reason}", stacklevel=2)
     return Path(out)
@@ -382,6 +392,7 @@ def resume(
     *,
     callbacks: Given = None,
     track: Track = (),
+    trust: bool = False,
 ) -> Result:
     """Continues a run from its checkpoint, or from the beginning if it has none.
 
@@ -393,11 +404,12 @@ def resume(
             command line starts it, loads its data itself.
         callbacks: As in `fedloom.run`.
         track: The trackers from now on. Empty: the same as before.
+        trust: Execute the Python files that the folder names as method or model.
     """
     folder = Path(folder)
     config = read_config(folder)
     if is_completed(folder):
-        return load_run(folder)
+        return load_run(folder, trust=trust)
     if "deployment" in config:
         raise ConfigError(
             f"{str(folder)!r} is the run of a deployment: `fedloom resume {folder}` continues it"
@@ -413,6 +425,7 @@ def resume(
             f"{str(folder)!r} was started from Python with a federation of its own: "
             "fedloom.resume(folder, federation) continues it"
         )
+    require_trust(config, f"run {str(folder)!r}", trust)
     _require_known_models(config, folder)
     recipe = make_recipe(config, federation)
     if federation is None:

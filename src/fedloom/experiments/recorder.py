@@ -22,7 +22,9 @@ from fedloom._system import (
     crash_point,
     deferred_signals,
     installed_version,
+    make_private,
     peak_memory,
+    plain_text,
     write_atomic,
 )
 from fedloom.core.class_weight import weigh_classes
@@ -37,14 +39,21 @@ from fedloom.data.encoding import Encoding
 from fedloom.data.federation import Roster
 from fedloom.engines import AUTO
 from fedloom.engines.base import Engine
-from fedloom.errors import ConfigError, DataError
+from fedloom.errors import ConfigError, DataError, SecondWriterError
 from fedloom.experiments import checkpoint
 from fedloom.experiments.callbacks import Callbacks, Given
 from fedloom.experiments.checkpoint import Checkpoint
 from fedloom.experiments.findings import findings
 from fedloom.experiments.history import History, Matrix
 from fedloom.experiments.result import MODELS, Models, Result, Stored, load_run
-from fedloom.experiments.run_folder import FORMAT, PARTITION, entries, is_completed, read_config
+from fedloom.experiments.run_folder import (
+    CAUSE_LENGTH,
+    FORMAT,
+    PARTITION,
+    entries,
+    is_completed,
+    read_config,
+)
 from fedloom.experiments.settings import RunSettings, chosen_evaluation
 from fedloom.experiments.trackers import Begun, Tracking
 from fedloom.experiments.trained import WHICH, ModelCard, model_bytes
@@ -382,7 +391,9 @@ class Recorder:
         self.seconds["total"] = now - self._began + self.seconds["load"]
         models = Models({}, {})
         try:
-            if self._pending is None:
+            if isinstance(failure, SecondWriterError):
+                pass  # the folder belongs to the other process
+            elif self._pending is None:
                 models = self._models(server)
                 self._write_models(server, models)
                 if self.folder and failure is None:
@@ -392,7 +403,7 @@ class Recorder:
         except Exception as error:  # noqa: BLE001  (raised after the summary is written)
             failure = _first_of(failure, error)
         summary = self._summary(server, failure, evaluation)
-        if self.folder:
+        if self.folder and not isinstance(failure, SecondWriterError):
             try:
                 _write_json(self.folder / "summary.json", summary)
                 if failure is None:
@@ -436,7 +447,7 @@ class Recorder:
         if not self.folder:
             return
         server.ledger.write(self.folder)
-        (self.folder / MODELS).mkdir(exist_ok=True)
+        make_private(self.folder / MODELS)
         for which, stored in zip(WHICH, models, strict=True):
             files = {owner: model_bytes(*model) for owner, model in stored.items()}
             _write_files(self.folder / MODELS / which, files, MODELS)
@@ -613,7 +624,7 @@ def _write_files(place: Path, files: Mapping[str, bytes], kind: str) -> None:
         files: {owner: content}.
         kind: Their name in crash points.
     """
-    place.mkdir(exist_ok=True)
+    make_private(place)
 
     def write(owner: str) -> None:
         write_atomic(place / f"{owner}.safetensors", files[owner], kind)
@@ -634,7 +645,8 @@ def _ending(failure: BaseException | None) -> dict[str, str]:
         return {"status": "stopped", "cause": "interrupted"}
     if isinstance(failure, SystemExit):
         return {"status": "stopped", "cause": "terminated"}
-    return {"status": "failed", "cause": f"{type(failure).__name__}: {failure}"}
+    cause = plain_text(f"{type(failure).__name__}: {failure}", CAUSE_LENGTH)
+    return {"status": "failed", "cause": cause}
 
 
 def _first_of(earlier: BaseException | None, error: Exception) -> BaseException:

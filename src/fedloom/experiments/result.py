@@ -20,7 +20,15 @@ from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiments.display import data_frame, history_records, result_html, result_text
 from fedloom.experiments.predictions import Predictions, joined
 from fedloom.experiments.run_folder import read_config, read_history, read_summary
-from fedloom.experiments.trained import WHICH, ModelCard, TrainedModel, read_data, read_model
+from fedloom.experiments.trained import (
+    WHICH,
+    ModelCard,
+    TrainedModel,
+    read_data,
+    read_model,
+    require_trusted,
+)
+from fedloom.experiments.trust import require_trust
 from fedloom.nn.own_model import OwnSpec
 
 MODELS = "models"  # the folder of the models in a run folder
@@ -55,6 +63,7 @@ class Result:
         final: The models of the last round, by owner.
         older: The tensors in the folder of an older version, which kept the last round's models.
         federation: The parties' graphs, if the run was started with a federation in memory.
+        trust: Whether the Python files that the folder names may be executed.
     """
 
     summary: dict[str, Any]
@@ -64,6 +73,7 @@ class Result:
     final: StoredModels = field(default_factory=dict, repr=False)
     older: Mapping[str, Message] = field(default_factory=dict, repr=False)
     federation: Federation | None = field(default=None, repr=False)
+    trust: bool = field(default=True, repr=False)
 
     def __repr__(self) -> str:
         return result_text(self.summary, self.folder)
@@ -143,6 +153,7 @@ class Result:
                 f"model: {card.model!r} is your own module; give its class: "
                 f"fedloom.load_model({path!r}, model={card.model})"
             )
+        require_trusted(card, f"run {str(self.folder)!r}", self.trust)
         try:
             return TrainedModel(card, tensors)
         except DataError as error:
@@ -241,8 +252,10 @@ class Result:
     def _federation_of_folder(self) -> Federation:
         from fedloom.experiments.own_data import federation_of
 
+        config = self.summary["config"]
+        require_trust(config, f"run {str(self.folder)!r}", self.trust)
         try:
-            return federation_of(self.summary["config"])
+            return federation_of(config)
         except DataError as error:
             raise DataError(f"data: {error}; give the data") from error
 
@@ -255,10 +268,15 @@ def _weights(stored: StoredModels) -> dict[str, Message]:
     }
 
 
-def load_run(folder: str | Path) -> Result:
+def load_run(folder: str | Path, *, trust: bool = False) -> Result:
     """Reads a run folder, also one of a run that was stopped or killed.
 
     Raises a DataError if it is not a run folder or is damaged.
+
+    Args:
+        folder: The run folder.
+        trust: Let the result execute the Python files that the folder names as method or model,
+            when it makes a model or loads the data again. Reading the folder executes nothing.
     """
     folder = Path(folder)
     summary = read_summary(folder)
@@ -278,7 +296,7 @@ def load_run(folder: str | Path) -> Result:
             "config": config,
             "rounds": history[-1]["round"] if history else 0,
         }
-    return Result(summary, best, folder, final=final, older=older)
+    return Result(summary, best, folder, final=final, older=older, trust=trust)
 
 
 def _read_models(folder: Path, which: str) -> dict[str, Stored]:

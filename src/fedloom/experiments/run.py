@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fedloom._system import LOCK, locked, retained_memory
+from fedloom._system import LOCK, locked, make_private, retained_memory
 from fedloom.core.class_weight import explicit_weights
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts
@@ -38,6 +38,7 @@ from fedloom.experiments.result import Result
 from fedloom.experiments.run_folder import read_config
 from fedloom.experiments.settings import RunSettings
 from fedloom.experiments.trackers import Track, Tracking
+from fedloom.experiments.trust import code_in
 from fedloom.nn.build import architectures, split_specs
 from fedloom.nn.metric_names import FROM_CONFUSION, METRICS, TWO_CLASSES
 from fedloom.nn.own_model import OwnModel, OwnSpec, Source, is_own, own_spec
@@ -133,6 +134,7 @@ def _saying_what_is_kept(recorder: Recorder) -> Iterator[None]:
     except KeyboardInterrupt as stopped:
         if recorder.folder:
             more = "" if "partition" in recorder.config else ", federation"
+            more += ", trust=True" if code_in(recorder.config) else ""
             call = f"fedloom.resume({str(recorder.folder)!r}{more})"
             stopped.add_note(f"the run is kept: {call} continues it")
         raise
@@ -321,7 +323,7 @@ def _require_cross_edges(name: str, roster: Roster) -> None:
 
 
 def run_folder(out: str | Path | None, resume: bool) -> Path | None:
-    """Returns the folder of a run, made if needed.
+    """Returns the folder of a run, made if needed. Only its owner can open a new one.
 
     Raises a ConfigError if it cannot be written to or holds another run, and a DataError if
     `resume` is set and it holds no run.
@@ -334,7 +336,7 @@ def run_folder(out: str | Path | None, resume: bool) -> Path | None:
     if resume:
         read_config(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         if not resume and any(path.name != LOCK for path in folder.iterdir()):
             with locked(folder, "run"):  # raises if the run in it is under way
                 pass

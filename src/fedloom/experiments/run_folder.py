@@ -18,6 +18,7 @@ FORMAT = "fedloom-run/2"  # of the files in a run folder
 CONFIG, SUMMARY = "config.json", "summary.json"
 HISTORY, PARTITION = "history.jsonl", "partition.json"
 BASELINES = "baselines"  # the folder, in a run folder, of the run folders of its baselines
+CAUSE_LENGTH = 2000  # characters of the error that ended a run
 _REQUIRED = {
     "method",
     "dataset",

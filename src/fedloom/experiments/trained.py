@@ -28,6 +28,7 @@ from fedloom.data.files import as_graph, from_folder, from_pyg, is_folder_of_tab
 from fedloom.data.graph import Graph, Task
 from fedloom.errors import ConfigError, DataError, FedloomError
 from fedloom.experiments.predictions import Predictions, predictions_of
+from fedloom.experiments.trust import require_trust
 from fedloom.nn.model import Model
 from fedloom.nn.own_model import OwnSpec, Source, own_spec
 
@@ -198,7 +199,9 @@ def read_model(path: str | Path) -> tuple[ModelCard, Message]:
         raise DataError(f"model: {str(path)!r} is damaged ({error})") from error
 
 
-def load_model(path: str | Path, model: str | Source | None = None) -> TrainedModel:
+def load_model(
+    path: str | Path, model: str | Source | None = None, *, trust: bool = False
+) -> TrainedModel:
     """Returns the model of a file: of `TrainedModel.save`, of a run's folder, or of a party.
 
     Args:
@@ -206,6 +209,7 @@ def load_model(path: str | Path, model: str | Source | None = None) -> TrainedMo
         model: The user's own module that was trained, as in `fedloom.run`. The file holds its
             parameters, not its code. It is needed if the module is not in a file, or if the file
             has moved.
+        trust: Execute the Python files that the model's file names as method or model.
     """
     card, tensors = read_model(path)
     if model is not None:
@@ -215,7 +219,18 @@ def load_model(path: str | Path, model: str | Source | None = None) -> TrainedMo
             f"model: {str(path)!r} holds the parameters of your own module {card.model!r}; give "
             f"its class: fedloom.load_model(path, model={card.model})"
         )
+    require_trusted(card, f"model {str(path)!r}", trust)
     return TrainedModel(card, tensors)
+
+
+def require_trusted(card: ModelCard, where: str, trust: bool) -> None:
+    """Raises a ConfigError if a model's card names Python code that the user does not trust.
+
+    A model that the user has given is no text of the card.
+    """
+    model = None if isinstance(card.model, OwnSpec) else card.model
+    tables = {"method": {"name": card.method, **card.settings}, "model": model}
+    require_trust(tables, where, trust)
 
 
 def read_data(data: Any, card: ModelCard) -> Any:
@@ -469,7 +484,7 @@ class TrainedModel(nn.Module):
         """
         path = Path(path)
         try:
-            write_atomic(path, model_bytes(self.card, self.tensors))
+            write_atomic(path, model_bytes(self.card, self.tensors), shared=True)
         except OSError as error:
             raise ConfigError(f"save: cannot write {str(path)!r} ({error.strerror})") from error
         return path

@@ -665,7 +665,8 @@ class _Study:
         complete = _complete(make_recipe(_with(self.tables, best.settings), self.recipe.given))
         if self.recipe.given is not None:  # a recipe cannot describe data that are in memory
             del complete["data"]
-        write_atomic(tuned.recipe, (comment + "\n" + to_toml(complete)).encode())
+        content = (comment + "\n" + to_toml(complete)).encode()
+        write_atomic(tuned.recipe, content, shared=True)
         return tuned
 
     def _importance(self, succeeded: int) -> dict[str, float]:

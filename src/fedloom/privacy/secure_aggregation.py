@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom._system import open_private
 from fedloom.core.absence import SILENT, too_few
 from fedloom.core.aggregation import (
     Refuse,
@@ -546,7 +547,7 @@ class CohortLog:
         """
         if self._path is not None:
             row = {"round": round, "phase": phase, "clients": list(clients)}
-            with open(self._path, "a", encoding="utf-8") as file:
+            with open(self._path, "a", encoding="utf-8", opener=open_private) as file:
                 file.write(json.dumps(row) + "\n")
         self._take(phase, clients)
 

@@ -23,10 +23,10 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedloom._system import make_private, open_private
 from fedloom.errors import DataError, Refusal
 
 MOST_DRAWS = 32  # of the graph for one sum: a server that lets sums fail can choose among so many
@@ -178,8 +178,8 @@ def _row(about: SumId) -> dict[str, Any]:
 def _append(path: Path, row: dict[str, Any]) -> None:
     """Appends a row and waits until it is on the disk."""
     new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with open(path, "a", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
+    make_private(path.parent)
+    with open(path, "a", encoding="utf-8", opener=open_private) as file:
         file.write(json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())

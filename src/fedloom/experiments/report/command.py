@@ -8,13 +8,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from fedloom._system import plain_text
 from fedloom.errors import FedloomError
 from fedloom.experiments.embedding_time import estimated_seconds
 from fedloom.experiments.report.artifacts import EMBEDDINGS
 from fedloom.experiments.report.comparison import Comparison, compare
 from fedloom.experiments.report.console import err
 from fedloom.experiments.report.write import write_figures, write_report
-from fedloom.experiments.run_folder import gather
+from fedloom.experiments.run_folder import CAUSE_LENGTH, gather
 
 
 def report(
@@ -24,6 +25,7 @@ def report(
     figures: Path | None,
     formats: str,
     embeddings: bool,
+    trust: bool = False,
 ) -> None:
     """Writes the report of all runs in or below the folders.
 
@@ -36,11 +38,13 @@ def report(
         formats: The formats of these files, separated by commas: png, svg, pdf.
         embeddings: Whether to compute embeddings of each method's first seed. Folders that already
             have embeddings keep theirs. The expected time is printed first.
+        trust: Execute the Python files that the folders name, which embeddings may need.
     """
     command = shlex.join(["fedloom", *sys.argv[1:]])
-    found = make_report(folders, page, metric, embeddings, command)
+    found = make_report(folders, page, metric, embeddings, command, trust)
     for each in found.left_out:
-        err.print(f"left out: {each.folder}: {each.reason}", style="yellow", highlight=False)
+        line = plain_text(f"left out: {each.folder}: {each.reason}", CAUSE_LENGTH)
+        err.print(line, style="yellow", highlight=False)
     err.print(f"wrote {page}", style="dim", highlight=False)
     if figures:
         drawn = write_figures(found, figures, formats.replace(" ", "").split(","))
@@ -53,22 +57,23 @@ def make_report(
     metric: str = "accuracy",
     embeddings: bool = False,
     command: str = "",
+    trust: bool = False,
 ) -> Comparison:
     """Writes the page of all runs in or below folders. Returns what it compares.
 
     Args:
-        folders, page, metric, embeddings: As in `report`.
+        folders, page, metric, embeddings, trust: As in `report`.
         command: The command that makes the page. The page prints it.
     """
     runs, left_out = gather(folders)
     found = compare(runs, left_out, metric)
     if embeddings:
-        _embed(found)
+        _embed(found, trust)
     write_report(found, page, command)
     return found
 
 
-def _embed(found: Comparison) -> None:
+def _embed(found: Comparison, trust: bool) -> None:
     """Writes embeddings to the folder of each row's first run. Prints why a run has none.
 
     It prints an estimate of the time first, and after each run what is left of it.
@@ -85,7 +90,7 @@ def _embed(found: Comparison) -> None:
     begin = time.monotonic()
     for done, run in enumerate(runs, start=1):
         try:
-            embed(run.folder)
+            embed(run.folder, trust=trust)
         except FedloomError as error:
             err.print(f"no embeddings: {error}", style="yellow", highlight=False)
         passed = time.monotonic() - begin

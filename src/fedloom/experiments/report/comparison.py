@@ -6,8 +6,6 @@ with its settings and its model. All rows of a task are compared over the same s
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +13,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from fedloom._system import plain_text
 from fedloom.errors import DataError, unknown
 from fedloom.experiments.display import comparison_html, comparison_text, data_frame
+from fedloom.experiments.escaping import csv_text, latex_text, markdown_text
 from fedloom.experiments.report.labels import label
 from fedloom.experiments.report.significance import Spread, Verdict, holm, paired, spread, verdict
 from fedloom.experiments.run_folder import LeftOut, Run
@@ -385,9 +385,7 @@ def to_csv(c: Comparison) -> str:
 
     Numbers are not rounded. Scores are from 0 to 1, differences are in points.
     """
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
-    writer.writerow(HEADINGS)
+    lines: list[Sequence[Any]] = [HEADINGS]
     for task in c.tasks:
         for row, e in c.on(task).items():
             score = (e.score.mean, e.score.deviation) if e.score else (None, None)
@@ -398,8 +396,8 @@ def to_csv(c: Comparison) -> str:
                 e.mean(lambda s: s["traffic"]["bytes_down"]),
             )
             numbers = [len(e.runs), *score, gain, *tested, e.p, e.mark, *sent, e.seconds]
-            writer.writerow([task, row, *numbers, e.mean(lambda s: s["rounds"])])
-    return text.getvalue()
+            lines.append([task, row, *numbers, e.mean(lambda s: s["rounds"])])
+    return csv_text(lines)
 
 
 def to_markdown(c: Comparison) -> str:
@@ -415,10 +413,13 @@ def to_markdown(c: Comparison) -> str:
             return "-"
         return marked[e.mark].format(e.score) + (" ≈" if e.like_best else "")
 
-    lines = [["method", *c.tasks], ["---"] * (len(c.tasks) + 1)]
-    lines += [[row, *(text(c.entries.get((task, row))) for task in c.tasks)] for row in c.rows]
+    lines = [["method", *map(markdown_text, c.tasks)], ["---"] * (len(c.tasks) + 1)]
+    lines += [
+        [markdown_text(row), *(text(c.entries.get((task, row))) for task in c.tasks)]
+        for row in c.rows
+    ]
     table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-    return f"{table}\n\n{footnote(c)}\n"
+    return f"{table}\n\n{markdown_text(footnote(c))}\n"
 
 
 def to_latex(c: Comparison) -> str:
@@ -431,19 +432,15 @@ def to_latex(c: Comparison) -> str:
         value = str(e.score).replace(" ± ", r" $\pm$ ")
         return marked[e.mark].format(value) + (r"$^{\approx}$" if e.like_best else "")
 
-    lines = [" & ".join(["method", *map(_escaped, c.tasks)]) + r" \\", r"\midrule"]
+    lines = [" & ".join(["method", *map(latex_text, c.tasks)]) + r" \\", r"\midrule"]
     lines += [
-        " & ".join([_escaped(row), *(text(c.entries.get((task, row))) for task in c.tasks)])
+        " & ".join([latex_text(row), *(text(c.entries.get((task, row))) for task in c.tasks)])
         + r" \\"
         for row in c.rows
     ]
     body = "\n".join(lines)
     head = f"\\begin{{tabular}}{{l{'c' * len(c.tasks)}}}\n\\toprule\n"
-    return f"% {footnote(c)}\n{head}{body}\n\\bottomrule\n\\end{{tabular}}\n"
-
-
-def _escaped(text: str) -> str:
-    return "".join(f"\\{char}" if char in "&%$#_{}" else char for char in text)
+    return f"% {plain_text(footnote(c), 10_000)}\n{head}{body}\n\\bottomrule\n\\end{{tabular}}\n"
 
 
 def footnote(c: Comparison) -> str:

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from fedloom._system import plain_text
 from fedloom.experiments.report.comparison import MINIMISED
 from fedloom.experiments.report.labels import label
+from fedloom.experiments.run_folder import CAUSE_LENGTH
 
 PIECE = 1 << 20  # bytes per read
 TAIL = 4096  # last bytes read; if they changed (times differ), the history was cut and continued
@@ -126,7 +128,7 @@ class Follower:
             about = self._client(one["client"])
             about |= {
                 "absences": about["absences"] + 1,
-                "cause": str(one.get("cause", "")),
+                "cause": plain_text(one.get("cause", "")),
                 "last_absent": number,
             }
         self.entries.append(list(values.values()))
@@ -214,7 +216,8 @@ class Follower:
             return "waiting", "the run has not started" if exists else "the folder does not exist"
         if (summary := self._summary.read()) is not None:
             unknown = "" if summary else "summary.json cannot be read"
-            return str(summary.get("status", "damaged")), str(summary.get("cause", unknown))
+            cause = plain_text(summary.get("cause", unknown), CAUSE_LENGTH)
+            return str(summary.get("status", "damaged")), cause
         if since > max(QUIET, 10 * (pace or 0.0)):
             return "silent", "the run computes for long, waits for parties, or was killed"
         return "running", ""

@@ -33,7 +33,7 @@ def write_page(page: dict[str, Any], path: Path) -> None:
     }
     # Names of folders may contain bytes that are not valid text. The page shows them escaped.
     content = fill_template("report.html", parts).encode(errors="backslashreplace")
-    write_atomic(path, content, "page")
+    write_atomic(path, content, "page", shared=True)
 
 
 def read_parts(*names: str) -> str:
