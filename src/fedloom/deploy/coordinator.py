@@ -23,6 +23,7 @@ from fedloom.data.federation import PartySize, Roster
 from fedloom.data.graph import Task
 from fedloom.deploy.agreement import Agreement, differences
 from fedloom.deploy.envelope import EnvelopeError, Gate, Header, sign
+from fedloom.deploy.keyring import COORDINATOR
 from fedloom.deploy.keys import PartyKey
 from fedloom.deploy.party import Log, facts_to_json
 from fedloom.deploy.transport import PartyStatus, Transport
@@ -109,6 +110,8 @@ class Coordinator:
         sizes: The sizes of the parties that have said hello.
         ready: The parties that have begun the run.
         on_join: Called with the size of a party when it says hello.
+        keyring: The parties' keys. It changes when their files in the agreement's folder do.
+        on_keys: Called with a line about each change of the keys during the run.
 
     Args:
         agreement: The coordinator's copy of the agreement.
@@ -126,12 +129,14 @@ class Coordinator:
         lineage: str,
         policy: FaultPolicy = FaultPolicy(),
     ):
-        if key.public.text() != agreement.coordinator.text():
-            raise ConfigError("key: it does not match federation.coordinator in the agreement")
+        self.keyring = agreement.read_keyring()
+        self.keyring.require_own(COORDINATOR, key.public)
+        self.on_keys: Log = lambda line: None
+        self._key_files = self.keyring.files()
         self.agreement, self.transport, self.key = agreement, transport, key
         self.lineage, self.policy = lineage, policy
         self.run = secrets.token_hex(16)
-        self.gate = Gate(agreement.parties, self.run)
+        self.gate = Gate(self.keyring.current(), self.run)
         self.sizes: dict[str, PartySize] = {}
         self.knows_cross_edges = False
         self.facts: Facts | None = None
@@ -161,9 +166,12 @@ class Coordinator:
             watch: Called repeatedly meanwhile.
         """
         until, logged = time.monotonic() + seconds, set[str]()
-        expected = len(self.agreement.parties)
-        while len(self.sizes) < expected:
+        expected = len(self.keyring.current())
+        if expected < needed:
+            raise ConfigError("; ".join(self.keyring.refused().values()))
+        while self.keyring.current().keys() - self.sizes.keys():
             watch()
+            self._renew_keys()
             _, absent = self._hello(sorted(self._alive() - self.sizes.keys()))
             for name, why in absent.items():
                 if why.error is not None:
@@ -261,7 +269,8 @@ class Coordinator:
 
         Without facts it is the fit of the encoding that begins.
         """
-        phase, order = "fedloom_fit", dict[str, Any](agreed=self.agreement.agreed())
+        phase = "fedloom_fit"
+        order: dict[str, Any] = {"agreed": self.agreement.agreed(), "keys": self.keyring.to_json()}
         if self.facts is not None:
             phase = "fedloom_begin"
             order |= {
@@ -301,6 +310,7 @@ class Coordinator:
         A party that was restarted, or that joins late, is first asked to begin the run. It is
         absent from this exchange and has lost its state.
         """
+        self._renew_keys()
         alive = self._alive()
         new = {name for name in bodies if name in alive and name not in self.ready}
         answers: dict[str, bytes | Absent] = {name: self._readmit(name) for name in sorted(new)}
@@ -311,6 +321,23 @@ class Coordinator:
                 answer = self._readmit(name)
             answers[name] = answer
         return {name: answers[name] for name in bodies}
+
+    def _renew_keys(self) -> None:
+        """Reads the files of rotations and of revoked keys again, if they have changed."""
+        if (files := self.keyring.files()) == self._key_files:
+            return
+        self._key_files = files
+        try:
+            self.keyring = self.agreement.read_keyring()
+        except ConfigError as error:
+            self.on_keys(f"the keys stay as they were: {error}")
+            return
+        self.on_keys(f"the keys have changed: {', '.join(files)}")
+        self.gate.admit(self.keyring.current())
+        self.transport.admit(self.keyring.current())
+        order = {"keys": self.keyring.to_json()}
+        ready = sorted(self.ready & self._alive())
+        self.control("fedloom_keys", dict.fromkeys(ready, order))
 
     def _readmit(self, name: str) -> Absent:
         """Begins the run at a party that was restarted or joins late. Returns its absence."""
@@ -349,8 +376,11 @@ class Coordinator:
         """Sends the orders to the parties that are alive and not busy."""
         phase, round, answers = exchange.phase, exchange.round, exchange.answers
         # A dead party gets no order: it would find the order later, when it is outdated.
+        refused = self.keyring.refused()
         for name in bodies:
-            if _is_dead(status := exchange.status.get(name)):
+            if name in refused:
+                answers[name] = Absent(refused[name])
+            elif _is_dead(status := exchange.status.get(name)):
                 answers[name] = _dead(status)
         busy = self._busy(phase, round).keys() & bodies.keys() - answers.keys()
         if len(bodies) - len(answers) - len(busy) >= exchange.quorum:
@@ -438,7 +468,8 @@ class Coordinator:
         return Absent(str(failure.get("cause", "")), lost_state=lost_state)
 
     def _alive(self) -> set[str]:
-        return {name for name, status in self.transport.status().items() if not _is_dead(status)}
+        status, admitted = self.transport.status(), self.keyring.current()
+        return {name for name in admitted if not _is_dead(status.get(name))}
 
     @property
     def refused(self) -> Counter[str]:

@@ -7,10 +7,12 @@ the method or one of these control orders:
     fedloom_hello     none                        what the party has agreed to, the size of its
                                                   graph, and a fresh nonce
     fedloom_refuse    cause                       none; the party ends, unless a run is under way
-    fedloom_fit       agreement, nonce            none; the fit of the encoding begins, if raw
+    fedloom_fit       agreement, keys, nonce      none; the fit of the encoding begins, if raw
                                                   columns are agreed (`fedloom.deploy.encode`)
-    fedloom_begin     facts, agreement, nonce,    none; an error if the party refuses the run
-                      encoding
+    fedloom_begin     facts, agreement, keys,     none; an error if the party refuses the run
+                      nonce, encoding
+    fedloom_keys      keys                        none; the party takes over keys that were replaced
+                                                  or revoked during the run
     fedloom_keep      mark                        none; the party saves its state in its own folder
     fedloom_restore   mark                        none; the party restores that state
     fedloom_local     seconds                     whether its Local baseline is done or declined;
@@ -61,6 +63,7 @@ from fedloom.deploy.encode import PROGRAM as FIT_PROGRAM
 from fedloom.deploy.encode import encoded, fit_facts, fit_method
 from fedloom.deploy.envelope import EnvelopeError, Header, Kind, open_order, sign
 from fedloom.deploy.framing import receive_frame, send_frame
+from fedloom.deploy.keyring import MEMORY_FILE, KeyMemory
 from fedloom.deploy.keys import PartyKey
 from fedloom.deploy.party_transport import PartyTransport, RefusedError, UnreachableError
 from fedloom.deploy.scores import OwnHistory, gain, observed, scores_of
@@ -110,6 +113,7 @@ class Party:
         status: How the run ended; empty before.
         refusal: Why the coordinator refuses the party; empty if it does not.
         complaints: Why the party did not begin a run, for its user.
+        keyring: The keys of all parties, as far as this party knows them.
 
     Args:
         agreement: The party's own copy of the agreement.
@@ -139,8 +143,10 @@ class Party:
     ):
         if name not in agreement.parties:
             raise unknown("party", name, agreement.parties)
-        if key.public.text() != agreement.parties[name].text():
-            raise ConfigError(f"key: it does not match the key of party {name!r} in the agreement")
+        self._memory = KeyMemory(folder / MEMORY_FILE)
+        known = agreement.read_keyring().with_successors([key.public])
+        self.keyring = self._memory.recall(known)
+        self.keyring.require_own(name, key.public)
         self.agreement, self.name, self.key = agreement, name, key
         self.graph, self.folder, self.tell_errors = graph, folder, tell_errors
         self._raw = graph  # before it is encoded
@@ -181,7 +187,7 @@ class Party:
 
         Raises EnvelopeError unless it is a current order of the coordinator to this party.
         """
-        header, body = open_order(data, self.name, self.agreement.coordinator)
+        header, body = open_order(data, self.name, self.keyring.coordinator)
         known = (self._session.run, self._next.run)
         if header.phase == "fedloom_hello" and header.run not in known:
             self._next = _Session(header.run)
@@ -211,6 +217,7 @@ class Party:
             "fedloom_begin": self._begin,
         }
         during = {
+            "fedloom_keys": self._take_keys,
             "fedloom_keep": self._save_state,
             "fedloom_restore": self._restore,
             "fedloom_local": self._train_alone,
@@ -279,6 +286,13 @@ class Party:
             raise ConfigError(
                 f"party {self.name!r} has agreed to something else: {'; '.join(found)}"
             )
+        self._take_keys(order)
+
+    def _take_keys(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Takes over the coordinator's keys. Raises ConfigError if some do not count."""
+        self.keyring = self.keyring.received(order.get("keys"))
+        self._memory.keep(self.keyring)
+        return {}
 
     def _begin_fit(self, order: dict[str, Any], session: _Session) -> dict[str, Any]:
         self._require_current(order, session)

@@ -22,7 +22,8 @@ from fedloom.deploy.encode import FILE as ENCODING_FILE
 from fedloom.deploy.encode import PROGRAM as FIT_PROGRAM
 from fedloom.deploy.encode import fit
 from fedloom.deploy.engine import RemoteEngine
-from fedloom.deploy.keys import read_party_key, require_private
+from fedloom.deploy.keyring import COORDINATOR, certificate_warnings
+from fedloom.deploy.keys import key_file, read_party_key, require_private
 from fedloom.deploy.party import Log
 from fedloom.deploy.scores import gain
 from fedloom.deploy.transport import Transport
@@ -54,7 +55,8 @@ def serve(
 
     Args:
         agreement: The coordinator's copy of the agreement.
-        keys: The folder with coordinator.key, server.crt and server.key.
+        keys: The folder with coordinator.key, or the key that has replaced it, server.crt and
+            server.key.
         out: The run folder.
         insecure: Allow a deployment without TLS on this machine.
         wait: Seconds that the parties have to join. After that a quorum is enough; the others may
@@ -70,7 +72,11 @@ def serve(
     if open_transport is None:
         require_tls(agreement, insecure)
     resume = resumed is not None
-    key, folder = read_party_key(keys / "coordinator.key"), run_folder(out, resume)
+    keyring = agreement.read_keyring()
+    key = read_party_key(key_file(keys, COORDINATOR, keyring.coordinator.number))
+    for line in [*keyring.warnings(), *certificate_warnings(keys)]:
+        log(f"warning: {line}")
+    folder = run_folder(out, resume)
     assert folder is not None
     config = resumed or {
         **_config(agreement),
@@ -84,13 +90,14 @@ def serve(
             if open_transport is None:
                 address = _address(agreement, keys)
                 transport = CoordinatorTransport(
-                    address, agreement.parties, log=folder / "superlink.log"
+                    address, agreement.read_keyring().current(), log=folder / "superlink.log"
                 )
             else:
                 transport = open_transport()
             log(f"listening on {agreement.federation.listen or agreement.federation.address}")
             try:
                 coordinator = Coordinator(agreement, transport, key, lineage, faults)
+                coordinator.on_keys = log
                 return _run_session(
                     agreement, coordinator, folder, config, wait, resume, log, callbacks
                 )
