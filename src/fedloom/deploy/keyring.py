@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from functools import cached_property
@@ -175,6 +175,79 @@ def _list_file(authority: Path) -> Path:
     return authority.with_suffix(".crl")
 
 
+# ---- what there is to say about a key ----
+@dataclass(frozen=True)
+class KeyRow:
+    """A key as `fedloom keys show` prints it.
+
+    Attributes:
+        name: The party, or the file.
+        key: Its current key.
+        revoked: When and why it, or one that it replaces, was revoked; None if it was not.
+        left: The number of days for which it is still valid.
+    """
+
+    name: str
+    key: PublicKey
+    revoked: Revoked | None
+    left: int
+
+    @property
+    def state(self) -> str:
+        """The state in a few words."""
+        if self.revoked is not None:
+            return f"revoked on {self.revoked.date} ({self.revoked.reason})"
+        if self.key.terms is None:
+            return "valid, no expiry"
+        if self.left < 0:
+            return f"expired on {self.key.expires}"
+        days = f"{self.left} days left" if self.left < WARNING_DAYS else "valid"
+        return f"{days}, expires {self.key.expires}"
+
+    @property
+    def text(self) -> str:
+        """The key in one line."""
+        terms = self.key.terms
+        number = (
+            f"key {self.key.number}" if terms is None else f"key {terms.number} of {terms.made}"
+        )
+        replaced = f", replaces {terms.replaces}" if terms is not None and terms.replaces else ""
+        return f"{self.state}; {number}, fingerprint {self.key.fingerprint}{replaced}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the key as JSON."""
+        terms, revoked = self.key.terms, self.revoked
+        return {
+            "number": self.key.number,
+            "fingerprint": self.key.fingerprint,
+            "made": None if terms is None else str(terms.made),
+            "expires": None if terms is None else str(terms.expires),
+            "replaces": None if terms is None else terms.replaces or None,
+            "revoked": None if revoked is None else str(revoked.date),
+        }
+
+
+def folder_rows(folder: Path, day: date | None = None) -> list[KeyRow]:
+    """Returns what there is to say about each .pub file in a folder.
+
+    Args:
+        folder: The folder. A list of revoked keys counts if ca.crt lies there too.
+        day: The day that counts; None for today.
+    """
+    authority = folder / "ca.crt"
+    revoked = _read_list_beside(authority) if authority.exists() else None
+    files = sorted(folder.glob("*.pub"))
+    return [_row(path.name, (read_public_key(path),), revoked, day) for path in files]
+
+
+def _row(
+    name: str, chain: Sequence[PublicKey], revoked: RevocationList | None, day: date | None
+) -> KeyRow:
+    listed = {} if revoked is None else revoked.keys
+    found = next((listed[key.fingerprint] for key in chain if key.fingerprint in listed), None)
+    return KeyRow(name, chain[-1], found, (chain[-1].expires - (day or today())).days)
+
+
 # ---- the keys of an agreement ----
 @dataclass(frozen=True)
 class Keyring:
@@ -297,6 +370,10 @@ class Keyring:
                 )
         return lines
 
+    def rows(self, day: date | None = None) -> list[KeyRow]:
+        """Returns what there is to say about the current key of each name."""
+        return [_row(name, chain, self.revoked, day) for name, chain in self.chains.items()]
+
     def files(self) -> dict[str, int]:
         """Returns when the files of rotations and of the list were last changed, by name."""
         lists = [] if self.authority is None else [_list_file(self.authority)]
@@ -395,9 +472,7 @@ def read_keyring(
     """
     agreed = {**parties, COORDINATOR: coordinator}
     keys = [read_public_key(folder / name) for name in _successor_files(folder, agreed)]
-    revoked = None
-    if authority is not None and (path := _list_file(authority)).exists():
-        revoked = read_list(path.read_text(), authority, str(path))
+    revoked = None if authority is None else _read_list_beside(authority)
     return Keyring(agreed, folder, authority, revoked=revoked).with_successors(keys)
 
 
@@ -406,6 +481,12 @@ def _successor_files(folder: Path, names: Iterable[str]) -> list[str]:
     found = (_SUCCESSOR_FILE.fullmatch(path.name) for path in folder.iterdir())
     known = set(names)
     return sorted(match[0] for match in found if match is not None and match[1] in known)
+
+
+def _read_list_beside(authority: Path) -> RevocationList | None:
+    """Returns the list of revoked keys beside an authority's certificate, if there is one."""
+    path = _list_file(authority)
+    return read_list(path.read_text(), authority, str(path)) if path.exists() else None
 
 
 def read_list(pem: str, authority: Path | None, where: str) -> RevocationList:
