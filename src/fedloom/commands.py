@@ -432,7 +432,10 @@ def revoke_key(agreement: Path, party: str, keys: Path, reason: str) -> None:
 
     path, made = revoke(read_agreement(agreement).read_keyring(), party, reason, keys / "ca.key")
     print_listing(
-        {str(path): f"list {made.number}, {len(made.keys)} keys; `fedloom serve` sends it to all"}
+        {
+            str(path): f"list {made.number} of revoked keys (in all {len(made.keys)}); "
+            "`fedloom serve` sends it to the parties"
+        }
     )
 
 

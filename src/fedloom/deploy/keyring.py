@@ -97,8 +97,7 @@ class RevocationList:
             keys = {f"{entry.serial_number:038x}": _revoked(entry) for entry in found}
         except (ValueError, x509.ExtensionNotFound) as error:
             raise ConfigError(f"{where}: not a list of revoked keys ({error})") from None
-        public: Any = authority.public_key()
-        if found.issuer != authority.subject or not found.is_signature_valid(public):
+        if not _is_signed_by(found, authority):
             raise ConfigError(
                 f"{where}: the list of revoked keys is not signed by the authority of ca.crt"
             )
@@ -113,6 +112,11 @@ class RevocationList:
                 f"list {known.number}, of {known.date}, which is known here; ask the coordinator "
                 "for its newest ca.crl"
             )
+
+
+def _is_signed_by(found: x509.CertificateRevocationList, authority: x509.Certificate) -> bool:
+    public: Any = authority.public_key()
+    return found.issuer == authority.subject and found.is_signature_valid(public)
 
 
 def _revoked(entry: x509.RevokedCertificate) -> Revoked:
