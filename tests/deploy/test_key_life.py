@@ -167,6 +167,17 @@ def test_the_coordinator_continues_with_a_new_key(tmp_path):
     )
 
 
+def test_a_new_key_of_the_coordinator_counts_when_it_starts_again(tmp_path):
+    deployed = InProcess(tmp_path)
+    made = deployed.begun()
+    make_successor(tmp_path / "coordinator.key")
+    assert absences(deployed.train(made)) == {}
+    party = deployed.transport.parties["bank-a"]
+    assert party.keyring.coordinator.number == 1
+    party.read_keys()  # as after a lost connection
+    assert party.keyring.coordinator.number == 2
+
+
 # ---- with processes, TLS and Flower's registered keys ----
 @slow
 @patient

@@ -165,7 +165,7 @@ class Agreement:
         }
         return {
             "wire": {"messages": FORMAT, "envelopes": ENVELOPE_VERSION},
-            "parties": {name: key.text() for name, key in self.parties.items()},
+            "parties": {name: key.summary() for name, key in self.parties.items()},
             "data": {f.name: _json(getattr(self.data, f.name)) for f in fields(DataTable)},
             "model": {f.name: getattr(self.model, f.name) for f in fields(ModelTable)},
             "method": {

@@ -328,7 +328,8 @@ class Coordinator:
             return
         self._key_files = files
         try:
-            self.keyring = self.agreement.read_keyring()
+            # Parties know this session by its key. A new one counts when `serve` starts again.
+            self.keyring = self.agreement.read_keyring().before(self.key.public)
         except ConfigError as error:
             self.on_keys(f"the keys stay as they were: {error}")
             return

@@ -389,6 +389,11 @@ class Keyring:
         added = (*self.successors, *(key for key in keys if key.number > 1))
         return replace(self, successors=tuple({key.text(): key for key in added}.values()))
 
+    def before(self, key: PublicKey) -> Keyring:
+        """Returns this keyring without the key that replaces `key`, which is still in use."""
+        kept = (k for k in self.successors if k.terms and k.terms.replaces != key.fingerprint)
+        return replace(self, successors=tuple(kept))
+
     # ---- what travels ----
     def to_json(self) -> dict[str, Any]:
         """Returns what the coordinator sends to the parties when a run begins."""

@@ -30,6 +30,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
+from functools import cached_property
 from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
@@ -130,10 +131,16 @@ class PublicKey:
     def _point(self) -> bytes:
         return self.node.public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """38 hex digits that identify the keys, whatever their terms say."""
         return sha256(self._point() + self.signing.public_bytes_raw()).digest()[:19].hex()
+
+    def summary(self) -> str:
+        """Returns what parties compare: the keys' fingerprint and their terms."""
+        if (terms := self.terms) is None:
+            return self.fingerprint
+        return f"{self.fingerprint}, key {terms.number} of {terms.made}, expires {terms.expires}"
 
     @property
     def number(self) -> int:

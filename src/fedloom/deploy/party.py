@@ -143,11 +143,9 @@ class Party:
     ):
         if name not in agreement.parties:
             raise unknown("party", name, agreement.parties)
-        self._memory = KeyMemory(folder / MEMORY_FILE)
-        known = agreement.read_keyring().with_successors([key.public])
-        self.keyring = self._memory.recall(known)
-        self.keyring.require_own(name, key.public)
         self.agreement, self.name, self.key = agreement, name, key
+        self._memory = KeyMemory(folder / MEMORY_FILE)
+        self.read_keys()
         self.graph, self.folder, self.tell_errors = graph, folder, tell_errors
         self._raw = graph  # before it is encoded
         self.agreed = agreement.agreed()
@@ -181,6 +179,15 @@ class Party:
     def errors(self) -> Path:
         """The log of the errors whose messages the coordinator does not receive."""
         return self.folder / "errors.log"
+
+    def read_keys(self) -> None:
+        """Reads the files of rotations and of revoked keys in the agreement's folder.
+
+        Raises ConfigError if this party's own key does not count any more.
+        """
+        known = self.agreement.read_keyring().with_successors([self.key.public])
+        self.keyring = self._memory.recall(known)
+        self.keyring.require_own(self.name, self.key.public)
 
     def answer(self, data: bytes) -> bytes:
         """Executes an order. Takes its envelope, returns the envelope of the answer.
@@ -606,6 +613,7 @@ def run_party(party: Party, log: Log, patience: float = math.inf) -> str:
         while not party.status:
             try:
                 if not connected:
+                    party.read_keys()
                     transport.connect()
                     connected, pause = True, FIRST_PAUSE
                     log(f"connected to {federation.address}")
