@@ -223,12 +223,15 @@ def test_a_party_with_an_expired_key_is_refused_at_the_door(deploy, monkeypatch,
 def test_a_run_after_a_rotation_is_bit_identical_and_has_the_same_agreement(deploy):
     d = deploy(rounds=3)
     agreement = own_copy(d)
-    make_successor(d.folder / "bank-b.key")
+    make_successor(d.folder / "bank-b.key", days=20)
     d.serve()
     d.join("bank-a", agreement=agreement)
     d.join("bank-b", key="bank-b.2.key", agreement=agreement)
     d.join("bank-c", agreement=agreement)
     assert d.completed()["history_hash"] == d.reference().summary["history_hash"]
+    warning = f"warning: the key of 'bank-b' expires on {keys.today() + timedelta(20)}, in 20 days"
+    assert warning in d.output("coordinator")
+    assert warning in d.output("bank-b")
     # The coordinator goes back to the old key, which a thief has. The others remember the new one.
     (d.folder / "bank-b.2.pub").unlink()
     d.serve(out="again")

@@ -426,6 +426,14 @@ def test_a_successor_of_a_revoked_key_does_not_count(folder):
     assert set(folder.read().current()) == {"bank-b"}
 
 
+def test_a_stolen_key_that_has_expired_is_stopped_by_revoking_it(folder, days_later):
+    thief = folder.rotate("bank-a", days=3000)  # the thief's clock shows a day before the end
+    days_later(keys.KEY_DAYS + 1)
+    assert folder.read().current() == {"bank-a": thief.public}  # dates alone do not stop it
+    folder.revoke("bank-a")
+    assert folder.read().current() == {}
+
+
 @pytest.mark.parametrize("same_name", [False, True])
 def test_a_list_of_another_authority_is_refused(folder, tmp_path, same_name):
     other = Folder(tmp_path / "other")
