@@ -266,14 +266,18 @@ class CoordinatorTransport:
     def admit(self, parties: Mapping[str, PublicKey]) -> None:
         """Registers the parties' keys with Flower, and removes keys that are not theirs."""
         keys = {name: public_key_to_bytes(key.node) for name, key in parties.items()}
-        with self._control() as control:
-            for name in [n for n, key in self.key_of.items() if keys.get(n) != key]:
-                control.UnregisterNode(UnregisterNodeRequest(node_id=self.node_of.pop(name)))
-                del self.key_of[name]
-            for name, key in keys.items():
-                if name not in self.key_of:
-                    registered = control.RegisterNode(RegisterNodeRequest(public_key=key))
-                    self.node_of[name], self.key_of[name] = registered.node_id, key
+        try:
+            with self._control() as control:
+                for name in [n for n, key in self.key_of.items() if keys.get(n) != key]:
+                    control.UnregisterNode(UnregisterNodeRequest(node_id=self.node_of.pop(name)))
+                    del self.key_of[name]
+                for name, key in keys.items():
+                    if name not in self.key_of:
+                        registered = control.RegisterNode(RegisterNodeRequest(public_key=key))
+                        self.node_of[name], self.key_of[name] = registered.node_id, key
+        except httpx.HTTPError as error:
+            self.require_alive()
+            raise SuperLinkError(f"the SuperLink registers no keys ({error})") from error
 
     def _submit(self, control: ControlHttpClient) -> None:
         """Starts the app's run and takes over its server side."""
