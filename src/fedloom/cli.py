@@ -374,20 +374,78 @@ def partition(
     _commands().partition(given, set_, plot, as_json, wide)
 
 
-@app.command()
-def keys(
+class _KeysGroup(typer.core.TyperGroup):
+    """The commands of `fedloom keys`. Without the name of one, it is `make`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses `fedloom keys HOST ...` as `fedloom keys make HOST ...`."""
+        named = args and (args[0] in self.commands or args[0] == "--help")
+        return super().parse_args(ctx, args if named else ["make", *args])
+
+
+keys = typer.Typer(
+    cls=_KeysGroup,
+    help="Make, show, replace and revoke the keys of a deployment.",
+    epilog="`fedloom keys HOST --party NAME` is short for `fedloom keys make HOST --party NAME`.",
+)
+app.add_typer(keys, name="keys")
+Days = Annotated[int, option("how many days the keys are valid")]
+
+
+@keys.command("make")
+def make_keys(
     host: Annotated[
         str | None, argument("the coordinator's DNS name or IP address, for the parties")
     ] = None,
     party: Annotated[list[str], option("make keys for a party of this name; repeatable")] = [],  # noqa: B006
     out: Annotated[Path, option("folder for the files; no file is overwritten")] = Path("keys"),
+    days: Days = 365,
 ) -> None:
     """Make the keys of a deployment: the coordinator's certificates, and a pair for each party.
 
     HOST is the DNS name or IP address at which parties reach the coordinator. Without it, only
-    the parties' keys are made.
+    the parties' keys are made. --days also holds for the server's certificate.
     """
-    _commands().keys(host, party, out)
+    _commands().make_keys(host, party, out, days)
+
+
+@keys.command("show")
+def show_keys(
+    where: Annotated[Path, argument("an agreement, or a folder with .pub files")] = Path("keys"),
+    as_json: AsJson = False,
+) -> None:
+    """Show keys: until when they are valid, what they replaced, and whether they are revoked.
+
+    WHERE is an agreement (all its parties) or a folder with .pub files and certificates.
+    """
+    _commands().show_keys(where, as_json)
+
+
+@keys.command("rotate")
+def rotate_key(
+    key: Annotated[Path, argument("this party's NAME.key")],
+    days: Days = 365,
+) -> None:
+    """Replace this party's key by a new one, without a new agreement.
+
+    KEY is the party's NAME.key, which signs the new one. The new files lie beside it.
+    """
+    _commands().rotate_key(key, days)
+
+
+@keys.command("revoke")
+def revoke_key(
+    agreement: Agreement,
+    party: Annotated[str, argument("the party whose keys do not count any more")],
+    keys: Annotated[Path, option("folder with ca.key")] = Path("keys"),
+    reason: Annotated[str, option("compromised, superseded or left")] = "compromised",
+) -> None:
+    """Revoke the keys of a party, for good: a new list of revoked keys, signed by the authority.
+
+    AGREEMENT is the coordinator's copy. The list is ca.crl beside ca.crt. A running `fedloom serve`
+    reads it, and every party receives it.
+    """
+    _commands().revoke_key(agreement, party, keys, reason)
 
 
 @app.command()

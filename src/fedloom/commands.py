@@ -393,15 +393,21 @@ def partition(
 
 
 # ---- deployments ----
-def keys(host: str | None, parties: Sequence[str], folder: Path) -> None:
+def make_keys(host: str | None, parties: Sequence[str], folder: Path, days: int) -> None:
     """Makes the keys of a deployment, and prints which party needs which file.
 
     Args:
         host: The coordinator's host; None makes no certificates.
         parties: The parties that need keys.
         folder: Where to write the files.
+        days: How long the parties' keys and the server's certificate are valid.
     """
-    from fedloom.deploy.keys import make_authority, make_party, party_files  # cryptography
+    from fedloom.deploy.keys import (  # cryptography
+        make_authority,
+        make_party,
+        party_files,
+        require_days,
+    )
 
     if not host and not parties:
         raise ConfigError(
@@ -409,12 +415,76 @@ def keys(host: str | None, parties: Sequence[str], folder: Path) -> None:
         )
     if twice := sorted({name for name in parties if parties.count(name) > 1}):
         raise ConfigError(f"party {twice[0]!r} is named twice")
+    require_days(days)
     for name in parties:  # write nothing if one of the names is not possible
         party_files(folder, name)
-    written = make_authority(folder, host) if host else []
+    written = make_authority(folder, host, days) if host else []
     for name in parties:
-        written += make_party(folder, name)
+        written += make_party(folder, name, days)
     print_listing({str(path): _destination(path) for path in written})
+
+
+def rotate_key(path: Path, days: int) -> None:
+    """Replaces a party's key, and prints who needs which file.
+
+    Args:
+        path: The party's .key file.
+        days: How long the new key is valid.
+    """
+    from fedloom.deploy.keys import make_successor
+
+    secret, public = make_successor(path, days)
+    print_listing(
+        {
+            str(
+                secret
+            ): f"secret: stays with this party; `fedloom join --key {secret}` from now on",
+            str(public): "to the coordinator, beside its agreement; it may lie beside others' too",
+        }
+    )
+
+
+def revoke_key(agreement: Path, party: str, keys: Path, reason: str) -> None:
+    """Revokes a party's keys, and prints where the list is.
+
+    Args:
+        agreement: The coordinator's copy of the agreement.
+        party: The party.
+        keys: The folder with ca.key.
+        reason: Why; one of `fedloom.deploy.keyring.REASONS`.
+    """
+    from fedloom.deploy.agreement import read_agreement
+    from fedloom.deploy.keyring import revoke
+
+    path, made = revoke(read_agreement(agreement).read_keyring(), party, reason, keys / "ca.key")
+    print_listing(
+        {
+            str(path): f"list {made.number} of revoked keys (in all {len(made.keys)}); "
+            "`fedloom serve` sends it to the parties"
+        }
+    )
+
+
+def show_keys(where: Path, as_json: bool) -> None:
+    """Prints the keys of an agreement or of a folder, and its certificates.
+
+    Args:
+        where: The agreement's file, or a folder with .pub files.
+        as_json: Print JSON.
+    """
+    from fedloom.deploy.agreement import read_agreement
+    from fedloom.deploy.keyring import certificate_ends, certificate_warnings, folder_rows
+
+    keyring = None if where.is_dir() else read_agreement(where).read_keyring()
+    folder = where if keyring is None else keyring.folder
+    rows = {row.name: row for row in (folder_rows(where) if keyring is None else keyring.rows())}
+    lines = {name: row.text for name, row in rows.items()}
+    lines |= {name: f"certificate, until {end}" for name, end in certificate_ends(folder).items()}
+    if not lines:
+        raise ConfigError(f"{folder}: holds no .pub file and no certificate")
+    print_listing(lines, as_json, lambda name: rows[name].to_json() if name in rows else {})
+    for line in [*(keyring.warnings() if keyring else ()), *certificate_warnings(folder)]:
+        _note(line)
 
 
 def _destination(path: Path) -> str:

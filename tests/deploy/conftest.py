@@ -14,6 +14,7 @@ NEED_FLOWER = (
     "test_dishonest_coordinator",
     "test_encoding",
     "test_flower",
+    "test_key_life",
     "test_names",
     "test_party",
     "test_party_files",

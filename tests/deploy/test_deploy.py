@@ -251,7 +251,7 @@ def test_the_commands_of_the_page_run(tmp_path):
     blocks = re.findall(r"```bash\n(.*?)\n```", page, re.S)
     commands = [block.replace("fed.example.org", "127.0.0.1") for block in blocks]
     agreement = re.search(r"```toml\n(.*?)```", page, re.S)[1]
-    keys, (serve, *joins, show, predict) = commands[:3], commands[3:]
+    keys, (serve, *joins, show, predict), life = commands[:3], commands[3:8], commands[8:]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     options = {
         "shell": True,
@@ -289,6 +289,10 @@ def test_the_commands_of_the_page_run(tmp_path):
     subprocess.run(predict, check=True, **options)
     with open(tmp_path / "predictions.csv") as table:
         assert len(table.readlines()) == 1 + other.num_nodes
+    for command in life:
+        subprocess.run(command, check=True, **options)
+    assert (tmp_path / "bank-a" / "bank-a.2.pub").exists()
+    assert "revoked on" in subprocess.run(life[0], check=True, **options).stdout
 
 
 # ---- refusals: one line, exit code 2 ----

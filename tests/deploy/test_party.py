@@ -98,6 +98,7 @@ class Sender:
         return {
             "nonce": nonce,
             "agreed": self.agreement.agreed(),
+            "keys": self.agreement.read_keyring().to_json(),
             "facts": facts_to_json(self.facts),
             "lineage": "l",
             "rejoin": False,

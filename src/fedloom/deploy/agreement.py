@@ -26,7 +26,8 @@
     [model], [method], [run]             # as in a recipe
 
 A party does only what its own copy says. It refuses a coordinator with another method, model or
-setting, and names the differences. The parties agree on public keys, not on the names of files.
+setting, and names the differences. The parties agree on public keys, not on the names of files. A
+party can replace its key without a new agreement (`fedloom.deploy.keyring`).
 Classes and columns of a party's graph are brought into the agreed order by their names
 (`fedloom.deploy.names`).
 """
@@ -55,6 +56,7 @@ from fedloom.data.graph import Graph, Task
 from fedloom.data.split import apply_split, check_split
 from fedloom.data.tables import read_folder
 from fedloom.deploy.envelope import VERSION as ENVELOPE_VERSION
+from fedloom.deploy.keyring import COORDINATOR, Keyring, read_keyring
 from fedloom.deploy.keys import PublicKey, public_key_of, read_public_key, require_party_name
 from fedloom.deploy.names import align_classes, align_features
 from fedloom.errors import ConfigError, DataError, unknown
@@ -154,6 +156,10 @@ class Agreement:
         """The CA's certificate; None for no TLS."""
         return self.folder / self.federation.authority if self.federation.authority else None
 
+    def read_keyring(self) -> Keyring:
+        """Returns the parties' keys with what the folder says about their life."""
+        return read_keyring(self.parties, self.coordinator, self.folder, self.authority)
+
     def agreed(self) -> dict[str, Any]:
         """Returns everything that must be the same at every party, as JSON."""
         method = self.make_method()
@@ -164,7 +170,7 @@ class Agreement:
         }
         return {
             "wire": {"messages": FORMAT, "envelopes": ENVELOPE_VERSION, "secure_sums": SUM_VERSION},
-            "parties": {name: key.text() for name, key in self.parties.items()},
+            "parties": {name: key.summary() for name, key in self.parties.items()},
             "data": {f.name: _json(getattr(self.data, f.name)) for f in fields(DataTable)},
             "model": {f.name: getattr(self.model, f.name) for f in fields(ModelTable)},
             "method": {
@@ -318,6 +324,8 @@ def read_agreement(path: Path, trust: bool = False) -> Agreement:
         )
     for name in parties:
         require_party_name(name)
+        if name == COORDINATOR:
+            raise ConfigError(f"parties.{name}: this name is the coordinator's; choose another")
     method = dict(tables.get("method", {}))
     chosen = str(method.pop("name", "fedavg"))
     located = str(folder / chosen) if chosen.endswith(".py") else chosen
@@ -332,7 +340,13 @@ def read_agreement(path: Path, trust: bool = False) -> Agreement:
     if built["data"].split != OWN_SPLIT:
         check_split(built["data"].split)
     keys = {name: _public_key(f"parties.{name}", given, folder) for name, given in parties.items()}
-    if len({key.text() for key in keys.values()}) < len(keys):
+    for name, public in keys.items():
+        if public.terms is not None and public.terms.party != name:
+            raise ConfigError(
+                f"parties.{name}: this is a key of party {public.terms.party!r}; "
+                f"`fedloom keys --party {name}` makes one of {name!r}"
+            )
+    if len({key.fingerprint for key in keys.values()}) < len(keys):
         raise ConfigError("parties: two parties have the same public key; each needs its own")
     coordinator = _public_key("federation.coordinator", built["federation"].coordinator, folder)
     agreement = Agreement(

@@ -159,6 +159,9 @@ class GridTransport:
             data = message.content.config_records["fedloom"].get("envelope")
             yield number, data if isinstance(data, bytes) else "the answer holds no envelope"
 
+    def admit(self, parties: Mapping[str, Any]) -> None:
+        """Does nothing: Flower admits nodes. An envelope with another key is refused later."""
+
     def close(self) -> None:
         """Does nothing: the SuperLink belongs to Flower."""
 

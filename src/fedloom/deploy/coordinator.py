@@ -23,6 +23,7 @@ from fedloom.data.encoding import Encoding
 from fedloom.data.federation import PartySize, Roster
 from fedloom.deploy.agreement import Agreement, differences
 from fedloom.deploy.envelope import EnvelopeError, Gate, Header, sign
+from fedloom.deploy.keyring import COORDINATOR
 from fedloom.deploy.keys import PartyKey
 from fedloom.deploy.party import SECOND_PROCESS, Log, facts_to_json
 from fedloom.deploy.transport import PartyStatus, Transport
@@ -111,6 +112,7 @@ class Coordinator:
         ready: The parties that have begun the run.
         on_join: Called with the size of a party when it says hello.
         log: Called with a line for each event that the operator must know.
+        keyring: The parties' keys. It changes when their files in the agreement's folder do.
 
     Args:
         agreement: The coordinator's copy of the agreement.
@@ -128,12 +130,13 @@ class Coordinator:
         lineage: str,
         policy: FaultPolicy = FaultPolicy(),
     ):
-        if key.public.text() != agreement.coordinator.text():
-            raise ConfigError("key: it does not match federation.coordinator in the agreement")
+        self.keyring = agreement.read_keyring()
+        self.keyring.require_own(COORDINATOR, key.public)
+        self._key_files = self.keyring.files()
         self.agreement, self.transport, self.key = agreement, transport, key
         self.lineage, self.policy = lineage, policy
         self.run = secrets.token_hex(16)
-        self.gate = Gate(agreement.parties, self.run)
+        self.gate = Gate(self.keyring.current(), self.run)
         self.sizes: dict[str, PartySize] = {}
         self.knows_cross_edges = False
         self.facts: Facts | None = None
@@ -166,9 +169,12 @@ class Coordinator:
             watch: Called repeatedly meanwhile.
         """
         until, logged = time.monotonic() + seconds, set[str]()
-        expected = len(self.agreement.parties)
-        while len(self.sizes) < expected:
+        expected = len(self.keyring.current())
+        if expected < needed:
+            raise ConfigError("; ".join(self.keyring.refused().values()))
+        while self.keyring.current().keys() - self.sizes.keys():
             watch()
+            self._renew_keys()
             _, absent = self._hello(sorted(self._alive() - self.sizes.keys()))
             for name, why in absent.items():
                 if why.error is not None:
@@ -251,7 +257,8 @@ class Coordinator:
 
         Without facts it is the fit of the encoding that begins.
         """
-        phase, order = "fedloom_fit", dict[str, Any](agreed=self.agreement.agreed())
+        phase = "fedloom_fit"
+        order: dict[str, Any] = {"agreed": self.agreement.agreed(), "keys": self.keyring.to_json()}
         if self.facts is not None:
             phase = "fedloom_begin"
             order |= {
@@ -319,6 +326,7 @@ class Coordinator:
         A party that was restarted, or that joins late, is first asked to begin the run. It is
         absent from this exchange and has lost its state.
         """
+        self._renew_keys()
         alive = self._alive()
         new = {name for name in bodies if name in alive and name not in self.ready}
         answers: dict[str, bytes | Absent] = {name: self._readmit(name) for name in sorted(new)}
@@ -329,6 +337,24 @@ class Coordinator:
                 answer = self._readmit(name)
             answers[name] = answer
         return {name: answers[name] for name in bodies}
+
+    def _renew_keys(self) -> None:
+        """Reads the files of rotations and of revoked keys again, if they have changed."""
+        if (files := self.keyring.files()) == self._key_files:
+            return
+        self._key_files = files
+        try:
+            # Parties know this session by its key. A new one counts when `serve` starts again.
+            self.keyring = self.agreement.read_keyring().before(self.key.public)
+        except ConfigError as error:
+            self.log(f"the keys stay as they were: {error}")
+            return
+        self.log(f"the keys have changed: {', '.join(files)}")
+        self.gate.admit(self.keyring.current())
+        self.transport.admit(self.keyring.current())
+        order = {"keys": self.keyring.to_json()}
+        ready = sorted(self.ready & self._alive())
+        self.control("fedloom_keys", dict.fromkeys(ready, order))
 
     def _readmit(self, name: str) -> Absent:
         """Begins the run at a party that was restarted or joins late. Returns its absence."""
@@ -367,8 +393,11 @@ class Coordinator:
         """Sends the orders to the parties that are alive and not busy."""
         phase, round, answers = exchange.phase, exchange.round, exchange.answers
         # A dead party gets no order: it would find the order later, when it is outdated.
+        refused = self.keyring.refused()
         for name in bodies:
-            if _is_dead(status := exchange.status.get(name)):
+            if name in refused:
+                answers[name] = Absent(refused[name])
+            elif _is_dead(status := exchange.status.get(name)):
                 answers[name] = _dead(status)
         busy = self._busy(phase, round).keys() & bodies.keys() - answers.keys()
         if len(bodies) - len(answers) - len(busy) >= exchange.quorum:
@@ -457,7 +486,8 @@ class Coordinator:
         return Absent(plain_text(failure.get("cause", "")), lost_state=lost_state)
 
     def _alive(self) -> set[str]:
-        return {name for name, status in self.transport.status().items() if not _is_dead(status)}
+        status, admitted = self.transport.status(), self.keyring.current()
+        return {name for name in admitted if not _is_dead(status.get(name))}
 
     @property
     def refused(self) -> Counter[str]:

@@ -34,7 +34,11 @@ configure_flower()
 import httpx  # noqa: E402  (Flower reads the environment when it is imported)
 from flwr.app import ConfigRecord, Message, RecordDict  # noqa: E402
 from flwr.common.serde import fab_to_proto, run_from_proto  # noqa: E402
-from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest  # noqa: E402
+from flwr.proto.control_pb2 import (  # noqa: E402
+    RegisterNodeRequest,
+    StartRunRequest,
+    UnregisterNodeRequest,
+)
 from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest  # noqa: E402
 from flwr.supercore.constant import TaskType  # noqa: E402
 from flwr.supercore.control import ControlHttpClient  # noqa: E402
@@ -184,7 +188,7 @@ class CoordinatorTransport:
         self.address, self.secret, self.limit = address, secrets.token_hex(32), limit
         self.node_of: dict[str, int] = {}
         self.grid: Any = None
-        self.key_of = {name: public_key_to_bytes(key.node) for name, key in parties.items()}
+        self.key_of: dict[str, bytes] = {}
         self._process = self._start(log)
         self._http = httpx.Client(
             base_url=_url(address),
@@ -195,11 +199,8 @@ class CoordinatorTransport:
         self._heart: HeartbeatSender | None = None
         try:
             self._wait_until_it_listens()
-            interceptors = [RuntimeVersionHttpInterceptor("CLI"), _HeaderInterceptor(self.secret)]
-            with _client(ControlHttpClient, address, interceptors) as control:
-                for name, key in self.key_of.items():
-                    registered = control.RegisterNode(RegisterNodeRequest(public_key=key))
-                    self.node_of[name] = registered.node_id
+            self.admit(parties)
+            with self._control() as control:
                 self._submit(control)
         except httpx.HTTPError as error:
             self.close()
@@ -256,6 +257,27 @@ class CoordinatorTransport:
         raise SuperLinkError(
             f"the SuperLink did not listen on {self.address.text} within {START_SECONDS:.0f} s"
         )
+
+    def _control(self) -> Any:
+        """Returns a client of Flower's control interface."""
+        interceptors = [RuntimeVersionHttpInterceptor("CLI"), _HeaderInterceptor(self.secret)]
+        return _client(ControlHttpClient, self.address, interceptors)
+
+    def admit(self, parties: Mapping[str, PublicKey]) -> None:
+        """Registers the parties' keys with Flower, and removes keys that are not theirs."""
+        keys = {name: public_key_to_bytes(key.node) for name, key in parties.items()}
+        try:
+            with self._control() as control:
+                for name in [n for n, key in self.key_of.items() if keys.get(n) != key]:
+                    control.UnregisterNode(UnregisterNodeRequest(node_id=self.node_of.pop(name)))
+                    del self.key_of[name]
+                for name, key in keys.items():
+                    if name not in self.key_of:
+                        registered = control.RegisterNode(RegisterNodeRequest(public_key=key))
+                        self.node_of[name], self.key_of[name] = registered.node_id, key
+        except httpx.HTTPError as error:
+            self.require_alive()
+            raise SuperLinkError(f"the SuperLink registers no keys ({error})") from error
 
     def _submit(self, control: ControlHttpClient) -> None:
         """Starts the app's run and takes over its server side."""

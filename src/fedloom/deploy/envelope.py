@@ -155,9 +155,15 @@ class Gate:
         assert _RUN.fullmatch(run), "a run's id is 8 to 64 hex digits"
         self.run, self.limit = run, limit
         self.refused: Counter[str] = Counter()
-        self._keys = dict(keys)
-        self._answered: dict[str, deque[int]] = {party: deque(maxlen=REMEMBERED) for party in keys}
+        self._answered: dict[str, deque[int]] = {}
         self._open = 0
+        self.admit(keys)
+
+    def admit(self, keys: Mapping[str, PublicKey]) -> None:
+        """Changes the parties' keys. A party without a key is not accepted any more."""
+        self._keys = dict(keys)
+        for party in keys:
+            self._answered.setdefault(party, deque(maxlen=REMEMBERED))
 
     def open(self, data: bytes, *, sender: str, round: int, sequence: int, phase: str) -> Opened:
         """Returns the content of an envelope, or raises EnvelopeError with a reason.

@@ -73,6 +73,8 @@ def join(
             baseline=baseline,
             on_scores=on_scores,
         )
+        for line in party.keyring.warnings():
+            log(f"warning: {line}")
         if socket is None:
             status = run_party(party, log, patience)
         else:

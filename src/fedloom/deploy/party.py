@@ -7,10 +7,12 @@ the method or one of these control orders:
     fedloom_hello     none                        what the party has agreed to, the size of its
                                                   graph, and a fresh nonce
     fedloom_refuse    cause                       none; the party ends, unless a run is under way
-    fedloom_fit       agreement, nonce            none; the fit of the encoding begins, if raw
+    fedloom_fit       agreement, keys, nonce      none; the fit of the encoding begins, if raw
                                                   columns are agreed (`fedloom.deploy.encode`)
-    fedloom_begin     facts, agreement, nonce,    none; an error if the party refuses the run
-                      encoding
+    fedloom_begin     facts, agreement, keys,     none; an error if the party refuses the run
+                      nonce, encoding
+    fedloom_keys      keys                        none; the party takes over keys that were replaced
+                                                  or revoked during the run
     fedloom_keep      mark                        none; the party saves its state in its own folder
     fedloom_restore   mark                        none; the party restores that state
     fedloom_local     seconds                     whether its Local baseline is done or declined;
@@ -46,6 +48,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedloom._system import make_private, open_private, plain_text, write_atomic
 from fedloom.core.aggregation import Responder
@@ -64,6 +67,7 @@ from fedloom.deploy.encode import PROGRAM as FIT_PROGRAM
 from fedloom.deploy.encode import encoded, fit_facts, fit_method
 from fedloom.deploy.envelope import EnvelopeError, Header, Kind, open_order, sign
 from fedloom.deploy.framing import receive_frame, send_frame
+from fedloom.deploy.keyring import MEMORY_FILE, KeyMemory
 from fedloom.deploy.keys import PartyKey
 from fedloom.deploy.party_transport import PartyTransport, RefusedError, UnreachableError
 from fedloom.deploy.scores import OwnHistory, gain, observed, scores_of
@@ -117,6 +121,7 @@ class Party:
         refusal: Why the coordinator refuses the party; empty if it does not.
         complaints: Why the party did not begin a run, and what else its user must know.
         instance: The id of this process.
+        keyring: The keys of all parties, as far as this party knows them.
 
     Args:
         agreement: The party's own copy of the agreement.
@@ -146,9 +151,9 @@ class Party:
     ):
         if name not in agreement.parties:
             raise unknown("party", name, agreement.parties)
-        if key.public.text() != agreement.parties[name].text():
-            raise ConfigError(f"key: it does not match the key of party {name!r} in the agreement")
         self.agreement, self.name, self.key = agreement, name, key
+        self._memory = KeyMemory(folder / MEMORY_FILE)
+        self.read_keys()
         self.graph, self.folder, self.tell_errors = graph, folder, tell_errors
         self._raw = graph  # before it is encoded
         self.agreed = agreement.agreed()
@@ -187,12 +192,21 @@ class Party:
         """The log of the errors whose messages the coordinator does not receive."""
         return self.folder / "errors.log"
 
+    def read_keys(self) -> None:
+        """Reads the files of rotations and of revoked keys in the agreement's folder.
+
+        Raises ConfigError if this party's own key does not count any more.
+        """
+        known = self.agreement.read_keyring().with_successors([self.key.public])
+        self.keyring = self._memory.recall(known)
+        self.keyring.require_own(self.name, self.key.public)
+
     def answer(self, data: bytes) -> bytes:
         """Executes an order. Takes its envelope, returns the envelope of the answer.
 
         Raises EnvelopeError unless it is a current order of the coordinator to this party.
         """
-        header, body = open_order(data, self.name, self.agreement.coordinator)
+        header, body = open_order(data, self.name, self.keyring.coordinator)
         known = (self._session.run, self._next.run)
         if header.phase == "fedloom_hello" and header.run not in known:
             self._next = _Session(header.run)
@@ -222,6 +236,7 @@ class Party:
             "fedloom_begin": self._begin,
         }
         during = {
+            "fedloom_keys": self._take_keys,
             "fedloom_keep": self._save_state,
             "fedloom_restore": self._restore,
             "fedloom_local": self._train_alone,
@@ -304,6 +319,13 @@ class Party:
             raise ConfigError(
                 f"party {self.name!r} has agreed to something else: {'; '.join(found)}"
             )
+        self._take_keys(order)
+
+    def _take_keys(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Takes over the coordinator's keys. Raises ConfigError if some do not count."""
+        self.keyring = self.keyring.received(order.get("keys"))
+        self._memory.keep(self.keyring)
+        return {}
 
     def _begin_fit(self, order: dict[str, Any], session: _Session) -> dict[str, Any]:
         self._require_current(order, session)
@@ -316,6 +338,9 @@ class Party:
         self._method = self._client = None  # the run that was, if any, is over
         return {}
 
+    def _signing_keys(self) -> dict[str, Ed25519PublicKey]:
+        return {name: key.signing for name, key in self.keyring.current().items()}
+
     def _responder(self, facts: Facts, program: str = "") -> Responder:
         """Returns how the party answers: with its own keys, and its record of secure sums.
 
@@ -326,8 +351,7 @@ class Party:
         if facts.secure is None:
             return responder_for(facts, self.name)
         digest = self.agreement.digest()
-        keys = {name: key.signing for name, key in self.agreement.parties.items()}
-        identity = Identity(self.name, self.key.signing, keys, digest)
+        identity = Identity(self.name, self.key.signing, self._signing_keys, digest)
         path = self.folder / "sums" / f"{digest.hex()[:32]}{program}.jsonl"
         record = SumRecord(path, facts.secure.apart)
         if program:
@@ -645,6 +669,7 @@ def run_party(party: Party, log: Log, patience: float = math.inf) -> str:
         while not party.status:
             try:
                 if not connected:
+                    party.read_keys()
                     transport.connect()
                     connected, pause = True, FIRST_PAUSE
                     log(f"connected to {federation.address}")

@@ -111,10 +111,16 @@ class PartyTransport:
         """Announces the party. Raises UnreachableError or RefusedError if that fails."""
         # No heartbeats meanwhile: Flower would conclude that the party is connected already.
         self._node = None
-        answer = self._request(
-            self._client.ActivateNode,
-            ActivateNodeRequest(public_key=self._public, heartbeat_interval=FLOWER_INTERVAL),
-        )
+        request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=FLOWER_INTERVAL)
+        try:
+            answer = self._request(self._client.ActivateNode, request)
+        except RefusedError as error:
+            if isinstance(error.__cause__, httpx.HTTPStatusError):
+                raise RefusedError(
+                    f"{error} This party's key may have expired, been replaced or been revoked: "
+                    "`fedloom keys show` at the coordinator says so"
+                ) from error
+            raise
         self._node = Node(node_id=answer.node_id)
         if self._heart is None:
             self._heart = threading.Thread(

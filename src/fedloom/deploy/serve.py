@@ -23,7 +23,8 @@ from fedloom.deploy.encode import PROGRAM as FIT_PROGRAM
 from fedloom.deploy.encode import fit
 from fedloom.deploy.engine import RemoteEngine
 from fedloom.deploy.key_lock import locked_key
-from fedloom.deploy.keys import read_party_key, require_private
+from fedloom.deploy.keyring import COORDINATOR, certificate_warnings
+from fedloom.deploy.keys import key_file, read_party_key, require_private
 from fedloom.deploy.party import Log
 from fedloom.deploy.scores import gain
 from fedloom.deploy.transport import Transport
@@ -55,7 +56,8 @@ def serve(
 
     Args:
         agreement: The coordinator's copy of the agreement.
-        keys: The folder with coordinator.key, server.crt and server.key.
+        keys: The folder with coordinator.key, or the key that has replaced it, server.crt and
+            server.key.
         out: The run folder.
         insecure: Allow a deployment without TLS on this machine.
         wait: Seconds that the parties have to join. After that a quorum is enough; the others may
@@ -71,7 +73,12 @@ def serve(
     if open_transport is None:
         require_tls(agreement, insecure)
     resume = resumed is not None
-    key, folder = read_party_key(keys / "coordinator.key"), run_folder(out, resume)
+    keyring = agreement.read_keyring()
+    own = key_file(keys, COORDINATOR, keyring.coordinator.number)
+    key = read_party_key(own)
+    for line in [*keyring.warnings(), *certificate_warnings(keys)]:
+        log(f"warning: {line}")
+    folder = run_folder(out, resume)
     assert folder is not None
     config = resumed or {
         **_config(agreement),
@@ -79,15 +86,14 @@ def serve(
     }
     lineage, faults = config["deployment"]["lineage"], agreement.run.faults
     started = 0
-    identity = locked_key(keys / "coordinator.key", agreement, "the coordinator")
-    with locked(folder, "run"), identity:
+    with locked(folder, "run"), locked_key(own, agreement, "the coordinator"):
         run_folder(out, resume)  # again, now that no other process writes to it
         while True:
             transport: Transport
             if open_transport is None:
                 address = _address(agreement, keys)
                 transport = CoordinatorTransport(
-                    address, agreement.parties, log=folder / "superlink.log"
+                    address, agreement.read_keyring().current(), log=folder / "superlink.log"
                 )
             else:
                 transport = open_transport()

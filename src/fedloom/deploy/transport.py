@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
+from fedloom.deploy.keys import PublicKey
+
 
 class PartyStatus(NamedTuple):
     """The last sign of life of a party.
@@ -37,6 +39,9 @@ class Transport(Protocol):
             pending: The messages to wait for, as `send` returned them.
             seconds: How long to wait for the first answer.
         """
+
+    def admit(self, parties: Mapping[str, PublicKey]) -> None:
+        """Admits parties by these keys, and nobody else from now on."""
 
     def status(self) -> dict[str, PartyStatus]:
         """Returns the status of each party that has connected."""

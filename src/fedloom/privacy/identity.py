@@ -8,8 +8,8 @@ from the seed: the protocol and its cost are the same, and there is nothing to p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from hashlib import sha256
 
 from cryptography.exceptions import InvalidSignature
@@ -24,7 +24,7 @@ class Identity:
     Args:
         name: The client's name.
         key: Its signing key.
-        keys: The public key of each client.
+        keys: Returns the public key of each client. Keys may change during a run.
         context: What all clients of the run have agreed to, as a digest.
     """
 
@@ -32,7 +32,7 @@ class Identity:
         self,
         name: str,
         key: Ed25519PrivateKey,
-        keys: Mapping[str, Ed25519PublicKey],
+        keys: Callable[[], Mapping[str, Ed25519PublicKey]],
         context: bytes,
     ):
         self.name, self._key, self._keys, self._context = name, key, keys, context
@@ -48,10 +48,10 @@ class Identity:
 
     def is_signed(self, client: str, purpose: str, content: bytes, signature: bytes) -> bool:
         """Returns whether a client has signed a statement for this purpose in this context."""
-        if client not in self._keys:
+        if (key := self._keys().get(client)) is None:
             return False
-        public = self._keys[client].public_bytes_raw()
-        return _is_valid(public, self._statement(client, purpose, content), signature)
+        statement = self._statement(client, purpose, content)
+        return _is_valid(key.public_bytes_raw(), statement, signature)
 
     def _statement(self, client: str, purpose: str, content: bytes) -> bytes:
         parts = (b"fedloom statement 1", purpose.encode(), self._context, client.encode(), content)
@@ -76,7 +76,8 @@ def simulated_identity(name: str, clients: tuple[str, ...], seed: int) -> Identi
         seed: The seed of the run.
     """
     context = sha256(f"fedloom simulation {seed}".encode()).digest()
-    return Identity(name, _simulated_key(name, seed), _simulated_keys(clients, seed), context)
+    keys = partial(_simulated_keys, clients, seed)
+    return Identity(name, _simulated_key(name, seed), keys, context)
 
 
 def _simulated_key(name: str, seed: int) -> Ed25519PrivateKey:
