@@ -25,6 +25,10 @@ class MessageError(FedloomError):
     """A message that breaks the rules of the wire. The text names the tensor."""
 
 
+class NotFiniteError(MessageError):
+    """A message with a number that is not finite, or too large to travel."""
+
+
 class Refusal(MessageError):  # noqa: N818
     """A client refuses a request, because the answer could expose its data or a peer's data."""
 

@@ -8,6 +8,7 @@ from safetensors.torch import save
 
 from fedloom.core.message import (
     DTYPES,
+    Limit,
     batched,
     check,
     decode,
@@ -105,7 +106,7 @@ def test_format_phase_and_limit():
     with pytest.raises(MessageError, match="belongs to 'train'"):
         decode(data, "evaluate")
     with pytest.raises(MessageError, match="limit"):
-        decode(data, "train", limit=10)
+        decode(data, "train", Limit(10, 10))
     with pytest.raises(MessageError, match="speaks 'fedloom/1'"):
         decode(
             save({"w": torch.ones(2)}, metadata={"format": "fedloom/2", "phase": "train"}), "train"

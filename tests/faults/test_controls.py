@@ -23,7 +23,7 @@ from tests.faults.test_signals import ended, start
 from fedloom import _system
 from fedloom.core import message, replies, server, waist
 from fedloom.core.absence import AbsenceTracker
-from fedloom.core.message import FORMAT, decode, encode
+from fedloom.core.message import FORMAT, Limit, decode, encode
 from fedloom.errors import DataError, FedloomError, MessageError
 from fedloom.experiments import checkpoint
 
@@ -130,7 +130,7 @@ def test_ten_times_what_is_expected_is_refused_within_twice_the_limit():
 
     def refused():
         with pytest.raises(MessageError, match="more than the limit"):
-            decode(large, "train", limit=len(large) // 10)
+            decode(large, "train", Limit(len(large) // 10, 2**20))
 
     assert grown(refused) < 2 * len(large) // 10
 

@@ -94,15 +94,15 @@ class Method(ABC):
     def run(self, server: Server) -> None:
         """The algorithm, from top to bottom. It asks for the phases it needs, `setup` included."""
 
-    @phase(size="int64[]")
+    @phase(size="int64[] is size")
     def size(self, client: Client) -> Message:
         """n_k, the number of the client's items: the weight in `@averaged(by="size")`."""
         return {"size": torch.tensor(max(1, client.graph.num_items))}  # inductive: may be empty
 
     @phase(
-        val="int64[C,C]",
-        test="int64[C,C]",
-        auc="float32[2]",
+        val="int64[C,C] counts val",
+        test="int64[C,C] counts test",
+        auc="float32[2] in -1..1",
         probabilistic="float32[2,4]",
         loss="float32[]",
     )
@@ -131,7 +131,12 @@ class Method(ABC):
         }
 
     @summed
-    @phase(scores="float64[6,4]", more="float64[8,4]", confusion="int64[C,C]", loss="float64[2]")
+    @phase(
+        scores="float64[6,4]",
+        more="float64[8,4]",
+        confusion="int64[C,C] counts test",
+        loss="float64[2]",
+    )
     def evaluate_sum(self, client: Client, model: Message | None = None) -> Message:
         """`evaluate` for a secure run: its sum over clients gives averages and one matrix."""
         reply = self.evaluate(client, model)
@@ -150,7 +155,7 @@ class Method(ABC):
         }
 
     @summed
-    @phase(counts="int64[C]")
+    @phase(counts="int64[C] counts train")
     def count_labels(self, client: Client) -> Message:
         """The number of training items of each class, for `run.class_weight`."""
         graph = client.graph

@@ -50,7 +50,7 @@ from fedloom.core.client import Client
 from fedloom.core.facts import Facts, SecureTerms
 from fedloom.core.message import Message, decode, encode
 from fedloom.core.method import Method
-from fedloom.core.phase import phases_of
+from fedloom.core.phase import message_limit, phases_of
 from fedloom.data.encoding import Encoding
 from fedloom.data.graph import Graph
 from fedloom.deploy.agreement import Agreement, differences, size_of
@@ -73,6 +73,8 @@ SAVED_STATES = 3  # that a party keeps: a resumed run may need the one before th
 # Seconds before a party tries again to reach the coordinator; the pause doubles each time.
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 0.5
 REFUSED_SECONDS = 10.0  # after which a party gives up on a coordinator that refuses it
+CONTROL_LIMIT = 2**18  # bytes of a control order besides what the agreement has
+ENCODING_LIMIT = 2**24  # bytes of a fitted encoding in an order
 ERROR_LENGTH = 1000  # characters of an error message that the coordinator receives
 
 LOCAL_SECONDS = 10.0  # of the Local baseline's training in one order, at most
@@ -219,17 +221,27 @@ class Party:
         }
         try:
             if header.phase in before:
-                reply = before[header.phase](json.loads(body), session)
+                reply = before[header.phase](self._content(body), session)
                 return "answer", json.dumps(reply).encode()
             if session is not self._session:
                 raise LostStateError(f"party {self.name!r} has not begun this run")
             if header.phase in during:
-                return "answer", json.dumps(during[header.phase](json.loads(body))).encode()
+                return "answer", json.dumps(during[header.phase](self._content(body))).encode()
             return "answer", self._perform(header, body)
         except Exception as error:  # noqa: BLE001  (the coordinator receives it and decides)
             if header.phase in before:
                 self.complaints.append(f"does not begin: {error}")
             return self._failure(error)
+
+    def _content(self, body: bytes) -> dict[str, Any]:
+        """Returns the content of a control order; raises MessageError if it is too long."""
+        known = len(json.dumps(self.agreed))  # which names all parties
+        limit = CONTROL_LIMIT + 4 * known
+        limit += ENCODING_LIMIT if self.agreement.encoding is not None else 0
+        if len(body) > limit:
+            raise MessageError(f"the order has {len(body)} bytes, more than the limit of {limit}")
+        content: dict[str, Any] = json.loads(body)
+        return content
 
     def _failure(self, error: Exception) -> tuple[Kind, bytes]:
         """Returns the answer of a party that could not execute an order."""
@@ -364,7 +376,7 @@ class Party:
         if self._to_restore and header.round > 0:
             self._restore({"mark": self._to_restore})
         self._round = header.round
-        message = decode(body, header.phase)
+        message = decode(body, header.phase, message_limit(client.facts))
         _require_phase(method, client, header.phase, message, self.agreement.method)
         return encode(client.perform(method, header.phase, message), header.phase)
 
@@ -373,7 +385,7 @@ class Party:
         if self._fit_client is None:
             raise LostStateError(f"party {self.name!r} has not begun the fit of the encoding")
         method, phase = fit_method(self.agreement), header.phase.removeprefix(FIT_PROGRAM)
-        message = decode(body, header.phase)
+        message = decode(body, header.phase, message_limit(self._fit_client.facts))
         _require_phase(method, self._fit_client, phase, message, "fit of the encoding")
         with self._private_errors():
             reply = self._fit_client.perform(method, phase, message)
@@ -420,7 +432,7 @@ class Party:
             self._local_client = Client(self.name, self.graph, facts, False, responder_for(facts))
             self._local_client.memory["local"] = self._local.summand
         method, phase = LocalScores(), header.phase.removeprefix(LOCAL_PROGRAM)
-        message = decode(body, header.phase)
+        message = decode(body, header.phase, message_limit(self._local_client.facts))
         _require_phase(method, self._local_client, phase, message, "Local scores")
         return encode(self._local_client.perform(method, phase, message), header.phase)
 

@@ -3,7 +3,7 @@
 Bit-identical to the loop engine. A message that could not travel between organisations fails here.
 """
 
-from fedloom.core.message import Message, decode, encode
+from fedloom.core.message import Limit, Message, decode, encode
 from fedloom.engines import loop
 
 
@@ -12,5 +12,11 @@ class Engine(loop.Engine):
 
     def perform(self, name: str, phase: str, message: Message) -> Message:
         """Runs the phase at one client."""
-        arrived = decode(encode(message, phase), phase)
-        return decode(encode(super().perform(name, phase, arrived), phase), phase)
+        reply = super().perform(name, phase, _travelled(message, phase))
+        return _travelled(reply, phase)
+
+
+def _travelled(message: Message, phase: str) -> Message:
+    """Encodes a message and decodes it. This process wrote it, so it may have any length."""
+    data = encode(message, phase)
+    return decode(data, phase, Limit(len(data), len(data)))

@@ -235,7 +235,7 @@ class OpFGL(Method):
         )
         return torch.where(reliable & ~graph.train, guess, labels)
 
-    @phase(count="int64[C]", total="float32[C,views,d]", squares="float32[C,views,d]")
+    @phase(count="int64[C] counts nodes", total="float32[C,views,d]", squares="float32[C,views,d]")
     def statistics(self, client: Client) -> Message:
         """Answers size, sum and sum of squares of each class that is large enough (Eq. 5, 6, 8).
 
@@ -254,8 +254,8 @@ class OpFGL(Method):
 
     @summed
     @phase(
-        reported="int64[C]",
-        count="int64[C]",
+        reported="int64[C] in 0..1",
+        count="int64[C] counts nodes",
         total="float32[C,views,d]",
         squares="float32[C,views,d]",
     )
