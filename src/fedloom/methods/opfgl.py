@@ -169,6 +169,7 @@ class OpFGL(Method):
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
     validates: ClassVar[bool] = True
+    partial_participation: ClassVar[bool] = False
     discloses_to_server: ClassVar[str] = (
         "class means and variances of raw features: each client's own unless the run is secure, "
         "and in a secure run still those of a class that a single client reports; for a class of "
