@@ -23,7 +23,7 @@ from tests.faults.test_signals import ended, start
 from fedloom import _system
 from fedloom.core import message, replies, server, waist
 from fedloom.core.absence import AbsenceTracker
-from fedloom.core.message import FORMAT, Limit, decode, encode
+from fedloom.core.message import DEFAULT_LIMIT, FORMAT, Limit, decode, encode
 from fedloom.core.phase import Range
 from fedloom.errors import DataError, FedloomError, MessageError
 from fedloom.experiments import checkpoint
@@ -135,6 +135,19 @@ def test_ten_times_what_is_expected_is_refused_within_twice_the_limit():
             decode(large, "train", Limit(len(large) // 10, 2**20))
 
     assert grown(refused) < 2 * len(large) // 10
+
+
+def test_a_header_of_many_objects_takes_no_memory_unless_its_length_is_allowed():
+    start = '{"__metadata__":{"format":"fedloom/1","phase":"train"},"a":['
+    text = (start + "{}," * 2**20 + "{}]}").encode()  # 3 MB
+    data = len(text).to_bytes(8, "little") + text
+
+    def refused(limit):
+        with pytest.raises(MessageError):
+            decode(data, "train", limit)
+
+    assert grown(lambda: refused(DEFAULT_LIMIT)) < 2**20
+    assert grown(lambda: refused(Limit(len(data), len(data)))) > 60 * 2**20
 
 
 # ---- F16: bits that flip on the disk ----

@@ -52,6 +52,7 @@ except ModuleNotFoundError as error:
         f"run.engine flower needs the package {error.name!r}: pip install 'fedloom[flower]'"
     ) from error
 
+ROOM = 4096  # bytes that a reply may be too long, besides
 JOIN_SECONDS = 120.0  # that the parties on this machine have to join
 
 
@@ -97,11 +98,16 @@ class RemoteEngine:
         )
 
     def _limit(self, name: str, phase: str) -> Limit:
-        """Returns how long a client's reply can be, as it travels."""
+        """Returns how long a client's reply can be, as it travels.
+
+        Twice the valid length is read, and a little more: a reply of a wrong dtype, or with a
+        tensor too many, is then refused by the name of the tensor.
+        """
         schema = self.longest_reply(name)
         if schema is None:
             return DEFAULT_LIMIT
-        return largest_size(schema, f"{self._prefix}{phase}")
+        total, header = largest_size(schema, f"{self._prefix}{phase}")
+        return Limit(2 * total + ROOM, 2 * header + ROOM)
 
     def snapshot(self) -> Message:
         """Makes each party save its state in its own folder. Returns the mark of these states.
