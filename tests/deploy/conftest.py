@@ -13,6 +13,7 @@ NEED_FLOWER = (
     "test_dishonest",
     "test_encoding",
     "test_flower",
+    "test_long_answers",
     "test_names",
     "test_party",
     "test_transport",
