@@ -263,7 +263,21 @@ class Coordinator:
         if found := differences(agreed, self.agreement.agreed()):
             raise ConfigError(f"has agreed to something else: {'; '.join(found)}")
         self.knows_cross_edges |= answer.get("knows_cross_edges") is True
-        return nonce, PartySize(name, **{count: size[count] for count in counts})
+        said = PartySize(name, **{count: size[count] for count in counts})
+        self._require_same_size(said)
+        return nonce, said
+
+    def _require_same_size(self, size: PartySize) -> None:
+        """Raises MessageError if the run has begun and the party said another size before."""
+        before = self.sizes.get(size.name, size)
+        changed = [
+            f"{f.name} {getattr(size, f.name)}, at the start of the run it said "
+            f"{getattr(before, f.name)}"
+            for f in fields(PartySize)
+            if getattr(size, f.name) != getattr(before, f.name)
+        ]
+        if self.facts is not None and changed:
+            raise MessageError(f"refused: it claims another size: {'; '.join(changed)}")
 
     def _begin(self, nonces: Mapping[str, str], rejoin: bool) -> dict[str, dict[str, Any] | Absent]:
         """Begins the run at parties that have just answered hello. Returns their answers.
