@@ -375,8 +375,11 @@ def travels(tensor: Tensor) -> bool:
 
 def norm_of(message: Message) -> float:
     """Returns the Euclidean norm of all floating-point numbers of a message."""
-    norms = [float(torch.linalg.vector_norm(t)) for t in _floats(flatten(message).values())]
-    return math.hypot(*norms)
+    floats = _floats(flatten(message).values())
+    norm = math.hypot(*(float(torch.linalg.vector_norm(t)) for t in floats))
+    if math.isfinite(norm):
+        return norm
+    return math.hypot(*(float(torch.linalg.vector_norm(t.double())) for t in floats))
 
 
 def norms_of(batch: Batch) -> Tensor:

@@ -418,7 +418,7 @@ class Waist:
             raise self.diverged(
                 name,
                 f"{len(bad)} of {len(bad) + good} clients answered with numbers that are not "
-                "finite or too large. What they were sent is the cause, not they",
+                "finite or too large, so they are not the cause",
             )
 
     def _record_norms(self, name: str, norms: Mapping[str, float]) -> None:
