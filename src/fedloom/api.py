@@ -9,7 +9,15 @@ from fedloom.core.client import Client
 from fedloom.core.facts import Facts, model_schema
 from fedloom.core.message import Message, Schema, flatten, tree_map, unflatten
 from fedloom.core.method import Method, Plugin
-from fedloom.core.phase import Computed, Phase, averaged, peer_messages, phase, summed
+from fedloom.core.phase import (
+    Computed,
+    Phase,
+    averaged,
+    peer_messages,
+    phase,
+    runs_once,
+    summed,
+)
 from fedloom.core.replies import Replies
 from fedloom.core.server import Server
 from fedloom.core.settings import setting
@@ -78,6 +86,7 @@ __all__ = [
     "parse_spec",
     "peer_messages",
     "phase",
+    "runs_once",
     "seeded",
     "setting",
     "squared_distance",

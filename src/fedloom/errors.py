@@ -29,6 +29,10 @@ class SecondWriterError(DataError):
     """Another process has written to a file of this run. This process writes no more to it."""
 
 
+class NotFiniteError(MessageError):
+    """A message with a number that is not finite, or too large to travel."""
+
+
 class Refusal(MessageError):  # noqa: N818
     """A client refuses a request, because the answer could expose its data or a peer's data."""
 

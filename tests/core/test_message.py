@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from fedloom.core.message import (
+    DEFAULT_LIMIT,
     DTYPES,
+    Limit,
     batched,
     check,
     decode,
@@ -15,6 +17,7 @@ from fedloom.core.message import (
     encoded_size,
     flatten,
     isolate,
+    largest_size,
     schema_of,
     tree_map,
     unflatten,
@@ -105,7 +108,7 @@ def test_format_phase_and_limit():
     with pytest.raises(MessageError, match="belongs to 'train'"):
         decode(data, "evaluate")
     with pytest.raises(MessageError, match="limit"):
-        decode(data, "train", limit=10)
+        decode(data, "train", Limit(10, 10))
     with pytest.raises(MessageError, match="speaks 'fedloom/1'"):
         decode(
             save({"w": torch.ones(2)}, metadata={"format": "fedloom/2", "phase": "train"}), "train"
@@ -196,3 +199,50 @@ def test_messages_that_differ_stay_apart(other):
     assert batched({"a": {"w": torch.ones(2)}, "b": other}) is None
     assert batched({"a": {}, "b": {}}) is None
     assert batched({}) is None
+
+
+# ---- how long a message may be ----
+SCHEMA = (("a/b", "float32", (3, 4)), ("counts", "int64", (2,)))
+ANY_LENGTH = (("a/b", "float32", (-1, 4)), ("counts", "int64", (-1,)))
+
+
+def of_length(n):
+    return {"a": {"b": torch.zeros(n, 4)}, "counts": torch.zeros(n, dtype=torch.int64)}
+
+
+def test_a_message_is_as_long_as_its_schema_says():
+    message = {"a": {"b": torch.zeros(3, 4)}, "counts": torch.zeros(2, dtype=torch.int64)}
+    data, limit = encode(message, "train"), largest_size(SCHEMA, "train")
+    assert limit == (len(data), int.from_bytes(data[:8], "little"))
+    assert decode(data, "train", limit).keys() == message.keys()
+    for shorter in (limit._replace(total=limit.total - 1), limit._replace(header=limit.header - 1)):
+        with pytest.raises(MessageError, match="more than the limit"):
+            decode(data, "train", shorter)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 12345])
+def test_any_length_fits_and_its_header_is_limited_all_the_same(n):
+    limit = largest_size(ANY_LENGTH, "train")
+    assert limit.total == DEFAULT_LIMIT.total
+    assert limit.header < 300
+    assert flatten(decode(encode(of_length(n), "train"), "train", limit)).keys() == {
+        "a/b",
+        "counts",
+    }
+
+
+def bomb(size):
+    """A message whose header is a JSON text that takes many times its length in memory."""
+    start = '{"__metadata__":{"format":"fedloom/1","phase":"train"},"a":['
+    text = start + ",".join(["{}"] * ((size - len(start) - 2) // 3)) + "]}"
+    return len(text).to_bytes(8, "little") + text.encode()
+
+
+@pytest.mark.parametrize("limit", [DEFAULT_LIMIT, largest_size(ANY_LENGTH, "train")])
+def test_a_long_header_is_not_parsed(limit, monkeypatch):
+    data = bomb(DEFAULT_LIMIT.header + 100)
+    monkeypatch.setattr("json.loads", lambda *_, **__: pytest.fail("it was parsed"))
+    with pytest.raises(MessageError, match=r"the header claims 10\d+ bytes, more than the limit"):
+        decode(data, "train", limit)
+    with pytest.raises(pytest.fail.Exception, match="it was parsed"):
+        decode(data, "train", Limit(len(data), len(data)))

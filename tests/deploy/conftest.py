@@ -15,6 +15,7 @@ NEED_FLOWER = (
     "test_encoding",
     "test_flower",
     "test_key_life",
+    "test_long_answers",
     "test_names",
     "test_party",
     "test_party_files",

@@ -197,6 +197,24 @@ def test_a_restarted_party_is_readmitted_and_has_lost_its_state(deployed):
     assert absences(deployed.train(made, 2)) == {}
 
 
+def test_a_restarted_party_that_claims_another_size_is_refused(deployed, monkeypatch):
+    made, told = deployed.begun(), []
+    before, made.on_join = dict(made.sizes), told.append
+    deployed.transport.parties["bank-b"] = deployed.party("bank-b")
+    hello = Party._hello
+
+    def greedy(self, order, session):
+        answer = hello(self, order, session)
+        return {**answer, "size": {**answer["size"], "items": 2**53}}
+
+    monkeypatch.setattr(Party, "_hello", greedy)
+    items = before["bank-b"].items
+    said = f"items 9007199254740992, at the start of the run it said {items}"
+    assert absences(deployed.train(made))["bank-b"] == f"refused: it claims another size: {said}"
+    assert made.sizes == before
+    assert told == []
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -23,7 +23,8 @@ from tests.faults.test_signals import ended, start
 from fedloom import _system
 from fedloom.core import message, replies, server, waist
 from fedloom.core.absence import AbsenceTracker
-from fedloom.core.message import FORMAT, decode, encode
+from fedloom.core.message import DEFAULT_LIMIT, FORMAT, Limit, decode, encode
+from fedloom.core.phase import Range
 from fedloom.errors import DataError, FedloomError, MessageError
 from fedloom.experiments import checkpoint
 
@@ -76,6 +77,7 @@ def test_without_the_check_one_client_outweighs_all(node_federation, monkeypatch
     reference = go(only(node_federation, ("0", "2", "3")), rounds=1)
     for module in (server, replies):
         monkeypatch.setattr(module, "require_weight", lambda *_: None)
+    monkeypatch.setattr(Range, "check", lambda *_: None)
     Schedule(monkeypatch, {(None, "size", "1"): lambda reply: {"size": torch.tensor(2**62)}})
     result = go(node_federation, rounds=1)
     assert absences(result) == []
@@ -130,9 +132,22 @@ def test_ten_times_what_is_expected_is_refused_within_twice_the_limit():
 
     def refused():
         with pytest.raises(MessageError, match="more than the limit"):
-            decode(large, "train", limit=len(large) // 10)
+            decode(large, "train", Limit(len(large) // 10, 2**20))
 
     assert grown(refused) < 2 * len(large) // 10
+
+
+def test_a_header_of_many_objects_takes_no_memory_unless_its_length_is_allowed():
+    start = '{"__metadata__":{"format":"fedloom/1","phase":"train"},"a":['
+    text = (start + "{}," * 2**20 + "{}]}").encode()  # 3 MB
+    data = len(text).to_bytes(8, "little") + text
+
+    def refused(limit):
+        with pytest.raises(MessageError):
+            decode(data, "train", limit)
+
+    assert grown(lambda: refused(DEFAULT_LIMIT)) < 2**20
+    assert grown(lambda: refused(Limit(len(data), len(data)))) > 60 * 2**20
 
 
 # ---- F16: bits that flip on the disk ----

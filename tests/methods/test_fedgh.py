@@ -10,6 +10,8 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.faults.schedule import LOST
+from tests.faults.schedule import Schedule as Faults
 from tests.watching import Largest
 from torch import nn
 
@@ -869,3 +871,16 @@ def test_memory_is_linear_in_nodes_and_edges():
         largest.append(seen.numel)
     assert largest[1] <= 2.1 * largest[0]
     assert largest[1] < 8000 * 8000 / 10
+
+
+@pytest.mark.parametrize("refine_by", ["server", "noise", "pseudo-graph"])
+def test_a_client_that_refines_too_late_is_refined_once(refine_by, node_federation, monkeypatch):
+    settings = {**SMALL, "refine_by": refine_by, "quorum": 0.5, "model": "gcn-2x8", "rounds": 2}
+    expected = run("fedgh", node_federation, **settings)
+    # The client runs the phase, and its answer does not arrive. It is handed the phase again.
+    Faults(monkeypatch, {(0, "refine", "1"): [LOST]})
+    result = run("fedgh", node_federation, **settings)
+    assert result.summary["absences"] == {"1": 1}
+    for owner, model in expected.final_models.items():
+        for name, tensor in flatten(model).items():
+            assert torch.equal(tensor, flatten(result.final_models[owner])[name])

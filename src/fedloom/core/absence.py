@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fedloom.core.message import Absent, Message
+from fedloom.errors import NotFiniteError
 
 SILENT = Absent("did not answer")  # the engine has no reply and knows no reason
 
@@ -209,6 +210,13 @@ class AbsenceCounts:
     def summary(self) -> dict[str, Any]:
         """Returns how often each client was absent, and how many messages were sent again."""
         return {"absences": dict(self._count), "retried": self._retried}
+
+
+def not_finite(absent: Absent) -> bool:
+    """Returns whether a client is absent because a number in its reply is not finite."""
+    # In a secure run the client itself finds out, and a party far away says it in words.
+    words = absent.cause.startswith(NotFiniteError.__name__)
+    return isinstance(absent.error, NotFiniteError) or words
 
 
 def too_few(answered: Collection[str], asked: int, needed: int) -> str:

@@ -111,7 +111,7 @@ class PlainAggregation:
         """Asks the clients; the server can read what they write."""
         bound, messages = request.phase, server.address(request)
 
-        def expected(client: str, reply: Message) -> Schema:
+        def expected(client: str, reply: Message | None) -> Schema:
             return bound.phase.peer_schema(
                 bound.method, server.facts, messages[client], reply, client
             )

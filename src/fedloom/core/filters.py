@@ -280,11 +280,8 @@ class Filters:
             schema: The schema of the decoded reply.
             sender: The client and its phase, for errors.
         """
-        layouts = {row[0]: self._layout(row[2]) for row in schema if _is_encoded(phase, *row)}
-        expected = [row for row in schema if row[0] not in layouts]
-        for name, layout in layouts.items():
-            expected += [(f"{name}/{key}", *part) for key, part in layout.items()]
-        check_schema(schema_of(reply), tuple(sorted(expected)), sender)
+        layouts = self._layouts(phase, schema)
+        check_schema(schema_of(reply), self.encoded_schema(phase, schema), sender)
         flat = flatten(reply)
         decoded: dict[str, Tensor] = {}
         for name, _, shape in schema:
@@ -298,6 +295,18 @@ class Filters:
             original = _original(phase, name)
             decoded[name] = sent[original] + tensor if original else tensor
         return unflatten(decoded)
+
+    def encoded_schema(self, phase: Phase, schema: Schema) -> Schema:
+        """Returns the schema of an encoded reply, from that of the reply."""
+        layouts = self._layouts(phase, schema)
+        rows = [row for row in schema if row[0] not in layouts]
+        for name, layout in layouts.items():
+            rows += [(f"{name}/{key}", *part) for key, part in layout.items()]
+        return tuple(sorted(rows))
+
+    def _layouts(self, phase: Phase, schema: Schema) -> dict[str, Layout]:
+        """Returns the layouts of the tensors of a reply that are encoded, by name."""
+        return {row[0]: self._layout(row[2]) for row in schema if _is_encoded(phase, *row)}
 
     # ---- one tensor through the chain ----
     def _layout(self, shape: Shape) -> Layout:

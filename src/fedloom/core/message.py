@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedloom._system import plain_text
 from fedloom.core.shared_rows import SharedRows
-from fedloom.errors import MessageError
+from fedloom.errors import MessageError, NotFiniteError
 
 Message: TypeAlias = dict[str, Any]  # each value is a Tensor or another Message
 Schema: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]  # (name, dtype, shape), sorted
@@ -41,11 +41,26 @@ DTYPES = {
     "bool": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-DEFAULT_LIMIT = 2**31  # bytes; a deployment sets its own
 # The largest absolute value in a message: the sum of a hundred million such still is a float32.
 LARGEST = 2.0**100
 # The most nested groups, and dimensions of a tensor. Python's recursion and torch have limits too.
 DEPTH_LIMIT = 64
+
+
+class Limit(NamedTuple):
+    """How long an encoded message may be.
+
+    Attributes:
+        total: The most bytes of the whole message.
+        header: The most bytes of its header. Parsed JSON takes about 25 times its length in memory.
+    """
+
+    total: int
+    header: int
+
+
+# Of a message whose schema is not known. A tensor takes about 100 bytes of the header.
+DEFAULT_LIMIT = Limit(2**30, 2**20)
 
 
 # ---- shape of a message ----
@@ -166,11 +181,6 @@ class Batch(Mapping[str, Message]):
         stack = self.stacks[name]
         return stack.dense() if isinstance(stack, SharedRows) else stack
 
-    def numbers(self) -> Iterator[Tensor]:
-        """Yields tensors that together hold every number of the messages."""
-        for stack in self.stacks.values():
-            yield stack.stored if isinstance(stack, SharedRows) else stack
-
 
 def joined_batches(batches: Sequence[Batch], clients: Sequence[str]) -> Batch | None:
     """Copies batches of different clients into one, in the order of `clients`.
@@ -263,22 +273,23 @@ def encode(message: Message, phase: str) -> bytes:
     return save_safetensors(flat, metadata={"format": FORMAT, "phase": phase})
 
 
-def decode(data: bytes, phase: str, limit: int = DEFAULT_LIMIT) -> Message:
+def decode(data: bytes, phase: str, limit: Limit = DEFAULT_LIMIT) -> Message:
     """Decodes bytes from another party. Raises a MessageError unless they are as `encode` writes.
 
-    It checks, in this order: size, header, format and phase, layout, names, and that all numbers
-    are finite. `check` compares names, dtypes and shapes with what the phase expects.
+    It checks, in this order: both lengths, header, format and phase, layout, names, and that all
+    numbers are finite. Nothing is parsed before the lengths are checked. `check` compares names,
+    dtypes and shapes with what the phase expects.
 
     Args:
         data: The bytes.
         phase: The phase that they must belong to.
-        limit: The largest number of bytes.
+        limit: How long they may be; `largest_size` gives the limit of a schema.
     """
-    if len(data) > limit:
+    if len(data) > limit.total:
         raise MessageError(
-            f"message for {phase!r}: {len(data)} bytes, more than the limit of {limit}"
+            f"message for {phase!r}: {len(data)} bytes, more than the limit of {limit.total}"
         )
-    header = _header(data, phase)
+    header = _header(data, phase, limit.header)
     metadata = header.get("__metadata__")
     said = metadata if isinstance(metadata, dict) else {}
     if said.get("format") != FORMAT:
@@ -310,10 +321,15 @@ def decode(data: bytes, phase: str, limit: int = DEFAULT_LIMIT) -> Message:
     return message
 
 
-def _header(data: bytes, phase: str) -> dict[str, Any]:
+def _header(data: bytes, phase: str, limit: int) -> dict[str, Any]:
     if len(data) < 8:
         raise MessageError(f"message for {phase!r}: {len(data)} bytes, too short to be one")
     length = int.from_bytes(data[:8], "little")
+    if length > limit:
+        raise MessageError(
+            f"message for {phase!r}: the header claims {length} bytes, more than the limit of "
+            f"{limit}"
+        )
     if length > len(data) - 8:
         raise MessageError(
             f"message for {phase!r}: cut off (the header claims {length} bytes, "
@@ -359,38 +375,80 @@ def travels(tensor: Tensor) -> bool:
     return low.item() >= -LARGEST and high.item() <= LARGEST
 
 
+def norm_of(message: Message) -> float:
+    """Returns the Euclidean norm of all floating-point numbers of a message."""
+    floats = _floats(flatten(message).values())
+    norm = math.hypot(*(float(torch.linalg.vector_norm(t)) for t in floats))
+    if math.isfinite(norm):
+        return norm
+    return math.hypot(*(float(torch.linalg.vector_norm(t.double())) for t in floats))
+
+
+def norms_of(batch: Batch) -> Tensor:
+    """Returns a norm of each message of a batch, [clients]; NaN or infinite if one of it is.
+
+    A message that shares rows counts all rows that are shared, so that none is missed.
+    """
+    norms = torch.zeros(len(batch), dtype=torch.float64)
+    for stack in batch.stacks.values():
+        if not stack.dtype.is_floating_point or not math.prod(stack.shape):
+            continue
+        if isinstance(stack, SharedRows):
+            norms = norms.hypot(torch.linalg.vector_norm(stack.stored).double())
+        else:
+            norms = norms.hypot(
+                torch.linalg.vector_norm(stack.reshape(len(stack), -1), dim=1).double()
+            )
+    return norms
+
+
+def _floats(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+
+
 def require_finite(message: Message, sender: str) -> None:
     """Raises a MessageError that names the tensor if a number cannot travel; see `travels`."""
     for name, tensor in flatten(message).items():
         if not travels(tensor):
             bad = tensor[~(tensor.double().abs() <= LARGEST)][0].item()
-            raise MessageError(
+            raise NotFiniteError(
                 f"{sender}: tensor {name!r} holds {bad}: only finite numbers travel, "
                 "up to 2^100 in size"
             )
 
 
+# ---- lengths ----
 @lru_cache(maxsize=4096)
-def _encoded_size(schema: Schema, phase: str) -> int:
+def largest_size(schema: Schema, phase: str) -> Limit:
+    """Returns the length of the largest valid message of a schema.
+
+    It is the exact length, unless the schema has a shape with a -1, which stands for any length.
+    The whole message then may have as many bytes as `DEFAULT_LIMIT` allows. Its header still is
+    limited by the names, dtypes and numbers of dimensions.
+    """
     # Encodes the message without its numbers, and then puts the real shapes and places into the
     # header. So nothing large is allocated.
     flat = {name: torch.zeros(0, dtype=DTYPES[dtype]) for name, dtype, _ in schema}
-    header = _header(encode(unflatten(flat), phase), phase)
+    encoded = encode(unflatten(flat), phase)
+    header = _header(encoded, phase, len(encoded))
     tensors = {name: (DTYPES[dtype].itemsize, shape) for name, dtype, shape in schema}
+    free = any(-1 in shape for _, _, shape in schema)
     place = 0
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         width, shape = tensors[name]
-        end = place + width * math.prod(shape)
-        entry["shape"], entry["data_offsets"], place = shape, (place, end), end
+        end = DEFAULT_LIMIT.total if free else place + width * math.prod(shape)
+        entry["shape"] = [DEFAULT_LIMIT.total if n == -1 else n for n in shape]
+        entry["data_offsets"], place = (DEFAULT_LIMIT.total if free else place, end), end
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    return 8 + -(-len(text) // 8) * 8 + place
+    padded = -(-len(text) // 8) * 8
+    return Limit(DEFAULT_LIMIT.total if free else 8 + padded + place, padded)
 
 
 def encoded_size(schema: Schema, phase: str) -> int:
     """Returns the number of bytes that `encode` returns for a message of this schema."""
-    return _encoded_size(schema, phase)
+    return largest_size(schema, phase).total
 
 
 # ---- checks ----

@@ -52,6 +52,8 @@ class Method(ABC):
         validates: Clients choose between models by their validation items.
         min_replies: The fewest replies that an exchange can continue with, whatever the quorum.
         requires_all: Phases that no client may be absent from, whatever the quorum.
+        partial_participation: A round may leave out clients (`run.participation`). False for a
+            method with one round: a client that is left out of it would never be trained.
         discloses_to_server: What the server learns that is as large as a client's data.
         discloses_to_peers: What other clients learn about a client's features and labels, other
             than through the model.
@@ -73,6 +75,7 @@ class Method(ABC):
     validates: ClassVar[bool] = False
     min_replies: ClassVar[int] = 1
     requires_all: ClassVar[tuple[str, ...]] = ()
+    partial_participation: ClassVar[bool] = True
     discloses_to_server: ClassVar[str] = ""
     discloses_to_peers: ClassVar[str] = ""
     predicts_unseen: ClassVar[bool] = True
@@ -94,15 +97,15 @@ class Method(ABC):
     def run(self, server: Server) -> None:
         """The algorithm, from top to bottom. It asks for the phases it needs, `setup` included."""
 
-    @phase(size="int64[]")
+    @phase(size="int64[] is size")
     def size(self, client: Client) -> Message:
         """n_k, the number of the client's items: the weight in `@averaged(by="size")`."""
         return {"size": torch.tensor(max(1, client.graph.num_items))}  # inductive: may be empty
 
     @phase(
-        val="int64[C,C]",
-        test="int64[C,C]",
-        auc="float32[2]",
+        val="int64[C,C] counts val",
+        test="int64[C,C] counts test",
+        auc="float32[2] in -1..1",
         probabilistic="float32[2,4]",
         loss="float32[]",
     )
@@ -131,7 +134,12 @@ class Method(ABC):
         }
 
     @summed
-    @phase(scores="float64[6,4]", more="float64[8,4]", confusion="int64[C,C]", loss="float64[2]")
+    @phase(
+        scores="float64[6,4]",
+        more="float64[8,4]",
+        confusion="int64[C,C] counts test",
+        loss="float64[2]",
+    )
     def evaluate_sum(self, client: Client, model: Message | None = None) -> Message:
         """`evaluate` for a secure run: its sum over clients gives averages and one matrix."""
         reply = self.evaluate(client, model)
@@ -150,7 +158,7 @@ class Method(ABC):
         }
 
     @summed
-    @phase(counts="int64[C]")
+    @phase(counts="int64[C] counts train")
     def count_labels(self, client: Client) -> Message:
         """The number of training items of each class, for `run.class_weight`."""
         graph = client.graph
@@ -270,6 +278,7 @@ class Plugin(ABC):
     transductive: ClassVar[bool] = False
     validates: ClassVar[bool] = False
     requires_all: ClassVar[tuple[str, ...]] = ()
+    partial_participation: ClassVar[bool] = True
     discloses_to_server: ClassVar[str] = ""
     discloses_to_peers: ClassVar[str] = ""
     predicts_unseen: ClassVar[bool] = True
@@ -318,7 +327,7 @@ def composed(plugin: type[Plugin], method: type[Method], name: str) -> type[Meth
     either = ("uses_cross_edges", "transductive", "validates", "keeps_logits")
     both = ("discloses_to_server", "discloses_to_peers", "unseen_needs")
     joined = {"run", "check", "tasks", "requires_all", "artifacts", "joint_artifacts"}
-    joined.add("predicts_unseen")
+    joined |= {"predicts_unseen", "partial_participation"}
     names = {*dir(plugin), *(f.name for f in fields(plugin))} - {*joined, *either, *both}
     taken = {*dir(method), *(f.name for f in fields(method))}
     for key in sorted(names & taken):
@@ -329,7 +338,8 @@ def composed(plugin: type[Plugin], method: type[Method], name: str) -> type[Meth
     body: dict[str, Any] = {"__module__": plugin.__module__, "__doc__": plugin.__doc__}
     body |= {"tasks": tasks, "requires_all": (*plugin.requires_all, *method.requires_all)}
     body |= {key: getattr(plugin, key) or getattr(method, key) for key in either}
-    body["predicts_unseen"] = plugin.predicts_unseen and method.predicts_unseen
+    for key in ("predicts_unseen", "partial_participation"):
+        body[key] = getattr(plugin, key) and getattr(method, key)
     for key in both:
         body[key] = "; ".join(filter(None, (getattr(plugin, key), getattr(method, key))))
     joint = type(f"{plugin.__name__}{method.__name__}", (plugin, method), body)

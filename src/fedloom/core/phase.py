@@ -16,29 +16,146 @@ engine. A text is one of
                        *name: the number of true entries of the reply's own bool tensor `name`
                        n: any length; the method must say what that reveals (`discloses_to_server`)
 
+Behind a tensor, a range can limit its entries, as in "int64[] is size" or "int64[C] counts train":
+
+    in LOW..HIGH   every entry is at least LOW and at most HIGH; a bound that is left out is no
+                   bound
+    counts MANY    every entry is at least 0, and they add up to at most MANY
+    is NUMBER      every entry is that number
+
+A bound is a number, a setting of the method, or one of the counts that the client said at the start
+of the run: nodes, items, train, val, test, and size: the items that training sees, at least 1. So a
+client cannot claim more than it said. See `Range`.
+
 Anything else is a `Computed` schema, written in the method's own file.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
+from torch import Tensor
 
 from fedloom.core.facts import Facts, model_schema
-from fedloom.core.message import DTYPES, Message, Schema, schema_of
+from fedloom.core.message import (
+    DEFAULT_LIMIT,
+    DTYPES,
+    Limit,
+    Message,
+    Schema,
+    largest_size,
+    schema_of,
+)
+from fedloom.data.federation import PartySize
 from fedloom.errors import MessageError
 
 if TYPE_CHECKING:
     from fedloom.core.method import Method
 
-_TENSOR = re.compile(r"(?P<dtype>" + "|".join(DTYPES) + r")\[(?P<dims>[\w*, ]*)\]")
+_TENSOR = re.compile(
+    r"(?P<dtype>" + "|".join(DTYPES) + r")\[(?P<dims>[\w*, ]*)\]"
+    r"(?: (?:in (?P<low>[\w.-]*?)\.\.(?P<high>[\w.-]*)|counts (?P<many>\w+)|is (?P<number>\w+)))?"
+)
+COUNTS = ("nodes", "items", "train", "val", "test")  # of `PartySize`
+
+
+@dataclass(frozen=True)
+class Range:
+    """The entries that a tensor of a reply may have; see the syntax above.
+
+    Args:
+        low: The bound from below; "" for none.
+        high: The bound from above; "" for none.
+        adds_up: Whether the bound from above is one of the sum of the entries.
+    """
+
+    low: str
+    high: str
+    adds_up: bool = False
+
+    def check(
+        self,
+        name: str,
+        stack: Tensor,
+        method: object,
+        sizes: Sequence[Mapping[str, int]],
+        senders: Callable[[int], str],
+    ) -> None:
+        """Raises a MessageError that names the first sender whose entries are out of the range.
+
+        Args:
+            name: The name of the tensor.
+            stack: The tensors of several senders, [senders, ...].
+            method: The method, whose settings may be bounds.
+            sizes: What each sender said at the start, by name. A count that is not there bounds
+                nothing from above, and from below by 0.
+            senders: Returns the name of a sender, by its position.
+        """
+        rows = stack.detach().reshape(len(stack), -1).double()
+        if not rows.shape[1]:
+            return
+        low = self._bound(self.low, method, sizes, 0.0, -math.inf)
+        high = self._bound(self.high, method, sizes, math.inf, math.inf)
+        least, most = rows.amin(1), rows.sum(1) if self.adds_up else rows.amax(1)
+        wrong = (least < low) | (most > high)
+        if not wrong.any():
+            return
+        k = int(wrong.nonzero()[0])
+        too_low = bool(least[k] < low[k])
+        what = "adds up to" if self.adds_up and not too_low else "holds"
+        value = float(least[k] if too_low else most[k])
+        raise MessageError(
+            f"{senders(k)}: tensor {name!r} {what} {value:.15g}, must be "
+            f"{self._words(float(low[k]), float(high[k]))}"
+        )
+
+    def _bound(
+        self,
+        bound: str,
+        method: object,
+        sizes: Sequence[Mapping[str, int]],
+        not_said: float,
+        none: float,
+    ) -> Tensor:
+        """Returns a bound for each sender: `not_said` for a count that is not known."""
+        if bound in (*COUNTS, "size"):
+            return torch.tensor([size.get(bound, not_said) for size in sizes]).double()
+        number = getattr(method, bound) if bound.isidentifier() else float(bound or none)
+        return torch.full((len(sizes),), float(number), dtype=torch.float64)
+
+    def _words(self, low: float, high: float) -> str:
+        counts = [b for b in dict.fromkeys((self.low, self.high)) if b in (*COUNTS, "size")]
+        told = f", the {counts[0]} that it said at the start of the run" if counts else ""
+        if low == high:
+            return f"{low:.15g}{told}"
+        if high == math.inf:
+            return f"at least {low:.15g}{told}"
+        return f"from {low:.15g} to {high:.15g}{told}"
+
+
+def message_limit(facts: Facts) -> Limit:
+    """Returns how long a message to a client can be.
+
+    A phase declares the names of its message, not the shapes. So the limit of the header is a
+    generous one: about 2,500 tensors, four times the tensors of a model, and about 40 tensors from
+    each client, which an inbox may have.
+    """
+    models = [largest_size(model_schema(spec, facts), "").header for spec in set(facts.models)]
+    return Limit(DEFAULT_LIMIT.total, 2**18 + 4 * max(models) + 2**12 * facts.num_clients)
+
+
+def said(size: PartySize, inductive: bool) -> dict[str, int]:
+    """Returns the counts that a client said at the start, and its `size`; see the syntax above."""
+    counts = {name: int(getattr(size, name)) for name in COUNTS}
+    return {**counts, "size": max(1, counts["train" if inductive else "items"])}
 
 
 @dataclass(frozen=True)
@@ -46,8 +163,9 @@ class Computed:
     """A declaration that a method computes.
 
     Args:
-        schema: Takes the method, the facts, the message and the reply (None if it is not known
-            yet). Returns the schema of what the reply holds under the name; "" is the name itself.
+        schema: Takes the method, the facts, the message and the reply. Returns the schema of what
+            the reply holds under the name; "" is the name itself. If the reply is None, it returns
+            the schema of the longest valid reply.
         depends_on_reply: Whether the schema depends on the reply.
     """
 
@@ -71,6 +189,7 @@ class Phase:
         weighted_by: The phase whose reply is a client's weight in the mean. "": equal weights.
         read_by: The phase that reads the peer messages of this one. "": it answers the server.
         encrypted: Whether a secure run encrypts its peer messages.
+        runs_once: Whether it runs once if it is delivered twice in a row.
     """
 
     function: Callable[..., Message]
@@ -81,6 +200,7 @@ class Phase:
     weighted_by: str = ""
     read_by: str = ""
     encrypted: bool = True
+    runs_once: bool = False
 
     @property
     def name(self) -> str:
@@ -94,6 +214,22 @@ class Phase:
             declared.depends_on_reply if isinstance(declared, Computed) else "*" in declared
             for declared in self.reply.values()
         )
+
+    @cached_property
+    def ranges(self) -> Mapping[str, Range]:
+        """The declared ranges, by name."""
+        found: dict[str, Range] = {}
+        for name, declared in self.reply.items():
+            match = _TENSOR.fullmatch(declared) if isinstance(declared, str) else None
+            if match is None:
+                continue
+            if match["many"]:
+                found[name] = Range("0", match["many"], adds_up=True)
+            elif match["number"]:
+                found[name] = Range(match["number"], match["number"])
+            elif match["low"] or match["high"]:
+                found[name] = Range(match["low"], match["high"])
+        return MappingProxyType(found)
 
     @property
     def updates(self) -> dict[str, str]:
@@ -126,6 +262,22 @@ class Phase:
             valid = ", ".join(self.parameters) or "nothing"
             raise MessageError(f"{receiver}: {self.name!r} does not take {name!r}; valid: {valid}")
 
+    def require_ranges(
+        self, method: Method, reply: Message, size: Mapping[str, int], sender: str
+    ) -> None:
+        """Raises a MessageError that names the sender if its reply is out of a declared range.
+
+        Args:
+            method: The method that the phase belongs to.
+            reply: The reply, of the right schema.
+            size: What the client said at the start of the run; see `said`.
+            sender: The client and its phase, for errors.
+        """
+        contents = reply.values() if self.read_by else (reply,)
+        for content in contents if self.ranges else ():
+            for name, allowed in self.ranges.items():
+                allowed.check(name, content[name].unsqueeze(0), method, (size,), lambda k: sender)
+
     def reply_schema(
         self,
         method: Method,
@@ -145,6 +297,7 @@ class Phase:
         """
         rows: list[tuple[str, str, tuple[int, ...]]] = []
         for name, declared in self.reply.items():
+            inner: Schema
             if isinstance(declared, Computed):
                 inner = declared.schema(method, facts, message, reply)
             elif declared == "weights":
@@ -159,14 +312,34 @@ class Phase:
                 rows.append((f"{name}/{key}" if key else name, dtype, shape))
         return tuple(sorted(rows))
 
+    def longest_schema(
+        self, method: Method, facts: Facts, message: Message, model: Schema = ()
+    ) -> Schema:
+        """Returns the schema of the longest reply that `reply_schema` allows; -1: any length."""
+        texts = {name: d for name, d in self.reply.items() if isinstance(d, str)}
+        shapes = {
+            name: _tensor_of(d, method, facts, None)[1]
+            for name, d in texts.items()
+            if d.startswith("bool[")
+        }
+        full: Message = {
+            name: torch.ones(shape, dtype=torch.bool)
+            for name, shape in shapes.items()
+            if -1 not in shape
+        }
+        return self.reply_schema(method, facts, message, model, full or None)
+
     def peer_schema(
-        self, method: Method, facts: Facts, message: Message, reply: Message, sender: str
+        self, method: Method, facts: Facts, message: Message, reply: Message | None, sender: str
     ) -> Schema:
         """Returns the schema that a client's peer messages, {receiver: message}, must have.
 
-        A client chooses its receivers; the phase declares what each message holds.
+        A client chooses its receivers; the phase declares what each message holds. Without a reply,
+        it is the schema of messages to all other clients.
         """
         content = self.reply_schema(method, facts, message)
+        if reply is None:
+            reply = {name: None for name in facts.clients if name != sender}
         for receiver in reply:
             if receiver not in facts.clients or receiver == sender:
                 others = ", ".join(c for c in facts.clients if c != sender)
@@ -205,9 +378,9 @@ def phase(**reply: Declaration) -> Callable[[Callable[..., Message]], Phase]:
             continue
         known = declared == "weights" or declared[:1] in ("=", "~") or _TENSOR.fullmatch(declared)
         if not known:
-            valid = "'=name', '~name', 'weights' or 'dtype[dims]'"
+            valid = "'=name', '~name', 'weights' or 'dtype[dims]', which a range may follow"
             raise ValueError(f"phase: {name}={declared!r} is none of {valid}")
-        for counted in re.findall(r"\*([^,\]]*)", declared):
+        for counted in re.findall(r"\*([^,\] ]*)", declared):
             if not str(reply.get(counted, "")).startswith("bool["):
                 raise ValueError(
                     f"phase: {name}={declared!r} counts the true entries of {counted!r}, "
@@ -234,6 +407,15 @@ def summed(marked: Phase) -> Phase:
     A secure run reveals nothing but that sum.
     """
     return _documented(replace(marked, aggregate="sum"))
+
+
+def runs_once(marked: Phase) -> Phase:
+    """Marks a phase before the rounds that changes what it starts from, or draws random numbers.
+
+    A client that has answered too late is handed such a phase again, as its next order. With the
+    same message it then gives the same answer, and does not run a second time.
+    """
+    return _documented(replace(marked, runs_once=True))
 
 
 def averaged(by: str = "") -> Callable[[Phase], Phase]:
@@ -319,10 +501,14 @@ __all__ = [
     "BoundPhase",
     "Computed",
     "Phase",
+    "Range",
     "averaged",
+    "message_limit",
     "model_schema",
     "peer_messages",
     "phase",
     "phases_of",
+    "runs_once",
+    "said",
     "summed",
 ]

@@ -18,8 +18,8 @@ from fedloom.core.message import Message, Schema, flatten, require_finite
 from fedloom.core.method import Method
 from fedloom.core.phase import BoundPhase
 from fedloom.core.replies import Replies, require_weight
-from fedloom.core.waist import Call, Waist
-from fedloom.errors import ConfigError, unknown
+from fedloom.core.waist import Call, Sizes, Waist
+from fedloom.errors import ConfigError, NotFiniteError, unknown
 from fedloom.nn.weights import weights
 
 
@@ -61,7 +61,8 @@ class RoundPolicy:
 class Server(Waist):
     """Public facts, the server's own state and random streams, and requests to clients.
 
-    It never holds a graph.
+    It never holds a graph. `sizes` and `inductive` say what the clients said about their graphs at
+    the start of the run; the ranges that phases declare are checked against it.
 
     Attributes:
         clients: All clients' names.
@@ -80,10 +81,12 @@ class Server(Waist):
         policy: RoundPolicy,
         observer: Observer,
         aggregation: Aggregation | None = None,
+        sizes: Sizes = dict,
+        inductive: bool = False,
     ):
         if facts.secure is not None and aggregation is None:
             raise ValueError("the server of a secure run needs the aggregation of fedloom.privacy")
-        super().__init__(method, facts, call, policy.faults, policy.retries)
+        super().__init__(method, facts, call, policy.faults, policy.retries, sizes, inductive)
         self.streams: dict[str, torch.Generator] = {}
         self.participants: Sequence[str] = self.clients
         self.notes: dict[str, float] = {}
@@ -160,7 +163,8 @@ class Server(Waist):
     ) -> Message:
         """`ask` for the sum of the replies. The phase is marked `@summed`."""
         _require_aggregate(phase, "sum")
-        return self.aggregation.sum(self, Request(phase, clients, each, message))
+        total = self.aggregation.sum(self, Request(phase, clients, each, message))
+        return self._finite(phase, total, "sum")
 
     def mean(
         self,
@@ -172,7 +176,8 @@ class Server(Waist):
     ) -> Message:
         """`ask` for the mean of the replies. The phase is marked `@averaged`."""
         _require_aggregate(phase, "mean")
-        return self.aggregation.mean(self, Request(phase, clients, each, message))
+        mean = self.aggregation.mean(self, Request(phase, clients, each, message))
+        return self._finite(phase, mean, "mean")
 
     def relay(self, phase: BoundPhase, *, book_as: str | None = None, **message: Any) -> None:
         """Client to client: all clients write in `phase`, and read in the phase it names.
@@ -226,12 +231,25 @@ class Server(Waist):
         self.aggregation.evaluate(self, sent, stage)
         self.seconds_evaluating += time.perf_counter() - begun
 
+    def _finite(self, phase: BoundPhase, aggregate: Message, how: str) -> Message:
+        """Returns a sum or mean; raises RoundFailed if a client could not compute with it."""
+        try:
+            require_finite(aggregate, f"the {how} of the clients' answers")
+        except NotFiniteError as error:
+            raise self.diverged(phase.name, str(error)) from error
+        return aggregate
+
     # ---- how requests become exchanges ----
     def address(self, request: Request) -> dict[str, Message]:
         """Returns {client: message} in client order, checked: clients, numbers and names."""
         phase, each, message = request.phase, request.each, request.message
         for content in (message, *(each or {}).values()):
-            require_finite(content, f"to the clients in {phase.name!r}")
+            try:
+                require_finite(content, f"to the clients in {phase.name!r}")
+            except NotFiniteError as error:
+                if not self.round:  # nothing came from clients before
+                    raise
+                raise self.diverged(phase.name, str(error)) from error
         asked = self.participants if request.clients is None else request.clients
         wanted = set(each if each is not None else asked)
         for client in sorted(wanted - set(self.clients)):
@@ -262,7 +280,10 @@ class Server(Waist):
             refuse: A further check of a reply; it raises a MessageError.
         """
 
-        def expected(client: str, reply: Message) -> Schema:
+        def expected(client: str, reply: Message | None) -> Schema:
+            if reply is None:
+                model = model_schema(self.facts.model_of[client], self.facts)
+                return phase.phase.longest_schema(phase.method, self.facts, messages[client], model)
             if refuse is not None:
                 refuse(client, reply)
             return self.reply_schema(phase, messages[client], client, reply)

@@ -4,13 +4,17 @@
     replies  ◄─ hashed ◄─ checked ◄─ filtered ◄─ booked ◄─ client
 
 `Waist.exchange` sends messages and returns replies. It books both in the ledger, checks replies
-against the schema that the phase declared, and decides what an absent client means.
+against the schema and the ranges that the phase declared, and decides what an absent client means.
+
+If most clients answer with numbers that are not finite, they are not the cause: what they were sent
+is. The run then fails, whatever the quorum (`Waist.diverged`).
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -21,12 +25,14 @@ from fedloom.core.absence import (
     FaultPolicy,
     SetupExchange,
     listed,
+    not_finite,
     too_few,
 )
 from fedloom.core.facts import Facts
 from fedloom.core.filters import parse_filters
 from fedloom.core.ledger import MEASURING, Ledger
 from fedloom.core.message import (
+    LARGEST,
     Absent,
     Batch,
     Message,
@@ -34,20 +40,36 @@ from fedloom.core.message import (
     check,
     check_schema,
     flatten,
+    norm_of,
+    norms_of,
     require_finite,
-    travels,
 )
 from fedloom.core.method import Method
-from fedloom.core.phase import phases_of
+from fedloom.core.phase import phases_of, said
 from fedloom.core.replies import Replies
 from fedloom.core.state import snapshot
-from fedloom.errors import MessageError, RoundFailed
+from fedloom.data.federation import PartySize
+from fedloom.errors import MessageError, NotFiniteError, RoundFailed
 
 T = TypeVar("T")
 # An engine's call: takes a phase's name and {client: message}, returns {client: reply}.
 Call = Callable[[str, dict[str, Message]], Mapping[str, Message | Absent]]
-# Takes a client and its reply, returns the schema that the reply must have.
-Expected = Callable[[str, Message], Schema]
+# Takes a client and its reply, returns the schema that the reply must have. If the reply is None,
+# it returns the schema of the longest valid reply.
+Expected = Callable[[str, Message | None], Schema]
+# Returns what each client said about its size at the start of the run.
+Sizes = Callable[[], Mapping[str, PartySize]]
+
+# A client stands out if the norm of what it sent is this many times the median of the clients.
+OUTLIER = 100.0
+
+
+class Norms(NamedTuple):
+    """The norms of what clients sent in a phase of a round, {client: norm}."""
+
+    round: int
+    phase: str
+    of: Mapping[str, float]
 
 
 class Waist:
@@ -66,7 +88,14 @@ class Waist:
     """
 
     def __init__(
-        self, method: Method, facts: Facts, call: Call, faults: FaultPolicy, retries: int
+        self,
+        method: Method,
+        facts: Facts,
+        call: Call,
+        faults: FaultPolicy,
+        retries: int,
+        sizes: Sizes = dict,
+        inductive: bool = False,
     ) -> None:
         self.method, self.facts, self.clients = method, facts, facts.clients
         self.state: dict[str, Any] = {}
@@ -77,9 +106,13 @@ class Waist:
         self._call, self._faults, self._retries = call, faults, retries
         self._upload = parse_filters(facts.upload, "run.upload")
         self._download = parse_filters(facts.download, "run.download")
+        self._sizes, self._inductive = sizes, inductive
         self._phases = phases_of(type(method))
         self.shared: Message | None = None  # the model that `evaluate` was given last
         self._model_before: Any = None  # the model when the round began, for a round that fails
+        self._model_earlier: Any = None  # the model when the round before that began
+        self._norms: list[Norms] = []  # of what clients sent, in this round and the one before
+        self._longest: Callable[[str], Schema | None] = lambda client: None
 
     def exchange(
         self,
@@ -154,6 +187,13 @@ class Waist:
         self.history_hash = history_hash.chained(
             self.history_hash, self.round, phase, messages, replies
         )
+
+    def longest_reply(self, client: str) -> Schema | None:
+        """Returns the schema of the longest valid reply in the exchange that is under way.
+
+        It is what the client sends, after its upload filters. None: it is not known.
+        """
+        return self._longest(client)
 
     # ---- how many must answer ----
     @property
@@ -238,18 +278,59 @@ class Waist:
 
     def failed(self, name: str, why: str, absent: Mapping[str, Absent]) -> RoundFailed:
         """Returns the error of a round that cannot continue, and restores the server's model."""
-        if self.in_round and self._model_before is not None:
+        if self.in_round and self._model_before is not None and self.tolerates_absence:
             self.state["model"] = self._model_before
             if self.shared is not None:  # it may be of the round that failed
                 self.shared = self._model_before
-        when = f"round {self.round}" if self.round else "before round 1"
-        return RoundFailed(f"{when}, {name!r}: {why}; absent: {listed(absent)}")
+        return RoundFailed(f"{self._when(name)}: {why}; absent: {listed(absent)}")
+
+    def diverged(self, name: str, why: str) -> RoundFailed:
+        """Returns the error of a run in which the server sends, or is about to send, bad numbers.
+
+        It restores the server's model of before the last aggregation that clients have received,
+        and names the client whose answers stood out before that. No client is left out: which one
+        is to blame is for people to decide.
+
+        Args:
+            name: The phase.
+            why: What happened.
+        """
+        earlier = self._model_before if self._model_earlier is None else self._model_earlier
+        if earlier is not None:
+            self.state["model"] = earlier
+            if self.shared is not None:
+                self.shared = earlier
+        return RoundFailed(f"{self._when(name)}: {why}. {self._outlier()}")
+
+    def _when(self, name: str) -> str:
+        return f"round {self.round}, {name!r}" if self.round else f"before round 1, {name!r}"
+
+    def _outlier(self) -> str:
+        """Says which client stood out in this round and the one before."""
+        found = [
+            (norm / median, client, norms)
+            for norms in self._norms
+            if (median := statistics.median(norms.of.values())) > 0
+            for client, norm in norms.of.items()
+        ]
+        ratio, client, norms = max(found, key=lambda row: row[0], default=(0.0, "", None))
+        if norms is None or ratio < OUTLIER:
+            return (
+                "No client stood out before, so the training itself diverges: use a smaller "
+                "learning rate (`fedloom methods NAME` lists the method's settings)"
+            )
+        return (
+            f"In round {norms.round}, what client {client!r} sent in {norms.phase!r} was "
+            f"{ratio:.2g} times as large as the median client's: look into that client, and start "
+            "again without it"
+        )
 
     def _begin_round(self) -> None:
         self.absences.begin_round()
         model = self.state.get("model")
-        keep = isinstance(model, dict) and self.tolerates_absence
-        self._model_before = snapshot(model) if keep else None
+        self._model_earlier = self._model_before
+        self._model_before = snapshot(model) if isinstance(model, dict) else None
+        self._norms = [norms for norms in self._norms if norms.round >= self.round - 1]
 
     # ---- one try ----
     def _send(
@@ -266,6 +347,7 @@ class Waist:
         """
         sent = self._encoded(name, messages)
         self.ledger.book(self.round, name, "down", sent, book_as)
+        self._longest = self._longest_of(name, expected)
         given = self._call(name, dict(sent)) if sent else {}
         uniform = isinstance(given, Batch) and alike and expected is not None
         if uniform and not self.tolerates_absence and not self._upload:
@@ -277,6 +359,8 @@ class Waist:
         answers: dict[str, Message] = {}
         received: dict[str, Message] = {}  # as they came: what the ledger books
         absent: dict[str, Absent] = {}
+        refused: dict[str, MessageError] = {}
+        sizes = self._sizes()
         arrived = self._arrived(name, sent) if expected is not None else {}
         for client in messages:
             reply, sender = given.get(client, SILENT), f"client {client!r} in {name!r}"
@@ -286,18 +370,61 @@ class Waist:
             try:
                 if expected is not None:
                     schema = expected(client, reply)
-                    answers[client] = self._checked(name, reply, arrived[client], schema, sender)
+                    checked = self._checked(name, reply, arrived[client], schema, sender)
+                    self._require_ranges(name, checked, sizes.get(client), sender)
+                    answers[client] = checked
                 else:
                     answers[client] = reply
                 received[client] = reply
             except MessageError as error:
-                if not self.tolerates_absence:
-                    raise
+                refused[client] = error
                 cause = f"refused: {str(error).removeprefix(sender + ': ')}"
                 absent[client] = Absent(cause, error)
+        self._require_few(name, [c for c in absent if not_finite(absent[c])], len(answers))
+        if not self.tolerates_absence:
+            for refusal in refused.values():
+                raise refusal
         self.ledger.book(self.round, name, "up", received, book_as)
         self._handle(name, absent, (book_as or name) in MEASURING)
+        if (book_as or name) not in MEASURING:
+            self._record_norms(name, {client: norm_of(reply) for client, reply in answers.items()})
         return answers, absent
+
+    def _longest_of(self, name: str, expected: Expected | None) -> Callable[[str], Schema | None]:
+        """`longest_reply` of one exchange."""
+        if expected is None:
+            return lambda client: None
+        if not self._upload or name not in self._phases:
+            return lambda client: expected(client, None)
+        return lambda client: self._upload.encoded_schema(
+            self._phases[name], expected(client, None)
+        )
+
+    def _require_ranges(
+        self, name: str, reply: Message, size: PartySize | None, sender: str
+    ) -> None:
+        """Raises a MessageError if a reply is out of a range that its phase declares.
+
+        In a secure run the server cannot read the reply; its client has checked it.
+        """
+        phase = self._phases.get(name)
+        if phase is not None and phase.ranges and self.facts.secure is None:
+            known = {} if size is None else said(size, self._inductive)
+            phase.require_ranges(self.method, reply, known, sender)
+
+    def _require_few(self, name: str, bad: Sequence[str], good: int) -> None:
+        """Raises RoundFailed if most of the replies, and more than one, are not finite."""
+        if len(bad) > max(1, good):
+            raise self.diverged(
+                name,
+                f"{len(bad)} of {len(bad) + good} clients answered with numbers that are not "
+                "finite or too large, so they are not the cause",
+            )
+
+    def _record_norms(self, name: str, norms: Mapping[str, float]) -> None:
+        """Keeps the norms of what clients sent, for `diverged`."""
+        if self.round and any(norms.values()):
+            self._norms.append(Norms(self.round, name, norms))
 
     def _encoded(self, name: str, messages: Mapping[str, Message]) -> Mapping[str, Message]:
         """Applies the download filters."""
@@ -349,9 +476,30 @@ class Waist:
             kinds.setdefault((self.facts.model_of[client], id(messages[client])), client)
         for client in kinds.values():
             check_schema(batch.schema, expected(client, {}), f"client {client!r} in {name!r}")
-        if not all(map(travels, batch.numbers())):
+        norms = norms_of(batch)
+        if not norms.max() < LARGEST:
+            errors: dict[str, NotFiniteError] = {}
             for client, reply in batch.items():
-                require_finite(reply, f"client {client!r} in {name!r}")
+                try:
+                    require_finite(reply, f"client {client!r} in {name!r}")
+                except NotFiniteError as error:
+                    errors[client] = error
+            self._require_few(name, list(errors), len(batch) - len(errors))
+            for first in errors.values():
+                raise first
+        if name in self._phases and self._phases[name].ranges:
+            told = self._sizes()
+            sizes = [said(told[c], self._inductive) if c in told else {} for c in batch]
+            for key, allowed in self._phases[name].ranges.items():
+                allowed.check(
+                    key,
+                    batch.dense(key),
+                    self.method,
+                    sizes,
+                    lambda k: f"client {batch.clients[k]!r} in {name!r}",
+                )
+        if name not in MEASURING:
+            self._record_norms(name, dict(zip(batch.clients, norms.tolist(), strict=True)))
 
 
 def _each_once(convert: Callable[[Message], T], messages: Mapping[str, Message]) -> dict[str, T]:

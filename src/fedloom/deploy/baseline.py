@@ -25,6 +25,7 @@ from fedloom.core.registry import make_method, method_class
 from fedloom.core.server import RoundPolicy, Server
 from fedloom.data.graph import Graph
 from fedloom.deploy.scores import observed, scores_of
+from fedloom.engines.base import Engine
 from fedloom.errors import ConfigError, MessageError, Refusal, RoundFailed
 from fedloom.experiments.federated_encoding import NoRounds
 from fedloom.experiments.history import History
@@ -142,11 +143,14 @@ class LocalScores(Method):
 
 # ---- at the coordinator ----
 Control = Callable[[str, Mapping[str, dict[str, Any]]], dict[str, dict[str, Any] | Absent]]
-Call = Callable[[str, dict[str, Message]], Mapping[str, Message | Absent]]
 
 
 def local_scores(
-    parties: Sequence[str], facts: Facts, control: Control, call: Call, log: Callable[[str], None]
+    parties: Sequence[str],
+    facts: Facts,
+    control: Control,
+    engine: Engine,
+    log: Callable[[str], None],
 ) -> dict[str, float | None]:
     """Waits for the parties' Local baselines. Returns their average scores, by size and plain.
 
@@ -157,7 +161,7 @@ def local_scores(
         parties: The parties that have taken part.
         facts: The facts of the run.
         control: Sends control orders; see `Coordinator.control`.
-        call: Runs a phase of the method at parties; see `RemoteEngine.call`.
+        engine: Runs the phases of `LocalScores` at parties.
         log: Called with a line that says why there is no average.
     """
     if set(parties) != set(facts.clients):
@@ -179,7 +183,8 @@ def local_scores(
             return {}
     method = LocalScores()
     policy = RoundPolicy("local", faults=FaultPolicy(quorum=0.5), retries=0)
-    server = Server(method, facts, call, policy, NoRounds(), aggregation_for(facts))
+    server = Server(method, facts, engine.call, policy, NoRounds(), aggregation_for(facts))
+    engine.longest_reply = server.longest_reply
     try:
         method.run(server)
     except (ConfigError, MessageError, RoundFailed) as error:

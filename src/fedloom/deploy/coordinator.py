@@ -22,7 +22,7 @@ from fedloom.core.message import Absent
 from fedloom.data.encoding import Encoding
 from fedloom.data.federation import PartySize, Roster
 from fedloom.deploy.agreement import Agreement, differences
-from fedloom.deploy.envelope import EnvelopeError, Gate, Header, sign
+from fedloom.deploy.envelope import Gate, Header, sign
 from fedloom.deploy.keyring import COORDINATOR
 from fedloom.deploy.keys import PartyKey
 from fedloom.deploy.party import SECOND_PROCESS, Log, facts_to_json
@@ -38,6 +38,11 @@ MAX_RETURNS = 5
 CONTROL_SECONDS = 60.0  # that parties have to answer a control order
 REMEMBERED = 64  # processes that have answered as one party
 POLL_SECONDS = 1.0  # between two looks at the parties' signs of life
+# Bytes of an answer to a control order, besides the agreement; and of the text of an error.
+CONTROL_LIMIT = 2**16
+
+# Takes a party and its answer, returns what the answer holds; raises ValueError to refuse it.
+Read = Callable[[str, bytes], Any]
 
 
 class Overdue(NamedTuple):
@@ -56,6 +61,8 @@ class _Exchange:
         round: Its round.
         policy: When the exchange closes.
         asked: How many parties are asked.
+        limits: The most bytes of each party's answer.
+        read: Reads an answer.
         status: The parties' signs of life when they were last checked.
         began: When the exchange began.
         checked: When the signs of life were last checked.
@@ -71,12 +78,14 @@ class _Exchange:
     round: int
     policy: FaultPolicy
     asked: int
+    limits: Mapping[str, int]
+    read: Read
     status: Mapping[str, PartyStatus]
     began: float = field(default_factory=time.monotonic)
     checked: float = field(default_factory=time.monotonic)
     reached: float | None = None
     orders: dict[str, bytes] = field(default_factory=dict)
-    answers: dict[str, bytes | Absent] = field(default_factory=dict)
+    answers: dict[str, Any] = field(default_factory=dict)
     pending: dict[str, str] = field(default_factory=dict)
     undelivered: dict[str, str] = field(default_factory=dict)
     returns: Counter[str] = field(default_factory=Counter)
@@ -250,7 +259,21 @@ class Coordinator:
         if found := differences(agreed, self.agreement.agreed()):
             raise ConfigError(f"has agreed to something else: {plain_text('; '.join(found))}")
         self.knows_cross_edges |= answer.get("knows_cross_edges") is True
-        return nonce, PartySize(name, **{count: size[count] for count in counts})
+        said = PartySize(name, **{count: size[count] for count in counts})
+        self._require_same_size(said)
+        return nonce, said
+
+    def _require_same_size(self, size: PartySize) -> None:
+        """Raises MessageError if the run has begun and the party said another size before."""
+        before = self.sizes.get(size.name, size)
+        changed = [
+            f"{f.name} {getattr(size, f.name)}, at the start of the run it said "
+            f"{getattr(before, f.name)}"
+            for f in fields(PartySize)
+            if getattr(size, f.name) != getattr(before, f.name)
+        ]
+        if self.facts is not None and changed:
+            raise MessageError(f"refused: it claims another size: {'; '.join(changed)}")
 
     def _begin(self, nonces: Mapping[str, str], rejoin: bool) -> dict[str, dict[str, Any] | Absent]:
         """Begins the run at parties that have just answered hello. Returns their answers.
@@ -290,11 +313,10 @@ class Coordinator:
         }
         # It does not wait for busy parties. The caller decides how many must answer.
         policy = FaultPolicy(quorum=1e-9, deadline=CONTROL_SECONDS)
-        answers = self._exchange(phase, bodies, 0, policy)
-        read = {
-            name: answer if isinstance(answer, Absent) else _json_object(answer)
-            for name, answer in answers.items()
-        }
+        # A party repeats its agreement in its answer to hello.
+        limit = CONTROL_LIMIT + 2 * len(json.dumps(self.agreement.agreed()))
+        limits = dict.fromkeys(bodies, limit)
+        read = self._exchange(phase, bodies, 0, policy, limits, lambda name, body: _json(body))
         for name, content in read.items():
             if not isinstance(content, Absent):
                 self._note_instance(name, content.get("instance"))
@@ -320,18 +342,35 @@ class Coordinator:
         seen.append(instance)
 
     # ---- exchanges ----
-    def ask(self, phase: str, bodies: Mapping[str, bytes], round: int) -> dict[str, bytes | Absent]:
+    def ask(
+        self,
+        phase: str,
+        bodies: Mapping[str, bytes],
+        round: int,
+        limits: Mapping[str, int] | None = None,
+        read: Read = lambda name, body: body,
+    ) -> dict[str, Any]:
         """Runs a phase of the method at parties. Returns each one's answer, or its absence.
 
         A party that was restarted, or that joins late, is first asked to begin the run. It is
         absent from this exchange and has lost its state.
+
+        Args:
+            phase: The phase.
+            bodies: What each party is sent.
+            round: The round.
+            limits: The most bytes of each party's answer. A longer one is refused unread. The
+                default is the gate's limit.
+            read: Reads an answer, and raises ValueError to refuse it. The time that it takes counts
+                towards the deadline. The default returns the bytes.
         """
         self._renew_keys()
+        limits = dict.fromkeys(bodies, self.gate.limit) if limits is None else limits
         alive = self._alive()
         new = {name for name in bodies if name in alive and name not in self.ready}
-        answers: dict[str, bytes | Absent] = {name: self._readmit(name) for name in sorted(new)}
+        answers: dict[str, Any] = {name: self._readmit(name) for name in sorted(new)}
         asked = {name: body for name, body in bodies.items() if name not in new}
-        for name, answer in self._exchange(phase, asked, round, self.policy).items():
+        for name, answer in self._exchange(phase, asked, round, self.policy, limits, read).items():
             if isinstance(answer, Absent) and answer.lost_state:
                 self.ready.discard(name)
                 answer = self._readmit(name)
@@ -363,13 +402,21 @@ class Coordinator:
         return answer if isinstance(answer, Absent) else Absent("was restarted", lost_state=True)
 
     def _exchange(
-        self, phase: str, bodies: Mapping[str, bytes], round: int, policy: FaultPolicy
-    ) -> dict[str, bytes | Absent]:
+        self,
+        phase: str,
+        bodies: Mapping[str, bytes],
+        round: int,
+        policy: FaultPolicy,
+        limits: Mapping[str, int],
+        read: Read,
+    ) -> dict[str, Any]:
         """Sends an order to each party. Returns each one's answer, or its absence."""
         if not bodies:
             return {}
         self._sequence += 1
-        exchange = _Exchange(phase, round, policy, len(bodies), self.transport.status())
+        exchange = _Exchange(
+            phase, round, policy, len(bodies), limits, read, self.transport.status()
+        )
         self._send_orders(exchange, bodies)
         while exchange.waiting_for:
             now, closes = time.monotonic(), exchange.closes_at
@@ -380,7 +427,7 @@ class Coordinator:
             for number, data in self.transport.receive(exchange.pending, wait):
                 name = exchange.pending.pop(number)
                 if isinstance(data, bytes):
-                    exchange.answers[name] = self._opened(name, data, phase, round)
+                    exchange.answers[name] = self._read(exchange, name, data)
                 else:
                     exchange.undelivered[name] = data
                     exchange.returns[name] += 1
@@ -388,6 +435,17 @@ class Coordinator:
             if exchange.waiting_for and time.monotonic() - exchange.checked > POLL_SECONDS:
                 self._check_parties(exchange)
         return exchange.answers
+
+    def _read(self, exchange: _Exchange, name: str, data: bytes) -> Any:
+        """Returns what an answer holds, or the absence of the party if it failed or is refused."""
+        limit = exchange.limits[name]
+        body = self._opened(name, data, exchange.phase, exchange.round, limit)
+        if isinstance(body, Absent):
+            return body
+        try:
+            return exchange.read(name, body)
+        except ValueError as error:
+            return Absent(f"refused: {error}", error)
 
     def _send_orders(self, exchange: _Exchange, bodies: Mapping[str, bytes]) -> None:
         """Sends the orders to the parties that are alive and not busy."""
@@ -461,26 +519,33 @@ class Coordinator:
                 name = pending[number]
                 del self._overdue[name]
                 if isinstance(data, bytes):
-                    self._opened(name, data, phase, round)  # the gate refuses it and counts that
+                    # The gate refuses it and counts that.
+                    self._opened(name, data, phase, round, self.gate.limit)
         self._overdue = {name: late for name, late in self._overdue.items() if name in self.ready}
         return self._overdue
 
     def _order(self, phase: str, name: str, body: bytes, round: int) -> bytes:
         return sign(body, Header(self.run, round, self._sequence, name, phase, "order"), self.key)
 
-    def _opened(self, name: str, data: bytes, phase: str, round: int) -> bytes | Absent:
-        """Returns the content of an answer, or the absence of the party if it failed."""
+    def _opened(self, name: str, data: bytes, phase: str, round: int, limit: int) -> bytes | Absent:
+        """Returns the content of an answer, or the absence of the party if it failed.
+
+        limit: the most bytes of the content.
+        """
         try:
             opened = self.gate.open(
-                data, sender=name, round=round, sequence=self._sequence, phase=phase
+                data,
+                sender=name,
+                round=round,
+                sequence=self._sequence,
+                phase=phase,
+                limit=max(limit, CONTROL_LIMIT),
             )
-        except EnvelopeError as error:
+            if opened.kind == "answer":
+                return opened.body
+            failure = _json(opened.body)
+        except ValueError as error:  # also an EnvelopeError
             return Absent(f"refused: {error}", error)
-        if opened.kind == "answer":
-            return opened.body
-        failure = _json_object(opened.body)
-        if isinstance(failure, Absent):
-            return failure
         self._note_instance(name, failure.get("instance"))
         lost_state = failure.get("lost_state") is True
         return Absent(plain_text(failure.get("cause", "")), lost_state=lost_state)
@@ -505,12 +570,12 @@ def _dead(status: PartyStatus | None) -> Absent:
     return Absent(f"no sign of life for {status.silence:.0f} s")
 
 
-def _json_object(body: bytes) -> dict[str, Any] | Absent:
-    """Returns the JSON object in an answer."""
+def _json(body: bytes) -> dict[str, Any]:
+    """Returns the JSON object in an answer; raises MessageError if there is none."""
     try:
         content = json.loads(body)
     except (ValueError, RecursionError) as error:
-        return Absent(f"refused: the answer is not JSON ({type(error).__name__})")
+        raise MessageError(f"the answer is not JSON ({type(error).__name__})") from error
     if not isinstance(content, dict):
-        return Absent("refused: the answer is not a JSON object")
+        raise MessageError("the answer is not a JSON object")
     return content

@@ -7,24 +7,22 @@ category's text. Each party keeps the fitted encoding in its own folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from fedloom.core.absence import FaultPolicy
 from fedloom.core.facts import Facts
-from fedloom.core.message import Absent, Message
 from fedloom.core.server import RoundPolicy, Server
 from fedloom.data.encoding import Encoding
 from fedloom.data.graph import Graph
 from fedloom.data.raw_graph import RawGraph
 from fedloom.deploy.agreement import Agreement
+from fedloom.engines.base import Engine
 from fedloom.errors import ConfigError
 from fedloom.experiments.federated_encoding import FitEncoding, NoRounds, encoding_facts
 from fedloom.privacy.choice import aggregation_for
 
 PROGRAM = "fedloom_fit_"  # with which the phases of `FitEncoding` begin on the wire
 FILE = "encoding.json"  # in the coordinator's run folder and in a party's folder
-
-Call = Callable[[str, dict[str, Message]], Mapping[str, Message | Absent]]
 
 
 def fit_method(agreement: Agreement) -> FitEncoding:
@@ -43,18 +41,19 @@ def fit_facts(agreement: Agreement) -> Facts:
     )
 
 
-def fit(agreement: Agreement, parties: Sequence[str], call: Call) -> Encoding:
+def fit(agreement: Agreement, parties: Sequence[str], engine: Engine) -> Encoding:
     """Fits the agreed encoding to the tables of the parties that have joined.
 
     Args:
         agreement: The coordinator's copy of the agreement.
         parties: The parties that have joined.
-        call: Runs a phase at parties; see `RemoteEngine.call`.
+        engine: Runs the phases of the fit at parties.
     """
     method, facts = fit_method(agreement), fit_facts(agreement)
     # `FitEncoding` needs all of them. A quorum below 1 makes an absence an error of the round.
     policy = RoundPolicy("local", faults=FaultPolicy(quorum=0.5), retries=agreement.run.retries)
-    server = Server(method, facts, call, policy, NoRounds(), aggregation_for(facts))
+    server = Server(method, facts, engine.call, policy, NoRounds(), aggregation_for(facts))
+    engine.longest_reply = server.longest_reply
     server.participants = [name for name in facts.clients if name in parties]
     method.run(server)
     return method.result(server)

@@ -24,10 +24,18 @@ import torch
 from fedloom._system import peak_memory
 from fedloom.core.absence import FaultPolicy
 from fedloom.core.client import Client
-from fedloom.core.message import Absent, Message, decode, encode
+from fedloom.core.message import (
+    DEFAULT_LIMIT,
+    Absent,
+    Limit,
+    Message,
+    decode,
+    encode,
+    largest_size,
+)
 from fedloom.core.method import Method
 from fedloom.core.registry import file_or_name
-from fedloom.engines.base import Details
+from fedloom.engines.base import Details, LongestReply, not_known
 from fedloom.errors import ConfigError
 from fedloom.experiments import checkpoint
 from fedloom.experiments.trained import read_model
@@ -44,6 +52,7 @@ except ModuleNotFoundError as error:
         f"run.engine flower needs the package {error.name!r}: pip install 'fedloom[flower]'"
     ) from error
 
+ROOM = 4096  # bytes that a reply may be too long, besides
 JOIN_SECONDS = 120.0  # that the parties on this machine have to join
 
 
@@ -59,6 +68,7 @@ class RemoteEngine:
     tolerates_failures: ClassVar[bool] = True
     supports_deadline: ClassVar[bool] = True
     round: int = 0
+    longest_reply: LongestReply = staticmethod(not_known)
 
     def __init__(
         self,
@@ -69,19 +79,35 @@ class RemoteEngine:
         self.coordinator, self._before_finish, self._prefix = coordinator, before_finish, prefix
 
     def call(self, phase: str, messages: dict[str, Message]) -> Mapping[str, Message | Absent]:
-        """Runs a phase at each client in `messages`. Returns each one's reply, or its absence."""
+        """Runs a phase at each client in `messages`. Returns each one's reply, or its absence.
+
+        An answer that is longer than a valid one can be is refused by its length.
+        """
+        limits = {name: self._limit(name, phase) for name in messages}
         phase = f"{self._prefix}{phase}"
         bodies: dict[int, bytes] = {}  # a message that all receive is encoded once
         for message in messages.values():
             if id(message) not in bodies:
                 bodies[id(message)] = encode(message, phase)
-        answers = self.coordinator.ask(
-            phase, {name: bodies[id(message)] for name, message in messages.items()}, self.round
+        return self.coordinator.ask(
+            phase,
+            {name: bodies[id(message)] for name, message in messages.items()},
+            self.round,
+            {name: limit.total for name, limit in limits.items()},
+            lambda name, answer: decode(answer, phase, limits[name]),
         )
-        return {
-            name: answer if isinstance(answer, Absent) else _decoded(answer, phase)
-            for name, answer in answers.items()
-        }
+
+    def _limit(self, name: str, phase: str) -> Limit:
+        """Returns how long a client's reply can be, as it travels.
+
+        Twice the valid length is read, and a little more: a reply of a wrong dtype, or with a
+        tensor too many, is then refused by the name of the tensor.
+        """
+        schema = self.longest_reply(name)
+        if schema is None:
+            return DEFAULT_LIMIT
+        total, header = largest_size(schema, f"{self._prefix}{phase}")
+        return Limit(2 * total + ROOM, 2 * header + ROOM)
 
     def snapshot(self) -> Message:
         """Makes each party save its state in its own folder. Returns the mark of these states.
@@ -301,13 +327,6 @@ def _mark_to_message(mark: str) -> Message:
 def _mark_from_message(saved: Message) -> str:
     """Returns the mark in the output of `_mark_to_message`."""
     return bytes(saved["mark"]["digits"].tolist()).hex()
-
-
-def _decoded(answer: bytes, phase: str) -> Message | Absent:
-    try:
-        return decode(answer, phase)
-    except ValueError as error:
-        return Absent(f"refused: {error}", error)
 
 
 def _toml(value: bool | int | float | str | list[str]) -> str:

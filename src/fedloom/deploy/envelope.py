@@ -42,6 +42,7 @@ ORDER = b"fedloom envelope 1: an order\0"
 PREFIX_BYTES = len(MAGIC) + 4
 SIGNATURE_BYTES = 64
 HEADER_LIMIT = 2048
+ENVELOPE_BYTES = PREFIX_BYTES + HEADER_LIMIT + SIGNATURE_BYTES  # besides the content, at most
 DEFAULT_LIMIT = 2**31  # bytes of an envelope; a deployment sets its own
 REMEMBERED = 64  # answered exchanges that a gate remembers for each party
 
@@ -165,7 +166,16 @@ class Gate:
         for party in keys:
             self._answered.setdefault(party, deque(maxlen=REMEMBERED))
 
-    def open(self, data: bytes, *, sender: str, round: int, sequence: int, phase: str) -> Opened:
+    def open(
+        self,
+        data: bytes,
+        *,
+        sender: str,
+        round: int,
+        sequence: int,
+        phase: str,
+        limit: int | None = None,
+    ) -> Opened:
         """Returns the content of an envelope, or raises EnvelopeError with a reason.
 
         The checks are, in this order: size, header, sender, signature, run, sequence, round, phase.
@@ -176,13 +186,15 @@ class Gate:
             round: The round of the exchange that is open.
             sequence: The number of that exchange; it never decreases.
             phase: The phase of that exchange.
+            limit: The most bytes of the content. None: the gate's limit is the only one.
         """
         assert sequence >= self._open, (
             f"exchange {sequence} after {self._open}: a closed exchange stays closed"
         )
         self._open = sequence
         try:
-            header, text, signature, body = parse(data, self.limit)
+            allowed = self.limit if limit is None else min(self.limit, limit + ENVELOPE_BYTES)
+            header, text, signature, body = parse(data, allowed)
             self._require_signed(header, sender, text, signature, body)
             self._require_current(header, round, sequence, phase)
         except EnvelopeError as error:

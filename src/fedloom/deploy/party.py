@@ -56,7 +56,7 @@ from fedloom.core.client import Client
 from fedloom.core.facts import Facts, SecureTerms
 from fedloom.core.message import Message, decode, encode
 from fedloom.core.method import Method
-from fedloom.core.phase import phases_of
+from fedloom.core.phase import message_limit, phases_of
 from fedloom.data.encoding import Encoding
 from fedloom.data.graph import Graph
 from fedloom.deploy.agreement import Agreement, differences, size_of
@@ -82,6 +82,8 @@ SAVED_STATES = 3  # that a party keeps: a resumed run may need the one before th
 # Seconds before a party tries again to reach the coordinator; the pause doubles each time.
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 0.5
 REFUSED_SECONDS = 10.0  # after which a party gives up on a coordinator that refuses it
+CONTROL_LIMIT = 2**18  # bytes of a control order besides what the agreement has
+ENCODING_LIMIT = 2**24  # bytes of a fitted encoding in an order
 ERROR_LENGTH = 1000  # characters of an error message that the coordinator receives
 
 LOCAL_SECONDS = 10.0  # of the Local baseline's training in one order, at most
@@ -257,7 +259,15 @@ class Party:
             return self._failure(error)
 
     def _read_order(self, body: bytes) -> dict[str, Any]:
-        """Returns the content of a control order. Notes if another process is the same party."""
+        """Returns the content of a control order. Notes if another process is the same party.
+
+        Raises MessageError if the order is too long.
+        """
+        known = len(json.dumps(self.agreed))  # which names all parties
+        limit = CONTROL_LIMIT + 8 * known  # the order has their keys, too
+        limit += ENCODING_LIMIT if self.agreement.encoding is not None else 0
+        if len(body) > limit:
+            raise MessageError(f"the order has {len(body)} bytes, more than the limit of {limit}")
         order: dict[str, Any] = json.loads(body)
         if order.pop(SECOND_PROCESS, False) is True and not self._told:
             self._told = True
@@ -431,7 +441,7 @@ class Party:
         if self._to_restore and header.round > 0:
             self._load(self._to_restore, rewind=not self._restarted)
         self._round = header.round
-        message = decode(body, header.phase)
+        message = decode(body, header.phase, message_limit(client.facts))
         _require_phase(method, client, header.phase, message, self.agreement.method)
         return encode(client.perform(method, header.phase, message), header.phase)
 
@@ -440,7 +450,7 @@ class Party:
         if self._fit_client is None:
             raise LostStateError(f"party {self.name!r} has not begun the fit of the encoding")
         method, phase = fit_method(self.agreement), header.phase.removeprefix(FIT_PROGRAM)
-        message = decode(body, header.phase)
+        message = decode(body, header.phase, message_limit(self._fit_client.facts))
         _require_phase(method, self._fit_client, phase, message, "fit of the encoding")
         with self._private_errors():
             reply = self._fit_client.perform(method, phase, message)
@@ -488,7 +498,7 @@ class Party:
             self._local_client = Client(self.name, self.graph, facts, False, responder)
             self._local_client.memory["local"] = self._local.summand
         method, phase = LocalScores(), header.phase.removeprefix(LOCAL_PROGRAM)
-        message = decode(body, header.phase)
+        message = decode(body, header.phase, message_limit(self._local_client.facts))
         _require_phase(method, self._local_client, phase, message, "Local scores")
         return encode(self._local_client.perform(method, phase, message), header.phase)
 

@@ -145,8 +145,8 @@ def _run_session(
 
     def ask_for_baselines() -> None:
         ready = sorted(coordinator.ready)
-        call = RemoteEngine(coordinator, prefix=LOCAL_PROGRAM).call
-        local.update(local_scores(ready, facts, coordinator.control, call, log))
+        asked = RemoteEngine(coordinator, prefix=LOCAL_PROGRAM)
+        local.update(local_scores(ready, facts, coordinator.control, asked, log))
 
     def engine() -> RemoteEngine:
         coordinator.begin(facts)
@@ -171,11 +171,11 @@ def _fitted(agreement: Agreement, coordinator: Coordinator, path: Path, log: Log
     if path.exists():
         return Encoding.from_json(path.read_text())
     joined = sorted(coordinator.sizes)
-    call = RemoteEngine(coordinator, prefix=FIT_PROGRAM).call
+    engine = RemoteEngine(coordinator, prefix=FIT_PROGRAM)
     for attempt in range(1 + agreement.run.retries):
         try:
             coordinator.begin_fit()
-            encoding = fit(agreement, joined, call)
+            encoding = fit(agreement, joined, engine)
             break
         except RoundFailed as error:
             if attempt == agreement.run.retries:

@@ -23,7 +23,7 @@ from fedloom.core.client import Client
 from fedloom.core.message import Absent, Batch, Message, flatten, isolate, joined_batches, unflatten
 from fedloom.core.method import Method
 from fedloom.engines import loop
-from fedloom.engines.base import Details, Engine, EngineFactory
+from fedloom.engines.base import Details, Engine, EngineFactory, LongestReply, not_known
 from fedloom.errors import FedloomError
 
 Failure = Mapping[str, str]  # an exception as texts: "class", "name", "text" and "traceback"
@@ -217,6 +217,7 @@ class WorkerEngine(ABC, Generic[Share]):
     supports_deadline: ClassVar[bool] = True
     inside: ClassVar[EngineFactory] = loop.Engine  # what runs in a worker
     round: int = 0
+    longest_reply: LongestReply = staticmethod(not_known)
 
     def __init__(
         self,

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, Protocol
 
 from fedloom.core.absence import FaultPolicy
 from fedloom.core.client import Client
-from fedloom.core.message import Absent, Message
+from fedloom.core.message import Absent, Message, Schema
 from fedloom.core.method import Method
 
+LongestReply = Callable[[str], Schema | None]  # takes a client
 Details = Mapping[str, object]  # what a run's summary says about its engine, as JSON
+
+
+def not_known(client: str) -> Schema | None:
+    """The `Engine.longest_reply` of before the first call: None."""
+    return None
 
 
 class Engine(Protocol):
@@ -20,11 +26,14 @@ class Engine(Protocol):
         tolerates_failures: Whether the other clients continue when one fails.
         supports_deadline: Whether an exchange can end before all clients have answered.
         round: The current round; set before each call.
+        longest_reply: Returns the schema of the longest valid reply of a client; None if it is not
+            known. Set before each call.
     """
 
     tolerates_failures: ClassVar[bool]
     supports_deadline: ClassVar[bool]
     round: int
+    longest_reply: LongestReply
 
     def call(self, phase: str, messages: dict[str, Message]) -> Mapping[str, Message | Absent]:
         """Runs a phase at each client in `messages`. Returns each one's reply, or its absence.

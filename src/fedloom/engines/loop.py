@@ -11,7 +11,7 @@ from fedloom.core.absence import FaultPolicy
 from fedloom.core.client import Client
 from fedloom.core.message import Absent, Message, isolate
 from fedloom.core.method import Method
-from fedloom.engines.base import Details
+from fedloom.engines.base import Details, LongestReply, not_known
 
 
 class Engine:
@@ -23,6 +23,7 @@ class Engine:
     tolerates_failures: ClassVar[bool] = True
     supports_deadline: ClassVar[bool] = False
     round: int = 0
+    longest_reply: LongestReply = staticmethod(not_known)
 
     def __init__(
         self,

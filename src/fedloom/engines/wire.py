@@ -1,9 +1,10 @@
 """The wire engine: the loop, with every message encoded to bytes and decoded again, both ways.
 
-Bit-identical to the loop engine. A message that could not travel between organisations fails here.
+Bit-identical to the loop engine. A message that could not travel between organisations fails here,
+and so does a reply that is longer than its phase declares.
 """
 
-from fedloom.core.message import Message, decode, encode
+from fedloom.core.message import Limit, Message, decode, encode, largest_size
 from fedloom.engines import loop
 
 
@@ -12,5 +13,11 @@ class Engine(loop.Engine):
 
     def perform(self, name: str, phase: str, message: Message) -> Message:
         """Runs the phase at one client."""
-        arrived = decode(encode(message, phase), phase)
-        return decode(encode(super().perform(name, phase, arrived), phase), phase)
+        sent = encode(message, phase)
+        # This process wrote the message, so it may have any length.
+        arrived = decode(sent, phase, Limit(len(sent), len(sent)))
+        reply = encode(super().perform(name, phase, arrived), phase)
+        longest = self.longest_reply(name)
+        if longest is None:
+            return decode(reply, phase, Limit(len(reply), len(reply)))
+        return decode(reply, phase, largest_size(longest, phase))

@@ -36,7 +36,7 @@ from fedloom.core.replies import Replies
 from fedloom.core.server import RoundPolicy, Server
 from fedloom.core.state import restore, snapshot
 from fedloom.data.encoding import Encoding
-from fedloom.data.federation import Roster
+from fedloom.data.federation import PartySize, Roster
 from fedloom.engines import AUTO
 from fedloom.engines.base import Engine
 from fedloom.errors import ConfigError, DataError, SecondWriterError
@@ -192,7 +192,14 @@ class Recorder:
         earlier = entries(self.folder) if self.folder and resume else ()  # read only if tracked
         self.tracking.begin(Begun(self.config, self.roster.about, name, self.folder), earlier)
         self.server = server = Server(
-            method, facts, self._call, policy, self, aggregation_for(facts, self.folder)
+            method,
+            facts,
+            self._call,
+            policy,
+            self,
+            aggregation_for(facts, self.folder),
+            self._sizes,
+            self.roster.inductive,
         )
         if self._pending is not None:
             server.absences.resume(self._pending[0].about.get("absences", {}))
@@ -239,9 +246,14 @@ class Recorder:
     def _call(self, phase: str, messages: dict[str, Message]) -> Mapping[str, Message | Absent]:
         crash_point("exchange-unsent")
         self.engine.round = self.server.round
+        self.engine.longest_reply = self.server.longest_reply
         answers = self.engine.call(phase, messages)
         crash_point("exchange-answered")
         return answers
+
+    def _sizes(self) -> dict[str, PartySize]:
+        """Returns what each client has said about its size. A client may join late."""
+        return {size.name: size for size in self.roster.sizes}
 
     def _engine(self) -> dict[str, Any]:
         details = self._made.details() if self._made else {}
@@ -292,7 +304,7 @@ class Recorder:
             {"id": c, **dict(zip((*columns, "loss"), values, strict=True))}
             for c, *values in zip(replies, *columns.values(), loss, strict=True)
         ]
-        sizes = {size.name: size for size in self.roster.sizes}
+        sizes = self._sizes()
         by_size, equal = [float(sizes[c].items) for c in replies], [1.0] * len(rows)
         weighted, plain = (
             {m: metrics.average(column, w) for m, column in columns.items()}

@@ -251,6 +251,11 @@ def agree_on_facts(
             f"data.inductive: method {name!r} must see all nodes before training, "
             "including those to be predicted"
         )
+    if settings.participation < 1 and not method.partial_participation:
+        raise ConfigError(
+            f"run.participation is {settings.participation:g}: method {name!r} trains every client "
+            "in its one round; leave it at 1"
+        )
     if method.uses_cross_edges:
         _require_cross_edges(name, roster)
     secure = None if method.centralized else settings.terms  # one party has nothing to hide

@@ -119,6 +119,7 @@ class Dense(FedAvg):
     )
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
+    partial_participation: ClassVar[bool] = False
 
     @phase(model="weights")
     def train(self, client: Client) -> Message:

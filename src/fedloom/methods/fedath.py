@@ -45,7 +45,7 @@ from torch import Generator, Tensor, nn
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts
 from fedloom.core.message import Message
-from fedloom.core.phase import averaged, phase
+from fedloom.core.phase import averaged, phase, runs_once
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError
@@ -93,6 +93,7 @@ class FedATH(FedAvg):
                     f"valid: {valid}"
                 )
 
+    @runs_once
     @phase()
     def setup(self, client: Client) -> Message:
         """Builds the causal model with its evaluator, the biased model, and an optimiser for each.

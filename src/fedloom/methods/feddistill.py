@@ -60,7 +60,7 @@ class FedDistill(LocalTraining):
     )
 
     @summed
-    @phase(logits="float32[C,C]", present="int64[C]")
+    @phase(logits="float32[C,C]", present="int64[C] in 0..1")
     def train(
         self, client: Client, logits: Tensor | None = None, known: Tensor | None = None
     ) -> Message:

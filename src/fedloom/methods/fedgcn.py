@@ -40,7 +40,7 @@ from torch import Generator, Tensor
 
 from fedloom.core.client import Client
 from fedloom.core.message import Message
-from fedloom.core.phase import peer_messages, phase
+from fedloom.core.phase import peer_messages, phase, runs_once
 from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
@@ -147,6 +147,7 @@ class FedGCN(FedAvg, FedSGD):
                 }
         return written
 
+    @runs_once
     @phase()
     def read_features(self, client: Client, inbox: Message | None = None) -> Message:
         """Adds S X at the sources of incoming cross edges, and the columns of S for them.

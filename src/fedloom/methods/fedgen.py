@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts
 from fedloom.core.message import Message
-from fedloom.core.phase import phase
+from fedloom.core.phase import phase, runs_once
 from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
@@ -143,13 +143,14 @@ class FedGen(LocalTraining):
     needs_of_model: ClassVar[str] = "architecture"  # the server builds its linear heads
 
     # ---- at a client ----
+    @runs_once
     @phase()
     def setup(self, client: Client) -> Message:
         """As in Local, plus a generator that later holds the downloaded weights."""
         client.memory["generator"] = self.make_generator(client.facts, client.rng("generator"))
         return super().setup(client)
 
-    @phase(weight="float32[p,C]", bias="float32[C]", counts="int64[C]")
+    @phase(weight="float32[p,C]", bias="float32[C]", counts="int64[C] counts train")
     def train(
         self,
         client: Client,

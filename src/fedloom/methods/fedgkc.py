@@ -172,7 +172,7 @@ class FedGKC(WithCopilot):
 
     # ---- the client's side ----
     @summed
-    @phase(volume="int64[]", power="float32[]")
+    @phase(volume="int64[] in 0..nodes", power="float32[] in 0..")
     def train(self, client: Client, copilot: Message, number: Tensor) -> Message:
         """E local epochs of both models. Answers n_k and P_k."""
         model, graph = client.state["copilot"], client.graph

@@ -30,7 +30,7 @@ from torch import Tensor
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts
 from fedloom.core.message import Message
-from fedloom.core.phase import peer_messages, phase
+from fedloom.core.phase import peer_messages, phase, runs_once
 from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
@@ -79,6 +79,7 @@ class FedGramCross(FedGram):
         first = [start(client.graph, width, client.facts.seed)]
         return written_sums(client, client.memory.setdefault("hops", first)[-1], "fedgram-cross")
 
+    @runs_once
     @phase()
     def read_sums(self, client: Client, inbox: Message | None = None) -> Message:
         """Computes the next hop at the client's own nodes."""

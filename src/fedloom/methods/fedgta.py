@@ -82,7 +82,7 @@ class FedGTA(Mixing):
     tasks: ClassVar[tuple[str, ...]] = ("node",)
 
     # ---- at a client ----
-    @phase(model="~model", moments="float32[2,order,C]", confidence="float32[]")
+    @phase(model="~model", moments="float32[2,order,C]", confidence="float32[] in 0..")
     def train(self, client: Client, model: Message) -> Message:
         """Trains for E local epochs from the client's mean, then describes its labels."""
         local_model = client.state["model"]

@@ -55,11 +55,14 @@ from fedloom.nn.weights import load_weights, weights
 def _factors(method: "FedKD", facts: Facts, message: Message, reply: Message | None) -> Schema:
     """Returns the schema of an update: the copilot's weights, any matrix whole or as factors.
 
-    Factors never have more numbers than the matrix.
+    Factors never have more numbers than the matrix. The longest update would have both.
     """
     update = (reply or {}).get("update")
     rows: list[tuple[str, str, tuple[int, ...]]] = []
     for name, dtype, shape in model_schema(method.copilot, facts):
+        if reply is None and len(shape) == 2:
+            rows += [(f"{name}/left", dtype, shape), (f"{name}/right", dtype, shape)]
+            continue
         part = update.get(name) if isinstance(update, dict) else None
         if isinstance(part, dict) and len(shape) == 2:
             left = part.get("left")

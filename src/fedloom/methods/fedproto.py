@@ -65,7 +65,7 @@ class FedProto(LocalTraining):
     needs_of_model: ClassVar[str] = "embeddings"
 
     @summed
-    @phase(sums="float32[C,p]", counts="int64[C]")
+    @phase(sums="float32[C,p]", counts="int64[C] counts train")
     def train(
         self, client: Client, prototypes: Tensor | None = None, present: Tensor | None = None
     ) -> Message:

@@ -51,7 +51,7 @@ from torch import Generator, Tensor, nn
 
 from fedloom.core.client import Client
 from fedloom.core.message import Message
-from fedloom.core.phase import peer_messages, phase
+from fedloom.core.phase import peer_messages, phase, runs_once
 from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
@@ -262,6 +262,7 @@ class FedSagePlus(FedAvg, FedSGD):
         nn.init.ones_(encoder.classifier.get_parameter("bias"))
         return encoder
 
+    @runs_once
     @phase()
     def prepare(self, client: Client) -> Message:
         """Builds a generator and everything that it learns from."""
@@ -313,6 +314,7 @@ class FedSagePlus(FedAvg, FedSGD):
         """Returns the node of every neighbour to generate: round(ñ_v) per node, at most `most`."""
         return repeated(degree.detach().round().clamp(max=self.most).long())
 
+    @runs_once
     @peer_messages(read_by="read_generators")
     @phase(noisy="float32[n,latent]", **FGEN)
     def write_generator(self, client: Client) -> Message:
@@ -351,6 +353,7 @@ class FedSagePlus(FedAvg, FedSGD):
         client.memory["requests"] = inbox or {}
         return {}
 
+    @runs_once
     @peer_messages(read_by="read_gradients")
     @phase(**FGEN)
     def write_gradients(self, client: Client) -> Message:
@@ -371,6 +374,7 @@ class FedSagePlus(FedAvg, FedSGD):
         loss = (generated - graph.x[nearest(generated, graph)]).square().sum()
         return dict(zip(fgen, torch.autograd.grad(loss, list(fgen.values())), strict=True))
 
+    @runs_once
     @phase()
     def read_gradients(self, client: Client, inbox: Message | None = None) -> Message:
         """Takes one step along the own gradient and the mean of the others'."""
@@ -387,6 +391,7 @@ class FedSagePlus(FedAvg, FedSGD):
         memory["generator optimizer"].step()
         return {}
 
+    @runs_once
     @phase()
     def mend_graphs(self, client: Client) -> Message:
         """Replaces the client's graph by G⁺.
@@ -412,7 +417,7 @@ class FedSagePlus(FedAvg, FedSGD):
         return mend(graph, generate(fgen, inputs), rows, factors_of(fgen, inputs))
 
     # ---- FedAvg on the mended graphs ----
-    @phase(size="int64[]")
+    @phase(size="int64[] is size")
     def size(self, client: Client) -> Message:
         """n_k, the number of real nodes."""
         return {"size": (client.graph.node_id >= 0).sum().clamp(min=1)}

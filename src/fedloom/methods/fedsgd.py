@@ -51,7 +51,7 @@ class FedSGD(Method):
         return {}
 
     @summed
-    @phase(gradient="=model", labelled="int64[]")
+    @phase(gradient="=model", labelled="int64[] is train")
     def gradient(self, client: Client, model: Message) -> Message:
         """Returns the gradient of the summed loss at the common weights."""
         local_model = client.state["model"]

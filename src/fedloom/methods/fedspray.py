@@ -113,7 +113,7 @@ class FedSpray(LocalTraining):
         return {}
 
     @summed
-    @phase(model="~model", counts="int64[C]")
+    @phase(model="~model", counts="int64[C] counts train")
     def train(self, client: Client, model: Message) -> Message:
         """Trains the own model towards the encoder, then the encoder towards the own model.
 

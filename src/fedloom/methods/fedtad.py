@@ -102,7 +102,7 @@ class FedTAD(FedAvg):
     tasks: ClassVar[tuple[str, ...]] = ("node",)
 
     # ---- at a client ----
-    @phase(reliability="float32[C]")
+    @phase(reliability="float32[C] in 0..")
     def reliability(self, client: Client) -> Message:
         """Returns φ_k."""
         return {"reliability": reliability_of(client.graph, self.walk, client.facts.num_classes)}

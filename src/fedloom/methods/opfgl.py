@@ -169,6 +169,7 @@ class OpFGL(Method):
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
     validates: ClassVar[bool] = True
+    partial_participation: ClassVar[bool] = False
     discloses_to_server: ClassVar[str] = (
         "class means and variances of raw features: each client's own unless the run is secure, "
         "and in a secure run still those of a class that a single client reports; for a class of "
@@ -235,7 +236,7 @@ class OpFGL(Method):
         )
         return torch.where(reliable & ~graph.train, guess, labels)
 
-    @phase(count="int64[C]", total="float32[C,views,d]", squares="float32[C,views,d]")
+    @phase(count="int64[C] counts nodes", total="float32[C,views,d]", squares="float32[C,views,d]")
     def statistics(self, client: Client) -> Message:
         """Answers size, sum and sum of squares of each class that is large enough (Eq. 5, 6, 8).
 
@@ -254,8 +255,8 @@ class OpFGL(Method):
 
     @summed
     @phase(
-        reported="int64[C]",
-        count="int64[C]",
+        reported="int64[C] in 0..1",
+        count="int64[C] counts nodes",
         total="float32[C,views,d]",
         squares="float32[C,views,d]",
     )

@@ -48,6 +48,7 @@ from fedloom.core.message import (
     decode,
     encode,
     flatten,
+    largest_size,
     unflatten,
 )
 from fedloom.core.method import Method
@@ -184,6 +185,7 @@ class SecureResponder:
             model = model_schema(client.facts.model_of[client.name], client.facts)
         # The server sees sums, so only the client can check its reply.
         check(reply, phase.reply_schema(method, client.facts, own, model), sender)
+        phase.require_ranges(method, reply, client.said(), sender)
         tensors = flatten(reply)
         if weight is not None:
             tensors = {name: tensor.double() * weight for name, tensor in tensors.items()}
@@ -243,12 +245,15 @@ class SecureResponder:
         opened = inbox
         if writer.encrypted:
             channel = self._channel(client)
+            longest = largest_size(writer.longest_schema(method, client.facts, {}), writer.name)
             opened = {
-                sender: decode(channel.open(sender, _bytes(blob)), writer.name)
+                sender: decode(channel.open(sender, _bytes(blob)), writer.name, longest)
                 for sender, blob in inbox.items()
             }
         expected = writer.peer_schema(method, client.facts, {}, opened, client.name)
-        check(opened, expected, f"client {client.name!r} in {reader!r}, the peer messages")
+        where = f"client {client.name!r} in {reader!r}, the peer messages"
+        check(opened, expected, where)
+        writer.require_ranges(method, opened, {}, where)
         return opened
 
     def _channel(self, client: Client) -> PeerChannel:
@@ -319,13 +324,14 @@ class SecureAggregation:
             self._exchange_keys(server)
         messages = server.address(request)
 
-        def expected(client: str, reply: Message) -> Schema:
+        def expected(client: str, reply: Message | None) -> Schema:
             schema = bound.phase.peer_schema(
                 bound.method, server.facts, messages[client], reply, client
             )
             if not encrypted:
                 return schema
-            return tuple((receiver, "uint8", (-1,)) for receiver in sorted(reply))
+            receivers = {*server.clients} - {client} if reply is None else reply
+            return tuple((receiver, "uint8", (-1,)) for receiver in sorted(receivers))
 
         written = server.exchange(bound.name, messages, expected, book_as)
         server.remember(bound.name, messages, addresses_of(written))

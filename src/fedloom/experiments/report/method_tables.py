@@ -43,6 +43,8 @@ def method(name: str, cls: type[Method]) -> RenderableType:
     single = cls().single_replies()
     needs = f"not possible, it needs each reply to {', '.join(single)}" if single else "possible"
     facts.append(f"secure sums: {needs}")
+    if not cls.partial_participation:
+        facts.append("all clients take part in every round (run.participation is 1)")
     facts.append(f"the server learns: {disclosed}")
     if cls.uses_cross_edges:
         facts.append("uses the edges between clients (partition.cross_edges)")
@@ -103,6 +105,7 @@ def method_as_json(name: str, cls: type[Method]) -> dict[str, Any]:
         "peers_learn": cls.discloses_to_peers,
         "uses_cross_edges": cls.uses_cross_edges,
         "predicts_unseen": cls.predicts_unseen,
+        "partial_participation": cls.partial_participation,
         "needs_of_model": cls.needs_of_model,
         "settings": settings,
         "phases": phases,

@@ -63,7 +63,7 @@ from fedloom.core.client import Client
 from fedloom.core.facts import Facts
 from fedloom.core.message import DTYPES, Message
 from fedloom.core.method import Plugin
-from fedloom.core.phase import Computed, phase
+from fedloom.core.phase import Computed, phase, runs_once
 from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.federation import Federation
@@ -274,6 +274,7 @@ class FedGH(Plugin):
             )
         return sent
 
+    @runs_once
     @phase(
         features=Computed(
             lambda method, facts, message, reply: (
@@ -288,6 +289,7 @@ class FedGH(Plugin):
         remember_links(client, pseudo=edges)
         return {"features": self.rounded(x), "edges": edges.int()}
 
+    @runs_once
     @phase(
         values=Computed(
             lambda method, facts, message, reply: (
@@ -308,6 +310,7 @@ class FedGH(Plugin):
             "edges": edges.int(),
         }
 
+    @runs_once
     @phase()
     def refine(self, client: Client, embeddings: Tensor | None = None) -> Message:
         """Replaces the client's graph by Ã, X̃ (Eq. 13-15).

@@ -200,7 +200,11 @@ class FedPG(FedTGP):
         state["annotation"] = client.graph.y.clone()  # -1 except for training items
         return {}
 
-    @phase(prototypes="float32[*present,p]", present="bool[C,depth]", counts="int64[C]")
+    @phase(
+        prototypes="float32[*present,p]",
+        present="bool[C,depth]",
+        counts="int64[C] in 0..nodes",
+    )
     def train(
         self, client: Client, prototypes: Tensor | None = None, present: Tensor | None = None
     ) -> Message:

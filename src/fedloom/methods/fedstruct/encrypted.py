@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedloom.core.client import Client
 from fedloom.core.message import Message
-from fedloom.core.phase import peer_messages, phase
+from fedloom.core.phase import peer_messages, phase, runs_once
 from fedloom.core.server import Server
 from fedloom.errors import MessageError
 from fedloom.methods.fedstruct.powers import Numbering, scatter_rows
@@ -40,6 +40,7 @@ class EncryptedBlocks(ABC):
     def _advance(self, client: Client, arrived: list[csr_matrix]) -> None:
         """Makes the next power the current one."""
 
+    @runs_once
     @peer_messages(read_by="trust", encrypted=False)
     @phase(key="uint8[n]")
     def publish(self, client: Client) -> Message:
@@ -55,6 +56,7 @@ class EncryptedBlocks(ABC):
         state_of(client).peer_keys = {peer: message["key"].numpy() for peer, message in received}
         return {}
 
+    @runs_once
     @peer_messages(read_by="absorb_encrypted", encrypted=False)
     @phase(cipher="uint8[n]")
     def offer_encrypted(self, client: Client) -> Message:
@@ -72,6 +74,7 @@ class EncryptedBlocks(ABC):
             sent[peer] = {"cipher": torch.from_numpy(cipher)}
         return sent
 
+    @runs_once
     @phase()
     def absorb_encrypted(self, client: Client, inbox: Message | None = None) -> Message:
         """As `absorb`, from the sum of all blocks that the server added up."""

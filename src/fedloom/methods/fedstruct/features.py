@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedloom.core.client import Client
 from fedloom.core.message import Message
-from fedloom.core.phase import Computed, phase, summed
+from fedloom.core.phase import Computed, phase, runs_once, summed
 from fedloom.core.server import Server
 from fedloom.methods._shared.graphlets import graphlet_features
 from fedloom.methods._shared.node2vec import node2vec
@@ -41,6 +41,7 @@ class FixedFeatures(ABC):
         """How many numbers describe a node (DEG and FED*)."""
         return self.walk + 1 if self.structure == "fed" else 1
 
+    @runs_once
     @summed
     @phase(
         rows=Computed(

@@ -83,7 +83,7 @@ from torch import Tensor
 
 from fedloom.core.client import Client
 from fedloom.core.message import Message
-from fedloom.core.phase import peer_messages, phase, summed
+from fedloom.core.phase import peer_messages, phase, runs_once, summed
 from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.federation import Federation
@@ -220,7 +220,7 @@ class FedStruct(FedSGD, GlobalPruning, EncryptedBlocks, FixedFeatures, PrivateSu
 
     # ---- before the powers: numbers for nodes, and edges that both ends know ----
     @summed
-    @phase(nodes="int64[K]")
+    @phase(nodes="int64[K] counts nodes")
     def setup(self, client: Client) -> Message:
         """Builds the model; answers n_i at the client's own position."""
         super().setup(client)
@@ -281,6 +281,7 @@ class FedStruct(FedSGD, GlobalPruning, EncryptedBlocks, FixedFeatures, PrivateSu
         share = -(-self.p // len(numbering.names))
         return powers.strongest_by_owner(block, share * numbering.size(receiver), numbering)
 
+    @runs_once
     @phase()
     def absorb(self, client: Client, inbox: Message | None = None) -> Message:
         """Computes [Â^[i]]^l = (D̃^[i])^-1 Σ_k B_ik, its own term included."""
@@ -316,8 +317,9 @@ class FedStruct(FedSGD, GlobalPruning, EncryptedBlocks, FixedFeatures, PrivateSu
         elif state.hop in self.used:
             state.used_powers[state.hop] = state.power
 
+    @runs_once
     @summed
-    @phase(entries="int64[]", empty="int64[]", missed="int64[]")
+    @phase(entries="int64[] in 0..", empty="int64[] in 0..nodes", missed="int64[] in 0..")
     def finish(self, client: Client) -> Message:
         """Assembles Ā^[i] for all own nodes and for training nodes; answers how full it is."""
         state = state_of(client)
@@ -356,7 +358,7 @@ class FedStruct(FedSGD, GlobalPruning, EncryptedBlocks, FixedFeatures, PrivateSu
 
     # ---- training (Algorithms 1 and 2) ----
     @summed
-    @phase(gradient="=model", labelled="int64[]")
+    @phase(gradient="=model", labelled="int64[] in 0..train")
     def gradient(self, client: Client, model: Message) -> Message:
         """∇ of the summed loss with respect to θ_f, θ_s, S and β (Eq. 14, 16)."""
         state, local_model, g = state_of(client), client.state["model"], self._encoder(client)

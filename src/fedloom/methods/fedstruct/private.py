@@ -108,7 +108,7 @@ class PrivateSums(ABC):
         return {}
 
     @summed
-    @phase(nodes="int64[]")
+    @phase(nodes="int64[] in 0..nodes")
     def exposed(self, client: Client) -> Message:
         """Counts the own nodes whose embeddings some peer can solve for, within the bound.
 
@@ -175,7 +175,7 @@ class PrivateSums(ABC):
     @summed
     @phase(
         gradient="=model",
-        labelled="int64[]",
+        labelled="int64[] in 0..train",
         pull=Computed(
             lambda method, facts, message, reply: (
                 ("", "float32", (int(message["nodes"]), facts.num_classes)),

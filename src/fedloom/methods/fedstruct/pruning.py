@@ -21,14 +21,14 @@ class GlobalPruning:
     """The phases of `prune = "global"`."""
 
     @summed
-    @phase(counts="int64[256]")
+    @phase(counts="int64[256] in 0..")
     def tally(self, client: Client, prefix: Tensor, depth: Tensor) -> Message:
         """Counts own entries with the leading bytes `prefix` by their next byte."""
         counts = powers.tally(state_of(client).power, int(prefix), int(depth))
         return {"counts": torch.from_numpy(counts)}
 
     @summed
-    @phase(counts="int64[K]")
+    @phase(counts="int64[K] in 0..")
     def ties(self, client: Client, bits: Tensor) -> Message:
         """Counts own entries that are equal to the threshold, at the client's own position."""
         counts = torch.zeros(client.facts.num_clients, dtype=torch.int64)
