@@ -323,7 +323,7 @@ class Party:
         inductive = self.agreement.data.inductive
         self._client = Client(self.name, self.graph, facts, inductive, responder_for(facts))
         self._fit_client = self._local_client = None
-        self._client.remembers_shared = True
+        self._client.deployed = True
         # A party that was restarted during a run continues from its last saved state.
         self._to_restore = self._latest_state() if order["rejoin"] else ""
         return {}
