@@ -1,7 +1,7 @@
 """Random numbers: streams that depend on the run's seed and a name, and numbers nobody can repeat.
 
-A stream of the run's seed can be repeated by everybody who knows the recipe. What has to stay secret
-comes from the operating system.
+A stream of the run's seed can be repeated by everybody who knows the recipe. What has to stay
+secret comes from the operating system.
 """
 
 import hashlib
