@@ -113,6 +113,7 @@ from fedloom.nn.training import backward, seeded
 from fedloom.nn.weights import load_weights, weights
 
 KINDS = ("hop2vec", "deg", "fed", "node2vec", "gdv")
+OVERHEARD = "what the gradients of S show"  # in the server's state, with `audit`
 SAFE = {"blocks": "none", "noise": 0.3}  # what `safe` sets
 
 
@@ -177,9 +178,7 @@ class FedStruct(FedSGD, GlobalPruning, EncryptedBlocks, FixedFeatures, PrivateSu
     label_smoothing: float = setting(
         0.0, "share of a label that is spread over all classes", at_least=0, below=1
     )
-    audit: bool = setting(
-        False, "count the training labels that the first summed gradient of S shows"
-    )
+    audit: bool = setting(False, "count the training labels that the summed gradients of S show")
     safe: bool = setting(
         False,
         "blocks = none and noise = 0.3, whatever they are set to; needs run.secure",
@@ -607,10 +606,12 @@ class FedStruct(FedSGD, GlobalPruning, EncryptedBlocks, FixedFeatures, PrivateSu
                 self._private_round(server, model, numbering)
             else:
                 total = server.sum(self.gradient, model=model)
-                if self.audit and server.round == 1:
-                    self._audit(server, self._pull(server, model, total["gradient"]["S"]))
+                if self.audit:
+                    self._overhear(server, self._pull(server, model, total["gradient"]["S"]))
                 self.follow(server, total)
                 server.evaluate(model=model)
+        if self.audit:
+            self._audit(server)
 
     # ---- what the server can read ----
     @summed
@@ -628,9 +629,14 @@ class FedStruct(FedSGD, GlobalPruning, EncryptedBlocks, FixedFeatures, PrivateSu
         g = Encoder(self.widths(server.facts.num_classes), 0.0)
         return pull_of(gradient, model["S"], g, model["structure"])
 
-    def _audit(self, server: Server, pull: Tensor) -> None:
-        """Notes how many training labels `labels_guessed` reads."""
-        found = server.sum(self.compare, guess=labels_guessed(pull))
+    def _overhear(self, server: Server, pull: Tensor) -> None:
+        """Adds up what the rounds show. Fresh noise averages out, labels do not."""
+        known = server.state.setdefault(OVERHEARD, torch.zeros_like(pull))
+        known += pull
+
+    def _audit(self, server: Server) -> None:
+        """Notes how many training labels `labels_guessed` reads after all rounds."""
+        found = server.sum(self.compare, guess=labels_guessed(server.state[OVERHEARD]))
         server.notes |= {
             "training labels that the server can read": int(found["read"]),
             "training labels": int(found["labelled"]),

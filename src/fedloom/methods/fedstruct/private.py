@@ -60,8 +60,8 @@ class PrivateSums(ABC):
         """Returns the client's share of the noise on the sum over all clients."""
 
     @abstractmethod
-    def _audit(self, server: Server, pull: Tensor) -> None:
-        """Notes how many training labels the server can read."""
+    def _overhear(self, server: Server, pull: Tensor) -> None:
+        """Adds up what the rounds show, for `audit`."""
 
     @abstractmethod
     def follow(self, server: Server, total: Message) -> None:
@@ -242,8 +242,8 @@ class PrivateSums(ABC):
             model={"feature": model["feature"]},
             nodes=torch.tensor(numbering.total),
         )
-        if self.audit and server.round == 1:
-            self._audit(server, total["pull"])
+        if self.audit:
+            self._overhear(server, total["pull"])
         labelled = total["labelled"].clamp(min=1)
         pull = total["pull"] / labelled
         each = {c: {"pull": pull[numbering.span(c)]} for c in server.clients}
