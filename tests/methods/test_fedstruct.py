@@ -14,6 +14,7 @@ from scipy.sparse import csr_matrix, vstack
 
 from fedloom.core.message import flatten, unflatten
 from fedloom.core.registry import make_method
+from fedloom.data.datasets import find, load
 from fedloom.data.federation import Federation
 from fedloom.data.partition import _cross_edges, divide
 from fedloom.data.synthetic import synthetic
@@ -21,6 +22,7 @@ from fedloom.engines.loop import Engine as Loop
 from fedloom.errors import ConfigError, MessageError, Refusal
 from fedloom.experiments.run import run
 from fedloom.methods.fedstruct import FedStruct, attacks, powers
+from fedloom.methods.fedstruct import method as method_module
 from fedloom.methods.fedstruct.artifacts import whole_first_power
 from fedloom.methods.fedstruct.powers import Numbering
 from fedloom.methods.fedstruct.sharing import among_all
@@ -219,7 +221,6 @@ def test_encrypted_blocks_give_the_same_powers_and_each_client_gets_one_sum(watc
     assert inboxes
     assert all(len(inbox) == 1 for inbox in inboxes)
     again = go(federation_of(graph, 3), prune="none", encrypt=True)
-    # Rounding removes the noise of CKKS.
     assert again.summary["history_hash"] == result.summary["history_hash"]
     secure = go(federation_of(graph, 3), prune="none", encrypt=True, secure=True)
     assert secure.accuracy == result.accuracy
@@ -480,7 +481,7 @@ def test_no_message_of_a_private_run_holds_a_row_of_s(monkeypatch):
         ({"private": True, "local_steps": 2}, r"method\.local_steps must be 1 with private"),
         ({"encrypt": True, "blocks": "merge"}, r"method\.blocks is 'merge', must be all or"),
         ({"min_neighbours": 1}, r"method\.min_neighbours is 1, must be a whole number at least 2"),
-        ({"structure": "deg", "safe": True}, r"method\.(noise|safe) is for structure = 'hop2vec'"),
+        ({"structure": "deg", "safe": True}, r"method\.safe is for structure = 'hop2vec'"),
     ],
 )
 def test_invalid_settings_are_refused(settings, words):
@@ -683,6 +684,23 @@ def test_a_client_reads_others_edges_from_the_second_hop_and_the_run_says_so(sec
     assert notes["neighbour lists that clients can read"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(find("cora").kind == "download", reason="no Cora on this machine")
+def test_on_cora_a_client_reads_half_of_the_edges_of_others_in_a_secure_run(watched):
+    """The measured case of issue 23: 10 clients at random, protocol pruning, means over clients."""
+    graph = load("cora")
+    federation = divide(graph, 10, "random", 0, cross_edges="known", split="global 10/10/80")
+    notes = curious(federation, secure=True, d_s=4).summary["notes"]
+    read, wrong, every = edges_read(federation, watched[-1])
+    assert wrong == 0
+    assert every / 10 == pytest.approx(4274, abs=100)
+    assert notes["edges of others that clients can read"] / 10 == pytest.approx(2096, abs=100)
+    assert notes["neighbour lists that clients can read"] / 10 == pytest.approx(467, abs=30)
+    assert read / 10 > 2200
+    curious(federation, secure=True, d_s=4, safe=True)
+    assert edges_read(federation, watched[-1])[:2] == (0, 0)
+
+
 def test_a_safe_run_shows_no_edge_to_the_same_attack(watched):
     federation = federation_of(sparse_graph())
     result = curious(federation, safe=True, secure=True, hops=4)
@@ -834,3 +852,33 @@ def test_label_smoothing_equals_pytorchs(watched):
 def test_safe_needs_a_secure_run():
     with pytest.raises(ConfigError, match=r"method\.safe needs run\.secure = true"):
         go(federation_of(random_graph()), safe=True)
+
+
+def test_peer_messages_do_not_depend_on_features_or_labels(monkeypatch):
+    federation, sent, original = federation_of(random_graph(), 3), [], Loop.call
+
+    def call(self, phase, messages):
+        replies = original(self, phase, messages)
+        if getattr(getattr(FedStruct, phase, None), "read_by", ""):
+            sent.append(
+                {f"{phase} {c}/{k}": t for c in replies for k, t in flatten(replies[c]).items()}
+            )
+        return replies
+
+    monkeypatch.setattr(Loop, "call", call)
+    go(federation)
+    written, sent[:] = list(sent), []
+    others = [
+        replace(g, x=torch.rand_like(g.x), y=(g.y + 1) % g.num_classes) for g in federation.graphs
+    ]
+    go(replace(federation, graphs=tuple(others), whole=None))
+    assert {key.split()[0] for message in written for key in message} == {"greet", "offer"}
+    for one, other in zip(written, sent, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_the_method_says_what_others_read():
+    assert "2,096 of 4,274" in FedStruct.discloses_to_peers
+    assert "training labels" in FedStruct.discloses_to_server
+    assert "In a secure run no other party does" not in " ".join(method_module.__doc__.split())

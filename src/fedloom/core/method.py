@@ -53,8 +53,8 @@ class Method(ABC):
         min_replies: The fewest replies that an exchange can continue with, whatever the quorum.
         requires_all: Phases that no client may be absent from, whatever the quorum.
         discloses_to_server: What the server learns that is as large as a client's data.
-        discloses_to_peers: What other clients learn about a client's features and labels, other
-            than through the model.
+        discloses_to_peers: What other clients learn about a client's features, labels and edges,
+            other than through the model.
         predicts_unseen: A trained model predicts for a new graph, from that graph alone.
         unseen_needs: What it needs besides, if it does not.
         keeps_logits: Clients keep their scored logits, because their predictions depend on more
