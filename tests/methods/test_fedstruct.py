@@ -882,3 +882,19 @@ def test_the_method_says_what_others_read():
     assert "2,096 of 4,274" in FedStruct.discloses_to_peers
     assert "training labels" in FedStruct.discloses_to_server
     assert "In a secure run no other party does" not in " ".join(method_module.__doc__.split())
+
+
+def test_a_resumed_run_audits_what_all_rounds_showed(tmp_path):
+    federation = federation_of(random_graph(nodes=100), 3)
+    common = {"audit": True, "noise": 0.3, "rounds": 4, "checkpoint_every": 1}
+    whole = go(federation, **common, out=tmp_path / "whole")
+
+    def stop(entry):
+        if entry["round"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        go(federation, **common, out=tmp_path / "broken", callbacks=stop)
+    resumed = go(federation, **common, out=tmp_path / "broken", resume=True)
+    assert resumed.summary["notes"] == whole.summary["notes"]
+    assert resumed.summary["history_hash"] == whole.summary["history_hash"]

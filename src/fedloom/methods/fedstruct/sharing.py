@@ -6,7 +6,7 @@ that travels sums over several neighbours.
 
     all        every row travels, as in the paper
     withhold   rows over fewer than `min_neighbours` nodes stay at home, and so do rows from which
-               one node's row could be solved for
+               one node's row could be solved for (`determined`: seconds for 2,000 rows)
     merge      targets that share neighbours form a group, and small groups are joined until each
                has `min_neighbours` of them; a target gets the mean over its group's neighbours
     none       no row travels
