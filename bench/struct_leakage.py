@@ -210,12 +210,15 @@ def _edges_table(known: dict[str, dict[str, dict[str, Any]]]) -> str:
             if not runs:
                 continue
             mid = {key: mean(run[key] for run in runs) for key in runs[0]}
-            numbers = [f"{mid[key]:,.0f}" for key in ("edges", "single", "solved", "read", "wrong")]
+            numbers = [f"{mid[key]:,.0f}" for key in ("edges", "single", "solved", "read")]
+            numbers.append(f"{mid['wrong']:.1f}")
             traffic = f"{mid['megabytes']:,.1f}"
-            rows.append([data, row, *numbers, f"{mid['lists']:,.0f}", _accuracy(runs), traffic])
+            lists, seeds = f"{mid['lists']:,.0f}", str(len(runs))
+            rows.append([data, row, *numbers, lists, _accuracy(runs), traffic, seeds])
     head = [
         "data", "`blocks`", "edges of others", "in rows of one node", "solved for",
         "solved for or read by value", "of these wrong", "complete lists", "accuracy", "blocks, MB",
+        "seeds",
     ]  # fmt: skip
     return markdown(head, rows)
 
@@ -225,10 +228,12 @@ def _labels_table(known: dict[str, dict[str, dict[str, Any]]]) -> str:
     for row, settings in LABELS.items():
         runs = list(known.get(f"cora: {row if settings else next(iter(EDGES))}", {}).values())
         if runs:
-            rows.append(
-                [row, f"{100 * mean(run['labels'] for run in runs):.0f} %", _accuracy(runs)]
-            )
-    return markdown(["mitigation", "training labels read", "accuracy"], rows)
+            rows.append([row, _percent(runs), _accuracy(runs)])
+    return markdown(["mitigation", "training labels read", "accuracy", "seeds"], rows)
+
+
+def _percent(runs: list[dict[str, Any]]) -> str:
+    return f"{100 * mean(run['labels'] for run in runs):.0f} %"
 
 
 def _accuracy(runs: list[dict[str, Any]]) -> str:
