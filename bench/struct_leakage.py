@@ -228,7 +228,7 @@ def _labels_table(known: dict[str, dict[str, dict[str, Any]]]) -> str:
     for row, settings in LABELS.items():
         runs = list(known.get(f"cora: {row if settings else next(iter(EDGES))}", {}).values())
         if runs:
-            rows.append([row, _percent(runs), _accuracy(runs)])
+            rows.append([row, _percent(runs), _accuracy(runs), str(len(runs))])
     return markdown(["mitigation", "training labels read", "accuracy", "seeds"], rows)
 
 
