@@ -194,27 +194,27 @@ def test_peer_messages_for_a_phase_without_a_writer_are_refused(monkeypatch):
 
 # ---- encrypted blocks ----
 def spoil_cipher(monkeypatch, values):
-    ckks = pytest.importorskip("fedloom.privacy.ckks")
+    bfv = pytest.importorskip("fedloom.privacy.bfv")
     pytest.importorskip("tenseal")
 
     def change(engine, replies):
         one = engine.clients["1"]
         public = one.memory["fedstruct"].keys.public
         replies["0"]["1"]["cipher"] = torch.from_numpy(
-            ckks.encrypt(public, values(one.graph.num_nodes * 60))
+            bfv.encrypt(public, values(one.graph.num_nodes * 60))
         )
 
     meddle(monkeypatch, "offer_encrypted", change)
 
 
 def test_a_negative_sum_is_refused_as_a_negative_block_is(monkeypatch):
-    spoil_cipher(monkeypatch, lambda size: np.full(size, -1.0))
+    spoil_cipher(monkeypatch, lambda size: np.full(size, -1))
     with pytest.raises(MessageError, match=r"client '1': .* negative"):
         go(federation_of(random_graph(), 3), encrypt=True)
 
 
 def test_a_cipher_of_another_length_names_who_sent_it(monkeypatch):
-    spoil_cipher(monkeypatch, lambda size: np.ones(7))
+    spoil_cipher(monkeypatch, lambda size: np.ones(7, np.int64))
     with pytest.raises(MessageError, match="client '0' in 'offer_encrypted': tensor '1/cipher'"):
         go(federation_of(random_graph(), 3), encrypt=True)
 

@@ -143,6 +143,17 @@ def test_a_party_begins_a_run_and_answers_phases(sender):
     assert sender.train()["model"].keys() == sender.model().keys()
 
 
+def test_a_partys_secret_numbers_do_not_come_from_the_runs_seed(sender):
+    assert sender.begin() == ("answer", {})
+    client = sender.party._client
+    simulated = [torch.Generator().manual_seed(0) for _ in range(2)]
+    one, other = (client.secret_normal((5, 3), 2.0, rng) for rng in simulated)
+    assert not torch.equal(one, other)
+    client.deployed = False  # as in a simulation, the numbers can be repeated
+    one, other = (client.secret_normal((5, 3), 2.0, rng.manual_seed(0)) for rng in simulated)
+    assert torch.equal(one, other)
+
+
 def test_hello_contains_only_the_size_of_the_graph(sender):
     _, hello = sender.send("fedloom_hello", {})
     masks = {part: int(getattr(sender.graph, part).sum()) for part in ("train", "val", "test")}

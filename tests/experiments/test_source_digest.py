@@ -136,7 +136,7 @@ class Mine(FedAvg):
     """Mine."""
 
     def objective(self, *arguments):
-        from fedloom.privacy import ckks, leakage as _leakage
+        from fedloom.privacy import bfv, leakage as _leakage
 
         return super().objective(*arguments)
 '''
@@ -149,7 +149,7 @@ def test_a_users_file_counts_with_what_it_imports(tmp_path, monkeypatch, edit):
     mine.write_text(MINE)
     helper.write_text("VALUE = 1\n")
     first = code_behind(str(mine))
-    assert {mine, helper, ROOT / "privacy/ckks.py", ROOT / "privacy/leakage.py"} <= set(
+    assert {mine, helper, ROOT / "privacy/bfv.py", ROOT / "privacy/leakage.py"} <= set(
         imported_files(str(mine))
     )
     helper.write_text("VALUE = 2\n")

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fedloom.data.graph import Graph
+from fedloom.data.seeds import entropy_noise
 from fedloom.errors import ConfigError
 from fedloom.methods.fedgram.noise import (
     bounded_rows,
     capped,
-    entropy_noise,
     gaussian_scale,
     noise_share,
     ridge_for_noise,

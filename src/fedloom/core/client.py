@@ -18,7 +18,7 @@ from fedloom.core.phase import BoundPhase, phases_of, said
 from fedloom.core.state import restore, snapshot
 from fedloom.data.federation import PartySize
 from fedloom.data.graph import Graph
-from fedloom.data.seeds import stream_seed
+from fedloom.data.seeds import entropy_noise, stream_seed
 from fedloom.nn.losses import training_loss
 from fedloom.nn.metrics import UNDEFINED
 from fedloom.nn.model import Model
@@ -44,8 +44,9 @@ class Client:
         class_weight: The weights of classes in the training loss, [classes]. None: all are equal.
         kept: What predicted in the best evaluation of each stage (`Method.predictor`), by stage.
             Checkpoints keep it.
-        remembers_shared: Whether the client remembers the shared model that it scored last. A
-            deployed party does. In a simulation the engine has it, once for all clients.
+        deployed: Whether the client is a party of its own in a deployment. Then it remembers the
+            shared model that it scored last, and `secret_normal` draws from the operating system.
+            In a simulation the engine has the model, once for all clients.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Client:
         self.memory: dict[str, Any] = {}
         self.streams: dict[str, torch.Generator] = {}
         self.kept: dict[str, Message] = {}
-        self.remembers_shared = False
+        self.deployed = False
         self._scored: tuple[Message | None, Tensor | None] = (None, None)  # shared model, logits
         self._responder = responder or PlainResponder()
         self._upload = parse_filters(facts.upload, "run.upload")
@@ -117,7 +118,7 @@ class Client:
             logits: The logits of the client's items.
         """
         self._scored = (
-            model if self.remembers_shared else None,
+            model if self.deployed else None,
             logits.detach() if method.keeps_logits else None,
         )
 
@@ -155,6 +156,24 @@ class Client:
     def rng(self, purpose: str) -> torch.Generator:
         """Returns the client's random stream for a purpose. It continues where it stopped."""
         return stream(self.streams, self.facts.seed, "client", self.name, purpose)
+
+    def secret_normal(
+        self, shape: tuple[int, ...], scale: float, simulated: torch.Generator
+    ) -> Tensor:
+        """Returns Gaussian numbers that no other party can compute, in float32.
+
+        A deployed party draws them from the operating system. A simulation plays all parties in one
+        process and hides nothing from itself; it draws them from the run's seed, so that it can be
+        repeated.
+
+        Args:
+            shape: The shape.
+            scale: The standard deviation.
+            simulated: The random stream of a simulation.
+        """
+        if self.deployed:
+            return entropy_noise(shape, scale).float()
+        return scale * torch.randn(shape, generator=simulated)
 
     def snapshot(self) -> Message:
         """Returns everything that a later round depends on, as tensors."""

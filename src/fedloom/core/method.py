@@ -55,8 +55,8 @@ class Method(ABC):
         partial_participation: A round may leave out clients (`run.participation`). False for a
             method with one round: a client that is left out of it would never be trained.
         discloses_to_server: What the server learns that is as large as a client's data.
-        discloses_to_peers: What other clients learn about a client's features and labels, other
-            than through the model.
+        discloses_to_peers: What other clients learn about a client's features, labels and edges,
+            other than through the model.
         predicts_unseen: A trained model predicts for a new graph, from that graph alone.
         unseen_needs: What it needs besides, if it does not.
         keeps_logits: Clients keep their scored logits, because their predictions depend on more

@@ -403,7 +403,7 @@ class Party:
         fresh, self._restarted = self._client is None, False
         self._client = Client(self.name, self.graph, facts, inductive, self._responder(facts))
         self._fit_client = self._local_client = None
-        self._client.remembers_shared = True
+        self._client.deployed = True
         # A party that was restarted during a run continues from its last saved state.
         self._to_restore = self._latest_state() if order["rejoin"] else ""
         # Its user has restarted it, and not the coordinator: it need not repeat its last sums.

@@ -56,6 +56,7 @@ from fedloom.core.phase import Computed, phase, summed
 from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
+from fedloom.data.seeds import entropy_noise
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.methods.fedgram.features import smoothed, start
 from fedloom.methods.fedgram.graph_features import graph_features
@@ -63,7 +64,6 @@ from fedloom.methods.fedgram.noise import (
     RELATIONS,
     bounded_rows,
     capped,
-    entropy_noise,
     gaussian_scale,
     noise_share,
     ridge_for_noise,

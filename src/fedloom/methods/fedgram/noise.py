@@ -17,7 +17,6 @@ and for every client's own edges only.
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.graph import Graph
+from fedloom.data.seeds import entropy_noise
 from fedloom.errors import ConfigError, unknown
 from fedloom.methods.fedgram.hashing import mixed
 
@@ -161,29 +161,6 @@ def noise_share(scale: float, honest: int) -> float:
     if honest < 1:
         raise ConfigError(f"honest is {honest!r}, must be at least 1")
     return scale / math.sqrt(honest)
-
-
-def entropy_noise(shape: tuple[int, ...], scale: float) -> Tensor:
-    """Returns Gaussian noise in float64 from the operating system's entropy.
-
-    A run's generators are seeded by a number in the recipe, so who knows the recipe could subtract
-    their noise. NumPy's generators are not made to be unpredictable from their output, whatever
-    their seed. So the bits come from the kernel's cryptographic generator. Box and Muller's formula
-    makes two normals of two 53-bit uniforms; it has no rejected draws, and no tables.
-
-    The largest value is 8.6 σ. A normal number is beyond with probability 1e-17, which is added to
-    δ for each number and is far below any useful δ. As all noise in floating point, it is not the
-    exact distribution in the last bits; the secure sum's rounding to fixed point hides these.
-    """
-    count = math.prod(shape)
-    pairs = (count + 1) // 2
-    words = np.frombuffer(os.urandom(16 * pairs), dtype=np.uint64) >> np.uint64(11)
-    # (0, 1]: the logarithm of 0 must not occur.
-    uniform = (words.astype(np.float64) + 1) * 2.0**-53
-    radius = np.sqrt(-2 * np.log(uniform[:pairs]))
-    angle = 2 * math.pi * uniform[pairs:]
-    normal = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
-    return torch.from_numpy(scale * normal).reshape(shape)
 
 
 def symmetric_noise(width: int, scale: float) -> Tensor:

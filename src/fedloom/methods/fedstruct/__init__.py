@@ -6,7 +6,9 @@ powers      matrices: own rows of the powers, pruning, conversion to messages
 pruning     global pruning (Sec. 5.3)
 features    fixed structure features: DEG, FED*, NODE2VEC, GDV
 private     sums instead of embeddings (App. G.1)
-encrypted   blocks under CKKS
+encrypted   blocks under BFV
+sharing     which rows of the blocks travel
+attacks     what clients and the server can read
 artifacts   pictures for the report
 state       what a client keeps from one phase to the next
 """

@@ -1,8 +1,12 @@
 """Encrypted blocks (`encrypt`): the server adds up the blocks B_ik without reading them.
 
-A block goes out dense, under the receiver's CKKS key. The server adds ciphertexts, and the receiver
-learns only the sum Σ_k B_ik. It costs 32 bytes for each of n_i n numbers, for each pair of clients
-and hop, and so suits small federations.
+A block goes out dense, under the receiver's BFV key, in multiples of `GRID`. The server adds
+ciphertexts, and the receiver learns only the sum Σ_k B_ik. It costs 16 bytes for each of n_i n
+numbers, for each pair of clients and hop, and so suits small federations.
+
+No sender knows how many neighbours a target has at others. So with `blocks = "withhold"` the
+receiver leaves rows of the sum out by asking for the others only. A receiver that follows the
+protocol does so; a sender cannot check it.
 """
 
 from __future__ import annotations
@@ -21,20 +25,41 @@ from fedloom.core.phase import peer_messages, phase, runs_once
 from fedloom.core.server import Server
 from fedloom.errors import MessageError
 from fedloom.methods.fedstruct.powers import Numbering, scatter_rows
+from fedloom.methods.fedstruct.sharing import among_all, only_rows, sums_that_travel
 from fedloom.methods.fedstruct.state import state_of
-from fedloom.privacy import ckks
+from fedloom.privacy import bfv
 
-# Numbers are rounded to multiples of this before encryption and again after decryption, which
-# removes the noise of CKKS.
-GRID = 2.0**-22
+GRID = 2.0**-22  # entries are rounded to multiples of this
 
 
 class EncryptedBlocks(ABC):
     """The phases of `encrypt`. They replace `offer` and `absorb`."""
 
+    blocks: str
+    min_neighbours: int
+
     @abstractmethod
     def _blocks(self, client: Client) -> dict[str, csr_matrix]:
         """Returns B_ik for each client i with edges from here, pruned."""
+
+    @abstractmethod
+    def _note_readable(
+        self, client: Client, sums: dict[str, csr_matrix], block: csr_matrix
+    ) -> None:
+        """Keeps the rows of the second hop that are one other node's own."""
+
+    def _choose_encrypted_rows(self, client: Client) -> None:
+        """Decides which rows of the sum this client asks for."""
+        state = state_of(client)
+        every, numbering = state.adjacency.incoming, state.numbering
+        state.sent, state.arriving = {}, {}
+        if not every:
+            return
+        sums = sums_that_travel(among_all(every, numbering), self.blocks, self.min_neighbours)
+        asked = np.diff(sums.indptr) > 0
+        for peer in every:
+            rows = asked[state.adjacency.rows_from(peer)]
+            state.arriving[peer] = only_rows(state.adjacency.links_from(peer), rows)
 
     @abstractmethod
     def _advance(self, client: Client, arrived: list[csr_matrix]) -> None:
@@ -42,18 +67,35 @@ class EncryptedBlocks(ABC):
 
     @runs_once
     @peer_messages(read_by="trust", encrypted=False)
-    @phase(key="uint8[n]")
+    @phase(key="uint8[n]", rows="bool[n]")
     def publish(self, client: Client) -> Message:
-        """Generates CKKS keys; sends the public part to each client that will send a block."""
+        """Generates BFV keys; sends the public part to each client that will send a block.
+
+        `rows` says which of the peer's rows to this client are asked for.
+        """
         state = state_of(client)
-        state.keys = keys = ckks.Keys.generate()
-        return {peer: {"key": torch.from_numpy(keys.public)} for peer in state.adjacency.incoming}
+        state.keys = keys = bfv.Keys.generate()
+        public = torch.from_numpy(keys.public)
+        return {
+            peer: {"key": public, "rows": torch.from_numpy(np.diff(sums.indptr) > 0)}
+            for peer, sums in state.arriving.items()
+        }
 
     @phase()
     def trust(self, client: Client, inbox: Message | None = None) -> Message:
-        """Keeps the peers' public keys."""
-        received = (inbox or {}).items()
-        state_of(client).peer_keys = {peer: message["key"].numpy() for peer, message in received}
+        """Keeps the peers' public keys, and which rows they ask for."""
+        state, received = state_of(client), (inbox or {}).items()
+        state.peer_keys = {peer: message["key"].numpy() for peer, message in received}
+        for peer, message in received:
+            if peer not in state.adjacency.outgoing:
+                continue  # nothing is ever sent to it
+            links, asked = state.adjacency.links_to(peer), message["rows"].numpy()
+            if len(asked) != links.shape[0]:
+                raise MessageError(
+                    f"client {client.name!r}: peer message from {peer!r}: tensor 'rows' has "
+                    f"shape {[len(asked)]}, expected {[links.shape[0]]}"
+                )
+            state.sent[peer] = only_rows(links, asked)
         return {}
 
     @runs_once
@@ -69,8 +111,9 @@ class EncryptedBlocks(ABC):
         sent = {}
         for peer, block in self._blocks(client).items():
             rows, size = state.adjacency.rows_to(peer), state.numbering.size(peer)
-            dense = scatter_rows(block, rows, size).toarray()
-            cipher = ckks.encrypt(state.peer_keys[peer], _rounded(dense.ravel().astype(np.float64)))
+            dense = scatter_rows(block, rows, size).toarray().ravel().astype(np.float64)
+            whole = np.rint(dense / GRID).astype(np.int64)
+            cipher = bfv.encrypt(state.peer_keys[peer], whole)
             sent[peer] = {"cipher": torch.from_numpy(cipher)}
         return sent
 
@@ -83,13 +126,17 @@ class EncryptedBlocks(ABC):
         arrived = []
         for message in (inbox or {}).values():
             size = own * state.numbering.total
-            total = _rounded(state.keys.decrypt(message["cipher"].numpy(), size))
+            total = state.keys.decrypt(message["cipher"].numpy(), size) * GRID
             if total.size and total.min() < 0:
                 raise MessageError(
                     f"client {client.name!r}: the sum of its peers' blocks, tensor 'cipher', "
                     "holds a negative number"
                 )
-            arrived.append(csr_matrix(total.astype(np.float32).reshape(own, -1)))
+            block = csr_matrix(total.astype(np.float32).reshape(own, -1))
+            rows, adjacency = state.arriving.items(), state.adjacency
+            sums = {p: scatter_rows(part, adjacency.rows_from(p), own) for p, part in rows}
+            self._note_readable(client, sums, block)
+            arrived.append(block)
         self._advance(client, arrived)
         return {}
 
@@ -117,16 +164,12 @@ class EncryptedBlocks(ABC):
             key, entries = keys[receiver].numpy(), numbering.size(receiver) * numbering.total
             for sender, cipher in ciphers.items():
                 try:
-                    ckks.require_size(key, cipher, entries)
+                    bfv.require_size(key, cipher, entries)
                 except MessageError as error:
                     raise MessageError(
                         f"client {sender!r} in 'offer_encrypted': tensor '{receiver}/cipher': "
                         f"{error}"
                     ) from None
-            total = torch.from_numpy(ckks.add(key, list(ciphers.values())))
+            total = torch.from_numpy(bfv.add(key, list(ciphers.values())))
             sums.setdefault(min(ciphers), {})[receiver] = {"cipher": total}
         server.deliver(self.offer_encrypted, sums)
-
-
-def _rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.rint(values / GRID) * GRID

@@ -118,12 +118,19 @@ class PartyAdjacency:
             csr_matrix(hstack(blocks, format="csr", dtype=np.float32)), self.inverse_degrees(loops)
         )
 
-    def block_for(self, peer: str, power: csr_matrix) -> csr_matrix:
-        """Returns B: what the next hop brings to a peer's nodes through own nodes.
+    def links_to(self, peer: str) -> csr_matrix:
+        """Returns the edges to a peer: [its nodes with an edge from here (`rows_to`), own nodes].
 
-        Its rows are the peer's nodes that have an edge from here (`rows_to`), its columns all n.
+        A block B to the peer is what sums over these edges bring: links @ power, [rows, n].
         """
-        return csr_matrix(self.outgoing[peer][self.rows_to(peer)] @ power)
+        return csr_matrix(self.outgoing[peer][self.rows_to(peer)])
+
+    def links_from(self, peer: str) -> csr_matrix:
+        """Returns the edges from a peer: [own nodes with an edge from it (`rows_from`), its nodes].
+
+        The peer's `links_to` this party is the same matrix.
+        """
+        return csr_matrix(self.incoming[peer][self.rows_from(peer)])
 
     def own_block(self, power: csr_matrix, loops: bool) -> csr_matrix:
         """Returns what the next hop brings to own nodes through own nodes, [own nodes, n]."""
@@ -136,6 +143,38 @@ class PartyAdjacency:
     def rows_from(self, peer: str) -> Numbers:
         """Returns own nodes with an edge from a peer, ascending: the rows of a block from it."""
         return np.flatnonzero(np.diff(self.incoming[peer].indptr))
+
+    def known_start(self, peer: str) -> csr_matrix:
+        """Returns rows of the identity for the peer's nodes with an edge to own nodes."""
+        size = self.numbering.size(peer)
+        linked = np.unique(self.incoming[peer].indices)
+        start = self.numbering.span(peer).start
+        return matrix_of(linked, linked + start, (size, self.numbering.total))
+
+    def next_known(
+        self, peer: str, known: csr_matrix, power: csr_matrix, loops: bool
+    ) -> csr_matrix:
+        """Returns what this party knows of the peer's rows of the next power.
+
+        It knows the edges between these nodes and its own, and takes them for all their edges.
+
+        Args:
+            peer: The peer.
+            known: What it knows of the peer's rows of the last power, [the peer's nodes, n].
+            power: Its own rows of the last power, [own nodes, n].
+            loops: Whether A has self-loops.
+        """
+        links = self.outgoing[peer]
+        degrees = _row_sums([links]) + np.float32(loops)
+        inverse = np.divide(1, degrees, out=np.zeros_like(degrees), where=degrees > 0)
+        total = csr_matrix(links @ power)
+        return scale_rows(csr_matrix(total + known) if loops else total, inverse)
+
+    def own_start(self) -> csr_matrix:
+        """Returns the own rows of the identity, [own nodes, n]."""
+        every = np.arange(self.inner.shape[0])
+        start = self.numbering.span(self.name).start
+        return matrix_of(every, every + start, (len(every), self.numbering.total))
 
     def next_power(self, blocks: Iterable[csr_matrix], loops: bool) -> csr_matrix:
         """Returns the own rows of the next power, D^-1 Σ B.

@@ -37,6 +37,8 @@ class PrivateSums(ABC):
     absorbed: bool
     d_s: int
     query_limit: int
+    noise: float
+    audit: bool
     lr: float
     weight_decay: float
     optimizer: str
@@ -50,8 +52,16 @@ class PrivateSums(ABC):
         """Returns the loss of h + z, summed over the training nodes."""
 
     @abstractmethod
-    def _initial_rows(self, seed: int, client: str, nodes: int, width: int) -> Tensor:
-        """Returns a client's rows of S at the start."""
+    def _own_rows(self, client: Client, width: int) -> Tensor:
+        """Returns the client's rows of S at the start, which no other party has in a deployment."""
+
+    @abstractmethod
+    def _noise(self, client: Client, shape: tuple[int, ...]) -> Tensor:
+        """Returns the client's share of the noise on the sum over all clients."""
+
+    @abstractmethod
+    def _overhear(self, server: Server, pull: Tensor) -> None:
+        """Adds up what the rounds show, for `audit`."""
 
     @abstractmethod
     def follow(self, server: Server, total: Message) -> None:
@@ -100,8 +110,7 @@ class PrivateSums(ABC):
             block = powers.unpacked(message, count, own, who)
             state_of(client).queries[peer] = _queries(block, train)
         width = client.facts.num_classes if self.absorbed else self.d_s
-        S = self._initial_rows(client.facts.seed, client.name, own, width).requires_grad_()
-        client.state["S"] = S
+        client.state["S"] = S = self._own_rows(client, width).requires_grad_()
         client.state["optimizer of S"] = make_optimizer(
             self.optimizer, [S], self.lr, self.weight_decay
         )
@@ -193,6 +202,8 @@ class PrivateSums(ABC):
         pull = torch.zeros(int(nodes), client.facts.num_classes)
         assert z.grad is not None
         pull[rows.reach] = rows.powers[0].transpose @ z.grad
+        if self.noise:
+            pull += self._noise(client, tuple(pull.shape))
         return {
             "gradient": {"feature": gradients_of(local_model)},
             "labelled": client.graph.train.sum(),
@@ -231,6 +242,8 @@ class PrivateSums(ABC):
             model={"feature": model["feature"]},
             nodes=torch.tensor(numbering.total),
         )
+        if self.audit:
+            self._overhear(server, total["pull"])
         labelled = total["labelled"].clamp(min=1)
         pull = total["pull"] / labelled
         each = {c: {"pull": pull[numbering.span(c)]} for c in server.clients}

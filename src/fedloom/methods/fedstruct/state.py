@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from fedloom.core.client import Client
 from fedloom.core.message import Message
 from fedloom.data.sparse import Sparse
-from fedloom.methods.fedstruct.powers import Numbering, PartyAdjacency, Rows
+from fedloom.methods.fedstruct.powers import Numbering, Numbers, PartyAdjacency, Rows
 from fedloom.nn.encoder import Encoder
-from fedloom.privacy import ckks
+from fedloom.privacy import bfv
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,18 @@ class StructureState:
     )  # [start] {step: [n_i]}
     missed: int = field(init=False)  # [start] expected blocks that did not arrive
 
-    # CKKS (`encrypt`).
-    keys: ckks.Keys = field(init=False)  # [publish]
+    # Which rows of the blocks travel (`blocks`).
+    sent: dict[str, csr_matrix] = field(init=False)  # [start, trust] {peer: weights of its rows}
+    arriving: dict[str, csr_matrix] = field(init=False)  # [start] {peer: weights of own rows}
+    left_out: dict[str, csr_matrix] = field(
+        init=False
+    )  # [start] {peer: links whose row stays away}
+    known: dict[str, csr_matrix] = field(init=False)  # [start, absorb] {peer: its rows, as known}
+    # [absorb] others' rows of Â that arrived, with their nodes
+    single: list[tuple[Numbers, csr_matrix]] = field(default_factory=list)
+
+    # BFV (`encrypt`).
+    keys: bfv.Keys = field(init=False)  # [publish]
     peer_keys: dict[str, NDArray[np.uint8]] = field(init=False)  # [trust]
 
     # The structure branch.

@@ -5,12 +5,10 @@
     keys.public ───────────────► encrypt(public, values) ───► add(public, blobs)
     keys.decrypt(blob, size) ◄──────────────────────────────── the sum, encrypted
 
-The scheme is CKKS (Cheon et al., ASIACRYPT 2017), by TenSEAL on Microsoft SEAL. Numbers are rounded
-to multiples of 1 / `SCALE` and hidden under noise of about a thousand of them. Only sums are
-needed, so there are no keys for products and rotations, and one prime of 60 bits for the data. N =
-4096 and 109 bits in all meet 128-bit security in the homomorphic encryption standard and in SEAL. A
-value costs 32 bytes whatever N is. A smaller N halves the public part and the smallest ciphertext,
-and has less noise.
+The scheme is BFV (Fan and Vercauteren, 2012), by TenSEAL on Microsoft SEAL. It adds whole numbers,
+exactly. Only sums are needed, so there are no keys for products and rotations, and one prime of 60
+bits for the data. N = 4096 and 109 bits in all meet 128-bit security in the homomorphic encryption
+standard and in SEAL. A ciphertext holds 4096 numbers, and a number costs 16 bytes.
 
 The trust model:
 
@@ -21,14 +19,10 @@ The trust model:
   together they could decrypt each one.
 - The sum is not hidden from the owner. A sum of one array is that array. Two sums that differ in
   one array reveal it by subtraction.
-- The result of `decrypt` stays with the owner. A CKKS result contains the noise of its ciphertexts,
-  which depends on the secret key. Results and ciphertexts together reveal the key (Li & Micciancio,
-  EUROCRYPT 2021). Neither the server nor the encrypting parties may see a result, or anything that
-  reveals its last bits.
 - Lengths, the number of terms, and which key was used are not hidden.
 
-The operating system provides the noise, never a run's seed. So ciphertexts, and the last bits of
-sums, differ between runs.
+The operating system provides the noise, never a run's seed. So ciphertexts differ between runs, and
+sums do not.
 
 A blob has these parts: a CRC-32 of the rest, 16 bytes that name the key, the number of values, the
 number of terms in the sum, the length of every ciphertext, and the ciphertexts. The CRC detects
@@ -39,7 +33,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -57,12 +52,12 @@ DEGREE = 4096
 # Bits of the primes: one for the data, and one that only public keys have. The second removes most
 # of the noise of encryption.
 PRIMES = (60, 49)
-SLOTS = DEGREE // 2
-SCALE = 2.0**40
-BOUND = 2.0**10  # the largest absolute value of an entry
-# The most terms of a sum. TERMS · BOUND · SCALE < 2^59, half of the data prime: sums do not
-# overflow.
-TERMS = 511
+SLOTS = DEGREE
+# Sums are modulo this prime. It is 1 modulo 2 N, so that a ciphertext holds N numbers. Decryption
+# is exact for sums of `TERMS` fresh ciphertexts up to a prime of 45 bits at least.
+MODULUS = 4398046486529
+BOUND = 2**32  # the largest absolute value of an entry
+TERMS = 511  # the most terms of a sum: TERMS · BOUND < MODULUS / 2, so sums do not overflow
 
 _CHECKSUM = struct.Struct("<I")
 _HEAD = struct.Struct("<16sQI")  # key, values, terms
@@ -91,8 +86,8 @@ class Keys:
         """The public part, which encrypts and adds: parameters and public key, about 125 kB."""
         return _array(self._public)
 
-    def decrypt(self, ciphertexts: Bytes, size: int) -> NDArray[np.float64]:
-        """Returns the decrypted values. They must not be shown to others.
+    def decrypt(self, ciphertexts: Bytes, size: int) -> NDArray[np.int64]:
+        """Returns the decrypted values.
 
         Args:
             ciphertexts: The result of `add` or `encrypt` under this key.
@@ -100,46 +95,45 @@ class Keys:
         """
         require_size(self.public, ciphertexts, size)
         blob = _parse(ciphertexts, _name(self._public))
-        values = np.zeros(size)
+        values = np.zeros(size, np.int64)
         for i, part in enumerate(blob.parts):
             start, stop = _span(i, size)
-            values[start:stop] = _vector(self._context, part, stop - start).decrypt()
-        # A damaged ciphertext decrypts to noise over the whole range of the prime, which is
-        # thousands of times larger than a sum can be.
-        if not bool(np.all(np.abs(values) <= blob.terms * BOUND + 1)):
+            with _damaged("ciphertexts"):
+                values[start:stop] = _vector(self._context, part, stop - start).decrypt()
+        # A damaged ciphertext decrypts to noise over the whole range of the prime.
+        if not bool(np.all(np.abs(values) <= blob.terms * BOUND)):
             raise MessageError(
-                f"ciphertexts: do not decrypt to a sum of {blob.terms} arrays within ±{BOUND:g}; "
+                f"ciphertexts: do not decrypt to a sum of {blob.terms} arrays within ±{BOUND}; "
                 "damaged, or of another key"
             )
         return values
 
 
-def encrypt(public: Bytes, values: NDArray[np.floating]) -> Bytes:
+def encrypt(public: Bytes, values: NDArray[np.int64]) -> Bytes:
     """Encrypts values. Returns the ciphertexts as one blob.
 
     Args:
         public: The owner's public part.
-        values: A flat array of floats within ±`BOUND`, of any length.
+        values: A flat array of whole numbers within ±`BOUND`, of any length.
     """
-    if values.ndim != 1 or not np.issubdtype(values.dtype, np.floating):
+    if values.ndim != 1 or values.dtype != np.int64:
         raise MessageError(
-            "values to encrypt: must be a flat array of floats, "
+            f"values to encrypt: must be a flat array of int64, "
             f"not {values.dtype}{list(values.shape)}"
         )
-    wrong = ~(np.abs(values) <= BOUND)  # also true for NaN
+    wrong = (values > BOUND) | (values < -BOUND)
     if wrong.any():
         raise MessageError(
             f"values to encrypt: {values[wrong][0]} at {int(wrong.argmax())}; "
-            f"must be finite and within ±{BOUND:g}"
+            f"must be within ±{BOUND}"
         )
     data = _bytes(public, "public part")
     context = _load(data)
-    plain = values.astype(np.float64)
     parts = [
-        _tenseal().ckks_vector(context, plain[i : i + SLOTS].tolist()).serialize()
-        for i in range(0, len(plain), SLOTS)
+        _tenseal().bfv_vector(context, values[i : i + SLOTS].tolist()).serialize()
+        for i in range(0, len(values), SLOTS)
     ]
-    return _pack(_Blob(_name(data), len(plain), 1, parts))
+    return _pack(_Blob(_name(data), len(values), 1, parts))
 
 
 def add(public: Bytes, blobs: Sequence[Bytes]) -> Bytes:
@@ -170,7 +164,8 @@ def add(public: Bytes, blobs: Sequence[Bytes]) -> Bytes:
             start, stop = _span(i, size)
             vector = _vector(context, part, stop - start, f"ciphertexts {number}")
             if number:
-                total[i] += vector
+                with _damaged(f"ciphertexts {number}"):
+                    total[i] += vector
             else:
                 total.append(vector)
     return _pack(_Blob(name, size, terms, [vector.serialize() for vector in total]))
@@ -197,13 +192,26 @@ def _tenseal() -> Any:
     return tenseal
 
 
+@contextmanager
+def _damaged(what: str) -> Iterator[None]:
+    """Turns the errors of SEAL's parser into a MessageError."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        raise MessageError(f"{what}: damaged ({error})") from None
+
+
 def _generate() -> Any:
     ts = _tenseal()
     # By default TenSEAL starts a thread per core for every context. SEAL refuses parameters below
     # 128-bit security.
-    context = ts.context(ts.SCHEME_TYPE.CKKS, DEGREE, coeff_mod_bit_sizes=list(PRIMES), n_threads=1)
-    context.global_scale = SCALE
-    return context
+    return ts.context(
+        ts.SCHEME_TYPE.BFV,
+        DEGREE,
+        plain_modulus=MODULUS,
+        coeff_mod_bit_sizes=list(PRIMES),
+        n_threads=1,
+    )
 
 
 @lru_cache(maxsize=1)
@@ -220,21 +228,19 @@ def _without_keys(context: Any) -> bytes:
 def _load(public: bytes) -> Any:
     """Returns the context of a public part, after checking that it has no more than it should."""
     ts = _tenseal()
-    try:
+    with _damaged("public part"):
         context = ts.context_from(public, n_threads=1)
         private, usable = context.has_secret_key(), context.has_public_key()
         parameters = _without_keys(context)
-    except (ValueError, RuntimeError) as error:
-        raise MessageError(f"public part: damaged ({error})") from None
     if private:
         raise MessageError("public part: holds a secret key")
+    if not usable:
+        raise MessageError("public part: holds no public key")
     if parameters != _parameters():  # others could make the encryption readable, or the sum wrong
         raise MessageError(
             f"public part: parameters differ from N = {DEGREE}, primes of {PRIMES} bits, "
-            f"scale 2^{int(np.log2(SCALE))}"
+            f"sums modulo {MODULUS}"
         )
-    if not usable:
-        raise MessageError("public part: holds no public key")
     return context
 
 
@@ -243,16 +249,11 @@ def _vector(context: Any, part: bytes, size: int, what: str = "ciphertexts") -> 
 
     TenSEAL trusts the size in the data and could read past the end of the slots, so it is checked.
     """
-    try:
-        vector = _tenseal().ckks_vector_from(context, part)
+    with _damaged(what):
+        vector = _tenseal().bfv_vector_from(context, part)
         found = vector.ciphertext()
-    except (ValueError, RuntimeError) as error:
-        raise MessageError(f"{what}: damaged ({error})") from None
-    if len(found) != 1 or vector.size() != size or found[0].size() != 2 or found[0].scale != SCALE:
-        raise MessageError(
-            f"{what}: not one fresh or added ciphertext of {size} values "
-            f"at scale 2^{int(np.log2(SCALE))}"
-        )
+    if len(found) != 1 or vector.size() != size or found[0].size() != 2:
+        raise MessageError(f"{what}: not one fresh or added ciphertext of {size} values")
     return vector
 
 
