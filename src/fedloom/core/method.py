@@ -247,6 +247,19 @@ class Method(ABC):
             and name not in weights | {"evaluate"}
         )
 
+    def cautions(self) -> dict[str, str]:
+        """Returns a line for each setting that lets a plain run tell more than is advised.
+
+        The keys are the settings' names: "method.floor".
+        """
+        least = {f.name: f.metadata.get("advised") for f in fields(self)}
+        return {
+            f"method.{name}": f"method.{name} is {getattr(self, name)}: what is computed from fewer "
+            f"than {advised:g} items is sent; of a single item, it is that item's own"
+            for name, advised in least.items()
+            if advised is not None and getattr(self, name) < advised
+        }
+
     def settings(self) -> dict[str, Any]:
         """Returns the fields as a plain dict, as in a TOML file."""
         return {f.name: getattr(self, f.name) for f in fields(self)}

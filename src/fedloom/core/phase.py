@@ -49,10 +49,12 @@ class Computed:
         schema: Takes the method, the facts, the message and the reply (None if it is not known
             yet). Returns the schema of what the reply holds under the name; "" is the name itself.
         depends_on_reply: Whether the schema depends on the reply.
+        weights: Whether it describes a model's weights, or changes of them.
     """
 
     schema: Callable[[Any, Facts, Message, Message | None], Schema]
     depends_on_reply: bool = False
+    weights: bool = False
 
 
 Declaration = str | Computed

@@ -185,6 +185,7 @@ class Recorder:
         self.server = server = Server(
             method, facts, self._call, policy, self, aggregation_for(facts)
         )
+        server.notes |= {f"{name} is below what is advised": 1.0 for name in self._cautions()}
         if self._pending is not None:
             server.absences.resume(self._pending[0].about.get("absences", {}))
         failure: BaseException | None = None
@@ -252,8 +253,13 @@ class Recorder:
             "seed": self.settings.seed,
             "folder": self.folder,
             "without_training_items": self.roster.without_training,
+            "cautions": list(self._cautions().values()),
             **self._engine(),
         }
+
+    def _cautions(self) -> dict[str, str]:
+        """Returns what a plain run tells more than is advised: a line for each setting."""
+        return {} if self.facts.secure else self.method.cautions()
 
     # ---- called by the server ----
     def entered_rounds(self, server: Server, count: int) -> int:

@@ -45,7 +45,7 @@ from fedloom.core.client import Client
 from fedloom.core.message import Message
 from fedloom.core.phase import averaged, phase
 from fedloom.core.server import Server
-from fedloom.core.settings import setting
+from fedloom.core.settings import fewest_items, setting
 from fedloom.data.graph import Graph
 from fedloom.methods._shared.prototypes import class_sums
 from fedloom.methods.fedavg import FedAvg
@@ -67,6 +67,7 @@ class FedNH(FedAvg):
         tune="0.1..0.99",
     )
     scale: float = setting(30.0, "s, factor of the cosines in the logits", above=0, tune="5..50")
+    floor: int = fewest_items("fewest items that a direction is computed from; others stay")
 
     discloses_to_peers: ClassVar[str] = (
         "directions of class means over all clients; of a single client if no other has the class"
@@ -92,6 +93,7 @@ class FedNH(FedAvg):
         with torch.no_grad():
             z = F.normalize(local_model.embed(graph))
             sums, counts = class_sums(z, graph.y, graph.train, client.facts.num_classes)
+        counts = counts * (counts >= self.floor)
         share = counts / self.size(client)["size"]  # the mean over clients multiplies by n_k
         return {
             "model": extractor_weights(weights(local_model)),

@@ -36,7 +36,7 @@ from fedloom.core.client import Client
 from fedloom.core.message import Message
 from fedloom.core.phase import phase, summed
 from fedloom.core.server import Server
-from fedloom.core.settings import setting
+from fedloom.core.settings import fewest_items, setting
 from fedloom.data.graph import Graph
 from fedloom.methods._shared.local_training import LocalTraining
 from fedloom.methods._shared.prototypes import class_sums, pack_table, table_of
@@ -55,9 +55,7 @@ class FedProto(LocalTraining):
     unit: bool = setting(
         False, "scale embeddings to length 1 before anything else is done with them"
     )
-    floor: int = setting(
-        1, "fewest items that a prototype is computed from; others are not sent", at_least=1
-    )
+    floor: int = fewest_items("fewest items that a prototype is computed from; others are not sent")
 
     discloses_to_peers: ClassVar[str] = (
         "class means over all clients; of a single client if no other has the class"

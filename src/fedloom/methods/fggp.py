@@ -58,7 +58,7 @@ from fedloom.core.message import Message
 from fedloom.core.phase import phase
 from fedloom.core.replies import Replies
 from fedloom.core.server import Server
-from fedloom.core.settings import setting
+from fedloom.core.settings import fewest_items, setting
 from fedloom.data.graph import Graph
 from fedloom.data.seeds import stream_seed
 from fedloom.methods._shared.prototypes import pack_table
@@ -105,6 +105,7 @@ class FGGP(FedAvg):
         0.1, "τ_v, temperature of the prototypes' vote", above=0, tune="0.05..1"
     )
     classifier: str = setting("prototypes", "what predicts", choices=("prototypes", "head"))
+    floor: int = fewest_items("fewest nodes that a prototype is computed from; others are not sent")
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
     discloses_to_peers: ClassVar[str] = (
@@ -141,7 +142,7 @@ class FGGP(FedAvg):
         load_weights(state["sampler"], sampler)
         if clusters is not None:
             state |= {"clusters": clusters, "of_class": of_class}
-        table, present = torch.zeros(C, client.facts.width), torch.zeros(C, dtype=torch.bool)
+        table, behind = torch.zeros(C, client.facts.width), torch.zeros(C, dtype=torch.int64)
         if graph.train.any():
             with torch.no_grad():
                 suggested = candidates(graph, local_model.embed(graph), self.neighbours)
@@ -150,10 +151,11 @@ class FGGP(FedAvg):
                 z, logits = outputs(local_model, graph)
                 label, sure = pseudo_labels(logits, graph)
                 table, present = class_centres(z, label, sure, C)
+                behind = torch.bincount(label, minlength=C) * present
         return {
             "model": weights(local_model),
             "sampler": weights(state["sampler"]),
-            **pack_table(table, present),
+            **pack_table(table, behind > 0, self.floor, behind),
         }
 
     def objective(self, client: Client, batch: Graph, model: Model, received: Message) -> Tensor:
