@@ -252,13 +252,15 @@ class Method(ABC):
 
         The keys are the settings' names: "method.floor".
         """
-        least = {f.name: f.metadata.get("advised") for f in fields(self)}
-        return {
-            f"method.{name}": f"method.{name} is {getattr(self, name)}: what is computed from fewer "
-            f"than {advised:g} items is sent; of a single item, it is that item's own"
-            for name, advised in least.items()
-            if advised is not None and getattr(self, name) < advised
-        }
+        lines = {}
+        for f in fields(self):
+            value, advised = getattr(self, f.name), f.metadata.get("advised")
+            if advised is not None and value < advised:
+                lines[f"method.{f.name}"] = (
+                    f"method.{f.name} is {value}: clients send what fewer than {advised:g} items "
+                    "contribute to; what a single item contributes to is that item's own"
+                )
+        return lines
 
     def settings(self) -> dict[str, Any]:
         """Returns the fields as a plain dict, as in a TOML file."""

@@ -16,7 +16,7 @@ from statistics import mean
 import torch
 from torch import Tensor
 
-from fedloom.core.aggregation import PlainAggregation, PlainResponder
+from fedloom.core.aggregation import PlainAggregation, PlainResponder, Request
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts
 from fedloom.core.ledger import MEASURING
@@ -71,6 +71,15 @@ class Recording:
     exchanges: list[Exchange] = field(default_factory=list)
 
 
+class Unmasked(PlainAggregation):
+    """The aggregation of a secure run, without its masks."""
+
+    def evaluate(self, server: Server, message: Message, stage: str) -> None:
+        """Asks for the sum of the clients' scores."""
+        request = Request(server.method.evaluate_sum, server.clients, None, message)
+        server.observer.evaluated_in_sum(server, self.sum(server, request), stage)
+
+
 class _FirstRoundIsOver(Exception):  # noqa: N818  (not an error)
     """Ends a method's `run`."""
 
@@ -123,8 +132,9 @@ def record(
         return replies
 
     policy = RoundPolicy(method.evaluations[0])
+    aggregation = Unmasked() if secure else PlainAggregation()
     with suppress(_FirstRoundIsOver):
-        method.run(Server(method, facts, call, policy, OneRound(), PlainAggregation()))
+        method.run(Server(method, facts, call, policy, OneRound(), aggregation))
     return kept
 
 
