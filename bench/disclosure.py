@@ -4,7 +4,9 @@ Each method runs for one round on Cora, divided by Louvain among ten clients (gr
 The attacks of `fedloom.privacy.disclosure` get what the server receives: every reply in a plain
 run, the sums in a secure run. `fedloom methods NAME` and the documentation print the result.
 
-python bench/disclosure.py               (all methods, about ten minutes on one core)
+The table of what helps against reading weights goes to docs/deploy.md.
+
+python bench/disclosure.py               (all methods, half an hour on one core)
 python bench/disclosure.py fedavg fedpg  (only these; the figures of the others stay)
 """
 
@@ -14,10 +16,13 @@ import time
 from dataclasses import fields
 from datetime import date
 from functools import cache
+from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
 from gram_leakage import attacked
+from sweep import markdown, put_between
 
 from fedloom.core.registry import make_method, method_class, method_names
 from fedloom.data.federation import Federation
@@ -25,9 +30,11 @@ from fedloom.experiments.disclosure import measure
 from fedloom.experiments.recipe import make_recipe
 from fedloom.privacy.measured import FILE
 
+ROOT = Path(__file__).resolve().parents[1]
 SEEDS = (0, 1, 2)
 CLIENTS = 10
 DATASETS = {"node": "cora", "graph": "mutag"}
+PARTITIONS = {"node": "louvain", "graph": "uniform"}
 MODELS = {"fedgen": "gcn+linear"}  # the others: the default
 # What happens after the upload tells the server nothing more, and takes minutes.
 SHORT = {
@@ -40,7 +47,7 @@ SHORT = {
 def federation(name: str, seed: int) -> Federation:
     """Returns the federation that a method is measured on."""
     cls = method_class(name)
-    partition = {"clients": CLIENTS}
+    partition = {"name": PARTITIONS[cls.tasks[0]], "clients": CLIENTS}
     if cls.uses_cross_edges:
         partition["cross_edges"] = "known"
     data = {"dataset": DATASETS[cls.tasks[0]]}
@@ -53,6 +60,7 @@ def measured(name: str) -> dict[str, Any]:
     method, cls = make_method(name, settings), method_class(name)
     found: dict[str, Any] = {
         "data": DATASETS[cls.tasks[0]],
+        "partition": PARTITIONS[cls.tasks[0]],
         "model": MODELS.get(name, "gcn"),
         "measured": date.today().isoformat(),
     }
@@ -93,11 +101,50 @@ def moments(seed: int) -> dict[str, list[float]]:
     return attacked("cora", "4", 2048, seed)
 
 
+def protections() -> str:
+    """Returns a table: what is read in FedAvg's weights, and what helps."""
+    rows: dict[str, tuple[dict[str, Any], bool]] = {
+        "Adam with weight decay (the default)": ({}, False),
+        "SGD": ({"optimizer": "sgd"}, False),
+        "SGD without weight decay": ({"optimizer": "sgd", "weight_decay": 0.0}, False),
+        "secure sums": ({}, True),
+    }
+    lines = []
+    for row, (settings, secure) in rows.items():
+        method = make_method("fedavg", settings)
+        found = [
+            measure(method, "fedavg", federation("fedavg", seed), "gcn", seed, secure)
+            for seed in SEEDS
+        ]
+        read, labels = ([one[kind] for one in found] for kind in ("features", "labels"))
+        right, held, pairs = (mean(f[key] for f in read) for key in ("right", "held", "pairs"))
+        lines.append(
+            [
+                row,
+                f"{right:,.0f} of {held:,.0f}",
+                f"{pairs - right:,.0f}",
+                f"{mean(f['auc'] for f in read):.2f}",
+                f"{mean(f['off'] for f in labels):.2f}",
+            ]
+        )
+    guess = mean(f["guess"] for f in labels)
+    return markdown(
+        [
+            "FedAvg, one round",
+            "pairs of client and feature read",
+            "named wrongly",
+            "membership of a node, AUC (chance 0.50)",
+            f"shares of labels off by (guess {guess:.2f})",
+        ],
+        lines,
+    )
+
+
 def main() -> None:
     """Measures the methods that the command names, or all."""
     torch.set_num_threads(1)
     kept = json.loads(FILE.read_text()) if FILE.exists() else {"methods": {}}
-    kept["about"] = {"clients": CLIENTS, "partition": "louvain", "seeds": list(SEEDS)}
+    kept["about"] = {"clients": CLIENTS, "seeds": list(SEEDS)}
     for name in sys.argv[1:] or sorted(method_names()):
         if method_class(name).centralized:
             continue  # it has no clients
@@ -106,6 +153,7 @@ def main() -> None:
         print(name, f"{time.perf_counter() - begun:.0f} s", kept["methods"][name], flush=True)
         methods = {key: kept["methods"][key] for key in sorted(kept["methods"])}
         FILE.write_text(json.dumps({"about": kept["about"], "methods": methods}, indent=1) + "\n")
+    put_between(ROOT / "docs" / "deploy.md", "disclosure", protections())
 
 
 if __name__ == "__main__":

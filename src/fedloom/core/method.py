@@ -52,7 +52,8 @@ class Method(ABC):
         validates: Clients choose between models by their validation items.
         min_replies: The fewest replies that an exchange can continue with, whatever the quorum.
         requires_all: Phases that no client may be absent from, whatever the quorum.
-        discloses_to_server: What the server learns that is as large as a client's data.
+        discloses_to_server: What the server learns that the phases' declarations do not show, above
+            all replies as large as a client's data. `core.disclosure.server_learns` has the rest.
         discloses_to_peers: What other clients learn about a client's features and labels, other
             than through the model.
         predicts_unseen: A trained model predicts for a new graph, from that graph alone.

@@ -40,7 +40,7 @@ def statement(method: str) -> list[str]:
     about = figures()["about"]
     head = (
         f"{found['measured']}, round 1 on {found['data']}, {about['clients']} clients "
-        f"({about['partition']}), mean of {len(about['seeds'])} partitions"
+        f"({found['partition']}), mean of {len(about['seeds'])} partitions"
     )
     runs = {run: kinds for run, kinds in found.items() if isinstance(kinds, Mapping)}
     lines = [
