@@ -140,6 +140,14 @@ def protections() -> str:
     )
 
 
+def write(kept: dict[str, Any]) -> None:
+    """Writes the figures to the package, a method per line."""
+    lines = [f'  "{name}": {json.dumps(kept["methods"][name])}' for name in sorted(kept["methods"])]
+    methods = ",\n".join(lines)
+    text = f'{{\n "about": {json.dumps(kept["about"])},\n "methods": {{\n{methods}\n }}\n}}\n'
+    FILE.write_text(text)
+
+
 def main() -> None:
     """Measures the methods that the command names, or all."""
     torch.set_num_threads(1)
@@ -151,8 +159,7 @@ def main() -> None:
         begun = time.perf_counter()
         kept["methods"][name] = measured(name)
         print(name, f"{time.perf_counter() - begun:.0f} s", kept["methods"][name], flush=True)
-        methods = {key: kept["methods"][key] for key in sorted(kept["methods"])}
-        FILE.write_text(json.dumps({"about": kept["about"], "methods": methods}, indent=1) + "\n")
+        write(kept)
     put_between(ROOT / "docs" / "deploy.md", "disclosure", protections())
 
 

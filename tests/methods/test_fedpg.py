@@ -28,7 +28,7 @@ from fedloom.nn.prototypes import Neighbours, neighbour_weights
 
 pytestmark = pytest.mark.usefixtures("reference_engine")
 
-QUICK = {"rounds": 4, "server_lr": 0.05}
+QUICK = {"rounds": 4, "server_lr": 0.05, "floor": 1}
 OTHER = {
     "floor": 8,
     "top_peers": 1,

@@ -47,10 +47,10 @@ def stand_in(graph: Graph) -> Graph:
 def features_told(reply: Message, blank: Message, num_features: int) -> Tensor | None:
     """Returns which input features occur at a client, [features] bool.
 
-    A tensor with an axis of features (or somewhat longer: methods append columns to the features)
-    has a row for each of them. A feature occurs if its row is not a multiple of the stand-in's row:
-    some clients scale what they send. If the rows were rounded, it occurs if the difference is more
-    than half of the stand-in's row.
+    A tensor with an axis of features has a row for each of them. The axis may be up to a tenth
+    longer, because some methods append columns. A feature occurs if its row is not a multiple of
+    the stand-in's row; a multiple, because some clients scale what they send. If the rows were
+    rounded, it occurs if the difference is more than half of the stand-in's row.
 
     Args:
         reply: The client's reply, or the sum of all replies.
@@ -63,8 +63,8 @@ def features_told(reply: Message, blank: Message, num_features: int) -> Tensor |
     sent, empty, told = _whole(reply), _whole(blank), None
     for name in sorted(sent.keys() & empty.keys()):
         (a, rounded), (b, _) = sent[name], empty[name]
-        axes = [k for k, n in enumerate(a.shape) if num_features <= n < 2 * num_features]
-        if a.shape != b.shape or not a.is_floating_point() or not axes:
+        axes = [k for k, n in enumerate(a.shape) if num_features <= n <= 1.1 * num_features]
+        if a.shape != b.shape or a.dim() < 2 or not a.is_floating_point() or not axes:
             continue
         a, b = (t.movedim(axes[-1], 0)[:num_features].flatten(1).double() for t in (a, b))
         factor = (a * b).sum(1) / b.square().sum(1).clamp(min=1e-30)
