@@ -24,7 +24,7 @@ a single client has is that client's own, in a secure run too.
 
 Departures. In the paper a device leaves its own F_k out of its target; here all clients get the
 mean of all, one message for all of them. F_k is computed from the trained model in one pass, not
-collected during the local steps.
+collected during the local steps. The paper sends all means (floor = 1).
 """
 
 from dataclasses import dataclass

@@ -27,10 +27,11 @@ sent. Its graph operation is left out too: "gcn-2x64" has one convolution left. 
 has two, and a linear head that W replaces. Local evaluation uses the W of the client's last
 download, global evaluation the new one.
 
-Departures. s is fixed (the authors' code offers a fixed 30, or learns it with θ). W starts as the
-paper says, found by descent; the authors' code takes orthogonal rows. The clients' mean is scaled
-to length 1 before it is mixed in (the paper mixes the mean itself). The head's dropout on z stays.
-Clients are weighted by n_k (the paper: equally), as everywhere in this package.
+Departures. The paper sends all directions (floor = 1). s is fixed (the authors' code offers a fixed
+30, or learns it with θ). W starts as the paper says, found by descent; the authors' code takes
+orthogonal rows. The clients' mean is scaled to length 1 before it is mixed in (the paper mixes the
+mean itself). The head's dropout on z stays. Clients are weighted by n_k (the paper: equally), as
+everywhere in this package.
 """
 
 from dataclasses import dataclass

@@ -19,10 +19,10 @@ client's own mean (of a single item: the item's embedding), and all clients rece
 keeps prototypes that are computed from fewer items at the client. A class that no client sends has
 no prototype and adds nothing to the objective.
 
-Departures. The classifier predicts, as in the graph benchmarks (the paper takes the nearest
-prototype). The distance is the mean of squares, as in the authors' code (the paper writes a norm).
-Benchmarks send zero vectors for absent classes and weight by all nodes; here a class is weighted by
-its own training items.
+Departures. The paper sends all prototypes (floor = 1). The classifier predicts, as in the graph
+benchmarks (the paper takes the nearest prototype). The distance is the mean of squares, as in the
+authors' code (the paper writes a norm). Benchmarks send zero vectors for absent classes and weight
+by all nodes; here a class is weighted by its own training items.
 """
 
 from dataclasses import dataclass

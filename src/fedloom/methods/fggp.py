@@ -35,13 +35,14 @@ as in the paper, or the model's head. Local evaluation votes with the clusters o
 download, global evaluation with the new ones. Before there are any, the head predicts. A client
 without labelled nodes trains nothing and sends no prototypes.
 
-Departures. Links are drawn among candidates only, and L_links takes as many random other pairs as
-there are candidates. The authors' code scores all n² pairs, weighted so that both kinds have weight
-½, which is L_links. σ(g) replaces g / max g. The second view is undirected and unweighted. Nearest
-neighbours are computed every round (there: every 10 to 50). ŷ and a carry no gradient. All clusters
-of the last round vote; the authors' code keeps those of several rounds in a queue and uses the
-nearest 20 to 100. Two faults of public code are not kept: it numbers a client's prototypes in the
-order of the classes present, and a benchmark computes the clusters but does not use them.
+Departures. The paper sends all prototypes (floor = 1). Links are drawn among candidates only, and
+L_links takes as many random other pairs as there are candidates. The authors' code scores all n²
+pairs, weighted so that both kinds have weight ½, which is L_links. σ(g) replaces g / max g. The
+second view is undirected and unweighted. Nearest neighbours are computed every round (there: every
+10 to 50). ŷ and a carry no gradient. All clusters of the last round vote; the authors' code keeps
+those of several rounds in a queue and uses the nearest 20 to 100. Two faults of public code are not
+kept: it numbers a client's prototypes in the order of the classes present, and a benchmark computes
+the clusters but does not use them.
 """
 
 from dataclasses import dataclass, replace

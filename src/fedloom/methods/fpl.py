@@ -22,9 +22,10 @@ What travels, per client (C classes, p the embedding's width):
 z is the embedding that the model's head reads. A class that no client sent in the last round is in
 neither term. With a single class L_1 is 0.
 
-Departures. λ_1 and λ_2 (1 in the paper) are settings. P_k is of the trained model without dropout
-(the authors' code averages the embeddings of the last epoch's steps). Clusters are FINCH's first
-partition; the authors' code continues to merge while more than one cluster is left.
+Departures. The paper sends all class means (floor = 1). λ_1 and λ_2 (1 in the paper) are settings.
+P_k is of the trained model without dropout (the authors' code averages the embeddings of the last
+epoch's steps). Clusters are FINCH's first partition; the authors' code continues to merge while
+more than one cluster is left.
 """
 
 from dataclasses import dataclass

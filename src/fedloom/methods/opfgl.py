@@ -39,7 +39,8 @@ term is a mean. γ is clamped. m in Eq. 9's divisor counts the clients that repo
 Departures from both: X' starts near 0; from N(0, 1), as published, the optimiser ends in worse
 minima (docs/decisions/4). Eq. 15's last term is N (μ^c)², as the algebra has it. A class that no
 client reports gets no pseudo-node. HRE takes no class with H = 0. Pseudo-nodes are counted from N^c
-after HRE, as in the paper's text; the code uploads a second count for it.
+after HRE, as in the paper's text; the code uploads a second count for it. The paper reports every
+class (min_count: a variance needs 2 nodes).
 """
 
 from collections.abc import Callable
