@@ -873,10 +873,10 @@ def test_a_plain_run_with_a_low_floor_says_so(node_federation, caplog):
         return [m for m in caplog.messages if "floor" in m], result.summary["notes"]
 
     assert warnings("fedproto") == ([], {})
-    lines, notes = warnings("fedproto", floor=1)
+    lines, notes = warnings("fedproto", floor=2)
     assert len(lines) == 1
-    assert "method.floor is 1: clients send what fewer than 5 items contribute to" in lines[0]
-    assert notes == {"method.floor is below what is advised": 1.0}
+    assert "method.floor is 2: clients send what fewer than 5 items contribute to" in lines[0]
+    assert notes == {"method.floor, below what is advised": 2.0}
     assert warnings("fedproto", floor=1, secure=True) == ([], {})  # sums hide a single client
 
 

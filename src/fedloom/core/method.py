@@ -251,13 +251,13 @@ class Method(ABC):
     def cautions(self) -> dict[str, str]:
         """Returns a line for each setting that lets a plain run tell more than is advised.
 
-        The keys are the settings' names: "method.floor".
+        The keys are the settings' names.
         """
         lines = {}
         for f in fields(self):
             value, advised = getattr(self, f.name), f.metadata.get("advised")
             if advised is not None and value < advised:
-                lines[f"method.{f.name}"] = (
+                lines[f.name] = (
                     f"method.{f.name} is {value}: clients send what fewer than {advised:g} items "
                     "contribute to; what a single item contributes to is that item's own"
                 )

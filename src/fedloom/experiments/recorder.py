@@ -185,7 +185,8 @@ class Recorder:
         self.server = server = Server(
             method, facts, self._call, policy, self, aggregation_for(facts)
         )
-        server.notes |= {f"{name} is below what is advised": 1.0 for name in self._cautions()}
+        low = {name: float(getattr(method, name)) for name in self._cautions()}
+        server.notes |= {f"method.{name}, below what is advised": v for name, v in low.items()}
         if self._pending is not None:
             server.absences.resume(self._pending[0].about.get("absences", {}))
         failure: BaseException | None = None
