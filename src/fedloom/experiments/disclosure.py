@@ -148,7 +148,7 @@ def measure(
 
         features      `pairs`: (client, feature) pairs that the attack names; `right`: the true ones
                       among them; `held`: all true ones; `auc`: membership of nodes, mean over
-                      clients, chance is 0.5
+                      clients, chance is 0.5; from the message that tells most
         labels        `exact`: clients whose training labels are counted exactly; `off`: total
                       variation distance of the shares that are read, mean over clients; `guess`:
                       the same if the average client is guessed; `clients`: their number
@@ -167,7 +167,7 @@ class _Attack:
 
     def __init__(self, seen: Recording, secure: bool):
         self.seen, self.secure = seen, secure
-        self.told: dict[str, Tensor] = {}  # the features of each client
+        self.told: list[dict[str, Tensor]] = []  # the features of each client, by exchange
         self.shares: dict[str, Tensor] = {}  # of each class at each client, estimated
         self.exact: set[str] = set()  # clients whose training labels are counted
         self.exact_held_out: set[str] = set()
@@ -183,6 +183,7 @@ class _Attack:
             for c, graph in seen.graphs.items()
         }
         for exchange in seen.exchanges:
+            self.told.append({})
             blanks = exchange.replies
             if exchange.phase not in MEASURING:
                 blanks = {
@@ -233,7 +234,7 @@ class _Attack:
             return
         told = disclosure.features_told(reply, blank, facts.num_features)
         if told is not None:
-            self.told[client] = self.told.get(client, False) | told
+            self.told[-1][client] = told
         read = disclosure.label_counts_told(reply, classes)
         if _counted_in(read, graph.y[graph.train], classes):
             self.exact.add(client)
@@ -286,17 +287,22 @@ class _Attack:
             }
         )
 
+    def _features(self, told: Mapping[str, Tensor]) -> Numbers:
+        graphs = self.seen.graphs
+        held = {c: (graph.x != 0).any(0) for c, graph in graphs.items()}
+        return {
+            "pairs": sum(int(t.sum()) for t in told.values()),
+            "right": sum(int((t & held[c]).sum()) for c, t in told.items()),
+            "held": sum(int(h.sum()) for h in held.values()),
+            "auc": disclosure.feature_membership(told, graphs),
+        }
+
     def _counted(self) -> dict[str, Numbers]:
         graphs, classes = self.seen.graphs, self.seen.facts.num_classes
         found: dict[str, Numbers] = {}
-        if self.told:
-            held = {c: (graphs[c].x != 0).any(0) for c in self.told}
-            found["features"] = {
-                "pairs": sum(int(t.sum()) for t in self.told.values()),
-                "right": sum(int((t & held[c]).sum()) for c, t in self.told.items()),
-                "held": sum(int(h.sum()) for h in held.values()),
-                "auc": disclosure.feature_membership(self.told, {c: graphs[c] for c in self.told}),
-            }
+        read_all = [told for told in self.told if len(told) == len(graphs)]
+        if read_all:  # the message that tells most
+            found["features"] = max(map(self._features, read_all), key=lambda each: each["auc"])
         if self.exact or self.shares:
             counts = [torch.bincount(g.y[g.train], minlength=classes) for g in graphs.values()]
             true = torch.stack([n / n.sum().clamp(min=1) for n in counts])
