@@ -32,11 +32,9 @@ def statement(method: str) -> list[str]:
     """
     found = figures()["methods"].get(method)
     if found is None:
-        return [
-            "not measured: it sees all graphs in one place"
-            if method == "central"
-            else "not measured (python bench/disclosure.py measures fedloom's own methods)"
-        ]
+        return ["not measured (python bench/disclosure.py measures fedloom's own methods)"]
+    if "why" in found:
+        return [f"not measured: {found['why']}"]
     about = figures()["about"]
     head = (
         f"{found['measured']}, round 1 on {found['data']}, {about['clients']} clients "
@@ -59,7 +57,7 @@ def cells(method: str) -> tuple[str, ...]:
     and the membership AUC in a secure run.
     """
     found = figures()["methods"].get(method)
-    if found is None:
+    if found is None or "why" in found:
         return ("",) * 5
     plain, secure = found["plain"], found.get("secure", {})
     features = plain.get("features")
