@@ -25,8 +25,8 @@ OURS: dict[str, Any] = {"name": "fedgkc", "self_weight": 0.1, "warmup": 3}
 METHODS: dict[str, dict[str, Any]] = {
     "Local": {"name": "local"},
     "LG-FedAvg": {"name": "lg-fedavg"},
-    "FedProto": {"name": "fedproto"},
-    "FedTGP": {"name": "fedtgp"},
+    "FedProto": {"name": "fedproto", "floor": 1},
+    "FedTGP": {"name": "fedtgp", "floor": 1},
     "FML": {"name": "fml"},
     "FedKD": {"name": "fedkd"},
     "FedGKC": OURS,

@@ -25,8 +25,16 @@ LOCAL = {"epochs": 20, "finetune": 100}  # 20 was chosen by validation, see docs
 Tables = dict[str, dict[str, Any]]
 # The authors' settings, see docs/results.md. All seeds have the same partition and split, as in the
 # paper.
-_COMMON = {"lr_local": 5e-5, "beta": 0.2, "spread_steps": 2, "spread": 0.9, "waits": 10}
+_COMMON = {
+    "min_count": 2,
+    "lr_local": 5e-5,
+    "beta": 0.2,
+    "spread_steps": 2,
+    "spread": 0.9,
+    "waits": 10,
+}
 _PUBMED = {
+    "min_count": 2,
     "gamma_min": 0.05,
     "spread_steps": 4,
     "spread": 0.6,

@@ -22,6 +22,7 @@ from mkdocs.structure.files import File, Files
 import fedloom
 import fedloom.api
 from fedloom.cli import app
+from fedloom.core.disclosure import server_learns
 from fedloom.core.filters import parse_filters
 from fedloom.core.method import Method
 from fedloom.core.phase import Phase, phases_of
@@ -29,6 +30,7 @@ from fedloom.core.registry import make_method, method_class, method_names
 from fedloom.core.settings import default_of, valid_values
 from fedloom.errors import ConfigError
 from fedloom.experiments.recipe import TABLES
+from fedloom.privacy import measured
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
@@ -95,9 +97,10 @@ def _properties(name: str, cls: type[Method]) -> Iterator[tuple[str, str]]:
     single = _code(single_replies(name))
     yield "secure sums", f"no: the server needs each client's own {single}" if single else "yes"
     yield "upload filters", _filters(cls)
-    yield "the server learns", cls.discloses_to_server or "nothing as large as a client's data"
+    yield "the server learns", server_learns(cls)
     if cls.discloses_to_peers:
         yield "other clients learn", cls.discloses_to_peers
+    yield "measured", "<br>".join(measured.statement(name))
     if cls.uses_cross_edges:
         yield "cross edges", "needed: both owners of a cut edge know it"
     if cls.transductive:
@@ -151,6 +154,20 @@ def methods_table() -> str:
         secure = "" if single_replies(name) else "yes"
         rows.append((f"[{title}](methods/{module}.md)", f"`{name}`", _escaped(idea), secure))
     return "\n".join(_table(("method", "name", "idea", "secure sums"), rows))
+
+
+def disclosure_table() -> str:
+    """Returns what attacks read in every method's messages, a line each."""
+    head = (
+        "method",
+        "pairs of client and feature read",
+        "membership, AUC",
+        "training labels",
+        "class means, or rows to peers, of one item",
+        "membership from secure sums, AUC",
+    )
+    rows = [(f"`{name}`", *measured.cells(name)) for name in sorted(method_names())]
+    return "\n".join(_table(head, rows))
 
 
 # ---- secure sums ----
@@ -295,6 +312,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 GENERATED: Mapping[str, Any] = {
     "methods": methods_table,
+    "disclosure": disclosure_table,
     "secure-methods": secure_list,
     "commands": commands,
     "recipe-settings": recipe_settings,

@@ -15,8 +15,10 @@ import torch
 from tests.faults.schedule import Schedule
 
 from fedloom.commands import _as_baseline
+from fedloom.core.disclosure import server_learns
 from fedloom.core.ledger import MEASURING
 from fedloom.core.message import flatten, unflatten
+from fedloom.core.phase import phases_of
 from fedloom.core.registry import make_method, method_class, method_names
 from fedloom.core.server import Server
 from fedloom.data.federation import Federation
@@ -27,6 +29,7 @@ from fedloom.errors import ConfigError, MessageError, Refusal, RoundFailed
 from fedloom.experiments.recipe import make_recipe
 from fedloom.experiments.run import run
 from fedloom.experiments.trained import load_model
+from fedloom.privacy import measured
 
 METHODS = sorted(method_names())
 MODEL = "gcn-2x8"
@@ -307,6 +310,35 @@ def test_peers_learn_no_features_or_labels_unless_declared(name, node_federation
     for one, other in zip(written, sent, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_its_statement_says_what_the_server_learns(name):
+    cls = method_class(name)
+    if cls.centralized:
+        assert server_learns(cls).startswith("everything")
+        return
+    declared = [d for phase in phases_of(cls).values() for d in phase.reply.values()]
+    texts = [d for d in declared if isinstance(d, str)]
+    sends_weights = any(d == "weights" or d[0] in "=~" for d in texts)
+    assert ("weights or gradients" in server_learns(cls)) >= sends_weights
+    assert cls.discloses_to_server in server_learns(cls)
+    assert "scores" in server_learns(cls)
+
+
+def test_its_disclosure_was_measured(name):
+    """`python bench/disclosure.py NAME` measures a new method."""
+    head, *runs = measured.statement(name)
+    if head.startswith("not measured: "):  # and the statement says why
+        assert not runs
+        assert name in ("central", "fedgh", "fedsage+")
+        return
+    assert re.match(r"\d{4}-\d\d-\d\d, round 1 on (cora|mutag), 10 clients", head)
+    kept = measured.figures()["methods"][name]
+    assert len(measured.figures()["about"]["seeds"]) >= 3
+    assert kept["plain"]["held_out"]["exact"] == [10] * 3  # every plain run sends scores
+    assert ("secure" in kept) == (not method_class(name)().single_replies())
+    advised = [f.name for f in fields(method_class(name)) if f.metadata["advised"] is not None]
+    assert all(any(f"plain run, {setting} = " in run for run in runs) for setting in advised)
 
 
 def test_secure_sums_agree_with_plain_ones_or_are_refused(name, node_federation):

@@ -20,7 +20,7 @@ from fedloom.core.phase import (
 )
 from fedloom.core.replies import Replies
 from fedloom.core.server import Server
-from fedloom.core.settings import setting
+from fedloom.core.settings import fewest_items, setting
 from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
 from fedloom.data.seeds import stream_seed
@@ -76,6 +76,7 @@ __all__ = [
     "backward",
     "build_model",
     "extractor_weights",
+    "fewest_items",
     "flatten",
     "forward_with",
     "inner_product",

@@ -822,6 +822,8 @@ class _RunProgress(Callback):
         self.task = bar.add_task(method, total=None, score="")
 
     def on_start(self, run: Mapping[str, Any]) -> None:
+        for line in run["cautions"]:
+            err.print(f"warning: {line}", style="yellow")
         if line := tables.workers(run):
             err.print(line, style="dim")
         elif reason := run["engine_details"].get("reason"):

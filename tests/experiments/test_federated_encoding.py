@@ -119,6 +119,34 @@ def test_the_ledger_has_every_stage_and_clients_keep_the_encoding(banks):
     assert encoding.stage == ""
 
 
+def test_parties_learn_of_rare_categories_only_if_asked_for(tmp_path, caplog):
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        rows = [f"{k},{k % 2},{'FR' if k == 9 and name == 'a' else 'DE'}" for k in range(10)]
+        nodes = "\n".join(["id,label,country", *rows])
+        (tmp_path / name / "nodes.csv").write_text(f"{nodes}\n")
+        (tmp_path / name / "edges.csv").write_text("source,target\n1,2\n")
+    parties = {name: tmp_path / name for name in "abc"}
+    graphs = {name: read_folder(path) for name, path in parties.items()}
+    rules = {"country": "category"}
+
+    def features(settings, **fit):
+        caplog.clear()
+        encoding, _ = fit_encoding(Encoding.of(rules, settings), graphs, **fit)
+        return len(encoding.feature_names) - 1  # without "other"
+
+    assert features({}) == 1  # FR occurs once
+    assert not caplog.messages
+    assert features({"min_count": 1}) == 2
+    assert caplog.messages == [
+        "encoding.min_count is 1: all parties learn of categories that occur fewer than 5 times"
+    ]
+    assert features({"min_count": 1}, secure=True) == 2
+    assert not caplog.messages
+    alone = Encoding.of(rules).fit(graphs["a"].table)  # nobody learns anything
+    assert len(alone.feature_names) - 1 == 2
+
+
 def test_inductive_fits_see_training_items_only(tmp_path):
     for name, value in (("a", 1.0), ("b", 3.0)):
         (tmp_path / name).mkdir()

@@ -15,6 +15,7 @@ import torch
 from fedloom.core.client import Client
 from fedloom.core.method import Method
 from fedloom.core.phase import phase
+from fedloom.core.registry import make_method
 from fedloom.core.settings import setting
 from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
@@ -858,3 +859,39 @@ def test_a_run_releases_its_clients(engine, node_federation):
         assert not held() - before
     finally:
         gc.enable()
+
+
+# ---- settings that let a plain run tell more than is advised ----
+
+
+def test_a_plain_run_with_a_low_floor_says_so(node_federation, caplog):
+    settings = {"model": "gcn-2x8", "rounds": 1}
+
+    def warnings(name, **more):
+        caplog.clear()
+        result = run(name, node_federation, **settings, **more)
+        return [m for m in caplog.messages if "floor" in m], result.summary["notes"]
+
+    assert warnings("fedproto") == ([], {})
+    lines, notes = warnings("fedproto", floor=2)
+    assert len(lines) == 1
+    assert "method.floor is 2: clients send what fewer than 5 items contribute to" in lines[0]
+    assert notes == {"method.floor, below what is advised": 2.0}
+    assert warnings("fedproto", floor=1, secure=True) == ([], {})  # sums hide a single client
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("fedproto", "floor"),
+        ("fedtgp", "floor"),
+        ("fedpg", "floor"),
+        ("fpl", "floor"),
+        ("fggp", "floor"),
+        ("fednh", "floor"),
+        ("feddistill", "floor"),
+        ("opfgl", "min_count"),
+    ],
+)
+def test_by_default_five_items_are_behind_what_is_sent(name, field):
+    assert getattr(make_method(name, {}), field) == 5

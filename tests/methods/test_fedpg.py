@@ -28,7 +28,7 @@ from fedloom.nn.prototypes import Neighbours, neighbour_weights
 
 pytestmark = pytest.mark.usefixtures("reference_engine")
 
-QUICK = {"rounds": 4, "server_lr": 0.05}
+QUICK = {"rounds": 4, "server_lr": 0.05, "floor": 1}
 OTHER = {
     "floor": 8,
     "top_peers": 1,
@@ -68,7 +68,7 @@ def ready(federation, number=0, **settings):
 
 # ---- limits ----
 def test_without_hops_peers_and_sampling_it_is_fedtgp(federation):
-    settings = {"model": MODEL, "rounds": 5, "server_lr": 0.05}
+    settings = {"model": MODEL, "rounds": 5, "server_lr": 0.05, "floor": 1}
     ours, theirs = (
         run("fedpg", federation, **settings, **SAME_AS_TGP),
         run("fedtgp", federation, **settings),
@@ -83,7 +83,7 @@ def test_without_hops_peers_and_sampling_it_is_fedtgp(federation):
 
 
 def test_with_the_mean_in_place_of_anchors_it_is_fedproto(federation):
-    settings = {"model": MODEL, "rounds": 5}
+    settings = {"model": MODEL, "rounds": 5, "floor": 1}
     ours = run("fedpg", federation, **settings, **SAME_AS_TGP, universal="mean")
     assert same(ours, run("fedproto", federation, **settings), 1e-5)
 
@@ -128,7 +128,7 @@ def test_absent_entries_are_masked_and_not_zero(node_federation, trainings):
         node_federation, graphs=(one_class, *node_federation.graphs[1:]), whole=None
     )
     rounds = trainings()
-    run("fedpg", federation, model=MODEL, rounds=3)
+    run("fedpg", federation, model=MODEL, rounds=3, floor=1)
     for sent, replies in rounds:
         first = replies[federation.names[0]]
         assert first["present"].nonzero()[:, 0].unique().tolist() == [1]

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("reference_engine")
 SMALL = {"model": "gcn-2x8", "rounds": 3}
 OFF = {"second": 0.0, "links": 0.0, "align": 0.0}
 QUICK = {"lr": 0.05}
-OTHER = {"tau_vote": 5.0}
+OTHER = {"tau_vote": 5.0, "floor": 20}
 
 
 def scene(federation, spec="gcn-2x8", **settings):

@@ -20,6 +20,7 @@ from fedloom.methods.fpl import FPL, cluster_means, contrast
 pytestmark = pytest.mark.usefixtures("reference_engine")
 
 SMALL = {"model": "gcn-2x8", "rounds": 3}
+OTHER = {"floor": 12}  # some clients have fewer items of a class
 
 
 def scene(federation, **settings):

@@ -145,7 +145,7 @@ def test_expansion_adds_nothing_without_homophily():
 @given(st.integers(0, 2**32 - 1), st.integers(2, 6), st.sampled_from(["m_c", "n-1"]))
 def test_merged_statistics_equal_equation_9_and_those_of_the_union(seed, clients, divisor):
     rng = torch.Generator().manual_seed(seed)
-    method = OpFGL(variant="ft", hops=1, divisor=divisor)
+    method = OpFGL(variant="ft", hops=1, divisor=divisor, min_count=2)
     n, classes = 12 * clients, 4
     y = torch.randint(3, (n,), generator=rng)  # no client has class 3
     owner = torch.randint(clients, (n,), generator=rng)

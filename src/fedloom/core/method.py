@@ -54,7 +54,8 @@ class Method(ABC):
         requires_all: Phases that no client may be absent from, whatever the quorum.
         partial_participation: A round may leave out clients (`run.participation`). False for a
             method with one round: a client that is left out of it would never be trained.
-        discloses_to_server: What the server learns that is as large as a client's data.
+        discloses_to_server: What the server learns that the phases' declarations do not show, above
+            all replies as large as a client's data. `core.disclosure.server_learns` has the rest.
         discloses_to_peers: What other clients learn about a client's features, labels and edges,
             other than through the model.
         predicts_unseen: A trained model predicts for a new graph, from that graph alone.
@@ -254,6 +255,21 @@ class Method(ABC):
             and not phase.read_by
             and name not in weights | {"evaluate"}
         )
+
+    def cautions(self) -> dict[str, str]:
+        """Returns a line for each setting that lets a plain run tell more than is advised.
+
+        The keys are the settings' names.
+        """
+        lines = {}
+        for f in fields(self):
+            value, advised = getattr(self, f.name), f.metadata.get("advised")
+            if advised is not None and value < advised:
+                lines[f.name] = (
+                    f"method.{f.name} is {value}: clients send what fewer than {advised:g} items "
+                    "contribute to; what a single item contributes to is that item's own"
+                )
+        return lines
 
     def settings(self) -> dict[str, Any]:
         """Returns the fields as a plain dict, as in a TOML file."""

@@ -167,10 +167,12 @@ class Computed:
             the reply holds under the name; "" is the name itself. If the reply is None, it returns
             the schema of the longest valid reply.
         depends_on_reply: Whether the schema depends on the reply.
+        weights: Whether it describes a model's weights, or changes of them.
     """
 
     schema: Callable[[Any, Facts, Message, Message | None], Schema]
     depends_on_reply: bool = False
+    weights: bool = False
 
 
 Declaration = str | Computed

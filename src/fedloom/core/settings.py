@@ -15,6 +15,8 @@ _COMPARE = {
     "at most": operator.le,
     "below": operator.lt,
 }
+# Fewer items than this behind a number that is sent: a plain run says so.
+FEWEST = 5
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 
 
@@ -29,6 +31,7 @@ def setting(
     choices: tuple[str, ...] | None = None,
     task: str | None = None,
     tune: str | None = None,
+    advised: float | None = None,
 ) -> Any:
     """Declares a setting: a dataclass field with its default, its meaning and its valid values.
 
@@ -40,10 +43,23 @@ def setting(
         task: The only task ("node" or "graph") that the setting has an effect in.
         tune: What `fedloom tune` searches: "low..high" (on a logarithmic scale if it spans two
             decades or more) or "a,b,c".
+        advised: The least value that a plain run accepts without a warning.
     """
     bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
     metadata = {"help": help, "bounds": bounds, "choices": choices, "task": task, "tune": tune}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={**metadata, "advised": advised})
+
+
+def fewest_items(help: str, at_least: int = 1) -> Any:
+    """Declares a setting: the fewest items that something is computed from if it is sent.
+
+    The default is `FEWEST`. What is computed from a single item is that item's own.
+
+    Args:
+        help: What is not sent if it is computed from fewer.
+        at_least: The least valid value.
+    """
+    return setting(FEWEST, help, at_least=at_least, advised=FEWEST)
 
 
 def _type_of(f: Field[Any]) -> str:

@@ -134,7 +134,8 @@ class Encoding:
     Attributes:
         columns: The rules, in the order of the features.
         bits: Hashed categories have 2^bits buckets.
-        min_count: A category that occurs less often over all parties counts as "other".
+        min_count: A category that occurs less often over all parties counts as "other". 0: it is
+            not declared; then every category of a single table counts.
         kinds: The kind of each column.
         fill: What stands for a missing value in each column, after the logarithm.
         mean: The mean of each column, missing values filled.
@@ -144,7 +145,7 @@ class Encoding:
 
     columns: tuple[Column, ...]
     bits: int = 12
-    min_count: int = 1
+    min_count: int = 0
     kinds: tuple[str, ...] = ()
     fill: tuple[float, ...] = ()
     mean: tuple[float, ...] = ()
@@ -324,7 +325,7 @@ class Encoding:
             mean[k] = (sums[k] + (rows - present) * fill[k]) / max(rows, 1)
         buckets: list[tuple[int, ...]] = [()] * len(self.columns)
         for row, k in enumerate(self._hashed):
-            occupied = (total["categories"][row] >= self.min_count).nonzero()
+            occupied = (total["categories"][row] >= max(self.min_count, 1)).nonzero()
             buckets[k] = tuple(occupied.flatten().tolist())
         deviation = () if self._scaled else (1.0,) * len(self.columns)
         return replace(
@@ -501,7 +502,7 @@ class Encoding:
             if content.pop("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT!r}")
             columns = content.pop("columns")
-            settings = {key: content.pop(key) for key in ("bits", "min_count")}
+            settings = {key: n for key in ("bits", "min_count") if (n := content.pop(key)) != 0}
             rules = {column.pop("name"): column for column in columns}
             declared = cls.of(rules, settings)
             found = {f.name: content.pop(f.name) for f in fields(cls) if f.name in content}

@@ -60,6 +60,7 @@ from fedloom.deploy.keyring import COORDINATOR, Keyring, read_keyring
 from fedloom.deploy.keys import PublicKey, public_key_of, read_public_key, require_party_name
 from fedloom.deploy.names import align_classes, align_features
 from fedloom.errors import ConfigError, DataError, unknown
+from fedloom.experiments.federated_encoding import with_min_count
 from fedloom.experiments.recipe import ModelTable, read_tables, table
 from fedloom.experiments.run import agree_on_facts
 from fedloom.experiments.settings import RunSettings, chosen_evaluation
@@ -373,7 +374,8 @@ def _declared(data: DataTable) -> Encoding | None:
         if data.encoding:
             raise ConfigError("data.encoding: there is no [data.columns] that it could apply to")
         return None
-    return Encoding.of(dict(sorted(data.columns.items())), data.encoding, "data.")
+    declared = Encoding.of(dict(sorted(data.columns.items())), data.encoding, "data.")
+    return with_min_count(declared)
 
 
 def _counted(data: DataTable) -> DataTable:

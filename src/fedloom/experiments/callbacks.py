@@ -34,7 +34,8 @@ class Callback:
 
         Args:
             run: `method`, `dataset`, `clients`, `seed`, `folder` (None without one), `engine` and
-                `engine_details`, as the summary has them.
+                `engine_details`, as the summary has them, and `cautions`: lines about settings that
+                tell the server more than is advised.
         """
 
     def on_round(self, entry: dict[str, Any], rounds: int) -> bool | None:
@@ -81,6 +82,8 @@ class _Logging(Callback):
         if idle := run["without_training_items"]:
             names = ", ".join(idle)
             _log.warning("%s: no training item at client %s: its loss is 0", self.name, names)
+        for line in run["cautions"]:
+            _log.warning("%s: %s", self.name, line)
 
     def on_round(self, entry: dict[str, Any], rounds: int) -> None:
         if not _log.isEnabledFor(logging.INFO):

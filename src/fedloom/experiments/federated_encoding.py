@@ -27,7 +27,7 @@ from fedloom.core.method import Method
 from fedloom.core.phase import Computed, phase, summed
 from fedloom.core.replies import Replies
 from fedloom.core.server import RoundPolicy, Server
-from fedloom.core.settings import setting
+from fedloom.core.settings import FEWEST, setting
 from fedloom.data.encoding import IGNORE, STAGES, Column, Encoding
 from fedloom.data.federation import Federation
 from fedloom.data.labels import union_of_classes, with_classes
@@ -73,7 +73,7 @@ class FitEncoding(Method):
     @cached_property
     def encoding(self) -> Encoding:
         """The declared encoding."""
-        return Encoding.from_json(self.declared)
+        return with_min_count(Encoding.from_json(self.declared))
 
     def known(self, state: Message | None) -> Encoding:
         """Returns the encoding with what the sums have given so far."""
@@ -114,6 +114,11 @@ class FitEncoding(Method):
         while encoding.stage:
             total = server.sum(getattr(self, encoding.stage), **_state(encoding))
             encoding = encoding.fitted(total)
+        if server.facts.secure is None and encoding.min_count < FEWEST and any(encoding.buckets):
+            LOG.warning(
+                "encoding.min_count is %d: all parties learn of categories that occur fewer than "
+                "%d times", encoding.min_count, FEWEST,
+            )  # fmt: skip
         server.state["encoding"] = encoding.tensors()
         server.ask(self.keep, **_state(encoding))
 
@@ -128,6 +133,14 @@ class FitEncoding(Method):
         noise = 0 if terms is None else 32 if terms.bits == 64 else 8
         encoding, rows = self.known(state), graph.rows_to_fit(client.inductive)
         return dict(encoding.summands(graph.table, rows, noise))
+
+
+def with_min_count(declared: Encoding) -> Encoding:
+    """Returns a declared encoding for several parties: `min_count` is `FEWEST` if not declared.
+
+    Parties learn which categories occur. A rare one may point at a single row.
+    """
+    return replace(declared, min_count=declared.min_count or FEWEST)
 
 
 def _state(encoding: Encoding) -> dict[str, Any]:

@@ -201,6 +201,8 @@ class Recorder:
             self._sizes,
             self.roster.inductive,
         )
+        low = {name: float(getattr(method, name)) for name in self._cautions()}
+        server.notes |= {f"method.{name}, below what is advised": v for name, v in low.items()}
         if self._pending is not None:
             server.absences.resume(self._pending[0].about.get("absences", {}))
         failure: BaseException | None = None
@@ -273,8 +275,13 @@ class Recorder:
             "seed": self.settings.seed,
             "folder": self.folder,
             "without_training_items": self.roster.without_training,
+            "cautions": list(self._cautions().values()),
             **self._engine(),
         }
+
+    def _cautions(self) -> dict[str, str]:
+        """Returns what a plain run tells more than is advised: a line for each setting."""
+        return {} if self.facts.secure else self.method.cautions()
 
     # ---- called by the server ----
     def entered_rounds(self, server: Server, count: int) -> int:

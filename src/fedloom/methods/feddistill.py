@@ -24,7 +24,7 @@ a single client has is that client's own, in a secure run too.
 
 Departures. In the paper a device leaves its own F_k out of its target; here all clients get the
 mean of all, one message for all of them. F_k is computed from the trained model in one pass, not
-collected during the local steps.
+collected during the local steps. The paper sends all means (floor = 1).
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ from fedloom.core.client import Client
 from fedloom.core.message import Message
 from fedloom.core.phase import phase, summed
 from fedloom.core.server import Server
-from fedloom.core.settings import setting
+from fedloom.core.settings import fewest_items, setting
 from fedloom.data.graph import Graph
 from fedloom.methods._shared.local_training import LocalTraining
 from fedloom.nn.model import Model
@@ -54,6 +54,7 @@ class FedDistill(LocalTraining):
         "d: cross-entropy with the softened mean, or mean square of the logits",
         choices=("ce", "mse"),
     )
+    floor: int = fewest_items("fewest items that a mean is computed from; others are not sent")
 
     discloses_to_peers: ClassVar[str] = (
         "mean logits of each class over all clients; of a single client if no other has the class"
@@ -77,7 +78,9 @@ class FedDistill(LocalTraining):
         y = graph.y[graph.train]
         count = torch.bincount(y, minlength=classes)
         total = torch.zeros(classes, classes).index_add_(0, y, model(graph)[graph.train])
-        return {"logits": total / count.clamp(min=1).unsqueeze(1), "present": (count > 0).long()}
+        sent = count >= self.floor
+        means = total / count.clamp(min=1).unsqueeze(1)
+        return {"logits": means * sent.unsqueeze(1), "present": sent.long()}
 
     def objective(self, client: Client, batch: Graph, model: Model, received: Message) -> Tensor:
         """Returns CE, plus the distance to F from the second round on.

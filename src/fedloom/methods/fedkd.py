@@ -110,7 +110,7 @@ class FedKD(WithCopilot):
         )
         return {}
 
-    @phase(update=Computed(_factors, depends_on_reply=True))
+    @phase(update=Computed(_factors, depends_on_reply=True, weights=True))
     def train(
         self,
         client: Client,

@@ -27,10 +27,11 @@ sent. Its graph operation is left out too: "gcn-2x64" has one convolution left. 
 has two, and a linear head that W replaces. Local evaluation uses the W of the client's last
 download, global evaluation the new one.
 
-Departures. s is fixed (the authors' code offers a fixed 30, or learns it with θ). W starts as the
-paper says, found by descent; the authors' code takes orthogonal rows. The clients' mean is scaled
-to length 1 before it is mixed in (the paper mixes the mean itself). The head's dropout on z stays.
-Clients are weighted by n_k (the paper: equally), as everywhere in this package.
+Departures. The paper sends all directions (floor = 1). s is fixed (the authors' code offers a fixed
+30, or learns it with θ). W starts as the paper says, found by descent; the authors' code takes
+orthogonal rows. The clients' mean is scaled to length 1 before it is mixed in (the paper mixes the
+mean itself). The head's dropout on z stays. Clients are weighted by n_k (the paper: equally), as
+everywhere in this package.
 """
 
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ from fedloom.core.client import Client
 from fedloom.core.message import Message
 from fedloom.core.phase import averaged, phase
 from fedloom.core.server import Server
-from fedloom.core.settings import setting
+from fedloom.core.settings import fewest_items, setting
 from fedloom.data.graph import Graph
 from fedloom.methods._shared.prototypes import class_sums
 from fedloom.methods.fedavg import FedAvg
@@ -67,6 +68,7 @@ class FedNH(FedAvg):
         tune="0.1..0.99",
     )
     scale: float = setting(30.0, "s, factor of the cosines in the logits", above=0, tune="5..50")
+    floor: int = fewest_items("fewest items that a direction is computed from; others stay")
 
     discloses_to_peers: ClassVar[str] = (
         "directions of class means over all clients; of a single client if no other has the class"
@@ -92,6 +94,7 @@ class FedNH(FedAvg):
         with torch.no_grad():
             z = F.normalize(local_model.embed(graph))
             sums, counts = class_sums(z, graph.y, graph.train, client.facts.num_classes)
+        counts = counts * (counts >= self.floor)
         share = counts / self.size(client)["size"]  # the mean over clients multiplies by n_k
         return {
             "model": extractor_weights(weights(local_model)),

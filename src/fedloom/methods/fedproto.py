@@ -19,10 +19,10 @@ client's own mean (of a single item: the item's embedding), and all clients rece
 keeps prototypes that are computed from fewer items at the client. A class that no client sends has
 no prototype and adds nothing to the objective.
 
-Departures. The classifier predicts, as in the graph benchmarks (the paper takes the nearest
-prototype). The distance is the mean of squares, as in the authors' code (the paper writes a norm).
-Benchmarks send zero vectors for absent classes and weight by all nodes; here a class is weighted by
-its own training items.
+Departures. The paper sends all prototypes (floor = 1). The classifier predicts, as in the graph
+benchmarks (the paper takes the nearest prototype). The distance is the mean of squares, as in the
+authors' code (the paper writes a norm). Benchmarks send zero vectors for absent classes and weight
+by all nodes; here a class is weighted by its own training items.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from fedloom.core.client import Client
 from fedloom.core.message import Message
 from fedloom.core.phase import phase, summed
 from fedloom.core.server import Server
-from fedloom.core.settings import setting
+from fedloom.core.settings import fewest_items, setting
 from fedloom.data.graph import Graph
 from fedloom.methods._shared.local_training import LocalTraining
 from fedloom.methods._shared.prototypes import class_sums, pack_table, table_of
@@ -55,9 +55,7 @@ class FedProto(LocalTraining):
     unit: bool = setting(
         False, "scale embeddings to length 1 before anything else is done with them"
     )
-    floor: int = setting(
-        1, "fewest items that a prototype is computed from; others are not sent", at_least=1
-    )
+    floor: int = fewest_items("fewest items that a prototype is computed from; others are not sent")
 
     discloses_to_peers: ClassVar[str] = (
         "class means over all clients; of a single client if no other has the class"

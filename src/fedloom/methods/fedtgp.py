@@ -14,9 +14,10 @@ What travels, per client and round (C classes, p the embedding's width):
 
 Clients train as in FedProto, towards P̂. Anchors and their optimiser persist over rounds.
 
-Departures. The server uses Adam with weight decay, all uploads in one step and 10 steps per round,
-as in graph benchmarks (the authors' code: SGD, batches, 100 epochs). δ is the paper's largest
-distance; the authors' code takes the largest over classes of the smallest.
+Departures. The paper sends all prototypes (floor = 1). The server uses Adam with weight decay, all
+uploads in one step and 10 steps per round, as in graph benchmarks (the authors' code: SGD, batches,
+100 epochs). δ is the paper's largest distance; the authors' code takes the largest over classes of
+the smallest.
 """
 
 from dataclasses import dataclass

@@ -35,13 +35,14 @@ as in the paper, or the model's head. Local evaluation votes with the clusters o
 download, global evaluation with the new ones. Before there are any, the head predicts. A client
 without labelled nodes trains nothing and sends no prototypes.
 
-Departures. Links are drawn among candidates only, and L_links takes as many random other pairs as
-there are candidates. The authors' code scores all n² pairs, weighted so that both kinds have weight
-½, which is L_links. σ(g) replaces g / max g. The second view is undirected and unweighted. Nearest
-neighbours are computed every round (there: every 10 to 50). ŷ and a carry no gradient. All clusters
-of the last round vote; the authors' code keeps those of several rounds in a queue and uses the
-nearest 20 to 100. Two faults of public code are not kept: it numbers a client's prototypes in the
-order of the classes present, and a benchmark computes the clusters but does not use them.
+Departures. The paper sends all prototypes (floor = 1). Links are drawn among candidates only, and
+L_links takes as many random other pairs as there are candidates. The authors' code scores all n²
+pairs, weighted so that both kinds have weight ½, which is L_links. σ(g) replaces g / max g. The
+second view is undirected and unweighted. Nearest neighbours are computed every round (there: every
+10 to 50). ŷ and a carry no gradient. All clusters of the last round vote; the authors' code keeps
+those of several rounds in a queue and uses the nearest 20 to 100. Two faults of public code are not
+kept: it numbers a client's prototypes in the order of the classes present, and a benchmark computes
+the clusters but does not use them.
 """
 
 from dataclasses import dataclass, replace
@@ -58,7 +59,7 @@ from fedloom.core.message import Message
 from fedloom.core.phase import phase
 from fedloom.core.replies import Replies
 from fedloom.core.server import Server
-from fedloom.core.settings import setting
+from fedloom.core.settings import fewest_items, setting
 from fedloom.data.graph import Graph
 from fedloom.data.seeds import stream_seed
 from fedloom.methods._shared.prototypes import pack_table
@@ -105,6 +106,7 @@ class FGGP(FedAvg):
         0.1, "τ_v, temperature of the prototypes' vote", above=0, tune="0.05..1"
     )
     classifier: str = setting("prototypes", "what predicts", choices=("prototypes", "head"))
+    floor: int = fewest_items("fewest nodes that a prototype is computed from; others are not sent")
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
     discloses_to_peers: ClassVar[str] = (
@@ -141,7 +143,7 @@ class FGGP(FedAvg):
         load_weights(state["sampler"], sampler)
         if clusters is not None:
             state |= {"clusters": clusters, "of_class": of_class}
-        table, present = torch.zeros(C, client.facts.width), torch.zeros(C, dtype=torch.bool)
+        table, behind = torch.zeros(C, client.facts.width), torch.zeros(C, dtype=torch.int64)
         if graph.train.any():
             with torch.no_grad():
                 suggested = candidates(graph, local_model.embed(graph), self.neighbours)
@@ -150,10 +152,11 @@ class FGGP(FedAvg):
                 z, logits = outputs(local_model, graph)
                 label, sure = pseudo_labels(logits, graph)
                 table, present = class_centres(z, label, sure, C)
+                behind = torch.bincount(label, minlength=C) * present
         return {
             "model": weights(local_model),
             "sampler": weights(state["sampler"]),
-            **pack_table(table, present),
+            **pack_table(table, behind > 0, self.floor, behind),
         }
 
     def objective(self, client: Client, batch: Graph, model: Model, received: Message) -> Tensor:

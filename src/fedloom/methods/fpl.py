@@ -22,9 +22,10 @@ What travels, per client (C classes, p the embedding's width):
 z is the embedding that the model's head reads. A class that no client sent in the last round is in
 neither term. With a single class L_1 is 0.
 
-Departures. λ_1 and λ_2 (1 in the paper) are settings. P_k is of the trained model without dropout
-(the authors' code averages the embeddings of the last epoch's steps). Clusters are FINCH's first
-partition; the authors' code continues to merge while more than one cluster is left.
+Departures. The paper sends all class means (floor = 1). λ_1 and λ_2 (1 in the paper) are settings.
+P_k is of the trained model without dropout (the authors' code averages the embeddings of the last
+epoch's steps). Clusters are FINCH's first partition; the authors' code continues to merge while
+more than one cluster is left.
 """
 
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from fedloom.core.message import Message
 from fedloom.core.phase import phase
 from fedloom.core.replies import Replies
 from fedloom.core.server import Server
-from fedloom.core.settings import setting
+from fedloom.core.settings import fewest_items, setting
 from fedloom.data.graph import Graph
 from fedloom.methods._shared.prototypes import class_means, clusters, pack_table, table_of
 from fedloom.methods.fedavg import FedAvg
@@ -65,6 +66,7 @@ class FPL(FedAvg):
         tune="0.1..10",
     )
     tau: float = setting(0.02, "τ, temperature of the contrast", above=0, tune="0.01..0.1")
+    floor: int = fewest_items("fewest items that a class mean is computed from; others stay")
 
     discloses_to_peers: ClassVar[str] = (
         "cluster prototypes, means over few clients; of a single client if no other has the class"
@@ -88,7 +90,7 @@ class FPL(FedAvg):
             means, counts = class_means(
                 local_model.embed(graph), graph.y, graph.train, client.facts.num_classes
             )
-        return {"model": weights(local_model), **pack_table(means, counts > 0)}
+        return {"model": weights(local_model), **pack_table(means, counts > 0, self.floor, counts)}
 
     def objective(self, client: Client, batch: Graph, model: Model, received: Message) -> Tensor:
         """Returns CE + λ_1 L_1 + λ_2 L_2. One forward pass serves all terms.

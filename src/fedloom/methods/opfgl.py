@@ -39,7 +39,8 @@ term is a mean. γ is clamped. m in Eq. 9's divisor counts the clients that repo
 Departures from both: X' starts near 0; from N(0, 1), as published, the optimiser ends in worse
 minima (docs/decisions/4). Eq. 15's last term is N (μ^c)², as the algebra has it. A class that no
 client reports gets no pseudo-node. HRE takes no class with H = 0. Pseudo-nodes are counted from N^c
-after HRE, as in the paper's text; the code uploads a second count for it.
+after HRE, as in the paper's text; the code uploads a second count for it. The paper reports every
+class (min_count: a variance needs 2 nodes).
 """
 
 from collections.abc import Callable
@@ -57,7 +58,7 @@ from fedloom.core.message import Message
 from fedloom.core.method import Method
 from fedloom.core.phase import phase, summed
 from fedloom.core.server import Server
-from fedloom.core.settings import setting
+from fedloom.core.settings import fewest_items, setting
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError, MessageError
 from fedloom.nn.losses import weighted_divergence
@@ -109,11 +110,7 @@ class OpFGL(Method):
     hops: int = setting(
         1, "h, how far features are propagated for the statistics", at_least=0, tune="0..2"
     )
-    min_count: int = setting(
-        2,
-        "fewest labelled nodes of a class that is reported; take 5 or more if not secure",
-        at_least=2,
-    )
+    min_count: int = fewest_items("fewest labelled nodes of a class that is reported", at_least=2)
     spread_steps: int = setting(2, "I, steps of label propagation", at_least=1, tune="1..5")
     spread: float = setting(
         0.9,

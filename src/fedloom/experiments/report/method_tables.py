@@ -9,10 +9,12 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from fedloom.core.disclosure import server_learns
 from fedloom.core.method import Method
 from fedloom.core.phase import phases_of
 from fedloom.core.settings import default_of, valid_values
 from fedloom.experiments.report.tables import grid
+from fedloom.privacy import measured
 
 
 def method(name: str, cls: type[Method]) -> RenderableType:
@@ -38,18 +40,18 @@ def method(name: str, cls: type[Method]) -> RenderableType:
         if phase.read_by:
             answers = f"peer messages for {phase.read_by}: {answers}"
         phases.add_row(key, ", ".join(phase.parameters) or "-", answers or "-")
-    disclosed = cls.discloses_to_server or "nothing as large as the data"
     facts = [f"evaluation: {', '.join(cls.evaluations)}", f"tasks: {', '.join(cls.tasks)}"]
     single = cls().single_replies()
     needs = f"not possible, it needs each reply to {', '.join(single)}" if single else "possible"
     facts.append(f"secure sums: {needs}")
     if not cls.partial_participation:
         facts.append("all clients take part in every round (run.participation is 1)")
-    facts.append(f"the server learns: {disclosed}")
+    facts.append(f"the server learns: {server_learns(cls)}")
     if cls.uses_cross_edges:
         facts.append("uses the edges between clients (partition.cross_edges)")
     if cls.discloses_to_peers:
         facts.append(f"other clients learn: {cls.discloses_to_peers}")
+    facts.append("measured: " + "\n  ".join(measured.statement(name)))
     if not cls.predicts_unseen:
         facts.append(f"cannot predict for unseen items: that needs {cls.unseen_needs}")
     title, text = Text(name, style="bold"), Text(_reflowed(getdoc(module) or "") + "\n")
@@ -101,8 +103,9 @@ def method_as_json(name: str, cls: type[Method]) -> dict[str, Any]:
         "evaluations": list(cls.evaluations),
         "tasks": list(cls.tasks),
         "needs_each_reply_to": list(cls().single_replies()),
-        "server_learns": cls.discloses_to_server,
+        "server_learns": server_learns(cls),
         "peers_learn": cls.discloses_to_peers,
+        "measured": measured.statement(name),
         "uses_cross_edges": cls.uses_cross_edges,
         "predicts_unseen": cls.predicts_unseen,
         "partial_participation": cls.partial_participation,

@@ -28,7 +28,7 @@ from fedloom.nn.weights import weights
 
 Outputs = tuple[Tensor, Tensor]  # embeddings and logits
 copilot_weights = Computed(
-    lambda method, facts, message, reply: model_schema(method.copilot, facts)
+    lambda method, facts, message, reply: model_schema(method.copilot, facts), weights=True
 )
 
 

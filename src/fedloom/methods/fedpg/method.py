@@ -57,7 +57,8 @@ and 7 disagree, and add the margin where it makes the task easier. They are read
 margin counts against the true class. The authors' code differs from the paper (1- and 2-hop means
 of nodes 0 and 1, validation labels in S_c, zero vectors for absent classes, a margin that is
 numerically 0, peers' means shrunk to a third): the paper is followed. `align = "item"` pulls single
-items, as FedProto and the authors' code do, averaged over items instead of within classes.
+items, as FedProto and the authors' code do, averaged over items instead of within classes. The
+paper sends all prototypes (floor = 1).
 """
 
 from collections.abc import Callable
