@@ -10,14 +10,14 @@ from pathlib import Path
 import httpx
 import pytest
 from deployment import free_port, port_is_free
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from fedloom.deploy import keys
 from fedloom.deploy.agreement import read_agreement, require_tls
 from fedloom.deploy.coordinator_transport import Address, CoordinatorTransport, SuperLinkError
+from fedloom.deploy.flower_internals import public_key_to_bytes
 from fedloom.deploy.keys import make_authority, make_party, read_party_key, read_public_key
 from fedloom.deploy.party_transport import PartyTransport, RefusedError, UnreachableError
-from fedloom.deploy.superlink import LIMIT, PARTY_KEY, SECRET, STATUS, UNKNOWN_LIMIT
+from fedloom.deploy.superlink import LIMIT, PARTY_KEY, SECRET, SMALL, STATUS
 from fedloom.errors import ConfigError
 
 slow = pytest.mark.slow
@@ -227,7 +227,7 @@ def test_memory_stays_within_twice_the_limit(tmp_path):
             ("bank-b", limit, None),
             ("stranger", 10 * limit, None),
             ("stranger", 10 * limit, "transfer-encoding: chunked"),
-            ("stranger", 10 * limit, f"content-length: {UNKNOWN_LIMIT}"),  # sends more than that
+            ("stranger", 10 * limit, f"content-length: {SMALL}"),  # sends more than that
         ):
             status, growth = push(made, size, name, header)
             assert status != 200

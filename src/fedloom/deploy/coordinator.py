@@ -1,8 +1,8 @@
 """Coordinator: sends orders to the parties of an agreement and collects their signed answers.
 
 An exchange closes when all parties have answered, or some time (`grace`) after a quorum has, or at
-the deadline. It does not wait for a party without a sign of life. Answers to another exchange, and
-answers that their sender has not signed, do not count (`Gate`).
+the deadline. It does not wait for a party that has been without a sign of life for too long.
+Answers to another exchange, and answers that their sender has not signed, do not count (`Gate`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from fedloom.deploy.party import Log, facts_to_json
 from fedloom.deploy.transport import PartyStatus, Transport
 from fedloom.errors import ConfigError, MessageError
 
-# Seconds without a sign of life after which a party is dead. A party sends one every second, and
-# may be cut off for five.
+# Seconds without a sign of life after which a party that has closed its connections is dead, unless
+# the agreement says otherwise. A party sends a sign of life every second, and may be cut off for
+# five. A connection can also break on the way: a run with a deadline waits longer.
 DEAD_AFTER = 7.0
 # How often Flower may return the order of a party before the party is absent. Flower does so when
 # it believes that a party is gone which is not.
@@ -350,7 +351,7 @@ class Coordinator:
         phase, round, answers = exchange.phase, exchange.round, exchange.answers
         # A dead party gets no order: it would find the order later, when it is outdated.
         for name in bodies:
-            if _is_dead(status := exchange.status.get(name)):
+            if self._is_dead(status := exchange.status.get(name)):
                 answers[name] = _dead(status)
         busy = self._busy(phase, round).keys() & bodies.keys() - answers.keys()
         if len(bodies) - len(answers) - len(busy) >= exchange.quorum:
@@ -377,7 +378,7 @@ class Coordinator:
         exchange.checked = time.monotonic()
         status, answers = exchange.status, exchange.answers
         for name in exchange.waiting_for:
-            if _is_dead(found := status.get(name)):
+            if self._is_dead(found := status.get(name)):
                 answers[name] = _dead(found)
             elif exchange.returns[name] > MAX_RETURNS and name in exchange.undelivered:
                 answers[name] = Absent(exchange.undelivered[name])
@@ -438,16 +439,22 @@ class Coordinator:
         return Absent(str(failure.get("cause", "")), lost_state=lost_state)
 
     def _alive(self) -> set[str]:
-        return {name for name, status in self.transport.status().items() if not _is_dead(status)}
+        status = self.transport.status()
+        return {name for name, found in status.items() if not self._is_dead(found)}
+
+    def _is_dead(self, status: PartyStatus | None) -> bool:
+        """Returns whether a party has not joined, or has been without a sign of life too long."""
+        if status is None:
+            return True
+        federation, limit = self.agreement.federation, self.agreement.federation.silence
+        if status.closed:
+            limit = federation.closed or (limit if self.policy.deadline else DEAD_AFTER)
+        return status.silence > limit
 
     @property
     def refused(self) -> Counter[str]:
         """How many envelopes were refused, by reason."""
         return self.gate.refused
-
-
-def _is_dead(status: PartyStatus | None) -> bool:
-    return status is None or status.silence > DEAD_AFTER
 
 
 def _dead(status: PartyStatus | None) -> Absent:

@@ -84,7 +84,10 @@ def serve(
             if open_transport is None:
                 address = _address(agreement, keys)
                 transport = CoordinatorTransport(
-                    address, agreement.parties, log=folder / "superlink.log"
+                    address,
+                    agreement.parties,
+                    log=folder / "superlink.log",
+                    limits=agreement.federation.limits,
                 )
             else:
                 transport = open_transport()
