@@ -221,9 +221,11 @@ class Deployment:
 
     def superlink(self):
         """Returns the process id of the SuperLink."""
+        from fedloom.deploy import coordinator_transport  # it needs Flower
+
         return next(
             pid
-            for pid, parent in running("fedloom.deploy.superlink").items()
+            for pid, parent in running(coordinator_transport.PROGRAM).items()
             if parent == self.processes["coordinator"].pid
         )
 
@@ -272,6 +274,7 @@ class InProcessTransport:
         parties: The parties that have joined, by name.
         silence: Seconds since a party was last heard from; 0 if it is not here.
         connections: How often a party has connected; 1 if it is not here.
+        closed: Parties that have closed their connections.
         held: Parties whose answers are held back.
         returns: How often Flower returns the next orders of a party.
         sent: The number of orders that each party was sent.
@@ -281,8 +284,9 @@ class InProcessTransport:
         self.parties = dict(parties)
         self.silence, self.connections, self.returns = {}, {}, Counter()
         self.held, self.sent, self._answers, self._numbers = set(), Counter(), {}, count()
+        self.closed = set()
 
-    def send(self, envelopes):
+    def send(self, envelopes, limit=2**30):
         pending = {str(next(self._numbers)): name for name in envelopes}
         for number, name in pending.items():
             self.sent[name] += 1
@@ -302,7 +306,9 @@ class InProcessTransport:
 
     def status(self):
         return {
-            name: PartyStatus(self.silence.get(name, 0.0), self.connections.get(name, 1))
+            name: PartyStatus(
+                self.silence.get(name, 0.0), self.connections.get(name, 1), name in self.closed
+            )
             for name in self.parties
         }
 

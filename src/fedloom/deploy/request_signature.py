@@ -41,11 +41,7 @@ class ClockError(UnverifiedError):
 
 
 def sign_request(
-    key: Ed25519PrivateKey,
-    method: str,
-    path: str,
-    body: bytes,
-    clock: Callable[[], float] = time.time,
+    key: Ed25519PrivateKey, method: str, path: str, body: bytes, now: float | None = None
 ) -> str:
     """Returns the value of the header `SIGNED`.
 
@@ -54,9 +50,10 @@ def sign_request(
         method: The HTTP method.
         path: The path of the URL.
         body: The body.
-        clock: Returns the time, in seconds since 1970.
+        now: Seconds since 1970; None asks this machine's clock.
     """
-    stamp, nonce, digest = f"{clock():.3f}", secrets.token_hex(8), sha256(body).hexdigest()
+    stamp = f"{time.time() if now is None else now:.3f}"
+    nonce, digest = secrets.token_hex(8), sha256(body).hexdigest()
     signature = key.sign(_signed_bytes(method, path, len(body), stamp, nonce, digest))
     return f"{stamp} {nonce} {digest} {base64.b64encode(signature).decode('ascii')}"
 

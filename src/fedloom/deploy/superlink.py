@@ -194,7 +194,7 @@ class Door:
                 await _answer(send, 200, {})
             else:
                 self._require_room(party, scope["path"], headers)
-                await self._fleet(party, scope, _checked(receive, digest), send)
+                await self._fleet(party, scope, _Body(receive, digest), send)
         finally:
             self._under_way[party] -= 1
 
@@ -230,12 +230,24 @@ class Door:
         length = self._require_length(headers, min(self.limit, self._left_to_push[party] + SMALL))
         self._left_to_push[party] -= length
 
-    async def _fleet(self, party: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _fleet(self, party: str, scope: Scope, body: _Body, send: Send) -> None:
         """Passes a party's request on to Flower."""
         path = scope["path"]
-        if path.endswith(PULL):
+
+        async def recording(event: Event) -> None:
+            if body.is_wrong:  # Flower answers that it has failed; the door gives the reason
+                return
+            if event["type"] == "http.response.start":
+                self._record(party, path, event["status"])
+            await send(event)
+
+        if path.endswith(f"/{PULL}"):
             await self._wait(party, "down", WAIT_SECONDS)
-        status = await self._forward(scope, receive, send)
+        await self.app(scope, body, recording)
+        body.require_right()
+
+    def _record(self, party: str, path: str, status: int) -> None:
+        """Records what Flower answers to a party."""
         if status == 200:
             self.last_seen[party] = time.monotonic()
             self.connected[party] += path.endswith(f"/{ACTIVATE}")
@@ -264,18 +276,6 @@ class Door:
             pass  # no delivery: the request is answered with no message
         self._fetched[reader] = self._deliveries[direction]
 
-    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> int:
-        """Passes a request on to Flower. Returns the status of the answer."""
-        status = 0
-
-        async def recording(event: Event) -> None:
-            nonlocal status
-            status = event.get("status", status)
-            await send(event)
-
-        await self.app(scope, receive, recording)
-        return status
-
 
 def _length(headers: dict[str, str]) -> int:
     """Returns the length of a request's body as its header states it; -1 if it does not."""
@@ -293,19 +293,31 @@ async def _body(receive: Receive) -> bytes:
     return b"".join(parts)
 
 
-def _checked(receive: Receive, digest: str) -> Receive:
-    """Returns a `receive` that breaks the request off at the end if its body is another one."""
-    running = sha256()
+class _Body:
+    """A `receive` that raises RefusedRequest at the end of the body if it is not the signed one.
 
-    async def checked() -> Event:
-        event = await receive()
+    Args:
+        receive: The `receive` of the request.
+        digest: The sha256 of the signed body, in hex.
+    """
+
+    def __init__(self, receive: Receive, digest: str):
+        self._receive, self._digest, self._running = receive, digest, sha256()
+        self.is_wrong = False
+
+    async def __call__(self) -> Event:
+        event = await self._receive()
         if event["type"] == "http.request":
-            running.update(event.get("body", b""))
-            if not event.get("more_body", False) and running.hexdigest() != digest:
-                raise RefusedRequest(401, "the signature of this request is for another body")
+            self._running.update(event.get("body", b""))
+            ended = not event.get("more_body", False)
+            self.is_wrong = ended and self._running.hexdigest() != self._digest
+        self.require_right()
         return event
 
-    return checked
+    def require_right(self) -> None:
+        """Raises RefusedRequest if the body was received and is not the signed one."""
+        if self.is_wrong:
+            raise RefusedRequest(401, "the signature of this request is for another body")
 
 
 async def _answer(
