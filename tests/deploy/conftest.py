@@ -12,9 +12,12 @@ NEED_FLOWER = (
     "test_deploy",
     "test_dishonest",
     "test_encoding",
+    "test_door",
     "test_flower",
+    "test_flower_internals",
     "test_names",
     "test_party",
+    "test_stranger",
     "test_transport",
 )
 

@@ -114,6 +114,7 @@ class Deployment:
         settings=None,
         tls=True,
         model="gcn-2x8",
+        federation=None,
     ):
         self.folder, self.parties = Path(folder), parties
         self.port, self.processes = free_port(), {}
@@ -127,7 +128,7 @@ class Deployment:
             to_file(own, self.folder / f"{name}.safetensors")
         self.settings = {"name": method, "rounds": rounds, **(settings or {})}
         self.run = {"seed": 7, "checkpoint_every": 1, **(run or {})}
-        self.tls, self.model = tls, model
+        self.tls, self.model, self.settings_of_federation = tls, model, federation or {}
         self.write()
 
     def write(self, path="federation.toml", address=None, **changed):
@@ -141,6 +142,7 @@ class Deployment:
                 "address": address or f"127.0.0.1:{self.port}",
                 "coordinator": "coordinator.pub",
                 **authority,
+                **self.settings_of_federation,
             },
             "parties": {name: f"{name}.pub" for name in self.parties},
             "data": {

@@ -1,11 +1,14 @@
 """The door in front of the SuperLink: what a stranger on the network can do, which is nothing.
 
-The attacks run against `fedloom serve` and `fedloom join` as users run them, with TLS and keys. The
-controls run the same attack against a door without one protection (open_door.py).
+First its parts, then a real SuperLink with TLS and keys. test_stranger.py attacks whole runs. The
+controls use a door without one protection (open_door.py).
 """
 
 import base64
 import os
+import signal
+import subprocess
+import sys
 import time
 from contextlib import closing, contextmanager, suppress
 from hashlib import sha256
@@ -304,24 +307,40 @@ def test_without_the_nonce_a_recorded_request_makes_flower_let_the_party_go(tmp_
         assert place.transport.status()["bank-a"].connections == 2
 
 
+def ordered(place, party, limit):
+    """Sends an order to bank-a whose answer has a limit. Returns pending messages and the order."""
+    pending = place.transport.send({"bank-a": b"an order"}, limit=limit)
+    while (order := party.receive()) is None:
+        pass
+    peak(place.transport._process.pid)
+    return pending, order
+
+
+def push_part(place, folder, body):
+    """Sends a part of an answer that Flower did not ask for. Returns the status."""
+    path = f"{FLEET}/push-object"
+    with place.http() as own:
+        headers = signed_headers(folder, "bank-a", path, body)
+        return own.post(path, content=body, headers=headers).status_code
+
+
 @slow
 def test_an_answer_that_is_larger_than_expected_is_refused_before_it_is_read(tmp_path):
     with opened(tmp_path) as place, place.party() as party:
         party.connect()
         pid = place.transport._process.pid
-        pending = place.transport.send({"bank-a": b"an order"}, limit=MB)
-        while (order := party.receive()) is None:
-            pass
-        peak(pid)
+        _, order = ordered(place, party, MB)
         before = peak(pid)
         with pytest.raises(RefusedError, match="at most"):
             party.answer(order, bytes(20 * MB))
         assert peak(pid) - before < 4 * MB
+        pending, order = ordered(place, party, MB)
         party.answer(order, bytes(MB - 100))
         assert len(place.answers(pending)[0][1]) == MB - 100
-        with pytest.raises(RefusedError, match="at most"):
-            party.answer(order, bytes(MB // 2))  # the whole answer has a limit, not each part
-        pending, order = place.order(party)  # without a limit of its own
+        ordered(place, party, MB)
+        statuses = [push_part(place, tmp_path, bytes(MB // 2)) for _ in range(3)]
+        assert [status == 413 for status in statuses] == [False, False, True]  # all parts together
+        pending, order = place.order(party)  # its answer has no limit of its own
         party.answer(order, bytes(20 * MB))
         assert len(place.answers(pending)[0][1]) == 20 * MB
 
@@ -331,14 +350,10 @@ def test_without_that_limit_the_answer_is_stored(tmp_path, open_door):
     open_door("size")
     with opened(tmp_path) as place, place.party() as party:
         party.connect()
-        pid = place.transport._process.pid
-        pending = place.transport.send({"bank-a": b"an order"}, limit=MB)
-        while (order := party.receive()) is None:
-            pass
-        peak(pid)
-        before = peak(pid)
+        pending, order = ordered(place, party, MB)
+        before = peak(place.transport._process.pid)
         party.answer(order, bytes(20 * MB))
-        assert peak(pid) - before > 20 * MB
+        assert peak(place.transport._process.pid) - before > 20 * MB
         assert len(place.answers(pending)[0][1]) == 20 * MB
 
 
@@ -388,3 +403,40 @@ def test_a_clock_that_is_off_is_named_by_the_party(tmp_path, monkeypatch):
         pytest.raises(RefusedError, match=r"clock of this party is 1000 s behind .*set the clock"),
     ):
         party.connect()
+
+
+PARTY = """
+import sys, time
+from pathlib import Path
+from fedloom.deploy.keys import read_party_key
+from fedloom.deploy.party_transport import PartyTransport
+address, authority, key = sys.argv[1:]
+party = PartyTransport(address, Path(authority), read_party_key(Path(key)))
+party.connect()
+while True:
+    party.receive()
+"""
+
+
+@slow
+def test_a_killed_party_has_closed_its_connections_and_a_silent_one_has_not(tmp_path):
+    with opened(tmp_path) as place:
+        given = (place.transport.address.text, tmp_path / "ca.crt", tmp_path / "bank-a.key")
+        process = subprocess.Popen([sys.executable, "-c", PARTY, *map(str, given)])
+        try:
+            until(lambda: "bank-a" in place.transport.status())
+            os.kill(process.pid, signal.SIGSTOP)
+            # Meanwhile the SuperLink has closed the idle connection itself.
+            until(lambda: place.transport.status()["bank-a"].silence > 10)
+            assert not place.transport.status()["bank-a"].closed
+            os.kill(process.pid, signal.SIGCONT)
+            until(lambda: place.transport.status()["bank-a"].silence < 2)
+        finally:
+            process.kill()
+            process.wait()
+        until(lambda: place.transport.status()["bank-a"].closed)
+
+
+def until(condition):
+    while not condition():
+        time.sleep(0.1)
