@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from fedloom.deploy.keys import PartyKey
 from fedloom.deploy.request_signature import SIGNED, sign_request
-from fedloom.deploy.superlink import DELIVERED, PARTY_KEY, configure_flower
+from fedloom.deploy.superlink import CONFLICT, DELIVERED, PARTY_KEY, configure_flower
 from fedloom.errors import FedloomError
 
 configure_flower()
@@ -70,6 +70,10 @@ class UnreachableError(FedloomError):
 
 class RefusedError(FedloomError):
     """The coordinator refuses this party, or its certificate cannot be trusted."""
+
+
+class _ConflictError(RefusedError):
+    """Flower believes that the party is connected already."""
 
 
 class Order(NamedTuple):
@@ -137,10 +141,11 @@ class PartyTransport:
         """Announces the party. Raises UnreachableError or RefusedError if that fails."""
         # No heartbeats meanwhile: Flower would conclude that the party is connected already.
         self._node = None
-        answer = self._request(
-            self._client.ActivateNode,
-            ActivateNodeRequest(public_key=self._public, heartbeat_interval=FLOWER_INTERVAL),
-        )
+        request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=FLOWER_INTERVAL)
+        try:
+            answer = self._request(self._client.ActivateNode, request)
+        except _ConflictError:  # the door has made Flower let the old connection go
+            answer = self._request(self._client.ActivateNode, request)
         self._node = Node(node_id=answer.node_id)
         if self._heart is None:
             self._heart = threading.Thread(
@@ -247,7 +252,8 @@ class PartyTransport:
                 raise UnreachableError(
                     f"{self.address} does not answer ({error.response.status_code})"
                 ) from error
-            raise RefusedError(f"{self.address} refuses: {_detail(error.response)}") from error
+            kind = _ConflictError if error.response.status_code == CONFLICT else RefusedError
+            raise kind(f"{self.address} refuses: {_detail(error.response)}") from error
         except httpx.HTTPError as error:
             if isinstance(cause := _root(error), ssl.SSLCertVerificationError):
                 raise RefusedError(
