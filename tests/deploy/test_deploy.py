@@ -24,6 +24,7 @@ from torch_geometric.data import Data
 
 import fedloom
 from fedloom.data.files import to_folder
+from fedloom.deploy import request_signature
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -280,6 +281,18 @@ def test_a_stopped_party_is_late_and_its_late_answer_does_not_count(deploy):
     os.kill(d.processes["coordinator"].pid, signal.SIGINT)
     d.processes["coordinator"].wait()
     assert d.summary()["engine_details"]["refused"]["late"] >= 1
+
+
+def test_a_party_whose_clock_is_off_ends_with_one_line_that_has_the_offset(deploy, monkeypatch):
+    d = deploy(parties=("bank-a", "bank-b"), rounds=1)
+    d.serve()
+    d.until(lambda: "listening" in d.output("coordinator"))
+    right = time.time
+    monkeypatch.setattr(request_signature.time, "time", lambda: right() - 1000)
+    assert d.join("bank-a").wait() == 2
+    words = "the clock of this party is 1000 s behind the coordinator's, which allows 5 s ahead and"
+    assert f"refuses: {words} 300 s behind; set the clock" in d.output("bank-a")
+    assert "Traceback" not in d.output("bank-a")
 
 
 def test_a_graph_that_does_not_match_the_agreement_ends_join_with_exit_code_2(deploy):
