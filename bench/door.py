@@ -3,8 +3,8 @@
     python bench/door.py                a few minutes
 
 A deployment of three parties runs on this machine, with TLS and registered keys and a quorum of 1.
-A stranger floods it with unsigned requests in the name of a party, with more and more processes.
-For each number of processes it prints the requests that were answered per second, the time of a
+A stranger floods it with unsigned requests in the name of a party, from more and more addresses.
+For each number of addresses it prints the requests that were answered per second, the time of a
 round, and whether any party was absent. Then the stranger sends three bodies of 200 MB at a time.
 
 The exit code is 1 if a party was absent or if the memory grew by more than 4 MB for each body.
@@ -22,13 +22,13 @@ from deployment import Deployment
 from test_stranger import BODY, MB, Stranger
 
 SECONDS = 30.0  # that each flood lasts
-CONNECTIONS = 8  # of each process of the stranger
+CONNECTIONS = 32  # of each process of the stranger
 
 
-def _flood(deployment: Deployment, answers: Any) -> None:
-    """Floods a deployment, and reports how many requests were answered."""
+def _flood(deployment: Deployment, address: str, answers: Any) -> None:
+    """Floods a deployment from one address, and reports how many requests were answered."""
     stranger = Stranger(deployment)
-    stranger.attack(pause=0.0, connections=CONNECTIONS, address="127.0.0.2")
+    stranger.attack(pause=0.0, connections=CONNECTIONS, address=address)
     time.sleep(SECONDS)
     stranger.end()
     answers.put(sum(stranger.answers.values()))
@@ -37,8 +37,10 @@ def _flood(deployment: Deployment, answers: Any) -> None:
 def _measured(deployment: Deployment, processes: int) -> bool:
     """Prints what a flood does. Returns whether all parties took part in all rounds."""
     answers: Any = multiprocessing.Queue()
-    given = (deployment, answers)
-    flood = [multiprocessing.Process(target=_flood, args=given) for _ in range(processes)]
+    flood = [
+        multiprocessing.Process(target=_flood, args=(deployment, f"127.0.0.{number + 2}", answers))
+        for number in range(processes)
+    ]
     before, began = deployment.rounds_done(), time.monotonic()
     for process in flood:
         process.start()
@@ -47,7 +49,7 @@ def _measured(deployment: Deployment, processes: int) -> bool:
     rounds, seconds = deployment.rounds_done() - before, time.monotonic() - began
     absent = sum(len(entry.get("absent", ())) for entry in deployment.history()[before:])
     print(
-        f"{processes} processes: {held / seconds:.0f} requests per second, "
+        f"{processes} addresses: {held / seconds:.0f} requests per second, "
         f"{seconds / max(rounds, 1):.1f} s per round, {absent} absences",
         flush=True,
     )

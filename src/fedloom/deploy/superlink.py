@@ -55,6 +55,7 @@ PARTY_KEY = "flwr-public-key"  # header: the public key of the party, as Flower'
 LIMIT = 2**30  # bytes of a request; Flower itself has no limit
 SMALL = 2**16  # bytes of a request that carries no answer, and of what surrounds an answer
 WAIT_SECONDS = 2.0  # that a party's request for messages may wait; also a sign of life
+SLOWED_SECONDS = 1.0  # that the answer to an unsigned request above the limit takes
 ANONYMOUS_SECONDS = 10.0  # after which a connection without a valid signature is closed
 DELIVERED = "/fedloom/delivered"  # path: all parts of the messages just sent have arrived
 STATUS = "/fedloom/status"  # path: each party's silence, number of connections, and whether it left
@@ -180,6 +181,8 @@ class Door:
             party, digest = self._authenticate(headers, scope)
         except RefusedRequest:
             if (retry := self._address_rate.wait(network(peer[0]))) > 0:
+                # A flood on a limited number of connections ends here: each waits for its answer.
+                await asyncio.sleep(SLOWED_SECONDS)
                 raise RefusedRequest(429, "too many requests from this address", retry) from None
             raise
         self.connections.authenticated(peer, party)
