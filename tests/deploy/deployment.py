@@ -114,6 +114,7 @@ class Deployment:
         settings=None,
         tls=True,
         model="gcn-2x8",
+        federation=None,
     ):
         self.folder, self.parties = Path(folder), parties
         self.port, self.processes = free_port(), {}
@@ -127,7 +128,7 @@ class Deployment:
             to_file(own, self.folder / f"{name}.safetensors")
         self.settings = {"name": method, "rounds": rounds, **(settings or {})}
         self.run = {"seed": 7, "checkpoint_every": 1, **(run or {})}
-        self.tls, self.model = tls, model
+        self.tls, self.model, self.settings_of_federation = tls, model, federation or {}
         # Its agreement names Python files.
         self.trust = ("--trust",) if ".py" in f"{method} {model}" else ()
         self.write()
@@ -143,6 +144,7 @@ class Deployment:
                 "address": address or f"127.0.0.1:{self.port}",
                 "coordinator": "coordinator.pub",
                 **authority,
+                **self.settings_of_federation,
             },
             "parties": {name: f"{name}.pub" for name in self.parties},
             "data": {
@@ -223,9 +225,11 @@ class Deployment:
 
     def superlink(self):
         """Returns the process id of the SuperLink."""
+        from fedloom.deploy import coordinator_transport  # it needs Flower
+
         return next(
             pid
-            for pid, parent in running("fedloom.deploy.superlink").items()
+            for pid, parent in running(coordinator_transport.PROGRAM).items()
             if parent == self.processes["coordinator"].pid
         )
 
@@ -274,6 +278,7 @@ class InProcessTransport:
         parties: The parties that have joined, by name.
         silence: Seconds since a party was last heard from; 0 if it is not here.
         connections: How often a party has connected; 1 if it is not here.
+        closed: Parties that have closed their connections.
         held: Parties whose answers are held back.
         returns: How often Flower returns the next orders of a party.
         sent: The number of orders that each party was sent.
@@ -283,8 +288,9 @@ class InProcessTransport:
         self.parties = dict(parties)
         self.silence, self.connections, self.returns = {}, {}, Counter()
         self.held, self.sent, self._answers, self._numbers = set(), Counter(), {}, count()
+        self.closed = set()
 
-    def send(self, envelopes):
+    def send(self, envelopes, limit=2**30):
         pending = {str(next(self._numbers)): name for name in envelopes}
         for number, name in pending.items():
             self.sent[name] += 1
@@ -304,7 +310,9 @@ class InProcessTransport:
 
     def status(self):
         return {
-            name: PartyStatus(self.silence.get(name, 0.0), self.connections.get(name, 1))
+            name: PartyStatus(
+                self.silence.get(name, 0.0), self.connections.get(name, 1), name in self.closed
+            )
             for name in self.parties
         }
 

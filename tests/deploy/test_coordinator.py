@@ -9,6 +9,7 @@ from fedloom.core.message import Absent, encode
 from fedloom.data.files import to_folder
 from fedloom.data.synthetic import synthetic
 from fedloom.deploy import coordinator
+from fedloom.deploy.agreement import read_agreement
 from fedloom.deploy.coordinator_transport import SuperLinkError
 from fedloom.deploy.party import Party
 from fedloom.errors import ConfigError, DataError
@@ -125,12 +126,47 @@ def test_a_graph_that_does_not_match_the_agreement_is_refused(deployed, tmp_path
 
 
 # ---- exchanges ----
-def test_a_dead_party_gets_no_order_and_the_others_answer(deployed):
-    made = deployed.begun()
-    deployed.transport.silence["bank-b"] = coordinator.DEAD_AFTER + 1
-    sent = deployed.transport.sent["bank-b"]
-    assert absences(deployed.train(made)) == {"bank-b": "no sign of life for 8 s"}
-    assert deployed.transport.sent["bank-b"] == sent
+@pytest.mark.parametrize(
+    ("silence", "closed", "policy", "given_up"),
+    [
+        # A party that has closed its connections is given up soon, unless there is a deadline.
+        (8, True, {}, True),
+        (6, True, {}, False),
+        (30, True, {"deadline": 90.0}, False),
+        (61, True, {"deadline": 90.0}, True),
+        # A silent party may be cut off. It has 60 s.
+        (8, False, {}, False),
+        (59, False, {}, False),
+        (61, False, {}, True),
+        (59, False, {"deadline": 90.0}, False),
+    ],
+)
+def test_a_party_that_is_given_up_gets_no_order_and_the_others_answer(
+    deployed, silence, closed, policy, given_up
+):
+    made, transport = deployed.begun(**policy), deployed.transport
+    transport.silence["bank-b"] = silence
+    transport.closed |= {"bank-b"} if closed else set()
+    sent = transport.sent["bank-b"]
+    expected = {"bank-b": f"no sign of life for {silence} s"} if given_up else {}
+    assert absences(deployed.train(made)) == expected
+    assert transport.sent["bank-b"] == sent + (not given_up)
+
+
+@pytest.mark.parametrize(("closed", "setting"), [(True, "closed"), (False, "silence")])
+def test_the_agreement_says_how_long_a_party_may_be_silent(deployed, closed, setting):
+    path = deployed.folder / "federation.toml"
+    path.write_text(path.read_text().replace("[federation]", f"[federation]\n{setting} = 20"))
+    deployed.agreement = read_agreement(path)
+    made, transport = deployed.begun(), deployed.transport
+    transport.closed |= {"bank-b"} if closed else set()
+    transport.silence["bank-b"] = 19
+    assert absences(deployed.train(made)) == {}
+    transport.silence["bank-b"] = 21
+    assert absences(deployed.train(made, 2)) == {"bank-b": "no sign of life for 21 s"}
+    path.write_text(path.read_text().replace(f"{setting} = 20", f"{setting} = -1"))
+    with pytest.raises(ConfigError, match=rf"federation.{setting} is -1.*at least"):
+        read_agreement(path)
 
 
 def test_a_party_that_dies_while_it_computes_is_absent(deployed, monkeypatch):
@@ -142,11 +178,11 @@ def test_a_party_that_dies_while_it_computes_is_absent(deployed, monkeypatch):
     def status():
         looks.append(alive())
         if len(looks) > 3:
-            deployed.transport.silence["bank-b"] = coordinator.DEAD_AFTER + 1
+            deployed.transport.silence["bank-b"] = 61
         return looks[-1]
 
     monkeypatch.setattr(deployed.transport, "status", status)
-    assert absences(deployed.train(made)) == {"bank-b": "no sign of life for 8 s"}
+    assert absences(deployed.train(made)) == {"bank-b": "no sign of life for 61 s"}
 
 
 def test_an_exchange_closes_after_the_grace_and_a_late_answer_is_discarded(deployed):

@@ -24,6 +24,7 @@ from torch_geometric.data import Data
 
 import fedloom
 from fedloom.data.files import to_folder
+from fedloom.deploy import request_signature
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -187,6 +188,51 @@ def test_a_party_that_is_cut_off_for_a_while_loses_nothing(deploy):
     assert summary["history_hash"] == d.reference().summary["history_hash"]
 
 
+def cut_off(d):
+    """Starts a deployment. Returns the lines of bank-b and bank-c, which can be cut."""
+    wires = {name: Wire(d.port) for name in ("bank-b", "bank-c")}
+    d.serve()
+    d.join("bank-a")
+    for name, wire in wires.items():
+        d.join(name, agreement=d.write(f"{name}.toml", address=f"127.0.0.1:{wire.port}").name)
+    d.until(lambda: d.rounds_done() >= 1)
+    wires["bank-b"].cut()  # connections are closed, new ones are refused
+    wires["bank-c"].fall_silent()  # nothing passes, without an error
+    return wires.values()
+
+
+def test_parties_that_are_cut_off_for_30_s_finish_their_round_if_the_deadline_allows(deploy):
+    run = {"quorum": 0.3, "deadline": 600.0}
+    d = deploy(rounds=4, method="slow.py", settings={"seconds": 1.0}, run=run)
+    wires = cut_off(d)
+    try:
+        before = d.rounds_done()
+        time.sleep(30)
+        assert d.rounds_done() <= before + 1  # a round that was nearly done may complete
+        for wire in wires:
+            wire.mend()
+        summary = d.completed()
+    finally:
+        for wire in wires:
+            wire.close()
+    assert summary["absences"] == {}
+    assert summary["history_hash"] == d.reference().summary["history_hash"]
+
+
+def test_with_a_short_silence_parties_that_are_cut_off_are_left_out(deploy):
+    run, federation = {"quorum": 0.3, "deadline": 600.0}, {"silence": 7, "closed": 7}
+    settings = {"seconds": 0.3}
+    d = deploy(rounds=9999, method="slow.py", settings=settings, run=run, federation=federation)
+    wires = cut_off(d)
+    try:
+        d.until(lambda: absent_in(d.history()[-1]) >= {"bank-b", "bank-c"})
+    finally:
+        for wire in wires:
+            wire.close()
+    causes = [a["cause"] for entry in d.history() for a in entry.get("absent", ())]
+    assert any("no sign of life" in cause for cause in causes)
+
+
 @patient
 def test_a_party_that_raises_is_absent_and_its_error_message_stays_with_it(deploy):
     settings = {"seconds": 0.0, "fails": "bank-b,bank-c"}
@@ -235,6 +281,18 @@ def test_a_stopped_party_is_late_and_its_late_answer_does_not_count(deploy):
     os.kill(d.processes["coordinator"].pid, signal.SIGINT)
     d.processes["coordinator"].wait()
     assert d.summary()["engine_details"]["refused"]["late"] >= 1
+
+
+def test_a_party_whose_clock_is_off_ends_with_one_line_that_has_the_offset(deploy, monkeypatch):
+    d = deploy(parties=("bank-a", "bank-b"), rounds=1)
+    d.serve()
+    d.until(lambda: "listening" in d.output("coordinator"))
+    right = time.time
+    monkeypatch.setattr(request_signature.time, "time", lambda: right() - 1000)
+    assert d.join("bank-a").wait() == 2
+    words = "the clock of this party is 1000 s behind the coordinator's, which allows 5 s ahead and"
+    assert f"refuses: {words} 300 s behind; set the clock" in d.output("bank-a")
+    assert "Traceback" not in d.output("bank-a")
 
 
 def test_a_graph_that_does_not_match_the_agreement_ends_join_with_exit_code_2(deploy):

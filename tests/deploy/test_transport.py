@@ -10,14 +10,15 @@ from pathlib import Path
 import httpx
 import pytest
 from deployment import free_port, port_is_free
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from fedloom.deploy import keys
 from fedloom.deploy.agreement import read_agreement, require_tls
 from fedloom.deploy.coordinator_transport import Address, CoordinatorTransport, SuperLinkError
+from fedloom.deploy.flower_internals import public_key_to_bytes
 from fedloom.deploy.keys import make_authority, make_party, read_party_key, read_public_key
 from fedloom.deploy.party_transport import PartyTransport, RefusedError, UnreachableError
-from fedloom.deploy.superlink import LIMIT, PARTY_KEY, SECRET, STATUS, UNKNOWN_LIMIT
+from fedloom.deploy.rate_limit import Limits
+from fedloom.deploy.superlink import LIMIT, PARTY_KEY, SECRET, SMALL, STATUS
 from fedloom.errors import ConfigError
 
 slow = pytest.mark.slow
@@ -34,13 +35,17 @@ def make_keys(folder, host="127.0.0.1"):
 class Place:
     """A folder of keys, and a SuperLink that knows bank-a and bank-b."""
 
-    def __init__(self, folder, limit=LIMIT, tls=True):
+    def __init__(self, folder, limit=LIMIT, tls=True, limits=Limits()):
         self.folder, self.tls = folder, tls
         names = ("server.crt", "server.key", "ca.crt") if tls else ()
         files = [folder / name for name in names]
         known = {name: read_public_key(folder / f"{name}.pub") for name in ("bank-a", "bank-b")}
         self.transport = CoordinatorTransport(
-            Address("127.0.0.1", free_port(), *files), known, folder / "superlink.log", limit
+            Address("127.0.0.1", free_port(), *files),
+            known,
+            folder / "superlink.log",
+            limit,
+            limits,
         )
 
     @contextmanager
@@ -171,7 +176,7 @@ def test_only_the_coordinator_reaches_flowers_control_and_runtime_interfaces(pla
         not_ascii = {SECRET: "ü".encode("latin-1")}
         assert other.post("/v1/control/start-run", headers=not_ascii).status_code == 403
         # With the secret, Flower itself answers.
-        headers = {SECRET: place.transport.secret, "content-type": "application/x-protobuf"}
+        headers = {SECRET: place.transport.secret, "content-type": "application/protobuf"}
         answer = other.post("/v1/control/list-nodes", content=b"", headers=headers)
         assert answer.status_code != 403
 
@@ -194,7 +199,7 @@ def push(place, size, party, header=None):
         "POST /v1/fleet/push-object HTTP/1.1",
         "host: x",
         f"{PARTY_KEY}: {b64encode(key).decode()}",
-        "content-type: application/x-protobuf",
+        "content-type: application/protobuf",
         header or f"content-length: {size}",
         "\r\n",
     )
@@ -227,7 +232,7 @@ def test_memory_stays_within_twice_the_limit(tmp_path):
             ("bank-b", limit, None),
             ("stranger", 10 * limit, None),
             ("stranger", 10 * limit, "transfer-encoding: chunked"),
-            ("stranger", 10 * limit, f"content-length: {UNKNOWN_LIMIT}"),  # sends more than that
+            ("stranger", 10 * limit, f"content-length: {SMALL}"),  # sends more than that
         ):
             status, growth = push(made, size, name, header)
             assert status != 200

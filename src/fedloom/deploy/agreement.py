@@ -59,6 +59,7 @@ from fedloom.deploy.envelope import VERSION as ENVELOPE_VERSION
 from fedloom.deploy.keyring import COORDINATOR, Keyring, read_keyring
 from fedloom.deploy.keys import PublicKey, public_key_of, read_public_key, require_party_name
 from fedloom.deploy.names import align_classes, align_features
+from fedloom.deploy.rate_limit import Limits
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiments.federated_encoding import with_min_count
 from fedloom.experiments.recipe import ModelTable, read_tables, table
@@ -81,6 +82,32 @@ class FederationTable:
     listen: str = setting("", "host:port, where the coordinator listens (empty = the address)")
     authority: str = setting("", "the CA's certificate (empty = no TLS, on loopback only)")
     coordinator: str = setting("", "the coordinator's public key: a file, or the key itself")
+    silence: float = setting(
+        60.0, "seconds without a sign of life after which a party is given up", at_least=3
+    )
+    closed: float = setting(
+        0.0,
+        "the same for a party that has closed its connections (0 = 7, or `silence` in a run with "
+        "a deadline)",
+        at_least=0,
+    )
+    party_requests: float = setting(
+        Limits.party_requests, "requests per second of a party", at_least=20
+    )
+    party_concurrent: int = setting(
+        Limits.party_concurrent, "requests of a party at once", at_least=8
+    )
+    address_requests: float = setting(
+        Limits.address_requests, "unsigned requests per second of an address", above=0
+    )
+    address_connections: int = setting(
+        Limits.address_connections, "connections without a signed request of an address", at_least=8
+    )
+
+    @property
+    def limits(self) -> Limits:
+        """What the SuperLink accepts from one sender."""
+        return Limits(**{f.name: getattr(self, f.name) for f in fields(Limits)})
 
 
 @dataclass(frozen=True)

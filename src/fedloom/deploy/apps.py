@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.deploy.framing import receive_frame, send_frame
-from fedloom.deploy.superlink import configure_flower
+from fedloom.deploy.superlink import LIMIT, configure_flower
 from fedloom.deploy.transport import PartyStatus
 
 configure_flower()
@@ -135,8 +135,11 @@ class GridTransport:
                 number: (node, now) for number, node in zip(numbers, nodes, strict=True)
             }
 
-    def send(self, envelopes: Mapping[str, bytes]) -> dict[str, str]:
-        """Sends an envelope to each party. Returns {message id: party}."""
+    def send(self, envelopes: Mapping[str, bytes], limit: int = LIMIT) -> dict[str, str]:
+        """Sends an envelope to each party. Returns {message id: party}.
+
+        The limit has no effect: Flower's own SuperLink has no door that could refuse an answer.
+        """
         messages = [
             _message(self.node_of[party], {"envelope": data}) for party, data in envelopes.items()
         ]

@@ -1,8 +1,8 @@
 """Coordinator: sends orders to the parties of an agreement and collects their signed answers.
 
 An exchange closes when all parties have answered, or some time (`grace`) after a quorum has, or at
-the deadline. It does not wait for a party without a sign of life. Answers to another exchange, and
-answers that their sender has not signed, do not count (`Gate`).
+the deadline. It does not wait for a party that has been without a sign of life for too long.
+Answers to another exchange, and answers that their sender has not signed, do not count (`Gate`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from fedloom.core.message import Absent
 from fedloom.data.encoding import Encoding
 from fedloom.data.federation import PartySize, Roster
 from fedloom.deploy.agreement import Agreement, differences
-from fedloom.deploy.envelope import Gate, Header, sign
+from fedloom.deploy.envelope import ENVELOPE_BYTES, Gate, Header, sign
 from fedloom.deploy.keyring import COORDINATOR
 from fedloom.deploy.keys import PartyKey
 from fedloom.deploy.party import SECOND_PROCESS, Log, facts_to_json
 from fedloom.deploy.transport import PartyStatus, Transport
 from fedloom.errors import ConfigError, MessageError
 
-# Seconds without a sign of life after which a party is dead. A party sends one every second, and
-# may be cut off for five.
+# Seconds without a sign of life after which a party that has closed its connections is dead, unless
+# the agreement says otherwise. A party sends a sign of life every second, and may be cut off for
+# five. A connection can also break on the way: a run with a deadline waits longer.
 DEAD_AFTER = 7.0
 # How often Flower may return the order of a party before the party is absent. Flower does so when
 # it believes that a party is gone which is not.
@@ -455,7 +456,7 @@ class Coordinator:
         for name in bodies:
             if name in refused:
                 answers[name] = Absent(refused[name])
-            elif _is_dead(status := exchange.status.get(name)):
+            elif self._is_dead(status := exchange.status.get(name)):
                 answers[name] = _dead(status)
         busy = self._busy(phase, round).keys() & bodies.keys() - answers.keys()
         if len(bodies) - len(answers) - len(busy) >= exchange.quorum:
@@ -466,7 +467,14 @@ class Coordinator:
             for name, body in bodies.items()
             if name not in answers
         }
-        exchange.pending = self.transport.send(exchange.orders) if exchange.orders else {}
+        exchange.pending = self._dispatch(exchange, exchange.orders)
+
+    def _dispatch(self, exchange: _Exchange, orders: Mapping[str, bytes]) -> dict[str, str]:
+        """Sends orders. Returns {message id: party}."""
+        if not orders:
+            return {}
+        most = max(max(exchange.limits[name] for name in orders), CONTROL_LIMIT)
+        return self.transport.send(orders, most + ENVELOPE_BYTES)
 
     def _close_late(self, exchange: _Exchange) -> None:
         """Closes an exchange at its deadline. The parties that have not answered are absent."""
@@ -482,7 +490,7 @@ class Coordinator:
         exchange.checked = time.monotonic()
         status, answers = exchange.status, exchange.answers
         for name in exchange.waiting_for:
-            if _is_dead(found := status.get(name)):
+            if self._is_dead(found := status.get(name)):
                 answers[name] = _dead(found)
             elif exchange.returns[name] > MAX_RETURNS and name in exchange.undelivered:
                 answers[name] = Absent(exchange.undelivered[name])
@@ -505,8 +513,7 @@ class Coordinator:
             if name not in answers and name not in again
         }
         exchange.undelivered = {}
-        if again:
-            exchange.pending |= self.transport.send(again)
+        exchange.pending |= self._dispatch(exchange, again)
 
     def _busy(self, phase: str, round: int) -> dict[str, Overdue]:
         """Returns the parties that have not answered an earlier order yet.
@@ -552,16 +559,21 @@ class Coordinator:
 
     def _alive(self) -> set[str]:
         status, admitted = self.transport.status(), self.keyring.current()
-        return {name for name in admitted if not _is_dead(status.get(name))}
+        return {name for name in admitted if not self._is_dead(status.get(name))}
+
+    def _is_dead(self, status: PartyStatus | None) -> bool:
+        """Returns whether a party has not joined, or has been without a sign of life too long."""
+        if status is None:
+            return True
+        federation, limit = self.agreement.federation, self.agreement.federation.silence
+        if status.closed:
+            limit = federation.closed or (limit if self.policy.deadline else DEAD_AFTER)
+        return status.silence > limit
 
     @property
     def refused(self) -> Counter[str]:
         """How many envelopes were refused, by reason."""
         return self.gate.refused
-
-
-def _is_dead(status: PartyStatus | None) -> bool:
-    return status is None or status.silence > DEAD_AFTER
 
 
 def _dead(status: PartyStatus | None) -> Absent:

@@ -18,42 +18,53 @@ import subprocess
 import sys
 import time
 import zipfile
-from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from fedloom.deploy.keys import PublicKey
-from fedloom.deploy.superlink import DELIVERED, LIMIT, SECRET, STATUS, WAIT, configure_flower
+from fedloom.deploy.rate_limit import Limits
+from fedloom.deploy.superlink import (
+    ADMIT,
+    DELIVERED,
+    EXPECT,
+    LIMIT,
+    SECRET,
+    STATUS,
+    WAIT,
+    configure_flower,
+)
 from fedloom.deploy.transport import PartyStatus
 from fedloom.errors import ConfigError, FedloomError
 
 configure_flower()
 import httpx  # noqa: E402  (Flower reads the environment when it is imported)
 from flwr.app import ConfigRecord, Message, RecordDict  # noqa: E402
-from flwr.common.serde import fab_to_proto, run_from_proto  # noqa: E402
-from flwr.proto.control_pb2 import (  # noqa: E402
-    RegisterNodeRequest,
-    StartRunRequest,
-    UnregisterNodeRequest,
-)
-from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest  # noqa: E402
-from flwr.supercore.constant import TaskType  # noqa: E402
-from flwr.supercore.control import ControlHttpClient  # noqa: E402
-from flwr.supercore.fab import Fab  # noqa: E402
-from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http  # noqa: E402
-from flwr.supercore.interceptors import (  # noqa: E402
-    RuntimeTokenHttpInterceptor,
-    RuntimeVersionHttpInterceptor,
-)
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes  # noqa: E402
-from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext  # noqa: E402
-from flwr.supercore.runtime import RuntimeHttpClient  # noqa: E402
-from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
-from flwr.superlink.grid import HttpGrid  # noqa: E402
 
+from fedloom.deploy.flower_internals import (  # noqa: E402
+    AcquireTaskRequest,
+    ControlHttpClient,
+    Fab,
+    HeartbeatSender,
+    PullTaskInputRequest,
+    RegisterNodeRequest,
+    RuntimeGrid,
+    RuntimeHttpClient,
+    RuntimeVersionHttpInterceptor,
+    StartRunRequest,
+    TaskIdentity,
+    TaskType,
+    UnregisterNodeRequest,
+    fab_to_proto,
+    make_task_heartbeat_fn_http,
+    public_key_to_bytes,
+    run_from_proto,
+)
+
+PROGRAM = "fedloom.deploy.superlink"  # the module that the SuperLink's process runs
 START_SECONDS = 60.0  # within which the SuperLink must listen
 # Flower requires names of a server side and a client side. Nothing loads them: `fedloom serve` and
 # `fedloom join` are running already.
@@ -125,27 +136,10 @@ class _HeaderInterceptor:
     def __init__(self, secret: str):
         self.headers = {SECRET: secret}
 
-    def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
+    def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
         """Adds the headers to a request."""
         context.request.headers.update(self.headers)
         return call_next(context)
-
-
-class _Grid(HttpGrid):
-    """Flower's grid with the coordinator's headers.
-
-    If the SuperLink is gone, it fails at once. Flower's own grid tries again for minutes.
-    """
-
-    def __init__(self, address: Address, token: str, secret: str):
-        super().__init__(address.local, address.insecure, None, token=token)
-        self.added = _HeaderInterceptor(secret)
-        interceptors = [
-            RuntimeVersionHttpInterceptor("flwr-serverapp"),
-            RuntimeTokenHttpInterceptor(token),
-            self.added,
-        ]
-        self._client = _client(RuntimeHttpClient, address, interceptors)
 
 
 def _trust(address: Address) -> ssl.SSLContext | bool:
@@ -158,6 +152,10 @@ def _trust(address: Address) -> ssl.SSLContext | bool:
     context = ssl.create_default_context(cafile=str(address.authority))
     context.check_hostname = False
     return context
+
+
+def _base64(data: bytes) -> str:
+    return b64encode(data).decode("ascii")
 
 
 def _url(address: Address) -> str:
@@ -176,6 +174,7 @@ class CoordinatorTransport:
         parties: The parties' names and keys.
         log: A file for the output of the SuperLink's process.
         limit: Bytes of a request.
+        limits: What the SuperLink accepts from one sender.
     """
 
     def __init__(
@@ -184,12 +183,17 @@ class CoordinatorTransport:
         parties: Mapping[str, PublicKey],
         log: Path | None = None,
         limit: int = LIMIT,
+        limits: Limits = Limits(),
     ):
         self.address, self.secret, self.limit = address, secrets.token_hex(32), limit
         self.node_of: dict[str, int] = {}
-        self.grid: Any = None
-        self.key_of: dict[str, bytes] = {}
-        self._process = self._start(log)
+        self.grid: RuntimeGrid | None = None
+        self._added = _HeaderInterceptor(self.secret)
+        self._key_of: dict[str, str] = {}
+        self._log = log
+        self._process = self._start(
+            {"secret": self.secret, "limit": limit, "limits": asdict(limits)}
+        )
         self._http = httpx.Client(
             base_url=_url(address),
             headers={SECRET: self.secret},
@@ -212,7 +216,7 @@ class CoordinatorTransport:
             raise
 
     # ---- starting ----
-    def _start(self, log: Path | None) -> subprocess.Popen[bytes]:
+    def _start(self, settings: dict[str, Any]) -> subprocess.Popen[bytes]:
         try:
             with socket.create_server((self.address.host, self.address.port)):
                 pass
@@ -221,18 +225,13 @@ class CoordinatorTransport:
                 f"address: cannot listen on {self.address.text} ({error.strerror or error})"
             ) from error
         files = {"certificate": self.address.certificate, "key": self.address.key}
-        settings = {
-            "host": self.address.host,
-            "port": self.address.port,
-            "secret": self.secret,
-            "limit": self.limit,
-        }
+        settings |= {"host": self.address.host, "port": self.address.port}
         settings |= {name: None if path is None else str(path) for name, path in files.items()}
-        with open(log or os.devnull, "ab") as out:
+        with open(self._log or os.devnull, "ab") as out:
             # The SuperLink gets its own session, so that Ctrl-C reaches only the coordinator. The
             # coordinator ends the SuperLink by closing its standard input.
             process = subprocess.Popen(
-                [sys.executable, "-m", "fedloom.deploy.superlink"],
+                [sys.executable, "-m", PROGRAM],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=out,
@@ -260,21 +259,26 @@ class CoordinatorTransport:
 
     def _control(self) -> Any:
         """Returns a client of Flower's control interface."""
-        interceptors = [RuntimeVersionHttpInterceptor("CLI"), _HeaderInterceptor(self.secret)]
+        interceptors = [RuntimeVersionHttpInterceptor("CLI"), self._added]
         return _client(ControlHttpClient, self.address, interceptors)
 
     def admit(self, parties: Mapping[str, PublicKey]) -> None:
-        """Registers the parties' keys with Flower, and removes keys that are not theirs."""
-        keys = {name: public_key_to_bytes(key.node) for name, key in parties.items()}
+        """Registers the parties' keys at the door and with Flower, and removes all others."""
+        keys = {name: _base64(public_key_to_bytes(key.node)) for name, key in parties.items()}
+        signing = {
+            keys[name]: _base64(key.signing.public_bytes_raw()) for name, key in parties.items()
+        }
         try:
+            self._http.post(ADMIT, json=signing).raise_for_status()
             with self._control() as control:
-                for name in [n for n, key in self.key_of.items() if keys.get(n) != key]:
+                for name in [n for n, key in self._key_of.items() if keys.get(n) != key]:
                     control.UnregisterNode(UnregisterNodeRequest(node_id=self.node_of.pop(name)))
-                    del self.key_of[name]
+                    del self._key_of[name]
                 for name, key in keys.items():
-                    if name not in self.key_of:
-                        registered = control.RegisterNode(RegisterNodeRequest(public_key=key))
-                        self.node_of[name], self.key_of[name] = registered.node_id, key
+                    if name not in self._key_of:
+                        request = RegisterNodeRequest(public_key=b64decode(key))
+                        self.node_of[name] = control.RegisterNode(request).node_id
+                        self._key_of[name] = key
         except httpx.HTTPError as error:
             self.require_alive()
             raise SuperLinkError(f"the SuperLink registers no keys ({error})") from error
@@ -287,7 +291,7 @@ class CoordinatorTransport:
         runtime = _client(
             RuntimeHttpClient,
             self.address,
-            [RuntimeVersionHttpInterceptor("SuperExec"), _HeaderInterceptor(self.secret)],
+            [RuntimeVersionHttpInterceptor("SuperExec"), self._added],
         )
         claimed = runtime.AcquireTask(
             AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
@@ -295,28 +299,42 @@ class CoordinatorTransport:
         runtime.close()
         if claimed.task.run_id != run_id:
             raise SuperLinkError("the SuperLink gave the run to another process")
-        self.grid = _Grid(self.address, claimed.token, self.secret)
-        given = self.grid._runtime_client.PullTaskInput(PullTaskInputRequest())
+        self.grid = RuntimeGrid(
+            claimed.token,
+            lambda needed: _client(RuntimeHttpClient, self.address, [*needed, self._added]),
+        )
+        given = self.grid.client.PullTaskInput(PullTaskInputRequest())
         TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = (
             given.task_id,
             given.run.run_id,
             given.context.node_id,
         )
         self.grid.set_run(run_from_proto(given.run))
-        self._heart = HeartbeatSender(make_task_heartbeat_fn_http(self.grid._runtime_client))
+        self._heart = HeartbeatSender(make_task_heartbeat_fn_http(self.grid.client))
         self._heart.start()
 
     # ---- while it runs ----
     def require_alive(self) -> None:
         """Raises SuperLinkError if the SuperLink's process has ended."""
         if (code := self._process.poll()) is not None:
-            raise SuperLinkError(f"the SuperLink has ended (exit code {code})")
+            raise SuperLinkError(f"the SuperLink has ended (exit code {code}){self._why(code)}")
 
-    def send(self, envelopes: Mapping[str, bytes], ttl: float = 86_400.0) -> dict[str, str]:
+    def _why(self, code: int) -> str:
+        """Returns why the SuperLink has ended: the last line of its log, unless it was killed."""
+        lines = self._log.read_text(errors="replace").splitlines() if self._log else []
+        return f": {lines[-1]}" if lines and code > 0 else ""
+
+    def send(
+        self, envelopes: Mapping[str, bytes], limit: int = LIMIT, ttl: float = 86_400.0
+    ) -> dict[str, str]:
         """Sends an envelope to each party. Returns {message id: party}.
 
-        ttl: seconds after which Flower drops a message that was not fetched.
+        Args:
+            envelopes: The envelope of each party.
+            limit: Bytes of a party's answer. The SuperLink refuses a larger one before it reads it.
+            ttl: Seconds after which Flower drops a message that was not fetched.
         """
+        assert self.grid is not None
         messages = [
             Message(
                 RecordDict({"fedloom": ConfigRecord({"envelope": data})}),
@@ -327,6 +345,8 @@ class CoordinatorTransport:
             for party, data in envelopes.items()
         ]
         try:
+            expected = {self._key_of[party]: limit for party in envelopes}
+            self._http.post(EXPECT, json=expected).raise_for_status()
             numbers = list(self.grid.push_messages(messages))
             self._http.post(DELIVERED).raise_for_status()
         except httpx.HTTPError as error:
@@ -338,7 +358,8 @@ class CoordinatorTransport:
         self, pending: Mapping[str, str], seconds: float
     ) -> Iterator[tuple[str, bytes | str]]:
         """Waits for answers; see `Transport`."""
-        self.grid.added.headers[WAIT] = f"{seconds:.3f}"
+        assert self.grid is not None
+        self._added.headers[WAIT] = f"{seconds:.3f}"
         try:
             for message in self.grid.pull_messages(list(pending)):
                 number = message.metadata.reply_to_message_id
@@ -359,7 +380,7 @@ class CoordinatorTransport:
         except httpx.HTTPError as error:
             self.require_alive()
             raise SuperLinkError(f"the SuperLink does not report its parties ({error})") from error
-        names = {b64encode(key).decode("ascii"): name for name, key in self.key_of.items()}
+        names = {key: name for name, key in self._key_of.items()}
         return {names[key]: PartyStatus(*row) for key, row in status.items() if key in names}
 
     def close(self) -> None:

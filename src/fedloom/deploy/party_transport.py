@@ -12,53 +12,53 @@ import threading
 from base64 import b64encode
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from fedloom.deploy.keys import PartyKey
-from fedloom.deploy.superlink import DELIVERED, PARTY_KEY, configure_flower
+from fedloom.deploy.request_signature import NOT_REGISTERED, SIGNED, sign_request
+from fedloom.deploy.superlink import CONFLICT, DELIVERED, PARTY_KEY, configure_flower
 from fedloom.errors import FedloomError
 
 configure_flower()
 import httpx  # noqa: E402  (Flower reads the environment when it is imported)
 from flwr.app import ConfigRecord, Message, RecordDict  # noqa: E402
-from flwr.app.message import remove_content_from_message  # noqa: E402
-from flwr.common.serde import message_from_proto, message_to_proto  # noqa: E402
-from flwr.proto.fleet_pb2 import (  # noqa: E402
+
+from fedloom.deploy.flower_internals import (  # noqa: E402
     ActivateNodeRequest,
     DeactivateNodeRequest,
+    FleetHttpClient,
+    Node,
+    NodeAuthHttpInterceptor,
+    ObjectPullError,
     PullMessagesRequest,
     PushMessagesRequest,
-)
-from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest  # noqa: E402
-from flwr.proto.node_pb2 import Node  # noqa: E402
-from flwr.supercore.inflatable.inflatable_object import (  # noqa: E402
+    RuntimeVersionHttpInterceptor,
+    SendNodeHeartbeatRequest,
     get_all_nested_objects,
     get_object_tree,
+    inflate_object_from_contents,
     iterate_object_tree,
-    no_object_id_recompute,
-)
-from flwr.supercore.inflatable.inflatable_protobuf_utils import (  # noqa: E402
     make_confirm_message_received_fn_protobuf,
     make_pull_object_fn_protobuf,
     make_push_object_fn_protobuf,
-)
-from flwr.supercore.inflatable.inflatable_utils import (  # noqa: E402
-    ObjectPullError,
-    inflate_object_from_contents,
+    message_from_proto,
+    message_to_proto,
+    no_object_id_recompute,
+    public_key_to_bytes,
     pull_objects,
     push_objects,
+    remove_content_from_message,
+    set_message_id,
 )
-from flwr.supercore.interceptors.http.runtime_version import (  # noqa: E402
-    RuntimeVersionHttpInterceptor,
-)
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes  # noqa: E402
-from flwr.supernode.fleet_http_client import FleetHttpClient  # noqa: E402
-from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor  # noqa: E402
 
 HEARTBEAT_SECONDS = 1.0  # between signs of life, also while a phase is computed
-FLOWER_INTERVAL = 10.0  # the interval that Flower is told; it accepts no shorter one
+# The interval that Flower is told. Flower returns the orders of a party that it has not heard from
+# for two intervals. The coordinator decides earlier who is gone, by the signs of life at the door.
+FLOWER_INTERVAL = 1800.0
 FIRST_RETRY = 0.02  # seconds until a part that has not arrived is requested again
+NOT_YET_VALID, EXPIRED = 9, 10  # OpenSSL's codes of a certificate whose dates do not fit
 PULL_SECONDS = 60.0  # within which all parts of a message must arrive
 
 T = TypeVar("T")
@@ -72,11 +72,33 @@ class RefusedError(FedloomError):
     """The coordinator refuses this party, or its certificate cannot be trusted."""
 
 
+class _ConflictError(RefusedError):
+    """Flower believes that the party is connected already."""
+
+
 class Order(NamedTuple):
     """An order from the coordinator: its envelope, and Flower's message, which the answer needs."""
 
     envelope: bytes
     message: Message
+
+
+class _Signing:
+    """Signs each request as a whole, for the door in front of the SuperLink."""
+
+    def __init__(self, key: PartyKey):
+        self.key = key
+
+    def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
+        """Adds the signature to a request of Flower's client."""
+        self.sign(context.request)
+        return call_next(context)
+
+    def sign(self, request: httpx.Request) -> None:
+        """Adds the signature to a request."""
+        request.headers[SIGNED] = sign_request(
+            self.key.signing, request.method, request.url.path, request.content
+        )
 
 
 class PartyTransport:
@@ -89,17 +111,25 @@ class PartyTransport:
     """
 
     def __init__(self, address: str, authority: Path | None, key: PartyKey):
-        verify: Any = (
+        verify: ssl.SSLContext | bool = (
             True if authority is None else ssl.create_default_context(cafile=str(authority))
         )
-        interceptors: Any = [
-            RuntimeVersionHttpInterceptor("SuperNode"),
-            NodeAuthHttpInterceptor(key.node, key.public.node),
-        ]
+        url, signing = f"{'http' if authority is None else 'https'}://{address}", _Signing(key)
         self.address, self._public = address, public_key_to_bytes(key.public.node)
         self._client = FleetHttpClient(
-            f"{'http' if authority is None else 'https'}://{address}",
-            interceptors=interceptors,
+            url,
+            interceptors=[
+                RuntimeVersionHttpInterceptor("SuperNode"),
+                NodeAuthHttpInterceptor(key.node, key.public.node),
+                signing,
+            ],
+            verify=verify,
+            timeout=30.0,
+        )
+        self._http = httpx.Client(
+            base_url=url,
+            headers={PARTY_KEY: b64encode(self._public).decode("ascii")},
+            event_hooks={"request": [signing.sign]},
             verify=verify,
             timeout=30.0,
         )
@@ -114,10 +144,12 @@ class PartyTransport:
         request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=FLOWER_INTERVAL)
         try:
             answer = self._request(self._client.ActivateNode, request)
+        except _ConflictError:  # the door has made Flower let the old connection go
+            answer = self._request(self._client.ActivateNode, request)
         except RefusedError as error:
-            if isinstance(error.__cause__, httpx.HTTPStatusError):
+            if NOT_REGISTERED in str(error):
                 raise RefusedError(
-                    f"{error} This party's key may have expired, been replaced or been revoked: "
+                    f"{error}. This party's key may have expired, been replaced or been revoked: "
                     "`fedloom keys show` at the coordinator says so"
                 ) from error
             raise
@@ -149,7 +181,7 @@ class PartyTransport:
         except ObjectPullError:
             return None  # withdrawn or incomplete: the coordinator must send it again
         whole = cast(Message, inflate_object_from_contents(number, parts))
-        whole.metadata.__dict__["_message_id"] = number
+        set_message_id(whole, number)
         confirm = make_confirm_message_received_fn_protobuf(
             lambda request: self._request(self._client.ConfirmMessageReceived, request), node, run
         )
@@ -165,7 +197,7 @@ class PartyTransport:
             RecordDict({"fedloom": ConfigRecord({"envelope": envelope})}), reply_to=order.message
         )
         with no_object_id_recompute():
-            reply.metadata.__dict__["_message_id"] = reply.object_id
+            set_message_id(reply, reply.object_id)
             bare = message_to_proto(remove_content_from_message(reply))
             accepted = self._request(
                 self._client.PushMessages,
@@ -198,6 +230,7 @@ class PartyTransport:
             with suppress(httpx.HTTPError):  # the coordinator is gone: nothing to disconnect from
                 self._client.DeactivateNode(DeactivateNodeRequest(node_id=self._node.node_id))
         self._client.close()
+        self._http.close()
 
     def _connected(self) -> Node:
         if self._node is None:
@@ -206,11 +239,7 @@ class PartyTransport:
 
     def _announce_delivery(self) -> None:
         """Tells the SuperLink that an answer is complete, so that the coordinator reads it."""
-        headers = {PARTY_KEY: b64encode(self._public).decode("ascii")}
-        try:
-            self._client._client.post(f"{self._client._base_url}{DELIVERED}", headers=headers)
-        except httpx.HTTPError as error:
-            raise UnreachableError(f"{self.address} does not answer ({error})") from error
+        self._request(lambda path: self._http.post(path).raise_for_status(), DELIVERED)
 
     def _send_heartbeats(self) -> None:
         while not self._closed.wait(HEARTBEAT_SECONDS):
@@ -226,15 +255,17 @@ class PartyTransport:
         try:
             return call(request)
         except httpx.HTTPStatusError as error:
-            if error.response.status_code in (502, 503, 504):
+            if error.response.status_code in (429, 502, 503, 504):
                 raise UnreachableError(
                     f"{self.address} does not answer ({error.response.status_code})"
                 ) from error
-            raise RefusedError(f"{self.address} refuses: {_detail(error.response)}") from error
+            kind = _ConflictError if error.response.status_code == CONFLICT else RefusedError
+            raise kind(f"{self.address} refuses: {_detail(error.response)}") from error
         except httpx.HTTPError as error:
             if isinstance(cause := _root(error), ssl.SSLCertVerificationError):
                 raise RefusedError(
                     f"{self.address}: its certificate is not trusted ({cause.verify_message})"
+                    f"{_clock_hint(cause)}"
                 ) from error
             raise UnreachableError(f"{self.address} does not answer ({error})") from error
 
@@ -244,6 +275,13 @@ def _root(error: BaseException) -> BaseException:
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return error
+
+
+def _clock_hint(error: ssl.SSLCertVerificationError) -> str:
+    """Returns what this machine's clock says if the dates of a certificate do not fit it."""
+    if error.verify_code not in (NOT_YET_VALID, EXPIRED):
+        return ""
+    return f"; the clock of this machine says {datetime.now(UTC):%Y-%m-%d %H:%M} UTC: is it right?"
 
 
 def _detail(response: httpx.Response) -> str:

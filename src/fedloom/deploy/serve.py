@@ -93,7 +93,10 @@ def serve(
             if open_transport is None:
                 address = _address(agreement, keys)
                 transport = CoordinatorTransport(
-                    address, agreement.read_keyring().current(), log=folder / "superlink.log"
+                    address,
+                    agreement.read_keyring().current(),
+                    log=folder / "superlink.log",
+                    limits=agreement.federation.limits,
                 )
             else:
                 transport = open_transport()

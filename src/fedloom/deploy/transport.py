@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from fedloom.deploy.keys import PublicKey
+from fedloom.deploy.superlink import LIMIT
 
 
 class PartyStatus(NamedTuple):
@@ -18,17 +19,25 @@ class PartyStatus(NamedTuple):
     Attributes:
         silence: Seconds since the party was last heard from.
         connections: How often the party has connected.
+        closed: Whether the party has closed its last connection, as a process does that dies.
     """
 
     silence: float
     connections: int
+    closed: bool = False
 
 
 class Transport(Protocol):
     """Sends envelopes to parties and receives their answers."""
 
-    def send(self, envelopes: Mapping[str, bytes]) -> dict[str, str]:
-        """Sends an envelope to each party. Returns {message id: party}."""
+    def send(self, envelopes: Mapping[str, bytes], limit: int = LIMIT) -> dict[str, str]:
+        """Sends an envelope to each party. Returns {message id: party}.
+
+        Args:
+            envelopes: The envelope of each party.
+            limit: Bytes of a party's answer. A transport with a door of its own refuses a larger
+                answer before it is in memory.
+        """
 
     def receive(
         self, pending: Mapping[str, str], seconds: float
