@@ -190,7 +190,7 @@ def test_a_party_that_is_restarted_during_the_fit_takes_part_in_it(banks):
     transport, restarted = banks.transport, []
     send = transport.send
 
-    def restart(envelopes):
+    def restart(envelopes, limit=0):
         if not restarted and any(b"fedloom_fit_totals" in data for data in envelopes.values()):
             restarted.append(True)
             transport.parties["bank-b"] = banks.party("bank-b")

@@ -47,7 +47,7 @@ def test_a_superlink_that_dies_is_replaced_and_the_run_continues_bit_identically
     opened, rounds = [], []
 
     class DyingTransport(InProcessTransport):
-        def send(self, envelopes):
+        def send(self, envelopes, limit=0):
             if len(rounds) == 2 and len(opened) == 1:
                 raise SuperLinkError("the SuperLink has ended (exit code -9)")
             return super().send(envelopes)
@@ -211,7 +211,7 @@ def test_a_party_that_reconnects_gets_its_order_again(deployed, monkeypatch):
     transport = deployed.transport
     send, before = transport.send, transport.sent["bank-a"]
 
-    def lose_first(envelopes):
+    def lose_first(envelopes, limit=0):
         pending = send(envelopes)
         transport._answers.clear()  # the connections break, and all answers are lost
         transport.connections = dict.fromkeys(transport.parties, 2)

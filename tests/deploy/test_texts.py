@@ -13,7 +13,7 @@ from fedloom.errors import ConfigError, RoundFailed
 PARTY = "bank-a"
 # A terminal would clear its screen, set its title and print backwards.
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 first line\r\nsecond line \u202egnp.exe\u2066 \x9b31m \u200b\x00"
-LONG = HOSTILE + 10_000_000 * "A"
+LONG = HOSTILE + 50_000 * "A"  # a longer one is refused unread (test_long_answers.py)
 HIDDEN = ("\x1b", "\x07", "\x00", "\x9b", "\r", "\u202e", "\u2066", "\u200b", "\u2028")
 
 
@@ -37,26 +37,24 @@ def loud(tmp_path, **run):
     return deployed
 
 
-def test_four_answers_of_ten_megabytes_leave_a_small_history_without_hidden_characters(tmp_path):
+def test_long_errors_leave_a_small_history_without_hidden_characters(tmp_path):
     lines = []
     result = loud(tmp_path, quorum=0.5).serve(log=lines.append)
     history = (tmp_path / "run" / "history.jsonl").read_text()
     causes = [a["cause"] for entry in result.history for a in entry["absent"]]
     assert len(causes) >= 4
-    assert len(history) < 100_000
+    assert len(history) < 20_000
     assert "first line second line" in causes[0]
     assert all(is_plain(text) for text in (*causes, *lines))
     assert all(path.stat().st_size < 200_000 for path in (tmp_path / "run").iterdir())
 
 
-def test_without_the_cleaning_the_history_has_40_megabytes_and_escape_sequences(
-    tmp_path, monkeypatch
-):
+def test_without_the_cleaning_the_history_has_all_of_it_and_escape_sequences(tmp_path, monkeypatch):
     for module in ("core.message", "deploy.coordinator"):
         monkeypatch.setattr(f"fedloom.{module}.plain_text", lambda text, length=0: str(text))
     loud(tmp_path, quorum=0.5).serve()
     path = tmp_path / "run" / "history.jsonl"
-    assert path.stat().st_size > 40_000_000
+    assert path.stat().st_size > 200_000
     with open(path) as history:
         assert "\x1b[2J" in json.loads(history.readline())["absent"][0]["cause"]
 
@@ -83,7 +81,7 @@ def test_the_terminal_of_a_coordinator_gets_no_escape_sequence_of_a_party(deploy
     assert not any(character.encode() in printed for character in HIDDEN if character != "\r")
 
 
-def test_an_agreement_of_ten_megabytes_is_refused_in_a_short_line(tmp_path):
+def test_a_long_agreement_is_refused_in_a_short_line(tmp_path):
     deployed = InProcess(tmp_path)
     deployed.transport.parties[PARTY].agreed["model"]["name"] = LONG
     with pytest.raises(ConfigError, match=r"model\.name is") as refused:
@@ -98,8 +96,8 @@ def test_the_reason_of_a_returned_order_is_plain(tmp_path, monkeypatch):
     coordinator = deployed.begun()
     send = deployed.transport.send
 
-    def returned(envelopes):
-        pending = send(envelopes)
+    def returned(envelopes, limit):
+        pending = send(envelopes, limit)
         answers = deployed.transport._answers
         for number, name in pending.items():
             answers[number] = (name, LONG) if name == PARTY else answers[number]

@@ -38,7 +38,7 @@ from fedloom.core.state import restore, snapshot
 from fedloom.data.encoding import Encoding
 from fedloom.data.federation import PartySize, Roster
 from fedloom.engines import AUTO
-from fedloom.engines.base import Engine
+from fedloom.engines.base import Engine, not_known
 from fedloom.errors import ConfigError, DataError, SecondWriterError
 from fedloom.experiments import checkpoint
 from fedloom.experiments.callbacks import Callbacks, Given
@@ -220,9 +220,11 @@ class Recorder:
             gc.unfreeze()
             with deferred_signals():
                 result, failure = self._finish(server, failure, evaluated)
-        # The server refers to this recorder. The cycle would keep all graphs in memory until the
-        # next garbage collection.
+        # The server refers to this recorder, and the engine to the server. The cycle would keep all
+        # graphs in memory until the next garbage collection.
         del self.server
+        if self._made is not None:
+            self._made.longest_reply = not_known
         try:
             self.tracking.end(result.summary)
             self.callbacks.on_end(result)
