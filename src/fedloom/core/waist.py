@@ -112,7 +112,7 @@ class Waist:
         self._model_before: Any = None  # the model when the round began, for a round that fails
         self._model_earlier: Any = None  # the model when the round before that began
         self._norms: list[Norms] = []  # of what clients sent, in this round and the one before
-        self._longest: Callable[[str], Schema | None] = _not_known
+        self._longest: Callable[[str], Schema | None] = not_known
 
     def exchange(
         self,
@@ -349,7 +349,7 @@ class Waist:
         self.ledger.book(self.round, name, "down", sent, book_as)
         self._longest = self._longest_of(name, expected)
         given = self._call(name, dict(sent)) if sent else {}
-        self._longest = _not_known  # the function above refers to this server: a cycle
+        self._longest = not_known  # the function above refers to this server: a cycle
         uniform = isinstance(given, Batch) and alike and expected is not None
         if uniform and not self.tolerates_absence and not self._upload:
             assert isinstance(given, Batch)
@@ -394,7 +394,7 @@ class Waist:
     def _longest_of(self, name: str, expected: Expected | None) -> Callable[[str], Schema | None]:
         """`longest_reply` of one exchange."""
         if expected is None:
-            return _not_known
+            return not_known
         if not self._upload or name not in self._phases:
             return lambda client: expected(client, None)
         return lambda client: self._upload.encoded_schema(
@@ -503,7 +503,8 @@ class Waist:
             self._record_norms(name, dict(zip(batch.clients, norms.tolist(), strict=True)))
 
 
-def _not_known(client: str) -> Schema | None:
+def not_known(client: str) -> Schema | None:
+    """The `Waist.longest_reply` outside of an exchange: None."""
     return None
 
 

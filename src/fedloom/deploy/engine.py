@@ -35,7 +35,8 @@ from fedloom.core.message import (
 )
 from fedloom.core.method import Method
 from fedloom.core.registry import file_or_name
-from fedloom.engines.base import Details, LongestReply, not_known
+from fedloom.core.waist import not_known
+from fedloom.engines.base import Details, LongestReply
 from fedloom.errors import ConfigError
 from fedloom.experiments import checkpoint
 from fedloom.experiments.trained import read_model

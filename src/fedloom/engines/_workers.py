@@ -22,8 +22,9 @@ from fedloom.core.absence import FaultPolicy
 from fedloom.core.client import Client
 from fedloom.core.message import Absent, Batch, Message, flatten, isolate, joined_batches, unflatten
 from fedloom.core.method import Method
+from fedloom.core.waist import not_known
 from fedloom.engines import loop
-from fedloom.engines.base import Details, Engine, EngineFactory, LongestReply, not_known
+from fedloom.engines.base import Details, Engine, EngineFactory, LongestReply
 from fedloom.errors import FedloomError
 
 Failure = Mapping[str, str]  # an exception as texts: "class", "name", "text" and "traceback"

@@ -14,11 +14,6 @@ LongestReply = Callable[[str], Schema | None]  # takes a client
 Details = Mapping[str, object]  # what a run's summary says about its engine, as JSON
 
 
-def not_known(client: str) -> Schema | None:
-    """The `Engine.longest_reply` of before the first call: None."""
-    return None
-
-
 class Engine(Protocol):
     """Runs phases at clients.
 

@@ -11,7 +11,8 @@ from fedloom.core.absence import FaultPolicy
 from fedloom.core.client import Client
 from fedloom.core.message import Absent, Message, isolate
 from fedloom.core.method import Method
-from fedloom.engines.base import Details, LongestReply, not_known
+from fedloom.core.waist import not_known
+from fedloom.engines.base import Details, LongestReply
 
 
 class Engine:

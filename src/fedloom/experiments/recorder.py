@@ -35,10 +35,11 @@ from fedloom.core.method import Method
 from fedloom.core.replies import Replies
 from fedloom.core.server import RoundPolicy, Server
 from fedloom.core.state import restore, snapshot
+from fedloom.core.waist import not_known
 from fedloom.data.encoding import Encoding
 from fedloom.data.federation import PartySize, Roster
 from fedloom.engines import AUTO
-from fedloom.engines.base import Engine, not_known
+from fedloom.engines.base import Engine
 from fedloom.errors import ConfigError, DataError, SecondWriterError
 from fedloom.experiments import checkpoint
 from fedloom.experiments.callbacks import Callbacks, Given
