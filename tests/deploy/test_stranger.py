@@ -5,8 +5,10 @@ controls run the same attack on a door without one protection (open_door.py).
 """
 
 import os
+import socket
 import ssl
 import threading
+import time
 from base64 import b64encode
 from collections import Counter
 from contextlib import closing, suppress
@@ -77,6 +79,29 @@ class Stranger:
             answer.read()
             self.answers[answer.status] += 1
 
+    def knock(self, seconds, connections=32, address="127.0.0.2"):
+        """Opens connections again and again. Returns how many handshakes of TLS succeeded."""
+        done, until = [], time.monotonic() + seconds
+        context = ssl.create_default_context(cafile=str(self.deployment.folder / "ca.crt"))
+
+        def repeat():
+            while time.monotonic() < until:
+                with (
+                    suppress(OSError),
+                    socket.create_connection(
+                        ("127.0.0.1", self.deployment.port), 10, (address, 0)
+                    ) as plain,
+                    context.wrap_socket(plain, server_hostname="127.0.0.1"),
+                ):
+                    done.append(True)
+
+        threads = [threading.Thread(target=repeat) for _ in range(connections)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return len(done)
+
     def end(self):
         self._ended.set()
         for thread in self._threads:
@@ -113,8 +138,8 @@ def attacked(deploy):
     """Starts a run that needs all parties, and a stranger who knows it."""
     strangers = []
 
-    def start(rounds=5, seconds=1.0):
-        d = deploy(rounds=rounds, method="slow.py", settings={"seconds": seconds})
+    def start(rounds=5, seconds=1.0, **more):
+        d = deploy(rounds=rounds, method="slow.py", settings={"seconds": seconds}, **more)
         d.serve()
         d.join_all()
         d.until(lambda: d.rounds_done() >= 1)
@@ -131,7 +156,7 @@ def open_door(monkeypatch):
     """SuperLinks take the key that a request states as proof, as the first version did."""
     monkeypatch.setattr(coordinator_transport, "PROGRAM", "open_door")
     monkeypatch.setenv("FEDLOOM_OPEN", "signature")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(HERE), os.environ["PYTHONPATH"])))
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
 
 
 def unharmed(d):
@@ -178,6 +203,23 @@ def test_without_the_signature_they_are_read(attacked):
 
 def test_a_flood_of_requests_does_no_harm(attacked):
     d, stranger = attacked()
-    stranger.attack(pause=0.0, connections=32, address="127.0.0.2")
+    # More connections than an address may have: most are closed, and opened again at once.
+    stranger.attack(pause=0.0, connections=96, address="127.0.0.2")
     unharmed(d)
     assert stranger.answers[429] > 10
+
+
+FEW = {"address_connections": 8}  # open at once, and new ones per second; twice as many at first
+
+
+def test_a_flood_of_connections_ends_before_tls(attacked):
+    d, stranger = attacked(federation=FEW)
+    seconds = 6
+    assert stranger.knock(seconds) <= 8 * (2 + seconds + 4)  # the last ones may take a while
+    unharmed(d)
+
+
+def test_without_the_limit_a_flood_of_connections_gets_handshakes(attacked, open_door, monkeypatch):
+    monkeypatch.setenv("FEDLOOM_OPEN", "connections")
+    _, stranger = attacked(rounds=1000, federation=FEW)
+    assert stranger.knock(6) > 2 * 8 * (2 + 6 + 4)

@@ -20,7 +20,8 @@ class Limits:
         party_requests: Requests per second that a party may send, with a valid signature.
         party_concurrent: Requests of a party that may be under way at once.
         address_requests: Requests per second without a valid signature, from one address.
-        address_connections: Open connections without a valid signature, from one address.
+        address_connections: Open connections without a valid signature, from one address, and
+            new connections per second.
     """
 
     party_requests: float = 200.0
@@ -83,6 +84,10 @@ class Connections:
         self._owner[peer] = None
         self._of_address[network(peer[0])] += 1
         return self._of_address[network(peer[0])] <= self.limit
+
+    def has_room(self, address: str) -> bool:
+        """Returns whether an address, as `network` returns it, may have one more connection."""
+        return self._of_address[address] < self.limit
 
     def authenticated(self, peer: Peer, owner: str) -> None:
         """Records that a request on a connection has a valid signature."""

@@ -27,6 +27,7 @@ import json
 import logging
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -290,6 +291,37 @@ class Door:
         self._fetched[reader] = self._deliveries[direction]
 
 
+class Listener(socket.socket):
+    """The socket that the SuperLink listens on. It limits new connections before TLS.
+
+    A handshake takes about a millisecond of the SuperLink's time, so a stranger who connects again
+    and again would leave none for the parties. Parties keep their connections open.
+
+    Args:
+        host: The address to listen on.
+        port: The port to listen on.
+        door: The door, which knows the connections of each address.
+    """
+
+    def __init__(self, host: str, port: int, door: Door):
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        super().__init__(family, kind, protocol)
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.bind(address)
+        self._door, self._rate = door, RateLimit(door.limits.address_connections)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accepts a connection, unless its address has too many or opens them too fast."""
+        connection, address = super().accept()
+        owner = network(address[0])
+        if self._rate.wait(owner) > 0 or not self._door.connections.has_room(owner):
+            connection.close()
+            raise ConnectionAbortedError  # which asyncio takes for a connection that is gone
+        return connection, address
+
+
 def signing_keys(parties: Mapping[str, str]) -> dict[str, Ed25519PublicKey]:
     """Returns the parties' signing keys, which are given in base64."""
     return {
@@ -421,12 +453,11 @@ def serve(
             self.timer.cancel()
             door.connections.closed(self.peer, by_peer=not self.expired)
 
-    uvicorn.run(
+    config = uvicorn.Config(
         door,
-        host=host,
-        port=port,
         # It limits the size of a request's headers to 16 kB. Other parsers have no limit.
         http=Protocol,
+        loop="asyncio",  # other loops do not call `Listener.accept`
         ws="none",
         ssl_certfile=certificate,
         ssl_keyfile=key,
@@ -434,6 +465,8 @@ def serve(
         access_log=False,
         timeout_graceful_shutdown=1,
     )
+    with Listener(host, port, door) as listener:
+        uvicorn.Server(config).run(sockets=[listener])
 
 
 def exit_with_parent() -> None:
