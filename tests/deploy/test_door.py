@@ -210,7 +210,7 @@ def open_door(monkeypatch):
     def without(protection):
         monkeypatch.setattr(coordinator_transport, "PROGRAM", "open_door")
         monkeypatch.setenv("FEDLOOM_OPEN", protection)
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(HERE), os.environ["PYTHONPATH"])))
+        monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
 
     return without
 
