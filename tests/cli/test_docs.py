@@ -49,6 +49,20 @@ def test_links_have_targets(page):
             assert anchor in anchors(target.read_text()), f"{page}: {link}: no such heading there"
 
 
+def test_every_attack_of_the_security_page_has_its_test():
+    text, last, named = (ROOT / "docs" / "security.md").read_text(), "", 0
+    for path, test in re.findall(r"`((?:\w+/)?test_\w+\.py)?(?:::(\w+))?`", text):
+        last = path or last
+        if not path and not test:
+            continue
+        source = ROOT / "tests" / last
+        assert source.is_file(), last
+        if test:
+            assert f"def {test}(" in source.read_text(), f"{last}::{test}"
+        named += 1
+    assert named > 40
+
+
 @pytest.mark.parametrize("page", [page for page in TEXTS if page != "docs/benchmarks.md"])
 def test_prose_has_at_most_100_columns(page):
     text = (ROOT / page).read_text()
