@@ -269,11 +269,12 @@ class _Attack:
         for tensor in message.values():
             if tensor.dim() != 2 or not tensor.is_floating_point():
                 continue
-            alone = torch.zeros(len(tensor), dtype=torch.bool)
             if tensor.shape[1] == graph.x.shape[1]:
                 alone = disclosure.single_items(tensor, graph.x)
             elif "edges" in message:  # the number of neighbours that each row is the sum of
                 alone = message["edges"] == 1
+            else:  # weights, not rows of nodes
+                continue
             self.single["peers"] += alone.tolist()
 
     def _attack_pseudo_graph(self, graph: Graph, reply: Message) -> None:
