@@ -1,6 +1,7 @@
 """Sum record: a client refuses sums whose difference would expose somebody."""
 
 import json
+import math
 import os
 import stat
 
@@ -85,6 +86,21 @@ def test_a_state_of_the_start_repeats_everything(record):
         sum_of(record, ALL, 3, round=1)
     sum_of(record, ALL, 4, round=0, phase="setup")
     sum_of(record, ALL, 5, round=1)
+
+
+def test_a_client_that_was_away_need_not_repeat_its_sums(tmp_path):
+    path = tmp_path / "sums.jsonl"
+    first = SumRecord(path)
+    for number in (1, 2):
+        sum_of(first, ALL, number)
+    first.rewind(0)
+    sum_of(first, ALL, 3)  # one of the two is repeated, then the process dies
+    again = SumRecord(path)
+    again.rewind(0)
+    with pytest.raises(Refusal, match="Repeat round 1 first"):
+        sum_of(again, ALL, 4, round=2)
+    again.rewind(math.inf)
+    sum_of(again, ALL, 5, round=2)
 
 
 def test_a_refused_sum_is_not_recorded(record):

@@ -408,8 +408,8 @@ class Party:
         self._to_restore = self._latest_state() if order["rejoin"] else ""
         # Its user has restarted it, and not the coordinator: it need not repeat its last sums.
         self._restarted = fresh and order["rejoin"] is True
-        if self._record is not None and not self._restarted:
-            self._record.rewind(-1)
+        if self._record is not None:
+            self._record.rewind(math.inf if self._restarted else -1)
         return {}
 
     def _own_facts(self, said: object) -> Facts:

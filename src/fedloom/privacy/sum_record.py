@@ -127,8 +127,11 @@ class SumRecord:
                 )
         self._add({**_row(about), "place": place, "cohort": sorted(chosen)})
 
-    def rewind(self, round: int) -> None:
-        """Notes that the client's state is that of the end of this round; -1: that of the start."""
+    def rewind(self, round: float) -> None:
+        """Notes that the client's state is that of the end of this round.
+
+        round: -1 is the start of the run. Infinity means that no sum must be repeated.
+        """
         for key, cohorts in self._cohorts.items():
             self._repeated[key] = len(cohorts) if key[0] <= round else 0
 
