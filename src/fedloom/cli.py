@@ -412,13 +412,14 @@ def make_keys(
 @keys.command("show")
 def show_keys(
     where: Annotated[Path, argument("an agreement, or a folder with .pub files")] = Path("keys"),
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Show keys: until when they are valid, what they replaced, and whether they are revoked.
 
     WHERE is an agreement (all its parties) or a folder with .pub files and certificates.
     """
-    _commands().show_keys(where, as_json)
+    _commands().show_keys(where, as_json, trust)
 
 
 @keys.command("rotate")
@@ -439,13 +440,14 @@ def revoke_key(
     party: Annotated[str, argument("the party whose keys do not count any more")],
     keys: Annotated[Path, option("folder with ca.key")] = Path("keys"),
     reason: Annotated[str, option("compromised, superseded or left")] = "compromised",
+    trust: Trust = False,
 ) -> None:
     """Revoke the keys of a party, for good: a new list of revoked keys, signed by the authority.
 
     AGREEMENT is the coordinator's copy. The list is ca.crl beside ca.crt. A running `fedloom serve`
     reads it, and every party receives it.
     """
-    _commands().revoke_key(agreement, party, keys, reason)
+    _commands().revoke_key(agreement, party, keys, reason, trust)
 
 
 @app.command()

@@ -444,7 +444,7 @@ def rotate_key(path: Path, days: int) -> None:
     )
 
 
-def revoke_key(agreement: Path, party: str, keys: Path, reason: str) -> None:
+def revoke_key(agreement: Path, party: str, keys: Path, reason: str, trust: bool = False) -> None:
     """Revokes a party's keys, and prints where the list is.
 
     Args:
@@ -452,11 +452,13 @@ def revoke_key(agreement: Path, party: str, keys: Path, reason: str) -> None:
         party: The party.
         keys: The folder with ca.key.
         reason: Why; one of `fedloom.deploy.keyring.REASONS`.
+        trust: Execute the Python files that the agreement names.
     """
     from fedloom.deploy.agreement import read_agreement
     from fedloom.deploy.keyring import revoke
 
-    path, made = revoke(read_agreement(agreement).read_keyring(), party, reason, keys / "ca.key")
+    keyring = read_agreement(agreement, trust).read_keyring()
+    path, made = revoke(keyring, party, reason, keys / "ca.key")
     print_listing(
         {
             str(path): f"list {made.number} of revoked keys (in all {len(made.keys)}); "
@@ -465,17 +467,18 @@ def revoke_key(agreement: Path, party: str, keys: Path, reason: str) -> None:
     )
 
 
-def show_keys(where: Path, as_json: bool) -> None:
+def show_keys(where: Path, as_json: bool, trust: bool = False) -> None:
     """Prints the keys of an agreement or of a folder, and its certificates.
 
     Args:
         where: The agreement's file, or a folder with .pub files.
         as_json: Print JSON.
+        trust: Execute the Python files that the agreement names.
     """
     from fedloom.deploy.agreement import read_agreement
     from fedloom.deploy.keyring import certificate_ends, certificate_warnings, folder_rows
 
-    keyring = None if where.is_dir() else read_agreement(where).read_keyring()
+    keyring = None if where.is_dir() else read_agreement(where, trust).read_keyring()
     folder = where if keyring is None else keyring.folder
     rows = {row.name: row for row in (folder_rows(where) if keyring is None else keyring.rows())}
     lines = {name: row.text for name, row in rows.items()}

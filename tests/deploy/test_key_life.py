@@ -48,7 +48,7 @@ def own_copy(d):
 
 
 def revoke_at(folder, name):
-    keyring = read_agreement(folder / "federation.toml").read_keyring()
+    keyring = read_agreement(folder / "federation.toml", trust=True).read_keyring()
     return revoke(keyring, name, "compromised", folder / "ca.key")[1]
 
 
@@ -78,7 +78,7 @@ def reread(deployed, monkeypatch):
     """Reads the agreement and makes the parties again; the one that is refused is dishonest."""
     with monkeypatch.context() as patch:
         patch.setattr(Keyring, "require_valid", lambda *_: None)
-        deployed.agreement = read_agreement(deployed.folder / "federation.toml")
+        deployed.agreement = read_agreement(deployed.folder / "federation.toml", trust=True)
         parties = {name: deployed.party(name) for name in deployed.agreement.parties}
         deployed.transport.parties = parties
     return deployed

@@ -146,14 +146,14 @@ def test_a_header_of_48_mb_takes_no_memory_and_no_round(deploy, monkeypatch):
         return replies
 
     monkeypatch.setattr(RemoteEngine, "call", measured)
-    d = deploy(rounds=3, run={"quorum": 0.5, "deadline": 60.0})
+    d = deploy(rounds=3, run={"quorum": 0.5, "deadline": 20.0})
     d.serve()
     d.join_all()
     summary = d.completed()
     assert summary["status"] == "completed"
-    (absence,) = causes(d.history())
-    assert absence[:2] == (2, LIAR)
-    assert "more than the limit" in absence[2]
+    assert {(number, name) for number, name, _ in causes(d.history())} >= {(2, LIAR)}
+    assert summary["absences"].keys() == {LIAR}
     words = d.output("coordinator").partition("exchange train 2 took ")[2].split()
-    # The bytes themselves are copied a few times on their way. Parsed, they would be 1.2 GB.
-    assert int(words[0]) < 500_000
+    # The door refuses the answer before it is read. Parsed, it would take 1.2 GB.
+    assert int(words[0]) < 100_000
+    assert "at most" in d.output(LIAR)

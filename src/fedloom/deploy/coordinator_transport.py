@@ -361,8 +361,10 @@ class CoordinatorTransport:
         assert self.grid is not None
         self._added.headers[WAIT] = f"{seconds:.3f}"
         try:
-            for message in self.grid.pull_messages(list(pending)):
-                number = message.metadata.reply_to_message_id
+            for number, message in self.grid.arrived(list(pending)):
+                if isinstance(message, str):
+                    yield number, f"Flower: {message}"
+                    continue
                 if message.has_error():
                     yield number, f"Flower: {message.error.reason}"
                     continue

@@ -8,9 +8,10 @@ versions that have it. The public interface is `flwr.app`, `flwr.clientapp` and 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 from fedloom.deploy.superlink import configure_flower
 from fedloom.errors import ConfigError
@@ -53,7 +54,11 @@ try:
     )
     from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
     from flwr.proto.node_pb2 import Node
-    from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest
+    from flwr.proto.runtime_pb2 import (
+        AcquireTaskRequest,
+        PullAppMessagesRequest,
+        PullTaskInputRequest,
+    )
     from flwr.server.superlink.linkstate import LinkState
     from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, TaskType
     from flwr.supercore.control import ControlHttpClient
@@ -72,6 +77,7 @@ try:
     )
     from flwr.supercore.inflatable.inflatable_utils import (
         ObjectPullError,
+        ObjectUnavailableError,
         inflate_object_from_contents,
         pull_objects,
         push_objects,
@@ -137,9 +143,15 @@ __all__ = [
 
 # Methods and attributes that fedloom calls or sets.
 ATTRIBUTES: dict[Any, tuple[str, ...]] = {
-    HttpGrid: ("_runtime_client", "set_run", "push_messages", "pull_messages", "close"),
+    HttpGrid: ("_runtime_client", "run", "set_run", "push_messages", "close"),
     ControlHttpClient: ("RegisterNode", "StartRun", "UnregisterNode"),
-    RuntimeHttpClient: ("AcquireTask", "PullTaskInput"),
+    RuntimeHttpClient: (
+        "AcquireTask",
+        "PullTaskInput",
+        "PullMessages",
+        "PullObject",
+        "ConfirmMessageReceived",
+    ),
     FleetHttpClient: (
         "ActivateNode",
         "DeactivateNode",
@@ -186,6 +198,7 @@ class RuntimeGrid(HttpGrid):
 
     def __init__(self, token: str, connect: Callable[[Sequence[Any]], RuntimeHttpClient]):
         super().__init__(token=token)
+        self._arriving: dict[int, _Arriving] = {}  # by node, which answers one order at a time
         self._client = connect(
             [RuntimeVersionHttpInterceptor("flwr-serverapp"), RuntimeTokenHttpInterceptor(token)]
         )
@@ -194,6 +207,66 @@ class RuntimeGrid(HttpGrid):
     def client(self) -> RuntimeHttpClient:
         """The client that the grid uses."""
         return self._runtime_client
+
+    def arrived(self, numbers: Collection[str]) -> Iterator[tuple[str, Message | str]]:
+        """Yields the answers that have arrived, by the ids of the orders, or why one cannot arrive.
+
+        It does not wait for the parts of an answer. Flower's `pull_messages` does, so that a party
+        that announces an answer and does not send it would stop the coordinator.
+
+        numbers: the ids of the orders.
+        """
+        run = self.run.run_id
+        found = self.client.PullMessages(PullAppMessagesRequest(message_ids=numbers))
+        for message, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+            about = message.metadata
+            parts = [part.object_id for part in iterate_object_tree(tree)]
+            self._arriving[about.src_node_id] = _Arriving(
+                about.message_id, about.reply_to_message_id, parts
+            )
+        pull = make_pull_object_fn_protobuf(self.client.PullObject, self.node, run)
+        confirm = make_confirm_message_received_fn_protobuf(
+            self.client.ConfirmMessageReceived, self.node, run
+        )
+        for node, answer in list(self._arriving.items()):
+            if answer.order not in numbers:
+                continue
+            try:
+                answer.pull(pull)
+            except ObjectUnavailableError:
+                continue  # a part has not arrived yet
+            except ObjectPullError as error:
+                del self._arriving[node]
+                yield answer.order, str(error)
+                continue
+            del self._arriving[node]
+            confirm(answer.number)
+            whole = cast(Message, inflate_object_from_contents(answer.number, answer.content))
+            set_message_id(whole, answer.number)
+            yield answer.order, whole
+
+
+@dataclass
+class _Arriving:
+    """An answer whose parts may still be on their way.
+
+    Attributes:
+        number: The id of the answer.
+        order: The id of the order.
+        parts: The ids of all parts.
+        content: The parts that have arrived.
+    """
+
+    number: str
+    order: str
+    parts: list[str]
+    content: dict[str, bytes] = field(default_factory=dict)
+
+    def pull(self, pull: Callable[[str], bytes]) -> None:
+        """Pulls the parts that are missing. Raises ObjectUnavailableError at the first gap."""
+        for part in self.parts:
+            if part not in self.content:
+                self.content[part] = pull(part)
 
 
 def superlink_app() -> tuple[Any, Callable[[bytes], None]]:
