@@ -7,9 +7,12 @@ import pytest
 from in_process import InProcess, absences
 
 from fedloom.core.message import DEFAULT_LIMIT, Limit, encode
+from fedloom.deploy import party_transport
 from fedloom.deploy.coordinator import CONTROL_LIMIT
 from fedloom.deploy.engine import RemoteEngine
+from fedloom.deploy.envelope import parse
 from fedloom.deploy.party import Party
+from fedloom.deploy.party_transport import PartyTransport
 
 LIAR = "bank-c"
 
@@ -157,3 +160,26 @@ def test_a_header_of_48_mb_takes_no_memory_and_no_round(deploy, monkeypatch):
     # The door refuses the answer before it is read. Parsed, it would take 1.2 GB.
     assert int(words[0]) < 100_000
     assert "at most" in d.output(LIAR)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("patient")
+def test_an_answer_whose_parts_never_arrive_ends_at_the_deadline(deploy, monkeypatch):
+    """Flower would wait for the parts. Meanwhile nobody else's answer would be read."""
+    answer = PartyTransport.answer
+
+    def announcing(self, order, envelope):
+        if parse(envelope)[0].phase == "train":  # from now on it only announces its answers
+            party_transport.push_objects = lambda *given, **more: None
+        answer(self, order, envelope)
+
+    d = deploy(rounds=2, run={"quorum": 0.5, "deadline": 10.0})
+    d.serve()
+    for name in d.parties:
+        if name == LIAR:
+            monkeypatch.setattr(PartyTransport, "answer", announcing)
+        d.join(name)
+    summary = d.completed()
+    assert summary["absences"].keys() == {LIAR}
+    assert all("late" in cause or "busy" in cause for *_, cause in causes(d.history()))

@@ -361,7 +361,7 @@ class CoordinatorTransport:
         assert self.grid is not None
         self._added.headers[WAIT] = f"{seconds:.3f}"
         try:
-            for number, message in self.grid.arrived(list(pending)):
+            for number, message in self.grid.arrived(list(pending), seconds):
                 if isinstance(message, str):
                     yield number, f"Flower: {message}"
                     continue

@@ -8,6 +8,7 @@ versions that have it. The public interface is `flwr.app`, `flwr.clientapp` and 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -17,6 +18,7 @@ from fedloom.deploy.superlink import configure_flower
 from fedloom.errors import ConfigError
 
 VERSIONS = ">=1.41,<1.42"  # as in pyproject.toml
+PART_SECONDS = 0.1  # between two looks at an answer whose parts are on their way
 
 
 def unsuitable(missing: str) -> ConfigError:
@@ -198,7 +200,7 @@ class RuntimeGrid(HttpGrid):
 
     def __init__(self, token: str, connect: Callable[[Sequence[Any]], RuntimeHttpClient]):
         super().__init__(token=token)
-        self._arriving: dict[int, _Arriving] = {}  # by node, which answers one order at a time
+        self._arriving: dict[str, _Arriving] = {}  # by the id of the order
         self._client = connect(
             [RuntimeVersionHttpInterceptor("flwr-serverapp"), RuntimeTokenHttpInterceptor(token)]
         )
@@ -208,42 +210,57 @@ class RuntimeGrid(HttpGrid):
         """The client that the grid uses."""
         return self._runtime_client
 
-    def arrived(self, numbers: Collection[str]) -> Iterator[tuple[str, Message | str]]:
+    def arrived(
+        self, numbers: Collection[str], seconds: float
+    ) -> Iterator[tuple[str, Message | str]]:
         """Yields the answers that have arrived, by the ids of the orders, or why one cannot arrive.
 
         It does not wait for the parts of an answer. Flower's `pull_messages` does, so that a party
         that announces an answer and does not send it would stop the coordinator.
 
-        numbers: the ids of the orders.
+        Args:
+            numbers: The ids of the orders.
+            seconds: How long to wait if all of them are answered and only parts are missing.
         """
         run = self.run.run_id
-        found = self.client.PullMessages(PullAppMessagesRequest(message_ids=numbers))
-        for message, tree in zip(found.messages_list, found.message_object_trees, strict=True):
-            about = message.metadata
-            parts = [part.object_id for part in iterate_object_tree(tree)]
-            self._arriving[about.src_node_id] = _Arriving(
-                about.message_id, about.reply_to_message_id, parts
-            )
+        if asked := [number for number in numbers if number not in self._arriving]:
+            # The door in front of the SuperLink waits until an answer is complete.
+            found = self.client.PullMessages(PullAppMessagesRequest(message_ids=asked))
+            for message, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+                about = message.metadata
+                parts = [part.object_id for part in iterate_object_tree(tree)]
+                self._add(about.reply_to_message_id, about.src_node_id, about.message_id, parts)
+        else:
+            time.sleep(min(seconds, PART_SECONDS))
         pull = make_pull_object_fn_protobuf(self.client.PullObject, self.node, run)
         confirm = make_confirm_message_received_fn_protobuf(
             self.client.ConfirmMessageReceived, self.node, run
         )
-        for node, answer in list(self._arriving.items()):
-            if answer.order not in numbers:
-                continue
+        for order in [number for number in numbers if number in self._arriving]:
+            answer = self._arriving[order]
             try:
                 answer.pull(pull)
             except ObjectUnavailableError:
                 continue  # a part has not arrived yet
             except ObjectPullError as error:
-                del self._arriving[node]
-                yield answer.order, str(error)
+                del self._arriving[order]
+                yield order, str(error)
                 continue
-            del self._arriving[node]
+            del self._arriving[order]
             confirm(answer.number)
             whole = cast(Message, inflate_object_from_contents(answer.number, answer.content))
             set_message_id(whole, answer.number)
-            yield answer.order, whole
+            yield order, whole
+
+    def _add(self, order: str, node: int, number: str, parts: list[str]) -> None:
+        """Adds an answer. A node answers one order at a time: its older answers are dropped."""
+        own = self.node.node_id  # of the SuperLink, which answers for nodes that are gone
+        self._arriving = {
+            before: answer
+            for before, answer in self._arriving.items()
+            if node == own or answer.node != node
+        }
+        self._arriving[order] = _Arriving(node, number, parts)
 
 
 @dataclass
@@ -251,14 +268,14 @@ class _Arriving:
     """An answer whose parts may still be on their way.
 
     Attributes:
+        node: The node that it comes from.
         number: The id of the answer.
-        order: The id of the order.
         parts: The ids of all parts.
         content: The parts that have arrived.
     """
 
+    node: int
     number: str
-    order: str
     parts: list[str]
     content: dict[str, bytes] = field(default_factory=dict)
 
