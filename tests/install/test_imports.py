@@ -23,6 +23,7 @@ FLOWER = (
     "coordinator",
     "coordinator_transport",
     "engine",
+    "flower_internals",
     "join",
     "party",
     "party_transport",
