@@ -423,7 +423,7 @@ def test_a_stopped_grid_or_study_says_how_to_continue(command, tmp_path):
 def test_a_folder_has_one_process_at_a_time(tmp_path):
     with locked(tmp_path, "run"):
         host = re.escape(os.uname().nodename)
-        described = rf"pid {os.getpid()} on {host}, since \d{{4}}-\d\d-\d\d [\d:]+ UTC: .*python"
+        described = rf"pid {os.getpid()} on {host}, since \d{{4}}-\d\d-\d\d [\d:]+ UTC: .+"
         assert re.match(described, (tmp_path / LOCK).read_text())
         words = rf"another process works on the run in .* \({described}"
         with pytest.raises(ConfigError, match=words), locked(tmp_path, "run"):

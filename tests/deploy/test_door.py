@@ -373,7 +373,11 @@ def test_a_stranger_and_a_party_have_limits_of_their_own(tmp_path):
             announce_often(party)
         with place.party("bank-b") as another:
             another.connect()
-        wires = [place.connection() for _ in range(limits.address_connections)]
+        wires = []
+        with suppress(OSError):  # `other` has some of the connections that an address may have
+            for _ in range(limits.address_connections):
+                wires.append(place.connection())
+        assert wires
         assert not is_served(place)
         for wire in wires:
             wire.close()
