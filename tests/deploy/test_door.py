@@ -375,8 +375,7 @@ def test_a_stranger_and_a_party_have_limits_of_their_own(tmp_path):
             another.connect()
         wires = []
         with suppress(OSError):  # `other` has some of the connections that an address may have
-            for _ in range(limits.address_connections):
-                wires.append(place.connection())
+            wires.extend(place.connection() for _ in range(limits.address_connections))
         assert wires
         assert not is_served(place)
         for wire in wires:
