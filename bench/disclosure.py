@@ -39,7 +39,6 @@ MODELS = {"fedgen": "gcn+linear"}  # the others: the default
 # Measured only if the command names them.
 LATER = {
     "central": "it sees all graphs in one place",
-    "fedsage+": "before round 1 clients train generators together, which takes too long here",
 }
 # What happens after the upload tells the server nothing more, and takes minutes.
 SHORT = {
