@@ -7,10 +7,12 @@ controls use a door without one protection (open_door.py).
 import base64
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +35,7 @@ from fedloom.deploy.request_signature import (
     Verifier,
     sign_request,
 )
-from fedloom.deploy.superlink import DELIVERED, PARTY_KEY
+from fedloom.deploy.superlink import DELIVERED, PARTY_KEY, Door, Listener
 
 slow = pytest.mark.slow
 HERE = Path(__file__).parent
@@ -442,3 +444,20 @@ def test_a_killed_party_has_closed_its_connections_and_a_silent_one_has_not(tmp_
 def until(condition):
     while not condition():
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_new_connections_of_an_address_are_limited_before_tls(limited):
+    """The clock stands still, so an address has its burst: twice its connections per second."""
+    door = Door(None, "", {}, lambda key: None, limits=Limits(address_connections=8))
+    accepted = 0
+    with Listener("127.0.0.1", 0, door) as listener, ExitStack() as opened:
+        listener.listen(32)
+        listener._rate = RateLimit(8, clock=lambda: 0.0)
+        for _ in range(20):
+            opened.enter_context(socket.create_connection(listener.getsockname()))
+            with suppress(ConnectionAbortedError):
+                accept = listener.accept if limited else partial(socket.socket.accept, listener)
+                opened.enter_context(accept()[0])
+                accepted += 1
+    assert accepted == (16 if limited else 20)
