@@ -351,7 +351,7 @@ def test_finetuning_starts_from_the_global_weights_and_minimises_ce_alone():
         {k: v.detach().clone() for k, v in m.named_parameters()}
         for m in (client.state["biased"], model.evaluator)
     )
-    method.tune(client, {name: p.detach() for name, p in other.named_parameters()})
+    method.tune(client, torch.tensor(0), {name: p.detach() for name, p in other.named_parameters()})
     # One step of Adam.
     assert gap(dict(model.sees.named_parameters()), dict(other.named_parameters())) < 0.011
     assert gap(dict(client.state["biased"].named_parameters()), biased) == 0

@@ -412,10 +412,13 @@ def summed(marked: Phase) -> Phase:
 
 
 def runs_once(marked: Phase) -> Phase:
-    """Marks a phase before the rounds that changes what it starts from, or draws random numbers.
+    """Marks a phase that changes what it starts from, or draws random numbers.
+
+    It is for phases outside the rounds, and for those of methods with one round.
 
     A client that has answered too late is handed such a phase again, as its next order. With the
-    same message it then gives the same answer, and does not run a second time.
+    same message it then gives the same answer, and does not run a second time. So a phase that is
+    asked several times in a row, such as an epoch, has its number in its message.
     """
     return _documented(replace(marked, runs_once=True))
 

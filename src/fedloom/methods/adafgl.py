@@ -54,7 +54,7 @@ from torch import Generator, Tensor, nn
 
 from fedloom.core.client import Client
 from fedloom.core.message import Message
-from fedloom.core.phase import phase
+from fedloom.core.phase import phase, runs_once
 from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
@@ -127,6 +127,7 @@ class AdaFGL(FedAvg):
 
     tasks: ClassVar[tuple[str, ...]] = ("node",)
 
+    @runs_once
     @phase()
     def prepare(self, client: Client, model: Message | None = None) -> Message:
         """Builds the rewired graph, measures its homophily, and builds new networks."""
@@ -147,9 +148,13 @@ class AdaFGL(FedAvg):
         )
         return {}
 
+    @runs_once
     @phase()
-    def personalise(self, client: Client) -> Message:
-        """Trains the personal networks for one epoch."""
+    def personalise(self, client: Client, epoch: Tensor) -> Message:
+        """Trains the personal networks for one epoch.
+
+        epoch: its number, which tells the next epoch from this one delivered twice.
+        """
         if isinstance(client.state["model"], Personal):
             step(client.state["optimizer"], self.personal_objective(client))
         return {}
@@ -184,8 +189,8 @@ class AdaFGL(FedAvg):
         """FedAvg's rounds, then the personal stage, of which the run reports the best epoch."""
         super().run(server)
         server.ask(self.prepare, **({} if self.finetune else {"model": server.state["model"]}))
-        for _ in range(self.personal):
-            server.ask(self.personalise)
+        for epoch in range(self.personal):
+            server.ask(self.personalise, epoch=torch.tensor(epoch))
             server.evaluate(stage="personal")
 
 

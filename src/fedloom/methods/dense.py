@@ -38,7 +38,7 @@ from torch import Tensor
 
 from fedloom.core.client import Client
 from fedloom.core.message import Message
-from fedloom.core.phase import phase
+from fedloom.core.phase import phase, runs_once
 from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.data.graph import Graph
@@ -121,6 +121,7 @@ class Dense(FedAvg):
     tasks: ClassVar[tuple[str, ...]] = ("node",)
     partial_participation: ClassVar[bool] = False
 
+    @runs_once
     @phase(model="weights")
     def train(self, client: Client) -> Message:
         """Trains for E local epochs from the initial weights that all clients share."""

@@ -139,12 +139,13 @@ class FedATH(FedAvg):
         of_causal = client.loss(causal, batch) + weight * hsic(F_c, F_b.detach())
         return of_causal, self.independence * hsic(F_c.detach(), F_b) - entropy(biased)
 
+    @runs_once
     @phase()
-    def tune(self, client: Client, model: Message | None = None) -> Message:
+    def tune(self, client: Client, epoch: Tensor, model: Message | None = None) -> Message:
         """As in FedAvg, on the causal graph. The evaluator continues to learn."""
         if model is not None:
             load_weights(client.state["model"].sees, model)
-        return super().tune(client)
+        return super().tune(client, epoch)
 
     def predict(self, client: Client, model: Message | None) -> Tensor:
         """Returns logits on the causal graph, of the client's own model or of θ."""

@@ -21,9 +21,12 @@ downloaded model locally for some more epochs ("FedAvg + ft"), with an evaluatio
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+
 from fedloom.core.client import Client
 from fedloom.core.message import Message
-from fedloom.core.phase import averaged, phase
+from fedloom.core.phase import averaged, phase, runs_once
 from fedloom.core.server import Server
 from fedloom.core.settings import setting
 from fedloom.methods._shared.local_training import LocalTraining
@@ -49,10 +52,12 @@ class FedAvg(LocalTraining):
         self.descend(client, local_model, model)
         return {"model": weights(local_model)}
 
+    @runs_once
     @phase()
-    def tune(self, client: Client, model: Message | None = None) -> Message:
+    def tune(self, client: Client, epoch: Tensor, model: Message | None = None) -> Message:
         """Trains for one plain local epoch. The result stays with the client.
 
+        epoch: its number, which tells the next epoch from this one delivered twice.
         model: the last global weights, which the first epoch starts from.
         """
         local_model = client.state["model"]
@@ -79,5 +84,6 @@ class FedAvg(LocalTraining):
         The run reports the best epoch of this stage.
         """
         for epoch in range(self.finetune):
-            server.ask(self.tune, **({"model": server.state["model"]} if epoch == 0 else {}))
+            start = {"model": server.state["model"]} if epoch == 0 else {}
+            server.ask(self.tune, epoch=torch.tensor(epoch), **start)
             server.evaluate(stage="finetune")

@@ -204,8 +204,9 @@ class FedGCN(FedAvg, FedSGD):
         logits = self.logits(client, dict(model.named_parameters()), client.rng("dropout"))
         return client.loss(logits, client.graph, reduction="sum")
 
+    @runs_once
     @phase()
-    def tune(self, client: Client, model: Message | None = None) -> Message:
+    def tune(self, client: Client, epoch: Tensor, model: Message | None = None) -> Message:
         """As in FedAvg, with the logits above."""
         local_model = client.state["model"]
         if model is not None:

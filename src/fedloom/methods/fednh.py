@@ -44,7 +44,7 @@ from torch.func import functional_call
 
 from fedloom.core.client import Client
 from fedloom.core.message import Message
-from fedloom.core.phase import averaged, phase
+from fedloom.core.phase import averaged, phase, runs_once
 from fedloom.core.server import Server
 from fedloom.core.settings import fewest_items, setting
 from fedloom.data.graph import Graph
@@ -101,12 +101,18 @@ class FedNH(FedAvg):
             "directions": share.unsqueeze(1) * F.normalize(sums),
         }
 
+    @runs_once
     @phase()
     def tune(
-        self, client: Client, model: Message | None = None, prototypes: Tensor | None = None
+        self,
+        client: Client,
+        epoch: Tensor,
+        model: Message | None = None,
+        prototypes: Tensor | None = None,
     ) -> Message:
         """Trains for one more local epoch. The result stays with the client.
 
+        epoch: its number, which tells the next epoch from this one delivered twice.
         model, prototypes: the last download, which the first epoch starts from.
         """
         if model is not None and prototypes is not None:
@@ -176,7 +182,7 @@ class FedNH(FedAvg):
         model = server.state["model"]
         last = {"model": extractor(model), "prototypes": model["prototypes"]}
         for epoch in range(self.finetune):
-            server.ask(self.tune, **(last if epoch == 0 else {}))
+            server.ask(self.tune, epoch=torch.tensor(epoch), **(last if epoch == 0 else {}))
             server.evaluate(stage="finetune")
 
 

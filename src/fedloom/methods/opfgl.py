@@ -56,7 +56,7 @@ from torch.optim import Optimizer
 from fedloom.core.client import Client
 from fedloom.core.message import Message
 from fedloom.core.method import Method
-from fedloom.core.phase import phase, summed
+from fedloom.core.phase import phase, runs_once, summed
 from fedloom.core.server import Server
 from fedloom.core.settings import fewest_items, setting
 from fedloom.data.graph import Graph
@@ -328,6 +328,7 @@ class OpFGL(Method):
             return {"x": x.detach(), "adjacency": links(x), "y": y}
 
     # ---- clients, after the download ----
+    @runs_once
     @phase()
     def generalise(self, client: Client, x: Tensor, adjacency: Tensor, y: Tensor) -> Message:
         """Stage 1 (Eq. 16): trains M_G on the pseudo-graph."""
@@ -352,6 +353,7 @@ class OpFGL(Method):
         self.fit(client, model, self.lr_global, descend)
         return {}
 
+    @runs_once
     @phase()
     def personalise(self, client: Client) -> Message:
         """Stage 2 (Eq. 17-19): trains on own labels, and distils M_G where labels say little."""
