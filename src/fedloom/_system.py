@@ -23,6 +23,7 @@ from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, FileFin
 from io import FileIO
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from fedloom.errors import ConfigError, SecondWriterError, unknown
 
@@ -49,6 +50,25 @@ def plain_text(text: object, length: int = TEXT_LENGTH) -> str:
     )
     return shown if len(shown) <= length else f"{shown[: length - 3]}..."
 
+
+def without_control(content: Any) -> Any:
+    """Returns JSON that another person may have written, without control characters in its texts.
+
+    A terminal would execute its escape sequences. Each such character becomes U+FFFD; newlines and
+    tabs stay.
+
+    content: objects, lists, texts and numbers.
+    """
+    if isinstance(content, str):
+        return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", content)
+    if isinstance(content, dict):
+        return {without_control(key): without_control(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [without_control(value) for value in content]
+    return content
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 # Unicode's categories of control, format (bidirectional, zero width), surrogate, private and
 # unassigned characters, and of line and paragraph separators.

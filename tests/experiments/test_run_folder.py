@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from fedloom import commands
+from fedloom._system import without_control
 from fedloom.experiments.run import run
 from fedloom.experiments.run_folder import (
     FORMAT,
@@ -157,3 +159,18 @@ def test_reading_folders_does_not_import_torch():
         ).stdout.strip()
         == "False"
     )
+
+
+def test_the_escape_sequences_of_a_stranger_do_not_reach_the_terminal(copy, monkeypatch, capsys):
+    folder = copy("stranger", method="fed\x1b[2Javg\x07", cause="\x9b31m gone")
+    commands.show(folder, as_json=False)
+    assert "fed\ufffd[2Javg\ufffd" in capsys.readouterr().out
+    # The control: without the cleaning the terminal gets them.
+    monkeypatch.setattr("fedloom.experiments.run_folder.without_control", lambda content: content)
+    commands.show(folder, as_json=False)
+    assert "\x1b[2J" in capsys.readouterr().out
+
+
+def test_newlines_tabs_and_other_scripts_stay():
+    content = {"a\nb\tc": ["γ 図 👩‍🔬", 1, None, True]}
+    assert without_control(content) == content

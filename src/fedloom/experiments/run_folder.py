@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedloom._system import without_control
 from fedloom.errors import DataError
 
 FORMAT = "fedloom-run/2"  # of the files in a run folder
@@ -203,11 +204,11 @@ def entries(folder: Path) -> Iterator[dict[str, Any]]:
     with open(folder / HISTORY) as file:
         for line in file:
             if line.endswith("\n"):
-                yield json.loads(line)
+                yield without_control(json.loads(line))
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     content = json.loads(path.read_text())
     if not isinstance(content, dict):
         raise ValueError("it is not a run's")
-    return content
+    return without_control(content)

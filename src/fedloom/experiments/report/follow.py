@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from fedloom._system import plain_text
+from fedloom._system import plain_text, without_control
 from fedloom.experiments.report.comparison import MINIMISED
 from fedloom.experiments.report.labels import label
 from fedloom.experiments.run_folder import CAUSE_LENGTH
@@ -103,7 +103,7 @@ class Follower:
         *lines, self._rest = (self._rest + piece).split(b"\n")  # the last one may be half-written
         for line in lines:
             try:
-                entry = json.loads(line)
+                entry = without_control(json.loads(line))
                 self._note(entry)
             except (ValueError, TypeError, AttributeError, KeyError):
                 self._damaged += 1
@@ -300,7 +300,7 @@ def baselines_of(folder: Path) -> dict[str, Path]:
 
 def _object(text: bytes) -> dict[str, Any]:
     try:
-        content = json.loads(text)
+        content = without_control(json.loads(text))
     except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
