@@ -9,7 +9,7 @@ attacks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from statistics import mean
 
@@ -71,6 +71,27 @@ def read(seen: Recording) -> Reading:
     return reading
 
 
+def replayed(seen: Recording) -> Iterator[tuple[Exchange, Mapping[str, Message]]]:
+    """Yields the exchanges up to the first round, each with the replies of stand-ins to it.
+
+    A stand-in has the client's name, settings and messages, but no features. In an evaluation its
+    reply is the client's.
+    """
+    plain = replace(seen.facts, upload="", download="")  # the messages are decoded
+    stand_ins = {
+        c: Client(c, disclosure.stand_in(graph), plain, seen.inductive, PlainResponder())
+        for c, graph in seen.graphs.items()
+    }
+    for exchange in seen.first_round():
+        blanks: Mapping[str, Message] = exchange.answers
+        if exchange.phase not in MEASURING:
+            blanks = {
+                c: stand_ins[c].perform(seen.method, exchange.phase, message)
+                for c, message in exchange.received.items()
+            }
+        yield exchange, blanks
+
+
 class Reading:
     """What the attacks have read in one recording.
 
@@ -99,19 +120,8 @@ class Reading:
     def attack(self) -> None:
         """Runs all attacks."""
         seen = self.seen
-        plain = replace(seen.facts, upload="", download="")  # the messages are decoded
-        stand_ins = {
-            c: Client(c, disclosure.stand_in(graph), plain, seen.inductive, PlainResponder())
-            for c, graph in seen.graphs.items()
-        }
-        for exchange in seen.first_round():
+        for exchange, blanks in replayed(seen):
             self.told.append({})
-            blanks: Mapping[str, Message] = exchange.answers
-            if exchange.phase not in MEASURING:
-                blanks = {
-                    c: stand_ins[c].perform(seen.method, exchange.phase, message)
-                    for c, message in exchange.received.items()
-                }
             declared = seen.declared(exchange)
             if exchange.total is not None:
                 self._attack_sum(declared, exchange, blanks)
@@ -133,7 +143,7 @@ class Reading:
     ) -> None:
         """The same attacks, with the sum in place of each client's reply."""
         assert exchange.total is not None
-        blank = _aggregated(self.seen, declared, blanks)
+        blank = aggregated(self.seen, declared, blanks)
         for c in exchange.answers:
             self._attack(c, declared, exchange.received[c], exchange.total, blank)
         everybody = [exchange.rows[c] for c in exchange.answers]
@@ -282,7 +292,7 @@ def distance(one: Tensor, other: Tensor) -> Tensor:
     return (one - other).abs().sum(1) / 2
 
 
-def _aggregated(seen: Recording, declared: Phase, replies: Mapping[str, Message]) -> Message:
+def aggregated(seen: Recording, declared: Phase, replies: Mapping[str, Message]) -> Message:
     """Returns the sum or the mean of replies that the server of a secure run receives."""
     given = Replies(dict(replies))
     if declared.aggregate == "sum":
