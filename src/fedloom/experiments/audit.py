@@ -15,12 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedloom.core.client import Client
 from fedloom.core.message import Message, flatten, unflatten
 from fedloom.core.registry import make_method
 from fedloom.data.federation import Federation
@@ -30,10 +34,15 @@ from fedloom.experiments.audit_file import Audit, Finding
 from fedloom.experiments.disclosure import Reading, aggregated, distance, read, replayed
 from fedloom.experiments.overhearing import Exchange, Recording, record
 from fedloom.experiments.recipe import Recipe
+from fedloom.experiments.recipe_files import find_tables
 from fedloom.experiments.result import Result
+from fedloom.experiments.run_folder import read_config
+from fedloom.methods.fedgram import FedGram
+from fedloom.methods.fedgram.ridge import nearest_psd, unpacked
 from fedloom.nn.nearest import pairs, random_non_edges
 from fedloom.nn.weights import load_weights, weights
 from fedloom.privacy import disclosure, inference
+from fedloom.privacy.choice import responder_for
 from fedloom.privacy.inference import Score
 from fedloom.privacy.leakage import labels_read, member_auc
 
@@ -106,6 +115,11 @@ class Attacked:
         return read(self.seen)
 
     @cached_property
+    def moments(self) -> list[Moments]:
+        """What second moments tell about training nodes, for each client or for the sum."""
+        return _moments(self.seen)
+
+    @cached_property
     def released(self) -> Released:
         """The released models."""
         return released(self.result, self.graphs)
@@ -135,6 +149,25 @@ def require_attacks(names: Sequence[str]) -> tuple[str, ...]:
         if name not in ATTACKS:
             raise unknown("attack", name, ATTACKS)
     return tuple(dict.fromkeys(names)) or tuple(ATTACKS)
+
+
+def audited_tables(source: str | Path) -> tuple[dict[str, Any], Path | None]:
+    """Returns the tables of a run folder or a recipe, unchecked, and the folder if it is one.
+
+    Raises a DataError if the folder holds no run, and a ConfigError if there is no such recipe.
+
+    source: a run folder, PAPER/ENTRY or a TOML file.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        return dict(find_tables(str(source))), None
+    tables = read_config(folder)
+    if "deployment" in tables:
+        raise ConfigError(
+            f"audit: {str(folder)!r} is the run of a deployment, whose data are with the parties; "
+            "audit a simulation of it (`fedloom run` with the same method and settings)"
+        )
+    return tables, folder
 
 
 def audit_recipe(
@@ -220,34 +253,67 @@ def labels(attacked: Attacked) -> Found:
         sees, knows = "the sums of gradients of node embeddings, all rounds", "the largest class"
         how = "label of each training node"
         yield _finding(how, "server", score, sees=sees, knows=knows, measure="rate")
-    for exchange in attacked.seen.first_round():
-        yield from _moments(attacked, exchange)
+    if moments := attacked.moments:
+        score = inference.rate([m.labels for m in moments], mean(m.guess for m in moments))
+        how, knows = "label of each training node", "the training nodes' features"
+        sees = f"second moments in {attacked.from_server}"
+        yield _finding(how, "server", score, sees=sees, knows=knows, measure="rate")
 
 
 def _right(shares: Tensor, true: Tensor) -> float:
     return float((1 - distance(shares, true)).mean())
 
 
-def _moments(attacked: Attacked, exchange: Exchange) -> Found:
-    """Labels and members from second moments G = Fᵀ F and B = Fᵀ Y, where F is X itself."""
-    told = exchange.replies or ({"": exchange.total} if exchange.total is not None else {})
-    found: list[tuple[float, float, float]] = []
-    for client, reply in told.items():
-        gram, moment = (reply.get(name) for name in ("gram", "moment"))
-        graphs = [attacked.graphs[client]] if client else list(attacked.graphs.values())
-        x = torch.cat([graph.x for graph in graphs])
-        if gram is None or moment is None or gram.shape != (x.shape[1],) * 2:
-            return
-        y, train = (torch.cat([getattr(g, part) for g in graphs]) for part in ("y", "train"))
-        most = float(torch.bincount(y[train]).max() / train.sum())
-        found.append(
-            (labels_read(gram, moment, x[train], y[train]), member_auc(gram, x, train), most)
+class Moments(NamedTuple):
+    """What second moments G = Fᵀ F and B = Fᵀ Y of a client, or of all, tell.
+
+    Attributes:
+        members: How well they tell training nodes from others, an AUC.
+        labels: The share of the training nodes whose label is read.
+        guess: The share of other nodes whose label is predicted: no more than a model does.
+    """
+
+    members: float
+    labels: float
+    guess: float
+
+
+def _moments(seen: Recording) -> list[Moments]:
+    """Returns what FedGram's statistics tell, for each client or for the sum."""
+    method = seen.method
+    sent = [e for e in seen.first_round() if e.phase == "send_moments"]
+    if not isinstance(method, FedGram) or not sent:
+        return []
+    exchange, found = sent[0], []
+    told = exchange.replies or {"": exchange.total or {}}
+    for name, reply in told.items():
+        number, width = (
+            next(iter(reply["gram"])),
+            int(next(iter(exchange.received.values()))["width"]),
         )
-    if found:
-        score = inference.rate([row[0] for row in found], sum(row[2] for row in found) / len(found))
-        sees, knows = "second moments of features and labels", "the features of candidates"
-        how = "label of each training node"
-        yield _finding(how, "server", score, sees=sees, knows=knows, measure="rate")
+        m = method.columns(seen.facts, int(number), width)
+        gram, moment = unpacked(reply["gram"][number], m), reply["moment"][number]
+        if method.epsilon:  # what the server makes of it
+            gram = nearest_psd(gram) + method.penalties(seen.facts)[0] * torch.eye(m)
+        rows = []
+        graphs = {c: g for c, g in seen.graphs.items() if name in ("", c)}
+        for c, graph in graphs.items():
+            client = Client(c, graph, seen.facts, seen.inductive, responder_for(seen.facts, c))
+            own = method.private_rows(client, width) if method.epsilon else None
+            kept = method.features(client, graph, int(number), width) if own is None else own
+            rows.append(kept)
+        f = torch.cat(rows)
+        y, train = (
+            torch.cat([getattr(g, part) for g in graphs.values()]) for part in ("y", "train")
+        )
+        found.append(
+            Moments(
+                member_auc(gram, f, train),
+                labels_read(gram, moment, f[train], y[train]),
+                labels_read(gram, moment, f[~train], y[~train]),
+            )
+        )
+    return found
 
 
 # ---- membership ----
@@ -264,6 +330,11 @@ def membership(attacked: Attacked) -> Found:
     else:
         why = "no reply holds the weights of a whole model"
         yield _finding(how, "server", sees=attacked.from_server, why=why)
+    if moments := attacked.moments:
+        score = inference.rate([m.members for m in moments], 0.5)
+        sees = f"second moments in {attacked.from_server}"
+        at = "rows that second moments contain"
+        yield _finding(at, "server", score, sees=sees, knows="candidates with features and edges")
     shown = attacked.released
     score = _members(attacked, _confidences(attacked.graphs, shown.logits))
     yield _finding(how, attacked.outsider, score, sees=shown.sees, knows=knows)
@@ -357,14 +428,13 @@ def _last_weights(attacked: Attacked) -> dict[str, Tensor]:
     """Returns the logits of the last weights of each client that the server has seen."""
     seen, found = attacked.seen, {}
     for exchange in seen.exchanges:
-        phase = seen.declared(exchange)
-        if any(isinstance(d, str) and d.startswith("=") for d in phase.reply.values()):
-            continue  # gradients
+        declared = seen.declared(exchange).reply
+        whole = [n for n, d in declared.items() if isinstance(d, str) and d[0] in "w~"]
         told = exchange.replies
         if exchange.total is not None:
             told = dict.fromkeys(seen.graphs, exchange.total)
         for client, reply in told.items():
-            for entry in _models_in(seen, client, reply):
+            for entry in _models_in(seen, client, {name: reply[name] for name in whole}):
                 model = seen.facts.build(seen.facts.model_of[client], client)
                 load_weights(model, dict(entry))
                 found[client] = model(seen.graphs[client])
@@ -394,7 +464,7 @@ def released(result: Result, graphs: Mapping[str, Graph]) -> Released:
         logits[c] = models[c](graph) if kept is None else kept
     if all(m.method.predicts_unseen for m in models.values()):
         return Released(sees, logits, lambda c, x: models[c](replace(graphs[c], x=x)))
-    return Released("each client's predictions, if they are released", logits, None)
+    return Released(sees, logits, None)
 
 
 # ---- links ----
@@ -409,7 +479,7 @@ def links(attacked: Attacked) -> Found:
     chosen = {c: _pairs(graph) for c, graph in attacked.graphs.items()}
     shown = attacked.released
     guess = _told({c: F.normalize(g.x) for c, g in attacked.graphs.items()}, chosen)
-    sees = f"predictions of {shown.sees} for the nodes of a client's graph"
+    sees = f"predictions for the nodes of a client's graph, by {shown.sees}"
     rows = {c: F.log_softmax(logits, 1) for c, logits in shown.logits.items()}
     known = f"from features alone: {guess.value:.2f}"
     yield _finding("similar predictions", "outsider", _told(rows, chosen), sees=sees, why=known)
@@ -530,7 +600,7 @@ def inversion(attacked: Attacked) -> Found:
         why = "no reply has a weight and a bias of a layer that reads features"
         yield _finding(how, "server", sees=attacked.from_server, measure="rate", why=why)
         return
-    score = inference.rate(values, sum(guesses) / len(guesses))
+    score = inference.rate(values, mean(guesses))
     why = "the rate is the cosine of the recovered and the nearest real input row"
     yield _finding(how, "server", score, sees=sees, knows=knows, measure="rate", why=why)
 
@@ -624,7 +694,7 @@ def stand_ins(attacked: Attacked) -> Found:
     """The real nodes behind the rows of pseudo-graphs."""
     how = "nearest real row"
     if pseudo := attacked.reading.pseudo:
-        chance = sum(each["chance"] for each in pseudo) / len(pseudo)
+        chance = mean(each["chance"] for each in pseudo)
         score = inference.rate([each["found"] for each in pseudo], chance)
         knows = "candidates with features"
         yield _finding(how, "server", score, sees="pseudo-graphs", knows=knows, measure="rate")
