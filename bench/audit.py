@@ -32,18 +32,18 @@ RESULTS = Path(__file__).parent / "results" / "audit.json"
 DATASETS, SEEDS, CLIENTS = ("cora", "citeseer"), 3, 10
 # The methods, with settings that make short runs, and the number of shadow models.
 METHODS: dict[str, tuple[list[str], int]] = {
-    "fedavg": (["method.rounds=30"], 8),
-    "fedproto": (["method.rounds=30"], 8),
-    "fedstruct": (["method.rounds=20"], 4),
-    "fedpg": (["method.rounds=20"], 8),
-    "fedgkc": (["method.rounds=20"], 4),
-    "fedgram": ([], 8),
-    "opfgl": (["method.condense_steps=20", "method.steps=50"], 4),
+    "fedavg": (["method.rounds=30"], 4),
+    "fedproto": (["method.rounds=30"], 4),
+    "fedstruct": (["method.rounds=10"], 2),
+    "fedpg": (["method.rounds=20"], 4),
+    "fedgkc": (["method.rounds=20"], 2),
+    "fedgram": ([], 4),
+    "opfgl": (["method.condense_steps=20", "method.steps=50"], 2),
     "fedgh": (["method.rounds=10"], 0),
 }
 # What differential privacy is asked for. FedGram has its own.
 EPSILON = ["run.secure=true", "run.dp_epsilon=8"]
-OWN_EPSILON = {"fedgram": ["run.secure=true", "method.epsilon=8"]}
+OWN_EPSILON = {"fedgram": ["run.secure=true", "method.epsilon=8", 'method.hops="2"']}
 RUNS: dict[str, list[str]] = {"plain": [], "secure": ["run.secure=true"], "ε = 8": EPSILON}
 # Settings of a method that protect it further.
 FURTHER = {"fedstruct": {"secure, safe": ["run.secure=true", "method.safe=true"]}}

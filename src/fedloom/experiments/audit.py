@@ -91,7 +91,8 @@ class Attacked:
         if any(f.name == "audit" for f in fields(method)):  # the method counts what it shows
             method = replace(method, audit=True)  # type: ignore[call-arg]
         model, dropout = recipe.model.name, recipe.model.dropout
-        return record(method, recipe.method, federation, model, recipe.run, dropout, whole)
+        with torch.enable_grad():  # an attack may be the first to need it
+            return record(method, recipe.method, federation, model, recipe.run, dropout, whole)
 
     @cached_property
     def seen(self) -> Recording:
@@ -587,7 +588,12 @@ def inversion(attacked: Attacked) -> Found:
         who = "a probe: the first round, each client with one training item"
         graphs = tuple(_with_one(graph) for graph in attacked.federation.graphs)
         probe = replace(attacked.federation, graphs=graphs, whole=None)
-        seen = attacked.recorded(probe, whole=False)
+        try:
+            seen = attacked.recorded(probe, whole=False)
+        except MessageError as error:
+            why = f"the method refuses clients with one training item: {error}"
+            yield _finding(how, "server", sees=attacked.from_server, measure="rate", why=why)
+            return
         small = set(seen.graphs)
     sees = f"{attacked.from_server}; {who}"
     values, guesses = [], []
@@ -674,11 +680,12 @@ def _received_means(seen: Recording) -> list[bool]:
     alone: list[bool] = []
     for exchange in seen.exchanges:
         if exchange.round == max(e.round for e in seen.exchanges) and rows:
-            for tensor in flatten(next(iter(exchange.received.values()), {})).values():
-                if tensor.dim() == 2 and tensor.is_floating_point() and tensor.shape[1] in rows:
+            for tensor in next(iter(exchange.received.values()), {}).values():
+                if not isinstance(tensor, Tensor) or tensor.dim() != 2:
+                    continue
+                if tensor.shape[1] in rows and len(tensor) <= seen.facts.num_classes:
                     sent = tensor[(tensor != 0).any(1)]
-                    if len(tensor) == seen.facts.num_classes:
-                        alone += disclosure.single_items(sent, rows[tensor.shape[1]]).tolist()
+                    alone += disclosure.single_items(sent, rows[tensor.shape[1]]).tolist()
             if alone:
                 break
         kinds = [each for each in exchange.rows.values() if each]
