@@ -367,7 +367,7 @@ def _shadowed(attacked: Attacked) -> dict[str, Tensor]:
     graphs, found, trained = attacked.graphs, [], []
     for number in range(attacked.shadows):
         other = _divided_again(attacked.federation, number)
-        result = _shadow_recipe(attacked, other, number).execute(federation=other)
+        result = _shadow_run(attacked, other, number)
         again = dict(zip(other.names, other.graphs, strict=True))
         found.append(_confidences(graphs, released(result, again).logits))
         trained.append({c: graph.train for c, graph in again.items()})
@@ -400,16 +400,17 @@ def _mask(graph: Graph, items: Tensor) -> Tensor:
     return mask
 
 
-def _shadow_recipe(attacked: Attacked, federation: Federation, number: int) -> Recipe:
-    """Returns the recipe of a shadow run: plain if the method allows it, because sums are exact."""
+def _shadow_run(attacked: Attacked, federation: Federation, number: int) -> Result:
+    """Runs a shadow model: plain if the method allows it, because secure sums are exact."""
     recipe = attacked.recipe
     settings = replace(recipe.run, seed=recipe.run.seed + 1 + number, engine="auto")
-    chosen = replace(recipe, run=replace(settings, secure=False), given=federation)
+    chosen = replace(recipe, run=settings, given=federation)
     try:
-        chosen.check(federation)
-    except ConfigError:  # noise that needs secure sums
-        return replace(chosen, run=settings)
-    return chosen
+        return replace(chosen, run=replace(settings, secure=False)).execute()
+    except ConfigError:
+        if not settings.secure:
+            raise
+        return chosen.execute()  # protections that need secure sums
 
 
 def _models_in(seen: Recording, client: str, message: Message) -> list[Message]:
