@@ -1,5 +1,6 @@
 """Audit: each attack bites where nothing protects, and is held where something does."""
 
+import csv
 import json
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 import fedloom
 from fedloom import commands
 from fedloom.cli import app
+from fedloom.core.message import encoded_size, schema_of
 from fedloom.core.registry import make_method
 from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic, synthetic_graphs
@@ -75,6 +77,22 @@ def test_a_recorded_run_is_the_run_itself(words):
     same = run("fedavg", words, model=MODEL, rounds=3, engine="loop")
     assert seen.result.summary["history_hash"] == same.summary["history_hash"]
     assert [e.round for e in seen.exchanges if e.phase == "train"] == [1, 3]  # not the second
+
+
+def test_what_is_attacked_is_what_the_ledger_has_booked(words, tmp_path):
+    seen = recorded(words)
+    run("fedavg", words, model=MODEL, rounds=3, engine="loop", out=tmp_path / "run")
+    with open(tmp_path / "run" / "ledger.csv") as file:
+        booked = [row for row in csv.DictReader(file) if row["round"] in ("0", "1", "3")]
+    kept = [
+        (str(e.round), e.phase, way, client, str(encoded_size(schema_of(message), e.phase)))
+        for e in seen.exchanges
+        for way, messages in (("down", e.received), ("up", e.replies))
+        for client, message in messages.items()
+        if message
+    ]
+    names = ("round", "phase", "direction", "client", "bytes")
+    assert sorted(kept) == sorted(tuple(row[name] for name in names) for row in booked)
 
 
 def test_the_server_of_a_secure_run_sees_sums_only(words):
