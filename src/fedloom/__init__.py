@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from fedloom.errors import DataError as DataError
     from fedloom.errors import FedloomError as FedloomError
     from fedloom.errors import MessageError as MessageError
+    from fedloom.experiments.audit_file import Audit as Audit
     from fedloom.experiments.callbacks import Callback as Callback
     from fedloom.experiments.federated_encoding import from_folders as from_folders
+    from fedloom.experiments.python_api import audit as audit
     from fedloom.experiments.python_api import compare as compare
     from fedloom.experiments.python_api import report as report
     from fedloom.experiments.python_api import resume as resume
@@ -74,8 +76,9 @@ _MODULES = {
     "data.synthetic": ("synthetic", "synthetic_clients", "synthetic_graphs"),
     "errors": ("ConfigError", "DataError", "FedloomError", "MessageError"),
     "experiments.federated_encoding": ("from_folders",),
+    "experiments.audit_file": ("Audit",),
     "experiments.callbacks": ("Callback",),
-    "experiments.python_api": ("compare", "report", "resume", "tune"),
+    "experiments.python_api": ("audit", "compare", "report", "resume", "tune"),
     "experiments.report.comparison": ("Comparison",),
     "experiments.report.partition_plot": ("plot_partition",),
     "experiments.result": ("Result", "load_run"),

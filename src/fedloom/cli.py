@@ -301,6 +301,39 @@ def predict(
 
 
 @app.command()
+def audit(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="a run folder, PAPER/ENTRY (`fedloom recipes`) or a TOML file"
+        ),
+    ],
+    attack: Annotated[
+        list[str],
+        option(
+            "labels, membership, links, features, inversion, prototypes, stand-ins or cohorts; "
+            "repeatable (default: all)",
+            complete=completion.completing(completion.attacks),
+        ),
+    ] = [],  # noqa: B006
+    shadows: Annotated[int, option("shadow models for membership (0 = none)")] = 8,
+    out: Annotated[
+        Path | None, option("folder for audit.json and audit.csv (default: the run folder)")
+    ] = None,
+    set_: Set = [],  # noqa: B006
+    trust: Trust = False,
+    wide: Wide = False,
+    as_json: AsJson = False,
+) -> None:
+    """Attack a run and measure what its messages and its model tell about the clients' data.
+
+    RUN is a run folder or a recipe. The run is repeated with the same seed, and each attack gets
+    exactly what its attacker sees: the server, a client or an outsider.
+    """
+    _commands().audit(source, attack, shadows, out, set_, trust, wide, as_json)
+
+
+@app.command()
 def recipes(
     paper: Annotated[
         str | None,

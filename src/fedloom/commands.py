@@ -36,6 +36,7 @@ from fedloom.data.partition import divides_graphs, partition_settings, partition
 from fedloom.data.statistics import partition_statistics
 from fedloom.errors import ConfigError, RoundFailed
 from fedloom.experiments import checkpoint, executor, grid
+from fedloom.experiments.audit import audit_recipe, audited_tables, require_attacks
 from fedloom.experiments.baselines import baseline_folder, read_planned, write_planned
 from fedloom.experiments.callbacks import Callback
 from fedloom.experiments.comparing import require_valid, run_and_compare
@@ -96,6 +97,46 @@ def run(
         result = _with_progress(chosen.method, execute, planned)
         compared = _run_baselines(folder, others, federation)
     _print(result, as_json, compared, wide)
+
+
+def audit(
+    source: str,
+    attacks: Sequence[str],
+    shadows: int,
+    folder: Path | None,
+    assignments: Iterable[str],
+    trust: bool,
+    wide: bool,
+    as_json: bool,
+) -> None:
+    """Attacks a run folder or a recipe, prints the findings and writes them into a folder."""
+    require_attacks(attacks)
+    tables_, run_folder = audited_tables(source)
+    own = override({}, assignments := list(assignments))
+    where = f"run {source!r}" if run_folder else f"recipe {source!r}"
+    require_trust(override(tables_, assignments), where, trust, own)
+    if run_folder is not None and "partition" not in tables_:
+        raise ConfigError(
+            f"{source!r} was started from Python with a federation of its own: "
+            "fedloom.audit(folder, federation=...) attacks it"
+        )
+    if run_folder is not None and assignments and folder is None:
+        raise ConfigError("audit: --set makes another run; give --out, a folder for its findings")
+    recipe = make_recipe(override(tables_, assignments))
+    _say_loading(recipe, chose=False)
+    federation = recipe.federation()
+
+    def say(attack: str) -> None:
+        _say(f"attack: {attack}")
+
+    found = audit_recipe(recipe, attacks, shadows=shadows, federation=federation, on_attack=say)
+    if as_json:
+        print(json.dumps({"about": dict(found.about), "findings": found.records()}))
+    else:
+        stdout(wide).print(tables.audit(found, wide))
+    place = folder or run_folder
+    if place is not None:
+        _say(f"findings: {found.save(place)}")
 
 
 class _PlannedBaselines(Callback):

@@ -13,8 +13,10 @@ from fedloom.data.datasets import load
 from fedloom.data.partition import divide
 from fedloom.data.synthetic import synthetic
 from fedloom.errors import DataError
-from fedloom.experiments.disclosure import measure, record
+from fedloom.experiments.disclosure import measure
+from fedloom.experiments.overhearing import record
 from fedloom.experiments.recipe import make_recipe
+from fedloom.experiments.settings import RunSettings
 from fedloom.privacy import disclosure, measured
 
 # A label of every node's neighbours reaches its features: two layers see two hops.
@@ -81,7 +83,7 @@ def test_the_sum_does_not_tell_whose_features_they_are(words):
 
 def test_any_stand_in_reads_the_same(words):
     method = make_method("fedavg", {})
-    seen = record(method, "fedavg", words, MODEL, 0)
+    seen = record(method, "fedavg", words, MODEL, RunSettings(seed=0))
     client, graph = next(iter(seen.graphs.items()))
     other = synthetic(nodes=9, classes=3, features=90, degree=2.0, homophily=0.5, seed=7)
     other = replace(other, train=torch.ones(9, dtype=torch.bool))
@@ -89,7 +91,7 @@ def test_any_stand_in_reads_the_same(words):
     for shape in (graph, other):
         stand_in = Client(client, disclosure.stand_in(shape), seen.facts)
         for exchange in seen.exchanges[:-1]:  # the last one is the evaluation
-            blank = stand_in.perform(method, exchange.phase, exchange.sent[client])
+            blank = stand_in.perform(method, exchange.phase, exchange.received[client])
         reply = seen.exchanges[-2].replies[client]
         answers.append(disclosure.features_told(reply, blank, 90))
     assert torch.equal(*answers)
@@ -99,11 +101,11 @@ def test_any_stand_in_reads_the_same(words):
 def test_noise_hides_the_features(words):
     """The same attack, with one protection: weights that are not exact."""
     method = make_method("fedavg", {})
-    seen = record(method, "fedavg", words, MODEL, 0)
+    seen = record(method, "fedavg", words, MODEL, RunSettings(seed=0))
     client, graph = next(iter(seen.graphs.items()))
     stand_in = Client(client, disclosure.stand_in(graph), seen.facts)
     for exchange in seen.exchanges[:-1]:
-        blank = stand_in.perform(method, exchange.phase, exchange.sent[client])
+        blank = stand_in.perform(method, exchange.phase, exchange.received[client])
     reply = seen.exchanges[-2].replies[client]["model"]
     noisy = {k: t + 1e-3 * torch.randn(t.shape, generator=rng()) for k, t in reply.items()}
     told = disclosure.features_told({"model": noisy}, blank, 90)

@@ -67,6 +67,12 @@ def engines() -> list[str]:
     return ["auto", *sorted({*here, *_keys("engines/__init__.py", "_ELSEWHERE")})]
 
 
+def attacks() -> list[str]:
+    """Returns the names of all attacks: those of the functions marked `@attack`."""
+    found = re.findall(r"^@attack\ndef (\w+)", _text("experiments/audit.py"), re.M)
+    return [name.replace("_", "-") for name in found]
+
+
 def recipes() -> list[str]:
     """Returns the names of all recipes, PAPER/ENTRY."""
     import tomllib  # `fedloom --help` need not wait for it

@@ -1,4 +1,4 @@
-"""Python API: compare, tune, report and resume as functions, for scripts and notebooks.
+"""Python API: compare, tune, report, audit and resume as functions, for scripts and notebooks.
 
 They do what the commands of the same names do, and print nothing. Progress goes to the loggers
 "fedloom.run", "fedloom.compare" and "fedloom.tune".
@@ -31,6 +31,8 @@ from fedloom.experiments.arguments import (
     require_federation,
     require_method,
 )
+from fedloom.experiments.audit import SHADOWS, audit_recipe, audited_tables, require_attacks
+from fedloom.experiments.audit_file import Audit
 from fedloom.experiments.callbacks import Given
 from fedloom.experiments.comparing import log_progress, require_valid, run_and_compare
 from fedloom.experiments.display import percent
@@ -383,6 +385,66 @@ def _folders(runs: Any) -> list[Path]:
     if isinstance(runs, (str, Path)):
         return [Path(runs)]
     raise ConfigError(f"runs contains {shown(runs)}, must be run folders or results")
+
+
+# ---- audit ----
+def audit(
+    run: Any,
+    attacks: str | Sequence[str] = (),
+    *,
+    federation: Federation | None = None,
+    shadows: int = SHADOWS,
+    out: str | Path | None = None,
+    trust: bool = False,
+) -> Audit:
+    """Attacks a run, and returns what each attack reads of the clients' data.
+
+    The run is repeated with the same seed, in this process, and its messages are kept. Then each
+    attack gets what its attacker sees: the server, a client or an outsider (docs/privacy.md).
+
+    Args:
+        run: A run folder, a Result with a folder, a recipe (PAPER/ENTRY or a TOML file), or its
+            tables: {"method": {"name": "fedavg"}, "data": {"dataset": "cora"}}.
+        attacks: The names of attacks; none means all.
+        federation: The data of a run that was started by `fedloom.run` with a federation.
+        shadows: The number of shadow models for membership; 0 for none.
+        out: A folder for audit.json and audit.csv. The default is the run folder, if there is one.
+        trust: Execute the Python files that the folder or the recipe names.
+
+    Returns:
+        The findings: `records()`, `pandas()`, `save(folder)`.
+    """
+    names = [attacks] if isinstance(attacks, str) else list(attacks)
+    require_attacks(names)
+    tables, folder = _tables_of(run, trust)
+    if folder is not None and federation is None and "partition" not in tables:
+        raise ConfigError(
+            f"{str(folder)!r} was started from Python with a federation of its own: "
+            "fedloom.audit(folder, federation=...) attacks it"
+        )
+    recipe = make_recipe(tables, federation)
+    found = audit_recipe(recipe, names, shadows=shadows, federation=federation)
+    if out is not None or folder is not None:
+        found.save(out if out is not None else folder)  # type: ignore[arg-type]  # one is given
+    return found
+
+
+def _tables_of(run: Any, trust: bool) -> tuple[dict[str, Any], Path | None]:
+    """Returns the recipe of what `audit` is given, and its run folder if there is one."""
+    if isinstance(run, Mapping):
+        return _read(run, trust), None
+    if isinstance(run, Result):
+        (run,) = _folders(run)
+    if not isinstance(run, (str, Path)):
+        raise ConfigError(
+            f"run is {shown(run)}, must be a run folder, a Result with a folder, or a recipe"
+        )
+    tables, folder = audited_tables(run)
+    where = f"run {str(folder)!r}" if folder else f"recipe {str(run)!r}"
+    require_trust(tables, where, trust)
+    if folder is not None:
+        _require_known_models(tables, folder)
+    return tables, folder
 
 
 # ---- resume ----

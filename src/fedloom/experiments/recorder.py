@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from safetensors.torch import save
@@ -106,7 +106,10 @@ class Recorder:
         tracking: The trackers.
         history: The entries so far.
         planned: The number of rounds.
+        server_class: The class of the server that the recorder makes.
     """
+
+    server_class: ClassVar[type[Server]] = Server
 
     def __init__(
         self,
@@ -192,7 +195,7 @@ class Recorder:
             _write_json(self.folder / PARTITION, self.partition)
         earlier = entries(self.folder) if self.folder and resume else ()  # read only if tracked
         self.tracking.begin(Begun(self.config, self.roster.about, name, self.folder), earlier)
-        self.server = server = Server(
+        self.server = server = self.server_class(
             method,
             facts,
             self._call,

@@ -74,8 +74,8 @@ def features_told(reply: Message, blank: Message, num_features: int) -> Tensor |
     return told
 
 
-def feature_membership(told: Mapping[str, Tensor], graphs: Mapping[str, Graph]) -> float:
-    """Returns how well an attack tells a client's items from others': the mean ROC area.
+def feature_membership(told: Mapping[str, Tensor], graphs: Mapping[str, Graph]) -> dict[str, float]:
+    """Returns how well an attack tells each client's items from others': the ROC area.
 
     The score of a candidate is the share of its features that the client is known to have.
 
@@ -86,11 +86,11 @@ def feature_membership(told: Mapping[str, Tensor], graphs: Mapping[str, Graph]) 
     rows = torch.cat([graph.x != 0 for graph in graphs.values()])
     sizes = torch.tensor([len(graph.x) for graph in graphs.values()])
     owner = torch.arange(len(sizes)).repeat_interleave(sizes)
-    areas = []
+    areas = {}
     for k, client in enumerate(graphs):
         score = (rows & told[client]).sum(1) / rows.sum(1).clamp(min=1)
-        areas.append(float(roc_auc_score((owner == k).numpy(), score.numpy())))
-    return sum(areas) / len(areas)
+        areas[client] = float(roc_auc_score((owner == k).numpy(), score.numpy()))
+    return areas
 
 
 def label_counts_told(reply: Message, classes: int) -> list[Tensor]:

@@ -1,7 +1,8 @@
 """Measured disclosure: what attacks read in every method's messages, in words and numbers.
 
-`bench/disclosure.py` measures and writes measured.json; nothing here is written by hand. Figures
-are means over the partitions that were measured.
+`bench/disclosure.py` measures all methods, `bench/audit.py` attacks some of them further; both
+write measured.json. Nothing here is written by hand. Figures are means over the partitions that
+were measured.
 """
 
 from __future__ import annotations
@@ -40,14 +41,28 @@ def statement(method: str) -> list[str]:
         f"{found['measured']}, round 1 on {found['data']}, {about['clients']} clients "
         f"({found['partition']}), mean of {len(about['seeds'])} partitions"
     )
-    runs = {run: kinds for run, kinds in found.items() if isinstance(kinds, Mapping)}
+    runs = {run: kinds for run, kinds in found.items() if run.startswith(("plain", "secure"))}
     lines = [
         f"{_scope(run)}: {'; '.join(_phrases(kinds, run == 'secure')) or 'nothing was read'}"
         for run, kinds in runs.items()
     ]
     if "secure" not in runs:
         lines.append("secure run: not possible")
-    return [head, *lines]
+    audits = found.get("audit", {})
+    return [head, *lines, *(f"audit, {run}: {_audited(of)}" for run, of in audits.items() if of)]
+
+
+def _audited(columns: Mapping[str, Sequence[Any]]) -> str:
+    """Returns what an audit found: the attacks by their scores, those that bite first.
+
+    columns: {what is attacked: score, what it gains over chance, AUC or rate}.
+    """
+    ordered = sorted(columns.items(), key=lambda item: -item[1][1])
+    return ", ".join(
+        f"{name} {'AUC ' if measure == 'AUC' else ''}{score:.2f}"
+        + ("" if measure == "AUC" else f" ({gain:+.2f} over chance)")
+        for name, (score, gain, measure) in ordered
+    )
 
 
 def cells(method: str) -> tuple[str, ...]:

@@ -25,7 +25,8 @@ def make_figure(
 
     Args:
         c: The comparison. If it has several tasks, the title names the task.
-        section: The tab of the report: results, classes, clients, cost, settings, data or runs.
+        section: The tab of the report: results, classes, clients, cost, privacy, settings, data or
+            runs.
         kind: lines, points, bars, heat, table, note or group. A note is only text. A group has
             `figures` below one title and one caption.
         name: The first part of the figure's id.

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fedloom.experiments.audit_file import Audit, number
 from fedloom.experiments.display import duration as duration
 from fedloom.experiments.display import headline
 from fedloom.experiments.display import percent as percent
@@ -34,6 +35,42 @@ def grid(headings: Sequence[str], left: Sequence[str] = ()) -> Table:
         text = not k or heading in left
         table.add_column(heading, justify="left" if text else "right", overflow="fold")
     return table
+
+
+def audit(found: Audit, wide: bool = False) -> RenderableType:
+    """Returns the table of an audit: a row for each attack, then those that do not apply.
+
+    Args:
+        found: The audit.
+        wide: All columns.
+    """
+    about = found.about
+    kind = "secure" if about["secure"] else "plain"
+    headings: tuple[str, ...] = ("attack", "by", "how", "score", "95 %", "chance", "")
+    if wide:
+        headings = (*headings, "sees", "knows", "remark")
+    table = grid(headings, left=("by", "how", "", "sees", "knows", "remark"))
+    table.title = f"{about['method']} on {about['dataset']}, {about['clients']} clients, {kind} run"
+    styles = {"bites": "red", "partly": "yellow", "held": "green"}
+    for each in found.findings:
+        if not each.applies:
+            continue
+        interval = f"{number(each.low)}-{number(each.high)}"
+        verdict = Text(each.verdict, style=styles.get(each.verdict, ""))
+        score = f"{number(each.score)}{'' if each.measure == 'AUC' else ' r'}"
+        first: list[RenderableType] = [each.attack, each.attacker, each.how, score, interval]
+        more = (each.sees, each.knows, each.why) if wide else ()
+        table.add_row(*first, number(each.chance), verdict, *more)
+    others = [
+        f"{each.attack} ({each.attacker}): does not apply: {each.why}"
+        for each in found.findings
+        if not each.applies
+    ]
+    note = (
+        "score: AUC, or a rate (r); chance: without the messages; bites: AUC 0.8 and more, or as "
+    )
+    note += "much above chance; held: up to 0.6"
+    return Group(table, Text("\n" + "\n".join([*others, "", note]).strip("\n"), style="dim"))
 
 
 def datasets(entries: Mapping[str, Any], here: Sequence[str], wide: bool = False) -> RenderableType:

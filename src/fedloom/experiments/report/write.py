@@ -11,6 +11,7 @@ from typing import Any
 from fedloom._system import installed_version
 from fedloom.errors import DataError, unknown
 from fedloom.experiments.report.artifacts import pictures
+from fedloom.experiments.report.audit_figures import audit_figures
 from fedloom.experiments.report.comparison import Comparison, selection_of
 from fedloom.experiments.report.figures import figures
 from fedloom.experiments.report.headline import headline
@@ -50,7 +51,7 @@ def make_page(c: Comparison, command: str = "") -> dict[str, Any]:
         c: The comparison to show.
         command: The command that makes the page. The page prints it.
     """
-    shown = [*figures(c), *pictures_of(c)]
+    shown = [*figures(c), *audit_figures(c), *pictures_of(c)]
     runs = [run for e in c.entries.values() for run in e.runs]
     title = c.tasks[0] if len(c.tasks) == 1 else f"{len(c.rows)} methods on {len(c.tasks)} tasks"
     return {

@@ -3,7 +3,7 @@
 
 (() => {
   const page = JSON.parse(document.getElementById("data").textContent);
-  const ORDER = ["results", "classes", "clients", "cost", "settings", "data", "pictures", "runs"];
+  const ORDER = ["results", "classes", "clients", "cost", "privacy", "settings", "data", "pictures", "runs"];
   const LARGE = new Set(["image", "graph", "scatter", "table", "group", "note"]);
   const names = [...new Set(page.figures.map((figure) => figure.section))];
   const sections = [
