@@ -220,7 +220,7 @@ class FGGP(FedAvg):
             sent = {"model": state["model"], "sampler": state["sampler"]}
             replies = server.ask(self.train, clients=list(size), **sent, **state["told"])
             trained = {c: {name: reply[name] for name in sent} for c, reply in replies.items()}
-            state |= Replies(trained).mean(size)
+            state |= replies.replaced(trained).mean(size)
             state["told"] = cluster_means(list(replies.values()))
             server.evaluate(model=state["model"] | state["told"])
         self.finish(server)

@@ -126,7 +126,7 @@ class FPL(FedAvg):
             replies = server.ask(
                 self.train, clients=list(size), model=state["model"], **state["told"]
             )
-            models = Replies({c: {"model": reply["model"]} for c, reply in replies.items()})
+            models = replies.replaced({c: {"model": r["model"]} for c, r in replies.items()})
             state["model"] = models.mean(size)["model"]
             state["told"] = cluster_means(list(replies.values()))
             server.evaluate(model=state["model"])
