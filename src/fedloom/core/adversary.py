@@ -86,7 +86,7 @@ class Adversary:
         return {"sign-flip": -factor, "scale": factor, "free-rider": 0.0}[self.attack] * own
 
     def claim(self, count: Tensor) -> Tensor:
-        """Returns the number of items that a liar of `size` claims, in the dtype of the true one."""
+        """Returns how many items a liar of `size` claims, in the dtype of the true number."""
         return torch.full_like(count, self.factor)
 
 

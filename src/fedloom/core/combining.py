@@ -75,7 +75,7 @@ class Combiner:
 
     # ---- screening ----
     def screen(self, replies: Replies) -> tuple[Replies, Outliers | None]:
-        """Compares the clients' updates and shortens those that are far longer than the median.
+        """Compares the clients' updates and shortens to the median those that are far longer.
 
         Returns the replies, unchanged if nothing is too long, and how the updates compare; None if
         they cannot be compared.
@@ -89,7 +89,7 @@ class Combiner:
             middle = float(median_of(norms))
             if not middle > 0:
                 continue
-            ratio, limit = norms / middle, self.terms.clip_norms
+            ratio, limit = norms / middle, self.terms.longest(self.phase.aggregate == "sum")
             long = (ratio > limit).nonzero().flatten().tolist() if limit else []
             if outliers is None:
                 outliers = Outliers(
@@ -100,7 +100,7 @@ class Combiner:
                 )
             if long:
                 X = updates.matrix(replies, name)
-                shorter = {k: X[k] * (limit / float(ratio[k])) for k in long}
+                shorter = {k: X[k] / float(ratio[k]) for k in long}
                 replies = updates.replaced(replies, name, shorter)
         return replies, outliers
 
@@ -205,7 +205,7 @@ class Combiner:
         limit = self._largest(raw)
         if not bool((raw > limit).any()):
             return weight
-        return {c: w for c, w in zip(replies, raw.clamp(max=limit), strict=True)}
+        return dict(zip(replies, raw.clamp(max=limit), strict=True))
 
     def _capped_counts(self, replies: Replies) -> Tensor | None:
         """Returns the counts, capped as weights are; None if none is too large."""

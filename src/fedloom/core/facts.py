@@ -19,7 +19,6 @@ from fedloom.nn.model import Model
 from fedloom.nn.own_model import is_own
 from fedloom.nn.weights import weights
 
-
 FEWEST = 3  # clients in a secure sum: in a sum of two vectors, each learns the other one
 
 

@@ -257,7 +257,7 @@ def agree_on_facts(
     model: ModelSource | Sequence[ModelSource],
     dropout: float,
     settings: RunSettings,
-    adversary: AdversarySettings = AdversarySettings(),
+    adversary: AdversarySettings | None = None,
 ) -> Facts:
     """Returns what every party will know before training.
 
@@ -299,7 +299,7 @@ def agree_on_facts(
         cohort = round(settings.participation * roster.num_clients)
         require_cohort(cohort, "run.participation x partition.clients")
     settings.upload_filters.check(type(method), "run.upload")
-    liars = _liars(method, roster, settings, adversary)
+    liars = _liars(method, roster, settings, adversary or AdversarySettings())
     explicit_weights(settings.class_weight, roster.num_classes)
     if settings.selection in TWO_CLASSES and roster.num_classes != 2:
         valid = ", ".join(metric for metric in METRICS if metric not in TWO_CLASSES)

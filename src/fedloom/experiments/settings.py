@@ -10,15 +10,12 @@ from fedloom.core.class_weight import explicit_weights
 from fedloom.core.facts import FEWEST, SecureTerms
 from fedloom.core.filters import Filters, TopK, parse_filters
 from fedloom.core.method import Method
-from fedloom.core.robust import RULES, Robustness
+from fedloom.core.robust import AUTOMATIC_CLIP, RULES, Robustness
 from fedloom.core.settings import check_setting, setting
 from fedloom.engines import AUTO, engine_choices, engine_class, has_workers
 from fedloom.errors import ConfigError, unknown
 from fedloom.experiments.checkpoint import AUTOMATIC
 from fedloom.nn.metric_names import METRICS
-
-CLIP_NORMS = 5.0
-CAP_WEIGHTS = 5.0
 
 
 @dataclass(frozen=True)
@@ -89,12 +86,13 @@ class RunSettings:
         False, "nearest-neighbour mixing in front of the rule: each reply becomes a local mean"
     )
     clip_norms: float = setting(
-        CLIP_NORMS,
-        "an update is at most so many times as long as the median one (0 = no limit)",
-        at_least=0,
+        AUTOMATIC_CLIP,
+        "updates longer than this many times the median one are shortened to the median (0 = none; "
+        "-1 = automatic: 2 if the rule is mean, none for summed gradients)",
+        at_least=AUTOMATIC_CLIP,
     )
     cap_weights: float = setting(
-        CAP_WEIGHTS,
+        3.0,
         "a client's weight is at most so many times the median one (0 = no limit)",
         at_least=0,
     )

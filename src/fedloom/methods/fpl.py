@@ -38,7 +38,6 @@ from torch import Tensor
 from fedloom.core.client import Client
 from fedloom.core.message import Message
 from fedloom.core.phase import phase
-from fedloom.core.replies import Replies
 from fedloom.core.server import Server
 from fedloom.core.settings import fewest_items, setting
 from fedloom.data.graph import Graph

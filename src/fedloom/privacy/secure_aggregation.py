@@ -336,9 +336,7 @@ class SecureAggregation:
         means, weights = self._by_group(server, request)
         return means.mean(weights)
 
-    def _by_group(
-        self, server: Server, request: Request
-    ) -> tuple[Replies, dict[str, Tensor]]:
+    def _by_group(self, server: Server, request: Request) -> tuple[Replies, dict[str, Tensor]]:
         """Returns the mean or sum of each group of clients, and the weight of each.
 
         The groups are disjoint. They are drawn once in a round, so that no client is in two sums of
@@ -646,9 +644,7 @@ def _messages(names: Sequence[str], due: Mapping[int, Sequence[np.ndarray]]) -> 
     }
 
 
-def _terms_of(
-    terms: SecureTerms, name: str, phase: Phase | None, population: int
-) -> SecureTerms:
+def _terms_of(terms: SecureTerms, name: str, phase: Phase | None, population: int) -> SecureTerms:
     """The terms of one sum: `bits` and `range` are chosen for the method, not for its scores."""
     if name in MEASURING:
         return replace(terms, bits=64, range=2.0**32)
