@@ -113,6 +113,21 @@ Engine = Annotated[
 ]
 Device = Annotated[str | None, option("where tensors are computed: cpu (default: cpu)")]
 Secure = Annotated[bool, option("the server sees only masked sums of the clients' replies")]
+Aggregation = Annotated[
+    str | None,
+    option(
+        "how the server combines weights: mean, clipped, median, trimmed, krum, multi-krum, "
+        "geometric-median or centered-clipping (default: mean)"
+    ),
+]
+AdversaryClients = Annotated[int | None, option("clients that lie, in a simulation (default: 0)")]
+Attack = Annotated[
+    str | None,
+    option(
+        "what they do: sign-flip, scale, noise, label-flip, alie, ipm, free-rider or size "
+        "(default: sign-flip)"
+    ),
+]
 Evaluation = Annotated[
     str | None,
     option("which model is scored: local, global or common (default: the method's)"),
@@ -191,6 +206,9 @@ _OPTIONS = {
     "device": "run.device",
     "evaluation": "run.evaluation",
     "secure": "run.secure",
+    "aggregation": "run.aggregation",
+    "adversary_clients": "adversary.clients",
+    "attack": "adversary.attack",
 }
 
 
@@ -199,7 +217,7 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
 
     options: the command's arguments by name. Those that are no settings are left out.
     """
-    found = {key: options[name] for name, key in _OPTIONS.items()}
+    found = {key: options[name] for name, key in _OPTIONS.items() if name in options}
     return {**found, "run.secure": found["run.secure"] or None}
 
 
@@ -219,6 +237,9 @@ def run(
     engine: Engine = None,
     device: Device = None,
     secure: Secure = False,
+    aggregation: Aggregation = None,
+    adversary_clients: AdversaryClients = None,
+    attack: Attack = None,
     evaluation: Evaluation = None,
     set_: Set = [],  # noqa: B006
     out: Out = None,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
 import numpy as np
 
+from fedloom.core.adversary import Adversary
 from fedloom.core.message import Schema, schema_of
 from fedloom.data.graph import Task
 from fedloom.data.seeds import stream_seed
@@ -17,6 +18,8 @@ from fedloom.nn.build import build_model, parse_spec
 from fedloom.nn.model import Model
 from fedloom.nn.own_model import is_own
 from fedloom.nn.weights import weights
+
+FEWEST = 3  # clients in a secure sum: in a sum of two vectors, each learns the other one
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class SecureTerms:
         range: The largest |x| that an entry of one party's float tensors may have.
         cohort: The least share of all clients in every sum. A client refuses smaller sums.
         apart: Two cohorts of a round and phase must be equal, or differ in so many clients.
+        bucket: If it is not 0, weights are summed over disjoint groups of so many clients or more.
+        clip: The longest update that a client adds. 0: any.
     """
 
     threshold: float = 2 / 3
@@ -40,6 +45,8 @@ class SecureTerms:
     range: float = 2.0**24
     cohort: float = 0.0
     apart: int = 2
+    bucket: int = 0
+    clip: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0.5 <= self.threshold < 1:
@@ -56,6 +63,14 @@ class SecureTerms:
             raise ConfigError(f"secure_cohort is {self.cohort!r}, must be from 0 to 1")
         if self.apart < 1:
             raise ConfigError(f"secure_apart is {self.apart!r}, must be at least 1")
+
+    def for_bucket(self, population: int) -> SecureTerms:
+        """Returns the terms of a sum over one group.
+
+        The share `cohort` then is one of a group, and a sum has at least 3 clients.
+        """
+        share = Fraction(self.cohort).limit_denominator(10**6)
+        return replace(self, cohort=max(FEWEST, math.floor(share * self.bucket)) / population)
 
     def least(self, population: int) -> int:
         """Returns how many clients every sum must cover."""
@@ -112,6 +127,7 @@ class Facts:
         selection: The metric whose validation value chooses the best round.
         top_k: The number of items of `recall_at_k` and `precision_at_k`.
         class_weight: The weights of classes in the training loss; see `fedloom.core.class_weight`.
+        adversary: The clients of a simulation that lie. None: all are honest.
     """
 
     num_features: int
@@ -128,6 +144,7 @@ class Facts:
     selection: str = "accuracy"
     top_k: int = 100
     class_weight: str = ""
+    adversary: Adversary | None = None
 
     @property
     def num_clients(self) -> int:

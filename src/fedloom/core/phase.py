@@ -239,6 +239,37 @@ class Phase:
         texts = {n: d for n, d in self.reply.items() if isinstance(d, str) and d.startswith("~")}
         return {name: declared[1:] for name, declared in texts.items()}
 
+    @cached_property
+    def updates_sent(self) -> Mapping[str, str]:
+        """The names in a reply that hold weights, and what they are an updated version of.
+
+        The second is "" for a gradient, an increment or whole weights. A sum of updated versions is
+        not among them: the server cannot tell an update from it.
+        """
+        found: dict[str, str] = {}
+        for name, declared in self.reply.items() if not self.read_by else ():
+            if isinstance(declared, Computed):
+                if declared.weights and not declared.depends_on_reply:
+                    found[name] = ""
+            elif declared == "weights" or declared[0] == "=":
+                found[name] = ""
+            elif declared[0] == "~" and self.aggregate != "sum":
+                found[name] = declared[1:]
+        return MappingProxyType(found)
+
+    @cached_property
+    def claims(self) -> tuple[str, ...]:
+        """The names in a reply that are one number each: how many items the client has."""
+        known = (*COUNTS, "size")
+        names = [n for n, allowed in self.ranges.items() if allowed.high in known]
+        return tuple(n for n in names if str(self.reply[n]).partition(" ")[0].endswith("[]"))
+
+    @property
+    def count(self) -> str:
+        """The name of the number of items that weights in a sum are a sum over; "" if none is."""
+        summed = self.aggregate == "sum" and self.updates_sent and len(self.claims) == 1
+        return self.claims[0] if summed else ""
+
     @property
     def shares_width(self) -> bool:
         """Whether a reply has a tensor whose width is the embedding width p."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,11 +15,32 @@ from fedloom.errors import MessageError
 LARGEST_WEIGHT = 2.0**53  # of a client in a mean; a float64 does not count further
 
 
-class Replies(Mapping[str, Message]):
-    """{client: message} of the clients that answered, in client order."""
+class Combines(Protocol):
+    """How replies become one mean or sum; see `fedloom.core.combining`."""
 
-    def __init__(self, messages: Mapping[str, Message]):
-        self.messages = messages
+    def mean(self, replies: Replies, weight: Mapping[str, Tensor] | None) -> Message:
+        """Returns what stands for the weighted mean."""
+
+    def sum(self, replies: Replies) -> Message:
+        """Returns what stands for the sum."""
+
+
+class Replies(Mapping[str, Message]):
+    """{client: message} of the clients that answered, in client order.
+
+    combiner: how they are combined. None: by the plain mean and sum.
+    """
+
+    def __init__(self, messages: Mapping[str, Message], combiner: Combines | None = None):
+        self.messages, self.combiner = messages, combiner
+
+    def replaced(self, messages: Mapping[str, Message]) -> Replies:
+        """Returns other messages of these clients, or of some of them, combined as these are."""
+        return Replies(messages, self.combiner)
+
+    def combined_by(self, combiner: Combines) -> Replies:
+        """Returns these replies with a combiner."""
+        return Replies(self.messages, combiner)
 
     def __getitem__(self, client: str) -> Message:
         return self.messages[client]
@@ -44,6 +65,8 @@ class Replies(Mapping[str, Message]):
         """Returns the sum of all messages, name by name, added in client order."""
         if not self:
             raise MessageError("nobody answered: there is nothing to add up")
+        if self.combiner is not None:
+            return self.combiner.sum(self)
         if isinstance(self.messages, Batch):
 
             def total_of(stack: Stack) -> Tensor:
@@ -62,6 +85,8 @@ class Replies(Mapping[str, Message]):
     def mean(self, weight: Mapping[str, Tensor] | None = None) -> Message:
         """Returns Σ_k w_k · message_k with w_k = weight_k / Σ weight. Default: equal weights."""
         share = self.normalized(weight)
+        if self.combiner is not None:
+            return self.combiner.mean(self, weight)
         if isinstance(self.messages, Batch):
             by = torch.tensor(list(share.values()))
 

@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 
 from fedloom.core.absence import FaultPolicy
+from fedloom.core.adversary import Adversary
 from fedloom.core.aggregation import Aggregation, PlainAggregation, Refuse, Request
 from fedloom.core.client import stream
+from fedloom.core.combining import Combiner, Outliers
 from fedloom.core.facts import Facts, model_schema
 from fedloom.core.message import Message, Schema, flatten, require_finite
 from fedloom.core.method import Method
-from fedloom.core.phase import BoundPhase
+from fedloom.core.phase import BoundPhase, Phase
 from fedloom.core.replies import Replies, require_weight
+from fedloom.core.robust import Robustness
+from fedloom.core.updates import Updates
 from fedloom.core.waist import Call, Sizes, Waist
 from fedloom.errors import ConfigError, NotFiniteError, unknown
 from fedloom.nn.weights import weights
@@ -49,6 +53,7 @@ class RoundPolicy:
         evaluate_every: Rounds between evaluations.
         faults: Which absences an exchange tolerates.
         retries: How often absent clients are asked again before a round fails.
+        robustness: How means and sums of weights are protected against clients that lie.
     """
 
     evaluation: str
@@ -56,6 +61,7 @@ class RoundPolicy:
     evaluate_every: int = 1
     faults: FaultPolicy = FaultPolicy()
     retries: int = 2
+    robustness: Robustness = Robustness()
 
 
 class Server(Waist):
@@ -96,6 +102,8 @@ class Server(Waist):
         self.seconds_evaluating = 0.0
         self.scored_shared = False  # whether the clients scored that model, not their own
         self._last_round = False
+        self.outliers: dict[str, Outliers] = {}  # of this round, by phase
+        self._rule_used = policy.robustness.is_mean  # whether the rule has combined something
 
     def rng(self, purpose: str) -> torch.Generator:
         """Returns the server's random stream for a purpose."""
@@ -126,6 +134,7 @@ class Server(Waist):
             self._begin_round()
             yield number
             self.in_round = False
+            self._require_rule()
             if self.observer.finished_round(self):
                 break
         self.participants = self.clients
@@ -290,8 +299,79 @@ class Server(Waist):
 
         alike = not phase.phase.depends_on_reply
         replies = self.exchange(phase.name, messages, expected, alike=alike, needed=needed)
+        replies = self._falsified(phase, replies, messages)
         self.remember(phase.name, messages, replies)
+        return self.combinable(phase, replies, messages)
+
+    def combinable(
+        self, phase: BoundPhase, replies: Replies, messages: Mapping[str, Message]
+    ) -> Replies:
+        """Returns replies whose means and sums are protected against clients that lie.
+
+        Updates that are far longer than the median are shortened, as `RoundPolicy.robustness` says.
+
+        Args:
+            phase: The phase that was asked.
+            replies: The replies.
+            messages: What each client was sent.
+        """
+        terms = self._policy.robustness
+        if terms == Robustness() or not replies or not self._combines(phase):
+            return replies
+        combiner = Combiner(terms, phase.phase, messages, self._rng_of_groups, self._note_rule)
+        screened, outliers = combiner.screen(replies.combined_by(combiner))
+        if outliers is not None and self.in_round:
+            self.outliers[phase.name] = outliers
+        return screened
+
+    def _falsified(
+        self, phase: BoundPhase, replies: Replies, messages: Mapping[str, Message]
+    ) -> Replies:
+        """Returns the replies as the liars of a simulation send them; see `core.adversary`.
+
+        In a secure run the clients do it themselves, before they mask their replies.
+        """
+        adversary = self.facts.adversary
+        if adversary is None or self.facts.secure is not None:
+            return replies
+        places = [k for k, client in enumerate(replies) if client in adversary.clients]
+        if not places:
+            return replies
+        if adversary.attack == "size":
+            return _claimed(adversary, phase.phase, replies)
+        if not adversary.changes_updates:
+            return replies
+        updates = Updates(phase.phase, messages)
+        for name in phase.phase.updates_sent:
+            if not updates.comparable(replies, name):
+                continue
+            X = updates.matrix(replies, name)
+            honest = torch.ones(len(X), dtype=torch.bool)
+            honest[places] = False
+            told = adversary.lies(X[~honest], X[honest], self.rng("adversary"))
+            replies = updates.replaced(replies, name, dict(zip(places, told, strict=True)))
+        for client in (list(replies)[k] for k in places):
+            require_finite(replies[client], f"client {client!r} in {phase.name!r}")
         return replies
+
+    def _combines(self, phase: BoundPhase) -> bool:
+        """Whether replies of a phase are combined by the rule: weights, and any other mean."""
+        return bool(phase.phase.updates_sent) or phase.phase.aggregate == "mean"
+
+    def _rng_of_groups(self) -> torch.Generator:
+        return self.rng("groups of robust aggregation")
+
+    def _note_rule(self) -> None:
+        self._rule_used = True
+
+    def _require_rule(self) -> None:
+        """Raises a ConfigError if a round is over and the rule has combined nothing."""
+        if not self._rule_used:
+            rule = self._policy.robustness.rule
+            raise ConfigError(
+                f"run.aggregation is {rule!r}: this method's server uses the replies one by one, "
+                "not their mean or sum; valid: mean"
+            )
 
     def reply_schema(
         self, phase: BoundPhase, message: Message, client: str, reply: Message | None = None
@@ -323,6 +403,19 @@ class Server(Waist):
             for client, reply in replies.items():
                 (known[client],) = reply.values()
         return {c: known[c] for c in clients if c in known}
+
+
+def _claimed(adversary: Adversary, phase: Phase, replies: Replies) -> Replies:
+    """Returns replies in which liars claim to have more items than they have."""
+    if not phase.claims:
+        return replies
+
+    def told(client: str, reply: Message) -> Message:
+        if client not in adversary.clients:
+            return reply
+        return reply | {name: adversary.claim(reply[name]) for name in phase.claims}
+
+    return replies.replaced({client: told(client, reply) for client, reply in replies.items()})
 
 
 def _require_aggregate(phase: BoundPhase, how: str) -> None:

@@ -243,6 +243,7 @@ class Engine(RemoteEngine):
             terms = {
                 f"secure_{f.name}": getattr(facts.secure, f.name) for f in fields(facts.secure)
             }
+            terms["bucketing"] = terms.pop("secure_bucket")
             run |= {"secure": True, **terms}
         tables: dict[str, dict[str, Any]] = {
             "federation": {

@@ -650,7 +650,8 @@ def facts_to_json(facts: Facts) -> dict[str, Any]:
     content = {f.name: getattr(facts, f.name) for f in fields(Facts)}
     secure = facts.secure and {f.name: getattr(facts.secure, f.name) for f in fields(SecureTerms)}
     lists = {"clients": list(facts.clients), "models": list(facts.models)}
-    return {**content, **lists, "secure": secure}
+    # Adversaries are simulated by the server, or by clients in its own process.
+    return {**content, **lists, "secure": secure, "adversary": None}
 
 
 def _as_sent(content: dict[str, Any]) -> dict[str, Any]:

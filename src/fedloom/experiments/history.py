@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,6 +26,7 @@ class History:
     Attributes:
         round: The round of the last entry.
         absences: The counts of absences so far.
+        clipped: {client: in how many rounds its update was shortened}.
         confusions: {stage: {"best": ..., "last": ...}}, the test confusion matrices of all clients.
     """
 
@@ -34,6 +35,7 @@ class History:
         self.entries: list[Entry] = []
         self.round = 0
         self.absences = AbsenceCounts()
+        self.clipped: Counter[str] = Counter()
         self.confusions: dict[str, dict[str, Matrix | None]] = {}
         self._stage = ""  # of the last evaluation
         self._best: dict[str, Entry] = {}  # by stage
@@ -115,6 +117,7 @@ class History:
     def _note(self, entry: Entry) -> None:
         self.round = entry["round"]
         self.absences.add(entry)
+        self.clipped.update({c for row in entry.get("updates", ()) for c in row["clipped"]})
         if entry.get(self._selected) is not None and self._recent.maxlen:
             if len(self._recent) == self._recent.maxlen:
                 self._before = max(self._before, self._recent[0])

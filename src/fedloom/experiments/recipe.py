@@ -23,7 +23,7 @@ from fedloom.experiments.callbacks import Given
 from fedloom.experiments.federated_encoding import PARTIES, from_folders, party_folders
 from fedloom.experiments.result import Result
 from fedloom.experiments.run import agree_on_facts, require_unreserved, run, threads
-from fedloom.experiments.settings import RunSettings, chosen_evaluation
+from fedloom.experiments.settings import AdversarySettings, RunSettings, chosen_evaluation
 from fedloom.experiments.trackers import Track
 from fedloom.nn.build import parse_spec, split_specs
 
@@ -104,6 +104,7 @@ TABLES: dict[str, Any] = {
     "partition": PartitionTable,
     "model": ModelTable,
     "run": RunSettings,
+    "adversary": AdversarySettings,
     "expect": Expectation,
 }
 
@@ -123,6 +124,7 @@ class Recipe:
     partition: PartitionTable
     model: ModelTable
     run: RunSettings
+    adversary: AdversarySettings
     expect: Expectation
     method: str
     method_settings: dict[str, Any] = field(default_factory=dict)
@@ -140,6 +142,8 @@ class Recipe:
             "method": {"name": self.method, **method.settings()},
             "run": _values(self.run),
         }
+        if self.adversary.clients:
+            others["adversary"] = _values(self.adversary)
         if self.given is not None:
             return {"data": {**self.given.roster.about, "digest": self.given.digest}, **others}
         return {
@@ -229,7 +233,13 @@ class Recipe:
         """Raises a ConfigError if the method and the models do not fit the federation."""
         method = make_method(self.method, self.method_settings)
         agree_on_facts(
-            method, self.method, federation.roster, self.model.name, self.model.dropout, self.run
+            method,
+            self.method,
+            federation.roster,
+            self.model.name,
+            self.model.dropout,
+            self.run,
+            self.adversary,
         )
 
     def execute(
@@ -257,6 +267,7 @@ class Recipe:
             model=self.model.name,
             dropout=self.model.dropout,
             settings=self.run,
+            adversary=self.adversary,
             out=out,
             callbacks=callbacks,
             resume=resume,

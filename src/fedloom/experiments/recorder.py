@@ -139,6 +139,11 @@ class Recorder:
         self._pending: tuple[Checkpoint, Ledger] | None = None
 
     @property
+    def liars(self) -> tuple[str, ...]:
+        """The clients that lie in a simulation. Scores are those of the others."""
+        return self.facts.adversary.clients if self.facts.adversary else ()
+
+    @property
     def engine(self) -> Engine:
         """The engine. It exists while the run executes."""
         assert self._made is not None
@@ -174,6 +179,7 @@ class Recorder:
             settings.evaluate_every,
             settings.faults,
             settings.retries,
+            settings.robustness,
         )
         self.seconds = {
             "load": seconds_loading,
@@ -317,15 +323,20 @@ class Recorder:
             {"id": c, **dict(zip((*columns, "loss"), values, strict=True))}
             for c, *values in zip(replies, *columns.values(), loss, strict=True)
         ]
-        sizes = self._sizes()
-        by_size, equal = [float(sizes[c].items) for c in replies], [1.0] * len(rows)
+        sizes, liars = self._sizes(), self.liars
+        honest = [float(c not in liars) for c in replies]
+        by_size = [float(sizes[c].items) * true for c, true in zip(replies, honest, strict=True)]
         weighted, plain = (
             {m: metrics.average(column, w) for m, column in columns.items()}
-            for w in (by_size, equal)
+            for w in (by_size, honest)
         )
-        mean_loss = metrics.average(loss, [float(sizes[c].train) for c in replies])
-        more = {"loss": mean_loss, "clients": rows}
-        self._note(server, stage, weighted, plain, stacks["test"].sum(0), more)
+        trained = [sizes[c].train * true for c, true in zip(replies, honest, strict=True)]
+        more: dict[str, Any] = {"loss": metrics.average(loss, trained), "clients": rows}
+        if liars:
+            whole = [float(sizes[c].items) for c in replies]
+            more["accuracy_all"] = metrics.average(columns["accuracy"], whole)
+        confusion = stacks["test"] * torch.tensor(honest).long().view(-1, 1, 1)
+        self._note(server, stage, weighted, plain, confusion.sum(0), more)
 
     def evaluated_in_sum(self, server: Server, total: Message, stage: str) -> None:
         """Records averages. In a secure run the server does not see a client's scores."""
@@ -384,6 +395,9 @@ class Recorder:
             **sent,
         }
         entry |= server.absences.report()
+        if server.outliers:
+            entry["updates"] = [found.entry() for found in server.outliers.values()]
+            server.outliers.clear()
         self._evaluation, confusion = {}, self._confusion
         if self._pending is not None:
             return  # a resumed run repeats its set-up, which is in the history already
@@ -521,6 +535,7 @@ class Recorder:
             "per_client": self._per_client(best),
             "without_training_items": self.roster.without_training,
             "secure": server.aggregation.summary(server),
+            **self._robustness(best),
             "notes": server.notes,
             **self.history.absences.summary(),
             "traffic": server.ledger.traffic(),
@@ -531,6 +546,18 @@ class Recorder:
             "versions": _versions(),
             "config": self.config,
         }
+
+    def _robustness(self, best: dict[str, Any]) -> dict[str, Any]:
+        """Returns whose updates were shortened how often, and who lied."""
+        found: dict[str, Any] = {"clipped": dict(sorted(self.history.clipped.items()))}
+        if liars := self.facts.adversary:
+            found["adversary"] = {
+                "attack": liars.attack,
+                "strength": liars.factor,
+                "clients": list(liars.clients),
+                "accuracy_all": best.get("accuracy_all"),
+            }
+        return found
 
     def _model_name(self) -> str | None:
         """The clients' models; None if the method uses none."""

@@ -13,16 +13,19 @@ from typing import Any, TypeAlias
 import torch
 
 from fedloom._system import LOCK, locked, make_private, retained_memory
+from fedloom.core.adversary import ATTACKS, JOINT, Adversary, draw_liars, flipped
 from fedloom.core.class_weight import explicit_weights
 from fedloom.core.client import Client
 from fedloom.core.facts import Facts
 from fedloom.core.method import Method
+from fedloom.core.phase import phases_of
 from fedloom.core.registry import make_method, method_class, name_of, with_base, with_settings
 from fedloom.data.federation import Federation, Roster
+from fedloom.data.graph import Graph
 from fedloom.data.statistics import label_counts
 from fedloom.engines import engine_class
 from fedloom.engines.base import Engine
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, unknown
 from fedloom.experiments import memory_estimate
 from fedloom.experiments.arguments import (
     RUN_SETTINGS,
@@ -36,7 +39,7 @@ from fedloom.experiments.engine_choice import choose_engine
 from fedloom.experiments.recorder import Recorder
 from fedloom.experiments.result import Result
 from fedloom.experiments.run_folder import read_config
-from fedloom.experiments.settings import RunSettings
+from fedloom.experiments.settings import AdversarySettings, RunSettings
 from fedloom.experiments.trackers import Track, Tracking
 from fedloom.experiments.trust import code_in
 from fedloom.nn.build import architectures, split_specs
@@ -54,6 +57,7 @@ def run(
     model: ModelSource | Sequence[ModelSource] = "gcn",
     dropout: float = 0.5,
     settings: RunSettings | None = None,
+    adversary: AdversarySettings | Mapping[str, Any] | None = None,
     out: str | Path | None = None,
     callbacks: Given = None,
     resume: bool = False,
@@ -73,6 +77,7 @@ def run(
             them in turn.
         dropout: Share of hidden units dropped in training.
         settings: Engine, seed, participation and so on. The default is `RunSettings()`.
+        adversary: Clients that lie, in a simulation: {"clients": 3, "attack": "sign-flip"}.
         out: A folder for the run.
         callbacks: A function that gets each history entry, a `Callback`, or a list of these. One
             that returns True stops the rounds.
@@ -91,11 +96,17 @@ def run(
     require_settings(settings)
     name, chosen, changes = _resolve_method(method, options)
     settings = replace(settings or RunSettings(), **changes)
+    liars = read_adversary(adversary)
     divided, federation = federation, (federation.merged() if chosen.centralized else federation)
     with threads(settings.threads):
         federation.check()
-        facts = agree_on_facts(chosen, name, federation.roster, model, dropout, settings)
+        facts = agree_on_facts(chosen, name, federation.roster, model, dropout, settings, liars)
         choice = choose_engine(settings, federation, facts)
+    if facts.adversary and facts.secure and choice.engine == "flower":
+        raise ConfigError(
+            "adversary.clients: the parties of engine 'flower' are honest; in a secure run use "
+            "another engine"
+        )
     predicted_mb = memory_estimate.require(choice.need)
     tracking = Tracking(track)
     tracking.check(None if out is None else Path(out), resume)
@@ -108,11 +119,11 @@ def run(
     recorder.encoding = federation.encoding
     recorder.joint_artifacts = partial(chosen.joint_artifacts, federation)
     recorder.config = dict(
-        config or _config(name, chosen, federation, _as_text(model), dropout, settings)
+        config or _config(name, chosen, federation, _as_text(model), dropout, settings, liars)
     )
 
     def engine() -> Engine:
-        graphs = zip(federation.names, federation.graphs, strict=True)
+        graphs = _as_trained(federation, facts)
         inductive = federation.inductive
         clients = (Client(n, g, facts, inductive, responder_for(facts, n)) for n, g in graphs)
         made = engine_class(recorder.engine_name)
@@ -124,6 +135,25 @@ def run(
         result = recorder.execute(name, chosen, facts, engine, resume, divided.seconds_loading)
     # A recipe can make the federation again.
     return result if "partition" in recorder.config else replace(result, federation=federation)
+
+
+def read_adversary(given: AdversarySettings | Mapping[str, Any] | None) -> AdversarySettings:
+    """Returns the [adversary] table as settings; raises a ConfigError that names a wrong key."""
+    if isinstance(given, AdversarySettings):
+        return given
+    known = [f.name for f in fields(AdversarySettings)]
+    for key in given or {}:
+        if key not in known:
+            raise unknown("setting in [adversary]:", key, known)
+    return AdversarySettings(**(given or {}))
+
+
+def _as_trained(federation: Federation, facts: Facts) -> list[tuple[str, Graph]]:
+    """Returns each client's name and graph; liars may have flipped their training labels."""
+    liars = facts.adversary
+    flips = liars.clients if liars is not None and liars.attack == "label-flip" else ()
+    graphs = zip(federation.names, federation.graphs, strict=True)
+    return [(name, flipped(graph) if name in flips else graph) for name, graph in graphs]
 
 
 @contextmanager
@@ -227,6 +257,7 @@ def agree_on_facts(
     model: ModelSource | Sequence[ModelSource],
     dropout: float,
     settings: RunSettings,
+    adversary: AdversarySettings | None = None,
 ) -> Facts:
     """Returns what every party will know before training.
 
@@ -268,6 +299,7 @@ def agree_on_facts(
         cohort = round(settings.participation * roster.num_clients)
         require_cohort(cohort, "run.participation x partition.clients")
     settings.upload_filters.check(type(method), "run.upload")
+    liars = _liars(method, roster, settings, adversary or AdversarySettings())
     explicit_weights(settings.class_weight, roster.num_classes)
     if settings.selection in TWO_CLASSES and roster.num_classes != 2:
         valid = ", ".join(metric for metric in METRICS if metric not in TWO_CLASSES)
@@ -290,6 +322,7 @@ def agree_on_facts(
         settings.selection,
         settings.top_k,
         settings.class_weight,
+        liars,
     )
     if method.shares_width() and len({facts.width_of(spec) for spec in of_clients}) > 1:
         raise ConfigError(
@@ -307,6 +340,42 @@ def agree_on_facts(
             )
     method.check(facts)
     return facts
+
+
+def _liars(
+    method: Method, roster: Roster, settings: RunSettings, adversary: AdversarySettings
+) -> Adversary | None:
+    """Returns who lies; None if nobody does.
+
+    Raises a ConfigError if the method, the rule of aggregation and the liars do not fit.
+    """
+    count, rule = adversary.clients, settings.aggregation
+    cohort = max(1, round(settings.participation * roster.num_clients))
+    phases = phases_of(type(method)).values()
+    if rule != "mean" and not any(phase.updates_sent for phase in phases):
+        raise ConfigError(
+            f"run.aggregation is {rule!r}: this method's clients send no weights whose mean or sum "
+            "the server takes; valid: mean"
+        )
+    if count >= roster.num_clients:
+        raise ConfigError(
+            f"adversary.clients is {count} of {roster.num_clients} clients; at least one must be "
+            "honest"
+        )
+    vectors = cohort // settings.bucketing if settings.secure and settings.bucketing else cohort
+    settings.robustness.check(vectors, min(count, cohort))
+    if not count:
+        return None
+    if method.centralized:
+        raise ConfigError("adversary.clients: this method has no clients; leave it at 0")
+    if settings.secure and adversary.attack in JOINT:
+        valid = ", ".join(attack for attack in ATTACKS if attack not in JOINT)
+        raise ConfigError(
+            f"adversary.attack is {adversary.attack!r}, which needs the honest clients' updates; "
+            f"in a secure run nobody sees them; valid: {valid}"
+        )
+    names = draw_liars(roster.names, count, settings.seed)
+    return Adversary(names, adversary.attack, adversary.strength)
 
 
 def _require_fitting_models(method: Method, name: str, specs: Sequence[str]) -> None:
@@ -364,12 +433,15 @@ def _config(
     model: str,
     dropout: float,
     settings: RunSettings,
+    adversary: AdversarySettings,
 ) -> dict[str, Any]:
+    lies = {f.name: getattr(adversary, f.name) for f in fields(adversary)}
     return {
         "data": dict(federation.about),
         "model": {"name": model, "dropout": dropout},
         "method": {"name": name, **method.settings()},
         "run": {f.name: getattr(settings, f.name) for f in fields(settings)},
+        **({"adversary": lies} if adversary.clients else {}),
     }
 
 

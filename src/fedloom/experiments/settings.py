@@ -5,15 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from fedloom.core.absence import FaultPolicy
+from fedloom.core.adversary import ATTACKS
 from fedloom.core.class_weight import explicit_weights
-from fedloom.core.facts import SecureTerms
+from fedloom.core.facts import FEWEST, SecureTerms
 from fedloom.core.filters import Filters, TopK, parse_filters
 from fedloom.core.method import Method
+from fedloom.core.robust import AUTOMATIC_CLIP, RULES, Robustness
 from fedloom.core.settings import check_setting, setting
 from fedloom.engines import AUTO, engine_choices, engine_class, has_workers
 from fedloom.errors import ConfigError, unknown
 from fedloom.experiments.checkpoint import AUTOMATIC
 from fedloom.nn.metric_names import METRICS
+
+
+@dataclass(frozen=True)
+class AdversarySettings:
+    """The [adversary] table of a recipe: clients of a simulation that lie."""
+
+    clients: int = setting(0, "number of clients that lie, drawn from the seed", at_least=0)
+    attack: str = setting("sign-flip", "what they do", choices=tuple(ATTACKS))
+    strength: float = setting(0.0, "how strongly (0 = the attack's default)", at_least=0)
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            object.__setattr__(self, f.name, check_setting(f, getattr(self, f.name), "adversary"))
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,31 @@ class RunSettings:
         "", "filters on weights sent to the server: float16, int8, topk=SHARE, or topk=SHARE,int8"
     )
     download: str = setting("", "filters on weights sent to the clients: float16 or int8")
+    aggregation: str = setting(
+        "mean", "how the server combines the clients' weights", choices=RULES
+    )
+    byzantine: int = setting(
+        0, "clients that may lie, for rules other than mean (0 = 30 % of them)", at_least=0
+    )
+    bucketing: int = setting(
+        0,
+        "clients in a random group whose mean the rule gets (0 = none; secure sums: at least 3)",
+        at_least=0,
+    )
+    mixing: bool = setting(
+        False, "nearest-neighbour mixing in front of the rule: each reply becomes a local mean"
+    )
+    clip_norms: float = setting(
+        AUTOMATIC_CLIP,
+        "updates longer than this many times the median one are shortened to the median (0 = none; "
+        "-1 = automatic: 2 if the rule is mean, none for summed gradients)",
+        at_least=AUTOMATIC_CLIP,
+    )
+    cap_weights: float = setting(
+        3.0,
+        "a client's weight is at most so many times the median one (0 = no limit)",
+        at_least=0,
+    )
     secure: bool = setting(False, "the server sees only masked sums of the replies")
     secure_threshold: float = setting(
         2 / 3,
@@ -75,6 +115,9 @@ class RunSettings:
         "least share of the clients in every sum (0 = quorum x participation)",
         at_least=0,
         at_most=1,
+    )
+    secure_clip: float = setting(
+        0.0, "longest update that a client masks; it shortens its own (0 = no limit)", at_least=0
     )
     secure_apart: int = setting(
         2, "cohorts of a round and phase are equal or differ in so many clients", at_least=1
@@ -120,7 +163,31 @@ class RunSettings:
             )
         if any(isinstance(step, TopK) for step in self._download.chain):
             raise ConfigError("run.download: topk is for uploads; valid: float16 or int8")
+        self._check_robustness()
         _ = self.terms, explicit_weights(self.class_weight)  # raise if they do not fit
+
+    def _check_robustness(self) -> None:
+        """Raises a ConfigError if the settings of robust aggregation do not fit each other."""
+        if self.secure and self.aggregation != "mean" and not self.bucketing:
+            raise ConfigError(
+                f"run.aggregation is {self.aggregation!r}, which needs single replies; a secure "
+                "run gives sums only; valid: mean, or run.bucketing = 3 or more"
+            )
+        if self.secure and 0 < self.bucketing < FEWEST:
+            raise ConfigError(
+                f"run.bucketing is {self.bucketing}: a secure sum of fewer than {FEWEST} clients "
+                f"exposes them; valid: 0, or at least {FEWEST}"
+            )
+        for name in ("byzantine", "bucketing", "mixing"):
+            if getattr(self, name) and self.aggregation == "mean" and not self.secure:
+                raise ConfigError(
+                    f"run.{name} is for another rule than 'mean'; valid for run.aggregation: "
+                    f"{', '.join(RULES[1:])}"
+                )
+        if self.secure_clip and not self.secure:
+            raise ConfigError(
+                "run.secure_clip is for secure runs; in a plain run set run.clip_norms"
+            )
 
     def _check_engine(self) -> None:
         """Raises a ConfigError if the engine cannot do what the other settings ask for."""
@@ -165,8 +232,18 @@ class RunSettings:
             self.secure_range,
             self.secure_cohort or self.quorum * self.participation,
             self.secure_apart,
+            self.bucketing,
+            self.secure_clip,
         )
         return terms if self.secure else None
+
+    @property
+    def robustness(self) -> Robustness:
+        """How the server protects means and sums of weights against clients that lie."""
+        groups = 0 if self.secure else self.bucketing  # a secure run sums each group by itself
+        return Robustness(
+            self.aggregation, self.byzantine, groups, self.mixing, self.clip_norms, self.cap_weights
+        )
 
     @property
     def faults(self) -> FaultPolicy:

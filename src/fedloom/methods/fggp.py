@@ -57,7 +57,6 @@ from fedloom.core.client import Client
 from fedloom.core.facts import Facts
 from fedloom.core.message import Message
 from fedloom.core.phase import phase
-from fedloom.core.replies import Replies
 from fedloom.core.server import Server
 from fedloom.core.settings import fewest_items, setting
 from fedloom.data.graph import Graph
@@ -220,7 +219,7 @@ class FGGP(FedAvg):
             sent = {"model": state["model"], "sampler": state["sampler"]}
             replies = server.ask(self.train, clients=list(size), **sent, **state["told"])
             trained = {c: {name: reply[name] for name in sent} for c, reply in replies.items()}
-            state |= Replies(trained).mean(size)
+            state |= replies.replaced(trained).mean(size)
             state["told"] = cluster_means(list(replies.values()))
             server.evaluate(model=state["model"] | state["told"])
         self.finish(server)

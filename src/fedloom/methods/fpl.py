@@ -38,7 +38,6 @@ from torch import Tensor
 from fedloom.core.client import Client
 from fedloom.core.message import Message
 from fedloom.core.phase import phase
-from fedloom.core.replies import Replies
 from fedloom.core.server import Server
 from fedloom.core.settings import fewest_items, setting
 from fedloom.data.graph import Graph
@@ -126,7 +125,7 @@ class FPL(FedAvg):
             replies = server.ask(
                 self.train, clients=list(size), model=state["model"], **state["told"]
             )
-            models = Replies({c: {"model": reply["model"]} for c, reply in replies.items()})
+            models = replies.replaced({c: {"model": r["model"]} for c, r in replies.items()})
             state["model"] = models.mean(size)["model"]
             state["told"] = cluster_means(list(replies.values()))
             server.evaluate(model=state["model"])

@@ -171,7 +171,7 @@ class GCFLPlus(LocalTraining):
             if number > self.after:
                 self.split(server, updates)
             for name in state["extractors"]:
-                here = Replies(
+                here = replies.replaced(
                     {c: reply for c, reply in replies.items() if self.cluster_of(server, c) == name}
                 )
                 if here:

@@ -20,7 +20,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from fedloom._system import open_private
 from fedloom.core.absence import SILENT, too_few
+from fedloom.core.adversary import Adversary
 from fedloom.core.aggregation import (
     Refuse,
     Request,
@@ -49,12 +50,15 @@ from fedloom.core.message import (
     encode,
     flatten,
     largest_size,
+    tree_map,
     unflatten,
 )
 from fedloom.core.method import Method
-from fedloom.core.phase import BoundPhase, phases_of
+from fedloom.core.phase import BoundPhase, Phase, phases_of
 from fedloom.core.replies import Replies
+from fedloom.core.robust import clip
 from fedloom.core.server import Server
+from fedloom.core.updates import Updates
 from fedloom.errors import ConfigError, MessageError, Refusal
 from fedloom.privacy import secure_sum
 from fedloom.privacy.identity import SIGNATURE_BYTES, Identity
@@ -97,9 +101,9 @@ class SecureResponder:
     def answer(self, method: Method, client: Client, phase: str, message: Message) -> Message:
         """Returns what may leave the client; raises Refusal if nothing may."""
         if phase == "advertise_keys":
-            return self._advertise(client, **message)
+            return self._advertise(method, client, **message)
         if phase in SUM_PHASES:
-            return self._stage(client, phase, message)
+            return self._stage(method, client, phase, message)
         if phase in CHANNEL_PHASES:
             return self._exchange_keys(client, phase, message)
         bound: BoundPhase = getattr(method, phase)
@@ -121,6 +125,7 @@ class SecureResponder:
     # ---- sums ----
     def _advertise(
         self,
+        method: Method,
         client: Client,
         run: Tensor,
         number: Tensor,
@@ -134,15 +139,17 @@ class SecureResponder:
         if len(about.run) != RUN_BYTES or about.number < 0 or about.round < 0:
             raise Refusal(f"client {client.name!r} refuses: what identifies the sum is not valid")
         self.member = None  # the sum before, if it did not end
+        declared = phases_of(type(method)).get(name)
+        terms = _terms_of(self.terms, name, declared, len(client.facts.clients))
         member = Member(
-            self.identity, client.facts.clients, self.terms, about, roster.numpy(), int(threshold)
+            self.identity, client.facts.clients, terms, about, roster.numpy(), int(threshold)
         )
         with _named(client):
             self.record.begin(about, member.drawn)
         self.member, self.about = member, about
         return {"keys": _tensor(member.advertise())}
 
-    def _stage(self, client: Client, phase: str, message: Message) -> Message:
+    def _stage(self, method: Method, client: Client, phase: str, message: Message) -> Message:
         member, about = self.member, self.about
         if member is None or about is None:
             raise Refusal(f"client {client.name!r} refuses to {phase}: no sum has begun")
@@ -156,7 +163,9 @@ class SecureResponder:
             self.member = None
             cohort = np.asarray(client.facts.clients)[arrays["survivors"]]
             with _named(client):  # a refused sum has no signature
-                self.record.release(about, cohort.tolist())
+                declared = phases_of(type(method)).get(about.phase)
+                one = in_buckets(self.terms, declared)
+                self.record.release(about, cohort.tolist(), one_cohort=one)
             self.member = member
             return {"signature": _tensor(signature)}
         self.member = None
@@ -179,13 +188,17 @@ class SecureResponder:
             )
         own = {name: content for name, content in message.items() if name != "secure"}
         weight = _weight(method, client, phase.weighted_by) if phase.aggregate == "mean" else None
-        reply = bound(client, **own)
+        reply = _clipped(phase, bound(client, **own), own, self.terms.clip)
+        lies = _Lies.of(client)
+        if lies is not None:
+            reply, weight = lies.told(phase, reply, own, weight)
         model: Schema = ()
         if "weights" in phase.reply.values():
             model = model_schema(client.facts.model_of[client.name], client.facts)
         # The server sees sums, so only the client can check its reply.
         check(reply, phase.reply_schema(method, client.facts, own, model), sender)
-        phase.require_ranges(method, reply, client.said(), sender)
+        if lies is None:  # a liar does not check itself
+            phase.require_ranges(method, reply, client.said(), sender)
         tensors = flatten(reply)
         if weight is not None:
             tensors = {name: tensor.double() * weight for name, tensor in tensors.items()}
@@ -194,7 +207,7 @@ class SecureResponder:
             name: (t.double() if t.is_floating_point() else t).detach().numpy()
             for name, t in tensors.items()
         }
-        terms = _terms_of(self.terms, bound.name)
+        terms = _terms_of(self.terms, bound.name, phase, len(client.facts.clients))
         try:
             vector = secure_sum.encode(arrays, terms, self.member.parties)
         except MessageError as error:
@@ -290,6 +303,8 @@ class SecureAggregation:
         self.keys_exchanged = False  # whether the clients have each other's public keys
         # Each session has its own id, so that numbers never repeat, also after a resume.
         self.run, self.number = os.urandom(RUN_BYTES), 0
+        # The groups of this round, and the round and clients that they are of.
+        self._drawn: tuple[tuple[int, tuple[str, ...]], list[list[str]]] | None = None
 
     def replies(
         self,
@@ -309,12 +324,49 @@ class SecureAggregation:
         return server.ask_phase(phase, server.address(request), needed, refuse)
 
     def sum(self, server: Server, request: Request) -> Message:
-        """Runs a secure sum."""
-        return self._total(server, request)
+        """Runs a secure sum, or one for each group of clients."""
+        if not in_buckets(self.terms, request.phase.phase):
+            return self._total(server, request)[0]
+        return self._by_group(server, request)[0].sum()
 
     def mean(self, server: Server, request: Request) -> Message:
-        """Runs a secure sum of weighted replies and weights."""
-        return self._total(server, request)
+        """Runs a secure sum of weighted replies and weights, or one for each group of clients."""
+        if not in_buckets(self.terms, request.phase.phase):
+            return self._total(server, request)[0]
+        means, weights = self._by_group(server, request)
+        return means.mean(weights)
+
+    def _by_group(self, server: Server, request: Request) -> tuple[Replies, dict[str, Tensor]]:
+        """Returns the mean or sum of each group of clients, and the weight of each.
+
+        The groups are disjoint. They are drawn once in a round, so that no client is in two sums of
+        the same numbers.
+        """
+        messages = server.address(request)
+        found: dict[str, Message] = {}
+        sent: dict[str, Message] = {}
+        weights: dict[str, Tensor] = {}
+        for group in self._groups(server, list(messages)):
+            name = " + ".join(group)
+            each = {client: messages[client] for client in group}
+            found[name], weights[name] = self._total(server, Request(request.phase, None, each, {}))
+            sent[name] = request.message if request.each is None else each[group[0]]
+        return server.combinable(request.phase, Replies(found), sent), weights
+
+    def _groups(self, server: Server, clients: list[str]) -> list[list[str]]:
+        """Divides clients at random into groups of `bucket` or more."""
+        if len(clients) < self.terms.bucket:
+            raise ConfigError(
+                f"run.bucketing is {self.terms.bucket}, but only {len(clients)} clients take part"
+            )
+        key = (server.round, tuple(clients))
+        if self._drawn is None or self._drawn[0] != key:
+            rng = server.rng("groups of secure sums")
+            order = torch.randperm(len(clients), generator=rng).tolist()
+            many = len(clients) // self.terms.bucket
+            groups = [sorted(order[k::many]) for k in range(many)]
+            self._drawn = key, [[clients[k] for k in group] for group in sorted(groups)]
+        return self._drawn[1]
 
     def peer_messages(self, server: Server, request: Request, book_as: str | None) -> Replies:
         """Relays messages that the server cannot read."""
@@ -359,8 +411,8 @@ class SecureAggregation:
         server.exchange("meet_peers", {c: {"keys": keys} for c in greeted}, lambda *_: ())
         self.keys_exchanged = True
 
-    def _total(self, server: Server, request: Request) -> Message:
-        """Returns the sum of the replies, or their mean.
+    def _total(self, server: Server, request: Request) -> tuple[Message, Tensor]:
+        """Returns the sum of the replies, or their mean and the sum of their weights.
 
         The sum's own threshold says how many clients are enough. No stage is asked twice: a second
         reply under the same masks would expose the first. If too few clients are there before the
@@ -398,9 +450,9 @@ class SecureAggregation:
         messages: dict[str, Message],
         reply: Schema,
         lost: dict[str, Absent],
-    ) -> Message:
+    ) -> tuple[Message, Tensor]:
         name, mean = phase.name, phase.phase.aggregate == "mean"
-        terms = _terms_of(self.terms, name)
+        terms = _terms_of(self.terms, name, phase.phase, len(server.clients))
         layout = {
             key: ("float64" if mean or DTYPES[dtype].is_floating_point else dtype, shape)
             for key, dtype, shape in reply
@@ -431,13 +483,14 @@ class SecureAggregation:
         added = secure_sum.decode(
             collector.take_reveals(reveals), layout, terms, int(collector.roster.sum())
         )
+        weight = torch.as_tensor(added.get(WEIGHT, 1.0))
         total = _as_declared(name, added, reply, mean)
         # Masks differ in every run. What was asked, who is in the sum, and the sum do not.
         self.log.add(server.round, name, [c for c in server.clients if c in survivors])
         server.remember(name, survivors, {"sum": total})
         missing = {c: lost.get(c, SILENT) for c in messages if c not in survivors}
         server.conclude(name, messages, missing, None, repeatable=False)
-        return total
+        return total, weight
 
     def _begin(
         self,
@@ -591,9 +644,72 @@ def _messages(names: Sequence[str], due: Mapping[int, Sequence[np.ndarray]]) -> 
     }
 
 
-def _terms_of(terms: SecureTerms, phase: str) -> SecureTerms:
+def _terms_of(terms: SecureTerms, name: str, phase: Phase | None, population: int) -> SecureTerms:
     """The terms of one sum: `bits` and `range` are chosen for the method, not for its scores."""
-    return replace(terms, bits=64, range=2.0**32) if phase in MEASURING else terms
+    if name in MEASURING:
+        return replace(terms, bits=64, range=2.0**32)
+    return terms.for_bucket(population) if in_buckets(terms, phase) else terms
+
+
+def in_buckets(terms: SecureTerms, phase: Phase | None) -> bool:
+    """Returns whether a phase is summed over groups of clients: one that answers with weights."""
+    return bool(terms.bucket and phase is not None and phase.aggregate and phase.updates_sent)
+
+
+def _clipped(phase: Phase, reply: Message, sent: Message, limit: float) -> Message:
+    """Returns a client's reply with its updates shortened to a norm of at most `limit`."""
+    if not limit:
+        return reply
+    updates, replies = Updates(phase, {"": sent}), Replies({"": reply})
+    for name in phase.updates_sent:
+        X = updates.matrix(replies, name)
+        if torch.linalg.vector_norm(X) > limit:
+            replies = updates.replaced(replies, name, {0: clip(X, limit)[0]})
+    return replies[""]
+
+
+@dataclass(frozen=True)
+class _Lies:
+    """What a liar of a simulation does before it masks its reply; see `core.adversary`."""
+
+    adversary: Adversary
+    client: Client
+
+    @classmethod
+    def of(cls, client: Client) -> _Lies | None:
+        """Returns None if the client is honest."""
+        adversary = client.facts.adversary
+        lies = adversary is not None and client.name in adversary.clients
+        return cls(adversary, client) if adversary is not None and lies else None
+
+    def told(
+        self, phase: Phase, reply: Message, sent: Message, weight: Tensor | None
+    ) -> tuple[Message, Tensor | None]:
+        """Returns the reply that is masked, and the weight in a mean.
+
+        The scores of a liar are 0, so that sums of scores are those of the honest clients.
+        """
+        adversary = self.adversary
+        if phase.name in MEASURING:
+            return tree_map(torch.zeros_like, reply), weight
+        if adversary.attack == "size":
+            reply = reply | {name: adversary.claim(reply[name]) for name in phase.claims}
+            return reply, None if weight is None else self._largest(reply)
+        if not adversary.changes_updates:
+            return reply, weight
+        updates, replies = Updates(phase, {"": sent}), Replies({"": reply})
+        for name in phase.updates_sent:
+            X = updates.matrix(replies, name)
+            told = adversary.lies(X, X, self.client.rng("adversary"))
+            replies = updates.replaced(replies, name, {0: told[0]})
+        return replies[""], weight
+
+    def _largest(self, reply: Message) -> Tensor:
+        """Returns the largest weight with which the reply still is in the range of a sum."""
+        terms = self.client.facts.secure
+        assert terms is not None
+        largest = max(float(t.abs().max()) for t in flatten(reply).values() if t.numel())
+        return torch.tensor(min(self.adversary.factor, 0.99 * terms.range / max(largest, 1.0)))
 
 
 def _tensor(array: np.ndarray) -> Tensor:

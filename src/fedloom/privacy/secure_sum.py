@@ -69,7 +69,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import DTypeLike, NDArray
 
-from fedloom.core.facts import SecureTerms
+from fedloom.core.facts import FEWEST, SecureTerms
 from fedloom.errors import MessageError, Refusal
 from fedloom.privacy import shamir
 from fedloom.privacy.identity import SIGNATURE_BYTES, Identity
@@ -85,7 +85,6 @@ SHARE_BYTES = shamir.SHARE_BYTES
 CIPHERTEXT_BYTES = 2 * SHARE_BYTES + 16  # a share of the mask key and one of the seed, and the tag
 NONCE_BYTES = 16  # of a party's part in drawing the graph
 COMMITMENT_BYTES = 32
-FEWEST = 3  # in a sum of two vectors, each party learns the other one
 ONCE = bytes(12)  # the nonce of the ciphers: every key encrypts one message only
 STREAM_BYTES = 2**18  # of a keystream at a time: fits into the cache
 

@@ -13,6 +13,8 @@ round. The client refuses
 - to repeat a sum over another cohort;
 - a sum of a round and phase over a cohort that differs from an earlier one in fewer than `apart`
   clients (the same cohort is allowed);
+- a sum over a group of clients (`run.bucketing`) if another group was summed in that round and
+  phase;
 - after its state was taken back to the end of a round: later rounds, before the sums that came
   after the saved state are repeated. Otherwise a server could call the repeated round another one.
 """
@@ -99,7 +101,7 @@ class SumRecord:
             )
         self._add({**_row(about), "drawn": drawn})
 
-    def release(self, about: SumId, cohort: Iterable[str]) -> None:
+    def release(self, about: SumId, cohort: Iterable[str], one_cohort: bool = False) -> None:
         """Records the cohort of a sum, before the client helps to open it.
 
         Raises Refusal if the sum would expose a client.
@@ -107,6 +109,9 @@ class SumRecord:
         Args:
             about: The sum.
             cohort: The clients whose vectors are in it.
+            one_cohort: Whether all sums of a round and phase must have the same cohort. It holds
+                for sums over groups of clients, which are small: from sums over many different
+                groups a server could solve for single vectors.
         """
         key, chosen = (about.round, about.phase), frozenset(cohort)
         known, place = self._cohorts.get(key, []), self._repeated[key]
@@ -117,6 +122,11 @@ class SumRecord:
                 f"{_listed(chosen)}: the difference of the two sums would expose "
                 f"{_listed(known[place] ^ chosen)}. Wait for all of them, or agree on a new run "
                 "(another run.seed)"
+            )
+        if one_cohort and any(earlier != chosen for earlier in known):
+            raise Refusal(
+                f"{where} was summed over {_listed(known[0])} before, and now over "
+                f"{_listed(chosen)}: a client is in one group of a round only (run.bucketing)"
             )
         for earlier in known:
             if 0 < len(earlier ^ chosen) < self.apart:

@@ -47,7 +47,8 @@ class Mixing(LocalTraining):
                 },
             )
             models = replies.column("model")
-            state["model"] = Replies(models).mean()  # for clients that have no mixture yet
+            alone = replies.replaced({c: {"model": model} for c, model in models.items()})
+            state["model"] = alone.mean()["model"]  # for clients that have no mixture yet
             state["mixtures"] |= mixtures(models, self.shares(replies))
             server.evaluate()
 

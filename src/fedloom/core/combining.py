@@ -1,0 +1,226 @@
+"""Combining: how the weights that clients send become one mean or sum.
+
+    replies ─► screened: norms are compared, long updates are shortened ─► the method
+    Replies.mean, Replies.sum ─► weights are capped, then the rule of `fedloom.core.robust`
+
+It concerns weights; `fedloom.core.updates` says what the update of a client is. In a sum with a
+count beside it, such as FedSGD's gradients and the number of labelled items, updates are means over
+these items. Other tensors keep their sums. In a mean, the rule also combines other floats.
+
+A sum of "~name" is not a sum of updates (FedSpray scales each by its counts). It stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from fedloom.core.message import Message, flatten, unflatten
+from fedloom.core.phase import Phase
+from fedloom.core.replies import Replies
+from fedloom.core.robust import Robustness, median_of
+from fedloom.core.updates import Updates, rows, squares
+from fedloom.errors import ConfigError
+
+SKETCH = 2048  # about how many entries of an update the cosines are computed from
+
+
+class Outliers(NamedTuple):
+    """How the updates of a phase compare with each other.
+
+    Attributes:
+        phase: The phase.
+        norm: {client: the norm of its update, divided by the median norm}.
+        cosine: {client: the cosine of its update and the median of each entry}. It is computed
+            from about `SKETCH` entries.
+        clipped: The clients whose updates were shortened.
+    """
+
+    phase: str
+    norm: dict[str, float]
+    cosine: dict[str, float]
+    clipped: tuple[str, ...]
+
+    def entry(self) -> dict[str, Any]:
+        """Returns it as JSON: [norm, cosine] of each client."""
+        pairs = {c: [self.norm[c], self.cosine[c]] for c in self.norm}
+        return {"phase": self.phase, "clients": pairs, "clipped": list(self.clipped)}
+
+
+class Combiner:
+    """Combines the replies of one exchange.
+
+    Args:
+        terms: How the server protects itself.
+        phase: The phase that was asked.
+        sent: What each client was sent.
+        rng: Returns the random stream that divides clients into groups.
+        note: Called when the rule has combined weights.
+    """
+
+    def __init__(
+        self,
+        terms: Robustness,
+        phase: Phase,
+        sent: Mapping[str, Message],
+        rng: Callable[[], Generator],
+        note: Callable[[], None],
+    ):
+        self.terms, self.phase, self._rng, self._note = terms, phase, rng, note
+        self._updates = Updates(phase, sent)
+
+    # ---- screening ----
+    def screen(self, replies: Replies) -> tuple[Replies, Outliers | None]:
+        """Compares the clients' updates and shortens to the median those that are far longer.
+
+        Returns the replies, unchanged if nothing is too long, and how the updates compare; None if
+        they cannot be compared.
+        """
+        outliers: Outliers | None = None
+        clients, updates = list(replies), self._updates
+        for name in self.phase.updates_sent:
+            if not updates.comparable(replies, name):
+                continue
+            norms = self._norms(replies, name)
+            middle = float(median_of(norms))
+            if not middle > 0:
+                continue
+            ratio, limit = norms / middle, self.terms.longest(self.phase.aggregate == "sum")
+            long = (ratio > limit).nonzero().flatten().tolist() if limit else []
+            if outliers is None:
+                outliers = Outliers(
+                    self.phase.name,
+                    dict(zip(clients, _rounded(ratio), strict=True)),
+                    dict(zip(clients, _rounded(self._cosines(replies, name)), strict=True)),
+                    tuple(clients[k] for k in long),
+                )
+            if long:
+                X = updates.matrix(replies, name)
+                shorter = {k: X[k] / float(ratio[k]) for k in long}
+                replies = updates.replaced(replies, name, shorter)
+        return replies, outliers
+
+    def _norms(self, replies: Replies, name: str) -> Tensor:
+        """Returns the norms of the clients' updates, [clients]."""
+        clients, updates = list(replies), self._updates
+        total = torch.zeros(len(replies), dtype=torch.float64)
+        for key, stack in updates.stacks(replies, name):
+            total += squares(stack, updates.base(name, key, clients))
+        return total.sqrt() / self._per_item(replies)
+
+    def _cosines(self, replies: Replies, name: str) -> Tensor:
+        """Returns the cosines of the clients' updates and the median update, from some rows."""
+        clients, updates = list(replies), self._updates
+        stacks = updates.stacks(replies, name)
+        step = max(1, sum(math.prod(stack.shape[1:]) for _, stack in stacks) // SKETCH)
+        parts = []
+        for key, stack in stacks:
+            chosen = None  # biases are few
+            if len(stack.shape) > 2:
+                chosen = torch.arange(0, stack.shape[1], min(step, stack.shape[1]))
+            parts.append(rows(stack, chosen, updates.base(name, key, clients)))
+        X = torch.cat(parts, 1) / self._per_item(replies).unsqueeze(-1).float()
+        return torch.cosine_similarity(X, X.median(0).values.unsqueeze(0), dim=1)
+
+    def _per_item(self, replies: Replies) -> Tensor:
+        """Returns the numbers that updates are divided by: counts of items, or 1."""
+        return self._counts(replies).clamp(min=1) if self.phase.count else torch.ones(1)
+
+    # ---- means and sums ----
+    def mean(self, replies: Replies, weight: Mapping[str, Tensor] | None) -> Message:
+        """Returns what stands for the weighted mean of the replies."""
+        plain, weight = Replies(replies.messages), self._capped(replies, weight)
+        mean = plain.mean(weight)
+        if self.terms.is_mean:
+            return mean
+        share = torch.tensor(list(plain.normalized(weight).values()), dtype=torch.float64)
+        flat = flatten(mean)
+        for name in next(iter(replies.values())):
+            flat |= self._combined(replies, name, share, 1.0)
+        return unflatten(flat)
+
+    def sum(self, replies: Replies) -> Message:
+        """Returns what stands for the sum of the replies: the mean times their number or count."""
+        count, plain = self.phase.count, Replies(replies.messages)
+        if count and (capped := self._capped_counts(replies)) is not None:
+            plain = Replies({c: {**plain[c], count: capped[k]} for k, c in enumerate(plain)})
+        total = plain.sum()
+        if self.terms.is_mean:
+            return total
+        if count:
+            of_each = plain.stack(count).double()
+        else:
+            of_each = torch.ones(len(replies), dtype=torch.float64)
+        many = float(of_each.sum())
+        flat = flatten(total)
+        for name in self.phase.updates_sent:
+            flat |= self._combined(replies, name, of_each / max(many, 1.0), many)
+        return unflatten(flat)
+
+    def _combined(
+        self, replies: Replies, name: str, share: Tensor, times: float
+    ) -> dict[str, Tensor]:
+        """Returns the rule's mean of the floats under a name, times a number, flat."""
+        updates, clients = self._updates, list(replies)
+        if not updates.comparable(replies, name):
+            if len(replies) < 2:
+                return {}
+            raise ConfigError(
+                f"run.aggregation: what clients answer to {self.phase.name!r} differs in shape; "
+                "valid: mean"
+            )
+        stacks = updates.stacks(replies, name)
+        if not stacks:
+            return {}
+        bases = [updates.base(name, key, clients, shared=True) for key, _ in stacks]
+        X = torch.cat([rows(s, None, b) for (_, s), b in zip(stacks, bases, strict=True)], 1)
+        if name in self.phase.updates_sent:
+            self._note()
+            if self.phase.count:
+                counts = self._counts(replies)
+                X = (X / counts.clamp(min=1).to(X.dtype).unsqueeze(1))[counts > 0]
+                share = share[counts > 0]
+        if not len(X):
+            return {}
+        whole = self.terms.apply(X, share, self._rng()) * times
+        made, start = {}, 0
+        for (key, stack), base in zip(stacks, bases, strict=True):
+            shape = stack.shape[1:]
+            part = whole[start : start + math.prod(shape)].reshape(shape).to(stack.dtype)
+            made[key] = part if base is None else base[0] + part
+            start += math.prod(shape)
+        return made
+
+    def _capped(
+        self, replies: Replies, weight: Mapping[str, Tensor] | None
+    ) -> Mapping[str, Tensor] | None:
+        """Returns the weights, none larger than `cap_weights` times the median."""
+        if weight is None:
+            return None
+        raw = torch.tensor([float(weight[c]) for c in replies], dtype=torch.float64)
+        limit = self._largest(raw)
+        if not bool((raw > limit).any()):
+            return weight
+        return dict(zip(replies, raw.clamp(max=limit), strict=True))
+
+    def _capped_counts(self, replies: Replies) -> Tensor | None:
+        """Returns the counts, capped as weights are; None if none is too large."""
+        counts = self._counts(replies)
+        limit = self._largest(counts)
+        return counts.clamp(max=limit).long() if bool((counts > limit).any()) else None
+
+    def _largest(self, weights: Tensor) -> float:
+        """Returns the largest weight that a client may have."""
+        limit = self.terms.cap_weights * float(median_of(weights))
+        return limit if limit > 0 and len(weights) > 2 else math.inf
+
+    def _counts(self, replies: Replies) -> Tensor:
+        return replies.stack(self.phase.count).double()
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(value, 4) for value in values.tolist()]
