@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from fedloom._system import graceful_signals, installed_version, plain_text
-from fedloom.errors import FedloomError, RoundFailed, unknown
+from fedloom.errors import ConfigError, FedloomError, RoundFailed, unknown
 from fedloom.experiments import completion
 
 app = typer.Typer(
@@ -113,6 +113,11 @@ Engine = Annotated[
 ]
 Device = Annotated[str | None, option("where tensors are computed: cpu (default: cpu)")]
 Secure = Annotated[bool, option("the server sees only masked sums of the clients' replies")]
+Epsilon = Annotated[
+    float | None,
+    option("differential privacy: the most that the run may spend, above 0 (default: none)"),
+]
+Delta = Annotated[float | None, option("differential privacy: δ (default: 1e-5)")]
 Evaluation = Annotated[
     str | None,
     option("which model is scored: local, global or common (default: the method's)"),
@@ -191,6 +196,8 @@ _OPTIONS = {
     "device": "run.device",
     "evaluation": "run.evaluation",
     "secure": "run.secure",
+    "epsilon": "run.dp_epsilon",
+    "delta": "run.dp_delta",
 }
 
 
@@ -200,6 +207,8 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     options: the command's arguments by name. Those that are no settings are left out.
     """
     found = {key: options[name] for name, key in _OPTIONS.items()}
+    if found["run.dp_epsilon"] == 0:  # in a recipe, 0 is "off"
+        raise ConfigError("--epsilon is 0, must be above 0; without it there is no noise")
     return {**found, "run.secure": found["run.secure"] or None}
 
 
@@ -219,6 +228,8 @@ def run(
     engine: Engine = None,
     device: Device = None,
     secure: Secure = False,
+    epsilon: Epsilon = None,
+    delta: Delta = None,
     evaluation: Evaluation = None,
     set_: Set = [],  # noqa: B006
     out: Out = None,
@@ -666,6 +677,8 @@ def tune(
     engine: Engine = None,
     device: Device = None,
     secure: Secure = False,
+    epsilon: Epsilon = None,
+    delta: Delta = None,
     evaluation: Evaluation = None,
     set_: Set = [],  # noqa: B006
     over: Annotated[

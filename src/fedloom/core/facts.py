@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from fedloom.core.message import Schema, schema_of
+from fedloom.core.privacy_terms import PrivacyTerms
 from fedloom.data.graph import Task
 from fedloom.data.seeds import stream_seed
 from fedloom.errors import ConfigError
@@ -112,6 +113,9 @@ class Facts:
         selection: The metric whose validation value chooses the best round.
         top_k: The number of items of `recall_at_k` and `precision_at_k`.
         class_weight: The weights of classes in the training loss; see `fedloom.core.class_weight`.
+        privacy: The terms of differential privacy. None: there is no noise.
+        edge_epsilon: ε of randomised response on each client's edges; 0: training sees them all.
+        edges_seeded: The flips of edges come from the run's seed. Such a run is not private.
     """
 
     num_features: int
@@ -128,6 +132,9 @@ class Facts:
     selection: str = "accuracy"
     top_k: int = 100
     class_weight: str = ""
+    privacy: PrivacyTerms | None = None
+    edge_epsilon: float = 0.0
+    edges_seeded: bool = False
 
     @property
     def num_clients(self) -> int:

@@ -19,6 +19,7 @@ from fedloom.core.method import Method
 from fedloom.core.phase import BoundPhase
 from fedloom.core.replies import Replies, require_weight
 from fedloom.core.waist import Call, Sizes, Waist
+from fedloom.data.seeds import uniform_numbers
 from fedloom.errors import ConfigError, NotFiniteError, unknown
 from fedloom.nn.weights import weights
 
@@ -301,6 +302,11 @@ class Server(Waist):
         return phase.phase.reply_schema(phase.method, self.facts, message, model, reply)
 
     def _draw(self) -> Sequence[str]:
+        if (privacy := self.facts.privacy) is not None and privacy.sampling == "poisson":
+            share = self._policy.participation
+            drawn = self.rng("coins") if privacy.seeded else None
+            coins = uniform_numbers(len(self.clients), drawn) < share
+            return [c for c, heads in zip(self.clients, coins.tolist(), strict=True) if heads]
         count = max(1, round(self._policy.participation * len(self.clients)))
         if count == len(self.clients):
             return self.clients
