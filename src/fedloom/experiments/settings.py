@@ -16,6 +16,8 @@ from fedloom.errors import ConfigError, unknown
 from fedloom.experiments.checkpoint import AUTOMATIC
 from fedloom.nn.metric_names import METRICS
 
+LEAST_NOISE = 0.1  # multiplier; with less, a single sum costs ε = 90
+
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -158,6 +160,11 @@ class RunSettings:
                 f"run.workers is {self.workers}, engine {self.engine!r} has none; "
                 "valid: 0, or run.engine auto, processes, stacked_processes or ray"
             )
+        if self.is_private and self.dp_unit != "client" and self.engine.startswith("stacked"):
+            raise ConfigError(
+                f"run.dp_unit is {self.dp_unit!r}, engine {self.engine!r} does not compute each "
+                "node's gradient on its own; valid: run.engine auto, loop, wire, processes or ray"
+            )
         engine = engine_class(self.engine)
         if self.quorum < 1 and not engine.tolerates_failures:
             raise ConfigError(
@@ -178,6 +185,11 @@ class RunSettings:
 
     def _check_privacy(self) -> None:
         """Raises a ConfigError if another setting uses data without noise."""
+        if 0 < self.dp_noise < LEAST_NOISE:
+            raise ConfigError(
+                f"run.dp_noise is {self.dp_noise:g}, must be 0 (chosen by run.dp_epsilon) or at "
+                f"least {LEAST_NOISE:g}: less protects nothing"
+            )
         refused = {
             f"run.patience is {self.patience}: it stops by validation scores, which have no noise; "
             "valid: 0": bool(self.patience),
@@ -200,6 +212,8 @@ class RunSettings:
         for name in ("deadline", "grace"):
             if getattr(self, name):
                 return "processes", f"run.{name} is set"
+        if self.is_private and self.dp_unit != "client":
+            return "loop", "run.dp_unit: each node's gradient is computed on its own"
         if self.workers:
             engine = "processes" if self.quorum < 1 else "stacked_processes"
             return engine, "run.workers is set"
