@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from fedloom._system import graceful_signals, installed_version, plain_text
-from fedloom.errors import FedloomError, RoundFailed, unknown
+from fedloom.errors import ConfigError, FedloomError, RoundFailed, unknown
 from fedloom.experiments import completion
 
 app = typer.Typer(
@@ -128,6 +128,11 @@ Attack = Annotated[
         "(default: sign-flip)"
     ),
 ]
+Epsilon = Annotated[
+    float | None,
+    option("differential privacy: the most that the run may spend, above 0 (default: none)"),
+]
+Delta = Annotated[float | None, option("differential privacy: δ (default: 1e-5)")]
 Evaluation = Annotated[
     str | None,
     option("which model is scored: local, global or common (default: the method's)"),
@@ -209,6 +214,8 @@ _OPTIONS = {
     "aggregation": "run.aggregation",
     "adversary_clients": "adversary.clients",
     "attack": "adversary.attack",
+    "epsilon": "run.dp_epsilon",
+    "delta": "run.dp_delta",
 }
 
 
@@ -218,6 +225,8 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     options: the command's arguments by name. Those that are no settings are left out.
     """
     found = {key: options[name] for name, key in _OPTIONS.items() if name in options}
+    if found.get("run.dp_epsilon") == 0:  # in a recipe, 0 is "off"
+        raise ConfigError("--epsilon is 0, must be above 0; without it there is no noise")
     return {**found, "run.secure": found["run.secure"] or None}
 
 
@@ -240,6 +249,8 @@ def run(
     aggregation: Aggregation = None,
     adversary_clients: AdversaryClients = None,
     attack: Attack = None,
+    epsilon: Epsilon = None,
+    delta: Delta = None,
     evaluation: Evaluation = None,
     set_: Set = [],  # noqa: B006
     out: Out = None,
@@ -720,6 +731,8 @@ def tune(
     engine: Engine = None,
     device: Device = None,
     secure: Secure = False,
+    epsilon: Epsilon = None,
+    delta: Delta = None,
     evaluation: Evaluation = None,
     set_: Set = [],  # noqa: B006
     over: Annotated[

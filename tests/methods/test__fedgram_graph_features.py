@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.graph import Graph
+from fedloom.data.hashing import mixed
 from fedloom.errors import DataError
 from fedloom.methods.fedgram.graph_features import (
     _hashed_normal,
@@ -18,7 +19,6 @@ from fedloom.methods.fedgram.graph_features import (
     _start_labels,
     graph_features,
 )
-from fedloom.methods.fedgram.hashing import mixed
 
 CLOSE = 1e-5
 Small = tuple[Tensor, Sequence[tuple[int, int]]]  # node features and undirected edges

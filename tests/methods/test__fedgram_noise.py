@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedloom.data.capping import capped
 from fedloom.data.graph import Graph
 from fedloom.data.seeds import entropy_noise
 from fedloom.errors import ConfigError
 from fedloom.methods.fedgram.noise import (
     bounded_rows,
-    capped,
     gaussian_scale,
     noise_share,
     ridge_for_noise,

@@ -14,6 +14,7 @@ import torch
 
 from fedloom.core.message import Message, Schema
 from fedloom.core.phase import BoundPhase
+from fedloom.core.privacy_terms import Spending
 from fedloom.core.replies import Replies
 
 if TYPE_CHECKING:
@@ -43,7 +44,13 @@ class Request:
 
 
 class Aggregation(Protocol):
-    """How the server obtains replies, sums, means, scores and peer messages."""
+    """How the server obtains replies, sums, means, scores and peer messages.
+
+    Attributes:
+        budget: What a run with differential privacy has spent; None in other runs.
+    """
+
+    budget: Spending | None
 
     def replies(
         self,
@@ -79,6 +86,8 @@ class Responder(Protocol):
 
 class PlainAggregation:
     """The server sees every client's reply."""
+
+    budget: Spending | None = None
 
     def replies(
         self,

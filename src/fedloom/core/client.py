@@ -18,6 +18,7 @@ from fedloom.core.phase import BoundPhase, phases_of, said
 from fedloom.core.state import restore, snapshot
 from fedloom.data.federation import PartySize
 from fedloom.data.graph import Graph
+from fedloom.data.randomised_edges import randomised_edges
 from fedloom.data.seeds import entropy_noise, stream_seed
 from fedloom.nn.losses import training_loss
 from fedloom.nn.metrics import UNDEFINED
@@ -36,7 +37,8 @@ class Client:
         name: The client's name.
         facts: What every party knows.
         graph: What training may see. Labels outside the training set are -1; in an inductive
-            federation the other items are absent.
+            federation the other items are absent. With `run.edge_epsilon` its edges are those of
+            randomised response.
         full_graph: Everything that the client holds, for evaluation.
         state: What checkpoints keep: tensors, models and optimisers, by name.
         memory: What a phase keeps for a later one. It is not saved. A resumed run repeats what
@@ -62,6 +64,10 @@ class Client:
         self.name, self.facts = name, facts
         self.full_graph, self.inductive = graph, inductive
         self.graph = graph.training_view(inductive)
+        if facts.edge_epsilon:
+            seeded = torch.Generator().manual_seed(stream_seed(facts.seed, "client", name, "edges"))
+            drawn = seeded if facts.edges_seeded else None
+            self.graph = randomised_edges(self.graph, facts.edge_epsilon, drawn)
         self.state: dict[str, Any] = {}
         self.memory: dict[str, Any] = {}
         self.streams: dict[str, torch.Generator] = {}

@@ -11,6 +11,7 @@ import numpy as np
 
 from fedloom.core.adversary import Adversary
 from fedloom.core.message import Schema, schema_of
+from fedloom.core.privacy_terms import PrivacyTerms
 from fedloom.data.graph import Task
 from fedloom.data.seeds import stream_seed
 from fedloom.errors import ConfigError
@@ -128,6 +129,9 @@ class Facts:
         top_k: The number of items of `recall_at_k` and `precision_at_k`.
         class_weight: The weights of classes in the training loss; see `fedloom.core.class_weight`.
         adversary: The clients of a simulation that lie. None: all are honest.
+        privacy: The terms of differential privacy. None: there is no noise.
+        edge_epsilon: ε of randomised response on each client's edges; 0: training sees them all.
+        edges_seeded: The flips of edges come from the run's seed. Such a run is not private.
     """
 
     num_features: int
@@ -145,6 +149,9 @@ class Facts:
     top_k: int = 100
     class_weight: str = ""
     adversary: Adversary | None = None
+    privacy: PrivacyTerms | None = None
+    edge_epsilon: float = 0.0
+    edges_seeded: bool = False
 
     @property
     def num_clients(self) -> int:

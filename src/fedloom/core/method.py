@@ -256,6 +256,16 @@ class Method(ABC):
             and name not in weights | {"evaluate"}
         )
 
+    def sensitivities(self, facts: Facts) -> dict[str, float] | None:
+        """Returns how much neighbours can change the sum of each phase, as a Euclidean length.
+
+        What neighbours are, `facts.privacy.unit` says. A method that returns a dict bounds its
+        replies itself, and a run with differential privacy asks for no other phase's reply. None:
+        it knows no bound. Then only whole clients can be protected (unit "client"), if all its
+        replies are updates or gradients, which are clipped.
+        """
+        return None
+
     def cautions(self) -> dict[str, str]:
         """Returns a line for each setting that lets a plain run tell more than is advised.
 

@@ -23,6 +23,7 @@ from fedloom.core.replies import Replies, require_weight
 from fedloom.core.robust import Robustness
 from fedloom.core.updates import Updates
 from fedloom.core.waist import Call, Sizes, Waist
+from fedloom.data.seeds import uniform_numbers
 from fedloom.errors import ConfigError, NotFiniteError, unknown
 from fedloom.nn.weights import weights
 
@@ -309,6 +310,8 @@ class Server(Waist):
         """Returns replies whose means and sums are protected against clients that lie.
 
         Updates that are far longer than the median are shortened, as `RoundPolicy.robustness` says.
+        With differential privacy they are not: what one client sends would depend on the others,
+        and the sum would have no bounded sensitivity.
 
         Args:
             phase: The phase that was asked.
@@ -316,7 +319,8 @@ class Server(Waist):
             messages: What each client was sent.
         """
         terms = self._policy.robustness
-        if terms == Robustness() or not replies or not self._combines(phase):
+        unprotected = terms == Robustness() or self.facts.privacy is not None
+        if unprotected or not replies or not self._combines(phase):
             return replies
         combiner = Combiner(terms, phase.phase, messages, self._rng_of_groups, self._note_rule)
         screened, outliers = combiner.screen(replies.combined_by(combiner))
@@ -381,6 +385,11 @@ class Server(Waist):
         return phase.phase.reply_schema(phase.method, self.facts, message, model, reply)
 
     def _draw(self) -> Sequence[str]:
+        if (privacy := self.facts.privacy) is not None and privacy.sampling == "poisson":
+            share = self._policy.participation
+            drawn = self.rng("coins") if privacy.seeded else None
+            coins = uniform_numbers(len(self.clients), drawn) < share
+            return [c for c, heads in zip(self.clients, coins.tolist(), strict=True) if heads]
         count = max(1, round(self._policy.participation * len(self.clients)))
         if count == len(self.clients):
             return self.clients

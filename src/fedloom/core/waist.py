@@ -413,6 +413,11 @@ class Waist:
             known = {} if size is None else said(size, self._inductive)
             phase.require_ranges(self.method, reply, known, sender)
 
+    def said(self, client: str) -> dict[str, int]:
+        """Returns what a client said about its size at the start; nothing if it is not known."""
+        size = self._sizes().get(client)
+        return {} if size is None else said(size, self._inductive)
+
     def _require_few(self, name: str, bad: Sequence[str], good: int) -> None:
         """Raises RoundFailed if most of the replies, and more than one, are not finite."""
         if len(bad) > max(1, good):

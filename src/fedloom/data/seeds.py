@@ -40,3 +40,16 @@ def entropy_noise(shape: tuple[int, ...], scale: float) -> Tensor:
     angle = 2 * math.pi * uniform[pairs:]
     normal = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
     return torch.from_numpy(scale * normal).reshape(shape)
+
+
+def uniform_numbers(count: int, rng: torch.Generator | None = None) -> Tensor:
+    """Returns numbers in [0, 1) in float64: from the operating system's entropy, or a stream.
+
+    Args:
+        count: How many.
+        rng: A random stream, for tests. None: numbers that nobody can repeat.
+    """
+    if rng is not None:
+        return torch.rand(count, generator=rng, dtype=torch.float64)
+    words = np.frombuffer(os.urandom(8 * count), dtype=np.uint64) >> np.uint64(11)
+    return torch.from_numpy(words.astype(np.float64) * 2.0**-53)

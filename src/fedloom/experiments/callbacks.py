@@ -95,6 +95,8 @@ class _Logging(Callback):
         ]
         if entry.get("loss") is not None:
             scores.insert(0, f"loss {entry['loss']:.4g}")
+        if entry.get("epsilon") is not None:
+            scores.append(f"ε {entry['epsilon']:.3f}")
         stage = entry.get("stage", "train")
         where = f"round {entry['round']} of {rounds}" + (f" ({stage})" * (stage != "train"))
         _log.info("%s: %s: %s", self.name, where, ", ".join(scores) or "not evaluated")

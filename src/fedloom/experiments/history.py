@@ -30,7 +30,14 @@ class History:
         confusions: {stage: {"best": ..., "last": ...}}, the test confusion matrices of all clients.
     """
 
-    def __init__(self, folder: Path | None, patience: int, selection: str = "accuracy"):
+    def __init__(
+        self,
+        folder: Path | None,
+        patience: int,
+        selection: str = "accuracy",
+        last: bool = False,
+    ):
+        self._takes_last = last  # the last entry is reported, whatever its validation score
         self._log = AppendLog(folder / HISTORY) if folder else None
         self.entries: list[Entry] = []
         self.round = 0
@@ -106,7 +113,7 @@ class History:
         evaluation: an entry that is not added yet.
         """
         best = self._best.get(evaluation["stage"])
-        if best is None or best.get(self._selected) is None:
+        if self._takes_last or best is None or best.get(self._selected) is None:
             return True
         return self._rank(evaluation) > self._rank(best)
 

@@ -46,6 +46,12 @@ from fedloom.experiments.callbacks import Callbacks, Given
 from fedloom.experiments.checkpoint import Checkpoint
 from fedloom.experiments.findings import findings
 from fedloom.experiments.history import History, Matrix
+from fedloom.experiments.private_run import (
+    noisy_sums,
+    privacy_summary,
+    privacy_warnings,
+    require_resumable,
+)
 from fedloom.experiments.result import MODELS, Models, Result, Stored, load_run
 from fedloom.experiments.run_folder import (
     CAUSE_LENGTH,
@@ -128,7 +134,9 @@ class Recorder:
         self.encoding: Encoding | None = None
         self.joint_artifacts: Callable[[], Message] = dict
         self.tracking = Tracking()
-        self.history = History(folder, settings.patience, settings.selection)
+        self.history = History(
+            folder, settings.patience, settings.selection, last=settings.is_private
+        )
         self.planned = 0
         self._checkpoints = checkpoint.Schedule(settings.checkpoint_every)
         self._made: Engine | None = None
@@ -207,7 +215,7 @@ class Recorder:
             self._call,
             policy,
             self,
-            aggregation_for(facts, self.folder),
+            aggregation_for(facts, self.folder, noisy_sums(method, facts)),
             self._sizes,
             self.roster.inductive,
         )
@@ -308,8 +316,12 @@ class Recorder:
         gc.freeze()  # clients stay: the collector need not visit a thousand of them again and again
         if self._pending is None:
             self._append(server)
-            return 0
-        return self._restore(server)
+            done = 0
+        else:
+            done = self._restore(server)
+        budget = server.aggregation.budget
+        server.over |= budget is not None and budget.exhausted
+        return done
 
     def evaluated(self, server: Server, replies: Replies, stage: str) -> None:
         """Turns the clients' confusion matrices into scores of each client and averages."""
@@ -381,7 +393,9 @@ class Recorder:
             self._save_checkpoint(self.folder, server)
             self._checkpoints.written(began)
         crash_point("round-closed")
-        return self._asked_to_stop or self.history.out_of_patience()
+        budget = server.aggregation.budget
+        spent = budget is not None and budget.exhausted
+        return self._asked_to_stop or spent or self.history.out_of_patience()
 
     # ---- writing ----
     def _close_entry(self, server: Server) -> None:
@@ -394,6 +408,8 @@ class Recorder:
             "seconds": elapsed,
             **sent,
         }
+        if server.aggregation.budget is not None:
+            entry |= server.aggregation.budget.entry()
         entry |= server.absences.report()
         if server.outliers:
             entry["updates"] = [found.entry() for found in server.outliers.values()]
@@ -507,6 +523,7 @@ class Recorder:
         about = self.roster.about
         selection, confusion = self.settings.selection, self.history.confusion()
         classes = self.roster.class_names or tuple(map(str, range(self.roster.num_classes)))
+        privacy = privacy_summary(self.facts, server.aggregation.budget)
         return {
             "format": FORMAT,
             **_ending(failure),
@@ -529,13 +546,15 @@ class Recorder:
             "class_names": list(classes),
             "confusion": confusion,
             "per_class": metrics.per_class(confusion, classes) if confusion else None,
-            "warnings": findings(
-                confusion, classes, best, selection, bool(self.settings.class_weight)
-            ),
+            "warnings": [
+                *findings(confusion, classes, best, selection, bool(self.settings.class_weight)),
+                *privacy_warnings(privacy, self.history.round, self.planned),
+            ],
             "per_client": self._per_client(best),
             "without_training_items": self.roster.without_training,
             "secure": server.aggregation.summary(server),
             **self._robustness(best),
+            "privacy": privacy,
             "notes": server.notes,
             **self.history.absences.summary(),
             "traffic": server.ledger.traffic(),
@@ -616,6 +635,7 @@ class Recorder:
 
         The engine and the number of rounds may differ.
         """
+        require_resumable(self.settings)
         of_run = read_config(folder).get("run", {})
         for key in ("seed", "secure"):
             if (was := of_run.get(key)) != getattr(self.settings, key):

@@ -36,6 +36,7 @@ from fedloom.experiments.arguments import (
 )
 from fedloom.experiments.callbacks import Given
 from fedloom.experiments.engine_choice import choose_engine
+from fedloom.experiments.private_run import with_privacy
 from fedloom.experiments.recorder import Recorder
 from fedloom.experiments.result import Result
 from fedloom.experiments.run_folder import read_config
@@ -323,7 +324,11 @@ def agree_on_facts(
         settings.top_k,
         settings.class_weight,
         liars,
+        edge_epsilon=0.0 if method.centralized else settings.edge_epsilon,
+        edges_seeded=settings.dp_seeded,
     )
+    if settings.is_private and not method.centralized:
+        facts = with_privacy(facts, method, settings)
     if method.shares_width() and len({facts.width_of(spec) for spec in of_clients}) > 1:
         raise ConfigError(
             "model: all clients' models must share one embedding width for this method, "

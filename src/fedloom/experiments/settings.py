@@ -6,16 +6,19 @@ from dataclasses import dataclass, fields
 
 from fedloom.core.absence import FaultPolicy
 from fedloom.core.adversary import ATTACKS
-from fedloom.core.class_weight import explicit_weights
+from fedloom.core.class_weight import BALANCED, explicit_weights
 from fedloom.core.facts import FEWEST, SecureTerms
 from fedloom.core.filters import Filters, TopK, parse_filters
 from fedloom.core.method import Method
+from fedloom.core.privacy_terms import SAMPLINGS, UNITS
 from fedloom.core.robust import AUTOMATIC_CLIP, RULES, Robustness
 from fedloom.core.settings import check_setting, setting
 from fedloom.engines import AUTO, engine_choices, engine_class, has_workers
 from fedloom.errors import ConfigError, unknown
 from fedloom.experiments.checkpoint import AUTOMATIC
 from fedloom.nn.metric_names import METRICS
+
+LEAST_NOISE = 0.1  # multiplier; with less, a single sum costs ε = 90
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,32 @@ class RunSettings:
     secure_apart: int = setting(
         2, "cohorts of a round and phase are equal or differ in so many clients", at_least=1
     )
+    dp_epsilon: float = setting(
+        0.0,
+        "differential privacy: ε of the run, which chooses the noise (0 = off)",
+        at_least=0,
+        at_most=100,
+    )
+    dp_delta: float = setting(1e-5, "differential privacy: δ", above=0, below=1)
+    dp_noise: float = setting(
+        0.0, "noise multiplier z, instead of the one that dp_epsilon chooses (0 = off)", at_least=0
+    )
+    dp_clip: float = setting(
+        1.0, "length that a client's update, or a node's gradient, is clipped to", above=0
+    )
+    dp_unit: str = setting("client", "what dp_epsilon protects", choices=UNITS)
+    dp_degree: int = setting(
+        4, "edges of a node that training uses, with dp_unit node or edge", at_least=1
+    )
+    dp_sampling: str = setting(
+        "fixed", "participants: a fixed number, or coins that nobody else sees", choices=SAMPLINGS
+    )
+    dp_seeded: bool = setting(
+        False, "for tests: noise from the run's seed; the run is then not private"
+    )
+    edge_epsilon: float = setting(
+        0.0, "randomised response on the edges that training sees: its ε (0 = off)", at_least=0
+    )
     threads: int = setting(1, "threads of a tensor operation", at_least=1, at_most=1024)
     workers: int = setting(
         0, "worker processes, in engines that have them (0 = as the cores allow)", at_least=0
@@ -164,6 +193,8 @@ class RunSettings:
         if any(isinstance(step, TopK) for step in self._download.chain):
             raise ConfigError("run.download: topk is for uploads; valid: float16 or int8")
         self._check_robustness()
+        if self.is_private:
+            self._check_privacy()
         _ = self.terms, explicit_weights(self.class_weight)  # raise if they do not fit
 
     def _check_robustness(self) -> None:
@@ -196,6 +227,11 @@ class RunSettings:
                 f"run.workers is {self.workers}, engine {self.engine!r} has none; "
                 "valid: 0, or run.engine auto, processes, stacked_processes or ray"
             )
+        if self.is_private and self.dp_unit != "client" and self.engine.startswith("stacked"):
+            raise ConfigError(
+                f"run.dp_unit is {self.dp_unit!r}, engine {self.engine!r} does not compute each "
+                "node's gradient on its own; valid: run.engine auto, loop, wire, processes or ray"
+            )
         engine = engine_class(self.engine)
         if self.quorum < 1 and not engine.tolerates_failures:
             raise ConfigError(
@@ -210,6 +246,37 @@ class RunSettings:
                 )
 
     @property
+    def is_private(self) -> bool:
+        """Whether the sums of the run have noise."""
+        return bool(self.dp_epsilon or self.dp_noise)
+
+    def _check_privacy(self) -> None:
+        """Raises a ConfigError if another setting uses data without noise."""
+        if 0 < self.dp_noise < LEAST_NOISE:
+            raise ConfigError(
+                f"run.dp_noise is {self.dp_noise:g}, must be 0 (chosen by run.dp_epsilon) or at "
+                f"least {LEAST_NOISE:g}: less protects nothing"
+            )
+        refused = {
+            f"run.aggregation is {self.aggregation!r}: only the mean has a bounded sensitivity "
+            "here; valid: mean": self.aggregation != "mean",
+            f"run.bucketing is {self.bucketing}; valid: 0": bool(self.bucketing),
+            f"run.secure_clip is {self.secure_clip:g}: run.dp_clip limits the replies; "
+            "valid: 0": bool(self.secure_clip),
+            f"run.patience is {self.patience}: it stops by validation scores, which have no noise; "
+            "valid: 0": bool(self.patience),
+            "run.class_weight is 'balanced': it counts labels without noise; valid: empty, or a "
+            "number for each class": self.class_weight == BALANCED,
+            "run.dp_sampling is 'poisson' in a secure run: its server is not trusted, and knows "
+            "who takes part; valid: fixed": self.secure and self.dp_sampling == "poisson",
+            f"run.dp_sampling is 'poisson' with run.dp_unit = {self.dp_unit!r}; valid: fixed, or "
+            "run.dp_unit = 'client'": self.dp_unit != "client" and self.dp_sampling == "poisson",
+        }
+        for reason, wrong in refused.items():
+            if wrong:
+                raise ConfigError(f"with run.dp_epsilon, {reason}")
+
+    @property
     def engine_required(self) -> tuple[str, str] | None:
         """The engine that the settings determine, and why; None if it depends on the data."""
         if self.engine != AUTO:
@@ -217,6 +284,8 @@ class RunSettings:
         for name in ("deadline", "grace"):
             if getattr(self, name):
                 return "processes", f"run.{name} is set"
+        if self.is_private and self.dp_unit != "client":
+            return "loop", "run.dp_unit: each node's gradient is computed on its own"
         if self.workers:
             engine = "processes" if self.quorum < 1 else "stacked_processes"
             return engine, "run.workers is set"

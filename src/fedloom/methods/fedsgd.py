@@ -14,23 +14,31 @@ What travels, per client and round:
 
 ∇ is the gradient of the mean loss over all clients' training items. The server needs only the two
 sums. One round is one step. There is one common model and no local training.
+
+With `run.dp_unit` node, edge or label, the gradient of each training node is clipped, edges are
+capped, and the sum gets noise (docs/differential-privacy.md).
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom.core.client import Client
+from fedloom.core.facts import Facts
 from fedloom.core.message import Message, flatten, tree_map
 from fedloom.core.method import Method
 from fedloom.core.phase import phase, summed
+from fedloom.core.privacy_terms import PrivacyTerms
 from fedloom.core.server import Server
 from fedloom.core.settings import setting
+from fedloom.data.capping import capped
 from fedloom.nn.model import Model
 from fedloom.nn.training import OPTIMIZERS, backward, make_optimizer
 from fedloom.nn.weights import load_weights
+from fedloom.privacy.dp_graph import clipped_gradients, gradient_sensitivity
 
 
 @dataclass(frozen=True)
@@ -56,10 +64,35 @@ class FedSGD(Method):
         """Returns the gradient of the summed loss at the common weights."""
         local_model = client.state["model"]
         load_weights(local_model, model)
+        if (privacy := client.facts.privacy) is not None and privacy.unit != "client":
+            return self.clipped_gradient(client, local_model, privacy)
         local_model.zero_grad()
         backward(local_model, self.total_loss(client, local_model))
         gradient = {name: p.grad for name, p in sorted(local_model.named_parameters())}
         return {"gradient": gradient, "labelled": client.graph.train.sum()}
+
+    def clipped_gradient(self, client: Client, model: Model, privacy: PrivacyTerms) -> Message:
+        """As `gradient`, with the gradient of each training node clipped, on capped edges."""
+        graph = client.graph
+        if privacy.unit != "label":
+            graph = graph.cached(("capped", privacy.degree), lambda: capped(graph, privacy.degree))
+        logits = model(graph, client.rng("dropout"))[graph.train]
+        losses = F.cross_entropy(
+            logits, graph.y[graph.train], client.class_weight, reduction="none"
+        )
+        if len(losses):
+            client.record_loss(losses.mean())
+        named = dict(sorted(model.named_parameters()))
+        summed = clipped_gradients(losses, list(named.values()), privacy.clip)
+        gradient = dict(zip(named, summed, strict=True))
+        return {"gradient": gradient, "labelled": client.graph.train.sum()}
+
+    def sensitivities(self, facts: Facts) -> dict[str, float] | None:
+        """The sum of clipped gradients of nodes; clients' gradients are clipped as a whole."""
+        assert facts.privacy is not None
+        if facts.privacy.unit == "client" or type(self) is not FedSGD:
+            return None
+        return {"gradient": gradient_sensitivity(facts)}
 
     def total_loss(self, client: Client, model: Model) -> Tensor:
         """Returns the client's part of the loss: cross-entropy summed over training items."""

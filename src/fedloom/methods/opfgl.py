@@ -8,6 +8,8 @@ Graph Condensation" (SimGC).
 What travels, per client, once:
     up    count, total, squares   N_k^c, Σx, Σx² of the features propagated 0..h hops,
                                   C (1 + 2 (h+1) d) numbers
+                                  with run.dp_epsilon: N_k^c and Σx of the training nodes, with
+                                  noise on Σ_k; no HRE and no Σx²
           reported                only in a secure run, where the server sees only Σ_k: whether
                                   N_k^c is reported, C more numbers
     down  x, adjacency, y         X', A', Y' of the pseudo-graph with s nodes, s d + s² + s numbers
@@ -43,6 +45,7 @@ after HRE, as in the paper's text; the code uploads a second count for it. The p
 class (min_count: a variance needs 2 nodes).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -54,11 +57,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fedloom.core.client import Client
+from fedloom.core.facts import Facts
 from fedloom.core.message import Message
 from fedloom.core.method import Method
 from fedloom.core.phase import phase, runs_once, summed
 from fedloom.core.server import Server
 from fedloom.core.settings import fewest_items, setting
+from fedloom.data.capping import capped
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError, MessageError
 from fedloom.nn.losses import weighted_divergence
@@ -66,6 +71,7 @@ from fedloom.nn.model import Model
 from fedloom.nn.smoothing import propagated
 from fedloom.nn.training import label_steps, make_optimizer, seeded, step
 from fedloom.nn.weights import load_weights, weights
+from fedloom.privacy.dp_graph import affected, require_some
 
 Descend = Callable[[Optimizer, int], None]  # takes a number of steps
 
@@ -265,6 +271,50 @@ class OpFGL(Method):
         statistics = self.statistics(client)
         return {"reported": (statistics["count"] > 0).long(), **statistics}
 
+    @summed
+    @phase(count="float32[C]", total="float32[C,views,d]")
+    def private_statistics(self, client: Client) -> Message:
+        """Sizes and sums of the training nodes of each class, with rows of length at most 1.
+
+        The server adds noise. Nodes that HRE adds depend on all labels and edges around them, so
+        there are none. A row is divided by `run.dp_clip`.
+        """
+        graph, terms = client.graph, client.facts.privacy
+        assert terms is not None
+        if self.hops and terms.unit in ("node", "edge"):
+            graph = capped(graph, terms.degree)
+        labels = graph.y[graph.train]
+        rows = torch.stack([x[graph.train] for x in propagated(graph, "sym", self.hops)], 1)
+        rows = rows.double() / terms.clip
+        rows = rows / rows.norm(dim=2, keepdim=True).clamp(min=1)
+        zero = torch.zeros(graph.num_classes, *rows.shape[1:], dtype=torch.float64)
+        count = torch.bincount(labels, minlength=graph.num_classes)
+        return {"count": count.float(), "total": zero.index_add(0, labels, rows).float()}
+
+    def sensitivities(self, facts: Facts) -> dict[str, float] | None:
+        """That of `private_statistics`, for the units label, edge and node.
+
+        A node adds at most √(1 + views) to its class; a label moves that to another class. Another
+        node whose neighbourhood changes moves each of its propagated rows by at most 2.
+        """
+        terms = facts.privacy
+        assert terms is not None
+        if terms.unit == "client":
+            return None
+        own = math.sqrt(1 + self.views)
+        around = affected(terms.unit, self.hops if self.hops else -1, terms.degree)
+        part = {"label": math.sqrt(2) * own, "edge": 0.0, "node": own}[terms.unit]
+        total = part + around * 2 * math.sqrt(self.hops)
+        return {"private_statistics": require_some(total, terms)}
+
+    def check(self, facts: Facts) -> None:
+        """Refuses variances in a run with differential privacy: they are not sent."""
+        if facts.privacy is not None and self.rate:
+            raise ConfigError(
+                f"method.rate is {self.rate:g}: several pseudo-nodes of a class need variances, "
+                "which a run with differential privacy does not have; valid: 0"
+            )
+
     def single_replies(self) -> tuple[str, ...]:
         """None: `gather` asks for `statistics` only if the run is not secure."""
         return ()
@@ -272,6 +322,14 @@ class OpFGL(Method):
     # ---- server ----
     def gather(self, server: Server) -> Message:
         """Returns the sums of `secure_statistics` over the clients, also in a plain run."""
+        if (terms := server.facts.privacy) is not None:
+            noisy = server.sum(self.private_statistics)
+            count = noisy["count"].round().long().clamp(min=0)
+            total = noisy["total"] * terms.clip
+            squares = torch.zeros_like(total)  # no variance is used: `check`
+            return {"reported": (count > 0).long(), "count": count, "total": total} | {
+                "squares": squares
+            }
         if server.facts.secure is not None:
             return server.sum(self.secure_statistics)
         replies = server.ask(self.statistics)

@@ -17,11 +17,26 @@ if TYPE_CHECKING:
     from fedloom.privacy.sum_record import SumRecord
 
 
-def aggregation_for(facts: Facts, folder: Path | None = None) -> Aggregation:
-    """Returns the server's side of a run with these facts: secure or plain.
+def aggregation_for(facts: Facts, folder: Path | None = None, noisy_sums: int = 1) -> Aggregation:
+    """Returns the server's side of a run with these facts: secure or plain, private or not.
 
-    folder: where a secure run logs its cohorts; None keeps them in memory.
+    Args:
+        facts: What every party knows.
+        folder: Where a secure run logs its cohorts, and a private run what it has spent; None
+            keeps them in memory.
+        noisy_sums: How many noisy sums a round of a private run has.
     """
+    if facts.privacy is not None:
+        from fedloom.privacy.dp_accounting import Budget
+
+        budget = Budget(facts.privacy, folder, noisy_sums)
+        if facts.secure is None:
+            from fedloom.privacy.dp import PrivateAggregation
+
+            return PrivateAggregation(facts.privacy, budget)
+        from fedloom.privacy.dp_secure import PrivateSecureAggregation  # imports cryptography
+
+        return PrivateSecureAggregation(facts, budget, folder)
     if facts.secure is None:
         return PlainAggregation()
     from fedloom.privacy.secure_aggregation import SecureAggregation  # imports cryptography

@@ -55,6 +55,7 @@ from fedloom.core.message import (
 )
 from fedloom.core.method import Method
 from fedloom.core.phase import BoundPhase, Phase, phases_of
+from fedloom.core.privacy_terms import Spending
 from fedloom.core.replies import Replies
 from fedloom.core.robust import clip
 from fedloom.core.server import Server
@@ -79,6 +80,8 @@ RUN_BYTES = 16  # of the id of a session
 LOG = "secure-sums.jsonl"  # in a run folder: the cohorts of all sums, through every resume
 WEIGHT = "weight of the client"  # no phase can declare a tensor of this name
 
+Layout = dict[str, tuple[str, tuple[int, ...]]]  # {name: (dtype, shape)}
+
 
 # ---- a client's side ----
 class SecureResponder:
@@ -97,6 +100,7 @@ class SecureResponder:
         self.member: Member | None = None  # the client's side of the current sum
         self.about: SumId | None = None  # that sum
         self.channel: PeerChannel | None = None
+        self.noisy_sums = 0  # that this process has taken part in, with differential privacy
 
     def answer(self, method: Method, client: Client, phase: str, message: Message) -> Message:
         """Returns what may leave the client; raises Refusal if nothing may."""
@@ -187,7 +191,8 @@ class SecureResponder:
                 f"is of {self.about and self.about.phase!r}"
             )
         own = {name: content for name, content in message.items() if name != "secure"}
-        weight = _weight(method, client, phase.weighted_by) if phase.aggregate == "mean" else None
+        weighted = phase.aggregate == "mean" and client.facts.privacy is None
+        weight = _weight(method, client, phase.weighted_by) if weighted else None
         reply = _clipped(phase, bound(client, **own), own, self.terms.clip)
         lies = _Lies.of(client)
         if lies is not None:
@@ -199,6 +204,8 @@ class SecureResponder:
         check(reply, phase.reply_schema(method, client.facts, own, model), sender)
         if lies is None:  # a liar does not check itself
             phase.require_ranges(method, reply, client.said(), sender)
+        if client.facts.privacy is not None and bound.name not in MEASURING:
+            return self._noisy(client, bound, reply, message)
         tensors = flatten(reply)
         if weight is not None:
             tensors = {name: tensor.double() * weight for name, tensor in tensors.items()}
@@ -213,6 +220,25 @@ class SecureResponder:
         except MessageError as error:
             scaled = "" if weight is None else ", times the weight of the client"
             raise MessageError(f"{sender}: {error}{scaled}") from None
+        return {"masked": _tensor(self.member.mask(vector, message["secure"]["shared"].numpy()))}
+
+    def _noisy(
+        self, client: Client, bound: BoundPhase, reply: Message, message: Message
+    ) -> Message:
+        """Returns the masked reply with the client's share of the noise."""
+        from fedloom.privacy.dp_secure import private_vector  # imports this module
+
+        assert self.member is not None
+        assert client.facts.privacy is not None
+        most = client.facts.privacy.releases
+        if most and self.noisy_sums >= most:
+            raise Refusal(
+                f"client {client.name!r} refuses to answer {bound.name!r}: it has taken part in "
+                f"{self.noisy_sums} noisy sums, as many as run.dp_epsilon allows"
+            )
+        self.noisy_sums += 1
+        sent = {name: content for name, content in message.items() if name != "secure"}
+        vector = private_vector(client, bound, reply, sent, self.member.parties)
         return {"masked": _tensor(self.member.mask(vector, message["secure"]["shared"].numpy()))}
 
     # ---- peer messages ----
@@ -297,6 +323,8 @@ class SecureAggregation:
         terms: The terms of the sums.
         folder: The run folder, in which the cohorts are logged; None keeps them in memory.
     """
+
+    budget: Spending | None = None
 
     def __init__(self, terms: SecureTerms, folder: Path | None = None):
         self.terms, self.log = terms, CohortLog(folder)
@@ -451,14 +479,9 @@ class SecureAggregation:
         reply: Schema,
         lost: dict[str, Absent],
     ) -> tuple[Message, Tensor]:
-        name, mean = phase.name, phase.phase.aggregate == "mean"
+        name = phase.name
         terms = _terms_of(self.terms, name, phase.phase, len(server.clients))
-        layout = {
-            key: ("float64" if mean or DTYPES[dtype].is_floating_point else dtype, shape)
-            for key, dtype, shape in reply
-        }
-        if mean:
-            layout[WEIGHT] = ("float64", ())
+        layout = self.layout(phase, reply)
         size = sum(int(np.prod(shape)) for _, shape in layout.values())
         collector, shared = self._begin(server, name, messages, terms, size, lost, server.attempts)
         asked = {
@@ -484,13 +507,46 @@ class SecureAggregation:
             collector.take_reveals(reveals), layout, terms, int(collector.roster.sum())
         )
         weight = torch.as_tensor(added.get(WEIGHT, 1.0))
-        total = _as_declared(name, added, reply, mean)
+        total = self.opened(server, phase, added, reply, survivors)
         # Masks differ in every run. What was asked, who is in the sum, and the sum do not.
         self.log.add(server.round, name, [c for c in server.clients if c in survivors])
         server.remember(name, survivors, {"sum": total})
         missing = {c: lost.get(c, SILENT) for c in messages if c not in survivors}
         server.conclude(name, messages, missing, None, repeatable=False)
         return total, weight
+
+    def layout(self, phase: BoundPhase, reply: Schema) -> Layout:
+        """Returns the dtypes and shapes of what is added up.
+
+        Args:
+            phase: The phase.
+            reply: The schema of its reply.
+        """
+        mean = phase.phase.aggregate == "mean"
+        found: Layout = {
+            key: ("float64" if mean or DTYPES[dtype].is_floating_point else dtype, shape)
+            for key, dtype, shape in reply
+        }
+        return {**found, WEIGHT: ("float64", ())} if mean else found
+
+    def opened(
+        self,
+        server: Server,
+        phase: BoundPhase,
+        added: dict[str, Any],
+        reply: Schema,
+        messages: Mapping[str, Message],
+    ) -> Message:
+        """Returns a decoded sum as what `sum` or `mean` returns.
+
+        Args:
+            server: The server.
+            phase: The phase.
+            added: The sums by name.
+            reply: The schema of its reply.
+            messages: What the clients in the sum were sent.
+        """
+        return _as_declared(phase.name, added, reply, phase.phase.aggregate == "mean")
 
     def _begin(
         self,

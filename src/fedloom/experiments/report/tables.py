@@ -165,7 +165,32 @@ def result(
             line = f"{pairs} pairs of cohorts differ in one client"
             line += ": the difference of their sums discloses its reply"
             parts.append(Text(line, style="yellow"))
+    if privacy := summary.get("privacy"):
+        parts += [Text(line, style=style) for line, style in privacy_lines(privacy)]
     return Group(*parts)
+
+
+def privacy_lines(privacy: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns what a run with differential privacy has spent: lines and their styles.
+
+    privacy: the privacy part of its summary.
+    """
+    lines = []
+    if "epsilon" in privacy:
+        limit = f" of {privacy['limit']:g}" if privacy["limit"] else ""
+        line = (
+            f"differential privacy of a {privacy['unit']}: ε = {privacy['epsilon']:.3f}{limit}, "
+            f"δ = {privacy['delta']:g}, {_plural(privacy['releases'], 'noisy sum')}, noise "
+            f"multiplier {privacy['noise']:.3g}. The scores here are outside of the guarantee"
+        )
+        lines.append((line, ""))
+    if "edge_epsilon" in privacy:
+        line = f"randomised response on edges: ε = {privacy['edge_epsilon']:g} for each edge"
+        lines.append((line, ""))
+    if not privacy["private"]:
+        line = "NOT PRIVATE: the noise comes from the run's seed (run.dp_seeded, for tests only)"
+        lines.append((line, "bold red"))
+    return lines
 
 
 def workers(summary: Mapping[str, Any]) -> str:

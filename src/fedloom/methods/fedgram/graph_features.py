@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.data.graph import Graph
+from fedloom.data.hashing import Hashes, mixed
 from fedloom.errors import DataError
-from fedloom.methods.fedgram.hashing import Hashes, mixed
 
 Floats = NDArray[np.float32]
 

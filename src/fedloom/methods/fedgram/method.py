@@ -55,6 +55,7 @@ from fedloom.core.method import Method
 from fedloom.core.phase import Computed, phase, summed
 from fedloom.core.server import Server
 from fedloom.core.settings import setting
+from fedloom.data.capping import capped
 from fedloom.data.graph import Graph
 from fedloom.data.seeds import entropy_noise
 from fedloom.errors import ConfigError, DataError, unknown
@@ -63,7 +64,6 @@ from fedloom.methods.fedgram.graph_features import graph_features
 from fedloom.methods.fedgram.noise import (
     RELATIONS,
     bounded_rows,
-    capped,
     gaussian_scale,
     noise_share,
     ridge_for_noise,
