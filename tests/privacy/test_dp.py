@@ -64,6 +64,18 @@ def test_each_update_is_clipped_and_weighs_the_same(monkeypatch, parties):
     assert torch.cosine_similarity(far, near, 0) > 0.9
 
 
+def test_no_update_is_shortened_by_what_others_send(parties):
+    """Otherwise one client would change what the others add to the sum."""
+    lies = {"clients": 1, "attack": "scale"}
+    noise = {"dp_seeded": True, "dp_clip": 1e4, "rounds": 1, "adversary": lies}
+    off, on = (private("fedavg", parties, clip_norms=c, **noise) for c in (0.0, 2.0))
+    assert off.summary["history_hash"] == on.summary["history_hash"]
+    # The control: without privacy the long update is shortened.
+    plain = {"rounds": 2, "model": "gcn-2x8", "adversary": lies}
+    off, on = (run("fedavg", parties, clip_norms=c, **plain) for c in (0.0, 2.0))
+    assert off.summary["history_hash"] != on.summary["history_hash"]
+
+
 @pytest.mark.parametrize("secure", [False, True])
 def test_the_noise_has_the_declared_size(monkeypatch, parties, secure):
     settings = {"dp_clip": 0.5, "dp_noise": 3.0, "secure": secure}
@@ -255,6 +267,9 @@ def test_clients_of_a_secure_run_count_too(parties):
         ({"dp_noise": 0.2, "dp_epsilon": 1.0}, r"run\.dp_noise is 0\.2: one noisy sum costs more"),
         ({"dp_unit": "house"}, r"run\.dp_unit is 'house', must be client or node or edge or label"),
         ({"dp_unit": "node"}, r"what clients answer to 'train' has no bounded sensitivity"),
+        ({"aggregation": "median"}, r"run\.aggregation is 'median': only the mean has a bounded"),
+        ({"secure": True, "bucketing": 3}, r"run\.bucketing is 3; valid: 0"),
+        ({"secure": True, "secure_clip": 1.0}, r"run\.secure_clip is 1: run\.dp_clip limits"),
         ({"patience": 3}, r"run\.patience is 3: it stops by validation scores"),
         ({"class_weight": "balanced"}, r"run\.class_weight is 'balanced': it counts labels"),
         ({"secure": True, "dp_sampling": "poisson"}, r"its server is not trusted"),
