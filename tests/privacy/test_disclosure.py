@@ -199,7 +199,7 @@ def test_the_kept_figures_are_those_of_the_attacks(name, run, settings, cora):
 
 
 def test_the_statement_has_the_kept_figures():
-    head, plain, one, secure = measured.statement("fedpg")
+    head, plain, one, secure, *audits = measured.statement("fedpg")
     kept = measured.figures()["methods"]["fedpg"]
     assert kept["measured"] in head
     assert "cora" in head
@@ -209,4 +209,5 @@ def test_the_statement_has_the_kept_figures():
     assert "counted exactly for 10 of 10 clients" in one
     assert "0 of" in plain
     assert secure == "secure run: not possible"
+    assert all(line.startswith("audit, ") for line in audits)
     assert measured.statement("my_method.py")[0].startswith("not measured")
