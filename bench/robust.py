@@ -184,7 +184,7 @@ def cost(results, entries=92_231):
 
             results.get(
                 f"cost/{label}/{clients}",
-                lambda t=timed: min(t() for _ in range(1 if len(X) > 100 else 3)),
+                lambda t=timed, n=clients: min(t() for _ in range(1 if n > 100 else 3)),
             )
 
 
