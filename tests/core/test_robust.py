@@ -155,7 +155,8 @@ def test_liars_within_the_bound_cannot_move_a_rule_far(rule):
 
 # ---- how many liars ----
 @pytest.mark.parametrize(
-    ("rule", "clients", "bound"), [("median", 10, 4), ("krum", 10, 3), ("mean", 10, 0), ("krum", 2, 0)]
+    ("rule", "clients", "bound"),
+    [("median", 10, 4), ("krum", 10, 3), ("mean", 10, 0), ("krum", 2, 0)],
 )
 def test_bounds(rule, clients, bound):
     assert most_liars(rule, clients) == bound

@@ -13,7 +13,8 @@ A sum of "~name" is not a sum of updates (FedSpray scales each by its counts). I
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ from fedloom.core.robust import Robustness, median_of
 from fedloom.core.updates import Updates, rows, squares
 from fedloom.errors import ConfigError
 
+AGREED = 0.25  # the median cosine to the median update, from which on updates agree
+TRUSTED = 0.25  # of the median score, below which a client is left out
 SKETCH = 2048  # about how many entries of an update the cosines are computed from
 
 
@@ -38,17 +41,49 @@ class Outliers(NamedTuple):
         cosine: {client: the cosine of its update and the median of each entry}. It is computed
             from about `SKETCH` entries.
         clipped: The clients whose updates were shortened.
+        left_out: The clients whose updates were not used; see `Reputation`.
     """
 
     phase: str
     norm: dict[str, float]
     cosine: dict[str, float]
     clipped: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
     def entry(self) -> dict[str, Any]:
         """Returns it as JSON: [norm, cosine] of each client."""
         pairs = {c: [self.norm[c], self.cosine[c]] for c in self.norm}
-        return {"phase": self.phase, "clients": pairs, "clipped": list(self.clipped)}
+        of_some = {"clipped": list(self.clipped), "left_out": list(self.left_out)}
+        return {"phase": self.phase, "clients": pairs, **of_some}
+
+
+class Reputation:
+    """How far the updates of each client have pointed in the direction of the others.
+
+    The score of a client is its mean cosine to the median update, over the rounds in which updates
+    agree: the median cosine is at least `AGREED`. These are the early rounds. There a lie against
+    the others is easy to see. Later, honest updates differ as much as lies do. A client is left out
+    while its score is below `TRUSTED` times the median score.
+
+    state: {client: [sum of cosines, rounds]}; it belongs to the server's state.
+    """
+
+    def __init__(self, state: dict[str, Tensor]):
+        self._state = state
+
+    def add(self, cosine: Mapping[str, float]) -> None:
+        """Adds the cosines of a round, if updates agree in it."""
+        if statistics.median(cosine.values()) < AGREED:
+            return
+        for client, value in cosine.items():
+            known = self._state.get(client, torch.zeros(2, dtype=torch.float64))
+            self._state[client] = known + torch.tensor([value, 1.0], dtype=torch.float64)
+
+    def left_out(self, clients: Iterable[str]) -> list[str]:
+        """Returns the clients among these that are left out now."""
+        scores = {c: float(total / rounds) for c, (total, rounds) in self._state.items()}
+        usual = statistics.median(scores.values()) if scores else 0.0
+        return [c for c in clients if c in scores and scores[c] < TRUSTED * usual]
 
 
 class Combiner:
@@ -74,11 +109,15 @@ class Combiner:
         self._updates = Updates(phase, sent)
 
     # ---- screening ----
-    def screen(self, replies: Replies) -> tuple[Replies, Outliers | None]:
+    def screen(
+        self, replies: Replies, reputation: Reputation | None = None
+    ) -> tuple[Replies, Outliers | None]:
         """Compares the clients' updates and shortens to the median those that are far longer.
 
         Returns the replies, unchanged if nothing is too long, and how the updates compare; None if
         they cannot be compared.
+
+        reputation: leaves out clients. None: nobody is left out.
         """
         outliers: Outliers | None = None
         clients, updates = list(replies), self._updates
@@ -92,16 +131,24 @@ class Combiner:
             ratio, limit = norms / middle, self.terms.longest(self.phase.aggregate == "sum")
             long = (ratio > limit).nonzero().flatten().tolist() if limit else []
             if outliers is None:
+                away = reputation.left_out(clients) if reputation else []
+                cosines = self._cosines(replies, name, [c not in away for c in clients])
                 outliers = Outliers(
                     self.phase.name,
                     dict(zip(clients, _rounded(ratio), strict=True)),
-                    dict(zip(clients, _rounded(self._cosines(replies, name)), strict=True)),
+                    dict(zip(clients, _rounded(cosines), strict=True)),
                     tuple(clients[k] for k in long),
                 )
             if long:
                 X = updates.matrix(replies, name)
                 shorter = {k: X[k] / float(ratio[k]) for k in long}
                 replies = updates.replaced(replies, name, shorter)
+        if reputation is not None and outliers is not None:
+            reputation.add(outliers.cosine)
+            away = reputation.left_out(clients)
+            outliers = outliers._replace(left_out=tuple(away))
+            if away:
+                replies = replies.replaced({c: replies[c] for c in clients if c not in away})
         return replies, outliers
 
     def _norms(self, replies: Replies, name: str) -> Tensor:
@@ -112,8 +159,11 @@ class Combiner:
             total += squares(stack, updates.base(name, key, clients))
         return total.sqrt() / self._per_item(replies)
 
-    def _cosines(self, replies: Replies, name: str) -> Tensor:
-        """Returns the cosines of the clients' updates and the median update, from some rows."""
+    def _cosines(self, replies: Replies, name: str, among: list[bool]) -> Tensor:
+        """Returns the cosines of the clients' updates and the median update, from some rows.
+
+        among: whether a client counts in the median.
+        """
         clients, updates = list(replies), self._updates
         stacks = updates.stacks(replies, name)
         step = max(1, sum(math.prod(stack.shape[1:]) for _, stack in stacks) // SKETCH)
@@ -124,7 +174,8 @@ class Combiner:
                 chosen = torch.arange(0, stack.shape[1], min(step, stack.shape[1]))
             parts.append(rows(stack, chosen, updates.base(name, key, clients)))
         X = torch.cat(parts, 1) / self._per_item(replies).unsqueeze(-1).float()
-        return torch.cosine_similarity(X, X.median(0).values.unsqueeze(0), dim=1)
+        counted = X if all(among) else X[torch.tensor(among)]
+        return torch.cosine_similarity(X, counted.median(0).values.unsqueeze(0), dim=1)
 
     def _per_item(self, replies: Replies) -> Tensor:
         """Returns the numbers that updates are divided by: counts of items, or 1."""

@@ -176,6 +176,8 @@ class Robustness:
             rule bears.
         bucketing: The size of the random groups in front of the rule. 0: none.
         mixing: Whether nearest-neighbour mixing is in front of the rule.
+        reputation: Whether clients are left out whose updates have pointed away from the others'
+            so far; see `fedloom.core.combining.Reputation`.
         clip_norms: An update that is more than so many times as long as the median one is
             shortened to the median. 0: none is. `AUTOMATIC_CLIP`: 2 for weights that are averaged.
             It is 0 for sums of gradients, whose norms differ more, and for other rules than the
@@ -187,6 +189,7 @@ class Robustness:
     byzantine: int = 0
     bucketing: int = 0
     mixing: bool = False
+    reputation: bool = False
     clip_norms: float = 0.0
     cap_weights: float = 0.0
 

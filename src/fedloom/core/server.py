@@ -14,7 +14,7 @@ from fedloom.core.absence import FaultPolicy
 from fedloom.core.adversary import Adversary
 from fedloom.core.aggregation import Aggregation, PlainAggregation, Refuse, Request
 from fedloom.core.client import stream
-from fedloom.core.combining import Combiner, Outliers
+from fedloom.core.combining import Combiner, Outliers, Reputation
 from fedloom.core.facts import Facts, model_schema
 from fedloom.core.message import Message, Schema, flatten, require_finite
 from fedloom.core.method import Method
@@ -323,7 +323,8 @@ class Server(Waist):
         if unprotected or not replies or not self._combines(phase):
             return replies
         combiner = Combiner(terms, phase.phase, messages, self._rng_of_groups, self._note_rule)
-        screened, outliers = combiner.screen(replies.combined_by(combiner))
+        known = self._reputation(phase) if terms.reputation and self.in_round else None
+        screened, outliers = combiner.screen(replies.combined_by(combiner), known)
         if outliers is not None and self.in_round:
             self.outliers[phase.name] = outliers
         return screened
@@ -361,6 +362,10 @@ class Server(Waist):
     def _combines(self, phase: BoundPhase) -> bool:
         """Whether replies of a phase are combined by the rule: weights, and any other mean."""
         return bool(phase.phase.updates_sent) or phase.phase.aggregate == "mean"
+
+    def _reputation(self, phase: BoundPhase) -> Reputation:
+        # A name that no method uses for its own state.
+        return Reputation(self.state.setdefault("reputation", {}).setdefault(phase.name, {}))
 
     def _rng_of_groups(self) -> torch.Generator:
         return self.rng("groups of robust aggregation")

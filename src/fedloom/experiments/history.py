@@ -27,6 +27,7 @@ class History:
         round: The round of the last entry.
         absences: The counts of absences so far.
         clipped: {client: in how many rounds its update was shortened}.
+        left_out: {client: in how many rounds its update was not used}.
         confusions: {stage: {"best": ..., "last": ...}}, the test confusion matrices of all clients.
     """
 
@@ -43,6 +44,7 @@ class History:
         self.round = 0
         self.absences = AbsenceCounts()
         self.clipped: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()
         self.confusions: dict[str, dict[str, Matrix | None]] = {}
         self._stage = ""  # of the last evaluation
         self._best: dict[str, Entry] = {}  # by stage
@@ -124,7 +126,9 @@ class History:
     def _note(self, entry: Entry) -> None:
         self.round = entry["round"]
         self.absences.add(entry)
-        self.clipped.update({c for row in entry.get("updates", ()) for c in row["clipped"]})
+        for row in entry.get("updates", ())[:1]:
+            self.clipped.update(row["clipped"])
+            self.left_out.update(row["left_out"])
         if entry.get(self._selected) is not None and self._recent.maxlen:
             if len(self._recent) == self._recent.maxlen:
                 self._before = max(self._before, self._recent[0])

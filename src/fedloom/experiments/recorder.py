@@ -567,8 +567,12 @@ class Recorder:
         }
 
     def _robustness(self, best: dict[str, Any]) -> dict[str, Any]:
-        """Returns whose updates were shortened how often, and who lied."""
-        found: dict[str, Any] = {"clipped": dict(sorted(self.history.clipped.items()))}
+        """Returns whose updates were shortened or left out how often, and who lied."""
+        history = self.history
+        found: dict[str, Any] = {
+            "clipped": dict(sorted(history.clipped.items())),
+            "left_out": dict(sorted(history.left_out.items())),
+        }
         if liars := self.facts.adversary:
             found["adversary"] = {
                 "attack": liars.attack,

@@ -88,6 +88,9 @@ class RunSettings:
     mixing: bool = setting(
         False, "nearest-neighbour mixing in front of the rule: each reply becomes a local mean"
     )
+    reputation: bool = setting(
+        False, "leave out clients whose updates have pointed away from the others' so far"
+    )
     clip_norms: float = setting(
         AUTOMATIC_CLIP,
         "updates longer than this many times the median one are shortened to the median (0 = none; "
@@ -215,6 +218,10 @@ class RunSettings:
                     f"run.{name} is for another rule than 'mean'; valid for run.aggregation: "
                     f"{', '.join(RULES[1:])}"
                 )
+        if self.reputation and self.secure:
+            raise ConfigError(
+                "run.reputation needs single replies; a secure run gives sums only; valid: false"
+            )
         if self.secure_clip and not self.secure:
             raise ConfigError(
                 "run.secure_clip is for secure runs; in a plain run set run.clip_norms"
@@ -311,7 +318,13 @@ class RunSettings:
         """How the server protects means and sums of weights against clients that lie."""
         groups = 0 if self.secure else self.bucketing  # a secure run sums each group by itself
         return Robustness(
-            self.aggregation, self.byzantine, groups, self.mixing, self.clip_norms, self.cap_weights
+            self.aggregation,
+            self.byzantine,
+            groups,
+            self.mixing,
+            self.reputation,
+            self.clip_norms,
+            self.cap_weights,
         )
 
     @property

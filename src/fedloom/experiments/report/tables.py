@@ -153,6 +153,7 @@ def result(
         parts.insert(1, Text(line, style="yellow"))
     if summary.get("absences"):
         parts.insert(1, Text(_absences(summary), style="yellow"))
+    parts += [Text(line, style="yellow") for line in _liars(summary)]
     if local := summary.get("local"):  # of a deployment
         selection = summary.get("selection") or "accuracy"
         names = dict.fromkeys(("accuracy", selection))
@@ -211,12 +212,29 @@ def _plural(count: int, word: str) -> str:
     return f"{count} {word}{'s' * (count != 1)}"
 
 
-def _absences(s: Mapping[str, Any]) -> str:
-    often = sorted(s["absences"].items(), key=lambda item: -item[1])
+def _liars(s: Mapping[str, Any]) -> list[str]:
+    """Returns who lied, and whose updates were shortened or left out."""
+    found = []
+    if lied := s.get("adversary"):
+        who = ", ".join(lied["clients"][:10])
+        line = f"clients that lie ({lied['attack']}): {who}; scores are those of the others"
+        found.append(line)
+    for key, what in (("clipped", "shortened"), ("left_out", "left out")):
+        if s.get(key):
+            found.append(f"updates {what}: {_often(s[key])} (history.jsonl says when)")
+    return found
+
+
+def _often(counts: Mapping[str, int]) -> str:
+    often = sorted(counts.items(), key=lambda item: -item[1])
     shown = ", ".join(
         f"{client} ({'once' if count == 1 else f'{count} times'})" for client, count in often[:10]
     )
-    shown += f" and {len(often) - 10} more" if len(often) > 10 else ""
+    return shown + (f" and {len(often) - 10} more" if len(often) > 10 else "")
+
+
+def _absences(s: Mapping[str, Any]) -> str:
+    shown = _often(s["absences"])
     when = "history.jsonl says when and why"
     return f"absent from exchanges: {shown}; asked again: {s['retried']} ({when})"
 
