@@ -18,6 +18,8 @@ setup: .venv/ready  ## the environment, in .venv
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+# ByzFL's rules are compared with ours. Its training framework needs torchvision; the rules do not.
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt byzfl==0.0.11
 	@touch $@
 
 demo: setup  ## FedGram on Cora with 10 clients; FedAvg, local and central training as baselines

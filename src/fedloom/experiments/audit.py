@@ -191,6 +191,11 @@ def audit_recipe(
     names = require_attacks(attacks)
     if shadows < 0 or shadows == 1:
         raise ConfigError(f"shadows is {shadows}, must be 0 or at least 2")
+    if recipe.adversary.clients:
+        raise ConfigError(
+            f"adversary.clients is {recipe.adversary.clients}: an audit measures what honest "
+            "clients disclose; valid: 0"
+        )
     federation = federation or recipe.federation()
     if make_method(recipe.method, recipe.method_settings).centralized:
         raise ConfigError(
