@@ -12,6 +12,7 @@ python bench/dp.py docs/differential-privacy.md --only fedavg
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import product
@@ -112,22 +113,23 @@ def score(row: dict[str, Any], seed: int, epsilon: float | None, more: dict[str,
     Args:
         row: The row.
         seed: The seed, also of the partition.
-        epsilon: ε; None: without noise.
+        epsilon: ε; infinite: the same settings without clipping and noise; None: FedAvg as it is
+            without a budget, or the row without noise.
         more: The chosen settings.
     """
     about = {"on", "grid", "method", "own_epsilon", "edges", "stage"}
     settings = {key: value for key, value in row.items() if key not in about} | more
     name = "epsilon" if row.get("own_epsilon") else "edge_epsilon" if row.get("edges") else ""
-    if epsilon is None:
+    if epsilon is None or math.isinf(epsilon):
         settings = {k: v for k, v in settings.items() if not k.startswith("dp_")}
         settings["secure"] = False
         for key in ("protects",) if row.get("own_epsilon") else ():
             settings.pop(key, None)
-        if row["method"] == "fedavg":  # FedAvg as it is without a budget
+        if epsilon is None and row["method"] == "fedavg":  # FedAvg as it is without a budget
             settings = {"rounds": 60, "evaluation": "global"}
     else:
         settings[name or "dp_epsilon"] = epsilon
-    if epsilon is not None and not name:
+    if epsilon is not None and not name:  # the last round is reported
         settings["evaluate_every"] = settings.get("rounds", 1)
     result = run(row["method"], parties_of(row["on"], seed), seed=seed, **settings)
     stages = [e for e in result.history if e.get("stage") == row.get("stage", "train")]
@@ -160,7 +162,9 @@ def measure(only: str, known: dict[str, Any]) -> None:
                 known[key] = local.accuracy
                 save(known)
     for label, row in ROWS.items():
-        for epsilon, seed in product((*EPSILONS, None), SEEDS):
+        for epsilon, seed in product(
+            (*EPSILONS, *([math.inf] if "grid" in row else []), None), SEEDS
+        ):
             key = f"{label}, {epsilon}, {seed}"
             if key in known or only not in key:
                 continue
@@ -185,11 +189,17 @@ def table(known: dict[str, Any], start: str) -> str:
             spread([known.get(f"{label}, {epsilon}, {seed}") for seed in SEEDS])
             if f"{label}, {epsilon}, {SEEDS[-1]}" in known
             else "-"
-            for epsilon in (*EPSILONS, None)
+            for epsilon in (*EPSILONS, math.inf, None)
         ]
         local = [known.get(f"local, {row['on']}, {seed}") for seed in SEEDS]
         rows.append([label.partition(", ")[2], *cells, spread(local)])
-    head = ["accuracy, %", *(f"ε = {epsilon:g}" for epsilon in EPSILONS), "no noise", "Local"]
+    head = [
+        "accuracy, %",
+        *(f"ε = {epsilon:g}" for epsilon in EPSILONS),
+        "same, no noise",
+        "no noise",
+        "Local",
+    ]
     return markdown(head, rows)
 
 

@@ -405,7 +405,9 @@ def test_bad_input_is_one_clear_line(folder, tmp_path):
     with pytest.raises(ConfigError, match="unknown recipe"):
         fedloom.audit("nowhere")
     liars = {"adversary": {"clients": 1}, "partition": {"clients": 3}}
-    with pytest.raises(ConfigError, match="adversary.clients is 1: an audit measures what honest"):
+    with pytest.raises(
+        ConfigError, match=r"adversary\.clients is 1: an audit measures what honest"
+    ):
         fedloom.audit(liars)
     with pytest.raises(ConfigError, match="shadows is 1, must be 0 or at least 2"):
         fedloom.audit(folder, shadows=1)
