@@ -35,6 +35,13 @@ def federation():
             {"rounds": 2, "secure": True, "finetune": 1, "class_weight": "balanced"},
             marks=slow,
         ),
+        # Parties choose the noise from the same terms, and add their shares of it.
+        pytest.param(
+            "fedavg",
+            {"rounds": 2, "secure": True, "dp_epsilon": 50.0, "dp_seeded": True},
+            marks=slow,
+        ),
+        pytest.param("fedavg", {"rounds": 2, "aggregation": "median"}, marks=slow),
     ],
 )
 def test_a_run_is_bit_identical_to_the_loop(method, settings, federation, tmp_path):

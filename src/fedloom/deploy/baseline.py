@@ -71,7 +71,7 @@ class LocalBaseline:
         run: RunSettings,
         inductive: bool,
     ):
-        alone = replace(facts, secure=None, upload="", download="")
+        alone = replace(facts, secure=None, privacy=None, upload="", download="")
         self._replies: list[Message] = []
         self._method: Any = observed(local_method(method), self._replies.append)
         self._client = Client(name, graph, alone, inductive)

@@ -238,13 +238,22 @@ class Engine(RemoteEngine):
             "top_k": facts.top_k,
             "class_weight": facts.class_weight,
             "auc": facts.auc,
+            "edge_epsilon": facts.edge_epsilon,
+            "dp_seeded": facts.edges_seeded,
         }
+        if (terms := facts.privacy) is not None:
+            run |= {
+                f"dp_{key}": getattr(terms, key)
+                for key in ("epsilon", "delta", "clip", "noise", "unit", "sampling", "degree")
+            }
+            poisson = terms.sampling == "poisson"
+            run["participation"] = terms.rate if poisson else terms.expected / facts.num_clients
         if facts.secure is not None:
-            terms = {
+            secure = {
                 f"secure_{f.name}": getattr(facts.secure, f.name) for f in fields(facts.secure)
             }
-            terms["bucketing"] = terms.pop("secure_bucket")
-            run |= {"secure": True, **terms}
+            secure["bucketing"] = secure.pop("secure_bucket")
+            run |= {"secure": True, **secure}
         tables: dict[str, dict[str, Any]] = {
             "federation": {
                 "address": f"127.0.0.1:{port}",

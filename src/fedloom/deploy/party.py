@@ -42,7 +42,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from fedloom._system import make_private, open_private, plain_text, write_atomic
 from fedloom.core.aggregation import Responder
 from fedloom.core.client import Client
-from fedloom.core.facts import Facts, SecureTerms
+from fedloom.core.facts import Facts
 from fedloom.core.message import Message, decode, encode
 from fedloom.core.method import Method
 from fedloom.core.phase import message_limit, phases_of
@@ -648,10 +648,13 @@ def _file_name(order: dict[str, Any], key: str) -> str:
 def facts_to_json(facts: Facts) -> dict[str, Any]:
     """Returns the facts as JSON."""
     content = {f.name: getattr(facts, f.name) for f in fields(Facts)}
-    secure = facts.secure and {f.name: getattr(facts.secure, f.name) for f in fields(SecureTerms)}
+    terms = {
+        "secure": facts.secure and asdict(facts.secure),
+        "privacy": facts.privacy and asdict(facts.privacy),
+    }
     lists = {"clients": list(facts.clients), "models": list(facts.models)}
     # Adversaries are simulated by the server, or by clients in its own process.
-    return {**content, **lists, "secure": secure, "adversary": None}
+    return {**content, **lists, **terms, "adversary": None}
 
 
 def _as_sent(content: dict[str, Any]) -> dict[str, Any]:
