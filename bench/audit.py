@@ -41,9 +41,12 @@ METHODS: dict[str, tuple[list[str], int]] = {
     "opfgl": (["method.condense_steps=20", "method.steps=50"], 2),
     "fedgh": (["method.rounds=10"], 0),
 }
-# What differential privacy is asked for. FedGram has its own.
+# What differential privacy is asked for. FedGram has its own; O-pFGL protects nodes, not clients.
 EPSILON = ["run.secure=true", "run.dp_epsilon=8"]
-OWN_EPSILON = {"fedgram": ["run.secure=true", "method.epsilon=8", 'method.hops="2"']}
+OWN_EPSILON = {
+    "fedgram": ["run.secure=true", "method.epsilon=8", 'method.hops="2"'],
+    "opfgl": [*EPSILON, 'run.dp_unit="node"', "run.dp_clip=0.3", "method.hops=0"],
+}
 RUNS: dict[str, list[str]] = {"plain": [], "secure": ["run.secure=true"], "ε = 8": EPSILON}
 # Settings of a method that protect it further.
 FURTHER = {"fedstruct": {"secure, safe": ["run.secure=true", "method.safe=true"]}}
