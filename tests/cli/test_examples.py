@@ -33,6 +33,7 @@ SKIPPED = {
     "docs/deploy.md": "tests/deploy runs the commands of this page",
     "--engine flower": "a process for every client takes a while to start: tests/deploy runs it",
     "their-recipe.toml": "it stands for a recipe of other people: tests/experiments/test_trust.py",
+    "fedloom audit runs/x": "it stands for a finished run: tests/experiments/test_audit.py",
     "fedloom watch": "it runs until Ctrl-C: tests/experiments/test_watch.py runs it",
 }
 # Settings that shorten what a method does before, or instead of, rounds.

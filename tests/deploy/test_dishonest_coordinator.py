@@ -60,6 +60,10 @@ LIES = {
     "selection": "f1_macro",
     "top_k": 5,
     "class_weight": "balanced",
+    "adversary": {"clients": ["bank-a"], "attack": "scale", "strength": 1.0},
+    "privacy": {"noise": 0.0, "delta": 1e-5, "clip": 1e9},
+    "edge_epsilon": 50.0,
+    "edges_seeded": True,
 }
 
 
@@ -148,7 +152,7 @@ def test_a_resumed_run_does_not_repeat_sums_without_a_party(tmp_path):
 
 
 def test_control_without_the_record_the_difference_of_two_sums_is_a_party(tmp_path, monkeypatch):
-    monkeypatch.setattr(SumRecord, "release", lambda self, about, cohort: None)
+    monkeypatch.setattr(SumRecord, "release", lambda self, about, *more, **terms: None)
     deployed = broken(tmp_path)
     del deployed.transport.parties["bank-d"]
     resumed = deployed.serve(resumed=read_config(tmp_path / "run"))
@@ -230,7 +234,7 @@ def test_keep_sum_restore_sum_is_refused_under_any_name(tmp_path):
 
 def test_control_keep_sum_restore_sum_exposes_a_party(tmp_path, monkeypatch):
     for check in ("begin", "release"):
-        monkeypatch.setattr(SumRecord, check, lambda self, about, more=None: None)
+        monkeypatch.setattr(SumRecord, check, lambda self, about, *more, **terms: None)
     masked, opened, mask = [], [], Member.mask
 
     def noting(self, vector, shared):

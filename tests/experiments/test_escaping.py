@@ -47,7 +47,9 @@ def test_no_cell_of_a_csv_table_is_a_formula(runs, name):
     for cell in texts:
         if cell.startswith("-"):
             float(cell)  # a number
-    assert any(cell.startswith(f"'{name}") for cell in texts)
+    # The reader of a run folder has replaced the control character.
+    shown = f"\ufffd{name[1:]}" if name.startswith("\r") else f"'{name}"
+    assert any(cell.startswith(shown) for cell in texts)
     numbers = dict(zip(rows[0], rows[1], strict=True))
     assert 0 <= float(numbers["mean"]) <= 1  # stays a number
 

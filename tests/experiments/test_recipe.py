@@ -92,7 +92,7 @@ def test_a_file_is_read_and_a_bad_one_is_named(tmp_path):
 BAD = {
     "unknown table": (
         {"methods": {}},
-        r"recipe: 'methods'. Did you mean 'method'\? Valid: data, expect, method, model, parti",
+        r"recipe: 'methods'. Did you mean 'method'\? Valid: adversary, data, expect, method, mod",
     ),
     "no table": ({"run": 3}, r"run is 3, must be a table: \[run\]"),
     "list of tables": ({"method": [{}]}, r"method is .*must be a table"),

@@ -12,7 +12,8 @@ from fedloom.errors import MessageError, RoundFailed
 from fedloom.experiments.result import load_run
 from fedloom.experiments.run import run
 
-SETTINGS = {"model": "gcn-2x8", "rounds": 4, "engine": "loop"}
+# No update is shortened: by default such a client does no harm.
+SETTINGS = {"model": "gcn-2x8", "rounds": 4, "engine": "loop", "clip_norms": 0.0}
 QUORUM = {"quorum": 0.2}  # one client of four is enough
 
 

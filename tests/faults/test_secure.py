@@ -29,9 +29,9 @@ def sums(monkeypatch):
     """Lists (client, number of the sum) for every reply to `advertise_keys`."""
     seen, original = [], SecureResponder._advertise
 
-    def advertise(self, client, **message):
+    def advertise(self, method, client, **message):
         seen.append((client.name, int(message["number"])))
-        return original(self, client, **message)
+        return original(self, method, client, **message)
 
     monkeypatch.setattr(SecureResponder, "_advertise", advertise)
     return seen

@@ -96,7 +96,7 @@ def test_imports_outside_of_the_package_are_declared():
         f"{path.relative_to(ROOT)} imports {name}"
         for path in files
         for name, _ in third_party(path, own)
-        if name not in CORE | OPTIONAL
+        if name not in CORE | OPTIONAL | {"byzfl"}  # the Makefile installs it without torchvision
     }
     assert not undeclared
 

@@ -164,7 +164,7 @@ def test_traffic_is_one_model_each_way_and_one_size(node_federation):
     )
     model = d * 8 + 8 + 8 * c + c
     assert traffic["scalars_up"] == clients * (model + 1)
-    assert traffic["scalars_down"] == clients * model
+    assert traffic["scalars_down"] == clients * (model + SMALL["finetune"])  # and epochs' numbers
 
 
 def test_one_round_and_node_tasks_only(graph_federation):

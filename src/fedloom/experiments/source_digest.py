@@ -37,6 +37,8 @@ _EXCLUDED = (
     "fedloom.experiments.executor",  # decides when and where a cell runs, not what it computes
     "fedloom.experiments.grid",  # chooses the settings of each cell; they are part of its name
     "fedloom.experiments.tune",  # the same, for trials
+    "fedloom.experiments.audit",  # runs and attacks on its own
+    "fedloom.experiments.audit_file",  # keeps what was found
     "fedloom.experiments.comparing",  # compares finished runs
     "fedloom.experiments.python_api",  # chooses settings, and compares finished runs
     "fedloom.experiments.memory_estimate",  # may refuse a run, but does not change it
