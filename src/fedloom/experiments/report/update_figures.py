@@ -127,7 +127,7 @@ def _liars(one: _Compared) -> str:
     attack = one.run.summary["adversary"].get("attack")
     more = len(one.liars) - SHOWN
     who = ", ".join(one.liars[:SHOWN]) + (f" and {more} more" if more > 0 else "")
-    return f"Seed {one.run.summary['seed']}: the simulation makes {who} lie ({attack})."
+    return f"Seed {one.run.summary['seed']}: the simulation makes clients {who} lie ({attack})."
 
 
 def _curves(c: Comparison, task: str, one: _Compared) -> list[Figure]:
