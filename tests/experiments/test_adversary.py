@@ -156,29 +156,45 @@ def test_processes_agree_on_a_run_with_liars(ten):
     )
 
 
-@pytest.mark.parametrize("attack", ["noise", "alie"])
-def test_a_resumed_run_lies_as_an_unbroken_one(ten, tmp_path, attack):
-    settings = {"aggregation": "median", "bucketing": 2, "checkpoint_every": 1}
-    lies = {"clients": 2, "attack": attack}
-    whole = run(ten, adversary=lies, out=tmp_path / "whole", rounds=5, **settings)
+def broken_and_resumed(federation, lies, place, rounds, until=3, **settings):
+    """Returns the result of a run that an error ends in the round `until`, and that is resumed."""
 
     class StopError(Exception):
         pass
 
     def stop(entry):
-        if entry["round"] == 3:
+        if entry["round"] == until:
             raise StopError
 
-    chosen = RunSettings(**GLOBAL, **settings)
-    table = {"name": "fedavg", "rounds": 5}
-    place = tmp_path / "cut"
+    chosen = RunSettings(**GLOBAL, **settings, checkpoint_every=1)
+    table = {"name": "fedavg", "rounds": rounds}
+    given = {"settings": chosen, "adversary": lies, "out": place}
     with pytest.raises(StopError):
-        fedloom.run(table, ten, settings=chosen, adversary=lies, out=place, callbacks=stop)
-    again = fedloom.run(table, ten, settings=chosen, adversary=lies, out=place, resume=True)
+        fedloom.run(table, federation, callbacks=stop, **given)
+    return fedloom.run(table, federation, resume=True, **given)
+
+
+@pytest.mark.parametrize("attack", ["noise", "alie"])
+def test_a_resumed_run_lies_as_an_unbroken_one(ten, tmp_path, attack):
+    settings = {"aggregation": "median", "bucketing": 2}
+    lies = {"clients": 2, "attack": attack}
+    whole = run(ten, adversary=lies, rounds=5, **settings)
+    again = broken_and_resumed(ten, lies, tmp_path / "cut", 5, **settings)
     assert again.summary["history_hash"] == whole.summary["history_hash"]
     assert again.summary["clipped"] == whole.summary["clipped"]
-    kept = json.loads((place / "config.json").read_text())
+    kept = json.loads((tmp_path / "cut" / "config.json").read_text())
     assert kept["adversary"] == {"clients": 2, "attack": attack, "strength": 0.0}
+
+
+def test_a_resumed_run_knows_the_reputation_of_an_unbroken_one(ten, tmp_path):
+    # Updates agree in the first four rounds only, so later rounds need the scores of these.
+    lies = {"clients": 2, "attack": "ipm"}
+    whole = run(ten, adversary=lies, rounds=6, reputation=True)
+    again = broken_and_resumed(ten, lies, tmp_path / "cut", 6, until=5, reputation=True)
+    assert set(whole.summary["left_out"].values()) == {6}
+    assert again.summary["left_out"] == whole.summary["left_out"]
+    assert again.summary["history_hash"] == whole.summary["history_hash"]
+    assert [e["updates"] for e in again.history] == [e["updates"] for e in whole.history]
 
 
 # ---- bad input ----

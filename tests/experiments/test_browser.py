@@ -584,6 +584,34 @@ def test_the_loss_and_the_selection_metric_are_drawn(new_tab, watched, dark):
     assert tab.problems == []
 
 
+def test_updates_that_stand_out_are_listed_while_the_run_grows(new_tab, watched):
+    name = "<img src=x onerror=alert(1)>"
+
+    def updates(norm, clipped):
+        clients = {"ann": [1.0, 0.9], name: [norm, -0.5]}
+        return [{"phase": "train", "clients": clients, "clipped": clipped, "left_out": []}]
+
+    tab = new_tab()
+    tab.size(390)
+    write(watched.folder, line(1, epsilon=0.25))
+    tab.open(watched.url)
+    tab.wait("!!document.querySelector('#client-table tbody tr')")
+    assert tab.js("document.querySelector('#outliers') === null")
+    assert "ε spent0.250" in tab.js("document.querySelector('.facts').textContent")
+    write(watched.folder, line(2, updates=updates(9.0, [name]), epsilon=0.5))
+    tab.wait("!!document.querySelector('#outliers tbody tr')")
+    cells = "[...document.querySelectorAll('#outliers tbody td, #outliers tbody th')]"
+    texts = f"{cells}.map((cell) => cell.textContent)"
+    assert tab.js(texts) == [name, "train", "9.00", "-0.50", "shortened"]
+    assert tab.js("document.querySelectorAll('#outliers img').length") == 0
+    write(watched.folder, line(3, updates=updates(1.0, [])))
+    text = "document.querySelector('#outliers p').textContent"
+    tab.wait(f"{text} === 'Round 3: 1 of 2 updates.'")
+    assert tab.js(texts)[2:] == ["1.00", "-0.50", ""]
+    assert tab.js("document.documentElement.scrollWidth") <= 390
+    assert tab.problems == []
+
+
 def test_the_page_says_that_the_watch_has_ended(new_tab, tmp_path):
     write(tmp_path / "run", line(1))
     tab = new_tab()

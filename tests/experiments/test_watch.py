@@ -513,3 +513,90 @@ def test_responses_are_small_for_many_rounds_and_clients(tmp_path):
         whole = len(ask(server, "/data")[2])
         assert whole < (folder / "history.jsonl").stat().st_size / 20
         assert len(ask(server, "/data?from=100&version=0")[2]) < 2000
+
+
+# ---- updates that stand out, and the privacy budget ----
+
+
+def compared(clients, clipped=(), left_out=()):
+    """Returns the outlier report of a round, as the history has it."""
+    row = {"phase": "train", "clients": clients}
+    return [row | {"clipped": list(clipped), "left_out": list(left_out)}]
+
+
+def test_clients_that_stand_out_in_the_latest_round_are_sent(run):
+    with serving(run) as server:
+        assert data(server)["outliers"] is None
+        first = compared({"ann": [1.0, 0.9], "bob": [12.0, -0.4]}, clipped=["bob"])
+        write(run, line(3, updates=first))
+        found = data(server)["outliers"]
+        assert (found["round"], found["compared"], found["standing_out"]) == (3, 2, 1)
+        (bob,) = found["clients"]
+        assert bob == {
+            "phase": "train",
+            "client": "bob",
+            "norm": 12.0,
+            "cosine": -0.4,
+            "shortened": True,
+            "left_out": False,
+        }
+        write(run, line(4, updates=compared({"ann": [1.0, 0.9], "bob": [1.1, 0.8]})))
+        found = data(server)["outliers"]
+        assert (found["round"], found["standing_out"], found["clients"]) == (4, 0, [])
+        assert "outliers" not in data(server, version=0, **{"from": 4})  # nothing is new
+
+
+@pytest.mark.parametrize(
+    ("pair", "stands_out"),
+    [
+        ([1.9, 0.1], False),
+        ([2.1, 0.1], True),
+        ([0.4, 0.1], True),
+        ([0.0, 0.0], True),  # a free rider
+        ([1.0, -0.1], True),
+        ([float("inf"), float("nan")], True),
+    ],
+)
+def test_updates_far_from_the_median_stand_out(tmp_path, pair, stands_out):
+    updates = compared({"ann": pair, "bob": [1.0, 0.9]})
+    folder = write(tmp_path / "run", line(1, updates=updates))
+    with serving(folder) as server:
+        names = [one["client"] for one in data(server)["outliers"]["clients"]]
+    assert names == ["ann"] * stands_out
+
+
+def test_the_ten_that_stand_out_most_are_sent(tmp_path):
+    clients = {f"c{k}": [2.0 + k, 0.5] for k in range(1, 31)}
+    updates = compared(clients, left_out=["c1"])
+    folder = write(tmp_path / "run", line(1, updates=updates))
+    with serving(folder) as server:
+        found = data(server)["outliers"]
+    assert (found["compared"], found["standing_out"]) == (30, 30)
+    assert [one["client"] for one in found["clients"]] == [
+        "c1",
+        *(f"c{k}" for k in range(30, 21, -1)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "damage", [[{}], [1], compared({"ann": [1.0]}), compared({"ann": ["x", 1]})]
+)
+def test_damaged_updates_are_damaged_lines(run, damage):
+    write(run, line(3, updates=damage))
+    with serving(run) as server:
+        found = data(server)
+    assert (found["damaged_lines"], found["round"], found["outliers"]) == (1, 2, None)
+
+
+def test_the_epsilon_spent_so_far_is_a_fact(run, tmp_path):
+    with serving(run) as server:
+        assert "ε spent" not in dict(data(server)["facts"])
+    private = CONFIG | {"run": {"seed": 0, "dp_epsilon": 8.0}}
+    entries = (line(1, epsilon=0.5), line(2, epsilon=1.23456))
+    folder = write(tmp_path / "private", *entries, config=private)
+    with serving(folder) as server:
+        assert dict(data(server)["facts"])["ε spent"] == "1.235 of 8"
+    seeded = {"seed": 0, "dp_noise": 1.0, "dp_epsilon": 0.0, "dp_seeded": True}
+    folder = write(tmp_path / "seeded", line(1, epsilon=2.0), config=CONFIG | {"run": seeded})
+    with serving(folder) as server:
+        assert dict(data(server)["facts"])["ε spent"] == "2.000 (seeded noise: not private)"

@@ -110,9 +110,10 @@ def squares(stack: Stack, base: Tensor | None) -> Tensor:
     """Returns the squared norms of the clients' differences to the base, [clients], in float64."""
     if isinstance(stack, SharedRows) and (base is None or len(base) == 1):
         stored, sharing = stack.stored, stack.sharing
-        apart = stored if base is None else stored - base[0].index_select(0, sharing.column)
-        of_row = torch.linalg.vector_norm(apart, dim=1).double().square()
-        return of_row[sharing.index].sum(1)
+        if base is not None:  # in place: these are the largest tensors of a round
+            stored = base[0].index_select(0, sharing.column).sub_(stored)
+        of_row = torch.linalg.vector_norm(stored, dim=1).double().square()
+        return of_row.index_select(0, sharing.index.flatten()).view(sharing.index.shape).sum(1)
     return torch.linalg.vector_norm(rows(stack, None, base), dim=1).double().square()
 
 

@@ -20,6 +20,7 @@ CONFIG, SUMMARY = "config.json", "summary.json"
 HISTORY, PARTITION = "history.jsonl", "partition.json"
 BASELINES = "baselines"  # the folder, in a run folder, of the run folders of its baselines
 CAUSE_LENGTH = 2000  # characters of the error that ended a run
+_OF_CLIENTS = ("clients", "participants", "updates")  # parts of an entry that grow with clients
 _REQUIRED = {
     "method",
     "dataset",
@@ -49,12 +50,12 @@ class Run:
 
     @cached_property
     def curve(self) -> list[dict[str, Any]]:
-        """The history without the clients' scores.
+        """The history without the clients' scores and updates.
 
         It has an entry for each round, and for each evaluation outside of rounds.
         """
         return [
-            {key: value for key, value in entry.items() if key not in ("clients", "participants")}
+            {key: value for key, value in entry.items() if key not in _OF_CLIENTS}
             for entry in entries(self.folder)
         ]
 

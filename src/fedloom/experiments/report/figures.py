@@ -34,6 +34,7 @@ from fedloom.experiments.report.spec import (
     series,
     short,
 )
+from fedloom.experiments.report.update_figures import update_figures
 from fedloom.experiments.run_folder import Run
 
 LEAST_GAIN = 0.05  # points; a client with a smaller difference to local neither gains nor loses
@@ -45,14 +46,15 @@ _SHOWN = 0.95
 def figures(c: Comparison) -> list[Figure]:
     """Returns all figures and tables, by section.
 
-    An overview of several tasks comes first, then for each task its results, classes, clients, cost
-    and data. The settings and the list of all runs come last.
+    An overview of several tasks comes first, then for each task its results, classes, clients and
+    their updates, cost and data. The settings and the list of all runs come last.
     """
     parts: list[Figure] = [_overview(c)] if len(c.tasks) > 1 else []
     makers: list[Callable[[Comparison, str], Iterable[Figure]]] = [
         _results,
         class_figures,
         _clients,
+        update_figures,
         _cost,
         _data,
     ]

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 from fedloom._system import plain_text, without_control
 from fedloom.experiments.report.comparison import MINIMISED
 from fedloom.experiments.report.labels import label
+from fedloom.experiments.report.outliers import standing_out
 from fedloom.experiments.run_folder import CAUSE_LENGTH
 
 PIECE = 1 << 20  # bytes per read
@@ -53,6 +54,8 @@ class Follower:
         version: Changes if the history was restarted and the entries are different ones.
         clients: Each client's scores at the best round so far, and how often, when and why it was
             absent.
+        outliers: The clients whose updates stand out in the latest round that compares updates, as
+            `outliers.standing_out` returns them; None if no round does.
         behind: Whether there are lines that `look` had no time to read.
     """
 
@@ -65,7 +68,9 @@ class Follower:
     def _begin(self) -> None:
         self.entries: list[list[Any]] = []
         self.clients: dict[str, dict[str, Any]] = {}
+        self.outliers: dict[str, Any] | None = None
         self.behind = False
+        self._epsilon: float | None = None  # of differential privacy, spent so far
         self._best: dict[str, _Best] = {}  # by stage
         self._stage = ""  # of the last evaluation
         self._read, self._tail, self._rest, self._damaged = 0, b"", b"", 0
@@ -124,6 +129,9 @@ class Follower:
             }
             for row in entry.get("clients", [])
         }
+        outliers, spent = standing_out(entry), entry.get("epsilon")
+        self.outliers = outliers or self.outliers
+        self._epsilon = self._epsilon if spent is None else float(spent)
         for one in absent:
             about = self._client(one["client"])
             about |= {
@@ -255,8 +263,17 @@ class Follower:
             "engine": "deployment" if "deployment" in config else run.get("engine"),
             "seed": run.get("seed"),
             "best round by": f"validation {label(self._selection())}",
+            "ε spent": self._spent(run),
         }
         return [[name, str(value)] for name, value in found.items() if value is not None]
+
+    def _spent(self, run: dict[str, Any]) -> str | None:
+        """Returns the privacy budget that was spent so far; None if the run is not private."""
+        if self._epsilon is None:
+            return None
+        limit = _number(run.get("dp_epsilon"))
+        seeded = " (seeded noise: not private)" if run.get("dp_seeded") else ""
+        return f"{self._epsilon:.3f}{f' of {limit:g}' if limit else ''}{seeded}"
 
 
 class _File:

@@ -132,6 +132,7 @@ class Watch(ThreadingTCPServer):
         }
         if fresh or not known:
             found["clients"] = [{"id": name, **about} for name, about in follower.clients.items()]
+            found["outliers"] = follower.outliers
         if baselines := baselines_of(folder):
             found["baselines"] = self._all(baselines)
         return found

@@ -53,6 +53,7 @@
     const kept = { version: 0, entries: [], clients: [] };
     const figures = {};
     let table = null,
+      standing = null,
       others = null;
 
     function figure(spec) {
@@ -214,6 +215,35 @@
       section("client-table", "Clients", text, table);
     }
 
+    /** Shows the clients whose updates stand out in the latest round that compares updates. */
+    function outliers(found) {
+      if (!found) return;
+      const columns = [
+        { name: "client", align: "left" },
+        { name: "phase", align: "left" },
+        { name: "norm", align: "right", help: "divided by the median norm of the round" },
+        { name: "cosine", align: "right", help: "to the median update of the round" },
+        { name: "what happened", align: "left" },
+      ];
+      const fixed = (value) => ({ text: known(value) ? value.toFixed(2) : "–", sort: value });
+      const rows = found.clients.map((one) => [
+        one.client,
+        one.phase,
+        fixed(one.norm),
+        fixed(one.cosine),
+        one.left_out ? "left out" : one.shortened ? "shortened" : "",
+      ]);
+      if (!standing) {
+        standing = makeTable({ title: "Updates that stand out", columns, rows });
+        section("outliers", "Updates that stand out", "", standing);
+      } else standing.fill(rows);
+      const more = found.standing_out - rows.length;
+      grid.querySelector("#outliers p").textContent =
+        `Round ${found.round}: ${found.standing_out || "none"} of ${found.compared} updates.` +
+        (more ? ` ${more} of them are not shown.` : "");
+      standing.hidden = !rows.length;
+    }
+
     /** Shows the baselines of a run, which are runs of their own in its folder. */
     function baselines(data) {
       if (!data.baselines) return;
@@ -329,6 +359,7 @@
         const each = perClient(data);
         if (each) figure(each);
         arrange();
+        outliers(data.outliers);
         clientTable(data);
         baselines(data);
       },
