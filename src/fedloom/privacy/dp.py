@@ -95,9 +95,9 @@ def unbounded(phase: str, unit: str) -> ConfigError:
     """Returns the error of a phase without a bound."""
     return ConfigError(
         f"run.dp_epsilon: what clients answer to {phase!r} has no bounded sensitivity for "
-        f"run.dp_unit = {unit!r}; valid: methods that send only weight updates or gradients "
-        "(fedavg, fedprox, fedopt, fedsgd), fedsgd and opfgl also for node, edge and label, and "
-        "fedgram by its own method.epsilon"
+        f"run.dp_unit = {unit!r}; valid: methods that send only weight updates or gradients, as "
+        "fedavg does, or that bound their replies, as fedsgd does for nodes "
+        "(docs/differential-privacy.md)"
     )
 
 
