@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from fedloom.core import robust
+from fedloom.core import combining, robust
 from fedloom.core.robust import RULES, Robustness, most_liars
 from fedloom.errors import ConfigError, MessageError
 
@@ -48,6 +48,17 @@ def test_rules_on_a_line(rule, expected):
 
 def test_median_of_an_even_number_is_the_mean_of_the_middle_two():
     assert robust.median(LINE[:4]).item() == 2.5
+
+
+@pytest.mark.parametrize("clients", [1, 2, 3, 10, 11])
+def test_the_median_update_is_the_lower_median_of_each_entry(clients):
+    X = torch.randn(clients, 50, generator=rng())
+    assert torch.equal(combining._lower_median(X), X.median(0).values)
+
+
+def test_the_median_norm_is_of_the_values_above_zero():
+    assert robust.median_of(torch.tensor([0.0, 4.0, 1.0, 2.0, 0.0, 3.0])).item() == 2.5
+    assert robust.median_of(torch.zeros(3)).item() == 0.0
 
 
 def test_mixing_replaces_a_row_by_the_mean_of_its_nearest():
