@@ -126,9 +126,9 @@ class History:
     def _note(self, entry: Entry) -> None:
         self.round = entry["round"]
         self.absences.add(entry)
-        for row in entry.get("updates", ())[:1]:
-            self.clipped.update(row["clipped"])
-            self.left_out.update(row["left_out"])
+        phases = entry.get("updates", ())
+        self.clipped.update({client for row in phases for client in row["clipped"]})
+        self.left_out.update({client for row in phases for client in row["left_out"]})
         if entry.get(self._selected) is not None and self._recent.maxlen:
             if len(self._recent) == self._recent.maxlen:
                 self._before = max(self._before, self._recent[0])
