@@ -34,6 +34,7 @@ from fedloom.privacy.secure_sum import (
     TooFew,
     decode,
     encode,
+    is_complete,
     neighbourhood,
     pieces,
 )
@@ -295,7 +296,8 @@ def cases(draw):
             st.integers(0, n),
         )
     )
-    stages = STAGES if complete or draw(st.integers(0, 3)) else DRAWN  # any loss in `draw` ends it
+    drawn = k and not is_complete(n, k)
+    stages = DRAWN if drawn and not draw(st.integers(0, 3)) else STAGES  # a loss in `draw` ends it
     lost = {p: draw(st.sampled_from(stages)) for p in shuffled[: min(losses, n)]}
     return terms, sorted(shuffled[:n]), lost, draw(st.integers(0, 2**32)), population
 

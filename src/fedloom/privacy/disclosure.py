@@ -26,7 +26,6 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from fedloom.core.message import Message, flatten
@@ -83,6 +82,8 @@ def feature_membership(told: Mapping[str, Tensor], graphs: Mapping[str, Graph]) 
         told: The features that each client is known to have, [features] bool.
         graphs: The clients' graphs; all their nodes are candidates.
     """
+    from sklearn.metrics import roc_auc_score  # takes a second to import
+
     rows = torch.cat([graph.x != 0 for graph in graphs.values()])
     sizes = torch.tensor([len(graph.x) for graph in graphs.values()])
     owner = torch.arange(len(sizes)).repeat_interleave(sizes)

@@ -18,7 +18,6 @@ import math
 
 import torch
 import torch.nn.functional as F
-from sklearn.metrics import roc_auc_score
 from torch import Generator, Tensor
 
 from fedloom.errors import ConfigError
@@ -68,6 +67,8 @@ def edge_auc(edge_index: Tensor, sent: Tensor, links: Tensor, rng: Generator) ->
         links: The sent links [2, m].
         rng: Draws the pairs without an edge.
     """
+    from sklearn.metrics import roc_auc_score  # takes a second to import
+
     n = len(sent)
     edges, linked = pairs(edge_index, n), pairs(links, n)
     others = random_non_edges(edges, n, rng)
@@ -117,6 +118,8 @@ def member_auc(gram: Tensor, rows: Tensor, member: Tensor, smallest: float = 1e-
         member: Which candidates are rows of F, [n] bool.
         smallest: Eigenvalues of G below this share of the largest count as 0.
     """
+    from sklearn.metrics import roc_auc_score  # takes a second to import
+
     values, vectors = torch.linalg.eigh(gram.double())
     inside = rows.double() @ vectors
     kept = values > smallest * values.max()
