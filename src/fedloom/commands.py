@@ -36,7 +36,6 @@ from fedloom.data.partition import divides_graphs, partition_settings, partition
 from fedloom.data.statistics import partition_statistics
 from fedloom.errors import ConfigError, RoundFailed
 from fedloom.experiments import checkpoint, executor, grid
-from fedloom.experiments.audit import audit_recipe, audited_tables, require_attacks
 from fedloom.experiments.baselines import baseline_folder, read_planned, write_planned
 from fedloom.experiments.callbacks import Callback
 from fedloom.experiments.comparing import require_valid, run_and_compare
@@ -110,8 +109,10 @@ def audit(
     as_json: bool,
 ) -> None:
     """Attacks a run folder or a recipe, prints the findings and writes them into a folder."""
-    require_attacks(attacks)
-    tables_, run_folder = audited_tables(source)
+    from fedloom.experiments import audit as audits  # imports all that the attacks need
+
+    audits.require_attacks(attacks)
+    tables_, run_folder = audits.audited_tables(source)
     own = override({}, assignments := list(assignments))
     where = f"run {source!r}" if run_folder else f"recipe {source!r}"
     require_trust(override(tables_, assignments), where, trust, own)
@@ -129,7 +130,9 @@ def audit(
     def say(attack: str) -> None:
         _say(f"attack: {attack}")
 
-    found = audit_recipe(recipe, attacks, shadows=shadows, federation=federation, on_attack=say)
+    found = audits.audit_recipe(
+        recipe, attacks, shadows=shadows, federation=federation, on_attack=say
+    )
     if as_json:
         print(json.dumps({"about": dict(found.about), "findings": found.records()}))
     else:

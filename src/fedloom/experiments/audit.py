@@ -30,7 +30,7 @@ from fedloom.core.registry import make_method
 from fedloom.data.federation import Federation
 from fedloom.data.graph import Graph
 from fedloom.errors import ConfigError, DataError, MessageError, Refusal, unknown
-from fedloom.experiments.audit_file import Audit, Finding
+from fedloom.experiments.audit_file import SHADOWS, Audit, Finding
 from fedloom.experiments.disclosure import Reading, aggregated, distance, read, replayed
 from fedloom.experiments.overhearing import Exchange, Recording, record
 from fedloom.experiments.recipe import Recipe
@@ -46,7 +46,6 @@ from fedloom.privacy.choice import responder_for
 from fedloom.privacy.inference import Score
 from fedloom.privacy.leakage import labels_read, member_auc
 
-SHADOWS = 8
 SMALL = 8  # training items of a client whose features `inversion` recovers
 PAIRS = 400  # linked pairs of a client that `links` looks at
 QUERIES = 30  # nodes of a client whose features `links` changes

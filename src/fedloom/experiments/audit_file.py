@@ -19,6 +19,7 @@ from fedloom.experiments.escaping import csv_text
 
 FILE, TABLE = "audit.json", "audit.csv"
 FORMAT = "fedloom-audit/1"
+SHADOWS = 8  # shadow models, if nobody says how many
 HELD, BITES = 0.2, 0.6  # advantages: of an AUC they are 0.6 and 0.8
 
 

@@ -31,8 +31,7 @@ from fedloom.experiments.arguments import (
     require_federation,
     require_method,
 )
-from fedloom.experiments.audit import SHADOWS, audit_recipe, audited_tables, require_attacks
-from fedloom.experiments.audit_file import Audit
+from fedloom.experiments.audit_file import SHADOWS, Audit
 from fedloom.experiments.callbacks import Given
 from fedloom.experiments.comparing import log_progress, require_valid, run_and_compare
 from fedloom.experiments.display import percent
@@ -414,8 +413,10 @@ def audit(
     Returns:
         The findings: `records()`, `pandas()`, `save(folder)`.
     """
+    from fedloom.experiments import audit as audits  # imports all that the attacks need
+
     names = [attacks] if isinstance(attacks, str) else list(attacks)
-    require_attacks(names)
+    audits.require_attacks(names)
     tables, folder = _tables_of(run, trust)
     if folder is not None and federation is None and "partition" not in tables:
         raise ConfigError(
@@ -423,7 +424,7 @@ def audit(
             "fedloom.audit(folder, federation=...) attacks it"
         )
     recipe = make_recipe(tables, federation)
-    found = audit_recipe(recipe, names, shadows=shadows, federation=federation)
+    found = audits.audit_recipe(recipe, names, shadows=shadows, federation=federation)
     if out is not None or folder is not None:
         found.save(out if out is not None else folder)  # type: ignore[arg-type]  # one is given
     return found
@@ -431,6 +432,8 @@ def audit(
 
 def _tables_of(run: Any, trust: bool) -> tuple[dict[str, Any], Path | None]:
     """Returns the recipe of what `audit` is given, and its run folder if there is one."""
+    from fedloom.experiments.audit import audited_tables
+
     if isinstance(run, Mapping):
         return _read(run, trust), None
     if isinstance(run, Result):
