@@ -211,7 +211,7 @@ def test_a_report_of_folders_names_what_it_leaves_out(tmp_path, here):  # noqa: 
         for suffix in ("svg", "png")
     }
     assert drawn == wanted
-    assert len(drawn) == 24
+    assert len(drawn) == 28
 
 
 def test_a_report_without_runs_is_refused(tmp_path, here):  # noqa: F811
