@@ -252,7 +252,7 @@ class Filters:
         left = dict(lost)
         for row, tensor in zip(schema_of(reply), flatten(reply).values(), strict=True):
             name, _, shape = row
-            original = _original(phase, name)
+            original = phase.original(name)
             unknown_update = original and (original not in sent or sent[original].shape != shape)
             if not _is_encoded(phase, *row) or unknown_update:
                 encoded[name] = tensor  # if it should be encoded, the server refuses it by name
@@ -292,7 +292,7 @@ class Filters:
                 tensor = self._decode({k: flat[f"{name}/{k}"] for k in layouts[name]}, shape)
             except MessageError as error:
                 raise MessageError(f"{sender}: tensor {name!r}: {error}") from None
-            original = _original(phase, name)
+            original = phase.original(name)
             decoded[name] = sent[original] + tensor if original else tensor
         return unflatten(decoded)
 
@@ -365,9 +365,3 @@ def _is_encoded(phase: Phase, name: str, dtype: str, shape: Shape) -> bool:
 def _has_feedback(phase: Phase, name: str) -> bool:
     """Whether the loss of an encoding is added to the next reply. Whole models have none."""
     return phase.reply[name.partition("/")[0]] != "weights"
-
-
-def _original(phase: Phase, name: str) -> str:
-    """The name of the sent tensor that a reply's tensor updates; "" if there is none."""
-    group, slash, rest = name.partition("/")
-    return f"{phase.updates[group]}{slash}{rest}" if group in phase.updates else ""

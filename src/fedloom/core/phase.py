@@ -239,6 +239,14 @@ class Phase:
         texts = {n: d for n, d in self.reply.items() if isinstance(d, str) and d.startswith("~")}
         return {name: declared[1:] for name, declared in texts.items()}
 
+    def original(self, name: str) -> str:
+        """Returns the name of the sent tensor that a reply's tensor updates; "" if there is none.
+
+        name: The tensor's name in the reply, such as "model/layers.0.weight".
+        """
+        group, slash, rest = name.partition("/")
+        return f"{self.updates[group]}{slash}{rest}" if group in self.updates else ""
+
     @cached_property
     def updates_sent(self) -> Mapping[str, str]:
         """The names in a reply that hold weights, and what they are an updated version of.

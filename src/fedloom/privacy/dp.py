@@ -122,7 +122,7 @@ def as_vector(
     parts = [np.empty(0)]
     for name, _, _ in schema:
         tensor = flat[name].detach().double()
-        if original := _original(phase, name):
+        if original := phase.original(name):
             tensor = tensor - sent[original].double()
         parts.append(tensor.reshape(-1).numpy())
     return np.concatenate(parts)
@@ -166,15 +166,10 @@ def as_message(
             continue
         size = int(np.prod(shape))
         tensor = torch.from_numpy(total[start : start + size] * share).reshape(shape)
-        if original := _original(phase, name):
+        if original := phase.original(name):
             tensor = tensor + sent[original].double()
         found[name], start = tensor.to(kind), start + size
     return unflatten(found)
-
-
-def _original(phase: Phase, name: str) -> str:
-    group, slash, rest = name.partition("/")
-    return f"{phase.updates[group]}{slash}{rest}" if group in phase.updates else ""
 
 
 def common_message(server: Server, request: Request) -> Message:
