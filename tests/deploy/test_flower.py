@@ -41,7 +41,15 @@ def federation():
             {"rounds": 2, "secure": True, "dp_epsilon": 50.0, "dp_seeded": True},
             marks=slow,
         ),
-        pytest.param("fedavg", {"rounds": 2, "aggregation": "median"}, marks=slow),
+        pytest.param(
+            "fedavg",
+            {
+                "rounds": 2,
+                "aggregation": "median",
+                "adversary": {"clients": 1, "attack": "label-flip"},
+            },
+            marks=slow,
+        ),
     ],
 )
 def test_a_run_is_bit_identical_to_the_loop(method, settings, federation, tmp_path):
